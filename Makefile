@@ -1,0 +1,77 @@
+# Needs make and a Python >= 3.11 with venv; everything else is set up below build/ on first use.
+# PYTHON=/path/to/python3 chooses the interpreter, ARGS="..." is handed to pytest.
+
+VENV := build/venv
+SOURCES := kfcomm tests examples bench requirements
+PINS := $(wildcard requirements/*.txt)
+CONSTRAINTS := $(addprefix -c ,$(PINS))
+# The CPU build is the same release; a range would bring in whatever is newest.
+TORCH := torch==2.13.0
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test coverage test-frameworks check docs pins clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
+
+demo: $(VENV)/demo/.ready ## train on real data with four processes
+	PATH="$(CURDIR)/$(VENV)/demo/bin:$$PATH" kfcomm run -n 4 python examples/digits.py
+
+test: coverage ## run the tests (NumPy alone: neither torch nor JAX)
+	$(VENV)/test/bin/python -m pytest --ignore=tests/frameworks $(ARGS)
+
+coverage: $(VENV)/test/.ready ## core and strategies at 100 % of branches, by their own tests alone
+	@mkdir -p build/coverage
+	$(VENV)/test/bin/python -m coverage run -m pytest -q --hypothesis-profile=coverage tests/core tests/strategies
+	$(VENV)/test/bin/python -m coverage report
+
+test-frameworks: $(VENV)/frameworks/.ready ## run the tests that need torch and JAX
+	$(VENV)/frameworks/bin/python -m pytest tests/frameworks $(ARGS)
+
+check: $(VENV)/check/.ready ## lint, format, types, public API, floors of the house
+	$(VENV)/check/bin/ruff check .
+	$(VENV)/check/bin/ruff format --check .
+	$(VENV)/check/bin/mypy
+	$(VENV)/check/bin/pyright --pythonpath $(VENV)/check/bin/python
+	$(VENV)/check/bin/pyright --pythonpath $(VENV)/check/bin/python --verifytypes kfcomm --ignoreexternal
+	$(VENV)/check/bin/lint-imports
+
+docs: $(VENV)/docs/.ready ## build the documentation into site/
+	$(VENV)/docs/bin/python -m mkdocs build --strict
+
+pins: ## resolve every requirement anew and write requirements/*.txt
+	rm -rf build/pins
+	$(find-python) && "$$python" -m venv build/pins
+	build/pins/bin/python -m pip install -q --upgrade packaging
+	build/pins/bin/python -m pip install -q $(TORCH)
+	build/pins/bin/python -m pip install -q -e ".[dev,jax,torch]"
+	build/pins/bin/python requirements/pins.py
+
+clean: ## remove everything that was built or set up
+	rm -rf build dist site .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find kfcomm tests examples bench -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- virtual environments: one for each use, made when its stamp is older than what it is made from ---
+
+$(VENV)/demo/.ready: extras := demo
+$(VENV)/test/.ready: extras := test
+$(VENV)/frameworks/.ready: extras := test,jax,torch
+$(VENV)/frameworks/.ready: first := $(TORCH)
+$(VENV)/check/.ready: extras := check
+$(VENV)/docs/.ready: extras := docs
+
+$(VENV)/%/.ready: pyproject.toml $(PINS)
+	@echo "setting up $(@D) ($(extras)) ..."
+	@$(find-python) && "$$python" -m venv $(@D)
+	@$(@D)/bin/python -m pip install -q $(CONSTRAINTS) hatchling $(first)
+	@$(@D)/bin/python -m pip install -q $(CONSTRAINTS) --no-build-isolation -e ".[$(extras)]"
+	@$(@D)/bin/python -m pip check
+	@touch $@
+
+define find-python
+for python in $${PYTHON:-$(PYTHON)} python3 python3.14 python3.13 python3.12 python3.11 none; do \
+  "$$python" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; \
+done; \
+[ "$$python" != none ] || { echo "kfcomm needs Python >= 3.11 with venv (python3-venv); name one with PYTHON=..." >&2; exit 1; }
+endef

@@ -1,0 +1,61 @@
+"""Rules for every test: nothing is left behind, nothing is timed, a skip says why."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from tests.leaks import Snapshot, left_since
+
+# Examples have no time limit: on a loaded machine that would only find the load.
+settings.register_profile("kfcomm", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+# Under the coverage gate the same examples come up every time, so that the gate never depends on chance.
+settings.register_profile("coverage", settings.get_profile("kfcomm"), derandomize=True, max_examples=40, database=None)
+settings.load_profile("kfcomm")
+
+
+@pytest.fixture(scope="session")
+def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder where ``tempfile`` puts things during the tests, in this process and in its children."""
+    tmp_path_factory.getbasetemp()  # pytest's own folder lies elsewhere: nothing in it counts as left behind
+    with tempfile.TemporaryDirectory(prefix="kf") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(temporary_files: Path) -> Iterator[None]:
+    """Fails a test that leaves processes, threads, descriptors or temporary files."""
+    before = Snapshot.take(temporary_files)
+    yield
+    left = left_since(before, temporary_files)
+    if left:
+        pytest.fail("left behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips what this machine cannot do; where it is required (``KFCOMM_REQUIRE_NETNS=1``), fails instead."""
+    if item.get_closest_marker("netns") and (reason := _no_namespaces()):
+        if os.environ.get("KFCOMM_REQUIRE_NETNS") == "1":
+            pytest.fail(reason, pytrace=False)
+        pytest.skip(reason)
+    if item.get_closest_marker("gpu") and not Path("/dev/nvidia0").exists():
+        pytest.skip("no NVIDIA GPU on this machine")
+
+
+@functools.cache
+def _no_namespaces() -> str:
+    """Why network namespaces cannot be made here; empty where they can."""
+    try:
+        done = subprocess.run(["unshare", "--net", "ip", "link", "show", "lo"], capture_output=True, text=True)
+    except FileNotFoundError as error:
+        return f"no network namespaces: {error}"
+    return "" if done.returncode == 0 else f"no network namespaces: {done.stderr.strip()}"
