@@ -1,0 +1,192 @@
+"""Graphs along which one chunk travels: rooted spanning trees with ordered children.
+
+A *graph* is a tree over the ranks ``0 .. size-1``. In a reduce graph data flows from the leaves to the
+root, in a broadcast graph from the root to the leaves; the value is the same, only the direction of use
+differs. A *graph pair* is one of each with a common root: the way of one part of an ``all_reduce``.
+
+The order of ``children[r]`` is part of the value: contributions are folded in that order, which is what
+makes results the same on every run. Graphs know neither hosts nor links nor time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A spanning tree: ``fathers[r]`` is the rank above ``r``; the root is its own father.
+
+    ``children[r]`` are the ranks below ``r``, in the order in which their data is folded.
+    """
+
+    fathers: tuple[int, ...]
+    children: tuple[tuple[int, ...], ...]
+    root: int
+
+    @classmethod
+    def from_fathers(cls, fathers: Sequence[int]) -> Graph:
+        """A tree from its father array; children are ordered by rank.
+
+        Raises:
+            ValueError: no root, two roots, a rank out of range, or a cycle (the message says which).
+        """
+        size = len(fathers)
+        if size == 0:
+            raise ValueError("a graph needs at least one rank")
+        for rank, father in enumerate(fathers):
+            if not 0 <= father < size:
+                raise ValueError(f"rank {rank} has father {father}, outside 0..{size - 1}")
+        roots = [rank for rank, father in enumerate(fathers) if rank == father]
+        if len(roots) != 1:
+            raise ValueError(f"a graph needs exactly one root (a rank that is its own father), got {roots or 'none'}")
+        children: list[list[int]] = [[] for _ in range(size)]
+        for rank, father in enumerate(fathers):
+            if rank != father:
+                children[father].append(rank)
+        return cls._checked(tuple(map(int, fathers)), tuple(map(tuple, children)), roots[0])
+
+    @classmethod
+    def from_edges(cls, size: int, edges: Iterable[tuple[int, int]], root: int | None = None) -> Graph:
+        """A tree from ``(father, child)`` edges, children in the order of the edges.
+
+        ``root`` is only needed to check against; without edges the single rank is the root.
+
+        Raises:
+            ValueError: a rank out of range, missing or with two fathers, two roots, or a cycle.
+        """
+        if size < 1:
+            raise ValueError("a graph needs at least one rank")
+        fathers = list(range(size))
+        children: list[list[int]] = [[] for _ in range(size)]
+        for father, child in edges:
+            for rank in (father, child):
+                if not 0 <= rank < size:
+                    raise ValueError(f"edge ({father}, {child}) names rank {rank}, outside 0..{size - 1}")
+            if father == child:
+                raise ValueError(f"edge ({father}, {child}) is a self-loop")
+            if fathers[child] != child:
+                raise ValueError(f"rank {child} has two fathers, {fathers[child]} and {father}")
+            fathers[child] = father
+            children[father].append(child)
+        roots = [rank for rank in range(size) if fathers[rank] == rank]
+        if len(roots) != 1:
+            raise ValueError(f"a graph needs exactly one root, got {roots or 'none (a cycle)'}")
+        if root is not None and roots[0] != root:
+            raise ValueError(f"the root is rank {roots[0]}, not {root}")
+        return cls._checked(tuple(fathers), tuple(map(tuple, children)), roots[0])
+
+    @classmethod
+    def _checked(cls, fathers: tuple[int, ...], children: tuple[tuple[int, ...], ...], root: int) -> Graph:
+        graph = cls(fathers, children, root)
+        reached = graph.preorder
+        if len(reached) != len(fathers):
+            missing = sorted(set(range(len(fathers))) - set(reached))
+            raise ValueError(f"ranks {missing} form a cycle: the root {root} does not reach them")
+        return graph
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.fathers)
+
+    @cached_property
+    def preorder(self) -> tuple[int, ...]:
+        """The ranks from the root down, each before its children."""
+        order: list[int] = []
+        stack = [self.root]
+        while stack:
+            rank = stack.pop()
+            order.append(rank)
+            stack.extend(reversed(self.children[rank]))
+        return tuple(order)
+
+    @cached_property
+    def depth(self) -> int:
+        """Number of edges on the longest way from the root to a leaf."""
+        level = [0] * self.size
+        for rank in self.preorder:
+            if rank != self.root:
+                level[rank] = level[self.fathers[rank]] + 1
+        return max(level)
+
+    @property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """All ``(father, child)`` pairs, from the root down."""
+        return tuple((rank, child) for rank in self.preorder for child in self.children[rank])
+
+    def path(self, rank: int) -> tuple[int, ...]:
+        """The ranks from the root to ``rank``, both included."""
+        way = [rank]
+        while way[-1] != self.root:
+            way.append(self.fathers[way[-1]])
+        return tuple(reversed(way))
+
+    def rerooted(self, root: int) -> Graph:
+        """The same undirected tree with another root.
+
+        The former father comes last among a rank's children, so that the order of the others is kept.
+
+        Raises:
+            ValueError: ``root`` is out of range.
+        """
+        if not 0 <= root < self.size:
+            raise ValueError(f"root {root} is outside 0..{self.size - 1}")
+        if root == self.root:
+            return self
+        fathers = list(self.fathers)
+        children = [list(below) for below in self.children]
+        way = self.path(root)
+        for above, below in zip(way, way[1:], strict=False):
+            children[above].remove(below)
+            children[below].append(above)
+            fathers[above] = below
+        fathers[root] = root
+        return Graph(tuple(fathers), tuple(map(tuple, children)), root)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes that differ if fathers or the order of children differ."""
+        text = repr((self.root, self.children)).encode()
+        return hashlib.blake2b(text, digest_size=16).digest()
+
+
+@dataclass(frozen=True)
+class GraphPair:
+    """A reduce graph and a broadcast graph with the same root and size.
+
+    Raises:
+        ValueError: roots or sizes differ.
+    """
+
+    reduce: Graph
+    broadcast: Graph
+
+    def __post_init__(self) -> None:
+        if self.reduce.size != self.broadcast.size:
+            raise ValueError(f"a pair needs graphs of one size, got {self.reduce.size} and {self.broadcast.size}")
+        if self.reduce.root != self.broadcast.root:
+            raise ValueError(f"a pair needs one root, got {self.reduce.root} and {self.broadcast.root}")
+
+    @classmethod
+    def of(cls, tree: Graph) -> GraphPair:
+        """The same tree in both directions."""
+        return cls(tree, tree)
+
+    @property
+    def root(self) -> int:
+        """The common root."""
+        return self.reduce.root
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.reduce.size
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes that identify the pair."""
+        return hashlib.blake2b(self.reduce.digest + self.broadcast.digest, digest_size=16).digest()

@@ -1,0 +1,43 @@
+"""The choice that is made where the user makes none: the cheapest strategy for each size of message.
+
+Owns the comparison; the time model is in `cost`, the candidates are all strategies of `registry`. The result
+depends on the layout and the constants alone, so that all ranks come to the same one by themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kfcomm.strategies.base import SizedStrategy, Strategy
+from kfcomm.strategies.cost import Network, Profile
+from kfcomm.strategies.registry import ALGORITHMS
+from kfcomm.types import Layout
+
+FORMULA = "for each message size the cheapest of the others by the time model"
+
+_MAX_RANKS_WITH_PAIR_EACH: Final = 128  # above this, graphs for every rank take too long to build and compare
+_SIZES: Final = tuple(1 << bit for bit in range(6, 31))  # 64 B to 1 GiB
+
+
+def auto(layout: Layout, network: Network | None = None) -> SizedStrategy:
+    """The cheapest strategy for each message size, by ``predict_seconds`` at 64 B, 128 B, ... 1 GiB.
+
+    Few steps and messages win for short messages, an idle busiest port for long ones, and little traffic
+    between hosts where there are several. Strategies with a pair for each rank are left out above 128 ranks.
+    """
+    candidates = _candidates(layout)
+    profiles = [Profile.of(strategy, layout) for strategy in candidates]
+    rules: list[tuple[int | None, Strategy]] = []
+    for nbytes in _SIZES:
+        seconds = [profile.seconds(nbytes, network or Network()) for profile in profiles]
+        best = candidates[seconds.index(min(seconds))]
+        if rules and rules[-1][1] is best:
+            rules.pop()
+        rules.append((nbytes, best))
+    rules[-1] = (None, rules[-1][1])
+    return SizedStrategy("auto", tuple(rules))
+
+
+def _candidates(layout: Layout) -> list[Strategy]:
+    small = layout.size <= _MAX_RANKS_WITH_PAIR_EACH
+    return [algorithm.build(layout) for algorithm in ALGORITHMS if small or not algorithm.pair_per_rank]

@@ -1,0 +1,150 @@
+"""What a strategy is: the graph pairs that share the bytes of a collective among them.
+
+Owns the two kinds of strategy and the ways to make one by hand. A `Strategy` is a non-empty tuple of graph
+pairs of one size; a `SizedStrategy` picks one of several by the size of the message. Both are immutable
+values with a digest that depends on their graphs and bounds, never on their names: ranks compare digests to
+know that they speak of the same graphs. Knows neither layouts nor costs nor what travels along the graphs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from kfcomm.core.graph import Graph, GraphPair
+from kfcomm.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Graph pairs over the same ranks; each carries an equal part of a message.
+
+    Attributes:
+        name: for people; it is no part of the digest.
+        pairs: at least one, all of one size.
+
+    Raises:
+        ConfigError: no pair, or pairs of different sizes.
+    """
+
+    name: str
+    pairs: tuple[GraphPair, ...]
+
+    def __post_init__(self) -> None:
+        if not self.pairs:
+            raise ConfigError(f"strategy {self.name!r} has no graph pair")
+        sizes = sorted({pair.size for pair in self.pairs})
+        if len(sizes) > 1:
+            raise ConfigError(f"strategy {self.name!r} mixes graphs of sizes {sizes}")
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.pairs[0].size
+
+    def select(self, nbytes: int) -> Strategy:
+        """The strategy for a message of ``nbytes`` bytes: this one, whatever the size."""
+        return self
+
+    def rooted(self, root: int) -> GraphPair:
+        """The pair to use for a verb with a root: the first that has it, else the first pair rerooted.
+
+        Raises:
+            ConfigError: ``root`` is out of range.
+        """
+        pair = self._by_root.get(root)
+        if pair is None:
+            pair = self._by_root[root] = self._rerooted(root)
+        return pair
+
+    def _rerooted(self, root: int) -> GraphPair:
+        if not 0 <= root < self.size:
+            raise ConfigError(f"root {root} is outside 0..{self.size - 1}")
+        first = self.pairs[0]
+        if first.reduce is first.broadcast:
+            return GraphPair.of(first.reduce.rerooted(root))
+        return GraphPair(first.reduce.rerooted(root), first.broadcast.rerooted(root))
+
+    @cached_property
+    def _by_root(self) -> dict[int, GraphPair]:
+        return {pair.root: pair for pair in reversed(self.pairs)}
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes that differ if any graph, or the order of the pairs, differs."""
+        return hashlib.blake2b(b"".join(pair.digest for pair in self.pairs), digest_size=16).digest()
+
+
+@dataclass(frozen=True)
+class SizedStrategy:
+    """Strategies by message size: the first rule whose bound is not exceeded holds.
+
+    Attributes:
+        name: for people; it is no part of the digest.
+        rules: ``(largest nbytes, strategy)`` with ascending bounds; the last bound is None (no limit).
+
+    Raises:
+        ConfigError: no rule, bounds that do not ascend or do not end in None, or different sizes.
+    """
+
+    name: str
+    rules: tuple[tuple[int | None, Strategy], ...]
+
+    def __post_init__(self) -> None:
+        bounds = [bound for bound, _ in self.rules if bound is not None]
+        open_ended = [bound is None for bound, _ in self.rules]
+        if open_ended != [False] * (len(self.rules) - 1) + [True]:
+            raise ConfigError(f"strategy {self.name!r} needs exactly one rule without a bound, the last")
+        if any(low >= high for low, high in zip(bounds, bounds[1:], strict=False)) or any(b < 0 for b in bounds):
+            raise ConfigError(f"strategy {self.name!r} needs ascending bounds from 0, got {bounds}")
+        sizes = sorted({strategy.size for _, strategy in self.rules})
+        if len(sizes) > 1:
+            raise ConfigError(f"strategy {self.name!r} mixes graphs of sizes {sizes}")
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.rules[0][1].size
+
+    def select(self, nbytes: int) -> Strategy:
+        """The strategy for a message of ``nbytes`` bytes."""
+        return next(strategy for bound, strategy in self.rules if bound is None or nbytes <= bound)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes that differ if any bound or graph differs."""
+        text = repr([(bound, strategy.digest) for bound, strategy in self.rules]).encode()
+        return hashlib.blake2b(text, digest_size=16).digest()
+
+
+AnyStrategy = Strategy | SizedStrategy
+
+
+def from_edges(size: int, edges: Iterable[tuple[int, int]], *, name: str = "custom") -> Strategy:
+    """A strategy of one tree, used in both directions, from its ``(father, child)`` edges.
+
+    Contributions are folded in the order in which the edges name the children.
+
+    Raises:
+        ConfigError: the edges do not form a spanning tree of ``size`` ranks; the message says why.
+    """
+    try:
+        tree = Graph.from_edges(size, edges)
+    except ValueError as error:
+        raise ConfigError(f"strategy {name!r}: {error}") from error
+    return Strategy(name, (GraphPair.of(tree),))
+
+
+def from_fathers(fathers: Sequence[int], *, name: str = "custom") -> Strategy:
+    """A strategy of one tree, used in both directions; ``fathers[r]`` is above ``r``, the root its own father.
+
+    Raises:
+        ConfigError: the array does not describe a spanning tree; the message says why.
+    """
+    try:
+        tree = Graph.from_fathers(fathers)
+    except ValueError as error:
+        raise ConfigError(f"strategy {name!r}: {error}") from error
+    return Strategy(name, (GraphPair.of(tree),))

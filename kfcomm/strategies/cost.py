@@ -1,0 +1,191 @@
+"""What a strategy costs: counted on its graphs, and foretold in seconds.
+
+Two measures. `Cost` is exact and free of hardware: steps and bytes of one all_reduce whose message is shared
+out evenly among the pairs. Every strategy file states the same `Cost` as a closed formula of the layout; that
+the two agree is a test. `predict_seconds` turns counts into time with a `Network`, which is what ``auto``
+compares. Both look at graphs and layouts only; neither knows links, clocks, or how a message is really cut.
+
+The model is the Hockney (alpha-beta) model with LogGP's overhead for each message and the work of reduction:
+
+    seconds = longest way's alphas
+            + overhead * messages that the busiest rank sends and receives
+            + gamma * bytes that the busiest rank folds
+            + max(chain, busiest rank's local bytes * beta, busiest host's bytes * beta)
+
+where a way goes from a leaf to the root and on to a leaf, and *chain* is the time in which one chunk passes
+along it: chunks follow each other (pipelining), so that neither the chain nor the busiest port can be beaten,
+and links come near the slower of the two. A host has one network port for all its ranks; ports are full
+duplex. Sources: R. Hockney, "The communication challenge for MPP" (1994); A. Alexandrov et al., "LogGP" (1995).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from kfcomm.core.graph import Graph, GraphPair
+from kfcomm.strategies.base import AnyStrategy, Strategy
+from kfcomm.types import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Steps and bytes of one unpipelined all_reduce.
+
+    Attributes:
+        steps: edges on the longest chain of sends of which each waits for the one before.
+        bytes: what the busiest rank sends or receives (the greater), per byte of message.
+        cross_host_bytes: what the busiest host sends to or receives from other hosts, per byte of message.
+    """
+
+    steps: int
+    bytes: Fraction
+    cross_host_bytes: Fraction = Fraction(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """The constants of the time model, for edges inside a host and between hosts.
+
+    The defaults are those of shared memory on a small server and of TCP over 10 Gbit/s Ethernet.
+
+    Attributes:
+        local_alpha_s: latency of an edge inside a host, in seconds.
+        local_beta_s_per_byte: seconds for each byte on such an edge.
+        cross_alpha_s: latency of an edge between hosts, in seconds.
+        cross_beta_s_per_byte: seconds for each byte through a host's network port.
+        overhead_s: time a rank spends on each message that it sends or receives.
+        gamma_s_per_byte: time a rank spends on folding one byte into its own.
+        chunk_nbytes: the largest part of a message that travels as one.
+    """
+
+    local_alpha_s: float = 4e-6
+    local_beta_s_per_byte: float = 2.5e-10
+    cross_alpha_s: float = 5e-5
+    cross_beta_s_per_byte: float = 8e-10
+    overhead_s: float = 3e-6
+    gamma_s_per_byte: float = 1e-10
+    chunk_nbytes: int = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """All that the time model needs of a strategy on a layout; counts are of pair-sized parts of the message.
+
+    Attributes:
+        num_pairs: into how many parts the message is cut.
+        ways: ``(local hops, cross-host hops)`` of the longest ways, none of which is at least another in both.
+        messages: parts that the busiest rank sends and receives.
+        folds: parts that the busiest rank folds into its own.
+        local_parts: parts that the busiest rank sends or receives inside its host.
+        cross_parts: parts that the busiest host sends or receives through its network port.
+    """
+
+    num_pairs: int
+    ways: tuple[tuple[int, int], ...]
+    messages: int
+    folds: int
+    local_parts: int
+    cross_parts: int
+
+    @classmethod
+    def of(cls, strategy: Strategy, layout: Layout) -> Profile:
+        """Walk all graphs once: O(pairs x ranks)."""
+        hosts = layout.hosts
+        ways = {way for pair in strategy.pairs for way in _ways(pair, hosts)}
+        sends = list(_sends(strategy.pairs))
+        local = [(a, b) for a, b in sends if hosts[a] == hosts[b]]
+        cross = [(hosts[a], hosts[b]) for a, b in sends if hosts[a] != hosts[b]]
+        return cls(
+            num_pairs=len(strategy.pairs),
+            ways=_longest(ways),
+            messages=max(map(sum, zip(*_ports(layout.size, sends), strict=True))),
+            folds=max(map(sum, zip(*(map(len, pair.reduce.children) for pair in strategy.pairs), strict=True))),
+            local_parts=_busiest(layout.size, local),
+            cross_parts=_busiest(layout.num_hosts, cross),
+        )
+
+    def seconds(self, nbytes: int, network: Network) -> float:
+        """The time model of the module's docstring."""
+        part = nbytes / self.num_pairs
+        chunk = min(part, network.chunk_nbytes)
+        chunks_per_part = max(1, -(-nbytes // (self.num_pairs * network.chunk_nbytes)))
+        local_s, cross_s = network.local_beta_s_per_byte, network.cross_beta_s_per_byte
+        latency = max(near * network.local_alpha_s + far * network.cross_alpha_s for near, far in self.ways)
+        chain = max(near * chunk * local_s + far * chunk * cross_s for near, far in self.ways)
+        ports = max(self.local_parts * part * local_s, self.cross_parts * part * cross_s)
+        work = self.messages * chunks_per_part * network.overhead_s + self.folds * part * network.gamma_s_per_byte
+        return latency + work + max(chain, ports)
+
+
+def measure(strategy: Strategy, layout: Layout | None = None) -> Cost:
+    """Count the cost of a strategy on its graphs; without a layout all ranks are on one host."""
+    hosts = layout.hosts if layout is not None else (0,) * strategy.size
+    sends = list(_sends(strategy.pairs))
+    between = [(hosts[a], hosts[b]) for a, b in sends if hosts[a] != hosts[b]]
+    return Cost(
+        steps=max(pair.reduce.depth + pair.broadcast.depth for pair in strategy.pairs),
+        bytes=Fraction(_busiest(strategy.size, sends), len(strategy.pairs)),
+        cross_host_bytes=Fraction(_busiest(max(hosts) + 1, between), len(strategy.pairs)),
+    )
+
+
+def predict_seconds(strategy: AnyStrategy, layout: Layout, nbytes: int, network: Network | None = None) -> float:
+    """How long an all_reduce of ``nbytes`` bytes should take by the model; ``network`` defaults to `Network()`.
+
+    An estimate for comparing strategies with each other, not a promise of a time.
+    """
+    return Profile.of(strategy.select(nbytes), layout).seconds(nbytes, network or Network())
+
+
+def busiest_crossing(layout: Layout, edges: Iterable[tuple[int, int]]) -> int:
+    """Of each host, how many of these ``(from, to)`` edges leave it for another; the largest such number."""
+    counts = [0] * layout.num_hosts
+    for a, b in edges:
+        counts[layout.hosts[a]] += layout.hosts[a] != layout.hosts[b]
+    return max(counts)
+
+
+def _sends(pairs: Sequence[GraphPair]) -> Iterator[tuple[int, int]]:
+    """``(from, to)`` of every part that moves in an all_reduce."""
+    for pair in pairs:
+        yield from ((child, father) for father, child in pair.reduce.edges)
+        yield from pair.broadcast.edges
+
+
+def _ports(size: int, sends: Iterable[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """How much each of ``size`` places sends, and how much it receives."""
+    out, into = [0] * size, [0] * size
+    for a, b in sends:
+        out[a] += 1
+        into[b] += 1
+    return out, into
+
+
+def _busiest(size: int, sends: Iterable[tuple[int, int]]) -> int:
+    return max(map(max, _ports(size, sends)))
+
+
+def _ways(pair: GraphPair, hosts: Sequence[int]) -> set[tuple[int, int]]:
+    """Hops from a leaf through the root to a leaf, of the longest ways of a pair."""
+    up, down = _longest(_hops(pair.reduce, hosts)), _longest(_hops(pair.broadcast, hosts))
+    return {(near + nearer, far + farther) for near, far in up for nearer, farther in down}
+
+
+def _hops(graph: Graph, hosts: Sequence[int]) -> set[tuple[int, int]]:
+    """``(local hops, cross-host hops)`` between the root and each rank."""
+    hops = [(0, 0)] * graph.size
+    for above, below in graph.edges:
+        near, far = hops[above]
+        hops[below] = (near + 1, far) if hosts[above] == hosts[below] else (near, far + 1)
+    return set(hops)
+
+
+def _longest(ways: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Those ways that no other equals or exceeds in both kinds of hop."""
+    kept: list[tuple[int, int]] = []
+    for near, far in sorted(ways, key=lambda way: (-way[1], -way[0])):
+        if not kept or near > kept[-1][0]:
+            kept.append((near, far))
+    return tuple(kept)

@@ -1,0 +1,46 @@
+"""Ring: every rank talks to its two neighbours only. Owns those graphs and their cost.
+
+One pair for each rank: pair ``r`` reduces along the chain r+1 → r+2 → … → r and broadcasts along
+r → r+1 → … → r−1 (all modulo n). Together the pairs load every rank alike, which is the ring all_reduce:
+least bytes, most steps, for long messages. KungFu's ``RING``. Neighbours are neighbours by rank, whatever
+their hosts.
+
+Source: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009).
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from kfcomm.core.graph import Graph, GraphPair
+from kfcomm.strategies.base import Strategy
+from kfcomm.strategies.cost import Cost, busiest_crossing
+from kfcomm.types import Layout
+
+FORMULA = "steps 2(n−1); bytes 2(n−1)/n; between hosts 2(n−1)/n · c"
+
+
+def ring(layout: Layout) -> Strategy:
+    """One pair of chains for each rank."""
+    return Strategy("ring", tuple(_chains(layout.size, root) for root in range(layout.size)))
+
+
+def _chains(size: int, root: int) -> GraphPair:
+    onwards = [(root + step) % size for step in range(size)]
+    backwards = [onwards[0], *reversed(onwards[1:])]
+    return GraphPair(
+        reduce=Graph.from_edges(size, zip(backwards, backwards[1:], strict=False)),
+        broadcast=Graph.from_edges(size, zip(onwards, onwards[1:], strict=False)),
+    )
+
+
+def cost(layout: Layout) -> Cost:
+    """Of ``n`` ranks: 2(n−1) steps, 2(n−1)/n bytes.
+
+    Between hosts 2(n−1)/n · c bytes, where ``c`` is the greatest number of ranks on one host whose next rank
+    is on another (1 where the ranks of a host are numbered in one block).
+    """
+    size = layout.size
+    per_edge = Fraction(2 * (size - 1), size)
+    onwards = ((rank, (rank + 1) % size) for rank in range(size))
+    return Cost(2 * (size - 1), per_edge, per_edge * busiest_crossing(layout, onwards))
