@@ -1,0 +1,288 @@
+"""The libraries whose arrays kfcomm takes and gives back: one small class for each.
+
+What always holds: no library is imported here. A value of a library's type can only exist once its module is loaded,
+so it is recognised by its type and the module is found in ``sys.modules``. A kind reads an array without copying
+where its memory allows, and never changes it.
+
+Only memory of the host is read. This module must not know dtypes beyond what their names need, nor who uses it.
+"""
+
+from __future__ import annotations
+
+import array as stdlib_array
+import sys
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+
+from kfcomm.dtypes import NUMPY_NAMES, dtype_of, unsupported
+from kfcomm.errors import ConfigError
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+
+HOST_KINDS = (
+    "NumPy, torch on the CPU, JAX on the CPU, objects with the buffer protocol or DLPack in host memory, "
+    "numbers and nested lists of them"
+)
+# DLPack's device types that the host can read: CPU, and memory of the host pinned for CUDA or ROCm.
+_DLPACK_HOST_DEVICES = (1, 3, 11)
+
+
+class ArrayKind(Protocol):
+    """One library's arrays: how they become NumPy arrays, and how one is made from a NumPy array."""
+
+    @property
+    def name(self) -> str:
+        """What an error message calls such an array."""
+        ...
+
+    def read(self, x: Any) -> tuple[Array, bool]:
+        """``x`` as a NumPy array, and whether that may be the memory of ``x`` itself.
+
+        Raises:
+            ConfigError: the memory cannot be read, or the type of its elements has no NumPy counterpart.
+        """
+        ...
+
+    def write_into(self, out: Any) -> Array:
+        """The memory of ``out`` as a NumPy array of its shape (writable if ``out`` is).
+
+        Raises:
+            ConfigError: such an object never can be written to, or not as it is.
+        """
+        ...
+
+    def restore(self, array: Array) -> Any:
+        """An array of this kind around, or with the content of, a C-contiguous ``array``."""
+        ...
+
+
+class NumpyKind:
+    """`numpy.ndarray`; a subclass is read, and given back, as a plain array."""
+
+    name = "NumPy array"
+
+    def read(self, x: Any) -> tuple[Array, bool]:
+        """The array itself."""
+        return self.write_into(x), True
+
+    def write_into(self, out: Any) -> Array:
+        """The array itself."""
+        if isinstance(out, np.ma.MaskedArray):
+            raise ConfigError("a masked array would lose its mask: pass x.filled(...) or x.data")
+        return np.asarray(out)
+
+    def restore(self, array: Array) -> Any:
+        """The array itself."""
+        return array
+
+
+class ValueKind:
+    """Python and NumPy numbers, nested lists, and whatever else `numpy.asarray` takes: results are NumPy arrays."""
+
+    name = "number or list"
+
+    def read(self, x: Any) -> tuple[Array, bool]:
+        """A new array for numbers and lists; others may give their own memory."""
+        try:
+            array = np.asarray(x)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise ConfigError(f"a {type(x).__name__} is no array: {error}; supported are {HOST_KINDS}") from None
+        if array.dtype == object:
+            raise ConfigError(f"a {type(x).__name__} is no array of numbers; supported are {HOST_KINDS}")
+        fresh = isinstance(x, (bool, int, float, complex, list, tuple, np.generic))
+        return array, not fresh
+
+    def write_into(self, out: Any) -> Array:
+        """Refused."""
+        raise _immutable(out)
+
+    def restore(self, array: Array) -> Any:
+        """The array itself."""
+        return array
+
+
+class TorchKind:
+    """Dense `torch.Tensor` on the CPU. Gradients do not flow through a collective: results do not require them."""
+
+    name = "torch tensor"
+
+    def read(self, x: Any) -> tuple[Array, bool]:
+        """The memory of the tensor; a copy if it is lazily conjugated or negated."""
+        self._check(x)
+        return self._view(x.detach().resolve_conj().resolve_neg()), True
+
+    def write_into(self, out: Any) -> Array:
+        """The memory of the tensor."""
+        self._check(out)
+        if out.is_conj() or out.is_neg():
+            raise ConfigError("out cannot be a lazily conjugated or negated tensor: pass out.resolve_conj()")
+        return self._view(out.detach())
+
+    def restore(self, array: Array) -> Any:
+        """A tensor around the array."""
+        torch = sys.modules["torch"]
+        writable = array if array.flags.writeable else array.copy()
+        if array.dtype.name == "bfloat16":
+            return torch.from_numpy(writable.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(writable)
+
+    @staticmethod
+    def _check(x: Any) -> None:
+        torch = sys.modules["torch"]
+        if x.layout is not torch.strided:
+            raise ConfigError(f"a torch tensor of layout {x.layout} cannot be exchanged: pass x.to_dense()")
+        if x.device.type != "cpu":
+            raise _on_device("torch tensor", str(x.device), "x.cpu()")
+
+    @staticmethod
+    def _view(x: Any) -> Array:
+        torch = sys.modules["torch"]
+        if x.dtype is torch.bfloat16:
+            bits: Array = x.view(torch.int16).numpy()
+            return bits.view(dtype_of("bfloat16"))
+        name = str(x.dtype).removeprefix("torch.")
+        if name not in NUMPY_NAMES:
+            raise unsupported(str(x.dtype))
+        view: Array = x.numpy()
+        return view
+
+
+class JaxKind:
+    """`jax.Array` on the CPU, outside of transformations; a result lies on the devices of the array it belongs to."""
+
+    name = "JAX array"
+
+    def __init__(self, sharding: Any) -> None:
+        self._sharding = sharding
+
+    def read(self, x: Any) -> tuple[Array, bool]:
+        """The memory of the array, read-only; gathered from its shards if it has several."""
+        if isinstance(x, sys.modules["jax"].core.Tracer):
+            raise ConfigError("a collective cannot be called inside jax.jit, grad or vmap: call it outside")
+        if not isinstance(x.dtype, np.dtype):
+            raise unsupported(str(x.dtype))
+        platforms = {device.platform for device in x.devices()}
+        if platforms != {"cpu"}:
+            raise _on_device("JAX array", ", ".join(sorted(platforms)), "jax.device_get(x)")
+        if not x.is_fully_addressable:
+            raise ConfigError("a JAX array with shards in other processes cannot be exchanged: pass its local shards")
+        return np.asarray(x), True
+
+    def write_into(self, out: Any) -> Array:
+        """Refused: JAX arrays are immutable."""
+        raise _immutable(out)
+
+    def restore(self, array: Array) -> Any:
+        """A copy on the devices of the array that was read."""
+        return sys.modules["jax"].device_put(array, self._sharding)
+
+
+class BufferKind:
+    """Objects with the buffer protocol; a result of one axis is of the type of a standard one, else a NumPy array."""
+
+    def __init__(self, type_: type, typecode: str) -> None:
+        self.name = type_.__name__
+        self._type = type_
+        self._typecode = typecode
+
+    def read(self, x: Any) -> tuple[Array, bool]:
+        """The exported buffer."""
+        try:
+            return np.asarray(memoryview(x)), True
+        except (ValueError, TypeError, BufferError, NotImplementedError) as error:
+            raise ConfigError(f"the buffer of a {self.name} cannot be read: {error}") from None
+
+    def write_into(self, out: Any) -> Array:
+        """The exported buffer, unless it never is writable."""
+        if self._type is bytes:
+            raise _immutable(out)
+        return self.read(out)[0]
+
+    def restore(self, array: Array) -> Any:
+        """A copy for types that own their memory, else the array or a view of it."""
+        if array.ndim == 1 and self._type is stdlib_array.array:
+            return stdlib_array.array(self._typecode, array.tobytes())
+        if array.ndim == 1 and self._type in (bytes, bytearray):
+            return self._type(array.tobytes())
+        return array.data if self._type is memoryview and array.dtype.name != "bfloat16" else array
+
+
+class DlpackKind:
+    """Any object with DLPack in host memory; results are made by its array namespace if it names one, else by NumPy."""
+
+    def __init__(self, type_: type, namespace: Any) -> None:
+        self.name = type_.__name__
+        self._namespace = namespace
+
+    def read(self, x: Any) -> tuple[Array, bool]:
+        """The exported tensor."""
+        device = int(x.__dlpack_device__()[0])
+        if device not in _DLPACK_HOST_DEVICES:
+            raise _on_device(self.name, f"DLPack device type {device}", "a copy in host memory")
+        try:
+            return np.from_dlpack(x), True
+        except (ValueError, TypeError, BufferError, RuntimeError) as error:
+            raise ConfigError(f"a {self.name} cannot be read through DLPack: {error}") from None
+
+    def write_into(self, out: Any) -> Array:
+        """The exported tensor: read-only if its library does not speak DLPack 1.0."""
+        return self.read(out)[0]
+
+    def restore(self, array: Array) -> Any:
+        """An array of its library around the array."""
+        if self._namespace is None or array.dtype.name == "bfloat16":
+            return array
+        return self._namespace.from_dlpack(array)
+
+
+NUMPY = NumpyKind()
+_VALUE = ValueKind()
+_TORCH = TorchKind()
+
+
+def kind_of(x: Any) -> ArrayKind:
+    """The kind of ``x``, from its type alone.
+
+    Raises:
+        ConfigError: ``x`` is an array in the memory of a device.
+    """
+    if isinstance(x, np.ndarray):
+        return NUMPY
+    if isinstance(x, (bool, int, float, complex, list, tuple, str, np.generic)):
+        return _VALUE
+    if _is_a(x, "torch", "Tensor"):
+        return _TORCH
+    if _is_a(x, "jax", "Array"):
+        return JaxKind(getattr(x, "sharding", None))
+    if hasattr(x, "__cuda_array_interface__"):
+        raise _on_device(f"{type(x).__module__.partition('.')[0]} array", "GPU", "a copy in host memory")
+    if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
+        return DlpackKind(type(x), _namespace(x))
+    try:
+        with memoryview(x):
+            return BufferKind(type(x), getattr(x, "typecode", ""))
+    except (TypeError, BufferError):
+        return _VALUE
+
+
+def _is_a(x: Any, module: str, name: str) -> bool:
+    """Whether ``x`` is an instance of a library's type, without importing the library."""
+    type_ = getattr(sys.modules.get(module), name, None)
+    return type_ is not None and isinstance(x, type_)
+
+
+def _namespace(x: Any) -> Any:
+    namespace = x.__array_namespace__() if hasattr(x, "__array_namespace__") else None
+    return namespace if hasattr(namespace, "from_dlpack") else None
+
+
+def _on_device(what: str, device: str, instead: str) -> ConfigError:
+    return ConfigError(f"a {what} on {device} cannot be exchanged; supported are {HOST_KINDS}: pass {instead}")
+
+
+def _immutable(out: Any) -> ConfigError:
+    return ConfigError(
+        f"out cannot be a {type(out).__name__}, which cannot be written to; "
+        "expected a NumPy array, a torch tensor, or another object with writable host memory"
+    )

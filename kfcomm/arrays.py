@@ -1,0 +1,164 @@
+"""The caller's arrays: any array in, flat NumPy memory for the runtime, an array of the same kind out.
+
+What always holds: ``flat`` is one-dimensional, C-contiguous and of a supported dtype in native byte order. It is the
+caller's own memory wherever that memory already is so (``is_view``), else a packed copy in C order. Adapting never
+changes the caller's array.
+
+This module must not know what is done with the bytes. Which libraries there are, and how their arrays are read and
+made, is in `kfcomm.array_kinds`; the supported dtypes are in `kfcomm.dtypes`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kfcomm.array_kinds import NUMPY, Array, ArrayKind, kind_of
+from kfcomm.dtypes import checked, dtype_name, dtype_of
+from kfcomm.errors import ConfigError
+
+__all__ = ["HostArray", "OutArray", "adapt", "adapt_out", "dtype_name", "dtype_of", "overlaps", "same_memory"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostArray:
+    """The caller's array as the runtime sees it.
+
+    Attributes:
+        flat: the elements in C order, one-dimensional and contiguous; read-only where the caller's memory is.
+        shape: the caller's shape; ``()`` for a number.
+        kind: the kind of array that the caller gave and is given back.
+        is_view: ``flat`` may be the caller's memory, and so must not be written to.
+    """
+
+    flat: Array
+    shape: tuple[int, ...]
+    kind: ArrayKind
+    is_view: bool
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The type of the elements, in native byte order."""
+        return self.flat.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.flat.nbytes
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.flat.size
+
+    def restore(self, flat: Array, shape: tuple[int, ...] | None = None) -> Any:
+        """A result of the caller's kind around ``flat``, which belongs to the result from then on.
+
+        Args:
+            flat: one-dimensional and contiguous, any supported dtype; nobody may write to it afterwards.
+            shape: of the result; the caller's own if left out.
+
+        Returns:
+            A NumPy array for NumPy arrays, scalars, numbers and lists (zero-dimensional for a number); a tensor for
+            torch, an array on the same device for JAX; ``bytes``, ``bytearray``, ``memoryview`` and ``array.array``
+            for their like if the result has one axis. No copy, except for JAX, ``bytes``, ``bytearray`` and
+            ``array.array``, whose memory cannot be made from outside.
+        """
+        return self.kind.restore(flat.reshape(self.shape if shape is None else shape))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OutArray:
+    """Where a result goes if the caller gave ``out``.
+
+    Attributes:
+        flat: one-dimensional, contiguous and writable: the caller's memory if that is so, else scratch.
+        original: the caller's ``out``.
+        target: the caller's memory if ``flat`` is scratch, else None.
+    """
+
+    flat: Array
+    original: Any
+    target: Array | None = None
+
+    def finish(self) -> Any:
+        """Puts the result where the caller wants it, and returns the caller's object."""
+        if self.target is not None:
+            np.copyto(self.target, self.flat.reshape(self.target.shape))
+        return self.original
+
+
+def adapt(x: Any) -> HostArray:
+    """``x`` as the runtime sees it.
+
+    Takes NumPy arrays and scalars, torch tensors and JAX arrays in host memory, objects with the buffer protocol
+    (``bytes``, ``memoryview``, ``array.array``) or DLPack in host memory, Python numbers and nested lists of them.
+    Any strides and byte order; what is not contiguous and native is copied once.
+
+    Cost: about 1 µs for a contiguous NumPy array, whatever its size.
+
+    Raises:
+        ConfigError: the dtype is not supported, the array is on a device, or ``x`` is no array.
+    """
+    if type(x) is np.ndarray:
+        return _packed(x, NUMPY, shared=True)
+    kind = kind_of(x)
+    array, shared = kind.read(x)
+    return _packed(array, kind, shared=shared)
+
+
+def _packed(array: Array, kind: ArrayKind, *, shared: bool) -> HostArray:
+    native = checked(array.dtype)
+    if array.flags.c_contiguous and array.dtype == native:
+        return HostArray(array.reshape(-1), array.shape, kind, shared)
+    return HostArray(np.array(array, dtype=native, order="C").reshape(-1), array.shape, kind, False)
+
+
+def adapt_out(out: Any, like_shape: tuple[int, ...], like_dtype: np.dtype[Any]) -> OutArray:
+    """The caller's ``out``, ready to take a result of ``like_shape`` and ``like_dtype``.
+
+    The caller's array may have any strides and byte order; if it is not contiguous and native, the result is written
+    to scratch memory and `OutArray.finish` copies it.
+
+    Raises:
+        ConfigError: ``out`` has another shape or dtype, cannot be written to, or is of a kind that never can.
+    """
+    array = kind_of(out).write_into(out)
+    _check_like(array, tuple(like_shape), checked(like_dtype))
+    if array.flags.c_contiguous and array.dtype.isnative:
+        return OutArray(array.reshape(-1), out)
+    if any(stride == 0 and length > 1 for stride, length in zip(array.strides, array.shape, strict=True)):
+        raise ConfigError("out cannot be a broadcast array: some of its elements share their memory")
+    return OutArray(np.empty(array.size, checked(array.dtype)), out, array)
+
+
+def _check_like(out: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    if out.shape != shape:
+        raise ConfigError(f"out has shape {out.shape}, the result has {shape}")
+    if checked(out.dtype) != dtype:
+        raise ConfigError(f"out has dtype {out.dtype}, the result has {dtype}")
+    if not out.flags.writeable:
+        raise ConfigError(f"out is read-only: expected writable memory of shape {shape}, dtype {dtype}")
+
+
+def same_memory(a: Array, b: Array) -> bool:
+    """Whether two arrays are the same bytes in the same order (true for an array and itself, unless empty)."""
+    return a.nbytes == b.nbytes and a.nbytes > 0 and a.strides == b.strides and _address(a) == _address(b)
+
+
+def overlaps(a: Array, b: Array) -> bool:
+    """Whether two arrays share some memory without being the same memory: neither may then be written to.
+
+    Exact for contiguous arrays, whose bounds are compared; others are solved exactly by NumPy, which can be slow.
+    """
+    if a.flags.c_contiguous and b.flags.c_contiguous:
+        shared = np.may_share_memory(a, b)
+    else:
+        shared = np.shares_memory(a, b)
+    return shared and not same_memory(a, b)
+
+
+def _address(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])
