@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.leaks import Snapshot, left_since
+from tests.support import loop_factory
 
 # Examples have no time limit: on a loaded machine that would only find the load.
 settings.register_profile("kfcomm", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
@@ -31,8 +32,14 @@ def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.fixture(scope="session")
+def loops_met() -> None:
+    """The first uvloop loop of a process opens a pipe that stays: no test is to be blamed for it."""
+    loop_factory()().close()
+
+
 @pytest.fixture(autouse=True)
-def nothing_left_behind(temporary_files: Path) -> Iterator[None]:
+def nothing_left_behind(temporary_files: Path, loops_met: None) -> Iterator[None]:
     """Fails a test that leaves processes, threads, descriptors or temporary files."""
     before = Snapshot.take(temporary_files)
     yield
