@@ -14,18 +14,34 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import index
 
 
 @dataclass(frozen=True)
 class Graph:
     """A spanning tree: ``fathers[r]`` is the rank above ``r``; the root is its own father.
 
-    ``children[r]`` are the ranks below ``r``, in the order in which their data is folded.
+    ``children[r]`` are the ranks below ``r``, in the order in which their data is folded. `from_fathers` and
+    `from_edges` derive the one from the other.
+
+    Raises:
+        ValueError: fathers and children contradict each other, or do not form one tree below ``root``.
     """
 
     fathers: tuple[int, ...]
     children: tuple[tuple[int, ...], ...]
     root: int
+
+    def __post_init__(self) -> None:
+        above = {(father, child) for child, father in enumerate(self.fathers) if father != child}
+        below = [(father, child) for father, ranks in enumerate(self.children) for child in ranks]
+        if len(self.children) != self.size or len(below) != len(above) or set(below) != above:
+            raise ValueError(f"fathers {self.fathers} and children {self.children} contradict each other")
+        if not 0 <= self.root < self.size or self.fathers[self.root] != self.root:
+            raise ValueError(f"rank {self.root} is not its own father, so it is not the root")
+        missing = sorted(set(range(self.size)).difference(self.preorder))
+        if missing:
+            raise ValueError(f"ranks {missing} form a cycle: the root {self.root} does not reach them")
 
     @classmethod
     def from_fathers(cls, fathers: Sequence[int]) -> Graph:
@@ -33,7 +49,9 @@ class Graph:
 
         Raises:
             ValueError: no root, two roots, a rank out of range, or a cycle (the message says which).
+            TypeError: a father that is no integer.
         """
+        fathers = tuple(map(index, fathers))
         size = len(fathers)
         if size == 0:
             raise ValueError("a graph needs at least one rank")
@@ -47,7 +65,7 @@ class Graph:
         for rank, father in enumerate(fathers):
             if rank != father:
                 children[father].append(rank)
-        return cls._checked(tuple(map(int, fathers)), tuple(map(tuple, children)), roots[0])
+        return cls(fathers, tuple(map(tuple, children)), roots[0])
 
     @classmethod
     def from_edges(cls, size: int, edges: Iterable[tuple[int, int]], root: int | None = None) -> Graph:
@@ -57,12 +75,14 @@ class Graph:
 
         Raises:
             ValueError: a rank out of range, missing or with two fathers, two roots, or a cycle.
+            TypeError: a rank that is no integer.
         """
         if size < 1:
             raise ValueError("a graph needs at least one rank")
         fathers = list(range(size))
         children: list[list[int]] = [[] for _ in range(size)]
-        for father, child in edges:
+        for edge in edges:
+            father, child = map(index, edge)
             for rank in (father, child):
                 if not 0 <= rank < size:
                     raise ValueError(f"edge ({father}, {child}) names rank {rank}, outside 0..{size - 1}")
@@ -77,16 +97,7 @@ class Graph:
             raise ValueError(f"a graph needs exactly one root, got {roots or 'none (a cycle)'}")
         if root is not None and roots[0] != root:
             raise ValueError(f"the root is rank {roots[0]}, not {root}")
-        return cls._checked(tuple(fathers), tuple(map(tuple, children)), roots[0])
-
-    @classmethod
-    def _checked(cls, fathers: tuple[int, ...], children: tuple[tuple[int, ...], ...], root: int) -> Graph:
-        graph = cls(fathers, children, root)
-        reached = graph.preorder
-        if len(reached) != len(fathers):
-            missing = sorted(set(range(len(fathers))) - set(reached))
-            raise ValueError(f"ranks {missing} form a cycle: the root {root} does not reach them")
-        return graph
+        return cls(tuple(fathers), tuple(map(tuple, children)), roots[0])
 
     @property
     def size(self) -> int:

@@ -1,0 +1,144 @@
+"""The records that the router keeps: groups, names, posted collectives, early arrivals, and the ends of links.
+
+They hold state and answer questions about it; what happens to them is decided in ``core.router``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kfcomm.core.credit import DEFAULT_CREDIT, Credit, ReceiveWindow, SendWindow
+from kfcomm.core.frame import Header
+from kfcomm.core.machine import Effect, Machine
+from kfcomm.core.program import Program
+
+AnySignature = tuple[Any, ...]
+"""A ``Signature``, or whatever a peer sent in its place."""
+
+
+@dataclass(frozen=True, eq=False)
+class GroupView:
+    """A group as one of its members sees it: world ranks in group order.
+
+    Attributes:
+        id: the same bytes on every member, different for every group that ever was.
+        members: world rank of each group rank.
+        rank: this process's group rank.
+        index: group rank by world rank.
+    """
+
+    id: bytes
+    members: tuple[int, ...]
+    rank: int
+    index: dict[int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "index", {world: rank for rank, world in enumerate(self.members)})
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.members)
+
+
+class Key:
+    """A name in a group, and everything that is going on under it."""
+
+    __slots__ = ("early", "group_id", "id", "live", "name", "next_seq")
+
+    def __init__(self, number: int, group_id: bytes, name: str) -> None:
+        self.id = number
+        self.group_id = group_id
+        self.name = name
+        self.next_seq = 0
+        self.live: dict[int, Collective] = {}
+        self.early: dict[int, Early] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class ItemSizes:
+    """Bytes per element of a collective's chunks."""
+
+    item: int
+    partial: int
+
+
+class Collective(Machine):
+    """A machine with a name: posted, and not complete.
+
+    Attributes:
+        posted: bit r is set once group rank r is known to have posted it.
+        deferred: sends that wait for the word that a rank has posted it.
+        context: a slot for whoever posted it.
+    """
+
+    __slots__ = ("context", "deferred", "group", "key", "posted", "seq", "signature", "signature_id", "sizes")
+
+    def __init__(
+        self, program: Program, group: GroupView, key: Key, signature: tuple[int, AnySignature], sizes: ItemSizes
+    ) -> None:
+        super().__init__(program)
+        self.group = group
+        self.key = key
+        self.seq = key.next_seq
+        self.signature_id, self.signature = signature
+        self.sizes = sizes
+        self.posted = 1 << group.rank
+        self.deferred: dict[int, list[Effect]] = {}
+        self.context: Any = None
+
+    @property
+    def name(self) -> str:
+        """The name under which it was posted."""
+        return self.key.name
+
+    def arrived_ranks(self) -> tuple[int, ...]:
+        """Group ranks known to have posted it, this one included."""
+        return tuple(rank for rank in range(self.group.size) if self.posted >> rank & 1)
+
+    def missing_ranks(self) -> tuple[int, ...]:
+        """Group ranks not known to have posted it."""
+        return tuple(rank for rank in range(self.group.size) if not self.posted >> rank & 1)
+
+
+class Early:
+    """What came for a collective before it was posted."""
+
+    __slots__ = ("asks", "collective", "dropped", "items", "signature")
+
+    def __init__(self, signature: AnySignature | None) -> None:
+        self.signature = signature
+        self.items: list[EarlyItem] = []
+        self.asks: list[tuple[Incoming, AnySignature, Header]] = []
+        self.collective: Collective | None = None
+        self.dropped = False
+
+
+class Incoming:
+    """The receiving end of a link from ``peer`` (world rank): its names, and its credit."""
+
+    __slots__ = ("asks", "keys", "peer", "signatures", "window")
+
+    def __init__(self, peer: int, credit: Credit = DEFAULT_CREDIT) -> None:
+        self.peer = peer
+        self.window = ReceiveWindow(credit)
+        self.keys: dict[int, Key] = {}
+        self.signatures: dict[int, AnySignature] = {}
+        self.asks = 0
+
+
+class Outgoing:
+    """The sending end of a link to ``peer`` (world rank): what was defined on it, and our credit."""
+
+    __slots__ = ("keys", "peer", "signatures", "window")
+
+    def __init__(self, peer: int, credit: Credit = DEFAULT_CREDIT) -> None:
+        self.peer = peer
+        self.window = SendWindow(credit)
+        self.keys: dict[int, Key] = {}
+        self.signatures: dict[int, AnySignature] = {}
+
+
+EarlyItem = tuple[Incoming, AnySignature, Header, int, Any]
+"""A chunk that came early: from where, its signature, its header, its size and its payload."""

@@ -1,0 +1,132 @@
+"""The frames that peers exchange: a fixed prefix, a msgpack header, a raw payload.
+
+::
+
+    +----------------+-----------------+---------------------+------------------+
+    | header nbytes  | payload nbytes  | header              | payload          |
+    | uint32, little | uint32, little  | msgpack array       | raw bytes        |
+    +----------------+-----------------+---------------------+------------------+
+
+This module codes prefixes and headers only; payload bytes pass it by. A header is an array whose first
+element is the kind and whose other fields have the types of ``SCHEMA``. Nothing that arrives is trusted:
+lengths are bounded before anything is allocated, and a header that does not fit its row of the schema is
+refused with ``RemoteProtocolError``. Names travel once per link: ``KEY`` and ``SIGNATURE`` give them small
+integers, which the frames after them use.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Any
+
+import msgpack
+
+from kfcomm.errors import LocalProtocolError, RemoteProtocolError
+
+PROTOCOL_VERSION = 1
+PREFIX = struct.Struct("<II")
+PREFIX_NBYTES = PREFIX.size
+MAX_HEADER_NBYTES = 1 << 16
+MAX_PAYLOAD_NBYTES = 1 << 26
+MAX_ID = 1 << 20
+"""Keys and signatures are numbered below this; the numbers are used again after that many."""
+
+
+class Kind(IntEnum):
+    """What a frame is. Rows below 16 travel on data links, from 16 on control links, from 32 in handshakes."""
+
+    CHUNK = 1
+    ASK = 2
+    KEY = 3
+    SIGNATURE = 4
+    POSTED = 5
+    CREDIT = 6
+    BYE = 7
+    GOSSIP = 16
+    PING = 17
+    HELLO = 32
+    CHALLENGE = 33
+    PROOF = 34
+    WELCOME = 35
+    REFUSED = 36
+
+
+SCHEMA: dict[int, tuple[type, ...]] = {
+    Kind.CHUNK: (int, int, int, int, int, int, int),  # key id, seq, signature id, lane, phase, index, charged
+    Kind.ASK: (int, int, int),  # key id, seq, signature id: tell me when this is posted
+    Kind.KEY: (int, bytes, str),  # key id, group id, name
+    Kind.SIGNATURE: (int, list),  # signature id, fields
+    Kind.POSTED: (int, int),  # key id of the receiver of this frame, seq
+    Kind.CREDIT: (int, int),  # payload bytes and headers given back
+    Kind.BYE: (),  # nothing follows on this link
+    Kind.GOSSIP: (int, int, list),  # origin, number, message: see core.gossip
+    Kind.PING: (),
+    Kind.HELLO: (int, int, int, str, int, bytes),  # protocol, epoch, rank, uid, purpose, nonce
+    Kind.CHALLENGE: (bytes, bytes),  # nonce, proof of the listener
+    Kind.PROOF: (bytes,),  # proof of the dialler
+    Kind.WELCOME: (int, int),  # credit: payload bytes and headers
+    Kind.REFUSED: (str,),  # why
+}
+"""The fields after the kind, by type. Integers are never negative."""
+
+MAX_FIELD_NBYTES = 1 << 12
+"""No name, reason, proof or nonce is longer than this."""
+
+Header = tuple[Any, ...] | list[Any]
+
+
+def make_encoder() -> Callable[..., bytes]:
+    """An encoder of frame heads: ``encode(header, payload_nbytes=0) -> bytes`` (prefix and header).
+
+    Each holds a packer of its own, since packers must not be shared between threads; one call is about 0.5 µs.
+    """
+    pack_header = msgpack.Packer(autoreset=True).pack
+    pack_prefix = PREFIX.pack
+
+    def encode(header: Sequence[Any], payload_nbytes: int = 0) -> bytes:
+        packed: bytes = pack_header(header)
+        if len(packed) > MAX_HEADER_NBYTES or payload_nbytes > MAX_PAYLOAD_NBYTES:
+            raise LocalProtocolError(f"frame too large: header {len(packed)} bytes, payload {payload_nbytes} bytes")
+        return pack_prefix(len(packed), payload_nbytes) + packed
+
+    return encode
+
+
+def decode_prefix(data: bytes | bytearray | memoryview, offset: int = 0) -> tuple[int, int]:
+    """``(header nbytes, payload nbytes)`` from the 8 bytes at ``offset``.
+
+    Raises:
+        RemoteProtocolError: one of them is out of bounds.
+    """
+    header_nbytes, payload_nbytes = PREFIX.unpack_from(data, offset)
+    if not 0 < header_nbytes <= MAX_HEADER_NBYTES:
+        raise RemoteProtocolError(f"header of {header_nbytes} bytes (1 to {MAX_HEADER_NBYTES} are allowed)")
+    if payload_nbytes > MAX_PAYLOAD_NBYTES:
+        raise RemoteProtocolError(f"payload of {payload_nbytes} bytes (at most {MAX_PAYLOAD_NBYTES} are allowed)")
+    return header_nbytes, payload_nbytes
+
+
+def decode_header(data: bytes | bytearray | memoryview) -> Header:
+    """The header in exactly these bytes, checked against its row of ``SCHEMA``.
+
+    Raises:
+        RemoteProtocolError: not msgpack, an unknown kind, or fields that do not fit.
+    """
+    try:
+        header = msgpack.unpackb(data, use_list=True, max_str_len=MAX_FIELD_NBYTES, max_bin_len=MAX_FIELD_NBYTES)
+    except Exception as error:  # msgpack raises many types, also plain ValueError and RecursionError
+        raise RemoteProtocolError(f"header is not msgpack: {type(error).__name__}") from error
+    if type(header) is not list or not header or type(header[0]) is not int:
+        raise RemoteProtocolError("header is not an array that begins with its kind")
+    types = SCHEMA.get(header[0])
+    if types is None:
+        raise RemoteProtocolError(f"unknown frame kind {header[0]}")
+    if len(header) != len(types) + 1:
+        raise RemoteProtocolError(f"{Kind(header[0]).name} has {len(header) - 1} fields, not {len(types)}")
+    for position, kind in enumerate(types, 1):
+        field = header[position]
+        if type(field) is not kind or (type(field) is int and field < 0):
+            raise RemoteProtocolError(f"{Kind(header[0]).name} field {position} is not a valid {kind.__name__}")
+    return header

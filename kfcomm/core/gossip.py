@@ -1,0 +1,310 @@
+"""Gossip: how news reaches every rank although each one talks to a few neighbours only.
+
+The living ranks form a ring. A rank's neighbours are those at distance ±1, ±2, ±4, ... on it, so that there are
+about 2·log2(size) of them and no more than log2(size) steps between any two ranks. A *flood* reaches everybody: each
+rank hands the first copy on to all its neighbours but the one it came from, and drops the others, known by
+``(origin, number)``. A STATUS answers a QUERY and takes the way back that the first copy of the query came along.
+
+What always holds:
+
+- Each flood is delivered at most once per rank, and exactly once to every rank that the links in use connect to its
+  origin, in whatever order the copies arrive.
+- A link that comes up late, or again, first brings what was told before: who left, who is lost, and the latest
+  news. So a flood sent while links are missing, or lost with one, still arrives.
+- Memory is bounded, whatever arrives: a window of numbers per origin, the latest floods, the latest queries.
+- Nothing from the wire raises: what does not fit its row of the table below becomes a FAIL effect.
+
+A message is a header ``[Kind.GOSSIP, origin, number, body]``; a body begins with its `Body`. Nothing here knows links
+or time: the caller says which links are up, and carries out the effects. After a flap a query or its answer may be
+lost; the one who asked asks again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from enum import IntEnum
+from typing import Any
+
+from kfcomm.core.frame import MAX_FIELD_NBYTES, Header, Kind
+from kfcomm.errors import LocalProtocolError
+
+MAX_GROUP_NBYTES = 64
+MAX_QUERY_OPS = 64
+MAX_QUERY_NBYTES = 1 << 15
+MAX_TEXT_NBYTES = MAX_FIELD_NBYTES
+MAX_NAMED_RANKS = 1024
+"""An abort names at most so many ranks as arrived, and as missing."""
+WINDOW = 1024
+"""Numbers per origin that may arrive out of order; what is older counts as seen."""
+MAX_RECENT = 128
+MAX_WAYS = 4096
+EVERYBODY = -1
+
+
+class Body(IntEnum):
+    """What a message says; the fields after the tag are in brackets."""
+
+    ABORT = 1
+    """[group id, key, seq, cause]: this collective failed; cause = [kind, rank or -1, message, arrived, missing]."""
+    LOST = 2
+    """[rank, reason]: this rank is gone without a goodbye."""
+    LEAVING = 3
+    """[rank]: the origin has closed its communicator and posts nothing more; it stays to answer questions."""
+    QUERY = 4
+    """[target or -1, ops]: which of these (group id, key, seq) have you posted?"""
+    STATUS = 5
+    """[rank, posted, activity]: the answer of a rank; origin and number are the query's."""
+
+
+class Effect(IntEnum):
+    """Tags of the effects; the fields after the tag are in brackets."""
+
+    SEND = 0
+    """[neighbour, header]"""
+    DELIVER = 1
+    """[origin, number, body]: news for this rank; a STATUS answers this rank's flood of that number."""
+    FAIL = 2
+    """[neighbour, reason]: it broke the protocol; only its link is to be closed."""
+
+
+Effects = list[tuple[Any, ...]]
+Op = tuple[bytes, str, int]
+
+
+def ring_neighbours(rank: int, living: Sequence[int]) -> tuple[int, ...]:
+    """The ranks at distance ±1, ±2, ±4, ... from ``rank`` on the ring of the ``living`` (ascending, with ``rank``)."""
+    size, here = len(living), living.index(rank)
+    steps = [1 << power for power in range((size - 1).bit_length())]
+    return tuple(sorted({living[(here + way * step) % size] for step in steps for way in (1, -1)} - {rank}))
+
+
+def dials(rank: int, other: int, living: Sequence[int]) -> bool:
+    """Whether of these two neighbours ``rank`` is the one that dials: the one who sees the other nearer ahead."""
+    size = len(living)
+    ahead = (living.index(other) - living.index(rank)) % size
+    behind = size - ahead
+    if not _is_power(ahead) or not _is_power(behind):
+        return _is_power(ahead)
+    return rank < other if ahead == behind else ahead < behind
+
+
+def _is_power(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
+def clip(text: str, nbytes: int = MAX_TEXT_NBYTES) -> str:
+    """At most so many bytes of ``text`` as UTF-8; what UTF-8 cannot say becomes ``?``."""
+    return text.encode("utf-8", "replace")[:nbytes].decode("utf-8", "ignore")
+
+
+def batches(ops: Iterable[Op]) -> list[list[list[Any]]]:
+    """The ops of a question, in parts that each fit one QUERY; one empty part for none."""
+    parts: list[list[list[Any]]] = [[]]
+    room = MAX_QUERY_NBYTES
+    for group, key, seq in ops:
+        need = len(key.encode("utf-8", "replace")) + len(group)
+        if need > room or len(parts[-1]) == MAX_QUERY_OPS:
+            parts.append([])
+            room = MAX_QUERY_NBYTES
+        parts[-1].append([group, key, seq])
+        room -= need
+    return parts
+
+
+class Gossip:
+    """The gossip of one rank in a world of ``size``: floods, answers, and who the neighbours are.
+
+    Every method that returns effects wants them carried out in order; a method is O(neighbours).
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        if not 0 <= rank < size:
+            raise LocalProtocolError(f"rank {rank} is outside a world of {size}")
+        self.rank = rank
+        self.size = size
+        self._gone: set[int] = set()
+        self._linked: dict[int, None] = {}  # ordered: effects come in the same order on every run
+        self._seen = [_Seen() for _ in range(size)]
+        self._next_number = 0
+        self._facts: dict[tuple[int, int], Header] = {}
+        self._recent: deque[Header] = deque(maxlen=MAX_RECENT)
+        self._ways: dict[tuple[int, int], int] = {}
+
+    @property
+    def living(self) -> tuple[int, ...]:
+        """The ranks that have neither left nor been lost, as far as this rank has heard, and itself."""
+        return tuple(rank for rank in range(self.size) if rank == self.rank or rank not in self._gone)
+
+    @property
+    def neighbours(self) -> tuple[int, ...]:
+        """The ranks to which this one should have a link; as ranks go, others take their place."""
+        return ring_neighbours(self.rank, self.living)
+
+    @property
+    def to_dial(self) -> tuple[int, ...]:
+        """The neighbours without a link which it is up to this rank to dial."""
+        living = self.living
+        missing = [rank for rank in ring_neighbours(self.rank, living) if rank not in self._linked]
+        return tuple(rank for rank in missing if dials(self.rank, rank, living))
+
+    @property
+    def linked(self) -> tuple[int, ...]:
+        """The ranks to which a link is up, neighbours or not; all of them are used."""
+        return tuple(self._linked)
+
+    def neighbour_joined(self, rank: int) -> Effects:
+        """A link to ``rank`` is up: it is told what it may have missed."""
+        if not 0 <= rank < self.size or rank == self.rank:
+            raise LocalProtocolError(f"rank {rank} cannot be a neighbour of rank {self.rank} in a world of {self.size}")
+        self._linked[rank] = None
+        return [(Effect.SEND, rank, header) for header in (*self._facts.values(), *self._recent)]
+
+    def neighbour_lost(self, rank: int) -> None:
+        """The link to ``rank`` is down, for whatever reason. Calling it again does nothing."""
+        self._linked.pop(rank, None)
+
+    def flood(self, body: Sequence[Any]) -> tuple[int, Effects]:
+        """Tell everybody. Returns the number of the flood (its answers name it) and the effects.
+
+        Raises:
+            LocalProtocolError: the body does not fit its row, or is not for flooding.
+        """
+        fault = _fault(self.rank, body, self.size)
+        if fault or body[0] == Body.STATUS:
+            raise LocalProtocolError(fault or "a STATUS is sent with answer()")
+        number = self._next_number
+        self._next_number += 1
+        header: Header = (Kind.GOSSIP, self.rank, number, list(body))
+        return number, self._spread(header, self.rank)
+
+    def answer(self, origin: int, number: int, posted: Sequence[bool], activity: str) -> Effects:
+        """The answer to the QUERY ``number`` of ``origin``, sent back along its way (or nowhere, if that is broken)."""
+        body = [Body.STATUS, self.rank, list(posted), clip(activity)]
+        return self._pass_back((Kind.GOSSIP, origin, number, body))
+
+    def receive(self, neighbour: int, header: Header) -> Effects:
+        """A GOSSIP header (checked by `kfcomm.core.frame.decode_header`) has come from ``neighbour``."""
+        _, origin, number, body = header
+        fault = _fault(origin, body, self.size)
+        if fault:
+            return [(Effect.FAIL, neighbour, fault)]
+        if body[0] == Body.STATUS:
+            return self._pass_back(header)
+        if origin == self.rank or not self._seen[origin].add(number):
+            return []
+        if body[0] == Body.QUERY:
+            self._remember_way(origin, number, neighbour)
+        return [(Effect.DELIVER, origin, number, body), *self._spread(header, neighbour)]
+
+    def _spread(self, header: Header, source: int) -> Effects:
+        body = header[3]
+        if body[0] in (Body.LOST, Body.LEAVING):
+            self._gone.add(body[1])
+            self._facts.setdefault((body[0], body[1]), header)
+        else:
+            self._recent.append(header)
+        return [(Effect.SEND, rank, header) for rank in self._linked if rank != source]
+
+    def _remember_way(self, origin: int, number: int, neighbour: int) -> None:
+        if len(self._ways) == MAX_WAYS:
+            del self._ways[next(iter(self._ways))]
+        self._ways[origin, number] = neighbour
+
+    def _pass_back(self, header: Header) -> Effects:
+        _, origin, number, body = header
+        if origin == self.rank:
+            return [(Effect.DELIVER, origin, number, body)]
+        way = self._ways.get((origin, number))
+        return [(Effect.SEND, way, header)] if way in self._linked else []
+
+
+class _Seen:
+    """Which numbers of one origin have been seen: all below the mark, and those of ``above``."""
+
+    __slots__ = ("above", "mark")
+
+    def __init__(self) -> None:
+        self.mark = 0
+        self.above: set[int] = set()
+
+    def add(self, number: int) -> bool:
+        """Whether this number is new."""
+        if number < self.mark or number in self.above:
+            return False
+        self.above.add(number)
+        if number >= self.mark + WINDOW:
+            self.mark = number - WINDOW + 1
+            self.above = {kept for kept in self.above if kept >= self.mark}
+        while self.mark in self.above:
+            self.above.remove(self.mark)
+            self.mark += 1
+        return True
+
+
+def _is_rank(value: object, size: int) -> bool:
+    return type(value) is int and 0 <= value < size
+
+
+def _is_rank_or_none(value: object, size: int) -> bool:
+    return type(value) is int and EVERYBODY <= value < size
+
+
+def _is_ranks(value: object, size: int) -> bool:
+    return type(value) is list and len(value) <= MAX_NAMED_RANKS and all(_is_rank(rank, size) for rank in value)
+
+
+def _is_text(value: object, _: int) -> bool:
+    # Characters, not bytes: the decoder bounds the bytes of what arrives, `clip` those of what is sent.
+    return type(value) is str and len(value) <= MAX_TEXT_NBYTES
+
+
+def _is_group(value: object, _: int) -> bool:
+    return type(value) is bytes and len(value) <= MAX_GROUP_NBYTES
+
+
+def _is_seq(value: object, _: int) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _is_cause(value: object, size: int) -> bool:
+    return type(value) is list and _fits(value, _CAUSE, size)
+
+
+def _is_ops(value: object, size: int) -> bool:
+    if type(value) is not list or len(value) > MAX_QUERY_OPS:
+        return False
+    return all(type(op) is list and _fits(op, _OP, size) for op in value)
+
+
+def _is_flags(value: object, _: int) -> bool:
+    return type(value) is list and len(value) <= MAX_QUERY_OPS and all(type(flag) is bool for flag in value)
+
+
+_Check = Callable[[object, int], bool]
+_CAUSE: tuple[_Check, ...] = (_is_text, _is_rank_or_none, _is_text, _is_ranks, _is_ranks)
+_OP: tuple[_Check, ...] = (_is_group, _is_text, _is_seq)
+_ROWS: dict[int, tuple[_Check, ...]] = {
+    Body.ABORT: (_is_group, _is_text, _is_seq, _is_cause),
+    Body.LOST: (_is_rank, _is_text),
+    Body.LEAVING: (_is_rank,),
+    Body.QUERY: (_is_rank_or_none, _is_ops),
+    Body.STATUS: (_is_rank, _is_flags, _is_text),
+}
+
+
+def _fits(values: Sequence[Any], checks: tuple[_Check, ...], size: int) -> bool:
+    return len(values) == len(checks) and all(check(value, size) for check, value in zip(checks, values, strict=True))
+
+
+def _fault(origin: int, body: Sequence[Any], size: int) -> str:
+    """Why this message is not valid in a world of ``size``; empty if it is."""
+    if not _is_rank(origin, size):
+        return f"gossip from rank {origin}, in a world of {size}"
+    if not body or type(body[0]) not in (int, Body) or body[0] not in _ROWS:
+        return "gossip of an unknown kind"
+    if not _fits(body[1:], _ROWS[body[0]], size):
+        return f"gossip {Body(body[0]).name} with fields that do not fit"
+    if body[0] == Body.LEAVING and body[1] != origin:
+        return f"rank {origin} says that rank {body[1]} is leaving"
+    return ""

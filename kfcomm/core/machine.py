@@ -1,0 +1,208 @@
+"""One collective: a machine that folds what arrives, forwards it, and knows when it is complete.
+
+The life of one chunk, on one rank (``P`` partial results folded so far out of ``C`` children)::
+
+    state         event                    next          effects
+    ------------  -----------------------  ------------  ------------------------------------------
+    folding P<C   child P arrives          folding P+1   FOLD (and again for children held back)
+    folding P<C   a later child arrives    folding P     HOLD
+    folding P=C   (at once) not the root   waiting       SEND up
+    folding P=C   (at once) the root       complete      FINISH, SEND down to every target
+    waiting       the result arrives       complete      STORE if kept, SEND down to every target
+    any           anything else            the machine refuses it: the other side broke the protocol
+
+A lane without an up phase begins in *waiting*, or, where its data enters, at *complete*. The machine is
+complete when all its chunks are and when nothing that it sent is still being read from its memory.
+
+It owns no memory and knows no clock, socket or array: it takes events, and appends effects to the caller's
+list for the caller to carry out in order. An effect is a tuple that begins with its tag (a dataclass would
+cost nine times as much, and a chunk makes two to five of them).
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+from kfcomm.core.program import NOBODY, Lane, Program
+
+
+class Phase(IntEnum):
+    """Which way a chunk travels."""
+
+    UP = 0
+    DOWN = 1
+
+
+class Source(IntEnum):
+    """Which memory of the collective an effect reads."""
+
+    INPUT = 0
+    PARTIAL = 1
+    RESULT = 2
+    PAYLOAD = 3
+
+
+class Do(IntEnum):
+    """Tags of a machine's effects; the fields after the tag are in brackets."""
+
+    SEND = 0
+    """[machine, destination, lane, index, phase, source, payload]: payload is None unless source is PAYLOAD."""
+    FOLD = 1
+    """[machine, lane, index, payload, first]: partial = (input if first else partial) ∘ payload."""
+    HOLD = 2
+    """[machine, payload]: keep this payload until a FOLD names it."""
+    FINISH = 3
+    """[machine, lane, index, source]: result = the finished source, INPUT or PARTIAL."""
+    STORE = 4
+    """[machine, lane, index, payload]: result = payload."""
+    COPY = 5
+    """[machine, lane, index]: result = input."""
+    RELEASE = 6
+    """[machine, payload]: nothing reads this payload any more."""
+    DONE = 7
+    """[machine]: the result is complete, and no memory of the caller is in use."""
+
+
+UP, DOWN = int(Phase.UP), int(Phase.DOWN)
+INPUT, PARTIAL, RESULT, PAYLOAD = (int(source) for source in Source)
+SEND, FOLD, HOLD, FINISH, STORE, COPY, RELEASE, DONE = (int(do) for do in Do)
+
+Effect = tuple[Any, ...]
+Effects = list[Effect]
+
+
+class Machine:
+    """The state of one collective on one rank.
+
+    Attributes:
+        program: what this rank does.
+        remaining: chunks that are not complete.
+        sends: payloads handed out by SEND whose ``sent`` event has not come.
+        finished: DONE was emitted.
+    """
+
+    __slots__ = ("_folded", "_gate", "_held", "finished", "program", "remaining", "sends")
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.remaining = program.num_slots
+        self.sends = 0
+        self.finished = False
+        self._gate = program.gate
+        # Children folded per chunk; one more than there are children once the result is here.
+        self._folded = [0] * program.num_slots
+        self._held: dict[tuple[int, int], Any] = {}
+
+    def start(self, effects: Effects) -> None:
+        """Do all that needs nobody else."""
+        for lane in self.program.lanes.values():
+            if lane.up:
+                if not lane.children:
+                    for index in range(lane.num_chunks):
+                        self._reduced(lane, index, INPUT, effects)
+            elif lane.source == NOBODY and not lane.gated:
+                self._begin(lane, effects)
+        self._check(effects)
+
+    def accepts(self, lane: Lane, index: int, phase: int, sender: int) -> int:
+        """The position of ``sender`` among the lane's children (0 for the down phase) if this chunk may come now.
+
+        ``NOBODY`` if it may not: a wrong phase, a sender who is not on this lane, a chunk that was here before.
+        """
+        if not 0 <= index < lane.num_chunks:
+            return NOBODY
+        slot = lane.base + index
+        folded = self._folded[slot]
+        if phase == UP:
+            if sender not in lane.children:
+                return NOBODY
+            position = lane.children.index(sender)
+            return NOBODY if position < folded or (slot, position) in self._held else position
+        if not lane.down or sender != lane.source:
+            return NOBODY
+        return 0 if folded == len(lane.children) else NOBODY
+
+    def arrived(self, lane: Lane, index: int, phase: int, position: int, payload: Any, effects: Effects) -> None:
+        """A chunk is here; ``position`` is what ``accepts`` said of it."""
+        if phase == UP:
+            self._arrived_up(lane, index, position, payload, effects)
+        else:
+            self._arrived_down(lane, index, payload, effects)
+        self._check(effects)
+
+    def sent(self, effects: Effects) -> None:
+        """One payload of this collective is no longer read."""
+        self.sends -= 1
+        self._check(effects)
+
+    def _arrived_up(self, lane: Lane, index: int, position: int, payload: Any, effects: Effects) -> None:
+        slot = lane.base + index
+        folded = self._folded[slot]
+        if position != folded:
+            self._held[slot, position] = payload
+            effects.append((HOLD, self, payload))
+            return
+        held = self._held
+        while True:
+            if lane.count:
+                effects.append((FOLD, self, lane, index, payload, folded == 0))
+            effects.append((RELEASE, self, payload))
+            folded += 1
+            if not held or (slot, folded) not in held:
+                break
+            payload = held.pop((slot, folded))
+        self._folded[slot] = folded
+        if folded == len(lane.children):
+            self._reduced(lane, index, PARTIAL, effects)
+
+    def _reduced(self, lane: Lane, index: int, source: int, effects: Effects) -> None:
+        """Every contribution of this rank's subtree is in ``source``."""
+        if lane.parent != NOBODY:
+            self._send(lane.parent, lane, index, UP, source, None, effects)
+            if not lane.down:
+                self._completed(lane, effects)
+            return
+        if lane.count:
+            effects.append((FINISH, self, lane, index, source))
+        self._folded[lane.base + index] += 1
+        for target in lane.targets:
+            self._send(target, lane, index, DOWN, RESULT, None, effects)
+        self._completed(lane, effects)
+
+    def _begin(self, lane: Lane, effects: Effects) -> None:
+        for index in range(lane.num_chunks):
+            if lane.keeps:
+                effects.append((COPY, self, lane, index))
+            self._folded[lane.base + index] += 1
+            for target in lane.targets:
+                self._send(target, lane, index, DOWN, INPUT, None, effects)
+            self._completed(lane, effects)
+
+    def _arrived_down(self, lane: Lane, index: int, payload: Any, effects: Effects) -> None:
+        self._folded[lane.base + index] += 1
+        source, passed_on = (RESULT, None) if lane.keeps else (PAYLOAD, payload)
+        if lane.keeps:
+            effects.append((STORE, self, lane, index, payload))
+        for target in lane.targets:
+            self._send(target, lane, index, DOWN, source, passed_on, effects)
+        effects.append((RELEASE, self, payload))
+        self._completed(lane, effects)
+
+    def _send(self, to: int, lane: Lane, index: int, phase: int, source: int, payload: Any, effects: Effects) -> None:
+        self.sends += 1
+        effects.append((SEND, self, to, lane, index, phase, source, payload))
+
+    def _completed(self, lane: Lane, effects: Effects) -> None:
+        self.remaining -= 1
+        if self._gate and not lane.gated:
+            self._gate -= 1
+            if not self._gate:
+                for other in self.program.lanes.values():
+                    if other.gated:
+                        self._begin(other, effects)
+
+    def _check(self, effects: Effects) -> None:
+        if not self.remaining and not self.sends and not self.finished:
+            self.finished = True
+            effects.append((DONE, self))

@@ -1,0 +1,287 @@
+"""What one rank does for one verb: lanes, the local view of graphs over parts of the buffer.
+
+Every verb is made of *lanes*. A lane is one part of the data on its way along a graph pair, as one rank sees
+it: an *up* phase folds the children's partial results and sends them to the parent, a *down* phase takes the
+result from its source, keeps it if it is this rank's, and passes it on to its targets.
+
+=================  ==========================================================  ==========================
+verb               lanes                                                       then, from the root
+=================  ==========================================================  ==========================
+all_reduce         one per pair: up and down                                   (nothing)
+barrier            one, empty: up and down                                     (nothing)
+reduce             one: up                                                     an empty lane down
+broadcast          an empty lane up                                            one: down
+gather             one per rank: down the path from that rank to the root      an empty lane down
+scatter            an empty lane up                                            one per rank: down its path
+send               one: down the path from source to target                    an empty lane back
+all_gather         one per rank: down, rooted at that rank                     (nothing)
+reduce_scatter     one per rank: up, rooted at that rank                       (nothing)
+all_to_all         one per ordered pair of ranks: down, direct                 (nothing)
+=================  ==========================================================  ==========================
+
+The empty lanes carry signatures, not data. They make one thing hold for every verb: *a collective that
+completes anywhere has been posted, with the same signature, everywhere*. Lanes in the last column are
+*gated*: the rank where they begin starts them when its other lanes are complete.
+
+A program depends on the verb, the group's size, the rank, the graphs and the counts; never on a key's
+history, so it can be used again for every collective of the same kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kfcomm.core.chunk import num_chunks, split
+from kfcomm.core.graph import GraphPair
+
+NOBODY = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One part of the data on one graph pair, as seen from one rank. Ranks are those of the group.
+
+    Attributes:
+        number: the lane's number, the same on every rank.
+        up: the lane has an up phase. ``children`` are folded in order; ``leaf_children[i]`` tells that child ``i``
+            sends its own input, not a partial result; ``parent`` is ``NOBODY`` at the root.
+        down: the lane has a down phase from ``source`` (``NOBODY`` where it begins) to ``targets``.
+        keeps: the result of this lane belongs to this rank.
+        gated: it begins here, once every lane that is not gated is complete.
+        input_offset, result_offset, count: elements in the caller's buffers.
+        base: number of the first chunk among all chunks of the program.
+    """
+
+    number: int
+    count: int
+    up: bool = False
+    children: tuple[int, ...] = ()
+    leaf_children: tuple[bool, ...] = ()
+    parent: int = NOBODY
+    down: bool = False
+    source: int = NOBODY
+    targets: tuple[int, ...] = ()
+    keeps: bool = False
+    gated: bool = False
+    input_offset: int = 0
+    result_offset: int = 0
+    base: int = 0
+    num_chunks: int = 1
+
+    @property
+    def begins_here(self) -> bool:
+        """Whether the data of a lane without an up phase enters it at this rank."""
+        return not self.up and self.source == NOBODY
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The lanes of one rank for one verb, by number.
+
+    Attributes:
+        lanes: only those in which this rank takes part.
+        chunk_elements: elements per chunk; the last of a lane may be shorter.
+        num_slots: chunks of all lanes together: how many times something must complete.
+        gate: chunks that must complete before gated lanes begin (0: none begin here).
+        neighbours: ranks with which this rank exchanges chunks.
+    """
+
+    lanes: dict[int, Lane]
+    chunk_elements: int
+    num_slots: int
+    gate: int
+    neighbours: frozenset[int] = field(default_factory=frozenset)
+
+
+class Builder:
+    """Collects the lanes of one rank. Lanes are numbered in the order of the calls, on every rank alike."""
+
+    def __init__(self, rank: int, chunk_elements: int) -> None:
+        self._rank = rank
+        self._chunk_elements = chunk_elements
+        self._next_number = 0
+        self._lanes: dict[int, Lane] = {}
+        self._base = 0
+
+    def _number(self) -> int:
+        number = self._next_number
+        self._next_number += 1
+        return number
+
+    def _add(self, lane: Callable[..., Lane], count: int) -> None:
+        chunks = num_chunks(count, self._chunk_elements)
+        made = lane(count=count, base=self._base, num_chunks=chunks)
+        self._lanes[made.number] = made
+        self._base += chunks
+
+    def tree(
+        self,
+        pair: GraphPair,
+        count: int,
+        *,
+        up: bool = False,
+        down: bool = False,
+        gated: bool = False,
+        input_offset: int = 0,
+        result_offset: int = 0,
+    ) -> None:
+        """A lane that spans all ranks: up along ``pair.reduce``, down along ``pair.broadcast``."""
+        rank, number = self._rank, self._number()
+        reduce, broadcast = pair.reduce, pair.broadcast
+        is_root = rank == pair.root
+        children = reduce.children[rank] if up else ()
+        self._add(
+            lambda **where: Lane(
+                number,
+                up=up,
+                children=children,
+                leaf_children=tuple(not reduce.children[child] for child in children),
+                parent=reduce.fathers[rank] if up and not is_root else NOBODY,
+                down=down,
+                source=broadcast.fathers[rank] if down and not is_root else NOBODY,
+                targets=broadcast.children[rank] if down else (),
+                keeps=count > 0 and (down or is_root),
+                gated=gated and is_root,
+                input_offset=input_offset,
+                result_offset=result_offset,
+                **where,
+            ),
+            count,
+        )
+
+    def path(
+        self, path: Sequence[int], count: int, *, gated: bool = False, input_offset: int = 0, result_offset: int = 0
+    ) -> None:
+        """A lane down one path: data enters at its first rank, only the last one keeps it."""
+        number = self._number()
+        if self._rank not in path:
+            return
+        place = path.index(self._rank)
+        last = place == len(path) - 1
+        self._add(
+            lambda **where: Lane(
+                number,
+                down=True,
+                source=path[place - 1] if place else NOBODY,
+                targets=() if last else (path[place + 1],),
+                keeps=last and count > 0,
+                gated=gated and place == 0,
+                input_offset=input_offset,
+                result_offset=result_offset,
+                **where,
+            ),
+            count,
+        )
+
+    def build(self) -> Program:
+        """The program of the lanes added so far."""
+        lanes = self._lanes
+        gated = any(lane.gated for lane in lanes.values())
+        gate = sum(lane.num_chunks for lane in lanes.values() if not lane.gated) if gated else 0
+        neighbours = {
+            other for lane in lanes.values() for other in (*lane.children, lane.parent, lane.source, *lane.targets)
+        }
+        return Program(lanes, self._chunk_elements, self._base, gate, frozenset(neighbours - {NOBODY}))
+
+
+def all_reduce(rank: int, pairs: Sequence[GraphPair], count: int, chunk_elements: int) -> Program:
+    """Each pair reduces and broadcasts its share of ``count`` elements. One pair is given for a buffer left whole."""
+    builder = Builder(rank, chunk_elements)
+    for pair, (offset, length) in zip(pairs, split(count, len(pairs)), strict=True):
+        builder.tree(pair, length, up=True, down=True, input_offset=offset, result_offset=offset)
+    return builder.build()
+
+
+def reduce(rank: int, pair: GraphPair, count: int, chunk_elements: int) -> Program:
+    """``count`` elements to the root of ``pair``."""
+    builder = Builder(rank, chunk_elements)
+    builder.tree(pair, count, up=True)
+    builder.tree(pair, 0, down=True, gated=True)
+    return builder.build()
+
+
+def broadcast(rank: int, pair: GraphPair, count: int, chunk_elements: int) -> Program:
+    """``count`` elements from the root of ``pair``."""
+    builder = Builder(rank, chunk_elements)
+    builder.tree(pair, 0, up=True)
+    builder.tree(pair, count, down=True, gated=True)
+    return builder.build()
+
+
+def gather(rank: int, pair: GraphPair, counts: Sequence[int], chunk_elements: int) -> Program:
+    """``counts[r]`` elements of every rank ``r`` to the root, which keeps them one after the other."""
+    builder = Builder(rank, chunk_elements)
+    for sender, (offset, count) in enumerate(_offsets(counts)):
+        builder.path(tuple(reversed(pair.reduce.path(sender))), count, result_offset=offset)
+    builder.tree(pair, 0, down=True, gated=True)
+    return builder.build()
+
+
+def scatter(rank: int, pair: GraphPair, counts: Sequence[int], chunk_elements: int) -> Program:
+    """The root's elements, ``counts[r]`` of them to every rank ``r``."""
+    builder = Builder(rank, chunk_elements)
+    builder.tree(pair, 0, up=True)
+    for receiver, (offset, count) in enumerate(_offsets(counts)):
+        builder.path(pair.broadcast.path(receiver), count, gated=True, input_offset=offset)
+    return builder.build()
+
+
+def all_gather(rank: int, rooted: Callable[[int], GraphPair], counts: Sequence[int], chunk_elements: int) -> Program:
+    """``counts[r]`` elements of every rank ``r`` to all; ``rooted(r)`` is the pair whose root is ``r``."""
+    builder = Builder(rank, chunk_elements)
+    for sender, (offset, count) in enumerate(_offsets(counts)):
+        builder.tree(rooted(sender), count, down=True, result_offset=offset)
+    return builder.build()
+
+
+def reduce_scatter(
+    rank: int, rooted: Callable[[int], GraphPair], counts: Sequence[int], chunk_elements: int
+) -> Program:
+    """The sum of all inputs, ``counts[r]`` elements of it to every rank ``r``."""
+    builder = Builder(rank, chunk_elements)
+    for receiver, (offset, count) in enumerate(_offsets(counts)):
+        builder.tree(rooted(receiver), count, up=True, input_offset=offset)
+    return builder.build()
+
+
+def all_to_all(rank: int, counts: Sequence[Sequence[int]], chunk_elements: int) -> Program:
+    """``counts[i][j]`` elements from every rank ``i`` to every rank ``j``, each straight to its end."""
+    builder = Builder(rank, chunk_elements)
+    size = len(counts)
+    input_offsets = [offset for offset, _ in _offsets(counts[rank])]
+    result_offsets = [offset for offset, _ in _offsets([row[rank] for row in counts])]
+    for sender in range(size):
+        for receiver in range(size):
+            path = (sender,) if sender == receiver else (sender, receiver)
+            builder.path(
+                path,
+                counts[sender][receiver],
+                input_offset=input_offsets[receiver] if sender == rank else 0,
+                result_offset=result_offsets[sender] if receiver == rank else 0,
+            )
+    return builder.build()
+
+
+def send(rank: int, count: int, chunk_elements: int) -> Program:
+    """``count`` elements from rank 0 to rank 1 of a group of two."""
+    builder = Builder(rank, chunk_elements)
+    builder.path((0, 1), count)
+    builder.path((1, 0), 0, gated=True)
+    return builder.build()
+
+
+def barrier(rank: int, pair: GraphPair) -> Program:
+    """Nothing, up and down: every rank has arrived before any leaves."""
+    builder = Builder(rank, 1)
+    builder.tree(pair, 0, up=True, down=True)
+    return builder.build()
+
+
+def _offsets(counts: Iterable[int]) -> list[tuple[int, int]]:
+    offsets = []
+    offset = 0
+    for count in counts:
+        offsets.append((offset, count))
+        offset += count
+    return offsets

@@ -1,0 +1,457 @@
+"""Who gets what arrives: collectives matched by (group, key, sequence of that key), never by order.
+
+The router of a rank holds every collective that is posted and not complete, and what came early for those
+that are not posted yet. It defines names on links, spends and returns credit, finds mismatches, and knows
+which collectives were aborted before they were posted (tombstones). Links bind to an epoch when they open,
+so an epoch never appears here.
+
+What always holds:
+
+- Everything that arrives is absorbed at once: by its collective, by the early store (within the peer's
+  credit), or dropped, if its collective is over.
+- A chunk reaches a collective only if both ends have the same signature; else the collective is aborted
+  on every rank, with both signatures in the message.
+- For what comes from a peer no method raises: a broken rule becomes a ``VIOLATION`` effect.
+
+It owns no memory: payloads are handles of its caller. Effects are tuples appended to the caller's list, the
+machines' (``machine.Do``) among them.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+from kfcomm.core.cause import Cause, CauseKind
+from kfcomm.core.collective import (
+    AnySignature,
+    Collective,
+    Early,
+    EarlyItem,
+    GroupView,
+    Incoming,
+    ItemSizes,
+    Key,
+    Outgoing,
+)
+from kfcomm.core.frame import MAX_ID, Header, Kind
+from kfcomm.core.machine import UP, Effect, Effects
+from kfcomm.core.program import NOBODY, Lane, Program
+from kfcomm.core.signature import Signature, describe, from_wire
+
+MAX_TOMBSTONES = 1 << 16
+"""Aborted collectives remembered until they are posted; the oldest are forgotten (most are not ours at all)."""
+MAX_ASKS = 1 << 20
+"""More unanswered questions than this on one link are taken for an attack."""
+
+
+class Tell(IntEnum):
+    """Tags of the router's own effects; the fields after the tag are in brackets."""
+
+    ANSWER = 16
+    """[incoming, header]: send this frame back on the link that ``incoming`` stands for."""
+    FLOOD = 17
+    """[group id, name, seq, cause]: tell every rank that this collective is aborted."""
+    FAILED = 18
+    """[collective, cause]: it is over on this rank."""
+    VIOLATION = 19
+    """[incoming, reason]: the peer broke the protocol; close that link."""
+    EARLY = 20
+    """[group id, name, seq, signature or None]: first sign of a collective that is not posted here."""
+    DROPPED = 21
+    """[payload]: nobody wants it."""
+
+
+ANSWER, FLOOD, FAILED, VIOLATION, EARLY, DROPPED = (int(tell) for tell in Tell)
+CHUNK, ASK, KEY, SIGNATURE, POSTED, CREDIT = (
+    int(kind) for kind in (Kind.CHUNK, Kind.ASK, Kind.KEY, Kind.SIGNATURE, Kind.POSTED, Kind.CREDIT)
+)
+
+
+Ticket = tuple[Any, ...]
+"""What ``match`` found for a chunk: opaque, to be handed to ``arrived`` with its payload."""
+
+
+class Router:
+    """All collectives of one rank in one epoch. ``rank`` is the world rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.live: dict[Collective, None] = {}
+        self.lost: dict[int, Cause] = {}
+        self._keys: dict[tuple[bytes, str], Key] = {}
+        self._keys_by_id: dict[int, Key] = {}
+        self._num_keys = 0
+        self._dead: dict[tuple[Key, int], Cause] = {}
+        self._signatures: dict[AnySignature, tuple[int, AnySignature]] = {}
+
+    # ---------------------------------------------------------------- what this rank does
+
+    def post(
+        self,
+        group: GroupView,
+        name: str,
+        signature: Signature,
+        program: Program,
+        sizes: ItemSizes,
+        effects: Effects,
+        *,
+        overlapping: bool = False,
+        context: Any = None,
+    ) -> Collective | Cause:
+        """Begin a collective under the key's next sequence number, or say why it cannot begin.
+
+        ``overlapping``: further uses of the key may begin before earlier ones are complete; otherwise a
+        second use while the first is in flight fails on every rank, and the first goes on.
+        """
+        key = self.key(group.id, name)
+        cause = self._obstacle(group, key, overlapping, effects)
+        if cause is not None:
+            key.next_seq += 1
+            return cause
+        collective = Collective(program, group, key, self._signature(signature), sizes)
+        collective.context = context
+        key.live[key.next_seq] = collective
+        self.live[collective] = None
+        key.next_seq += 1
+        collective.start(effects)
+        if key.early:
+            early = key.early.pop(collective.seq, None)
+            if early is not None:
+                self._replay(early, collective, effects)
+        return collective
+
+    def refuse(self, group: GroupView, name: str, message: str, effects: Effects) -> Cause:
+        """A call failed its local checks: it takes its sequence number, and fails on every rank."""
+        key = self.key(group.id, name)
+        cause = Cause(CauseKind.REFUSED, self.rank, message)
+        self._bury(key, key.next_seq, effects)
+        effects.append((FLOOD, key.group_id, key.name, key.next_seq, cause))
+        key.next_seq += 1
+        return cause
+
+    def abort(self, collective: Collective, cause: Cause, effects: Effects) -> None:
+        """Fail a collective here and, unless a lost peer is the cause (that is told by itself), everywhere."""
+        if self._forget(collective):
+            key = collective.key
+            if cause.kind is not CauseKind.LOST:
+                effects.append((FLOOD, key.group_id, key.name, collective.seq, cause))
+            effects.append((FAILED, collective, cause))
+
+    def complete(self, collective: Collective) -> None:
+        """A DONE effect was carried out: the router forgets the collective."""
+        self._forget(collective)
+
+    def admit(
+        self, outgoing: Outgoing, effect: Effect, collective: Collective, nbytes: int
+    ) -> tuple[list[Header], Header | None]:
+        """Frames for a SEND effect: definitions to send first, and the chunk's header, or None to hold it back.
+
+        A held-back effect comes again, through the effects of ``on_posted``, when its receiver has posted.
+        """
+        _, _, to, lane, index, phase, _, _ = effect
+        before: list[Header] = []
+        key = collective.key
+        if outgoing.keys.get(key.id) is not key:
+            outgoing.keys[key.id] = key
+            before.append((KEY, key.id, key.group_id, key.name))
+        number = collective.signature_id
+        if outgoing.signatures.get(number) is not collective.signature:
+            outgoing.signatures[number] = collective.signature
+            before.append((SIGNATURE, number, list(collective.signature)))
+        if collective.posted >> to & 1:
+            charged = 0
+        elif to not in collective.deferred and outgoing.window.take(nbytes):
+            charged = 1
+        else:
+            waiting = collective.deferred.setdefault(to, [])
+            if not waiting:
+                before.append((ASK, key.id, collective.seq, number))
+            waiting.append(effect)
+            return before, None
+        return before, (CHUNK, key.id, collective.seq, number, lane.number, phase, index, charged)
+
+    # ---------------------------------------------------------------- what peers do
+
+    def define_key(self, incoming: Incoming, number: int, group_id: bytes, name: str, effects: Effects) -> None:
+        """The peer will call this name by a number."""
+        if number >= MAX_ID:
+            effects.append((VIOLATION, incoming, f"key number {number}"))
+        else:
+            incoming.keys[number] = self.key(group_id, name)
+
+    def define_signature(self, incoming: Incoming, number: int, fields: list[Any], effects: Effects) -> None:
+        """The peer will call this signature by a number."""
+        signature = from_wire(fields)
+        try:
+            known = self._signatures.get(signature)
+        except TypeError:
+            effects.append((VIOLATION, incoming, "a signature that is not made of plain values"))
+            return
+        if number >= MAX_ID:
+            effects.append((VIOLATION, incoming, f"signature number {number}"))
+        else:
+            incoming.signatures[number] = signature if known is None else known[1]
+
+    def match(self, incoming: Incoming, header: Header, nbytes: int, effects: Effects) -> Ticket | None:
+        """Whose chunk this is. None: nobody's, drop the payload (the effects say why, if there is more to say)."""
+        _, number, seq, signature_number, _, _, _, charged = header
+        key = incoming.keys.get(number)
+        signature = incoming.signatures.get(signature_number)
+        if key is None or signature is None:
+            effects.append((VIOLATION, incoming, "a chunk under a number that was never defined"))
+            return None
+        if charged and not incoming.window.charge(nbytes):
+            effects.append((VIOLATION, incoming, "more chunks than it had credit for"))
+            return None
+        collective = key.live.get(seq)
+        if collective is None:
+            return self._match_early(incoming, key, signature, header, nbytes, effects)
+        if charged:
+            incoming.window.matched(nbytes)
+        return self._match_posted(incoming, collective, signature, header, nbytes, effects)
+
+    def arrived(self, ticket: Ticket, payload: Any, effects: Effects) -> None:
+        """The payload of a matched chunk is complete."""
+        target = ticket[0]
+        if type(target) is Collective:
+            if target.key.live.get(target.seq) is target:
+                _, lane, index, phase, position = ticket
+                target.arrived(lane, index, phase, position, payload, effects)
+            else:
+                effects.append((DROPPED, payload))
+            return
+        item = (*ticket[1:], payload)
+        if target.dropped:
+            self._discard(item, effects)
+        elif target.collective is None:
+            target.items.append(item)
+        else:
+            self._deliver_early(target.collective, item, effects)
+
+    def on_ask(self, incoming: Incoming, header: Header, effects: Effects) -> None:
+        """The peer wants to know when a collective is posted here."""
+        _, number, seq, signature_number = header
+        key = incoming.keys.get(number)
+        signature = incoming.signatures.get(signature_number)
+        if key is None or signature is None:
+            effects.append((VIOLATION, incoming, "a question under a number that was never defined"))
+            return
+        collective = key.live.get(seq)
+        if collective is not None:
+            self._answer(collective, incoming, signature, header, effects)
+        elif seq >= key.next_seq and (key, seq) not in self._dead:
+            incoming.asks += 1
+            if incoming.asks > MAX_ASKS:
+                effects.append((VIOLATION, incoming, "too many questions"))
+            else:
+                self._early(key, seq, signature, effects).asks.append((incoming, signature, header))
+
+    def on_posted(self, outgoing: Outgoing, number: int, seq: int, effects: Effects) -> None:
+        """The peer has posted a collective that we asked about."""
+        key = self._keys_by_id.get(number)
+        collective = key.live.get(seq) if key is not None else None
+        if collective is not None and outgoing.peer in collective.group.index:
+            self._saw(collective, collective.group.index[outgoing.peer], effects)
+
+    def on_abort(self, group_id: bytes, name: str, seq: int, cause: Cause, effects: Effects) -> None:
+        """Another rank aborted a collective: it fails where it is pending, or as soon as it is posted."""
+        key = self.key(group_id, name)
+        collective = key.live.get(seq)
+        if collective is not None:
+            self._forget(collective)
+            effects.append((FAILED, collective, cause))
+        elif seq >= key.next_seq and (key, seq) not in self._dead:
+            if len(self._dead) >= MAX_TOMBSTONES:
+                del self._dead[next(iter(self._dead))]
+            self._dead[key, seq] = cause
+            self._bury(key, seq, effects)
+            effects.append((EARLY, group_id, name, seq, None))
+
+    def on_peer_lost(self, peer: int, cause: Cause, effects: Effects) -> None:
+        """A peer is gone: what it takes part in fails, now and from now on."""
+        self.lost.setdefault(peer, cause)
+        for collective in [one for one in self.live if peer in one.group.index]:
+            self._forget(collective)
+            effects.append((FAILED, collective, cause))
+
+    def on_link_broken(self, peer: int, reason: str, effects: Effects) -> None:
+        """A link from or to a peer broke in the middle: what it may have carried is aborted."""
+        for collective in [one for one in self.live if peer in one.group.index]:
+            if collective.group.index[peer] in collective.program.neighbours:
+                message = f"the link between ranks {self.rank} and {peer} broke: {reason}"
+                self.abort(collective, Cause(CauseKind.LINK, self.rank, message), effects)
+
+    # ---------------------------------------------------------------- what others may ask
+
+    def key(self, group_id: bytes, name: str) -> Key:
+        """The key of this name, made at its first use."""
+        key = self._keys.get((group_id, name))
+        if key is None:
+            key = Key(self._num_keys % MAX_ID, group_id, name)
+            self._num_keys += 1
+            self._keys[group_id, name] = self._keys_by_id[key.id] = key
+        return key
+
+    @property
+    def num_keys(self) -> int:
+        """Names seen so far, in all groups."""
+        return self._num_keys
+
+    def is_posted(self, group_id: bytes, name: str, seq: int) -> bool:
+        """Whether this rank has posted that collective, now or earlier. Safe to call from any thread."""
+        key = self._keys.get((group_id, name))
+        return key is not None and seq < key.next_seq
+
+    def early_signature(self, group_id: bytes, name: str) -> AnySignature | None:
+        """The signature of what came early for the key's next use."""
+        key = self.key(group_id, name)
+        early = key.early.get(key.next_seq)
+        return None if early is None else early.signature
+
+    # ---------------------------------------------------------------- inside
+
+    def _obstacle(self, group: GroupView, key: Key, overlapping: bool, effects: Effects) -> Cause | None:
+        if self._dead:
+            cause = self._dead.pop((key, key.next_seq), None)
+            if cause is not None:
+                return cause
+        if self.lost:
+            for peer, cause in self.lost.items():
+                if peer in group.index:
+                    return cause
+        if key.live and not overlapping:
+            cause = Cause(CauseKind.REFUSED, self.rank, f"{key.name!r} was used again on rank {self.rank} in flight")
+            self._bury(key, key.next_seq, effects)
+            effects.append((FLOOD, key.group_id, key.name, key.next_seq, cause))
+            return cause
+        return None
+
+    def _signature(self, signature: AnySignature) -> tuple[int, AnySignature]:
+        known = self._signatures.get(signature)
+        if known is None:
+            known = (len(self._signatures) % MAX_ID, signature)
+            self._signatures[signature] = known
+        return known
+
+    def _forget(self, collective: Collective) -> bool:
+        if self.live.pop(collective, 0) == 0:
+            return False
+        del collective.key.live[collective.seq]
+        collective.deferred.clear()
+        return True
+
+    def _match_posted(
+        self,
+        incoming: Incoming,
+        collective: Collective,
+        signature: AnySignature,
+        header: Header,
+        nbytes: int,
+        effects: Effects,
+    ) -> Ticket | None:
+        if signature is not collective.signature and not self._agrees(incoming, collective, signature, effects):
+            return None
+        _, _, _, _, number, phase, index, _ = header
+        sender = collective.group.index.get(incoming.peer, NOBODY)
+        lane = collective.program.lanes.get(number)
+        position = NOBODY if lane is None else collective.accepts(lane, index, phase, sender)
+        if lane is None or position == NOBODY:
+            effects.append((VIOLATION, incoming, f"a chunk of {collective.name!r} that does not belong there"))
+            return None
+        if nbytes != self._expected(collective, lane, index, phase, position):
+            effects.append((VIOLATION, incoming, f"a chunk of {collective.name!r} of {nbytes} bytes"))
+            return None
+        if not collective.posted >> sender & 1:
+            self._saw(collective, sender, effects)
+        return (collective, lane, index, phase, position)
+
+    @staticmethod
+    def _expected(collective: Collective, lane: Lane, index: int, phase: int, position: int) -> int:
+        chunk = collective.program.chunk_elements
+        count = min(chunk, lane.count - index * chunk)
+        sizes = collective.sizes
+        return count * (sizes.partial if phase == UP and not lane.leaf_children[position] else sizes.item)
+
+    def _agrees(self, incoming: Incoming, collective: Collective, signature: AnySignature, effects: Effects) -> bool:
+        if signature == collective.signature:
+            return True
+        index = collective.group.index
+        message = (
+            f"{collective.name!r} differs between ranks: rank {index.get(incoming.peer, '?')} has "
+            f"{describe(signature)}, rank {collective.group.rank} has {describe(collective.signature)}"
+        )
+        self.abort(collective, Cause(CauseKind.MISMATCH, self.rank, message), effects)
+        return False
+
+    def _saw(self, collective: Collective, rank: int, effects: Effects) -> None:
+        """A sign that this group rank has posted the collective."""
+        collective.posted |= 1 << rank
+        if collective.deferred:
+            effects.extend(collective.deferred.pop(rank, ()))
+
+    def _match_early(
+        self, incoming: Incoming, key: Key, signature: AnySignature, header: Header, nbytes: int, effects: Effects
+    ) -> Ticket | None:
+        seq, charged = header[2], header[7]
+        if seq < key.next_seq or (key, seq) in self._dead:
+            if charged:
+                incoming.window.matched(nbytes)
+            return None
+        if not charged:
+            effects.append((VIOLATION, incoming, f"a chunk of {key.name!r}, which is not posted, without credit"))
+            return None
+        return (self._early(key, seq, signature, effects), incoming, signature, header, nbytes)
+
+    def _early(self, key: Key, seq: int, signature: AnySignature, effects: Effects) -> Early:
+        early = key.early.get(seq)
+        if early is None:
+            early = key.early[seq] = Early(signature)
+            effects.append((EARLY, key.group_id, key.name, seq, signature))
+        return early
+
+    def _answer(
+        self, collective: Collective, incoming: Incoming, signature: AnySignature, header: Header, effects: Effects
+    ) -> None:
+        sender = collective.group.index.get(incoming.peer)
+        if sender is None:
+            effects.append((VIOLATION, incoming, f"a question about {collective.name!r}, where it takes no part"))
+        elif self._agrees(incoming, collective, signature, effects):
+            self._saw(collective, sender, effects)
+            effects.append((ANSWER, incoming, (POSTED, header[1], header[2])))
+
+    def _replay(self, early: Early, collective: Collective, effects: Effects) -> None:
+        early.collective = collective
+        for incoming, signature, header in early.asks:
+            incoming.asks -= 1
+            if collective in self.live:
+                self._answer(collective, incoming, signature, header, effects)
+        for item in early.items:
+            self._deliver_early(collective, item, effects)
+
+    def _deliver_early(self, collective: Collective, item: EarlyItem, effects: Effects) -> None:
+        incoming, signature, header, nbytes, payload = item
+        ticket = None
+        if collective in self.live:
+            ticket = self._match_posted(incoming, collective, signature, header, nbytes, effects)
+        if ticket is None:
+            self._discard(item, effects)
+        else:
+            incoming.window.matched(nbytes)
+            self.arrived(ticket, payload, effects)
+
+    @staticmethod
+    def _discard(item: EarlyItem, effects: Effects) -> None:
+        incoming, _, _, nbytes, payload = item
+        incoming.window.matched(nbytes)
+        effects.append((DROPPED, payload))
+
+    def _bury(self, key: Key, seq: int, effects: Effects) -> None:
+        """Drop what came early for a collective that will never run."""
+        early = key.early.pop(seq, None)
+        if early is not None:
+            early.dropped = True
+            for item in early.items:
+                self._discard(item, effects)
+            for incoming, _, _ in early.asks:
+                incoming.asks -= 1

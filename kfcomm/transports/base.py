@@ -1,0 +1,87 @@
+"""What a link is: it moves framed chunks between two peers, and knows nothing of collectives.
+
+A *link* is one directed data connection: the side that opened it sends chunks, the other side answers with
+small frames only (credit, "posted"). Nothing here waits: ``send`` queues, ``flush`` moves what the peer takes.
+
+What always holds:
+
+- Frames of one link arrive whole and in order, or the link is lost.
+- A payload view handed to ``send`` is read until ``owner.sent()`` was called, or until ``withdraw(owner)``
+  returned; never after that. No link keeps a view of the caller's memory for longer.
+- Incoming payload is written where ``Inbound.place`` says, or shown to ``Inbound.receive`` in place; a link
+  never holds back bytes because nobody has asked for them yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from kfcomm.core.frame import Header
+
+
+class Owner(Protocol):
+    """Whose memory a payload is: told when a link no longer reads it."""
+
+    def sent(self) -> None:
+        """One of this owner's payloads has left: its memory is free again."""
+
+
+class Placement(Protocol):
+    """Where an incoming payload goes, and for whom."""
+
+    view: memoryview
+    """As long as the payload; written front to back."""
+
+
+class Link(Protocol):
+    """One directed connection to a peer, as its user sees it."""
+
+    peer: int
+    """World rank of the other end."""
+    state: Any
+    """A slot for the user of the link; the link never looks at it."""
+
+    def send(self, header: Header, payload: memoryview | None = None, owner: Owner | None = None) -> None:
+        """Queue a frame; ``owner.sent()`` is called when its payload is no longer read. Never blocks or raises."""
+
+    def flush(self) -> None:
+        """Move queued frames as far as the peer takes them; the rest follows by itself."""
+
+    def withdraw(self, owner: Owner) -> Sequence[Header]:
+        """Stop reading this owner's memory at once: unsent frames are dropped, half-sent ones finish from a copy.
+
+        ``owner.sent()`` is not called any more. Returns the headers of the frames that were dropped, so that
+        whatever was spent on them (credit) can be taken back.
+        """
+
+    def disown(self, owner: object) -> None:
+        """Stop writing to placements that ``Inbound.place`` gave out for this owner: the rest goes to a sink."""
+
+    def close(self) -> None:
+        """Say goodbye after what is queued, then close. Calling it again does nothing."""
+
+
+class Inbound(Protocol):
+    """Who hears what arrives on a link (the engine). All calls come from the engine's own loop."""
+
+    def opened(self, link: Link) -> None:
+        """A peer opened a link to this process; frames follow."""
+
+    def place(self, link: Link, header: Header, nbytes: int) -> Any:
+        """Where the ``nbytes`` payload of this CHUNK goes: an object with ``view`` (and ``owner``).
+
+        ``arrived(link, placement)`` follows when the payload is complete.
+        """
+
+    def arrived(self, link: Link, placement: Any) -> None:
+        """The payload of a placement is complete."""
+
+    def receive(self, link: Link, header: Header, payload: memoryview) -> None:
+        """A whole frame; ``payload`` (often empty) may be read during this call only."""
+
+    def burst_end(self, link: Link) -> None:
+        """All that had arrived has been handed over: a good moment to flush answers."""
+
+    def lost(self, link: Link, error: BaseException | None) -> None:
+        """The link is gone: ``None`` after the peer's goodbye, else why. Nothing follows."""

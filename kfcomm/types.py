@@ -1,0 +1,94 @@
+"""The vocabulary of the library: what is reduced, by which verb, among whom.
+
+Everything here is a value: immutable, hashable, and free of any import from the rest of the package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Op(StrEnum):
+    """How the contributions of the ranks are combined."""
+
+    SUM = "sum"
+    AVG = "avg"
+    MIN = "min"
+    MAX = "max"
+    PROD = "prod"
+    AND = "and"
+    OR = "or"
+    XOR = "xor"
+
+
+class Verb(StrEnum):
+    """What a collective does with the data of its ranks."""
+
+    ALL_REDUCE = "all_reduce"
+    REDUCE = "reduce"
+    BROADCAST = "broadcast"
+    GATHER = "gather"
+    ALL_GATHER = "all_gather"
+    SCATTER = "scatter"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    SEND = "send"
+    BARRIER = "barrier"
+    SET_STRATEGY = "set_strategy"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the ranks of a group are: ``hosts[r]`` is the host of rank ``r``.
+
+    Hosts are numbered 0, 1, 2, ... in the order in which the ranks first mention them.
+    """
+
+    hosts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.hosts:
+            raise ValueError("a layout needs at least one rank")
+        seen = 0
+        for host in self.hosts:
+            if not 0 <= host <= seen:
+                raise ValueError(f"hosts must be numbered in order of first mention: {self.hosts}")
+            seen = max(seen, host + 1)
+
+    @classmethod
+    def of(cls, names: Iterable[object]) -> Layout:
+        """The layout of ranks whose hosts have these names (any hashable)."""
+        numbers: dict[object, int] = {}
+        return cls(tuple(numbers.setdefault(name, len(numbers)) for name in names))
+
+    @classmethod
+    def even(cls, size: int, hosts: int = 1) -> Layout:
+        """``size`` ranks dealt out in blocks, as evenly as possible, over ``hosts`` hosts."""
+        if not 1 <= hosts <= size:
+            raise ValueError(f"{size} ranks cannot occupy {hosts} hosts")
+        return cls(tuple(rank * hosts // size for rank in range(size)))
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.hosts)
+
+    @property
+    def num_hosts(self) -> int:
+        """Number of hosts."""
+        return max(self.hosts) + 1
+
+    def ranks_of(self, host: int) -> tuple[int, ...]:
+        """The ranks on one host, ascending."""
+        return tuple(rank for rank, at in enumerate(self.hosts) if at == host)
+
+    @property
+    def masters(self) -> tuple[int, ...]:
+        """The first rank of each host."""
+        return tuple(self.hosts.index(host) for host in range(self.num_hosts))
+
+    def local_rank(self, rank: int) -> int:
+        """The position of ``rank`` among the ranks of its host."""
+        return self.ranks_of(self.hosts[rank]).index(rank)
