@@ -1,0 +1,130 @@
+"""What a stream link still has to send: whole frames in a queue, and at most one that is cut.
+
+A frame is *cut* when the kernel took a part of it. Whole frames may be dropped at any time; a cut one must be
+finished, or the peer could not find the next frame. So withdrawing an owner drops its whole frames and copies
+the unsent bytes of a cut one: afterwards nothing here refers to that owner's memory.
+
+This module moves no bytes and tells no owners; the link does both. The order of sending is decided in ``put``
+and ``gather`` alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from kfcomm.core.frame import Header
+from kfcomm.transports.base import Owner
+
+Frame = tuple[Any, Any, int, Any, Any]
+"""Head bytes, payload view or None, bytes of both, owner or None, header (None in a cut frame)."""
+
+
+class Outbox:
+    """The frames that one link has yet to send.
+
+    Args:
+        gather_nbytes: bytes after which no further frame joins one system call.
+        gather_frames: frames in one system call, each at most two buffers.
+        small_nbytes: a payload up to this size is copied beside its head.
+    """
+
+    __slots__ = ("_cut", "_frames", "_gather_frames", "_gather_nbytes", "_small_nbytes", "nbytes")
+
+    def __init__(self, gather_nbytes: int, gather_frames: int, small_nbytes: int) -> None:
+        self.nbytes = 0
+        self._frames: deque[Frame] = deque()
+        self._cut: Frame | None = None
+        self._gather_nbytes = gather_nbytes
+        self._gather_frames = gather_frames
+        self._small_nbytes = small_nbytes
+
+    def __bool__(self) -> bool:
+        return self.nbytes > 0
+
+    def __len__(self) -> int:
+        return len(self._frames) + (self._cut is not None)
+
+    def put(self, header: Header, head: bytes, payload: memoryview | None, owner: Owner | None) -> None:
+        """Queue a frame; ``payload`` is a contiguous view of bytes."""
+        nbytes = len(head) if payload is None else len(head) + len(payload)
+        self.nbytes += nbytes
+        self._frames.append((head, payload, nbytes, owner, header))
+
+    def gather(self) -> tuple[list[Frame], list[Any], int]:
+        """The next frames, their buffers for one system call, and the bytes in them.
+
+        The frames are off the queue until ``advance`` says how far the kernel took them. Runs of small parts are
+        joined: one more buffer costs Python and the kernel more than copying 2 KiB does.
+        """
+        frames, limit, small = self._frames, self._gather_nbytes, self._small_nbytes
+        if self._cut is not None:
+            frames.appendleft(self._cut)
+            self._cut = None
+        batch: list[Frame] = []
+        buffers: list[Any] = []
+        parts: list[Any] = []
+        total = 0
+        while frames and total < limit and len(batch) < self._gather_frames:
+            frame = frames.popleft()
+            head, payload, nbytes, _, _ = frame
+            batch.append(frame)
+            total += nbytes
+            parts.append(head)
+            if payload is None:
+                continue
+            if nbytes - len(head) <= small:
+                parts.append(payload)
+                continue
+            buffers.append(parts[0] if len(parts) == 1 else b"".join(parts))
+            buffers.append(payload)
+            parts = []
+        if parts:
+            buffers.append(parts[0] if len(parts) == 1 else b"".join(parts))
+        return batch, buffers, total
+
+    def advance(self, batch: Sequence[Frame], moved: int, done: deque[Owner]) -> int:
+        """The kernel took the first ``moved`` bytes of ``batch``: the number of frames that are finished.
+
+        Their owners are appended to ``done``; what is left of ``batch`` goes back to the front of the queue.
+        """
+        self.nbytes -= moved
+        for index, frame in enumerate(batch):
+            if moved < frame[2]:
+                self._frames.extendleft(reversed(batch[index + 1 :]))
+                self._keep(frame, moved)
+                return index
+            moved -= frame[2]
+            if frame[3] is not None:
+                done.append(frame[3])
+        return len(batch)
+
+    def _keep(self, frame: Frame, moved: int) -> None:
+        head, payload, nbytes, owner, header = frame
+        if moved == 0 and header is not None:
+            self._frames.appendleft(frame)
+        elif moved < len(head) or moved == 0:
+            self._cut = (head[moved:], payload, nbytes - moved, owner, None)
+        else:
+            self._cut = (b"", payload[moved - len(head) :], nbytes - moved, owner, None)
+
+    def withdraw(self, owner: Owner) -> list[Header]:
+        """Forget this owner's memory: the headers of its frames that are dropped, in order. Cost: the queue."""
+        cut = self._cut
+        if cut is not None and cut[3] is owner:
+            self._cut = (cut[0], bytes(cut[1]), cut[2], None, None)
+        dropped = [frame for frame in self._frames if frame[3] is owner]
+        if dropped:
+            self._frames = deque(frame for frame in self._frames if frame[3] is not owner)
+            self.nbytes -= sum(frame[2] for frame in dropped)
+        return [frame[4] for frame in dropped]
+
+    def clear(self, done: deque[Owner]) -> None:
+        """Drop everything; the owners are appended to ``done``."""
+        if self._cut is not None:
+            self._frames.appendleft(self._cut)
+            self._cut = None
+        done.extend(frame[3] for frame in self._frames if frame[3] is not None)
+        self._frames.clear()
+        self.nbytes = 0

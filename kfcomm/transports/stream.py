@@ -1,0 +1,412 @@
+"""A link over a connected stream socket, TCP or Unix: the same frames on both.
+
+It works on the raw non-blocking socket with the loop's readiness callbacks, not on the loop's transports:
+those may keep a view of a buffer after a write, and then an aborted send could reach the peer torn. Here it
+is known at every moment which bytes the kernel has taken, so that exactly the rest can be dropped or copied.
+
+What always holds:
+
+- A payload that is not whole in the staging buffer is received straight into its placement.
+- Owners and ``Inbound`` are never called from inside ``send``, ``withdraw``, ``disown``, ``close`` or
+  ``abort``; ``flush`` calls ``Owner.sent`` only. The end of a link is always reported from the loop.
+- ``Inbound.lost`` is called exactly once, however a link ends, after every owner still queued was told.
+
+It knows nothing of keys, credit and collectives, and opens no connection (see ``sockets``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from kfcomm.core.frame import (
+    MAX_HEADER_NBYTES,
+    PREFIX_NBYTES,
+    Header,
+    Kind,
+    decode_header,
+    decode_prefix,
+    make_encoder,
+)
+from kfcomm.errors import RemoteProtocolError, TransportError
+from kfcomm.transports.base import Inbound, Owner
+from kfcomm.transports.outbox import Outbox
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """Sizes in bytes, and counts; the defaults were measured on loopback.
+
+    Attributes:
+        staging_nbytes: buffer for heads and small frames; at least one whole head fits.
+        lookahead_nbytes: how much beyond the end of a large payload is read along with it.
+        burst_nbytes: bytes moved in one direction before the loop gets its turn.
+        gather_nbytes: see `Outbox`.
+        gather_frames: see `Outbox`; at most 500, since the kernel takes 1024 buffers.
+        small_nbytes: see `Outbox`.
+    """
+
+    staging_nbytes: int = 1 << 17
+    lookahead_nbytes: int = 1 << 12
+    burst_nbytes: int = 1 << 22
+    gather_nbytes: int = 1 << 21
+    gather_frames: int = 256
+    small_nbytes: int = 1 << 11
+
+    def __post_init__(self) -> None:
+        if self.staging_nbytes < PREFIX_NBYTES + MAX_HEADER_NBYTES:
+            raise ValueError(f"staging_nbytes={self.staging_nbytes} does not hold a whole head")
+        if not 0 < self.lookahead_nbytes <= self.staging_nbytes:
+            raise ValueError(f"lookahead_nbytes={self.lookahead_nbytes} is outside 1..staging_nbytes")
+        if not 1 <= self.gather_frames <= 500:
+            raise ValueError(f"gather_frames={self.gather_frames} is outside 1..500")
+
+
+class StreamLink:
+    """One connection as a `Link`; it owns ``sock`` and begins to read at once.
+
+    All calls belong to the thread of ``loop``. A frame that the peer must not send ends this link alone; so does
+    ``RemoteProtocolError`` raised by ``inbound``, for what only the user of the link can judge.
+
+    Args:
+        sock: a connected stream socket whose handshake is over.
+        loop: any asyncio loop with ``add_reader`` (uvloop, selector loops).
+        inbound: who hears what arrives.
+        peer: world rank of the other end.
+        options: sizes.
+
+    Attributes:
+        bytes_in: bytes received, heads included.
+        bytes_out: bytes that the kernel has taken.
+        frames_in: whole frames received.
+        frames_out: frames that the kernel has taken.
+    """
+
+    __slots__ = (
+        "_bye_received",
+        "_closed",
+        "_closing",
+        "_done",
+        "_encode",
+        "_end",
+        "_fd",
+        "_flushing",
+        "_inbound",
+        "_loop",
+        "_options",
+        "_outbox",
+        "_placement",
+        "_rest",
+        "_shut",
+        "_skip",
+        "_sock",
+        "_staging",
+        "_start",
+        "_writer_on",
+        "bytes_in",
+        "bytes_out",
+        "frames_in",
+        "frames_out",
+        "peer",
+        "state",
+    )
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        loop: asyncio.AbstractEventLoop,
+        inbound: Inbound,
+        peer: int,
+        *,
+        options: StreamOptions | None = None,
+    ) -> None:
+        sock.setblocking(False)
+        self.peer = peer
+        self.state: Any = None
+        self.bytes_in = self.bytes_out = self.frames_in = self.frames_out = 0
+        self._options = options = options or StreamOptions()
+        self._sock = sock
+        self._fd = sock.fileno()
+        self._loop = loop
+        self._inbound = inbound
+        self._closed: asyncio.Future[None] = loop.create_future()
+        self._closing = self._shut = self._bye_received = False
+
+        self._encode = make_encoder()
+        self._outbox = Outbox(options.gather_nbytes, options.gather_frames, options.small_nbytes)
+        self._done: deque[Owner] = deque()
+        self._flushing = self._writer_on = False
+
+        self._staging = memoryview(bytearray(options.staging_nbytes))
+        self._start = self._end = 0
+        self._placement: Any = None
+        self._rest: memoryview | None = None
+        self._skip = 0
+        loop.add_reader(self._fd, self._readable)
+
+    def __repr__(self) -> str:
+        now = "closed" if self._fd < 0 else "closing" if self._closing else "open"
+        return f"<StreamLink to rank {self.peer}, {now}, {self.queued_nbytes} bytes queued>"
+
+    @property
+    def queued_nbytes(self) -> int:
+        """Bytes that the kernel has yet to take."""
+        return self._outbox.nbytes
+
+    # Sending.
+
+    def send(self, header: Header, payload: memoryview | None = None, owner: Owner | None = None) -> None:
+        """Queue a frame; ``payload`` is a contiguous view of bytes. On a closed link the frame is dropped.
+
+        Raises:
+            LocalProtocolError: the frame is larger than frames may be.
+        """
+        head = self._encode(header, 0 if payload is None else len(payload))
+        if not self._closing and self._fd >= 0:
+            self._outbox.put(header, head, payload, owner)
+        elif owner is not None:
+            self._done.append(owner)
+            self._loop.call_soon(self._tell_owners)
+
+    def flush(self) -> None:
+        """Move queued frames as far as the kernel takes them; the rest follows by itself."""
+        if not (self._writer_on or self._flushing or self._fd < 0):
+            self._drain()
+
+    def withdraw(self, owner: Owner) -> list[Header]:
+        """Stop reading this owner's memory at once; ``owner.sent()`` is not called any more.
+
+        Returns:
+            Headers of the frames that were dropped. A frame that was half sent is not among them: it finishes
+            from a copy.
+        """
+        if self._done:
+            self._done = deque(other for other in self._done if other is not owner)
+        return self._outbox.withdraw(owner)
+
+    def _drain(self) -> None:
+        self._flushing = True
+        budget = self._options.burst_nbytes
+        try:
+            while budget > 0 and self._outbox:
+                moved = self._send_some()
+                if self._done:
+                    self._tell_owners()
+                if moved < 0:
+                    break
+                budget -= moved
+        finally:
+            self._flushing = False
+            if self._fd >= 0:
+                self._after_drain()
+
+    def _after_drain(self) -> None:
+        if self._outbox:
+            if not self._writer_on:
+                self._writer_on = True
+                self._loop.add_writer(self._fd, self._drain)
+            return
+        if self._writer_on:
+            self._writer_on = False
+            self._loop.remove_writer(self._fd)
+        if self._closing and not self._shut:
+            self._shut = True
+            try:
+                self._sock.shutdown(socket.SHUT_WR)
+            except OSError as error:
+                self._end_with(self._broken(error))
+
+    def _send_some(self) -> int:
+        """One system call's worth of frames: bytes moved, or -1 when the kernel takes no more for now."""
+        outbox = self._outbox
+        batch, buffers, nbytes = outbox.gather()
+        failure: OSError | None = None
+        moved = 0
+        try:
+            moved = self._sock.send(buffers[0]) if len(buffers) == 1 else self._sock.sendmsg(buffers)
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError as error:
+            failure = error
+        self.bytes_out += moved
+        self.frames_out += outbox.advance(batch, moved, self._done)
+        if failure is not None:
+            self._end_with(self._broken(failure))
+        return moved if moved == nbytes else -1
+
+    def _tell_owners(self) -> None:
+        while self._done:
+            self._done.popleft().sent()
+
+    # Receiving.
+
+    def disown(self, owner: object) -> None:
+        """Stop writing to the placement that belongs to ``owner``; the rest of its payload is thrown away."""
+        if self._rest is not None and self._placement.owner is owner:
+            self._skip = len(self._rest)
+            self._rest = self._placement = None
+
+    def _readable(self) -> None:
+        budget = self._options.burst_nbytes
+        try:
+            while budget > 0 and self._fd >= 0:
+                moved, wanted = self._receive_some()
+                if moved == 0:
+                    self._end_of_file()
+                    break
+                self.bytes_in += moved
+                budget -= moved
+                self._parse()
+                if moved < wanted:  # the kernel has no more: asking again would cost 1.5 µs to hear so
+                    break
+        except (BlockingIOError, InterruptedError):
+            pass
+        except RemoteProtocolError as error:
+            self._end_with(error)
+        except OSError as error:
+            self._end_with(self._broken(error))
+        except BaseException as error:
+            self._end_with(error)
+            raise
+        finally:
+            self._inbound.burst_end(self)
+
+    def _receive_some(self) -> tuple[int, int]:
+        """One system call: bytes received and bytes asked for."""
+        rest = self._rest
+        if rest is not None:
+            # The staging buffer is empty. A little of what follows comes along, which saves the call for its head.
+            ahead = self._staging[: self._options.lookahead_nbytes]
+            wanted = len(rest) + len(ahead)
+            moved = self._sock.recvmsg_into((rest, ahead))[0]
+            if moved < len(rest):
+                self._rest = rest[moved:]
+            else:
+                self._start, self._end = 0, moved - len(rest)
+                self._finish_placement()
+            return moved, wanted
+        left = self._end - self._start
+        if self._start:
+            if left:
+                self._staging[:left] = self._staging[self._start : self._end]
+            self._start, self._end = 0, left
+        room = self._staging[left:] if left else self._staging
+        moved = self._sock.recv_into(room)
+        self._end += moved
+        return moved, len(room)
+
+    def _finish_placement(self) -> None:
+        placement = self._placement
+        self._rest = self._placement = None
+        self.frames_in += 1
+        self._inbound.arrived(self, placement)
+
+    def _parse(self) -> None:
+        """Hand over every frame that is whole in the staging buffer, and place the payload that is not."""
+        staging, inbound = self._staging, self._inbound
+        if self._skip:
+            self._skip_some()
+        while self._end - self._start >= PREFIX_NBYTES and self._fd >= 0:
+            start, end = self._start, self._end
+            header_nbytes, payload_nbytes = decode_prefix(staging, start)
+            body = start + PREFIX_NBYTES + header_nbytes
+            if body > end:
+                return
+            header = decode_header(staging[start + PREFIX_NBYTES : body])
+            kind = header[0]
+            if self._bye_received or (payload_nbytes and kind != Kind.CHUNK):
+                raise self._unexpected(kind, payload_nbytes)
+            after = body + payload_nbytes
+            if after > end:
+                self._start = self._end = 0
+                self._place(header, payload_nbytes, staging[body:end])
+                return
+            self._start = after
+            self.frames_in += 1
+            if kind == Kind.BYE:
+                self._bye_received = True
+            else:
+                inbound.receive(self, header, staging[body:after])
+
+    def _place(self, header: Header, nbytes: int, first: memoryview) -> None:
+        placement = self._inbound.place(self, header, nbytes)
+        view = placement.view
+        if len(view) != nbytes:
+            raise ValueError(f"a placement of {len(view)} bytes for a payload of {nbytes}")
+        have = len(first)
+        view[:have] = first
+        self._placement = placement
+        self._rest = view[have:]
+
+    def _skip_some(self) -> None:
+        """The placement was disowned: what is left of its payload goes nowhere."""
+        dropped = min(self._skip, self._end - self._start)
+        self._start += dropped
+        self._skip -= dropped
+        self.frames_in += not self._skip
+
+    def _unexpected(self, kind: int, payload_nbytes: int) -> RemoteProtocolError:
+        what = f"{Kind(kind).name} with a payload of {payload_nbytes} bytes"
+        return RemoteProtocolError(f"rank {self.peer} sent {what}{' after its BYE' if self._bye_received else ''}")
+
+    # The end.
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether this side has said goodbye, or the link has ended: nothing more is sent."""
+        return self._closing or self._fd < 0
+
+    def close(self) -> None:
+        """Say goodbye after what is queued. The peer's answers are read until it closes its side too.
+
+        Closing the socket while bytes of the peer are unread would reset the connection, and that can destroy
+        what is still on its way to the peer.
+        """
+        if self.is_closing:
+            return
+        header = (int(Kind.BYE),)
+        self._outbox.put(header, self._encode(header), None, None)
+        self._closing = True
+        if not (self._writer_on or self._flushing):
+            self._writer_on = True
+            self._loop.add_writer(self._fd, self._drain)
+
+    def abort(self) -> None:
+        """Close at once, whatever is queued; afterwards no memory of any owner is read or written."""
+        self._end_with(None)
+
+    async def wait_closed(self) -> None:
+        """Wait until the socket is closed and ``Inbound.lost`` was called. May be cancelled."""
+        await asyncio.shield(self._closed)
+
+    def _end_of_file(self) -> None:
+        if self._bye_received or self._closing:
+            self._end_with(None)
+        else:
+            self._end_with(TransportError(f"rank {self.peer} closed its connection without a goodbye"))
+
+    def _broken(self, error: OSError) -> TransportError | None:
+        if self._bye_received:
+            return None
+        failure = TransportError(f"the connection to rank {self.peer} broke: {error.strerror or error}")
+        failure.__cause__ = error
+        return failure
+
+    def _end_with(self, error: BaseException | None) -> None:
+        if self._fd < 0:
+            return
+        self._loop.remove_reader(self._fd)
+        self._loop.remove_writer(self._fd)
+        self._fd = -1
+        self._sock.close()
+        self._rest = self._placement = None
+        self._outbox.clear(self._done)
+        self._loop.call_soon(self._report, error)
+
+    def _report(self, error: BaseException | None) -> None:
+        self._tell_owners()
+        self._inbound.lost(self, error)
+        self._closed.set_result(None)
