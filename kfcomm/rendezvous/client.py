@@ -1,0 +1,233 @@
+"""The client of the store: signed requests, long polls, and patience while the store is not there yet.
+
+A request is repeated, with growing pauses, until it is answered or its time is up: the store's name may not
+resolve yet, its process may not listen yet. All requests can be repeated without harm. A refusal is final: a
+wrong token does not become right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import aiohttp
+import msgpack
+
+from kfcomm.errors import RendezvousError
+from kfcomm.rendezvous.signing import (
+    ANSWER_HEADER,
+    GREETING,
+    REQUEST_HEADER,
+    Ticket,
+    digest_of,
+    is_answer_valid,
+    request_header,
+)
+
+T = TypeVar("T")
+
+_POLL_S = 15.0
+_ANSWER_WITHIN_S = 10.0
+_FIRST_PAUSE_S = 0.02
+_LAST_PAUSE_S = 1.0
+_LOST_AFTER_S = 10.0
+_MAX_ANSWER_NBYTES = 1 << 27
+
+
+class StoreClosed(RendezvousError):
+    """The store says that it is closing: the job is over."""
+
+
+class StoreClient:
+    """Speaks with the store at ``url``.
+
+    Args:
+        url: ``http://host:port``.
+        token: the secret of the job.
+        timeout_s: how long a request is repeated while the store cannot be reached, unless it says otherwise.
+
+    Raises (all methods): `RendezvousError` if the store cannot be reached in time (names the last cause), does
+    not accept the token, does not know it, or is closing (`StoreClosed`).
+    """
+
+    def __init__(self, url: str, token: bytes, *, timeout_s: float = 300.0) -> None:
+        self.url = url.rstrip("/")
+        self._token = token
+        self._timeout_s = timeout_s
+        self._client = secrets.token_hex(16)
+        self._number = 0
+        self._nonce: bytes | None = None
+        self._http: aiohttp.ClientSession | None = None
+
+    async def get(self, key: str, timeout_s: float) -> bytes:
+        """The value of ``key``, waiting until somebody has set it.
+
+        Raises:
+            RendezvousError: nobody set it within ``timeout_s`` seconds.
+        """
+        deadline_s = _now_s() + timeout_s
+        while True:
+            wait_s = _poll_s(deadline_s)
+            value = await self._call("get", {"key": key, "wait_s": wait_s}, timeout_s=deadline_s - _now_s())
+            if value is not None:
+                return _expect(bytes, value)
+            if _now_s() >= deadline_s:
+                raise RendezvousError(f"nobody set {key!r} in the store at {self.url} within {timeout_s:g} s")
+
+    async def set(self, key: str, value: bytes) -> None:
+        """Give ``key`` a value (at most 1 MiB), or another one."""
+        await self._call("set", {"key": key, "value": value})
+
+    async def claim(self, key: str, value: bytes, *, timeout_s: float | None = None) -> bytes:
+        """Give ``key`` a value unless it has one. Returns the value it has: ``value`` if the claim won."""
+        return _expect(bytes, await self._call("claim", {"key": key, "value": value}, timeout_s=timeout_s))
+
+    async def find(self, key: str, *, timeout_s: float | None = None) -> bytes | None:
+        """The value of ``key`` now, or None."""
+        value = await self._call("get", {"key": key, "wait_s": 0.0}, timeout_s=timeout_s)
+        return None if value is None else _expect(bytes, value)
+
+    async def collect(self, folder: str, count: int, *, unless: str | None, timeout_s: float) -> dict[str, bytes]:
+        """The values below ``folder``, by name, once there are ``count`` of them, or one named ``unless``.
+
+        After ``timeout_s`` seconds: what there is by then.
+        """
+        deadline_s = _now_s() + timeout_s
+        while True:
+            fields = {"folder": folder, "count": count, "unless": unless, "wait_s": _poll_s(deadline_s)}
+            values = _expect(dict, await self._call("collect", fields, timeout_s=deadline_s - _now_s()))
+            if len(values) >= count or unless in values or _now_s() >= deadline_s:
+                return values
+
+    async def report_exit(self, rank: int, code: int) -> None:
+        """Tell everybody who watches that the process of ``rank`` has ended with ``code``."""
+        await self._call("exit", {"rank": rank, "code": code}, timeout_s=_LOST_AFTER_S)
+
+    async def watch_exits(self) -> AsyncIterator[tuple[int, int]]:
+        """Rank and exit code of every process that has ended or ends, as it is reported.
+
+        Ends when the store does: nobody is left who could report.
+        """
+        seen = 0
+        while True:
+            try:
+                rows = await self._call("exits", {"since": seen, "wait_s": _POLL_S}, timeout_s=_LOST_AFTER_S)
+            except RendezvousError:
+                return
+            for rank, code in _expect(list, rows):
+                seen += 1
+                yield int(rank), int(code)
+
+    async def close(self) -> None:
+        """Close the connections; ends every call. May be called twice."""
+        if self._http is not None:
+            await self._http.close()
+            self._http = None
+
+    async def _call(self, name: str, fields: dict[str, Any], *, timeout_s: float | None = None) -> Any:
+        """The answer to one request, repeated until there is one.
+
+        ``timeout_s`` counts from the first attempt and ends the repeating; an attempt under way is let finish.
+        """
+        patience_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline_s = _now_s() + patience_s
+        pause_s = _FIRST_PAUSE_S
+        body: bytes = msgpack.packb(fields)
+        wait_s = float(fields.get("wait_s", 0.0))
+        while True:
+            try:
+                return await self._attempt(name, body, wait_s + _ANSWER_WITHIN_S)
+            except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError
+                if _now_s() + pause_s >= deadline_s:
+                    raise RendezvousError(
+                        f"the store at {self.url} could not be reached within {max(patience_s, 0):g} s: {_cause(error)}"
+                    ) from error
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+
+    async def _attempt(self, name: str, body: bytes, timeout_s: float) -> Any:
+        used = self._nonce or await self._greet(timeout_s)
+        reply = await self._send(name, body, used, timeout_s)
+        if reply.status == 401 and await self._greet(timeout_s) != used:
+            # another store listens there now: it has not judged this token yet
+            used = self._nonce or b""
+            reply = await self._send(name, body, used, timeout_s)
+        if reply.status == 401:
+            raise RendezvousError(f"the store at {self.url} refuses this process: its token is not the job's")
+        if not is_answer_valid(self._token, used, reply.ticket, reply.status, reply.body, reply.header):
+            raise RendezvousError(f"what answers at {self.url} does not know the job's token: it is not its store")
+        answer = msgpack.unpackb(reply.body)
+        match reply.status:
+            case 200:
+                return answer
+            case 503:
+                raise StoreClosed(f"the store at {self.url} is closing")
+            case _:
+                raise RendezvousError(f"the store at {self.url} refuses {name}: {answer}")
+
+    async def _send(self, name: str, body: bytes, nonce: bytes, timeout_s: float) -> _Reply:
+        self._number += 1
+        ticket = Ticket(self._client, self._number, f"/v1/{name}", digest_of(body))
+        headers = {REQUEST_HEADER: request_header(self._token, nonce, ticket)}
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        async with self._session().post(self.url + ticket.path, data=body, headers=headers, timeout=timeout) as answer:
+            content = await _read(answer)
+            return _Reply(ticket, answer.status, content, answer.headers.get(ANSWER_HEADER, ""))
+
+    async def _greet(self, timeout_s: float) -> bytes:
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        async with self._session().get(f"{self.url}/v1/hello", timeout=timeout, allow_redirects=False) as answer:
+            content = await _read(answer)
+        greeting = re.fullmatch(GREETING + rb"([0-9a-f]{64})", content)
+        if greeting is None:
+            raise RendezvousError(f"what answers at {self.url} is not a store of kfcomm (HTTP status {answer.status})")
+        self._nonce = bytes.fromhex(greeting[1].decode())
+        return self._nonce
+
+    def _session(self) -> aiohttp.ClientSession:
+        if self._http is None:
+            self._http = aiohttp.ClientSession(auto_decompress=False)
+        return self._http
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    ticket: Ticket
+    status: int
+    body: bytes
+    header: str
+
+
+async def _read(answer: aiohttp.ClientResponse) -> bytes:
+    parts: list[bytes] = []
+    nbytes = 0
+    async for part in answer.content.iter_any():
+        nbytes += len(part)
+        if nbytes > _MAX_ANSWER_NBYTES:
+            raise RendezvousError(f"an answer exceeds {_MAX_ANSWER_NBYTES} bytes")
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _expect(kind: type[T], value: object) -> T:
+    if not isinstance(value, kind):
+        raise RendezvousError(f"the store answered {type(value).__name__} instead of {kind.__name__}")
+    return value
+
+
+def _cause(error: Exception) -> str:
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return error.os_error.strerror or str(error.os_error)
+    return str(error) or type(error).__name__
+
+
+def _poll_s(deadline_s: float) -> float:
+    return min(_POLL_S, max(0.0, deadline_s - _now_s()))
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

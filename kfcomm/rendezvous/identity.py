@@ -1,0 +1,180 @@
+"""Who a process is: its host, its stable id, and what it tells the others about itself.
+
+Two processes share a host exactly if both the boot id and the network namespace are the same: only then can
+Unix sockets and shared memory connect them, and only then is loopback the same place. A `PeerInfo` that came
+from the wire has been checked field by field; its texts are printable, so that they may stand in messages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import os
+import socket
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+
+import msgpack
+
+from kfcomm.core.frame import PROTOCOL_VERSION
+from kfcomm.errors import RemoteProtocolError
+
+MAX_RANKS = 1 << 16
+MAX_WIRE_NBYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class PeerInfo:
+    """What the others need to know of one process.
+
+    Attributes:
+        rank: its rank in the world.
+        uid: stable id of the process; different for any two processes.
+        address: IP address at which it listens.
+        port: TCP port at which it listens.
+        unix: path of its Unix socket, or abstract name with a leading NUL; None without one.
+        host: see `host_id`.
+        hostname: for messages only.
+        pid: for messages only.
+        versions: version of kfcomm, number of the protocol.
+    """
+
+    rank: int
+    uid: str
+    address: str
+    port: int
+    unix: str | None
+    host: str
+    hostname: str
+    pid: int
+    versions: tuple[str, int]
+
+    @classmethod
+    def here(cls, *, rank: int, address: str, port: int, unix: str | None = None) -> PeerInfo:
+        """This process as ``rank``, listening at ``address`` and ``port`` (and ``unix``)."""
+        return cls(
+            rank=rank,
+            uid=process_uid(rank),
+            address=address,
+            port=port,
+            unix=unix,
+            host=host_id(),
+            hostname=socket.gethostname(),
+            pid=os.getpid(),
+            versions=versions(),
+        )
+
+    def describe(self) -> str:
+        """The process in a message: ``rank 3 (node7, pid 4242)``."""
+        return f"rank {self.rank} ({self.hostname}, pid {self.pid})"
+
+    def to_wire(self) -> bytes:
+        """At most `MAX_WIRE_NBYTES` bytes of msgpack."""
+        encoded: bytes = msgpack.packb(astuple(self))
+        return encoded
+
+    @classmethod
+    def from_wire(cls, data: bytes) -> PeerInfo:
+        """The inverse of `to_wire`.
+
+        Raises:
+            RemoteProtocolError: the data is too long, no msgpack, or a field has a type or value it cannot have.
+        """
+        if len(data) > MAX_WIRE_NBYTES:
+            raise RemoteProtocolError(f"a peer's description has {len(data)} bytes, more than {MAX_WIRE_NBYTES}")
+        try:
+            values = msgpack.unpackb(data, use_list=False)
+        except (ValueError, msgpack.UnpackException) as error:
+            raise RemoteProtocolError(f"a peer's description is not msgpack: {error}") from error
+        if not isinstance(values, tuple) or len(values) != len(fields(cls)):
+            raise RemoteProtocolError(f"a peer's description needs {len(fields(cls))} fields")
+        _check(*values)
+        return cls(*values)
+
+
+def _check(
+    rank: object,
+    uid: object,
+    address: object,
+    port: object,
+    unix: object,
+    host: object,
+    hostname: object,
+    pid: object,
+    versions: object,
+) -> None:
+    """Check the fields of a `PeerInfo`, in their order."""
+    _check_integer("rank", rank, 0, MAX_RANKS - 1)
+    _check_text("uid", uid, 64)
+    _check_address(_check_text("address", address, 45))
+    _check_integer("port", port, 1, 65535)
+    if unix is not None:
+        _check_text("unix", unix.removeprefix("\0") if isinstance(unix, str) else unix, 107)
+    _check_text("host", host, 128)
+    _check_text("hostname", hostname, 255)
+    _check_integer("pid", pid, 1, 2**31 - 1)
+    if not isinstance(versions, tuple) or len(versions) != 2:
+        raise RemoteProtocolError("versions of a peer must be a version and a protocol number")
+    _check_text("version", versions[0], 64)
+    _check_integer("protocol", versions[1], 0, 2**31 - 1)
+
+
+def _check_integer(name: str, value: object, low: int, high: int) -> None:
+    if type(value) is not int or not low <= value <= high:
+        raise RemoteProtocolError(f"{name} of a peer must be an integer from {low} to {high}")
+
+
+def _check_text(name: str, value: object, limit: int) -> str:
+    if not isinstance(value, str) or not 1 <= len(value) <= limit or not value.isprintable():
+        raise RemoteProtocolError(f"{name} of a peer must be 1 to {limit} printable characters")
+    return value
+
+
+def _check_address(value: str) -> None:
+    try:
+        ipaddress.ip_address(value)
+    except ValueError as error:
+        raise RemoteProtocolError("address of a peer must be an IP address") from error
+
+
+def host_id() -> str:
+    """Id of this host: equal for two processes exactly if they share boot id and network namespace.
+
+    Where the kernel shows neither (it is not Linux), the host's name stands for both.
+    """
+    boot_id = _boot_id()
+    try:
+        namespace = os.stat("/proc/self/ns/net").st_ino
+    except OSError:
+        namespace = 0
+    return f"{boot_id}/{namespace}"
+
+
+def process_uid(rank: int) -> str:
+    """32 hexadecimal digits that stay the same in this process and differ from every other's.
+
+    Made from boot id, process namespace, process id and start time, so that a process that joins again is
+    known as the same one, and a forked child as another. ``rank`` tells apart ranks that share a process.
+    """
+    try:
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+        # the 22nd field, counted after the command's name, which may itself hold spaces and parentheses
+        started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        namespace, started = 0, ""
+    text = f"{_boot_id()}/{namespace}/{os.getpid()}/{started}/{rank}"
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def versions() -> tuple[str, int]:
+    """Version of kfcomm, and the number of its protocol."""
+    from kfcomm import __version__  # the package itself may still be importing this module
+
+    return __version__, PROTOCOL_VERSION
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()

@@ -1,0 +1,150 @@
+"""Which of this host's addresses the others should use.
+
+One address is chosen, and only that one is bound. Left to itself it is the one that the kernel would use as
+source towards the rendezvous: connecting a UDP socket asks the routing table and sends nothing.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import errno
+import ipaddress
+import socket
+import struct
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from kfcomm.errors import ConfigError, RendezvousError
+
+LOOPBACK = "127.0.0.1"
+
+if sys.platform == "linux":
+    import fcntl
+
+_SIOCGIFCONF = 0x8912  # netdevice(7)
+_MAX_INTERFACES = 512
+_IFREQ_NBYTES = 40  # struct ifreq on 64-bit Linux: name[16], then a union of 24 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """One address of one network interface of this host."""
+
+    name: str
+    address: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.address}"
+
+
+def interfaces() -> tuple[Interface, ...]:
+    """Every IPv4 and IPv6 address of this host, except link-local ones, which need a scope to be reached."""
+    found = (*_ipv4(), *_ipv6())
+    return tuple(each for each in found if not ipaddress.ip_address(each.address).is_link_local)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether ``address`` is an IP address, or the name, of this host for itself alone."""
+    if address == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def is_local(address: str) -> bool:
+    """Whether a socket of this host can be bound to the IP address ``address``."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with contextlib.closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError as error:
+            if error.errno in (errno.EADDRNOTAVAIL, errno.EINVAL):
+                return False
+            raise
+    return True
+
+
+def choose_address(spec: str | None, towards: tuple[str, int] | None) -> str:
+    """The address of this host to listen at.
+
+    Args:
+        spec: name of an interface, an address or a network in CIDR notation; None to go by the route.
+        towards: host and port of the rendezvous; None if there is none (then loopback is enough).
+
+    Raises:
+        ConfigError: ``spec`` matches no address of this host, or there is no route; lists those that exist.
+        RendezvousError: the name in ``towards`` cannot be resolved.
+    """
+    if spec is None:
+        return LOOPBACK if towards is None else _by_route(towards)
+    try:
+        network = ipaddress.ip_network(spec, strict=False)
+    except ValueError:
+        matching = [each.address for each in interfaces() if each.name == spec]
+    else:
+        matching = _within(network)
+    if not matching:
+        raise ConfigError(f"interface={spec!r} matches no address of this host; there are: {_listed()}")
+    return _same_family(matching, towards)
+
+
+def _within(network: ipaddress.IPv4Network | ipaddress.IPv6Network) -> list[str]:
+    address = str(network.network_address)
+    # all of 127.0.0.0/8 can be bound, though only 127.0.0.1 is listed
+    if network.num_addresses == 1 and is_local(address):
+        return [address]
+    return [each.address for each in interfaces() if ipaddress.ip_address(each.address) in network]
+
+
+def _same_family(addresses: list[str], towards: tuple[str, int] | None) -> str:
+    six = towards is not None and ":" in towards[0]
+    return min(addresses, key=lambda each: (":" in each) != six)
+
+
+def _by_route(towards: tuple[str, int]) -> str:
+    try:
+        found = socket.getaddrinfo(*towards, type=socket.SOCK_DGRAM)
+    except OSError as error:
+        raise RendezvousError(f"cannot resolve the rendezvous {towards[0]!r}: {error}") from error
+    cause: OSError | None = None
+    for family, kind, protocol, _, address in found:
+        with contextlib.closing(socket.socket(family, kind, protocol)) as probe:
+            try:
+                probe.connect(address)
+            except OSError as error:
+                cause = error
+            else:
+                return str(probe.getsockname()[0])
+    raise ConfigError(f"no route to the rendezvous {towards[0]} ({cause}); set interface to one of: {_listed()}")
+
+
+def _listed() -> str:
+    return ", ".join(map(str, interfaces())) or "none"
+
+
+def _ipv4() -> list[Interface]:
+    """By ``SIOCGIFCONF``, which lists every address, aliases included (netdevice(7))."""
+    if sys.platform != "linux":
+        return [Interface("lo", LOOPBACK)]
+    entries = array.array("B", bytes(_MAX_INTERFACES * _IFREQ_NBYTES))
+    place, nbytes = entries.buffer_info()
+    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+        answer = fcntl.ioctl(probe, _SIOCGIFCONF, struct.pack("iP", nbytes, place))
+    used: int = struct.unpack("iP", answer)[0]
+    raw = entries.tobytes()
+    rows = (raw[at : at + _IFREQ_NBYTES] for at in range(0, used, _IFREQ_NBYTES))
+    return [Interface(row[:16].split(b"\0", 1)[0].decode(), socket.inet_ntoa(row[20:24])) for row in rows]
+
+
+def _ipv6() -> list[Interface]:
+    """From ``/proc/net/if_inet6``: address, index, prefix, scope, flags, name."""
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:
+        return []
+    rows = [line.split() for line in lines]
+    return [Interface(row[5], str(ipaddress.ip_address(bytes.fromhex(row[0])))) for row in rows]

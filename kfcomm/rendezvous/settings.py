@@ -1,0 +1,263 @@
+"""The settings of one process: its place in the world, and how it shall communicate.
+
+A setting has one name everywhere: the argument ``stall_after`` of ``init`` is the option ``--stall-after`` of
+``kfcomm run`` and the variable ``KFCOMM_STALL_AFTER``. Arguments come before variables. Rank and size are taken
+whole from the first source that has them (see `worlds`); the sources are never mixed. The environment is an
+argument: only the token's file is read from disk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypedDict, Unpack
+from urllib.parse import urlsplit
+
+from kfcomm.errors import ConfigError
+from kfcomm.rendezvous.interfaces import LOOPBACK, is_loopback
+from kfcomm.rendezvous.token import HOW_TO_SET, given_token, user_token
+from kfcomm.rendezvous.worlds import FINDERS, Source, World
+
+TRANSPORTS = ("auto", "tcp", "unix", "shm")
+
+
+class Arguments(TypedDict, total=False):
+    """What ``init`` accepts; None is as good as absent."""
+
+    rank: int | None
+    size: int | None
+    local_rank: int | None
+    local_size: int | None
+    store: str | None
+    serve: bool | None
+    token: bytes | str | None
+    strategy: str | None
+    transport: str | None
+    timeout: float | None
+    stall_after: float | None
+    interface: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of one process, checked.
+
+    Attributes:
+        rank: rank in the world.
+        size: number of ranks.
+        local_rank: rank on this host as the launcher says; 0 if it does not (after joining, the layout knows).
+        local_size: number of ranks on this host as the launcher says; 1 if it does not.
+        store: ``http://host:port`` of the store; None for a world of one.
+        token: the secret of the job; None for a world of one.
+        strategy: name of the strategy.
+        transport: one of `TRANSPORTS`.
+        timeout_s: after this a wait fails.
+        stall_after_s: after this a wait is reported.
+        interface: name, address or network (CIDR) to listen at; None to go by the route.
+        source: where rank and size come from.
+        reasons: lines that explain to a person what was found.
+        serve: whether rank 0 starts the store; otherwise the launcher has.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    store: str | None = None
+    token: bytes | None = None
+    strategy: str = "auto"
+    transport: str = "auto"
+    timeout_s: float = 300.0
+    stall_after_s: float = 10.0
+    interface: str | None = None
+    source: str = Source.ALONE
+    reasons: tuple[str, ...] = ()
+    serve: bool = False
+
+
+def detect(environ: Mapping[str, str], **arguments: Unpack[Arguments]) -> Settings:
+    """Find out who this process is and how it shall communicate.
+
+    Args:
+        environ: usually ``os.environ``.
+        **arguments: the arguments of ``init`` (see `Arguments`); they come before variables.
+
+    Raises:
+        ConfigError: a value cannot work, or two contradict each other; names the setting, its value and what
+            is allowed.
+    """
+    given: dict[str, Any] = {name: value for name, value in arguments.items() if value is not None}
+    if unknown := sorted(given.keys() - Arguments.__annotations__.keys()):
+        raise ConfigError(f"unknown settings {', '.join(unknown)}; there are {', '.join(Arguments.__annotations__)}")
+    reader = _Reader(environ, given)
+    reasons: list[str] = []
+    world = _find_world(reader, reasons)
+    store = _find_store(reader, world, reasons)
+    local = world.local
+    if local is None:
+        local = (world.rank, world.size) if store is not None and _is_here(store) else (0, 1)
+    return Settings(
+        rank=world.rank,
+        size=world.size,
+        local_rank=local[0],
+        local_size=local[1],
+        store=store,
+        token=_find_token(reader, store, reasons),
+        strategy=reader.text("strategy", "auto"),
+        transport=reader.choice("transport", TRANSPORTS),
+        timeout_s=reader.seconds("timeout", 300.0),
+        stall_after_s=reader.seconds("stall_after", 10.0),
+        interface=reader.optional("interface"),
+        source=world.source,
+        reasons=tuple(reasons),
+        serve=store is not None and reader.flag("serve", default=True),
+    )
+
+
+def host_and_port(url: str, name: str = "store") -> tuple[str, int]:
+    """Host and port of a store's URL.
+
+    Raises:
+        ConfigError: the URL is not ``http://host:port``.
+    """
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if not host or not port or url.rstrip("/") != store_url(host, port):
+        raise ConfigError(f"{name}={url!r} must look like http://10.0.0.1:29600")
+    return host, port
+
+
+def store_url(host: str, port: int) -> str:
+    """``http://host:port``, with the brackets that an IPv6 address needs."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _find_world(reader: _Reader, reasons: list[str]) -> World:
+    world = _from_arguments(reader.given)
+    if world is None:
+        for finder in FINDERS:
+            found = finder(reader.environ)
+            if isinstance(found, World):
+                world = found
+                break
+            reasons.append(f"not {finder.__name__.removeprefix('from_')}: {found}")
+    if world is None:
+        reasons.append("alone: no launcher's variables were found")
+        return World(Source.ALONE, 0, 1, (0, 1), None, "")
+    reasons.append(f"{world.source}: rank {world.rank} of {world.size} ({world.because})")
+    return world
+
+
+def _from_arguments(given: Mapping[str, Any]) -> World | None:
+    names = ("rank", "size")
+    if not any(name in given for name in names):
+        return None
+    rank, size = _integers(given, *names)
+    local = None
+    if "local_rank" in given or "local_size" in given:
+        local = _integers(given, "local_rank", "local_size")
+    return World(Source.ARGUMENTS, rank, size, local, None, f"rank={rank}, size={size}")
+
+
+def _integers(given: Mapping[str, Any], *names: str) -> tuple[int, int]:
+    for name in names:
+        if name not in given:
+            raise ConfigError(f"{' and '.join(names)} go together; {name} is missing")
+        if isinstance(given[name], bool) or not isinstance(given[name], int):
+            raise ConfigError(f"{name}={given[name]!r} must be an integer")
+    return given[names[0]], given[names[1]]
+
+
+def _find_store(reader: _Reader, world: World, reasons: list[str]) -> str | None:
+    given = reader.optional("store")
+    if given is not None:
+        host, port = host_and_port(given, reader.name("store"))
+        if world.source is Source.ALONE:
+            raise ConfigError(f"{reader.name('store')}={given!r} is set, but no rank and size: set both of them too")
+        if world.size > 1:
+            reasons.append(f"store {given}: {reader.name('store')}")
+            return store_url(LOOPBACK if host == "localhost" else host, port)
+    if world.size == 1:
+        return None
+    if world.store is None:
+        raise ConfigError(
+            f"{world.source}: rank {world.rank} of {world.size} cannot tell where the others are; "
+            "set KFCOMM_STORE to http://ADDRESS:PORT, an address of rank 0's host and a free port there"
+        )
+    host, port = world.store
+    # ranks of one host need no other address than loopback, which no other host can reach
+    url = store_url(LOOPBACK if world.is_one_host or host == "localhost" else host, port)
+    reasons.append(f"store {url}: served by rank 0, from {world.source}'s variables")
+    return url
+
+
+def _find_token(reader: _Reader, store: str | None, reasons: list[str]) -> bytes | None:
+    found = given_token(reader.environ, reader.given.get("token"))
+    if found is None:
+        if store is None:
+            return None
+        if not _is_here(store):
+            raise ConfigError(f"a world on several hosts (store {store}) needs a token: {HOW_TO_SET}")
+        found = user_token(reader.environ)
+    token, origin = found
+    reasons.append(f"token: {origin}")
+    return token
+
+
+def _is_here(store: str) -> bool:
+    return is_loopback(host_and_port(store)[0])
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Looks up one setting: the argument, else the variable, else the default."""
+
+    environ: Mapping[str, str]
+    given: Mapping[str, Any]
+
+    def name(self, setting: str) -> str:
+        """The name under which a setting was given, for messages."""
+        return setting if setting in self.given else f"KFCOMM_{setting.upper()}"
+
+    def raw(self, setting: str) -> Any:
+        if setting in self.given:
+            return self.given[setting]
+        return self.environ.get(f"KFCOMM_{setting.upper()}") or None
+
+    def optional(self, setting: str) -> str | None:
+        value = self.raw(setting)
+        if value is not None and (not isinstance(value, str) or not value.strip() or not value.isprintable()):
+            raise ConfigError(f"{self.name(setting)}={value!r} must be a text")
+        return value
+
+    def text(self, setting: str, default: str) -> str:
+        value = self.optional(setting)
+        return default if value is None else value
+
+    def choice(self, setting: str, allowed: tuple[str, ...]) -> str:
+        value = self.text(setting, allowed[0])
+        if value not in allowed:
+            raise ConfigError(f"{self.name(setting)}={value!r} must be one of {', '.join(allowed)}")
+        return value
+
+    def flag(self, setting: str, *, default: bool) -> bool:
+        value = self.raw(setting)
+        if value is None:
+            return default
+        if value not in (True, False, "0", "1"):
+            raise ConfigError(f"{self.name(setting)}={value!r} must be 0 or 1")
+        return value in (True, "1")
+
+    def seconds(self, setting: str, default: float) -> float:
+        value = self.raw(setting)
+        try:
+            seconds = default if value is None else float(value)
+        except (TypeError, ValueError):
+            seconds = math.nan
+        if not 0 < seconds < math.inf:
+            raise ConfigError(f"{self.name(setting)}={value!r} must be a number of seconds above 0")
+        return seconds

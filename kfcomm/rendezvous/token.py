@@ -1,0 +1,120 @@
+"""The token that the peers of a job share, and where it comes from.
+
+It is given (``token=``, ``KFCOMM_TOKEN``, ``KFCOMM_TOKEN_FILE``), or, in a world that is all on this host, it is
+the user's own: random, kept in a directory that only this user can read, made when it is first needed. So ranks
+that torchrun or mpirun started on one machine find each other without any set-up, and no other user can join
+them. A world on several hosts without a token is refused: what could be derived there could be guessed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from kfcomm.errors import ConfigError
+
+MIN_TOKEN_NBYTES = 16
+MAX_TOKEN_NBYTES = 4096
+
+HOW_TO_SET = (
+    "set KFCOMM_TOKEN to the same secret on every rank, for example once before launching: "
+    'export KFCOMM_TOKEN=$(python -c "import secrets; print(secrets.token_hex(32))"), '
+    "or KFCOMM_TOKEN_FILE to a file that holds it"
+)
+
+
+def new_token() -> str:
+    """A fresh token: 64 hexadecimal digits."""
+    return secrets.token_hex(32)
+
+
+def given_token(environ: Mapping[str, str], argument: bytes | str | None) -> tuple[bytes, str] | None:
+    """The token that was given and where, or None.
+
+    Raises:
+        ConfigError: two are given, it is too short to be a secret, or the file cannot be read.
+    """
+    if argument is not None:
+        return _checked(argument.encode() if isinstance(argument, str) else argument, "token"), "token="
+    variables = [name for name in ("KFCOMM_TOKEN", "KFCOMM_TOKEN_FILE") if environ.get(name)]
+    match variables:
+        case []:
+            return None
+        case ["KFCOMM_TOKEN"]:
+            return _checked(environ["KFCOMM_TOKEN"].encode(), "KFCOMM_TOKEN"), "KFCOMM_TOKEN"
+        case ["KFCOMM_TOKEN_FILE"]:
+            return read_token(Path(environ["KFCOMM_TOKEN_FILE"])), "KFCOMM_TOKEN_FILE"
+        case _:
+            raise ConfigError("KFCOMM_TOKEN and KFCOMM_TOKEN_FILE are both set; keep one")
+
+
+def read_token(path: Path) -> bytes:
+    """The token in a file, without the white space around it.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no token.
+    """
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_TOKEN_NBYTES + 2)
+    except OSError as error:
+        raise ConfigError(f"token file {str(path)!r} cannot be read: {error.strerror}") from error
+    return _checked(text.strip(), f"token file {str(path)!r}")
+
+
+def user_token(environ: Mapping[str, str]) -> tuple[bytes, str]:
+    """This user's token on this host, and the file that keeps it; made if there is none.
+
+    It lies in ``$XDG_RUNTIME_DIR/kfcomm``, or in ``kfcomm-UID`` of the temporary directory.
+
+    Raises:
+        ConfigError: the directory is not this user's alone, or cannot be written.
+    """
+    folder = _user_folder(environ)
+    path = folder / "token"
+    try:
+        _make_private(folder)
+        if not path.exists():
+            _publish(path)
+        return read_token(path), str(path)
+    except OSError as error:
+        raise ConfigError(f"cannot keep a token in {str(folder)!r}: {error.strerror}; {HOW_TO_SET}") from error
+
+
+def _user_folder(environ: Mapping[str, str]) -> Path:
+    runtime = environ.get("XDG_RUNTIME_DIR")
+    if runtime and os.access(runtime, os.W_OK):
+        return Path(runtime) / "kfcomm"
+    return Path(tempfile.gettempdir()) / f"kfcomm-{os.getuid()}"
+
+
+def _make_private(folder: Path) -> None:
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigError(f"{str(folder)!r} is not a directory of this user alone; remove it, or {HOW_TO_SET}")
+
+
+def _publish(path: Path) -> None:
+    """Make the token appear at once and whole: several ranks may try, and the first wins."""
+    draft = path.with_name(f"token.{secrets.token_hex(8)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(new_token())
+        with contextlib.suppress(FileExistsError):
+            path.hardlink_to(draft)
+    finally:
+        draft.unlink()
+
+
+def _checked(token: bytes, name: str) -> bytes:
+    if not MIN_TOKEN_NBYTES <= len(token) <= MAX_TOKEN_NBYTES:
+        raise ConfigError(f"{name} has {len(token)} bytes; it must have {MIN_TOKEN_NBYTES} to {MAX_TOKEN_NBYTES}")
+    return token
