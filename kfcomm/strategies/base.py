@@ -132,7 +132,7 @@ def from_edges(size: int, edges: Iterable[tuple[int, int]], *, name: str = "cust
     """
     try:
         tree = Graph.from_edges(size, edges)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ConfigError(f"strategy {name!r}: {error}") from error
     return Strategy(name, (GraphPair.of(tree),))
 
@@ -145,6 +145,6 @@ def from_fathers(fathers: Sequence[int], *, name: str = "custom") -> Strategy:
     """
     try:
         tree = Graph.from_fathers(fathers)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ConfigError(f"strategy {name!r}: {error}") from error
     return Strategy(name, (GraphPair.of(tree),))
