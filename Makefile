@@ -43,9 +43,9 @@ docs: $(VENV)/docs/.ready ## build the documentation into site/
 pins: ## resolve every requirement anew and write requirements/*.txt
 	rm -rf build/pins
 	$(find-python) && "$$python" -m venv build/pins
-	build/pins/bin/python -m pip install -q --upgrade packaging
+	build/pins/bin/python -m pip install -q editables hatchling packaging
 	build/pins/bin/python -m pip install -q $(TORCH)
-	build/pins/bin/python -m pip install -q -e ".[dev,jax,torch]"
+	build/pins/bin/python -m pip install -q --no-build-isolation -e ".[dev,jax,torch]"
 	build/pins/bin/python requirements/pins.py
 
 clean: ## remove everything that was built or set up
@@ -64,7 +64,7 @@ $(VENV)/docs/.ready: extras := docs
 $(VENV)/%/.ready: pyproject.toml $(PINS)
 	@echo "setting up $(@D) ($(extras)) ..."
 	@$(find-python) && "$$python" -m venv $(@D)
-	@$(@D)/bin/python -m pip install -q $(CONSTRAINTS) hatchling $(first)
+	@$(@D)/bin/python -m pip install -q $(CONSTRAINTS) editables hatchling $(first)
 	@$(@D)/bin/python -m pip install -q $(CONSTRAINTS) --no-build-isolation -e ".[$(extras)]"
 	@$(@D)/bin/python -m pip check
 	@touch $@

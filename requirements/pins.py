@@ -14,36 +14,41 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 USES = {
-    "core": (),
-    "demo": ("demo",),
-    "test": ("test",),
-    "check": ("check",),
-    "docs": ("docs",),
-    "frameworks": ("bfloat16", "jax", "torch"),
+    "core": ["kfcomm"],
+    "build": ["editables", "hatchling"],
+    "demo": ["kfcomm[demo]"],
+    "test": ["kfcomm[test]"],
+    "check": ["kfcomm[check]"],
+    "docs": ["kfcomm[docs]"],
+    "frameworks": ["kfcomm[bfloat16,jax,torch]"],
 }
 
 
-def closure(name: str, extras: tuple[str, ...], found: dict[str, str]) -> dict[str, str]:
-    """Adds to ``found`` the version of ``name`` and of all that it needs on this platform."""
-    dist = distribution(name)
-    found[canonicalize_name(name)] = Version(dist.version).public
-    for line in dist.requires or ():
-        need = Requirement(line)
-        wanted = any(need.marker is None or need.marker.evaluate({"extra": extra}) for extra in ("", *extras))
-        if wanted and (need.extras or canonicalize_name(need.name) not in found):
-            closure(need.name, tuple(need.extras), found)
+def closure(needs: list[Requirement], found: dict[str, str]) -> dict[str, str]:
+    """Adds to ``found`` the versions of ``needs`` and of all that they need on this platform."""
+    for need in needs:
+        name = canonicalize_name(need.name)
+        if name in found and not need.extras:
+            continue
+        dist = distribution(name)
+        found[name] = Version(dist.version).public
+        closure([line for line in map(Requirement, dist.requires or ()) if applies(line, need.extras)], found)
     return found
+
+
+def applies(need: Requirement, extras: set[str]) -> bool:
+    """Whether a package with these extras has this need on this platform."""
+    return need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in ("", *extras))
 
 
 def main() -> None:
     """Writes one file for each use, the others without what core has already."""
-    core: dict[str, str] = {}
-    for use, extras in USES.items():
-        pins = closure("kfcomm", extras, {})
-        del pins["kfcomm"]
-        core = core or pins
-        own = pins if use == "core" else {name: pins[name] for name in pins.keys() - core.keys()}
-        text = "".join(f"{name}=={version}\n" for name, version in sorted(own.items()))
+    core: set[str] = set()
+    for use, needs in USES.items():
+        pins = closure([Requirement(need) for need in needs], {})
+        own = sorted(pins.keys() - core - {"kfcomm"})
+        core = core or set(own)
+        text = "".join(f"{name}=={pins[name]}\n" for name in own)
         Path(__file__).with_name(f"{use}.txt").write_text("# Written by `make pins`.\n" + text)
 
 
