@@ -142,11 +142,17 @@ class Gossip:
         return ring_neighbours(self.rank, self.living)
 
     @property
-    def to_dial(self) -> tuple[int, ...]:
-        """The neighbours without a link which it is up to this rank to dial."""
-        living = self.living
-        missing = [rank for rank in ring_neighbours(self.rank, living) if rank not in self._linked]
-        return tuple(rank for rank in missing if dials(self.rank, rank, living))
+    def missing(self) -> tuple[int, ...]:
+        """The neighbours to which no link is up.
+
+        Those for whom `is_dialler` is false are expected to dial this rank. They may not know, or be dead without
+        anybody having seen it: after a while without a link, dial them as well.
+        """
+        return tuple(rank for rank in self.neighbours if rank not in self._linked)
+
+    def is_dialler(self, neighbour: int) -> bool:
+        """Whether it is up to this rank to dial that living one; exactly one of two neighbours is the dialler."""
+        return dials(self.rank, neighbour, self.living)
 
     @property
     def linked(self) -> tuple[int, ...]:
