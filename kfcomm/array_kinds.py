@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import array as stdlib_array
 import sys
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import numpy as np
 
-from kfcomm.dtypes import NUMPY_NAMES, dtype_of, unsupported
+from kfcomm.dtypes import NUMPY_NAMES, Array, dtype_of, unsupported
 from kfcomm.errors import ConfigError
-
-Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 HOST_KINDS = (
     "NumPy, torch on the CPU, JAX on the CPU, objects with the buffer protocol or DLPack in host memory, "
@@ -109,8 +107,11 @@ class TorchKind:
 
     def read(self, x: Any) -> tuple[Array, bool]:
         """The memory of the tensor; a copy if it is lazily conjugated or negated."""
-        self._check(x)
-        return self._view(x.detach().resolve_conj().resolve_neg()), True
+        try:
+            return x.detach().numpy(), True
+        except (TypeError, RuntimeError):  # what torch refuses, we can still read or say more about
+            self._check(x)
+            return self._view(x.detach().resolve_conj().resolve_neg()), True
 
     def write_into(self, out: Any) -> Array:
         """The memory of the tensor."""
@@ -149,12 +150,16 @@ class TorchKind:
 
 
 class JaxKind:
-    """`jax.Array` on the CPU, outside of transformations; a result lies on the devices of the array it belongs to."""
+    """`jax.Array` on the CPU, outside of transformations.
+
+    A result lies where the array lay if that was placed by hand, on one device or with the result's shape; else where
+    JAX puts new arrays.
+    """
 
     name = "JAX array"
 
-    def __init__(self, sharding: Any) -> None:
-        self._sharding = sharding
+    def __init__(self, x: Any) -> None:
+        self._like = x
 
     def read(self, x: Any) -> tuple[Array, bool]:
         """The memory of the array, read-only; gathered from its shards if it has several."""
@@ -174,8 +179,11 @@ class JaxKind:
         raise _immutable(out)
 
     def restore(self, array: Array) -> Any:
-        """A copy on the devices of the array that was read."""
-        return sys.modules["jax"].device_put(array, self._sharding)
+        """An array that may keep the memory of ``array``."""
+        jax = sys.modules["jax"]
+        sharding = self._like.sharding
+        fits = len(sharding.device_set) == 1 or array.shape == self._like.shape
+        return jax.device_put(array, sharding) if self._like.committed and fits else jax.numpy.asarray(array)
 
 
 class BufferKind:
@@ -254,7 +262,7 @@ def kind_of(x: Any) -> ArrayKind:
     if _is_a(x, "torch", "Tensor"):
         return _TORCH
     if _is_a(x, "jax", "Array"):
-        return JaxKind(getattr(x, "sharding", None))
+        return JaxKind(x)
     if hasattr(x, "__cuda_array_interface__"):
         raise _on_device(f"{type(x).__module__.partition('.')[0]} array", "GPU", "a copy in host memory")
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):

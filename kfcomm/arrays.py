@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from kfcomm.array_kinds import NUMPY, Array, ArrayKind, kind_of
-from kfcomm.dtypes import checked, dtype_name, dtype_of
+from kfcomm.array_kinds import NUMPY, ArrayKind, kind_of
+from kfcomm.dtypes import Array, checked, dtype_name, dtype_of
 from kfcomm.errors import ConfigError
 
 __all__ = ["HostArray", "OutArray", "adapt", "adapt_out", "dtype_name", "dtype_of", "overlaps", "same_memory"]
@@ -145,7 +145,9 @@ def _check_like(out: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Non
 
 def same_memory(a: Array, b: Array) -> bool:
     """Whether two arrays are the same bytes in the same order (true for an array and itself, unless empty)."""
-    return a.nbytes == b.nbytes and a.nbytes > 0 and a.strides == b.strides and _address(a) == _address(b)
+    if not np.may_share_memory(a, b):
+        return False
+    return a is b or (a.nbytes == b.nbytes and a.strides == b.strides and _address(a) == _address(b))
 
 
 def overlaps(a: Array, b: Array) -> bool:
@@ -153,11 +155,9 @@ def overlaps(a: Array, b: Array) -> bool:
 
     Exact for contiguous arrays, whose bounds are compared; others are solved exactly by NumPy, which can be slow.
     """
-    if a.flags.c_contiguous and b.flags.c_contiguous:
-        shared = np.may_share_memory(a, b)
-    else:
-        shared = np.shares_memory(a, b)
-    return shared and not same_memory(a, b)
+    if not np.may_share_memory(a, b) or same_memory(a, b):
+        return False
+    return (a.flags.c_contiguous and b.flags.c_contiguous) or np.shares_memory(a, b)
 
 
 def _address(array: Array) -> int:

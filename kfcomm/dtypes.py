@@ -8,11 +8,13 @@ never required otherwise. Nothing here knows arrays.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from kfcomm.errors import ConfigError
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 NUMPY_NAMES = (
     "bool",

@@ -1,8 +1,9 @@
 """How contributions are combined: one kernel for each op and dtype, in NumPy, on flat host buffers.
 
 What always holds: a kernel works element by element, so that a result does not depend on how a buffer is cut into
-chunks. Integers wrap around, NaN wins in ``min`` and ``max``, and no overflow or invalid value becomes a Python
-warning. float16 and bfloat16 are summed and multiplied in float32 and rounded once, at the end.
+chunks; only which of two different NaN an operation on both gives (their sign and payload) is up to the processor.
+Integers wrap around, NaN wins in ``min`` and ``max``, and no overflow or invalid value becomes a Python warning.
+float16 and bfloat16 are summed and multiplied in float32 and rounded once, at the end.
 
 Kernels know neither ranks nor chunks, and hold no state between calls.
 """
@@ -18,18 +19,29 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from kfcomm import float16
+from kfcomm.dtypes import Array, checked
 from kfcomm.errors import ConfigError
 from kfcomm.types import Op
 
-Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 Fold: TypeAlias = Callable[[Array, Array, Array], object]
 Finish: TypeAlias = Callable[[Array, Array, int], object]
 
-_UFUNCS = {
+
+def _minimum(a: Array, b: Array, out: Array) -> None:
+    np.minimum(a, b, out=out)
+
+
+def _maximum(a: Array, b: Array, out: Array) -> None:
+    np.maximum(a, b, out=out)
+
+
+# Called as f(a, b, out): by position, which saves 40 ns and which NumPy refuses only to minimum and maximum.
+_FOLDS: dict[Op, Callable[..., object]] = {
     Op.SUM: np.add,
     Op.AVG: np.add,
-    Op.MIN: np.minimum,
-    Op.MAX: np.maximum,
+    Op.MIN: _minimum,
+    Op.MAX: _maximum,
     Op.PROD: np.multiply,
     Op.AND: np.bitwise_and,
     Op.OR: np.bitwise_or,
@@ -38,7 +50,8 @@ _UFUNCS = {
 _BITWISE = frozenset({Op.AND, Op.OR, Op.XOR})
 _ACCUMULATING = frozenset({Op.SUM, Op.AVG, Op.PROD})
 _HALVES = frozenset({"float16", "bfloat16"})
-_BLOCK = 8192  # elements converted at a time: a block and its float32 form stay in the first-level cache
+_SINGLE = np.dtype(np.float32)
+_COMPLEX_BLOCK = 8192  # elements multiplied at a time, so that the four products stay in the cache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,8 +65,9 @@ class Kernel:
             of float16 and bfloat16, else ``dtype``.
         fold: ``fold(a, b, out)`` writes ``a ∘ b`` into ``out``. One-dimensional, of one length; ``a`` and ``b`` of
             ``dtype`` or ``accumulate_dtype`` each, ``out`` of ``accumulate_dtype``; ``out`` may be ``a`` or ``b``.
-        finish: ``finish(acc, out, size)`` writes the result into ``out``, of ``dtype``, from the fold ``acc``, of
-            ``accumulate_dtype``, of the contributions of ``size`` ranks; ``out`` may be ``acc`` if the dtypes are equal.
+            About 0.6 µs for a few elements of float32; for long buffers see the functions that make kernels.
+        finish: ``finish(acc, out, size)`` writes the result into ``out`` (of ``dtype``) from ``acc``, what the
+            contributions of ``size`` ranks were folded into; ``out`` may be ``acc`` if their dtypes are equal.
         needs_finish: if False, what was folded is the result, and `finish` only copies.
     """
 
@@ -67,14 +81,14 @@ class Kernel:
 
 @cache
 def kernel(op: Op | str, dtype: np.dtype[Any]) -> Kernel:
-    """The kernel for ``op`` on ``dtype`` (a dtype that `kfcomm.dtypes` supports), made once.
+    """The kernel for ``op`` on ``dtype``, made once.
 
     Raises:
-        ConfigError: there is no such op, or it has no meaning for ``dtype``; the message says what would do.
+        ConfigError: no such op, the dtype is not supported, or the op has no meaning for it; says what would do.
     """
-    if op not in _UFUNCS:
+    if op not in _FOLDS:
         raise ConfigError(f"op {op!r} is unknown; known are {', '.join(Op)}")
-    op = Op(op)
+    op, dtype = Op(op), checked(dtype)
     refusal = _refusal(op, dtype)
     if refusal is not None:
         raise ConfigError(refusal)
@@ -85,7 +99,7 @@ def kernel(op: Op | str, dtype: np.dtype[Any]) -> Kernel:
 
 def supports(op: Op | str, dtype: np.dtype[Any]) -> bool:
     """Whether there is a kernel for ``op`` on ``dtype``."""
-    return op in _UFUNCS and _refusal(Op(op), dtype) is None
+    return op in _FOLDS and _refusal(Op(op), dtype) is None
 
 
 def _refusal(op: Op, dtype: np.dtype[Any]) -> str | None:
@@ -116,68 +130,81 @@ class _Quiet(threading.local):
 
 def _plain_kernel(op: Op, dtype: np.dtype[Any]) -> Kernel:
     """Partial results are of the caller's dtype, and nothing is converted."""
-    ufunc = _UFUNCS[op]
-    if dtype.kind in "biu":
-
-        def fold_exact(a: Array, b: Array, out: Array) -> None:
-            ufunc(a, b, out=out)
-
-        return Kernel(op, dtype, dtype, fold_exact, _copy, False)
-
+    if dtype.kind in "biu":  # nothing to warn of
+        return Kernel(op, dtype, dtype, _FOLDS[op], _copy, False)
     quiet = _Quiet()
+    combine = _complex_product if op is Op.PROD and dtype.kind == "c" else _FOLDS[op]
 
     def fold(a: Array, b: Array, out: Array) -> None:
-        quiet.run(ufunc, a, b, out=out)
+        quiet.run(combine, a, b, out)
 
     if op is not Op.AVG:
         return Kernel(op, dtype, dtype, fold, _copy, False)
     part = np.zeros(0, dtype).real.dtype
 
     def divide(acc: Array, out: Array, size: int) -> None:
-        quiet.run(np.true_divide, acc.view(part), size, out=out.view(part))
+        quiet.run(np.true_divide, acc.view(part), size, out.view(part))
 
     return Kernel(op, dtype, dtype, fold, divide, True)
 
 
-def _half_kernel(op: Op, dtype: np.dtype[Any]) -> Kernel:
-    """Partial results are float32; blocks of the caller's dtype are widened in scratch memory of each call."""
-    ufunc = _UFUNCS[op]
-    single = np.dtype(np.float32)
-    quiet = _Quiet()
+def _complex_product(a: Array, b: Array, out: Array) -> None:
+    """``out = a · b`` by the schoolbook formula, every product and sum rounded on its own.
 
-    def fold_block(a: Array, b: Array, out: Array, scratch: Array) -> None:
-        if b.dtype != single:
-            if a.dtype != single:
-                np.copyto(out, a)
-                a = out
-            np.copyto(scratch, b)
-            b = scratch
-        else:
-            np.copyto(scratch, a)
-            a = scratch
-        quiet.run(ufunc, a, b, out=out)
+    `numpy.multiply` fuses some of them for all but the last few elements of a buffer, so that its last bit depends on
+    where a buffer is cut.
+    """
+    for at in range(0, len(out), _COMPLEX_BLOCK):
+        block = slice(at, at + _COMPLEX_BLOCK)
+        x, y, result = a[block], b[block], out[block]
+        real = x.real * y.real
+        real -= x.imag * y.imag
+        imag = x.real * y.imag
+        imag += x.imag * y.real
+        result.real = real
+        result.imag = imag
+
+
+def _half_kernel(op: Op, dtype: np.dtype[Any]) -> Kernel:
+    """Partial results are float32; NumPy widens as it goes, except that long runs of float16 are widened by us.
+
+    One element of a long buffer costs 0.25 to 0.3 ns in bfloat16 and 0.6 ns in float16 (NumPy: 2.2).
+    """
+    ufunc = _FOLDS[op]
+    quiet = _Quiet()
+    is_float16 = dtype == np.float16
 
     def fold(a: Array, b: Array, out: Array) -> None:
-        if a.dtype == b.dtype == single:
-            quiet.run(ufunc, a, b, out=out)
-            return
-        size = len(out)
-        scratch = np.empty(min(size, _BLOCK), single)
-        for at in range(0, size, _BLOCK):
-            end = min(at + _BLOCK, size)
-            fold_block(a[at:end], b[at:end], out[at:end], scratch[: end - at])
+        if is_float16 and len(out) >= float16.SHORT:
+            for at in range(0, len(out), float16.BLOCK):
+                block = slice(at, at + float16.BLOCK)
+                fold_float16(a[block], b[block], out[block])
+        else:
+            quiet.run(ufunc, a, b, out=out, dtype=_SINGLE)
+
+    def fold_float16(a: Array, b: Array, out: Array) -> None:
+        if a.dtype != _SINGLE:
+            a = _widened(a, out if b.dtype != _SINGLE else None)
+        if b.dtype != _SINGLE:
+            b = _widened(b, None)
+        quiet.run(ufunc, a, b, out)
 
     def finish(acc: Array, out: Array, size: int) -> None:
-        if op is not Op.AVG:
-            quiet.run(np.copyto, out, acc, casting="unsafe")
-            return
-        scratch = np.empty(min(len(acc), _BLOCK), single)
-        for at in range(0, len(acc), _BLOCK):
-            part = scratch[: min(_BLOCK, len(acc) - at)]
-            quiet.run(np.true_divide, acc[at : at + _BLOCK], size, out=part)
-            quiet.run(np.copyto, out[at : at + _BLOCK], part, casting="unsafe")
+        quiet.run(np.copyto, out, acc, casting="unsafe")
 
-    return Kernel(op, dtype, single, fold, finish, True)
+    def finish_avg(acc: Array, out: Array, size: int) -> None:
+        for at in range(0, len(acc), float16.BLOCK):
+            block = slice(at, at + float16.BLOCK)
+            quiet.run(np.copyto, out[block], quiet.run(np.true_divide, acc[block], size), casting="unsafe")
+
+    return Kernel(op, dtype, _SINGLE, fold, finish_avg if op is Op.AVG else finish, True)
+
+
+def _widened(half: Array, out: Array | None) -> Array:
+    """``half`` in float32, written to ``out`` or to new memory (of each call, so that threads do not meet in it)."""
+    wide = np.empty(len(half), _SINGLE) if out is None else out
+    float16.widen(half, wide)
+    return wide
 
 
 def _copy(acc: Array, out: Array, size: int) -> None:
