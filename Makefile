@@ -2,7 +2,6 @@
 # PYTHON=/path/to/python3 chooses the interpreter, ARGS="..." is handed to pytest.
 
 VENV := build/venv
-SOURCES := kfcomm tests examples bench requirements
 PINS := $(wildcard requirements/*.txt)
 CONSTRAINTS := $(addprefix -c ,$(PINS))
 # The CPU build is the same release; a range would bring in whatever is newest.
@@ -10,35 +9,42 @@ TORCH := torch==2.13.0
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test coverage test-frameworks check docs pins clean
+.PHONY: help demo test coverage test-frameworks check lint format types floors docs pins clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
 
 demo: $(VENV)/demo/.ready ## train on real data with four processes
-	PATH="$(CURDIR)/$(VENV)/demo/bin:$$PATH" kfcomm run -n 4 python examples/digits.py
+	PATH="$(CURDIR)/$(<D)/bin:$$PATH" kfcomm run -n 4 python examples/digits.py
 
 test: coverage ## run the tests (NumPy alone: neither torch nor JAX)
 	$(VENV)/test/bin/python -m pytest --ignore=tests/frameworks $(ARGS)
 
 coverage: $(VENV)/test/.ready ## core and strategies at 100 % of branches, by their own tests alone
 	@mkdir -p build/coverage
-	$(VENV)/test/bin/python -m coverage run -m pytest -q --hypothesis-profile=coverage tests/core tests/strategies
-	$(VENV)/test/bin/python -m coverage report
+	$(<D)/bin/python -m coverage run -m pytest -q --hypothesis-profile=coverage tests/core tests/strategies
+	$(<D)/bin/python -m coverage report
 
 test-frameworks: $(VENV)/frameworks/.ready ## run the tests that need torch and JAX
-	$(VENV)/frameworks/bin/python -m pytest tests/frameworks $(ARGS)
+	$(<D)/bin/python -m pytest tests/frameworks $(ARGS)
 
-check: $(VENV)/check/.ready ## lint, format, types, public API, floors of the house
-	$(VENV)/check/bin/ruff check .
-	$(VENV)/check/bin/ruff format --check .
-	$(VENV)/check/bin/mypy
-	$(VENV)/check/bin/pyright --pythonpath $(VENV)/check/bin/python
-	$(VENV)/check/bin/pyright --pythonpath $(VENV)/check/bin/python --verifytypes kfcomm --ignoreexternal
-	$(VENV)/check/bin/lint-imports
+check: lint format types floors ## lint, format, types, public API, floors of the house
+
+lint: $(VENV)/check/.ready
+	$(<D)/bin/ruff check .
+
+format: $(VENV)/check/.ready
+	$(<D)/bin/ruff format --check .
+
+types: $(VENV)/check/.ready
+	$(<D)/bin/mypy
+	$(<D)/bin/pyright --pythonpath $(<D)/bin/python
+
+floors: $(VENV)/check/.ready
+	$(<D)/bin/lint-imports --no-cache
 
 docs: $(VENV)/docs/.ready ## build the documentation into site/
-	$(VENV)/docs/bin/python -m mkdocs build --strict
+	$(<D)/bin/python -m mkdocs build --strict
 
 pins: ## resolve every requirement anew and write requirements/*.txt
 	rm -rf build/pins
