@@ -1,0 +1,250 @@
+"""The handshake over sockets: `dial` a peer, `answer` one, or `serve` all who come.
+
+Messages are read to their last byte and no further, so that a finished socket can be handed to a link or to
+another thread's loop with nothing lost. The rules of the handshake are in ``core.handshake``; here are its bytes,
+its time limit and its randomness.
+
+What always holds: a handshake that fails closes its socket, whatever the failure; a stranger holds a few KiB for
+a bounded time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Awaitable, Callable, Iterable
+from typing import NamedTuple, assert_never
+
+from kfcomm.core.frame import PREFIX_NBYTES, Header, decode_header, decode_prefix, make_encoder
+from kfcomm.core.handshake import (
+    MAX_HEADER_NBYTES,
+    NONCE_NBYTES,
+    Answerer,
+    Dialler,
+    Hello,
+    Identity,
+    Outcome,
+    Purpose,
+    Step,
+)
+from kfcomm.errors import InternalError, KfcommError, RemoteProtocolError, TransportError
+from kfcomm.transports.sockets import Address, DialRefused, Listener, connect, describe, nobody_listens, tune
+
+HANDSHAKE_TIMEOUT_S = 10.0
+MAX_PENDING = 256
+_ACCEPT_PAUSE_S = 0.05
+
+
+class Dialled(NamedTuple):
+    """A connection after its handshake, and the credit that the peer granted."""
+
+    sock: socket.socket
+    credit_nbytes: int
+    credit_headers: int
+
+
+async def dial(
+    addresses: Iterable[Address],
+    me: Identity,
+    peer: Identity,
+    *,
+    purpose: Purpose,
+    token: bytes,
+    epoch: int,
+    timeout_s: float = HANDSHAKE_TIMEOUT_S,
+) -> Dialled:
+    """Connect to ``peer`` and prove each other's identity. Unix addresses are tried before TCP ones.
+
+    Raises:
+        DialRefused: no address led to it; the message has each address's reason, the peer's own words included.
+    """
+    failures: list[str] = []
+    unreached: list[OSError] = []
+    address: Address = ""
+    try:
+        async with asyncio.timeout(timeout_s):
+            for address in sorted(addresses, key=lambda address: isinstance(address, tuple)):
+                try:
+                    sock = await connect(address)
+                except OSError as error:
+                    unreached.append(error)
+                    failures.append(f"{describe(address)}: {error.strerror or error}")
+                    continue
+                dialler = Dialler(me, peer, purpose=purpose, epoch=epoch, token=token, nonce=_nonce())
+                try:
+                    return await _greet(sock, dialler)
+                except KfcommError as error:
+                    failures.append(f"{describe(address)}: {error}")
+    except TimeoutError:
+        failures.append(f"{describe(address)}: no answer within {timeout_s:g} s")
+    gone = len(unreached) == len(failures) and nobody_listens(unreached)
+    raise DialRefused(f"cannot reach rank {peer.rank}: {'; '.join(failures) or 'no address'}", nobody_listens=gone)
+
+
+async def _greet(sock: socket.socket, dialler: Dialler) -> Dialled:
+    try:
+        await _say(sock, dialler.hello)
+        await _converse(sock, dialler)
+    except BaseException:
+        sock.close()
+        raise
+    return Dialled(sock, *dialler.credit)
+
+
+async def answer(
+    sock: socket.socket,
+    me: Identity,
+    *,
+    accept: Callable[[Hello], str | None],
+    token: bytes,
+    epoch: int,
+    credit: tuple[int, int],
+    timeout_s: float = HANDSHAKE_TIMEOUT_S,
+) -> Hello:
+    """Shake hands on an accepted connection, and say who dialled.
+
+    ``accept`` says why a peer is not wanted, or None; it is asked before any proof and must change nothing.
+
+    Raises:
+        RemoteProtocolError: what came is no handshake.
+        TransportError: the peer was refused (it was told why), went away, or took too long.
+    """
+    answerer = Answerer(me, accept=accept, epoch=epoch, token=token, nonce=_nonce(), credit=credit)
+    try:
+        sock.setblocking(False)
+        tune(sock)
+        async with asyncio.timeout(timeout_s):
+            await _converse(sock, answerer)
+        if answerer.hello is None:
+            raise InternalError("a handshake ended without its HELLO")
+    except TimeoutError:
+        sock.close()
+        raise TransportError(f"a handshake did not finish within {timeout_s:g} s") from None
+    except BaseException:
+        sock.close()
+        raise
+    return answerer.hello
+
+
+async def serve(
+    listener: Listener,
+    greet: Callable[[socket.socket], Awaitable[Hello]],
+    *,
+    welcome: Callable[[socket.socket, Hello], None],
+    refused: Callable[[KfcommError], None],
+    max_pending: int = MAX_PENDING,
+) -> None:
+    """Accept connections and shake hands with each, until cancelled (before the listener is closed).
+
+    Args:
+        listener: where peers come in.
+        greet: `answer` with everything but the socket.
+        welcome: gets each connection after a good handshake, and owns it from then on.
+        refused: told why each other one came to nothing.
+        max_pending: handshakes under way at once; one more, and the oldest is dropped.
+    """
+    pending: dict[asyncio.Task[None], None] = {}
+    async with asyncio.TaskGroup() as group:
+
+        async def shake(sock: socket.socket) -> None:
+            try:
+                hello = await greet(sock)
+            except KfcommError as error:
+                refused(error)
+            else:
+                welcome(sock, hello)
+
+        def begin(sock: socket.socket) -> None:
+            if len(pending) >= max_pending:
+                oldest = next(iter(pending))
+                del pending[oldest]
+                oldest.cancel()
+                refused(TransportError(f"more than {max_pending} handshakes at once: the oldest was dropped"))
+            task = group.create_task(shake(sock))
+            pending[task] = None
+            task.add_done_callback(lambda done: _forget(done, pending, sock))
+
+        for listening in listener.sockets:
+            group.create_task(_accept_all(listening, begin, refused))
+
+
+def _forget(task: asyncio.Task[None], pending: dict[asyncio.Task[None], None], sock: socket.socket) -> None:
+    pending.pop(task, None)
+    if task.cancelled():  # perhaps before its first step: then nobody else has closed the socket
+        sock.close()
+
+
+async def _accept_all(
+    listening: socket.socket, begin: Callable[[socket.socket], None], refused: Callable[[KfcommError], None]
+) -> None:
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            sock, _ = await loop.sock_accept(listening)
+        except ConnectionError:
+            continue  # it was gone before it was accepted
+        except OSError as error:
+            # Out of descriptors or memory: the connection stays in the backlog, and asking again at once would spin.
+            refused(TransportError(f"cannot accept a connection: {error.strerror or error}"))
+            await asyncio.sleep(_ACCEPT_PAUSE_S)
+            continue
+        begin(sock)
+        await asyncio.sleep(0)  # sock_accept need not yield: without this a flood would starve the handshakes
+
+
+async def _converse(sock: socket.socket, machine: Dialler | Answerer) -> None:
+    while True:
+        step: Step = machine.receive(await _hear(sock))
+        if step.reply is not None:
+            await _say(sock, step.reply)
+        match step.outcome:
+            case Outcome.GOES_ON:
+                continue
+            case Outcome.DONE:
+                return
+            case Outcome.REFUSED:
+                raise TransportError(step.reason)
+            case Outcome.BROKEN:
+                raise RemoteProtocolError(step.reason)
+            case _:
+                assert_never(step.outcome)
+
+
+async def _say(sock: socket.socket, header: Header) -> None:
+    try:
+        await asyncio.get_running_loop().sock_sendall(sock, make_encoder()(header))
+    except OSError as error:
+        raise TransportError(f"lost during the handshake: {error.strerror or error}") from error
+
+
+async def _hear(sock: socket.socket) -> Header:
+    """The next message, and not one byte more.
+
+    Raises:
+        RemoteProtocolError: no message of a handshake.
+        TransportError: the other side is gone.
+    """
+    header_nbytes, payload_nbytes = decode_prefix(await _exactly(sock, PREFIX_NBYTES))
+    if header_nbytes > MAX_HEADER_NBYTES or payload_nbytes:
+        raise RemoteProtocolError(f"a frame of {header_nbytes} + {payload_nbytes} bytes is no part of a handshake")
+    return decode_header(await _exactly(sock, header_nbytes))
+
+
+async def _exactly(sock: socket.socket, nbytes: int) -> bytearray:
+    loop = asyncio.get_running_loop()
+    data = bytearray(nbytes)
+    rest = memoryview(data)
+    while rest:
+        try:
+            got = await loop.sock_recv_into(sock, rest)
+        except OSError as error:
+            raise TransportError(f"lost during the handshake: {error.strerror or error}") from error
+        if got == 0:
+            raise TransportError("the other side closed the connection during the handshake")
+        rest = rest[got:]
+    return data
+
+
+def _nonce() -> bytes:
+    return os.urandom(NONCE_NBYTES)

@@ -1,0 +1,208 @@
+"""Sockets of this process: where it listens, how it connects, and which options its connections get.
+
+An *address* is ``(host, port)`` for TCP or ``"@name"`` for a Unix socket in Linux's abstract namespace, which
+leaves nothing on disk and is seen by the processes of one network namespace only (unix(7)).
+
+All sockets are non-blocking and closed on exec. What is said on them is not known here (see ``greeting``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import socket
+from collections.abc import Sequence
+
+from kfcomm.errors import ConfigError, TransportError
+
+Address = tuple[str, int] | str
+
+BACKLOG = 4096
+"""Connections that wait to be accepted; Linux lowers this to net.core.somaxconn."""
+
+_FULL_BACKLOG_WAIT_S = 0.01
+_NOT_MINE_TO_TAKE = {errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES, errno.EPERM, errno.EINVAL}
+
+
+class DialRefused(TransportError):
+    """No connection came about.
+
+    Attributes:
+        nobody_listens: every address answered at once that nobody listens there: that process is gone. False
+            after a timeout, and when a process was there but refused the handshake.
+    """
+
+    def __init__(self, message: str, *, nobody_listens: bool = False) -> None:
+        super().__init__(message)
+        self.nobody_listens = nobody_listens
+
+
+def describe(address: Address) -> str:
+    """An address as people write it."""
+    if isinstance(address, str):
+        return f"unix:{address}"
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class Listener:
+    """The one port of a process, and beside it an abstract Unix socket for peers of the same host.
+
+    Args:
+        address: IPv4 or IPv6 address of the chosen interface; only that one is bound.
+        port: TCP port, 0 for any that is free.
+        unix: ``"@name"``, or None for TCP alone.
+
+    Attributes:
+        sockets: the listening sockets, TCP first.
+        address: as given.
+        port: the port that was bound.
+        unix: as given.
+
+    Raises:
+        ConfigError: the address is not of this host, or the port or name is taken or not allowed.
+        TransportError: the system has no socket to give.
+    """
+
+    def __init__(self, address: str, port: int = 0, *, unix: str | None = None) -> None:
+        self.address = address
+        self.unix = unix
+        self.sockets: tuple[socket.socket, ...] = ()
+        self.sockets = (_listen((address, port)),)
+        self.port: int = self.sockets[0].getsockname()[1]
+        if unix is not None:
+            try:
+                self.sockets += (_listen(unix),)
+            except BaseException:
+                self.close()
+                raise
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        """Where peers can reach this process, the nearest way first."""
+        tcp = (self.address, self.port)
+        return (tcp,) if self.unix is None else (self.unix, tcp)
+
+    def close(self) -> None:
+        """Listen no more. Connections already accepted stay. Calling it again does nothing."""
+        for sock in self.sockets:
+            sock.close()
+        self.sockets = ()
+
+
+def _listen(address: Address) -> socket.socket:
+    sock: socket.socket | None = None
+    try:
+        sock = _make(address)
+        if sock.family != socket.AF_UNIX:
+            # Without it a restart on the same port fails while old connections are in TIME_WAIT.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(_for_kernel(address))
+        sock.listen(BACKLOG)
+    except OSError as error:
+        if sock is not None:
+            sock.close()
+        message = f"cannot listen on {describe(address)}: {error.strerror or error}"
+        raise (ConfigError if error.errno in _NOT_MINE_TO_TAKE else TransportError)(message) from error
+    return sock
+
+
+def _make(address: Address) -> socket.socket:
+    if isinstance(address, str):
+        family = socket.AF_UNIX
+    else:
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    return sock
+
+
+def _for_kernel(address: Address) -> str | tuple[str, int]:
+    if isinstance(address, tuple):
+        return address
+    if not address.startswith("@"):
+        raise ConfigError(f"a Unix address is an abstract name like '@name', not {address!r}")
+    return "\0" + address[1:]
+
+
+def tune(sock: socket.socket) -> None:
+    """Options of every connection: small frames leave at once.
+
+    Buffer sizes are left alone on TCP, where the kernel's own tuning does better than any fixed size.
+    """
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def watch(sock: socket.socket, dead_after_s: float) -> None:
+    """Have the kernel break a TCP connection whose peer's host has been silent for so long (tcp(7)).
+
+    A Unix socket needs no such thing: its peer cannot vanish without the kernel knowing.
+    """
+    if sock.family == socket.AF_UNIX:
+        return
+    interval_s = max(1, round(dead_after_s / 4))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        ("TCP_KEEPIDLE", interval_s),
+        ("TCP_KEEPINTVL", interval_s),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", round(dead_after_s * 1000)),
+    ):
+        if hasattr(socket, option):  # macOS lacks some of them
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+async def connect(address: Address) -> socket.socket:
+    """A connection to one address, tuned. Waits as long as the system does; the caller bounds it.
+
+    Raises:
+        OSError: the system's reason.
+    """
+    loop = asyncio.get_running_loop()
+    if isinstance(address, str):
+        return await _connect_unix(address)
+    where = (await _numeric(*address), address[1])
+    sock = _make(where)
+    try:
+        await loop.sock_connect(sock, where)
+        if sock.getsockname() == sock.getpeername():
+            # TCP may connect a socket to itself when the port is free and of the ephemeral range.
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there")
+        tune(sock)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+async def _numeric(host: str, port: int) -> str:
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return str(found[0][4][0])
+
+
+async def _connect_unix(address: str) -> socket.socket:
+    sock = _make(address)
+    try:
+        while True:
+            try:
+                sock.connect(_for_kernel(address))
+            except BlockingIOError:
+                # A Unix socket never connects later: this says that the listener's backlog is full, and nothing
+                # tells when it no longer is. The loops' own sock_connect takes it for a connection under way.
+                await asyncio.sleep(_FULL_BACKLOG_WAIT_S)
+            else:
+                return sock
+    except BaseException:
+        sock.close()
+        raise
+
+
+def nobody_listens(errors: Sequence[OSError]) -> bool:
+    """Whether these failures to connect, one per address, say that the process is gone."""
+    gone = {errno.ECONNREFUSED, errno.ENOENT}
+    return bool(errors) and all(error.errno in gone for error in errors)
