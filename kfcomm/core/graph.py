@@ -41,7 +41,7 @@ class Graph:
             raise ValueError(f"rank {self.root} is not its own father, so it is not the root")
         missing = sorted(set(range(self.size)).difference(self.preorder))
         if missing:
-            raise ValueError(f"ranks {missing} form a cycle: the root {self.root} does not reach them")
+            raise ValueError(f"ranks {missing} are on or below a cycle: the root {self.root} does not reach them")
 
     @classmethod
     def from_fathers(cls, fathers: Sequence[int]) -> Graph:

@@ -66,5 +66,5 @@ def _named(name: str, layout: Layout) -> AnyStrategy:
         if algorithm.name == name:
             return algorithm.build(layout)
     near = difflib.get_close_matches(name.lower().replace("-", "_"), names(), n=3, cutoff=0.5)
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    raise ConfigError(f"unknown strategy {name!r}{hint} Known are: {', '.join(names())}")
+    hint = f"did you mean {' or '.join(near)}? (" if near else "("
+    raise ConfigError(f"unknown strategy {name!r}; {hint}known are: {', '.join(names())})")

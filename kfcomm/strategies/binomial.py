@@ -3,9 +3,10 @@
 One pair for each rank: pair ``r`` is the binomial tree over the labels ``v``, in which the father of ``v`` is
 ``v`` without its lowest bit set, and label 0 is rank ``r``. If n is a power of two, label ``v`` is rank
 ``r xor v``; then in all pairs together rank ``i`` talks to i xor 1, i xor 2, i xor 4, … only, with parts of
-1/2, 1/4, 1/8, … of the message: recursive halving on the way up, doubling on the way down. For other n label
-``v`` is rank ``(r + v) mod n``: the same bytes, over more links. Least bytes in few steps. Subtrees are blocks of
-neighbouring ranks, so that ranks numbered host by host reduce inside their hosts first.
+1/2, 1/4, 1/8, … of the message: recursive halving on the way up, doubling on the way down. For n = m·2^b with m
+odd, the lower b bits of label and rank are combined by xor and the rest by addition modulo m: the same bytes,
+over more links. Least bytes in few steps. Subtrees are blocks of neighbouring ranks, so that ranks numbered host
+by host reduce inside their hosts first.
 
 Source: R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of collective communication operations in MPICH"
 (2005).
@@ -36,8 +37,9 @@ def _rotated(size: int, root: int) -> GraphPair:
 
 def _neighbour(size: int, rank: int, label: int) -> int:
     """The rank at ``label`` as seen from ``rank``."""
-    power_of_two = size & (size - 1) == 0
-    return rank ^ label if power_of_two else (rank + label) % size
+    block = size & -size
+    above = (rank // block + label // block) % (size // block)
+    return above * block + (rank % block ^ label % block)
 
 
 def cost(layout: Layout) -> Cost:
@@ -45,7 +47,7 @@ def cost(layout: Layout) -> Cost:
 
     Between hosts (2/n)·Σ t·c(d) bytes over d = 1, 2, 4, … < n, of the busiest host: ``t`` labels below n have ``d`` as
     their lowest bit (t = ⌊(⌊(n−1)/d⌋+1)/2⌋), and ``c(d)`` ranks of the host have their neighbour at label ``d``
-    elsewhere. For 2^a hosts of 2^b ranks each, numbered host by host, that is 2(h−1)/h.
+    elsewhere. For h hosts of 2^b ranks each, numbered host by host, that is 2(h−1)/h.
     """
     size = layout.size
     distances = [1 << bit for bit in range((size - 1).bit_length())]

@@ -134,9 +134,15 @@ def _others(pairs: Sequence[GraphPair]) -> str:
     roots = f"root{'' if len(pairs) == 2 else 's'} {_ranges(pair.root for pair in pairs[1:])}"
     if all(_moved(pairs[0], pair, [(rank + pair.root - first) % size for rank in range(size)]) for pair in pairs):
         return f"the others: this one, all ranks shifted round; {roots}"
-    if all(_moved(pairs[0], pair, [rank ^ pair.root ^ first for rank in range(size)]) for pair in pairs):
-        return f"the others: this one, each rank exclusive-or the root; {roots}"
+    if all(_moved(pairs[0], pair, [_turned(size, rank, pair.root) for rank in range(size)]) for pair in pairs):
+        return f"the others: this one, seen from another root; {roots}"
     return f"the others: other trees; {roots}"
+
+
+def _turned(size: int, rank: int, root: int) -> int:
+    """Rank ``rank`` of the tree at root 0, in the tree at ``root``: by exclusive-or in blocks of a power of two."""
+    block = size & -size
+    return (rank // block + root // block) % (size // block) * block + (rank % block ^ root % block)
 
 
 def _moved(first: GraphPair, other: GraphPair, ranks: Sequence[int]) -> bool:

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kfcomm.core.graph import Graph, GraphPair
+from kfcomm.strategies import SizedStrategy, Strategy, build, from_edges, names
+from kfcomm.strategies.auto import auto
+from kfcomm.strategies.cost import Cost, Network, Profile, measure, predict_seconds
+from kfcomm.strategies.registry import ALGORITHMS, Algorithm
+from kfcomm.types import Layout
+from tests.strategies.layouts import LAYOUTS, trees
+
+GRID = [1 << bit for bit in range(6, 31)]
+EXACT = Network(
+    local_alpha_s=1.0,
+    local_beta_s_per_byte=0.5,
+    cross_alpha_s=100.0,
+    cross_beta_s_per_byte=2.0,
+    overhead_s=0.25,
+    gamma_s_per_byte=0.125,
+    chunk_nbytes=64,
+)
+
+
+def by_name(name: str) -> Algorithm:
+    return next(algorithm for algorithm in ALGORITHMS if algorithm.name == name)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.name)
+@given(layout=LAYOUTS)
+def test_the_formula_is_what_the_graphs_cost(algorithm: Algorithm, layout: Layout) -> None:
+    assert algorithm.cost(layout) == measure(algorithm.build(layout), layout)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.name)
+@pytest.mark.parametrize("size", range(1, 34))
+def test_the_formula_holds_for_every_number_of_hosts(algorithm: Algorithm, size: int) -> None:
+    for hosts in range(1, size + 1):
+        layout = Layout.even(size, hosts)
+        assert algorithm.cost(layout) == measure(algorithm.build(layout), layout)
+
+
+@given(LAYOUTS, st.sampled_from(ALGORITHMS))
+def test_nothing_beats_the_lower_bounds(layout: Layout, algorithm: Algorithm) -> None:
+    cost = algorithm.cost(layout)
+    assert cost.bytes >= Fraction(2 * (layout.size - 1), layout.size)
+    assert cost.cross_host_bytes >= Fraction(2 * (layout.num_hosts - 1), layout.num_hosts)
+    assert cost.steps >= 2 * min(1, layout.size - 1)
+
+
+def test_the_figures_in_the_docstrings() -> None:
+    two_by_four = Layout.even(8, 2)
+    figures = {
+        "star": Cost(2, Fraction(7), Fraction(4)),
+        "ring": Cost(14, Fraction(7, 4), Fraction(7, 4)),
+        "clique": Cost(2, Fraction(7, 4), Fraction(4)),
+        "tree": Cost(4, Fraction(4), Fraction(1)),
+        "binary_tree": Cost(6, Fraction(3), Fraction(4)),
+        "binary_tree_star": Cost(4, Fraction(4), Fraction(1)),
+        "multi_binary_tree_star": Cost(4, Fraction(4), Fraction(1)),
+        "multi_star": Cost(4, Fraction(4), Fraction(1)),
+        "binomial": Cost(6, Fraction(7, 4), Fraction(1)),
+    }
+    assert {algorithm.name: algorithm.cost(two_by_four) for algorithm in ALGORITHMS} == figures
+
+
+def test_measure_without_a_layout_sees_one_host() -> None:
+    chain = from_edges(3, [(0, 1), (1, 2)])
+    assert measure(chain) == Cost(4, Fraction(2))
+    assert measure(chain, Layout((0, 1, 0))) == Cost(4, Fraction(2), Fraction(2))
+
+
+@given(trees())
+def test_a_tree_costs_its_depth_and_its_busiest_rank(tree: Graph) -> None:
+    degrees = [len(below) + (rank != tree.root) for rank, below in enumerate(tree.children)]
+    assert measure(Strategy("any", (GraphPair.of(tree),))) == Cost(2 * tree.depth, Fraction(max(degrees)))
+
+
+def test_seconds_counted_by_hand() -> None:
+    star = build("star", Layout.even(4, 2))
+    # Ways: over the network and back. Rank 0: 6 messages, 3 folds. Ports: rank 0 moves 1 part, its host 2.
+    one_chunk = 2 * 100.0 + 6 * 0.25 + 3 * 16 * 0.125 + max(2 * 16 * 2.0, 1 * 16 * 0.5, 2 * 16 * 2.0)
+    assert predict_seconds(star, Layout.even(4, 2), 16, EXACT) == one_chunk
+    # Ten chunks: the chain passes one of 64 bytes, the host's port all 640.
+    chunked = 2 * 100.0 + 6 * 10 * 0.25 + 3 * 640 * 0.125 + max(2 * 64 * 2.0, 2 * 640 * 2.0)
+    assert predict_seconds(star, Layout.even(4, 2), 640, EXACT) == chunked
+    # Clique on one host: 4 pairs of 4 bytes; each rank 12 messages, 3 folds, 6 parts out.
+    clique = build("clique", Layout.even(4))
+    assert predict_seconds(clique, Layout.even(4), 16, EXACT) == 2 + 12 * 0.25 + 3 * 4 * 0.125 + 6 * 4 * 0.5
+
+
+def test_the_slowest_way_counts_whichever_kind_of_hop_is_slow() -> None:
+    # From the root: three hops inside the host to rank 3, or one hop to another host.
+    layout = Layout.of("AAAAB")
+    strategy = from_edges(5, [(0, 1), (1, 2), (2, 3), (0, 4)])
+    assert Profile.of(strategy, layout).ways == ((0, 2), (3, 1), (6, 0))
+    slow_network = Network(local_alpha_s=1.0, cross_alpha_s=10.0, overhead_s=0.0)
+    slow_host = Network(local_alpha_s=10.0, cross_alpha_s=1.0, overhead_s=0.0)
+    assert predict_seconds(strategy, layout, 0, slow_network) == 20.0
+    assert predict_seconds(strategy, layout, 0, slow_host) == 60.0
+
+
+@given(LAYOUTS, st.sampled_from(names()), st.integers(0, 1 << 28), st.integers(0, 1 << 28))
+def test_more_bytes_never_take_less_time(layout: Layout, name: str, one: int, two: int) -> None:
+    strategy = build(name, layout).select(one)
+    less, more = sorted((one, two))
+    assert 0 <= predict_seconds(strategy, layout, less) <= predict_seconds(strategy, layout, more)
+
+
+def test_a_sized_strategy_is_predicted_by_its_choice() -> None:
+    layout = Layout.even(4)
+    star, ring = (build(name, layout).select(0) for name in ("star", "ring"))
+    sized = SizedStrategy("mine", ((100, star), (None, ring)))
+    assert predict_seconds(sized, layout, 100) == predict_seconds(star, layout, 100)
+    assert predict_seconds(sized, layout, 101) == predict_seconds(ring, layout, 101)
+
+
+@given(LAYOUTS)
+def test_auto_is_never_slower_by_the_model_than_another_choice(layout: Layout) -> None:
+    chosen = auto(layout)
+    profiles = [Profile.of(algorithm.build(layout), layout) for algorithm in ALGORITHMS]
+    for nbytes in GRID:
+        best = min(profile.seconds(nbytes, Network()) for profile in profiles)
+        assert predict_seconds(chosen, layout, nbytes) == best
+    used = [strategy.name for _, strategy in chosen.rules]
+    assert all(one != two for one, two in zip(used, used[1:], strict=False))
+
+
+def test_auto_prefers_few_steps_for_short_and_idle_ports_for_long_messages() -> None:
+    for layout in (Layout.even(4), Layout.even(8), Layout.even(16)):
+        short, long = (by_name(auto(layout).select(nbytes).name).cost(layout) for nbytes in (64, 1 << 28))
+        assert long.bytes == Fraction(2 * (layout.size - 1), layout.size) < short.bytes
+    for layout in (Layout.even(16, 4), Layout.even(24, 3), Layout.of([0, 1] * 8)):
+        short, long = (by_name(auto(layout).select(nbytes).name) for nbytes in (64, 1 << 28))
+        assert short.name in {"tree", "binary_tree_star", "multi_star", "multi_binary_tree_star"}
+        hosts = layout.num_hosts
+        assert long.cost(layout).cross_host_bytes == Fraction(2 * (hosts - 1), hosts)
+
+
+def test_auto_follows_the_constants() -> None:
+    layout = Layout.even(16)
+    costly_messages = auto(layout, Network(overhead_s=1.0))
+    assert costly_messages.select(1 << 20).name == "binary_tree"
+    assert auto(layout).select(1 << 20).name == "clique"
+    free_messages = auto(layout, Network(overhead_s=0.0))
+    assert free_messages.rules == ((None, build("clique", layout)),)
+
+
+def test_auto_makes_no_pair_for_each_of_many_ranks() -> None:
+    many = auto(Layout.even(129, 3))
+    assert max(len(strategy.pairs) for _, strategy in many.rules) <= 3
+    assert auto(Layout.even(129, 3)).digest == many.digest
+    assert max(len(strategy.pairs) for _, strategy in auto(Layout.even(128)).rules) == 128
