@@ -10,7 +10,7 @@ from typing import Any
 
 from kfcomm.core.credit import DEFAULT_CREDIT, Credit, ReceiveWindow, SendWindow
 from kfcomm.core.frame import Header
-from kfcomm.core.machine import Effect, Machine
+from kfcomm.core.machine import UP, Effect, Machine
 from kfcomm.core.program import Program
 
 AnySignature = tuple[Any, ...]
@@ -92,6 +92,12 @@ class Collective(Machine):
     def name(self) -> str:
         """The name under which it was posted."""
         return self.key.name
+
+    def nbytes_sent(self, number: int, index: int, phase: int) -> int:
+        """Size of a chunk that this rank sends on lane ``number``."""
+        lane = self.program.lanes[number]
+        count = min(self.program.chunk_elements, lane.count - index * self.program.chunk_elements)
+        return count * (self.sizes.partial if phase == UP and lane.children else self.sizes.item)
 
     def arrived_ranks(self) -> tuple[int, ...]:
         """Group ranks known to have posted it, this one included."""

@@ -303,11 +303,11 @@ class Router:
         key = self._keys.get((group_id, name))
         return key is not None and seq < key.next_seq
 
-    def early_signature(self, group_id: bytes, name: str) -> AnySignature | None:
-        """The signature of what came early for the key's next use."""
+    def expected(self, group_id: bytes, name: str) -> AnySignature | Cause | None:
+        """What is known of the key's next use: its signature if something came early, its cause if it is dead."""
         key = self.key(group_id, name)
         early = key.early.get(key.next_seq)
-        return None if early is None else early.signature
+        return self._dead.get((key, key.next_seq)) if early is None else early.signature
 
     # ---------------------------------------------------------------- inside
 

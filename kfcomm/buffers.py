@@ -1,0 +1,82 @@
+"""Memory that belongs to the runtime: payloads as they arrive, and the blocks that hold them.
+
+A payload is *borrowed* (readable during one call only), *placed* (it arrives where the result belongs), or
+*held* in a block of the pool. Blocks are used again while there are few of them; beyond that, memory comes
+from the allocator, so that what was accepted can always be absorbed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+BLOCK_NBYTES = 1 << 20
+MAX_BLOCKS = 16
+
+
+class BlockPool:
+    """Up to ``MAX_BLOCKS`` blocks of ``BLOCK_NBYTES`` each, kept for use again: warm pages, no page faults."""
+
+    __slots__ = ("_free",)
+
+    def __init__(self) -> None:
+        self._free: list[memoryview] = []
+
+    def take(self, nbytes: int) -> memoryview:
+        """A block of at least ``nbytes``: a warm one if there is one and it is large enough."""
+        if nbytes <= BLOCK_NBYTES // 16:
+            return memoryview(bytearray(nbytes))
+        if nbytes > BLOCK_NBYTES:
+            return np.empty(nbytes, np.uint8).data
+        return self._free.pop() if self._free else np.empty(BLOCK_NBYTES, np.uint8).data
+
+    def give(self, block: memoryview) -> None:
+        """This block is not used any more."""
+        if block.nbytes == BLOCK_NBYTES and len(self._free) < MAX_BLOCKS:
+            self._free.append(block)
+
+
+class Payload:
+    """The bytes of one chunk that arrived.
+
+    Attributes:
+        view: the bytes.
+        owner: the operation whose memory ``view`` is part of, if it was placed in a result.
+        borrowed: ``view`` may be read during the current call only.
+        ticket: what the router said of the chunk, while it is still arriving.
+    """
+
+    __slots__ = ("_block", "borrowed", "owner", "ticket", "view")
+
+    def __init__(self, view: memoryview, *, owner: Any = None, borrowed: bool = False) -> None:
+        self.view = view
+        self.owner = owner
+        self.borrowed = borrowed
+        self.ticket: Any = None
+        self._block: memoryview | None = None
+
+    @classmethod
+    def held(cls, pool: BlockPool, nbytes: int) -> Payload:
+        """Room for ``nbytes`` that are still to come."""
+        block = pool.take(nbytes)
+        payload = cls(block[:nbytes])
+        payload._block = block
+        return payload
+
+    def keep(self) -> None:
+        """Make a borrowed payload last."""
+        if self.borrowed:
+            self.view = memoryview(bytes(self.view))
+            self.borrowed = False
+
+    def forwarded(self) -> None:
+        """A link reads it from now on: its block cannot be used again."""
+        self.keep()
+        self._block = None
+
+    def release(self, pool: BlockPool) -> None:
+        """Nothing reads it any more."""
+        if self._block is not None:
+            pool.give(self._block)
+            self._block = None

@@ -1,0 +1,446 @@
+"""The runtime of one rank: it carries out what the router and the machines decide.
+
+The engine owns the operations in flight, their deadlines, and the ends of the links. Events come in from the
+caller (``post``, ``cancel``), from links (``transports.base.Inbound``), from the control plane and from the
+clock; each is given to the core, whose effects are carried out at once, in order. Frames are queued meanwhile and
+moved at the end of the burst, so that what belongs together leaves in one write.
+
+Everything runs on one event loop. The engine knows no verb, no array kind and no way to open a link: it is
+given memory and programs, and asks ``connect`` for links.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from kfcomm.buffers import BlockPool, Payload
+from kfcomm.core.cause import Cause, CauseKind
+from kfcomm.core.collective import Collective, Early, GroupView, Incoming, ItemSizes
+from kfcomm.core.frame import Header, Kind
+from kfcomm.core.machine import COPY, DONE, DOWN, FINISH, FOLD, HOLD, PAYLOAD, RELEASE, RESULT, SEND, STORE
+from kfcomm.core.machine import Effect, Effects
+from kfcomm.core.program import Program
+from kfcomm.core.router import ANSWER, DROPPED, EARLY, FAILED, FLOOD, VIOLATION, Router
+from kfcomm.core.signature import Signature
+from kfcomm.core.watch import Due, Watch
+from kfcomm.errors import RemoteProtocolError, TransportError
+from kfcomm.failures import error_of
+from kfcomm.inquiry import Inquiry
+from kfcomm.operation import Operation
+from kfcomm.outlet import Outlet
+from kfcomm.recorder import Recorder
+from kfcomm.transports.base import Link
+
+if TYPE_CHECKING:
+    from kfcomm.control import ControlPlane
+
+logger = logging.getLogger("kfcomm")
+
+CHUNK, ASK, KEY, SIGNATURE, POSTED, CREDIT = (
+    int(kind) for kind in (Kind.CHUNK, Kind.ASK, Kind.KEY, Kind.SIGNATURE, Kind.POSTED, Kind.CREDIT)
+)
+
+EarlyListener = Callable[[bytes, str, int, Any], None]
+
+
+class Engine:
+    """All collectives of one rank. Implements ``transports.base.Inbound``.
+
+    Args:
+        rank: world rank.
+        connect: opens a link to a peer (by world rank); raises ``TransportError``.
+        loop: where everything here runs.
+        stall_after_s: after how long a wait is reported.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        connect: Callable[[int], Awaitable[Link]],
+        loop: asyncio.AbstractEventLoop,
+        *,
+        stall_after_s: float,
+    ) -> None:
+        self.rank = rank
+        self.router = Router(rank)
+        self.recorder = Recorder()
+        self.loop = loop
+        self.control: ControlPlane | None = None
+        self.early_listeners: dict[bytes, EarlyListener] = {}
+        self._connect = connect
+        self._stall_after_s = stall_after_s
+        self._pool = BlockPool()
+        self._outlets: dict[int, Outlet] = {}
+        self._incoming: dict[Incoming, Link] = {}
+        self._dirty: dict[Outlet | Link, None] = {}
+        self._flush_scheduled = False
+        self._dials: set[asyncio.Task[None]] = set()
+        self._watch: Watch[Operation] = Watch()
+        self._timer: asyncio.TimerHandle | None = None
+        self._inquiries: dict[Operation, Inquiry] = {}
+
+    # ---------------------------------------------------------------- what the caller does
+
+    def post(
+        self,
+        group: GroupView,
+        name: str,
+        signature: Signature,
+        program: Program,
+        sizes: ItemSizes,
+        operation: Operation,
+        *,
+        timeout_s: float,
+        overlapping: bool = False,
+    ) -> None:
+        """Begin a collective; its operation's future tells the end. Costs O(chunks that can leave at once)."""
+        effects: Effects = []
+        outcome = self.router.post(
+            group, name, signature, program, sizes, effects, overlapping=overlapping, context=operation
+        )
+        if isinstance(outcome, Cause):
+            self._reject(operation, name, outcome, effects)
+            return
+        self.recorder.note("posted", name, outcome.seq, signature.verb)
+        operation.bind(outcome)
+        operation.on_sent = self._sent
+        if self._watch.add(operation, self.loop.time(), timeout_s, self._stall_after_s):
+            self._set_timer()
+        self._perform(effects)
+        self._flush_soon()
+
+    def refuse(self, group: GroupView, name: str, message: str) -> None:
+        """A call failed its local checks: the other ranks' calls under this name fail too."""
+        effects: Effects = []
+        self.router.refuse(group, name, message, effects)
+        self._perform(effects)
+
+    def cancel(self, operation: Operation) -> None:
+        """The caller does not want it any more: it ends on every rank where it is not complete."""
+        collective = operation.collective
+        message = f"{collective.name!r} was cancelled on rank {collective.group.rank}"
+        self.abort(collective, Cause(CauseKind.CANCELLED, self.rank, message))
+
+    def abort(self, collective: Collective, cause: Cause) -> None:
+        """Fail a collective here and on every other rank."""
+        effects: Effects = []
+        self.router.abort(collective, cause, effects)
+        self._perform(effects)
+        self._flush_soon()
+
+    def close_links(self) -> list[Link]:
+        """Say goodbye on every link that this side opened; returns all links that are still open."""
+        for dial in self._dials:
+            dial.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        links = [outlet.link for outlet in self._outlets.values() if outlet.link is not None]
+        for link in links:
+            link.close()
+        return links + list(self._incoming.values())
+
+    def fail_all(self, cause: Cause) -> None:
+        """Fail everything in flight, here only."""
+        effects: Effects = []
+        for collective in list(self.router.live):
+            self.router.complete(collective)
+            effects.append((FAILED, collective, cause))
+        self._perform(effects)
+
+    # ---------------------------------------------------------------- what the control plane tells
+
+    def on_abort(self, group: bytes, name: str, seq: int, cause: Cause) -> None:
+        """Another rank aborted a collective."""
+        effects: Effects = []
+        self.router.on_abort(group, name, seq, cause, effects)
+        self._perform(effects)
+
+    def on_peer_lost(self, peer: int, reason: str) -> None:
+        """A peer is gone: everything that it takes part in fails, now and later."""
+        effects: Effects = []
+        self.router.on_peer_lost(peer, Cause(CauseKind.LOST, peer, f"rank {peer} is lost: {reason}"), effects)
+        outlet = self._outlets.pop(peer, None)
+        if outlet is not None and outlet.link is not None:
+            outlet.link.close()
+        self._perform(effects)
+
+    # ---------------------------------------------------------------- what links tell
+
+    def opened(self, link: Link) -> None:
+        """A peer opened a link to this process."""
+        link.state = Incoming(link.peer)
+        self._incoming[link.state] = link
+
+    def receive(self, link: Link, header: Header, payload: memoryview) -> None:
+        """A whole frame; ``payload`` may be read during this call only."""
+        effects: Effects = []
+        state = link.state
+        kind = header[0]
+        if type(state) is Incoming:
+            if kind == CHUNK:
+                self._chunk(state, header, payload, effects)
+            elif kind == KEY:
+                self.router.define_key(state, header[1], header[2], header[3], effects)
+            elif kind == SIGNATURE:
+                self.router.define_signature(state, header[1], header[2], effects)
+            elif kind == ASK:
+                self.router.on_ask(state, header, effects)
+            else:
+                raise RemoteProtocolError(f"rank {link.peer} sent a {Kind(kind).name} to a receiver of chunks")
+        elif kind == POSTED:
+            self.router.on_posted(state, header[1], header[2], effects)
+        elif kind == CREDIT:
+            state.window.give(header[1], header[2])
+        else:
+            raise RemoteProtocolError(f"rank {link.peer} sent a {Kind(kind).name} to a sender of chunks")
+        if effects:
+            self._perform(effects)
+
+    def place(self, link: Link, header: Header, nbytes: int) -> Payload:
+        """Where a large payload goes: into the result if it is one, else into a block."""
+        if type(link.state) is not Incoming:
+            raise RemoteProtocolError(f"rank {link.peer} sent a chunk to a sender of chunks")
+        effects: Effects = []
+        ticket = self.router.match(link.state, header, nbytes, effects)
+        self._perform(effects)
+        payload = self._room(ticket, nbytes)
+        payload.ticket = ticket
+        return payload
+
+    def arrived(self, link: Link, placement: Payload) -> None:
+        """The payload of a placement is complete."""
+        if placement.ticket is None:
+            placement.release(self._pool)
+            return
+        effects: Effects = []
+        self.router.arrived(placement.ticket, placement, effects)
+        self._perform(effects)
+
+    def burst_end(self, link: Link) -> None:
+        """All that had arrived was handed over: give credit back, and move what was queued."""
+        state = link.state
+        if type(state) is Incoming:
+            owed = state.window.settle()
+            if owed is not None:
+                link.send((CREDIT, owed.nbytes, owed.headers))
+                self._dirty[link] = None
+        self._flush()
+
+    def lost(self, link: Link, error: BaseException | None) -> None:
+        """A link is gone; without a goodbye, what it may have carried fails, and the peer is looked after."""
+        peer = link.peer
+        if type(link.state) is Incoming:
+            self._incoming.pop(link.state, None)
+        else:
+            outlet = self._outlets.get(peer)
+            if outlet is not None and outlet.link is link:
+                del self._outlets[peer]
+        self._dirty.pop(link, None)
+        if error is None or peer in self.router.lost:
+            return
+        if isinstance(error, RemoteProtocolError):
+            logger.warning("rank %d closed a link from rank %d: %s", self.rank, peer, error)
+        self._link_broken(peer, str(error))
+        if self.control is not None:
+            self.control.suspect(peer, str(error))
+
+    # ---------------------------------------------------------------- effects
+
+    def _perform(self, effects: Effects) -> None:
+        """Carry out effects in order; the list may grow meanwhile."""
+        for effect in effects:
+            tag = effect[0]
+            if tag >= ANSWER:
+                self._tell(effect)
+                continue
+            collective: Collective = effect[1]
+            operation: Operation = collective.context
+            if operation.failed:
+                continue
+            if tag == SEND:
+                self._send(effect, collective, operation, effects)
+            elif tag == FOLD:
+                operation.fold(effect[2], effect[3], effect[4], effect[5])
+            elif tag == RELEASE:
+                effect[2].release(self._pool)
+            elif tag == STORE:
+                operation.store(effect[2], effect[3], effect[4])
+            elif tag == FINISH:
+                operation.finish(effect[2], effect[3], effect[4])
+            elif tag == COPY:
+                operation.copy(effect[2], effect[3])
+            elif tag == HOLD:
+                effect[2].keep()
+            elif tag == DONE:
+                self._done(collective, operation)
+
+    def _tell(self, effect: Effect) -> None:
+        """Carry out an effect of the router's own."""
+        tag = effect[0]
+        if tag == ANSWER:
+            link = self._incoming.get(effect[1])
+            if link is not None:
+                link.send(effect[2])
+                self._dirty[link] = None
+                self._flush_soon()
+        elif tag == FAILED:
+            self._failed(effect[1], effect[2])
+        elif tag == FLOOD:
+            if self.control is not None:
+                _, group_id, name, seq, cause = effect
+                self.control.abort(group_id, name, seq, cause.to_wire())
+        elif tag == VIOLATION:
+            self._violated(effect[1], effect[2])
+        elif tag == EARLY:
+            listener = self.early_listeners.get(effect[1])
+            if listener is not None:
+                self.loop.call_soon(listener, *effect[1:])
+        elif tag == DROPPED:
+            effect[1].release(self._pool)
+
+    def _send(self, effect: Effect, collective: Collective, operation: Operation, effects: Effects) -> None:
+        _, _, to, lane, index, _, source, payload = effect
+        peer = collective.group.members[to]
+        outlet = self._outlets.get(peer) or self._open(peer)
+        if source == PAYLOAD:
+            payload.forwarded()
+            view = payload.view
+        else:
+            view = operation.bytes_of(lane, index, source)
+        nbytes = len(view)
+        before, header = self.router.admit(outlet.state, effect, collective, nbytes)
+        for definition in before:
+            outlet.send(definition)
+        self._dirty[outlet] = None
+        if header is None:
+            return
+        if nbytes:
+            outlet.send(header, view, operation)
+        else:
+            outlet.send(header)
+            collective.sent(effects)
+
+    def _done(self, collective: Collective, operation: Operation) -> None:
+        self.router.complete(collective)
+        self._watch.drop(operation)
+        self._inquiries.pop(operation, None)
+        self.recorder.note("completed", collective.key.name, collective.seq)
+        operation.resolve()
+
+    def _sent(self, operation: Operation) -> None:
+        effects: Effects = []
+        operation.collective.sent(effects)
+        if effects:
+            self._perform(effects)
+
+    # ---------------------------------------------------------------- failures
+
+    def _reject(self, operation: Operation, name: str, cause: Cause, effects: Effects) -> None:
+        self.recorder.note("rejected", name, -1, cause.message)
+        operation.reject(error_of(cause, name))
+        self._perform(effects)
+
+    def _failed(self, collective: Collective, cause: Cause) -> None:
+        operation: Operation = collective.context
+        self._watch.drop(operation)
+        self._inquiries.pop(operation, None)
+        self.recorder.note("failed", collective.name, collective.seq, cause.message)
+        for outlet in self._outlets.values():
+            for header in outlet.withdraw(operation):
+                if header[7]:
+                    outlet.state.window.give(collective.nbytes_sent(header[4], header[6], header[5]), 1)
+        for link in self._incoming.values():
+            link.disown(operation)
+        operation.reject(error_of(cause, collective.name))
+
+    def _violated(self, incoming: Incoming, reason: str) -> None:
+        link = self._incoming.get(incoming)
+        if link is not None:
+            logger.warning("rank %d closes a link from rank %d, which sent %s", self.rank, link.peer, reason)
+            link.abort()
+            self._link_broken(link.peer, f"rank {link.peer} sent {reason}")
+
+    def _link_broken(self, peer: int, reason: str) -> None:
+        effects: Effects = []
+        self.router.on_link_broken(peer, reason, effects)
+        self._perform(effects)
+        self._flush_soon()
+
+    # ---------------------------------------------------------------- chunks and links
+
+    def _chunk(self, state: Incoming, header: Header, view: memoryview, effects: Effects) -> None:
+        ticket = self.router.match(state, header, len(view), effects)
+        if ticket is None:
+            return
+        payload = Payload(view, borrowed=True)
+        if type(ticket[0]) is Early:
+            payload.keep()
+        self.router.arrived(ticket, payload, effects)
+
+    def _room(self, ticket: Any, nbytes: int) -> Payload:
+        if ticket is not None and type(ticket[0]) is Collective:
+            collective, lane, index, phase, _ = ticket
+            if phase == DOWN and lane.keeps:
+                operation = collective.context
+                return Payload(operation.bytes_of(lane, index, RESULT), owner=operation)
+        return Payload.held(self._pool, nbytes)
+
+    def _open(self, peer: int) -> Outlet:
+        outlet = self._outlets[peer] = Outlet(peer)
+        task = self.loop.create_task(self._dial(outlet, peer), name=f"kfcomm dial rank {peer}")
+        self._dials.add(task)
+        task.add_done_callback(self._dials.discard)
+        return outlet
+
+    async def _dial(self, outlet: Outlet, peer: int) -> None:
+        try:
+            link = await self._connect(peer)
+        except TransportError as error:
+            if self._outlets.get(peer) is outlet:
+                del self._outlets[peer]
+            self._link_broken(peer, str(error))
+            if self.control is not None:
+                self.control.suspect(peer, str(error))
+            return
+        if self._outlets.get(peer) is outlet:
+            outlet.attach(link)
+        else:
+            link.state = outlet.state
+            link.close()
+
+    def _flush_soon(self) -> None:
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            self.loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_scheduled = False
+        while self._dirty:
+            dirty, self._dirty = self._dirty, {}
+            for end in dirty:
+                end.flush()
+
+    # ---------------------------------------------------------------- time
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+        if self._watch.next_s != float("inf"):
+            self._timer = self.loop.call_at(self._watch.next_s, self._tick)
+
+    def _tick(self) -> None:
+        for operation, due in self._watch.look(self.loop.time()):
+            if operation.failed:
+                continue
+            inquiry = self._inquiries.get(operation)
+            if inquiry is None:
+                inquiry = self._inquiries[operation] = Inquiry(operation.collective, self.rank)
+            if due is Due.EXPIRED:
+                self.abort(operation.collective, inquiry.timed_out())
+            else:
+                inquiry.ask(self.control, self.loop, report=due is Due.STALLED)
+        self._set_timer()

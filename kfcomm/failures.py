@@ -1,0 +1,32 @@
+"""From the cause of a failure, a value that every rank has, to the error that each of them raises."""
+
+from __future__ import annotations
+
+from kfcomm.core.cause import Cause, CauseKind
+from kfcomm.errors import (
+    CollectiveAborted,
+    CollectiveError,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    InternalError,
+    KfcommError,
+    PeerLost,
+)
+
+
+def error_of(cause: Cause, name: str) -> KfcommError:
+    """The error for a collective called ``name`` that failed for this cause; a new one at each call."""
+    message = cause.message
+    match cause.kind:
+        case CauseKind.MISMATCH:
+            return CollectiveMismatch(message, key=name)
+        case CauseKind.TIMEOUT:
+            return CollectiveTimeout(message, key=name, arrived=cause.arrived, missing=cause.missing)
+        case CauseKind.CANCELLED | CauseKind.REFUSED:
+            return CollectiveAborted(message, key=name)
+        case CauseKind.LOST:
+            return PeerLost(f"{name!r} failed: {message}", key=name, rank=cause.rank)
+        case CauseKind.LINK:
+            return CollectiveError(f"{name!r} failed: {message}", key=name)
+        case CauseKind.INTERNAL:
+            return InternalError(f"{name!r} failed: {message}")

@@ -1,0 +1,88 @@
+"""Who is missing: the question that a rank puts to all others about a collective that waits too long."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from kfcomm.core.cause import Cause, CauseKind
+from kfcomm.core.collective import Collective
+
+if TYPE_CHECKING:
+    from kfcomm.control import ControlPlane
+
+logger = logging.getLogger("kfcomm")
+
+ANSWER_WITHIN_S = 1.0
+"""How long a stall report waits for answers; a rank that has not answered by then is reported as silent."""
+MAX_NAMED = 16
+
+
+class Inquiry:
+    """What is known of one waiting collective: from its chunks, and from what the other ranks answer."""
+
+    def __init__(self, collective: Collective, rank: int) -> None:
+        self._collective = collective
+        self._rank = rank
+        self._answers: dict[int, tuple[bool, str]] = {}
+
+    def ask(self, control: ControlPlane | None, loop: asyncio.AbstractEventLoop, *, report: bool) -> None:
+        """Ask every rank whether it has posted the collective; ``report`` logs the answers when they are in."""
+        key = self._collective.key
+        if control is not None:
+            control.query([(key.group_id, key.name, self._collective.seq)], -1, self._answered)
+        if report:
+            loop.call_later(ANSWER_WITHIN_S, self._report)
+
+    def timed_out(self) -> Cause:
+        """The cause of a timeout, with all that is known."""
+        arrived, missing = self._arrived_and_missing()
+        waited_s = self._collective.context.waited_s()
+        message = (
+            f"{self._collective.name!r} did not finish on rank {self._collective.group.rank} "
+            f"within {waited_s:.1f} s: {self._words(arrived, missing)}"
+        )
+        return Cause(CauseKind.TIMEOUT, self._rank, message, tuple(arrived), tuple(missing))
+
+    def _answered(self, rank: int, posted: list[bool], activity: str) -> None:
+        if posted and rank in self._collective.group.index:
+            self._answers[self._collective.group.index[rank]] = (posted[0], activity)
+
+    def _report(self) -> None:
+        collective = self._collective
+        if collective.finished or collective.context.failed:
+            return
+        arrived, missing = self._arrived_and_missing()
+        logger.warning(
+            "rank %d has waited %.1f s for %r (#%d, group of %d): %s",
+            collective.group.rank,
+            collective.context.waited_s(),
+            collective.name,
+            collective.seq,
+            collective.group.size,
+            self._words(arrived, missing),
+        )
+
+    def _arrived_and_missing(self) -> tuple[list[int], list[int]]:
+        here = set(self._collective.arrived_ranks())
+        here |= {rank for rank, (posted, _) in self._answers.items() if posted}
+        ranks = range(self._collective.group.size)
+        return [rank for rank in ranks if rank in here], [rank for rank in ranks if rank not in here]
+
+    def _words(self, arrived: list[int], missing: list[int]) -> str:
+        if not missing:
+            silent = [rank for rank in arrived if rank not in self._answers and rank != self._collective.group.rank]
+            tail = f"; no answer from ranks {_ranks(silent)} (stopped or unreachable)" if silent else ""
+            return f"all ranks have posted it, the data is still under way{tail}"
+        last = "; ".join(f"rank {rank} {self._activity(rank)}" for rank in missing[:MAX_NAMED])
+        return f"arrived ranks {_ranks(arrived)}, missing ranks {_ranks(missing)}; {last}"
+
+    def _activity(self, rank: int) -> str:
+        answer = self._answers.get(rank)
+        return f"last {answer[1]}" if answer else "does not answer (stopped or unreachable)"
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:MAX_NAMED]))
+    return f"[{shown}{', ...' if len(ranks) > MAX_NAMED else ''}]"

@@ -1,0 +1,174 @@
+"""The memory of one collective in flight: the caller's input, the partial result and the result.
+
+An operation carries out what its machine decides: it folds, stores and copies chunks, and shows links the
+bytes to send. Partial results are kept in the result's own memory where that can be (the same dtype, and the
+rank keeps every chunk that it folds); else in scratch memory of the accumulation dtype.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from kfcomm.core.collective import Collective
+from kfcomm.core.machine import INPUT, PARTIAL
+from kfcomm.core.program import Lane
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kfcomm.buffers import Payload
+    from kfcomm.reduce import Kernel
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+
+_NOTHING = np.empty(0, np.uint8)
+
+
+class Operation:
+    """One posted collective and its memory. It owns what links read for it: see ``transports.base.Owner``.
+
+    Args:
+        future: resolved with ``outcome()``, or rejected; anything with the methods of a future.
+        source: flat input, or None where this rank gives nothing.
+        result: flat memory of the result, or None where this rank keeps nothing.
+        kernel: how contributions are folded, or None for verbs that only move data.
+        dtype: of both, or None where there is no data.
+        size: number of contributions (for averages).
+        in_result: this rank keeps every chunk that it folds, so that partial results may live in ``result``.
+        outcome: makes what the caller gets.
+
+    Attributes:
+        collective: the machine; set when it is posted.
+        failed: an error was raised for it; nothing touches its memory any more.
+    """
+
+    __slots__ = (
+        "_chunk", "_dtype", "_in", "_item", "_kernel", "_out", "_partial", "_partial_shared", "_size", "_views",
+        "collective", "failed", "future", "on_sent", "outcome", "posted_s",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        future: Any,
+        *,
+        source: Array | None,
+        result: Array | None,
+        kernel: Kernel | None,
+        dtype: np.dtype[Any] | None,
+        size: int,
+        in_result: bool,
+        outcome: Callable[[], Any],
+    ) -> None:
+        self.future = future
+        self.outcome = outcome
+        self.collective: Collective
+        self.failed = False
+        self.on_sent: Callable[[Operation], None]
+        self.posted_s = time.monotonic()
+        self._in = _NOTHING if source is None else source
+        self._out = _NOTHING if result is None else result
+        self._dtype = dtype
+        self._item = 1 if dtype is None else dtype.itemsize
+        self._kernel = kernel
+        self._size = size
+        self._chunk = 0
+        self._partial_shared = in_result and kernel is not None and kernel.accumulate_dtype == kernel.dtype
+        self._partial: Array | None = self._out if self._partial_shared else None
+        self._views: list[memoryview | None] = [None, None, None]
+
+    def sent(self) -> None:
+        """A link no longer reads one of this operation's payloads."""
+        self.on_sent(self)
+
+    def waited_s(self) -> float:
+        """Seconds since it was posted."""
+        return time.monotonic() - self.posted_s
+
+    def resolve(self) -> None:
+        """It is complete: hand the outcome to whoever waits."""
+        if self.future.done():
+            return
+        try:
+            outcome = self.outcome()
+        except Exception as error:  # of the caller's array library: it belongs to the caller, not to this loop
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(outcome)
+
+    def reject(self, error: BaseException) -> None:
+        """It failed: tell whoever waits, and touch no memory any more."""
+        self.failed = True
+        if not self.future.done():
+            self.future.set_exception(error)
+
+    def bind(self, collective: Collective) -> None:
+        """Take the collective that was posted for this operation."""
+        self.collective = collective
+        self._chunk = collective.program.chunk_elements
+
+    def bytes_of(self, lane: Lane, index: int, source: int) -> memoryview:
+        """The bytes of one chunk of the input, the partial result or the result."""
+        view = self._views[source]
+        if view is None:
+            view = self._views[source] = self._array(source).view(np.uint8).data
+        item = self._item
+        if source == PARTIAL and self._kernel is not None:
+            item = self._kernel.accumulate_dtype.itemsize
+        start = index * self._chunk
+        stop = min(start + self._chunk, lane.count)
+        offset = self._offset(lane, source)
+        return view[(offset + start) * item : (offset + stop) * item]
+
+    def fold(self, lane: Lane, index: int, payload: Payload, first: bool) -> None:
+        """partial = (input if first else partial) ∘ payload."""
+        kernel = self._kernel
+        assert kernel is not None  # only verbs that reduce have lanes with an up phase and data
+        start = index * self._chunk
+        stop = min(start + self._chunk, lane.count)
+        partial = self._part(lane, PARTIAL, start, stop)
+        own = self._part(lane, INPUT, start, stop) if first else partial
+        view = payload.view
+        dtype = kernel.dtype if view.nbytes == (stop - start) * kernel.dtype.itemsize else kernel.accumulate_dtype
+        kernel.fold(own, np.frombuffer(view, dtype), partial)
+
+    def finish(self, lane: Lane, index: int, source: int) -> None:
+        """result = the finished fold."""
+        kernel = self._kernel
+        assert kernel is not None
+        if source == PARTIAL and self._partial_shared and not kernel.needs_finish:
+            return
+        start = index * self._chunk
+        stop = min(start + self._chunk, lane.count)
+        folded = self._part(lane, source, start, stop)
+        kernel.finish(folded, self._part(lane, 2, start, stop), self._size)
+
+    def store(self, lane: Lane, index: int, payload: Payload) -> None:
+        """result = payload, unless it arrived there."""
+        if payload.owner is not self:
+            self.bytes_of(lane, index, 2)[:] = payload.view
+
+    def copy(self, lane: Lane, index: int) -> None:
+        """result = input."""
+        self.bytes_of(lane, index, 2)[:] = self.bytes_of(lane, index, INPUT)
+
+    def _array(self, source: int) -> Array:
+        if source == INPUT:
+            return self._in
+        if source == PARTIAL:
+            if self._partial is None:
+                assert self._kernel is not None
+                self._partial = np.empty(self._in.size, self._kernel.accumulate_dtype)
+            return self._partial
+        return self._out
+
+    def _offset(self, lane: Lane, source: int) -> int:
+        if source == INPUT or (source == PARTIAL and not self._partial_shared):
+            return lane.input_offset
+        return lane.result_offset
+
+    def _part(self, lane: Lane, source: int, start: int, stop: int) -> Array:
+        offset = self._offset(lane, source)
+        return self._array(source)[offset + start : offset + stop]

@@ -1,0 +1,56 @@
+"""The sending end of the way to one peer: it exists before its link does, and outlives a broken one.
+
+Frames queued before the link is open wait here; when a link breaks, the outlet is replaced, since what was
+defined and spent on that link is gone with it.
+"""
+
+from __future__ import annotations
+
+from kfcomm.core.collective import Outgoing
+from kfcomm.core.frame import Header
+from kfcomm.transports.base import Link, Owner
+
+
+class Outlet:
+    """Sends to ``state.peer``, now or as soon as there is a link.
+
+    Attributes:
+        state: what the router knows of this end.
+        link: the link, once it is open.
+    """
+
+    __slots__ = ("_backlog", "link", "state")
+
+    def __init__(self, peer: int) -> None:
+        self.state = Outgoing(peer)
+        self.link: Link | None = None
+        self._backlog: list[tuple[Header, memoryview | None, Owner | None]] = []
+
+    def attach(self, link: Link) -> None:
+        """The link is open: send what has waited."""
+        self.link = link
+        link.state = self.state
+        backlog, self._backlog = self._backlog, []
+        for header, payload, owner in backlog:
+            link.send(header, payload, owner)
+        link.flush()
+
+    def send(self, header: Header, payload: memoryview | None = None, owner: Owner | None = None) -> None:
+        """Queue a frame; see ``Link.send``."""
+        if self.link is None:
+            self._backlog.append((header, payload, owner))
+        else:
+            self.link.send(header, payload, owner)
+
+    def flush(self) -> None:
+        """Move queued frames, if there is a link."""
+        if self.link is not None:
+            self.link.flush()
+
+    def withdraw(self, owner: Owner) -> list[Header]:
+        """Forget an owner's memory; the headers of its frames that were dropped."""
+        if self.link is not None:
+            return list(self.link.withdraw(owner))
+        dropped = [header for header, _, other in self._backlog if other is owner]
+        self._backlog = [frame for frame in self._backlog if frame[2] is not owner]
+        return dropped

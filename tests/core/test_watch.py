@@ -1,0 +1,39 @@
+"""Deadlines without a clock."""
+
+from kfcomm.core.watch import Due, Watch
+
+
+def test_each_stage_is_due_once_and_in_order() -> None:
+    watch: Watch[str] = Watch()
+    assert watch.add("a", 100.0, 300.0, 10.0)
+    assert watch.next_s == 110.0
+    assert watch.look(109.9) == []
+    assert watch.look(110.0) == [("a", Due.STALLED)]
+    assert watch.next_s == 399.0
+    assert watch.look(500.0) == [("a", Due.ASK), ("a", Due.EXPIRED)]
+    assert watch.look(501.0) == []
+    assert watch.next_s == float("inf")
+
+
+def test_a_short_timeout_is_asked_about_in_its_last_quarter_and_never_stalls() -> None:
+    watch: Watch[str] = Watch()
+    watch.add("a", 0.0, 0.4, 10.0)
+    assert watch.next_s == 0.30000000000000004
+    assert watch.look(0.35) == [("a", Due.ASK)]
+
+
+def test_a_stall_time_in_the_last_second_comes_after_the_question() -> None:
+    watch: Watch[str] = Watch()
+    watch.add("a", 0.0, 10.0, 9.5)
+    assert watch.look(9.7) == [("a", Due.ASK), ("a", Due.STALLED)]
+
+
+def test_next_comes_nearer_only_for_nearer_deadlines() -> None:
+    watch: Watch[str] = Watch()
+    assert watch.add("a", 0.0, 100.0, 5.0)
+    assert not watch.add("b", 1.0, 100.0, 5.0)
+    watch.drop("a")
+    watch.drop("a")
+    assert len(watch) == 1
+    assert watch.look(5.5) == []
+    assert watch.next_s == 6.0
