@@ -9,7 +9,8 @@ TORCH := torch==2.13.0
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test coverage test-frameworks check lint format types floors docs pins clean
+.NOTPARALLEL:
+.PHONY: help demo test coverage suite test-frameworks check lint format types floors docs pins clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -17,13 +18,15 @@ help: ## list the targets
 demo: $(VENV)/demo/.ready ## train on real data with four processes
 	PATH="$(CURDIR)/$(<D)/bin:$$PATH" kfcomm run -n 4 python examples/digits.py
 
-test: coverage ## run the tests (NumPy alone: neither torch nor JAX)
-	$(VENV)/test/bin/python -m pytest --ignore=tests/frameworks $(ARGS)
+test: coverage suite ## run the tests (NumPy alone: neither torch nor JAX)
 
 coverage: $(VENV)/test/.ready ## core and strategies at 100 % of branches, by their own tests alone
 	@mkdir -p build/coverage
 	$(<D)/bin/python -m coverage run -m pytest -q --hypothesis-profile=coverage tests/core tests/strategies
 	$(<D)/bin/python -m coverage report
+
+suite: $(VENV)/test/.ready
+	$(<D)/bin/python -m pytest --ignore=tests/frameworks $(ARGS)
 
 test-frameworks: $(VENV)/frameworks/.ready ## run the tests that need torch and JAX
 	$(<D)/bin/python -m pytest tests/frameworks $(ARGS)
