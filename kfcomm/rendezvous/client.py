@@ -8,8 +8,11 @@ wrong token does not become right.
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import re
 import secrets
+import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -221,7 +224,8 @@ def _expect(kind: type[T], value: object) -> T:
 
 def _cause(error: Exception) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
-        return error.os_error.strerror or str(error.os_error)
+        cause = error.os_error
+        return str(cause) if isinstance(cause, socket.gaierror) else os.strerror(cause.errno or errno.ECONNREFUSED)
     return str(error) or type(error).__name__
 
 

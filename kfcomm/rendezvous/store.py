@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import msgpack
@@ -63,6 +63,19 @@ class StoreServer:
         store._listener = listener
         store.url = store_url(*listener.sockets[0].getsockname()[:2])
         return store
+
+    async def report_exit(self, rank: int, code: int) -> None:
+        """As `StoreClient.report_exit`, without a way over HTTP."""
+        self.board.report_exit(rank, code)
+
+    async def watch_exits(self) -> AsyncIterator[tuple[int, int]]:
+        """As `StoreClient.watch_exits`, without a way over HTTP."""
+        seen = 0
+        with contextlib.suppress(Closed):
+            while True:
+                for rank, code in await self.board.exits_since(seen, MAX_WAIT_S):
+                    seen += 1
+                    yield rank, code
 
     async def close(self) -> None:
         """Stop listening and end every wait; returns when nothing is open any more. May be called twice."""

@@ -46,7 +46,7 @@ def given_token(environ: Mapping[str, str], argument: bytes | str | None) -> tup
         case []:
             return None
         case ["KFCOMM_TOKEN"]:
-            return _checked(environ["KFCOMM_TOKEN"].encode(), "KFCOMM_TOKEN"), "KFCOMM_TOKEN"
+            return _checked(os.fsencode(environ["KFCOMM_TOKEN"]), "KFCOMM_TOKEN"), "KFCOMM_TOKEN"
         case ["KFCOMM_TOKEN_FILE"]:
             return read_token(Path(environ["KFCOMM_TOKEN_FILE"])), "KFCOMM_TOKEN_FILE"
         case _:
@@ -117,4 +117,6 @@ def _publish(path: Path) -> None:
 def _checked(token: bytes, name: str) -> bytes:
     if not MIN_TOKEN_NBYTES <= len(token) <= MAX_TOKEN_NBYTES:
         raise ConfigError(f"{name} has {len(token)} bytes; it must have {MIN_TOKEN_NBYTES} to {MAX_TOKEN_NBYTES}")
+    if b"\0" in token:
+        raise ConfigError(f"{name} must be text: it holds a NUL byte, which no variable can carry")
     return token

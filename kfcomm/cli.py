@@ -1,0 +1,121 @@
+"""The command line: one group, whose commands are thin skins over the rooms that do the work.
+
+Nothing heavy is imported before a command is chosen, so that ``kfcomm --help`` is instant.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kfcomm import __version__
+from kfcomm.errors import ConfigError, KfcommError
+
+_TRANSPORTS = ("auto", "tcp", "unix", "shm")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="kfcomm")
+def main() -> None:
+    """Collective communication along graphs you choose."""
+
+
+@contextmanager
+def reported_errors() -> Iterator[None]:
+    """Turn the package's errors into one line and an exit code: 2 for wrong settings, else 1 or the error's own."""
+    try:
+        yield
+    except KfcommError as error:
+        click.echo(f"kfcomm: error: {error}", err=True)
+        sys.exit(getattr(error, "exit_code", 2 if isinstance(error, ConfigError) else 1))
+
+
+@main.command(context_settings={"allow_interspersed_args": False})
+@click.option("-n", "--num-ranks", type=click.IntRange(min=1), metavar="N", help="Number of ranks on this host.")
+@click.option("-H", "--hosts", metavar="A:N,B:N", help="Hosts and their ranks; run this command once on each.")
+@click.option("--self", "own", metavar="ADDRESS", help="Which of the hosts is this one; found out by default.")
+@click.option(
+    "--port", type=click.IntRange(1, 65535), help="Port of the store on the first host; 29600 with -H, else any."
+)
+@click.option("--strategy", metavar="NAME", help="Strategy of the world, for example ring.")
+@click.option("--transport", type=click.Choice(_TRANSPORTS), help="Kind of links between the ranks.")
+@click.option("--timeout", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Seconds until a wait fails.")
+@click.option(
+    "--stall-after", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Seconds until one is reported."
+)
+@click.option("--interface", metavar="NAME", help="Interface, address or network (CIDR) to listen at.")
+@click.option(
+    "--token-file",
+    type=click.Path(path_type=Path),
+    help="File with the job's token; by default KFCOMM_TOKEN, or a new one.",
+)
+@click.option(
+    "--grace",
+    type=click.FloatRange(min=0),
+    default=5.0,
+    show_default=True,
+    metavar="S",
+    help=("Seconds between asking ranks to end and killing them."),
+)
+@click.option("--keep-going", is_flag=True, help="Let the others run on when a rank fails.")
+@click.option(
+    "--log-dir", type=click.Path(file_okay=False, path_type=Path), help="Keep the output of each rank here as well."
+)
+@click.option("--color/--no-color", default=None, help="Colour prefixes by rank; on a terminal by default.")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def run(command: tuple[str, ...], **given: Any) -> None:
+    r"""Start COMMAND as N ranks and watch over them.
+
+    Its output is shown with the rank before each line. The exit code is that of the first rank to fail
+    (128 + n for signal n), and nothing of the job outlives this command.
+
+    \b
+      kfcomm run -n 4 python train.py
+      kfcomm run -H 10.0.0.1:4,10.0.0.2:4 python train.py      (on both hosts, with one KFCOMM_TOKEN)
+    """
+    import asyncio
+
+    from kfcomm.launch.options import RunOptions
+    from kfcomm.launch.run import run as run_job
+
+    options = RunOptions(
+        command=command,
+        num_ranks=given["num_ranks"],
+        hosts=given["hosts"],
+        own=given["own"],
+        port=given["port"],
+        token_file=given["token_file"],
+        grace_s=given["grace"],
+        keep_going=given["keep_going"],
+        log_dir=given["log_dir"],
+        color=given["color"],
+        settings=_settings(given),
+    )
+    with reported_errors():
+        try:
+            sys.exit(asyncio.run(run_job(options, os.environ)))
+        except KeyboardInterrupt:
+            # before any rank was started: from then on the job hears signals itself
+            sys.exit(130)
+
+
+def _settings(given: Mapping[str, Any]) -> dict[str, str]:
+    """The variables that carry the settings which were given as options."""
+    names = ("strategy", "transport", "timeout", "stall_after", "interface")
+    return {f"KFCOMM_{name.upper()}": str(given[name]) for name in names if given[name] is not None}
+
+
+@main.command()
+def env() -> None:
+    """Explain what this process finds: its place in the world, interfaces, links and versions."""
+    from kfcomm.launch.explain import explain
+
+    text, exit_code = explain(os.environ)
+    click.echo(text)
+    sys.exit(exit_code)

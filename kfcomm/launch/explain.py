@@ -1,0 +1,128 @@
+"""`kfcomm env`: what this process finds, and why, as aligned text."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+
+from kfcomm.errors import ConfigError, KfcommError
+from kfcomm.rendezvous.identity import host_id, versions
+from kfcomm.rendezvous.interfaces import choose_address, interfaces
+from kfcomm.rendezvous.settings import Settings, detect, host_and_port
+
+Row = tuple[str, str]
+
+
+def explain(environ: Mapping[str, str]) -> tuple[str, int]:
+    """The text, and the exit code: 2 if the environment cannot work.
+
+    The token is never shown, only where it comes from.
+    """
+    fixed = [_section("links", _links()), _section("versions", _versions())]
+    try:
+        settings = detect(environ)
+    except ConfigError as error:
+        shown = [_section("world", [("error", str(error))]), _section("interfaces", _interfaces(None)), *fixed]
+        return "\n".join(shown), 2
+    address, why = _address(settings)
+    shown = [
+        _section("world", _world(settings)),
+        _section("found", [("", reason) for reason in settings.reasons]),
+        _section("settings", [*_settings(settings), ("address", f"{address or 'none'} ({why})")]),
+        _section("interfaces", _interfaces(address)),
+        *fixed,
+    ]
+    return "\n".join(shown), 0 if address else 2
+
+
+def _section(title: str, rows: Iterable[Row]) -> str:
+    rows = list(rows)
+    width = max((len(name) for name, _ in rows), default=0)
+    lines = [f"  {name:{width}}  {text}".rstrip() if width else f"  {text}" for name, text in rows]
+    return "\n".join([title, *lines, ""])
+
+
+def _world(settings: Settings) -> list[Row]:
+    return [
+        ("source", settings.source),
+        ("rank", f"{settings.rank} of {settings.size}"),
+        ("local rank", f"{settings.local_rank} of {settings.local_size}"),
+        ("host", f"{socket.gethostname()} ({host_id()})"),
+        ("store", _store(settings)),
+        ("token", "none: a world of one needs none" if settings.token is None else "known"),
+    ]
+
+
+def _store(settings: Settings) -> str:
+    if settings.store is None:
+        return "none: a world of one needs none"
+    return f"{settings.store} (served by {'rank 0' if settings.serve else 'the launcher'})"
+
+
+def _settings(settings: Settings) -> list[Row]:
+    return [
+        ("strategy", settings.strategy),
+        ("transport", settings.transport),
+        ("timeout", f"{settings.timeout_s:g} s"),
+        ("stall after", f"{settings.stall_after_s:g} s"),
+        ("interface", settings.interface or "by the route to the store"),
+    ]
+
+
+def _address(settings: Settings) -> tuple[str | None, str]:
+    """The address to listen at, and why; None if there is none."""
+    towards = None if settings.store is None else host_and_port(settings.store)
+    try:
+        address = choose_address(settings.interface, towards)
+    except KfcommError as error:
+        return None, str(error)
+    if settings.interface is not None:
+        return address, f"interface {settings.interface}"
+    return address, "a world of one" if towards is None else f"the route to {towards[0]}"
+
+
+def _interfaces(chosen: str | None) -> list[Row]:
+    return [(each.name, each.address + ("  <- chosen" if each.address == chosen else "")) for each in interfaces()]
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    name: str
+    works: bool
+    what: str
+
+
+def _links() -> list[Row]:
+    links = (
+        _Link("tcp", True, "between any hosts"),
+        _Link("unix", hasattr(socket, "AF_UNIX"), "between processes of one host"),
+        _Link("shm", _has_shared_memory(), "between processes of one host, in memory that both map"),
+    )
+    return [(link.name, f"{'yes' if link.works else 'no ':3}  {link.what}") for link in links]
+
+
+def _has_shared_memory() -> bool:
+    """Whether sealed anonymous files exist, and stores become visible in the order in which they are made."""
+    return hasattr(os, "memfd_create") and platform.machine() in ("x86_64", "AMD64", "i686")
+
+
+def _versions() -> list[Row]:
+    version, protocol = versions()
+    return [
+        ("kfcomm", f"{version} (protocol {protocol})"),
+        ("python", f"{platform.python_version()} ({sys.executable})"),
+        ("kernel", f"{platform.system()} {platform.release()} {platform.machine()}"),
+        *((name, _installed(name)) for name in ("numpy", "msgpack", "aiohttp", "uvloop")),
+    ]
+
+
+def _installed(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,90 @@
+"""The guardian: a process that outlives the launcher for as long as it takes to leave no orphan.
+
+It is run by path, on its own (``python -I -S guardian.py MARK``), and imports nothing of the package. Its
+standard input is a pipe whose other end the launcher alone holds; on it come the session ids of the ranks, one
+a line. When the pipe ends, the launcher is gone, in whatever way, and the guardian kills every process that is
+in one of these sessions or that carries ``KFCOMM_JOB=MARK`` in its environment: the one finds programs that
+cleared their environment, the other those that made a session of their own, or were born while the launcher
+died. PR_SET_PDEATHSIG would do less: it reaches children only, not what they started.
+
+A process is killed through its descriptor, after a second look: its number cannot be another's by then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+from collections.abc import Iterator
+
+_ROUNDS = 60
+_ROUND_MS = 500
+
+
+def main() -> None:
+    """Read the sessions until the pipe ends, then leave none of their processes alive."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    sessions = {int(line) for line in sys.stdin}
+    mark = b"KFCOMM_JOB=" + sys.argv[1].encode()
+    # a process that the kernel holds fast does not die; then there is nothing more to be done
+    for _ in range(_ROUNDS):
+        if not _kill_all(sessions, mark):
+            return
+
+
+def _kill_all(sessions: set[int], mark: bytes) -> bool:
+    """Kill what belongs to the job and wait for its end; whether there was anything."""
+    descriptors = [descriptor for pid in _pids() for descriptor in _opened(pid, sessions, mark)]
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+    left = set(descriptors)
+    while left and (ended := poll.poll(_ROUND_MS)):
+        for descriptor, _ in ended:
+            poll.unregister(descriptor)
+            left.discard(descriptor)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return bool(descriptors)
+
+
+def _opened(pid: int, sessions: set[int], mark: bytes) -> Iterator[int]:
+    """A descriptor of the process, if it belongs to the job."""
+    if not _belongs(pid, sessions, mark):
+        return
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError:
+        return
+    if _belongs(pid, sessions, mark):
+        yield descriptor
+    else:
+        os.close(descriptor)
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal() and int(name) != os.getpid()]
+
+
+def _belongs(pid: int, sessions: set[int], mark: bytes) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # after the command in parentheses: state, parent, group, session
+            state, _, _, session = file.read().rpartition(b")")[2].split()[:4]
+        if state in (b"Z", b"X"):
+            return False
+        if int(session) in sessions:
+            return True
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return mark in file.read().split(b"\0")
+    except OSError:
+        return False
+
+
+if __name__ == "__main__":
+    main()

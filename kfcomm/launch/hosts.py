@@ -1,0 +1,112 @@
+"""The hosts of a job, and which of its ranks are on this one.
+
+``10.0.0.1:4,10.0.0.2:4`` are two hosts with four ranks each; the order of the hosts gives the ranks. The same
+list is given to the launcher on every host; each finds its own entry by its addresses.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from dataclasses import dataclass
+
+from kfcomm.errors import ConfigError
+from kfcomm.rendezvous.interfaces import LOOPBACK, interfaces
+from kfcomm.rendezvous.worlds import MAX_RANKS
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One entry of the list: the IP address of a host and its number of ranks."""
+
+    address: str
+    num_ranks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Who runs where.
+
+    Attributes:
+        hosts: all hosts, in the order of their ranks.
+        here: position of this host among them.
+    """
+
+    hosts: tuple[Host, ...]
+    here: int = 0
+
+    @classmethod
+    def single(cls, num_ranks: int) -> Plan:
+        """All ranks on this host, over loopback."""
+        return cls((Host(LOOPBACK, num_ranks),))
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the world."""
+        return sum(host.num_ranks for host in self.hosts)
+
+    @property
+    def ranks(self) -> range:
+        """The ranks on this host."""
+        first = sum(host.num_ranks for host in self.hosts[: self.here])
+        return range(first, first + self.hosts[self.here].num_ranks)
+
+    @property
+    def address(self) -> str:
+        """The address of this host."""
+        return self.hosts[self.here].address
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """The hosts in ``address[:ranks],...``; names are resolved, IPv6 addresses stand in brackets.
+
+    Raises:
+        ConfigError: an entry is malformed, cannot be resolved, or stands there twice.
+    """
+    hosts = tuple(_parse_host(entry.strip()) for entry in text.split(","))
+    seen: set[str] = set()
+    for host in hosts:
+        if host.address in seen:
+            raise ConfigError(
+                f"-H {text!r}: {host.address} stands there twice; give each host once, with all its ranks"
+            )
+        seen.add(host.address)
+    return hosts
+
+
+def plan_for(hosts: tuple[Host, ...], own: str | None = None) -> Plan:
+    """The plan of this host, which is the entry ``own``, or else the one with an address of this host.
+
+    Raises:
+        ConfigError: no entry, or more than one, is this host's.
+    """
+    listed = ", ".join(host.address for host in hosts)
+    mine = {_resolved(own)} if own is not None else {each.address for each in interfaces()}
+    found = [at for at, host in enumerate(hosts) if host.address in mine]
+    match found:
+        case [here]:
+            return Plan(hosts, here)
+        case []:
+            raise ConfigError(f"none of the hosts {listed} is this one, which has {', '.join(sorted(mine))}")
+        case _:
+            raise ConfigError(f"more than one of the hosts {listed} is this one; say which with --self")
+
+
+def _parse_host(entry: str) -> Host:
+    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:\s]+))(?::([0-9]{1,6}))?", entry)
+    num_ranks = int(match[3] or 1) if match else 0
+    if match is None or not 1 <= num_ranks <= MAX_RANKS:
+        raise ConfigError(f"-H: {entry!r} must look like 10.0.0.1:4 or [fd00::1]:4, with at least one rank")
+    return Host(_resolved(match[1] or match[2]), num_ranks)
+
+
+def _resolved(name: str) -> str:
+    try:
+        return str(ipaddress.ip_address(name))
+    except ValueError:
+        pass
+    try:
+        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise ConfigError(f"host {name!r} cannot be resolved: {error.strerror}") from error

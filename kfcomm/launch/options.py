@@ -1,0 +1,106 @@
+"""What `kfcomm run` was asked to do, and the environment it gives to each rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kfcomm.errors import ConfigError
+from kfcomm.launch.hosts import Plan, parse_hosts, plan_for
+from kfcomm.rendezvous.token import HOW_TO_SET, given_token, new_token, read_token
+from kfcomm.rendezvous.worlds import DEFAULT_PORT
+
+JOB = "KFCOMM_JOB"
+"""Carried by every process of a job; by it the guardian finds them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """Options of `kfcomm run`.
+
+    Attributes:
+        command: program and arguments of every rank.
+        num_ranks: number of ranks; None if ``hosts`` says.
+        hosts: list of hosts, ``address:ranks,...``; None to run all ranks here.
+        own: which of the hosts is this one; None to find out.
+        port: port of the store; None for any that is free, or `DEFAULT_PORT` with ``hosts``.
+        token_file: file that holds the token.
+        grace_s: seconds between asking the ranks to end and killing them.
+        keep_going: whether the others run on when one fails.
+        log_dir: where the unprefixed output of each rank is kept as well.
+        color: whether prefixes are coloured; None to go by terminal and ``NO_COLOR``.
+        settings: variables for the ranks, by full name.
+    """
+
+    command: tuple[str, ...]
+    num_ranks: int | None = None
+    hosts: str | None = None
+    own: str | None = None
+    port: int | None = None
+    token_file: Path | None = None
+    grace_s: float = 5.0
+    keep_going: bool = False
+    log_dir: Path | None = None
+    color: bool | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+    def plan(self) -> Plan:
+        """Who runs where.
+
+        Raises:
+            ConfigError: neither or both of ``num_ranks`` and ``hosts`` are given, or the hosts do not work.
+        """
+        if self.hosts is None:
+            if self.num_ranks is None:
+                raise ConfigError("say how many ranks to start: -n 4, or -H 10.0.0.1:4,10.0.0.2:4")
+            return Plan.single(self.num_ranks)
+        plan = plan_for(parse_hosts(self.hosts), self.own)
+        if self.num_ranks not in (None, plan.size):
+            raise ConfigError(f"-n {self.num_ranks} contradicts -H {self.hosts!r}, which has {plan.size} ranks")
+        return plan
+
+    def store_port(self) -> int:
+        """The port at which the first host's launcher serves the store; 0 for any."""
+        if self.port is not None:
+            return self.port
+        return 0 if self.hosts is None else DEFAULT_PORT
+
+    def token(self, environ: Mapping[str, str]) -> bytes:
+        """The token of the job: the given one, or a new one if this launcher starts all of it.
+
+        Raises:
+            ConfigError: the job is on several hosts and no token is given, or it is none.
+        """
+        if self.token_file is not None:
+            return read_token(self.token_file)
+        found = given_token(environ, None)
+        if found is not None:
+            return found[0]
+        if self.hosts is not None:
+            raise ConfigError(f"with -H every host needs the job's token: {HOW_TO_SET}, or use --token-file")
+        return new_token().encode()
+
+
+def rank_environ(
+    environ: Mapping[str, str], options: RunOptions, plan: Plan, rank: int, *, store: str, token: bytes, job: str
+) -> dict[str, str]:
+    """The environment of one rank: that of the launcher, with the place of the rank in the world."""
+    # both ways to give a token at once would contradict each other
+    inherited = {name: value for name, value in environ.items() if name != "KFCOMM_TOKEN_FILE"}
+    interface = {} if options.hosts is None else {"KFCOMM_INTERFACE": plan.address}
+    return {
+        "PYTHONUNBUFFERED": "1",
+        **inherited,
+        **interface,
+        **options.settings,
+        "KFCOMM_RANK": str(rank),
+        "KFCOMM_SIZE": str(plan.size),
+        "KFCOMM_LOCAL_RANK": str(rank - plan.ranks.start),
+        "KFCOMM_LOCAL_SIZE": str(len(plan.ranks)),
+        "KFCOMM_STORE": store,
+        "KFCOMM_SERVE": "0",
+        "KFCOMM_TOKEN": os.fsdecode(token),
+        JOB: job,
+    }

@@ -1,0 +1,182 @@
+"""One rank as a process of its own session, watched through its descriptor.
+
+The session makes one signal reach whatever the rank has started. An ended rank is left unreaped until the job is
+over: as long as it is, its number, which is also that of its session and group, can be nobody else's, so that a
+signal to the group cannot hit a stranger. Watching needs no thread (pidfd_open(2), waitid(2) with WNOWAIT).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kfcomm.errors import KfcommError
+from kfcomm.launch import guardian
+
+NOT_EXECUTABLE = 126
+NOT_FOUND = 127
+
+
+class CommandError(KfcommError):
+    """The command cannot be run. ``exit_code`` is what a shell would return for it."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def find_program(command: Sequence[str], path: str | None) -> str:
+    """The file that ``command`` would run.
+
+    Raises:
+        CommandError: there is none (127), or it may not be executed (126), as in a shell.
+    """
+    name = command[0]
+    found = shutil.which(name, path=path)
+    if found is not None:
+        return found
+    hint = f"; did you mean 'python {name}'?" if name.endswith(".py") else ""
+    if os.sep in name and Path(name).exists():
+        raise CommandError(f"{name}: cannot be executed{hint}", NOT_EXECUTABLE)
+    raise CommandError(f"{name}: command not found{hint}", NOT_FOUND)
+
+
+def describe_exit(code: int) -> str:
+    """How a process ended, from its return code (negative: minus the signal)."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
+def shell_code(code: int) -> int:
+    """The return code as a shell gives it: 128 + n for signal n."""
+    return code if code >= 0 else 128 - code
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A process that was started, and the pipes that it writes to."""
+
+    popen: subprocess.Popen[bytes]
+    descriptor: int
+    out: int
+    err: int
+
+    @classmethod
+    def start(cls, program: str, command: Sequence[str], environ: Mapping[str, str]) -> Child:
+        """Start ``command`` in a session of its own, with nothing to read.
+
+        Raises:
+            CommandError: the kernel does not run the file.
+        """
+        out, out_end = os.pipe()
+        err, err_end = os.pipe()
+        try:
+            popen = subprocess.Popen(
+                command,
+                executable=program,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=out_end,
+                stderr=err_end,
+                start_new_session=True,
+            )
+        except OSError as error:
+            os.close(out)
+            os.close(err)
+            raise CommandError(f"{command[0]}: {error.strerror}", NOT_EXECUTABLE) from error
+        finally:
+            os.close(out_end)
+            os.close(err_end)
+        return cls(popen, os.pidfd_open(popen.pid), out, err)
+
+    @property
+    def pid(self) -> int:
+        """Number of the process, its group and its session."""
+        return self.popen.pid
+
+    async def ended(self) -> int:
+        """Wait for the end; the return code, negative for a signal."""
+        await readable(self.descriptor)
+        return self._return_code()
+
+    def _return_code(self) -> int:
+        found = os.waitid(os.P_PIDFD, self.descriptor, os.WEXITED | os.WNOWAIT)
+        assert found is not None  # noqa: S101 - without WNOHANG there is an answer
+        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+    def send(self, number: int) -> None:
+        """Send a signal to the process and all of its group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def close(self) -> None:
+        """Release the number of the process, which must have ended, and its pipes."""
+        self.popen.wait()
+        for descriptor in (self.descriptor, self.out, self.err):
+            os.close(descriptor)
+
+
+class Guardian:
+    """The process that kills the ranks when this one is gone (see `guardian`)."""
+
+    def __init__(self, mark: str, environ: Mapping[str, str]) -> None:
+        # the mark of a launcher around this one must not get the guardian killed before its work is done
+        cleaned = {name: value for name, value in environ.items() if name != "KFCOMM_JOB"}
+        self._popen = subprocess.Popen(
+            [sys.executable, "-I", "-S", guardian.__file__, mark],
+            env=cleaned,
+            cwd="/",
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def watch(self, child: Child) -> None:
+        """Make the guardian responsible for a child."""
+        assert self._popen.stdin is not None  # noqa: S101 - it is a pipe
+        with contextlib.suppress(BrokenPipeError):
+            self._popen.stdin.write(f"{child.pid}\n".encode())
+            self._popen.stdin.flush()
+
+    async def finish(self) -> None:
+        """Have it kill what is left of the job; returns when that is done and the guardian gone."""
+        if self._popen.returncode is not None:
+            return
+        assert self._popen.stdin is not None  # noqa: S101 - it is a pipe
+        with contextlib.suppress(BrokenPipeError):
+            self._popen.stdin.close()
+        descriptor = os.pidfd_open(self._popen.pid)
+        try:
+            await readable(descriptor)
+        finally:
+            os.close(descriptor)
+            self._popen.wait()
+
+
+async def readable(descriptor: int) -> None:
+    """Wait until a descriptor can be read; for a process's descriptor, until the process has ended."""
+    loop = asyncio.get_running_loop()
+    waiter: asyncio.Future[None] = loop.create_future()
+
+    def wake() -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    loop.add_reader(descriptor, wake)
+    try:
+        await waiter
+    finally:
+        loop.remove_reader(descriptor)

@@ -1,0 +1,128 @@
+"""The output of many ranks on one terminal: whole lines, each with its rank before it.
+
+What arrives is cut into lines; a line is passed on when it is complete, so that lines of different ranks never
+mix. A carriage return begins a line anew, as on a terminal: of a progress bar, the last state before the
+newline is passed on. On a terminal, a line still incomplete is shown as well, at the bottom, cut to one row and
+overwritten by whatever comes next, so that a progress bar moves there.
+
+Sans-IO: bytes in, bytes to write out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+MAX_LINE_NBYTES = 1 << 16
+
+_COLORS = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91)
+_RESET = b"\x1b[0m"
+_WIPE = b"\r\x1b[K"
+_ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x1f\x7f]")
+
+
+class Stream(Enum):
+    """Where a line comes from and goes to."""
+
+    OUT = 1
+    ERR = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How lines are shown.
+
+    Attributes:
+        size: number of ranks; gives the width of the prefix.
+        color: whether the prefix is coloured by rank.
+        terminals: the streams that go to a terminal.
+        columns: width of the terminal.
+    """
+
+    size: int
+    color: bool = False
+    terminals: frozenset[Stream] = frozenset()
+    columns: int = 80
+
+
+Writes = list[tuple[Stream, bytes]]
+Source = tuple[int, Stream]
+
+
+class Screen:
+    """Merges the output of the ranks. Memory: at most `MAX_LINE_NBYTES` for each rank and stream."""
+
+    def __init__(self, look: Look) -> None:
+        self._look = look
+        self._pending: dict[Source, bytes] = {}
+        self._shown: Source | None = None
+
+    def feed(self, rank: int, stream: Stream, data: bytes) -> Writes:
+        """What to write, and where, now that ``data`` has come from ``rank``."""
+        *lines, rest = (self._pending.get((rank, stream), b"") + data).split(b"\n")
+        while len(rest) > MAX_LINE_NBYTES:
+            lines.append(rest[:MAX_LINE_NBYTES])
+            rest = rest[MAX_LINE_NBYTES:]
+        # a return at the end may belong to a newline that is still to come
+        self._pending[rank, stream] = _visible(rest) + (b"\r" if rest.endswith(b"\r") else b"")
+        before = self._shown
+        return [*self._lines(rank, stream, lines), *self._show((rank, stream), before)]
+
+    def end(self, rank: int, stream: Stream) -> Writes:
+        """What to write when nothing more will come from a stream of ``rank``: its incomplete line."""
+        rest = _visible(self._pending.pop((rank, stream), b""))
+        return list(self._lines(rank, stream, [rest] if rest else []))
+
+    def say(self, text: str) -> Writes:
+        """A line of the launcher's own, to the error stream."""
+        return [*self._wipe(), (Stream.ERR, f"kfcomm: {text}\n".encode())]
+
+    def _lines(self, rank: int, stream: Stream, lines: list[bytes]) -> Iterator[tuple[Stream, bytes]]:
+        if not lines:
+            return
+        if stream in self._look.terminals:
+            yield from self._wipe()
+        prefix = self._prefix(rank)
+        yield stream, b"".join(prefix + _closed(_visible(line)) + b"\n" for line in lines)
+
+    def _show(self, latest: Source, before: Source | None) -> Iterator[tuple[Stream, bytes]]:
+        """Show an incomplete line at the bottom of the terminal: the latest, else the one shown before."""
+        if latest[1] not in self._look.terminals:
+            return
+        for source in (latest, before):
+            text = self._incomplete(source) if source is not None else ""
+            if source is not None and text:
+                yield from self._wipe()
+                yield source[1], self._prefix(source[0]) + text.encode()
+                self._shown = source
+                return
+        yield from self._wipe()
+
+    def _incomplete(self, source: Source) -> str:
+        """The incomplete line of a source, without escapes, cut to one row."""
+        text = _ESCAPE.sub("", _visible(self._pending.get(source, b"")).decode(errors="replace"))
+        room = self._look.columns - len(f"[{self._look.size - 1}] ") - 1
+        return text[: max(room, 0)].rstrip()
+
+    def _wipe(self) -> Iterator[tuple[Stream, bytes]]:
+        if self._shown is not None:
+            yield self._shown[1], _WIPE
+            self._shown = None
+
+    def _prefix(self, rank: int) -> bytes:
+        label = f"[{rank:{len(str(self._look.size - 1))}}]"
+        if self._look.color:
+            label = f"\x1b[{_COLORS[rank % len(_COLORS)]}m{label}\x1b[0m"
+        return f"{label} ".encode()
+
+
+def _visible(line: bytes) -> bytes:
+    """What is left of a line to see: the text after the last return, trailing returns aside."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]
+
+
+def _closed(line: bytes) -> bytes:
+    """The line, with its colours ended, so that they do not run into the next rank's."""
+    return line + _RESET if b"\x1b[" in line else line
