@@ -140,12 +140,15 @@ def _plain_kernel(op: Op, dtype: np.dtype[Any]) -> Kernel:
 
     if op is not Op.AVG:
         return Kernel(op, dtype, dtype, fold, _copy, False)
-    part = np.zeros(0, dtype).real.dtype
 
     def divide(acc: Array, out: Array, size: int) -> None:
+        quiet.run(np.true_divide, acc, size, out)
+
+    def divide_parts(acc: Array, out: Array, size: int) -> None:
+        part = acc.real.dtype
         quiet.run(np.true_divide, acc.view(part), size, out.view(part))
 
-    return Kernel(op, dtype, dtype, fold, divide, True)
+    return Kernel(op, dtype, dtype, fold, divide_parts if dtype.kind == "c" else divide, True)
 
 
 def _complex_product(a: Array, b: Array, out: Array) -> None:
