@@ -61,6 +61,9 @@ class Link(Protocol):
     def close(self) -> None:
         """Say goodbye after what is queued, then close. Calling it again does nothing."""
 
+    def abort(self) -> None:
+        """Close at once, whatever is queued; afterwards no memory of any owner is read or written."""
+
 
 class Inbound(Protocol):
     """Who hears what arrives on a link (the engine). All calls come from the engine's own loop."""

@@ -29,7 +29,7 @@ from kfcomm.core.handshake import (
     Step,
 )
 from kfcomm.errors import InternalError, KfcommError, RemoteProtocolError, TransportError
-from kfcomm.transports.sockets import Address, DialRefused, Listener, connect, describe, nobody_listens, tune
+from kfcomm.transports.sockets import Address, DialRefused, Listener, connect, describe, nobody_listens, tune, why
 
 HANDSHAKE_TIMEOUT_S = 10.0
 MAX_PENDING = 256
@@ -69,7 +69,7 @@ async def dial(
                     sock = await connect(address)
                 except OSError as error:
                     unreached.append(error)
-                    failures.append(f"{describe(address)}: {error.strerror or error}")
+                    failures.append(f"{describe(address)}: {why(error)}")
                     continue
                 dialler = Dialler(me, peer, purpose=purpose, epoch=epoch, token=token, nonce=_nonce())
                 try:
@@ -186,7 +186,7 @@ async def _accept_all(
             continue  # it was gone before it was accepted
         except OSError as error:
             # Out of descriptors or memory: the connection stays in the backlog, and asking again at once would spin.
-            refused(TransportError(f"cannot accept a connection: {error.strerror or error}"))
+            refused(TransportError(f"cannot accept a connection: {why(error)}"))
             await asyncio.sleep(_ACCEPT_PAUSE_S)
             continue
         begin(sock)
@@ -215,7 +215,7 @@ async def _say(sock: socket.socket, header: Header) -> None:
     try:
         await asyncio.get_running_loop().sock_sendall(sock, make_encoder()(header))
     except OSError as error:
-        raise TransportError(f"lost during the handshake: {error.strerror or error}") from error
+        raise TransportError(f"lost during the handshake: {why(error)}") from error
 
 
 async def _hear(sock: socket.socket) -> Header:
@@ -239,7 +239,7 @@ async def _exactly(sock: socket.socket, nbytes: int) -> bytearray:
         try:
             got = await loop.sock_recv_into(sock, rest)
         except OSError as error:
-            raise TransportError(f"lost during the handshake: {error.strerror or error}") from error
+            raise TransportError(f"lost during the handshake: {why(error)}") from error
         if got == 0:
             raise TransportError("the other side closed the connection during the handshake")
         rest = rest[got:]

@@ -34,6 +34,7 @@ from kfcomm.core.frame import (
 from kfcomm.errors import RemoteProtocolError, TransportError
 from kfcomm.transports.base import Inbound, Owner
 from kfcomm.transports.outbox import Outbox
+from kfcomm.transports.sockets import why
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,7 +392,7 @@ class StreamLink:
     def _broken(self, error: OSError) -> TransportError | None:
         if self._bye_received:
             return None
-        failure = TransportError(f"the connection to rank {self.peer} broke: {error.strerror or error}")
+        failure = TransportError(f"the connection to rank {self.peer} broke: {why(error)}")
         failure.__cause__ = error
         return failure
 
