@@ -79,7 +79,7 @@ $(VENV)/%/.ready: pyproject.toml $(PINS)
 	@touch $@
 
 define find-python
-for python in $${PYTHON:-$(PYTHON)} python3 python3.14 python3.13 python3.12 python3.11 none; do \
+for python in $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11) none; do \
   "$$python" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; \
 done; \
 [ "$$python" != none ] || { echo "kfcomm needs Python >= 3.11 with venv (python3-venv); name one with PYTHON=..." >&2; exit 1; }

@@ -18,7 +18,7 @@ from tests.support import loop_factory
 # Examples have no time limit: on a loaded machine that would only find the load.
 settings.register_profile("kfcomm", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 # Under the coverage gate the same examples come up every time, so that the gate never depends on chance.
-settings.register_profile("coverage", settings.get_profile("kfcomm"), derandomize=True, max_examples=40, database=None)
+settings.register_profile("coverage", settings.get_profile("kfcomm"), derandomize=True, max_examples=20, database=None)
 settings.load_profile("kfcomm")
 
 
