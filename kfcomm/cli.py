@@ -119,3 +119,53 @@ def env() -> None:
     text, exit_code = explain(os.environ)
     click.echo(text)
     sys.exit(exit_code)
+
+
+@main.group()
+def topology() -> None:
+    """Show the graphs along which data travels."""
+
+
+@topology.command("list")
+def list_strategies() -> None:
+    """List the strategies and what an all_reduce costs with each."""
+    from kfcomm.strategies.auto import FORMULA
+    from kfcomm.strategies.registry import ALGORITHMS
+
+    for name, formula in [*((algorithm.name, algorithm.formula) for algorithm in ALGORITHMS), ("auto", FORMULA)]:
+        click.echo(f"{name:<24}{formula}")
+    click.echo("\nn ranks on h hosts, at most p on one, p₀ on the first; at most c links from a host to others.")
+    click.echo("Bytes of the busiest rank, and between hosts of the busiest host, per byte of message.")
+
+
+@topology.command()
+@click.argument("strategy")
+@click.option("-n", "--num-ranks", type=click.IntRange(min=1), required=True, metavar="N", help="Number of ranks.")
+@click.option("--hosts", type=click.IntRange(min=1), default=1, metavar="H", help="Hosts that share them evenly.")
+@click.option("--root-pair", type=click.IntRange(min=0), metavar="K", help="Draw graph pair K; the first by default.")
+@click.option("--nbytes", type=click.IntRange(min=0), metavar="B", help="Draw what auto takes for B bytes.")
+@click.option("-o", "--output", type=click.File("w", encoding="utf-8", lazy=True), help="Write an SVG picture here.")
+def show(
+    strategy: str, num_ranks: int, hosts: int, root_pair: int | None, nbytes: int | None, output: Any | None
+) -> None:
+    r"""Draw the graphs of STRATEGY as text, or as a picture with -o.
+
+    \b
+      kfcomm topology show ring -n 8 --hosts 2
+      kfcomm topology show tree -n 16 --hosts 4 -o tree.svg
+    """
+    from kfcomm.strategies import build
+    from kfcomm.strategies.draw import as_svg, as_text
+    from kfcomm.types import Layout
+
+    with reported_errors():
+        if hosts > num_ranks:
+            raise ConfigError(f"--hosts {hosts}: {num_ranks} ranks cannot occupy {hosts} hosts")
+        layout = Layout.even(num_ranks, hosts)
+        built = build(strategy, layout)
+        if output is not None:
+            # a picture shows one strategy: of auto's, unless asked, that for long messages
+            picture = as_svg(built.select(1 << 30 if nbytes is None else nbytes), layout, root_pair or 0)
+            output.write(picture)
+        else:
+            click.echo(as_text(built if nbytes is None else built.select(nbytes), layout, root_pair), nl=False)

@@ -21,7 +21,7 @@ from kfcomm.strategies.base import Strategy
 from kfcomm.strategies.cost import Cost, busiest_crossing
 from kfcomm.types import Layout
 
-FORMULA = "steps 2⌊log₂n⌋; bytes 2(n−1)/n; between hosts by the layout"
+FORMULA = "steps 2⌊log₂n⌋; bytes 2(n−1)/n; between hosts ≥ 2(h−1)/h"
 
 
 def binomial(layout: Layout) -> Strategy:

@@ -15,7 +15,7 @@ from kfcomm.strategies.cost import Cost
 from kfcomm.strategies.shapes import heap_depth, heap_edges, hierarchy, host_sizes
 from kfcomm.types import Layout
 
-FORMULA = "steps 2⌊log₂h⌋+2; bytes p−1+2(h−1)/h; between hosts 2(h−1)/h"
+FORMULA = "steps ≤ 2⌊log₂h⌋+2; bytes p−1+2(h−1)/h; between hosts 2(h−1)/h"
 
 
 def multi_binary_tree_star(layout: Layout) -> Strategy:

@@ -14,7 +14,7 @@ from kfcomm.strategies.cost import Cost
 from kfcomm.strategies.shapes import hierarchy, host_sizes, star_edges
 from kfcomm.types import Layout
 
-FORMULA = "steps 4; bytes p−1+2(h−1)/h; between hosts 2(h−1)/h"
+FORMULA = "steps ≤ 4; bytes p−1+2(h−1)/h; between hosts 2(h−1)/h"
 
 
 def multi_star(layout: Layout) -> Strategy:

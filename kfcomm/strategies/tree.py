@@ -14,7 +14,7 @@ from kfcomm.strategies.cost import Cost
 from kfcomm.strategies.shapes import hierarchy, host_sizes, star_edges
 from kfcomm.types import Layout
 
-FORMULA = "steps 4; bytes max(p₀+h−2, p); between hosts h−1"
+FORMULA = "steps ≤ 4; bytes max(p₀+h−2, p); between hosts h−1"
 
 
 def tree(layout: Layout) -> Strategy:

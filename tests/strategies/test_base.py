@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.errors import ConfigError
-from kfcomm.strategies import SizedStrategy, Strategy, build, from_edges, from_fathers, names
+from kfcomm.strategies import AnyStrategy, SizedStrategy, Strategy, build, from_edges, from_fathers, names
 from kfcomm.types import Layout
 from tests.strategies.layouts import LAYOUTS, assert_spans, links, trees
 
@@ -68,12 +68,12 @@ def test_a_sized_strategy_goes_by_its_bounds() -> None:
     sized = SizedStrategy("mine", ((0, tree), (10, star), (None, ring)))
     assert [sized.select(nbytes).name for nbytes in (0, 1, 10, 11, 1 << 40)] == ["tree", "star", "star", "ring", "ring"]
     assert sized.size == 4
-    others = [
+    others: list[AnyStrategy] = [
         SizedStrategy("mine", ((0, tree), (11, star), (None, ring))),
         SizedStrategy("mine", ((0, tree), (10, ring), (None, star))),
         SizedStrategy("mine", ((None, star),)),
     ]
-    digests = {strategy.digest for strategy in [sized, *others, star]}
+    digests = {strategy.digest for strategy in [*others, sized, star]}
     assert len(digests) == 5
     assert SizedStrategy("yours", sized.rules).digest == sized.digest
 
@@ -107,7 +107,7 @@ def test_a_users_own_tree() -> None:
     assert from_fathers([1, 1, 1]).name == "custom"
     with pytest.raises(ConfigError, match="strategy 'mine': rank 1 has two fathers"):
         from_edges(3, [(0, 1), (2, 1)], name="mine")
-    with pytest.raises(ConfigError, match="strategy 'custom': .*exactly one root"):
+    with pytest.raises(ConfigError, match=r"strategy 'custom': .*exactly one root"):
         from_fathers([0, 1])
     with pytest.raises(ConfigError, match="strategy 'custom'"):
         from_fathers([0, "a"])  # type: ignore[list-item]

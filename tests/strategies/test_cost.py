@@ -37,11 +37,11 @@ def test_the_formula_is_what_the_graphs_cost(algorithm: Algorithm, layout: Layou
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.name)
-@pytest.mark.parametrize("size", range(1, 34))
-def test_the_formula_holds_for_every_number_of_hosts(algorithm: Algorithm, size: int) -> None:
-    for hosts in range(1, size + 1):
-        layout = Layout.even(size, hosts)
-        assert algorithm.cost(layout) == measure(algorithm.build(layout), layout)
+def test_the_formula_holds_for_every_number_of_hosts(algorithm: Algorithm) -> None:
+    for size in [*range(1, 18), 31, 32, 33]:
+        for hosts in range(1, size + 1):
+            layout = Layout.even(size, hosts)
+            assert algorithm.cost(layout) == measure(algorithm.build(layout), layout)
 
 
 @given(LAYOUTS, st.sampled_from(ALGORITHMS))
@@ -122,10 +122,10 @@ def test_a_sized_strategy_is_predicted_by_its_choice() -> None:
 @given(LAYOUTS)
 def test_auto_is_never_slower_by_the_model_than_another_choice(layout: Layout) -> None:
     chosen = auto(layout)
-    profiles = [Profile.of(algorithm.build(layout), layout) for algorithm in ALGORITHMS]
+    profiles = {algorithm.name: Profile.of(algorithm.build(layout), layout) for algorithm in ALGORITHMS}
     for nbytes in GRID:
-        best = min(profile.seconds(nbytes, Network()) for profile in profiles)
-        assert predict_seconds(chosen, layout, nbytes) == best
+        seconds = {name: profile.seconds(nbytes, Network()) for name, profile in profiles.items()}
+        assert seconds[chosen.select(nbytes).name] == min(seconds.values())
     used = [strategy.name for _, strategy in chosen.rules]
     assert all(one != two for one, two in zip(used, used[1:], strict=False))
 
@@ -135,10 +135,10 @@ def test_auto_prefers_few_steps_for_short_and_idle_ports_for_long_messages() -> 
         short, long = (by_name(auto(layout).select(nbytes).name).cost(layout) for nbytes in (64, 1 << 28))
         assert long.bytes == Fraction(2 * (layout.size - 1), layout.size) < short.bytes
     for layout in (Layout.even(16, 4), Layout.even(24, 3), Layout.of([0, 1] * 8)):
-        short, long = (by_name(auto(layout).select(nbytes).name) for nbytes in (64, 1 << 28))
-        assert short.name in {"tree", "binary_tree_star", "multi_star", "multi_binary_tree_star"}
+        few, many = (auto(layout).select(nbytes).name for nbytes in (64, 1 << 28))
+        assert few in {"tree", "binary_tree_star", "multi_star", "multi_binary_tree_star"}
         hosts = layout.num_hosts
-        assert long.cost(layout).cross_host_bytes == Fraction(2 * (hosts - 1), hosts)
+        assert by_name(many).cost(layout).cross_host_bytes == Fraction(2 * (hosts - 1), hosts)
 
 
 def test_auto_follows_the_constants() -> None:

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kfcomm.cli import main
+from kfcomm.strategies import build, names
+from kfcomm.strategies.draw import as_svg, as_text
+from kfcomm.types import Layout
+
+
+def topology(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["topology", *arguments])
+
+
+def test_show_draws_text() -> None:
+    done = topology("show", "ring", "-n", "8", "--hosts", "2")
+    assert (done.exit_code, done.output) == (0, as_text(build("ring", Layout.even(8, 2)), Layout.even(8, 2)))
+    asked = topology("show", "multi_star", "-n", "8", "--hosts", "2", "--root-pair", "1")
+    assert "pair 1 of 0..1, root 4\n" in asked.output
+
+
+def test_show_writes_a_picture(tmp_path: Path) -> None:
+    path = tmp_path / "x.svg"
+    done = topology("show", "tree", "-n", "8", "--hosts", "2", "-o", str(path))
+    assert (done.exit_code, done.output) == (0, "")
+    layout = Layout.even(8, 2)
+    assert path.read_text("utf-8") == as_svg(build("tree", layout).select(0), layout)
+    ElementTree.parse(path)
+
+
+def test_auto_is_shown_whole_or_for_one_size(tmp_path: Path) -> None:
+    assert "auto, from" in topology("show", "auto", "-n", "4").output
+    assert topology("show", "auto", "-n", "4", "--nbytes", "8").output.startswith("star: 4 ranks")
+    for size, name in ((["--nbytes", "8"], "star"), ([], "clique")):
+        assert topology("show", "auto", "-n", "4", *size, "-o", str(tmp_path / name)).exit_code == 0
+        assert f">{name} " in (tmp_path / name).read_text("utf-8")
+
+
+def test_list_names_every_strategy() -> None:
+    done = topology("list")
+    assert done.exit_code == 0
+    assert [line.split()[0] for line in done.output.splitlines()[: len(names())]] == list(names())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rign", "-n", "4"], "unknown strategy 'rign'; did you mean ring"),
+        (["ring", "-n", "2", "--hosts", "3"], "2 ranks cannot occupy 3 hosts"),
+        (["ring", "-n", "0"], "0 is not in the range"),
+        (["ring"], "Missing option '-n'"),
+        (["star", "-n", "2", "--root-pair", "1"], "no pair 1"),
+    ],
+)
+def test_bad_arguments_are_one_clear_error(arguments: list[str], message: str) -> None:
+    done = topology("show", *arguments)
+    assert done.exit_code == 2
+    assert message in done.output
+
+
+def test_a_failed_picture_leaves_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.svg"
+    assert topology("show", "star", "-n", "2", "--root-pair", "7", "-o", str(path)).exit_code == 2
+    assert not path.exists()
+    assert topology("show", "star", "-n", "2", "-o", str(tmp_path / "no" / "x.svg")).exit_code != 0
