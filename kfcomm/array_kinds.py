@@ -139,14 +139,14 @@ class TorchKind:
     @staticmethod
     def _view(x: Any) -> Array:
         torch = sys.modules["torch"]
-        if x.dtype is torch.bfloat16:
-            bits: Array = x.view(torch.int16).numpy()
-            return bits.view(dtype_of("bfloat16"))
         name = str(x.dtype).removeprefix("torch.")
-        if name not in NUMPY_NAMES:
+        if name != "bfloat16" and name not in NUMPY_NAMES:
             raise unsupported(str(x.dtype))
-        view: Array = x.numpy()
-        return view
+        try:
+            array: Array = x.view(torch.int16).numpy() if name == "bfloat16" else x.numpy()
+        except RuntimeError as error:  # inside torch.func, or a tensor without memory
+            raise ConfigError(f"the memory of a torch tensor cannot be read: {error}") from None
+        return array.view(dtype_of("bfloat16")) if name == "bfloat16" else array
 
 
 class JaxKind:
@@ -183,7 +183,11 @@ class JaxKind:
         jax = sys.modules["jax"]
         sharding = self._like.sharding
         fits = len(sharding.device_set) == 1 or array.shape == self._like.shape
-        return jax.device_put(array, sharding) if self._like.committed and fits else jax.numpy.asarray(array)
+        return (
+            jax.device_put(array, sharding)
+            if getattr(self._like, "committed", True) and fits
+            else jax.numpy.asarray(array)
+        )
 
 
 class BufferKind:

@@ -145,7 +145,7 @@ def _plain_kernel(op: Op, dtype: np.dtype[Any]) -> Kernel:
         quiet.run(np.true_divide, acc, size, out)
 
     def divide_parts(acc: Array, out: Array, size: int) -> None:
-        part = acc.real.dtype
+        part = _part_dtype(dtype)
         quiet.run(np.true_divide, acc.view(part), size, out.view(part))
 
     return Kernel(op, dtype, dtype, fold, divide_parts if dtype.kind == "c" else divide, True)
@@ -159,19 +159,32 @@ def _complex_product(a: Array, b: Array, out: Array) -> None:
     """
     for at in range(0, len(out), _COMPLEX_BLOCK):
         block = slice(at, at + _COMPLEX_BLOCK)
-        x, y, result = a[block], b[block], out[block]
-        real = x.real * y.real
-        real -= x.imag * y.imag
-        imag = x.real * y.imag
-        imag += x.imag * y.real
-        result.real = real
-        result.imag = imag
+        a_real, a_imag = _parts(a[block])
+        b_real, b_imag = _parts(b[block])
+        real = a_real * b_real
+        real -= a_imag * b_imag
+        imag = a_real * b_imag
+        imag += a_imag * b_real
+        out_real, out_imag = _parts(out[block])
+        out_real[:] = real
+        out_imag[:] = imag
+
+
+def _parts(x: Array) -> tuple[Array, Array]:
+    """Views of the real and of the imaginary parts of a complex array."""
+    pairs = x.view(_part_dtype(x.dtype))
+    return pairs[0::2], pairs[1::2]
+
+
+def _part_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return np.dtype(f"f{dtype.itemsize // 2}")
 
 
 def _half_kernel(op: Op, dtype: np.dtype[Any]) -> Kernel:
     """Partial results are float32; NumPy widens as it goes, except that long runs of float16 are widened by us.
 
-    One element of a long buffer costs 0.25 to 0.3 ns in bfloat16 and 0.6 ns in float16 (NumPy: 2.2).
+    Adding one element of a long buffer costs 0.2 ns in bfloat16 and 0.7 ns in float16 (NumPy's way: 2.2); rounding it
+    back, once, costs 0.5 ns and 3.1 ns.
     """
     ufunc = _FOLDS[op]
     quiet = _Quiet()
