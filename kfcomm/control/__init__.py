@@ -1,0 +1,22 @@
+"""The control plane: news and questions that go around the data, on a thread that always has time.
+
+`ControlThread` is that of a process, `MemoryHub` makes those of a world in one process; `ControlPlane` is what both
+are to the engine, which is told by `ControlEvents` and asked by `StatusSource`.
+"""
+
+from kfcomm.control.base import Answer, ControlEvents, ControlPlane, StatusSource
+from kfcomm.control.memory import MemoryControl, MemoryHub
+from kfcomm.control.thread import ControlThread, Peer, World, addresses_of
+
+__all__ = [
+    "Answer",
+    "ControlEvents",
+    "ControlPlane",
+    "ControlThread",
+    "MemoryControl",
+    "MemoryHub",
+    "Peer",
+    "StatusSource",
+    "World",
+    "addresses_of",
+]

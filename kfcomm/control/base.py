@@ -1,0 +1,87 @@
+"""What the control plane is to its users: news of failures, of peers that go, and answers about who posted what.
+
+An engine moves data and holds a `ControlPlane`; the plane tells the engine what it hears by `ControlEvents`, and
+asks `StatusSource` on behalf of the peers. None of this ever waits for an engine: a rank that computes for minutes
+still answers, so that busy is not taken for dead.
+
+What always holds, for the engine on each rank:
+
+- Each abort is heard at most once, and exactly once by every rank that lives on; never by the rank that sent it.
+- A rank is reported as lost at most once, and never after it was reported as leaving.
+- All `ControlEvents`, and the answers to questions, come on the engine's own loop, in the order in which they
+  arrived.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from kfcomm.core.gossip import Op
+
+Answer = Callable[[int, list[bool], str], None]
+"""``answer(rank, posted, activity)``: ``posted[i]`` is about the i-th op of the question."""
+
+
+class ControlEvents(Protocol):
+    """Who hears the news (the engine). All calls come on the engine's loop."""
+
+    def adopt(self, sock: socket.socket, rank: int) -> None:
+        """``rank`` has opened a data connection and proven who it is; the non-blocking socket is the engine's now."""
+
+    def on_abort(self, group: bytes, key: str, seq: int, cause: list[Any]) -> None:
+        """A collective failed elsewhere; ``cause`` is as in `kfcomm.core.cause.Cause.to_wire`."""
+
+    def on_peer_lost(self, rank: int, reason: str) -> None:
+        """``rank`` is gone without a goodbye. This rank itself, if the others have given it up."""
+
+    def on_leaving(self, rank: int) -> None:
+        """``rank`` has closed its communicator in good order and posts nothing more.
+
+        It stays until it has been asked, so ask once: ``query(ops, rank, ...)`` with the pending collectives that
+        it may have posted, or with none. What it has not posted it never will.
+        """
+
+
+class StatusSource(Protocol):
+    """What a rank can say of itself. Called on another thread at any time; must not wait for the engine."""
+
+    def is_posted(self, group: bytes, key: str, seq: int) -> bool:
+        """Whether this rank has posted that collective, now or earlier."""
+
+    def activity(self) -> str:
+        """What this rank did last, and when, in words: ``posted 'grad/7' 1.2 s ago``."""
+
+
+class ControlPlane(Protocol):
+    """The control plane of one rank. All methods may be called from any thread; none but `leave` waits for peers."""
+
+    def abort(self, group: bytes, key: str, seq: int, cause: Sequence[Any]) -> None:
+        """Tell every other rank that this collective has failed, and why."""
+
+    def suspect(self, rank: int, reason: str) -> None:
+        """A data link to ``rank`` broke without a goodbye: find out whether it lives, and declare it lost if not."""
+
+    def declare_lost(self, rank: int, reason: str) -> None:
+        """``rank`` is gone: ``on_peer_lost`` here and on every other rank, unless that is known or it has left."""
+
+    def report_exit(self, rank: int, code: int) -> None:
+        """The process of ``rank`` has ended (the launcher saw it): lost, unless it has left in good order."""
+
+    def query(self, ops: Sequence[Op], target: int, answer: Answer) -> int:
+        """Ask ``target``, or all other ranks (-1), which of these collectives they have posted.
+
+        ``answer`` is called at most once per rank, and never for a rank that is gone or does not reply within
+        about half a minute. Returns a number for logs.
+        """
+
+    async def leave(self, timeout_s: float) -> None:
+        """Say that this rank posts nothing more, and stay until nobody needs its answers.
+
+        That is so once every other rank has asked what it wants to know, is leaving too, or is lost. Returns after
+        ``timeout_s`` in any case.
+        """
+
+    def stop(self) -> None:
+        """End at once, without waiting for others to be done; the plane of a rank that did not `leave` is lost."""

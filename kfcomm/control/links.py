@@ -1,0 +1,235 @@
+"""The control links of one rank: those that are up, and the ones being dialled.
+
+What always holds:
+
+- A peer counts as linked from its first link to the end of its last. Both sides may dial at once: then there are
+  two links, which does no harm; the oldest of more is closed.
+- After a link broke without a goodbye, or on suspicion, the peer is dialled: where nobody listens any more it is
+  gone, and whoever answers is alive. Everything else (no answer, a refusal) decides nothing.
+- A peer that does not read makes nobody hold more than a few MiB for it.
+
+What the frames say is not known here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from kfcomm.core.frame import MAX_HEADER_NBYTES, PREFIX_NBYTES, Header, Kind
+from kfcomm.errors import RemoteProtocolError
+from kfcomm.transports.base import Link
+from kfcomm.transports.sockets import DialRefused, watch
+from kfcomm.transports.stream import StreamLink, StreamOptions
+
+MAX_LINKS_PER_PEER = 2
+MAX_QUEUED_NBYTES = 4 << 20
+SUSPECT_TRIES = 6
+"""Dials without a verdict, after which a suspected peer that is no neighbour is left alone."""
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 5.0
+SETTLED_AFTER_S = 30.0
+"""A link that held so long was a good one: when it breaks, the pauses between dials begin small again."""
+SILENT_HOST_S = 60.0
+"""A host that has not even acknowledged a packet for so long has lost the connection."""
+GOODBYE_S = 2.0
+"""How long a closing rank waits for peers to close their side too; one that is stopped never does."""
+
+_LOG = logging.getLogger("kfcomm.control")
+_OPTIONS = StreamOptions(staging_nbytes=PREFIX_NBYTES + MAX_HEADER_NBYTES)
+
+
+class LinkUser(Protocol):
+    """Who uses the links. All calls come from the control thread."""
+
+    def link_up(self, rank: int) -> None:
+        """The first link to ``rank`` is there."""
+
+    def link_down(self, rank: int) -> None:
+        """The last link to ``rank`` is gone."""
+
+    def receive(self, rank: int, header: Header) -> None:
+        """A GOSSIP frame; ``RemoteProtocolError`` ends the link it came on."""
+
+    def nobody_listens(self, rank: int, reason: str) -> None:
+        """``rank`` was dialled, and its process is gone."""
+
+    def wants(self, rank: int) -> bool:
+        """Whether a link to ``rank`` is missing."""
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether ``rank`` has left, or is known to be lost."""
+
+
+class Links:
+    """The links of a rank, on the loop of the control thread.
+
+    Args:
+        loop: that loop.
+        tasks: where dialling goes on.
+        dial: makes a connection to a rank, handshake included; raises ``DialRefused``.
+        user: who uses the links.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        tasks: asyncio.TaskGroup,
+        dial: Callable[[int], Awaitable[socket.socket]],
+        user: LinkUser,
+    ) -> None:
+        self._loop = loop
+        self._tasks = tasks
+        self._dial = dial
+        self._user = user
+        self._closed = False
+        self._links: dict[int, list[StreamLink]] = {}
+        self._all: dict[Link, tuple[StreamLink, socket.socket]] = {}
+        self._dialling: dict[int, asyncio.Task[None]] = {}
+        self._suspects: set[int] = set()
+        self._failures: dict[int, int] = {}
+
+    # Use.
+
+    def add(self, rank: int, sock: socket.socket) -> None:
+        """A connection to ``rank`` whose handshake is over becomes a link."""
+        if self._closed:
+            sock.close()
+            return
+        watch(sock, SILENT_HOST_S)
+        link = StreamLink(sock, self._loop, self, rank, options=_OPTIONS)
+        link.state = self._loop.time()
+        self._all[link] = (link, sock)
+        links = self._links.setdefault(rank, [])
+        links.append(link)
+        if len(links) > MAX_LINKS_PER_PEER:
+            links.pop(0).close()
+        if len(links) == 1:
+            self._user.link_up(rank)
+
+    def send(self, rank: int, header: Header) -> None:
+        """Send to a linked peer; to any other, nothing."""
+        for link in self._links.get(rank, ())[-1:]:
+            link.send(header)
+            link.flush()
+            if link.queued_nbytes > MAX_QUEUED_NBYTES:
+                link.abort()
+
+    def reach(self, rank: int, *, delay_s: float = 0.0, suspect: bool = False) -> None:
+        """Dial ``rank`` after a while, and again until it answers or is gone, as long as that is wanted."""
+        if self._closed:
+            return
+        if suspect:
+            self._suspects.add(rank)
+            if rank in self._dialling:
+                self._dialling.pop(rank).cancel()
+        if rank not in self._dialling:
+            pause_s = self._pause_s(rank)
+            self._dialling[rank] = self._tasks.create_task(self._reach(rank, max(delay_s, pause_s)))
+
+    def drop(self, rank: int) -> None:
+        """``rank`` is gone: no more dialling, and its links end."""
+        self._suspects.discard(rank)
+        if rank in self._dialling:
+            self._dialling.pop(rank).cancel()
+        for link in list(self._links.get(rank, ())):
+            link.abort()
+
+    async def close(self) -> None:
+        """Say goodbye on every link and wait, for a bounded time, until the peers have closed theirs."""
+        self._closed = True
+        for task in self._dialling.values():
+            task.cancel()
+        links = [link for link, _ in self._all.values()]
+        for link in links:
+            link.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GOODBYE_S):
+                for link in links:
+                    await link.wait_closed()
+
+    def abort(self) -> None:
+        """End every link at once."""
+        self._closed = True
+        for link, _ in list(self._all.values()):
+            link.abort()
+
+    @property
+    def sockets(self) -> list[socket.socket]:
+        """The sockets of all links, closing ones included."""
+        return [sock for _, sock in self._all.values()]
+
+    # Dialling.
+
+    def _pause_s(self, rank: int) -> float:
+        failures = min(self._failures.get(rank, 0), 16)
+        return min(FIRST_PAUSE_S * 2.0 ** (failures - 2), LONGEST_PAUSE_S) if failures > 1 else 0.0
+
+    async def _reach(self, rank: int, delay_s: float) -> None:
+        try:
+            await asyncio.sleep(delay_s)
+            tries = 0
+            while rank in self._suspects or self._user.wants(rank):
+                try:
+                    sock = await self._dial(rank)
+                except DialRefused as error:
+                    if error.nobody_listens:
+                        del self._dialling[rank]  # first, since the user drops what belongs to this rank
+                        self._user.nobody_listens(rank, str(error))
+                        return
+                    _LOG.debug("no verdict on rank %d: %s", rank, error)
+                    tries += 1
+                    if tries == SUSPECT_TRIES:
+                        self._suspects.discard(rank)
+                    self._failures[rank] = self._failures.get(rank, 0) + 1
+                    await asyncio.sleep(self._pause_s(rank))
+                else:
+                    self._suspects.discard(rank)
+                    self.add(rank, sock)
+                    return
+        finally:
+            if self._dialling.get(rank) is asyncio.current_task():
+                del self._dialling[rank]
+
+    # What the links report (transports.base.Inbound).
+
+    def opened(self, link: Link) -> None:
+        """Not called: control links are made by `add`."""
+
+    def place(self, link: Link, header: Header, nbytes: int) -> Any:
+        """No frame of a control link has a payload."""
+        raise RemoteProtocolError(f"rank {link.peer} sent a payload on a control link")
+
+    def arrived(self, link: Link, placement: Any) -> None:
+        """Not called: nothing is placed."""
+
+    def receive(self, link: Link, header: Header, payload: memoryview) -> None:
+        """Pass gossip on; the rest has no business here."""
+        if header[0] == Kind.GOSSIP:
+            self._user.receive(link.peer, header)
+        elif header[0] != Kind.PING:
+            raise RemoteProtocolError(f"rank {link.peer} sent a {Kind(header[0]).name} on a control link")
+
+    def burst_end(self, link: Link) -> None:
+        """Nothing is kept back for it."""
+
+    def lost(self, link: Link, error: BaseException | None) -> None:
+        """A link has ended."""
+        rank = link.peer
+        ended, _ = self._all.pop(link)
+        links = self._links.get(rank, [])
+        if ended in links:
+            links.remove(ended)
+            if not links:
+                del self._links[rank]
+                self._user.link_down(rank)
+        if error is None:
+            return
+        held_s = self._loop.time() - link.state
+        self._failures[rank] = 0 if held_s > SETTLED_AFTER_S else self._failures.get(rank, 0) + 1
+        if not self._user.is_gone(rank):
+            self.reach(rank, suspect=True)

@@ -1,0 +1,187 @@
+"""The control plane of a world in one process: no sockets and no thread, and ranks that a test can kill.
+
+A `MemoryHub` joins the `MemoryControl` planes of all ranks. It keeps the promises of `kfcomm.control.base`; news
+goes straight to every rank's loop. The ranks may share a loop or have one each. News for a rank that has not
+joined yet waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kfcomm.control.base import Answer, ControlEvents, StatusSource
+from kfcomm.core.gossip import EVERYBODY, Op
+from kfcomm.errors import LocalProtocolError
+
+News = Callable[[ControlEvents], None]
+
+
+class MemoryHub:
+    """What the control planes of one world of ``size`` share."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.lock = threading.RLock()
+        self.planes: dict[int, MemoryControl] = {}
+        self.left: set[int] = set()
+        self.lost: set[int] = set()
+        self._early: dict[int, list[News]] = {rank: [] for rank in range(size)}
+        self._numbers = itertools.count()
+
+    def join(
+        self, rank: int, loop: asyncio.AbstractEventLoop, events: ControlEvents, status: StatusSource
+    ) -> MemoryControl:
+        """The plane of ``rank``, whose engine lives on ``loop``.
+
+        Raises:
+            LocalProtocolError: the rank has joined before, or is not of this world.
+        """
+        with self.lock:
+            if rank not in self._early:
+                raise LocalProtocolError(f"rank {rank} cannot join: it has before, or is not of a world of {self.size}")
+            plane = MemoryControl(self, rank, loop, events, status)
+            self.planes[rank] = plane
+            for news in self._early.pop(rank):
+                plane.hear(news)
+            return plane
+
+    def kill(self, rank: int) -> None:
+        """Rank ``rank`` is gone from one moment to the next: it hears and says nothing more, the others are told."""
+        with self.lock:
+            if rank in self.planes:
+                self.planes[rank].silence()
+            self.declare_lost(rank, "killed")
+
+    def next_number(self) -> int:
+        """A new number for a question."""
+        return next(self._numbers)
+
+    def tell_others(self, rank: int, news: News) -> None:
+        """Everybody but ``rank`` hears ``news``, now or on joining."""
+        for plane in self.planes.values():
+            if plane.rank != rank:
+                plane.hear(news)
+        for other, early in self._early.items():
+            if other != rank:
+                early.append(news)
+
+    def declare_lost(self, rank: int, reason: str) -> None:
+        """Everybody, the lost rank included, hears that ``rank`` is lost, unless it is known or it has left."""
+        with self.lock:
+            if rank not in self.left | self.lost:
+                self.lost.add(rank)
+                self.tell_others(-1, lambda events: events.on_peer_lost(rank, reason))
+                self.changed()
+
+    def changed(self) -> None:
+        """Who waits in `MemoryControl.leave` looks again."""
+        for plane in self.planes.values():
+            plane.look_again()
+
+
+class MemoryControl:
+    """The plane of one rank in a `MemoryHub`; implements `kfcomm.control.base.ControlPlane`."""
+
+    def __init__(
+        self,
+        hub: MemoryHub,
+        rank: int,
+        loop: asyncio.AbstractEventLoop,
+        events: ControlEvents,
+        status: StatusSource,
+    ) -> None:
+        self.rank = rank
+        self.status = status
+        self._hub = hub
+        self._loop = loop
+        self._events = events
+        self._open = True
+        self._released: set[int] = set()
+        self._clear = asyncio.Event()
+
+    def abort(self, group: bytes, key: str, seq: int, cause: Sequence[Any]) -> None:
+        """See `ControlPlane.abort`."""
+        with self._hub.lock:
+            if self._open:
+                self._hub.tell_others(self.rank, lambda events: events.on_abort(group, key, seq, list(cause)))
+
+    def suspect(self, rank: int, reason: str) -> None:
+        """Nothing to find out: in one process it is always known who is gone."""
+
+    def declare_lost(self, rank: int, reason: str) -> None:
+        """See `ControlPlane.declare_lost`."""
+        if self._open and rank != self.rank:
+            self._hub.declare_lost(rank, reason)
+
+    def report_exit(self, rank: int, code: int) -> None:
+        """See `ControlPlane.report_exit`."""
+        self.declare_lost(rank, f"its process ended with code {code}")
+
+    def query(self, ops: Sequence[Op], target: int, answer: Answer) -> int:
+        """See `ControlPlane.query`."""
+        with self._hub.lock:
+            for plane in list(self._hub.planes.values()):
+                asked = plane.rank == target or (target == EVERYBODY and plane.rank != self.rank)
+                if asked and self._open:
+                    plane.answer_to(self, ops, answer)
+                    plane.release(self.rank, target)
+            return self._hub.next_number()
+
+    async def leave(self, timeout_s: float) -> None:
+        """See `ControlPlane.leave`."""
+        with self._hub.lock:
+            if self._open and self.rank not in self._hub.left:
+                self._hub.left.add(self.rank)
+                self._hub.tell_others(self.rank, lambda events: events.on_leaving(self.rank))
+                self._hub.changed()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._clear.wait()
+
+    def stop(self) -> None:
+        """See `ControlPlane.stop`."""
+        with self._hub.lock:
+            if self._open:
+                self.silence()
+                self._hub.declare_lost(self.rank, "it closed without leaving")
+
+    def hear(self, news: News) -> None:
+        """Pass news on to the engine, on its loop."""
+        if self._open:
+            self._post(self._tell, news)
+
+    def answer_to(self, asker: MemoryControl, ops: Sequence[Op], answer: Answer) -> None:
+        """Answer a question of another rank."""
+        if self._open:
+            posted = [self.status.is_posted(*op) for op in ops]
+            asker._post(answer, self.rank, posted, self.status.activity())
+
+    def release(self, asker: int, target: int) -> None:
+        """``asker`` has asked: if it was about this rank's leaving, it needs this rank no longer."""
+        if target == self.rank and self.rank in self._hub.left:
+            self._released.add(asker)
+            self.look_again()
+
+    def look_again(self) -> None:
+        """Whether everybody can do without this rank may have changed."""
+        others = set(range(self._hub.size)) - {self.rank}
+        if not self._open or others <= self._released | self._hub.left | self._hub.lost:
+            self._post(self._clear.set)
+
+    def silence(self) -> None:
+        """Hear and say nothing more."""
+        self._open = False
+        self.look_again()
+
+    def _tell(self, news: News) -> None:
+        if self._open:
+            news(self._events)
+
+    def _post(self, callback: Callable[..., object], *arguments: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the engine's loop is closed: nobody is left to be told
+            self._loop.call_soon_threadsafe(callback, *arguments)

@@ -1,0 +1,254 @@
+"""One rank's part in the control plane, on the loop of its control thread: gossip over links, and what follows from it.
+
+It joins `Gossip` (who is told what), `Links` (how it gets there), `Questions` and the engine's `Upcalls`. Who a rank
+is to the others, in this order and never back::
+
+    living ──▶ leaving   it said so; its sockets may close without being missed
+       └─────▶ lost      nobody listens where it did, its launcher saw it end, or another rank says so
+
+A rank that leaves lingers: the others still ask it what it has posted, and when all have, they need it no longer.
+A question to it that names no collective says "I have asked all I want to know".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from kfcomm.control.base import Answer, StatusSource
+from kfcomm.control.links import Links
+from kfcomm.control.questions import Question, Questions
+from kfcomm.control.upcalls import Upcalls
+from kfcomm.core.frame import Header
+from kfcomm.core.gossip import EVERYBODY, MAX_NAMED_RANKS, Body, Effect, Effects, Gossip, Op, clip
+from kfcomm.errors import RemoteProtocolError
+
+EXPECTED_DIAL_S = 1.0
+"""How long a neighbour that should dial this rank is waited for before it is dialled instead."""
+ASK_AGAIN_S = (1.0, 2.0, 4.0, 8.0, 16.0)
+"""Pauses after which a question without a full answer is asked again; after the last it is given up."""
+
+_LOG = logging.getLogger("kfcomm.control")
+
+
+class ControlNode:
+    """The control plane of ``rank`` in a world of ``size``. All methods belong to the thread of ``loop``.
+
+    Args:
+        rank, size: who this is.
+        loop: loop of the control thread.
+        tasks: where dialling goes on.
+        dial: see `Links`.
+        upcalls: the way to the engine.
+        status: what this rank says of itself.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        tasks: asyncio.TaskGroup,
+        dial: Callable[[int], Awaitable[socket.socket]],
+        upcalls: Upcalls,
+        status: StatusSource,
+    ) -> None:
+        self.rank = rank
+        self.links = Links(loop, tasks, dial, self)
+        self._loop = loop
+        self._upcalls = upcalls
+        self._status = status
+        self._gossip = Gossip(rank, size)
+        self._questions = Questions()
+        self._lost: set[int] = set()
+        self._left: set[int] = set()
+        self._released: set[int] = set()
+        self._is_leaving = False
+        self._when_free: list[Callable[[], None]] = []
+
+    # What the engine wants (see ControlPlane).
+
+    def abort(self, group: bytes, key: str, seq: int, cause: Sequence[Any]) -> None:
+        """See `ControlPlane.abort`; a cause is cut to what fits a frame."""
+        kind, rank, message, arrived, missing = cause
+        named = [list(arrived)[:MAX_NAMED_RANKS], list(missing)[:MAX_NAMED_RANKS]]
+        self._flood([Body.ABORT, group, key, seq, [clip(kind), rank, clip(message), *named]])
+
+    def suspect(self, rank: int, reason: str) -> None:
+        """See `ControlPlane.suspect`."""
+        if rank != self.rank and not self.is_gone(rank):
+            _LOG.info("rank %d: is rank %d alive? %s", self.rank, rank, reason)
+            self.links.reach(rank, suspect=True)
+
+    def declare_lost(self, rank: int, reason: str) -> None:
+        """See `ControlPlane.declare_lost`."""
+        if rank != self.rank and not self.is_gone(rank):
+            self._flood([Body.LOST, rank, clip(reason)])
+            self._on_lost(rank, reason)
+
+    def query(self, ops: Sequence[Op], target: int, answer: Answer | None) -> None:
+        """See `ControlPlane.query`."""
+        if target == self.rank:
+            if answer is not None:
+                self._upcalls.post(answer, self.rank, self._posted(ops), self._status.activity())
+        elif target not in self._lost:
+            self._ask(self._questions.ask(ops, target, answer))
+
+    def leave(self, when_free: Callable[[], None]) -> None:
+        """See `ControlPlane.leave`; ``when_free`` is called once nobody needs this rank, or its plane closes."""
+        self._when_free.append(when_free)
+        if not self._is_leaving:
+            self._is_leaving = True
+            self._flood([Body.LEAVING, self.rank])
+        self._look_who_needs_me()
+
+    async def close(self) -> None:
+        """Say goodbye on every link; bounded, see `Links.close`."""
+        self._free()
+        await self.links.close()
+
+    def objection(self, rank: int) -> str | None:
+        """Why ``rank`` cannot connect to this one, or None."""
+        return f"rank {rank} has been declared lost" if rank in self._lost else None
+
+    def maintain(self) -> None:
+        """Dial the neighbours to which there is no link."""
+        for rank in self._gossip.missing:
+            expected_s = 0.0 if self._gossip.is_dialler(rank) else EXPECTED_DIAL_S
+            self.links.reach(rank, delay_s=expected_s)
+
+    # Who is there (LinkUser).
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether ``rank`` has left, or is lost."""
+        return rank in self._lost or rank in self._left
+
+    def wants(self, rank: int) -> bool:
+        """Whether a link to ``rank`` is missing. One whom the others have given up has no neighbours."""
+        return rank in self._gossip.missing and self.rank not in self._lost
+
+    def link_up(self, rank: int) -> None:
+        """The first link to ``rank`` is there: it hears what it may have missed."""
+        self._carry_out(self._gossip.neighbour_joined(rank))
+
+    def link_down(self, rank: int) -> None:
+        """The last link to ``rank`` is gone: other neighbours may take its place."""
+        self._gossip.neighbour_lost(rank)
+        self.maintain()
+
+    def nobody_listens(self, rank: int, reason: str) -> None:
+        """``rank`` was dialled, and is gone."""
+        self.declare_lost(rank, reason)
+
+    def receive(self, rank: int, header: Header) -> None:
+        """A GOSSIP frame has come from the neighbour ``rank``."""
+        self._carry_out(self._gossip.receive(rank, header))
+
+    # Gossip.
+
+    def _flood(self, body: list[Any]) -> int:
+        number, effects = self._gossip.flood(body)
+        self._carry_out(effects)
+        return number
+
+    def _carry_out(self, effects: Effects) -> None:
+        for tag, *fields in effects:
+            if tag == Effect.SEND:
+                self.links.send(*fields)
+            elif tag == Effect.DELIVER:
+                self._deliver(*fields)
+            else:
+                rank, reason = fields
+                raise RemoteProtocolError(f"rank {rank} sent {reason}")
+
+    def _deliver(self, origin: int, number: int, body: Sequence[Any]) -> None:
+        tag, *fields = body
+        if tag == Body.ABORT:
+            self._upcalls.on_abort(*fields)
+        elif tag == Body.LOST:
+            self._on_lost(*fields)
+        elif tag == Body.LEAVING:
+            self._on_leaving(origin)
+        elif tag == Body.QUERY:
+            self._on_query(origin, number, *fields)
+        else:
+            self._on_status(number, *fields)
+
+    def _on_lost(self, rank: int, reason: str) -> None:
+        if self.is_gone(rank):
+            return
+        self._lost.add(rank)
+        self.links.drop(rank)
+        for question in self._questions.about(rank):
+            self._questions.close(question)
+        self._upcalls.on_peer_lost(rank, reason)
+        self._look_who_needs_me()
+
+    def _on_leaving(self, rank: int) -> None:
+        if self.is_gone(rank):
+            return
+        self._left.add(rank)
+        self._upcalls.on_leaving(rank)
+        self._look_who_needs_me()
+
+    # Questions and answers.
+
+    def _posted(self, ops: Sequence[Op] | Sequence[list[Any]]) -> list[bool]:
+        return [self._status.is_posted(group, key, seq) for group, key, seq in ops]
+
+    def _on_query(self, origin: int, number: int, target: int, ops: list[list[Any]]) -> None:
+        if target not in (EVERYBODY, self.rank):
+            return
+        self._carry_out(self._gossip.answer(origin, number, self._posted(ops), self._status.activity()))
+        if self._is_leaving and target == self.rank and not ops:
+            self._released.add(origin)
+            self._look_who_needs_me()
+
+    def _on_status(self, number: int, rank: int, posted: list[bool], activity: str) -> None:
+        found = self._questions.reply(number, rank, posted)
+        if found is None:
+            return
+        question, whole = found
+        if question.answer is not None:
+            self._upcalls.post(question.answer, rank, whole, activity)
+        if question.target == rank:
+            self._close(question)
+
+    def _ask(self, question: Question) -> None:
+        if not self._questions.is_open(question):
+            return
+        if question.times_asked == len(ASK_AGAIN_S) or not self._unanswered(question):
+            self._questions.close(question)
+            return
+        for part, ops in enumerate(question.parts):
+            # The number is noted before any effect is carried out: an answer cannot come before its question.
+            number, effects = self._gossip.flood([Body.QUERY, question.target, ops])
+            self._questions.sent(number, question, part)
+            self._carry_out(effects)
+        self._loop.call_later(ASK_AGAIN_S[question.times_asked], self._ask, question)
+        question.times_asked += 1
+
+    def _unanswered(self, question: Question) -> set[int]:
+        asked = {question.target} if question.target != EVERYBODY else set(self._gossip.living) - {self.rank}
+        return asked - question.answered
+
+    def _close(self, question: Question) -> None:
+        self._questions.close(question)
+        named_any = question.parts != [[]]
+        if named_any and question.target in self._left and not self._questions.about(question.target):
+            self.query([], question.target, None)
+
+    # Leaving.
+
+    def _look_who_needs_me(self) -> None:
+        others = set(range(self._gossip.size)) - {self.rank}
+        if self._is_leaving and others <= self._released | self._left | self._lost:
+            self._free()
+
+    def _free(self) -> None:
+        while self._when_free:
+            self._when_free.pop()()

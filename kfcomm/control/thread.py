@@ -1,0 +1,306 @@
+"""The control thread: a small daemon thread with a loop of its own that answers while the engine computes.
+
+It owns the listener, every handshake of incoming connections, and the control links. Incoming data connections are
+handed to the engine once their peer has proven who it is. A defect in the thread is reported to the engine, as the
+loss of its own rank: without a control plane no promise of the engine can be kept.
+
+What always holds: after `ControlThread.stop` no thread, descriptor or task is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import logging
+import selectors
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kfcomm.control.base import Answer, ControlEvents, StatusSource
+from kfcomm.control.node import ControlNode
+from kfcomm.control.upcalls import Upcalls
+from kfcomm.core.credit import DEFAULT_CREDIT, Credit
+from kfcomm.core.gossip import Op
+from kfcomm.core.handshake import Hello, Identity, Purpose
+from kfcomm.errors import KfcommError, LocalProtocolError
+from kfcomm.transports.greeting import HANDSHAKE_TIMEOUT_S, dial, serve
+from kfcomm.transports.greeting import answer as greet
+from kfcomm.transports.sockets import Address, Listener
+
+_LOG = logging.getLogger("kfcomm.control")
+
+
+class Peer(Protocol):
+    """What the control plane needs to know of a process (`kfcomm.rendezvous.identity.PeerInfo` has it)."""
+
+    @property
+    def rank(self) -> int:
+        """Its rank in the world."""
+
+    @property
+    def uid(self) -> str:
+        """Its stable id."""
+
+    @property
+    def address(self) -> str:
+        """IP address at which it listens."""
+
+    @property
+    def port(self) -> int:
+        """TCP port at which it listens."""
+
+    @property
+    def unix(self) -> str | None:
+        """Abstract name of its Unix socket, if it has one."""
+
+    @property
+    def host(self) -> str:
+        """Id of its host."""
+
+
+def addresses_of(peer: Peer, *, seen_from: Peer) -> tuple[Address, ...]:
+    """Where a peer can be reached from another process: by its Unix socket too if both are on one host."""
+    tcp: Address = (peer.address, peer.port)
+    if peer.unix is None or peer.host != seen_from.host:
+        return (tcp,)
+    return ("@" + peer.unix.lstrip("\0@"), tcp)
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Who takes part, and what they share.
+
+    Attributes:
+        rank: this process's rank.
+        peers: all processes by rank, this one included.
+        token: secret of the job.
+        epoch: the epoch of this membership.
+        credit: what each incoming data connection may send for collectives not posted yet.
+        handshake_timeout_s: how long a handshake may take, on either side.
+    """
+
+    rank: int
+    peers: Sequence[Peer]
+    token: bytes
+    epoch: int
+    credit: Credit = DEFAULT_CREDIT
+    handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S
+
+    def identity(self, rank: int) -> Identity:
+        """Who ``rank`` has to prove to be."""
+        return Identity(rank, self.peers[rank].uid)
+
+    def objection(self, hello: Hello) -> str | None:
+        """Why this dialler is no peer of this process, or None."""
+        if not 0 <= hello.rank < len(self.peers) or hello.rank == self.rank:
+            return f"rank {hello.rank} is no peer of rank {self.rank} in a world of {len(self.peers)}"
+        if hello.uid != self.peers[hello.rank].uid:
+            return f"rank {hello.rank} is another process"
+        return None
+
+
+class ControlThread:
+    """The control plane of a process; implements `kfcomm.control.base.ControlPlane`.
+
+    Args:
+        world: who takes part.
+        listener: already bound, so that peers who know of it can connect; closed by `stop`.
+        loop: the engine's loop.
+        events: the engine.
+        status: what this rank says of itself; asked on the control thread.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        listener: Listener,
+        loop: asyncio.AbstractEventLoop,
+        events: ControlEvents,
+        status: StatusSource,
+    ) -> None:
+        self._world = world
+        self._listener = listener
+        self._upcalls = Upcalls(loop, events)
+        self._status = status
+        self._selector = selectors.DefaultSelector()
+        self._loop = asyncio.SelectorEventLoop(self._selector)
+        self._thread = threading.Thread(target=self._run, name="kfcomm-control", daemon=True)
+        self._ready = threading.Event()
+        self._stop = asyncio.Event()
+        self._stopped = False
+        self._node: ControlNode | None = None
+        self._numbers = itertools.count()
+
+    def start(self) -> None:
+        """Start the thread and return once it takes calls; links to the neighbours come up by and by."""
+        if self._thread.ident is not None or self._stopped:
+            raise LocalProtocolError("a control thread is started once")
+        self._thread.start()
+        self._ready.wait()
+
+    def stop(self) -> None:
+        """End the thread and close everything. Waits for the thread: at most a few seconds, usually a millisecond.
+
+        Calling it again does nothing. What a rank that has not left leaves behind makes it lost to the others.
+        """
+        if not self._stopped:
+            self._stopped = True
+            if self._thread.ident is None:
+                self._listener.close()
+                self._loop.close()
+            else:
+                self._post(self._stop.set)
+                self._thread.join()
+        self._upcalls.close()
+
+    def descriptors(self) -> list[int]:
+        """Every descriptor that the thread holds, for a forked child, in which the thread does not exist.
+
+        The child must let go of them without the loop, whose poll descriptor it shares with its parent; else the
+        peers would not see this process end. ``os.dup2`` of ``/dev/null`` over each is better than ``os.close``:
+        the socket objects of the child close their numbers again later, when these may mean something else.
+        """
+        found = {sock.fileno() for sock in self._listener.sockets}
+        if self._node is not None:
+            found.update(sock.fileno() for sock in self._node.links.sockets)
+        if not self._loop.is_closed():
+            found.update(key.fd for key in self._selector.get_map().values())
+            found.add(self._selector.fileno())
+        return sorted(found - {-1})
+
+    # ControlPlane.
+
+    def abort(self, group: bytes, key: str, seq: int, cause: Sequence[Any]) -> None:
+        """See `ControlPlane.abort`."""
+        self._call(lambda node: node.abort(group, key, seq, cause))
+
+    def suspect(self, rank: int, reason: str) -> None:
+        """See `ControlPlane.suspect`."""
+        self._call(lambda node: node.suspect(rank, reason))
+
+    def declare_lost(self, rank: int, reason: str) -> None:
+        """See `ControlPlane.declare_lost`."""
+        self._call(lambda node: node.declare_lost(rank, reason))
+
+    def report_exit(self, rank: int, code: int) -> None:
+        """See `ControlPlane.report_exit`."""
+        self.declare_lost(rank, f"the process of rank {rank} ended with code {code}")
+
+    def query(self, ops: Sequence[Op], target: int, answer: Answer) -> int:
+        """See `ControlPlane.query`."""
+        asked = list(ops)
+        self._call(lambda node: node.query(asked, target, answer))
+        return next(self._numbers)
+
+    async def leave(self, timeout_s: float) -> None:
+        """See `ControlPlane.leave`."""
+        loop = asyncio.get_running_loop()
+        done = asyncio.Event()
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits on it
+                loop.call_soon_threadsafe(done.set)
+
+        if self._thread.is_alive():
+            self._call(lambda node: node.leave(wake))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await done.wait()
+
+    def _call(self, method: Callable[[ControlNode], object]) -> None:
+        node = self._node
+        if node is not None:
+            self._post(method, node)
+
+    def _post(self, callback: Callable[..., object], *arguments: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the plane has ended, which the engine knows
+            self._loop.call_soon_threadsafe(callback, *arguments)
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                self._loop.set_exception_handler(self._on_loop_error)
+                runner.run(self._main())
+        except BaseException as error:  # noqa: BLE001 - nobody else would hear of it
+            rank = self._world.rank
+            self._upcalls.report(f"the control thread of rank {rank} failed", error)
+            self._upcalls.on_peer_lost(rank, f"its control thread failed: {error!r}")
+        finally:
+            self._ready.set()
+
+    async def _main(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._node = node = self._make_node(tasks)
+                serving = tasks.create_task(self._serve(node))
+                node.maintain()
+                self._ready.set()
+                await self._stop.wait()
+                serving.cancel()
+                await node.close()
+        finally:
+            if self._node is not None:
+                self._node.links.abort()
+            self._listener.close()
+
+    def _make_node(self, tasks: asyncio.TaskGroup) -> ControlNode:
+        world = self._world
+        return ControlNode(
+            world.rank,
+            len(world.peers),
+            loop=self._loop,
+            tasks=tasks,
+            dial=self._dial,
+            upcalls=self._upcalls,
+            status=self._status,
+        )
+
+    async def _dial(self, rank: int) -> socket.socket:
+        world = self._world
+        addresses = addresses_of(world.peers[rank], seen_from=world.peers[world.rank])
+        me, peer = world.identity(world.rank), world.identity(rank)
+        dialled = await dial(
+            addresses,
+            me,
+            peer,
+            purpose=Purpose.CONTROL,
+            token=world.token,
+            epoch=world.epoch,
+            timeout_s=world.handshake_timeout_s,
+        )
+        return dialled.sock
+
+    async def _serve(self, node: ControlNode) -> None:
+        world = self._world
+        shake = functools.partial(
+            greet,
+            me=world.identity(world.rank),
+            accept=lambda hello: world.objection(hello) or node.objection(hello.rank),
+            token=world.token,
+            epoch=world.epoch,
+            credit=(world.credit.nbytes, world.credit.headers),
+            timeout_s=world.handshake_timeout_s,
+        )
+
+        def welcome(sock: socket.socket, hello: Hello) -> None:
+            if hello.purpose is Purpose.CONTROL:
+                node.links.add(hello.rank, sock)
+            else:
+                self._upcalls.adopt(sock, hello.rank)
+
+        await serve(self._listener, shake, welcome=welcome, refused=_log_refusal)
+
+    def _on_loop_error(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        message = f"in the control thread of rank {self._world.rank}: {context['message']}"
+        self._upcalls.report(message, context.get("exception"))
+
+
+def _log_refusal(error: KfcommError) -> None:
+    _LOG.debug("an incoming connection was dropped: %s", error)

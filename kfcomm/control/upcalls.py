@@ -1,0 +1,86 @@
+"""The way from the control thread up to the engine: every call goes to the engine's loop, and none gets lost.
+
+What always holds: a socket on its way to the engine has an owner at every moment; if the engine never takes it, it
+is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from kfcomm.control.base import ControlEvents
+
+_LOG = logging.getLogger("kfcomm.control")
+
+
+class Upcalls:
+    """Calls `ControlEvents` on the engine's loop; all methods may be called from any thread, and none raises."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, events: ControlEvents) -> None:
+        self._loop = loop
+        self._events = events
+        self._closed = False
+        self._numbers = itertools.count()
+        self._offered: dict[int, tuple[socket.socket, int]] = {}
+
+    def adopt(self, sock: socket.socket, rank: int) -> None:
+        """Hand a data connection over; it is closed if there is nobody to take it."""
+        number = next(self._numbers)
+        self._offered[number] = (sock, rank)
+        if not self.post(self._take, number):
+            self._close_offered()
+
+    def on_abort(self, group: bytes, key: str, seq: int, cause: list[Any]) -> None:
+        """See `ControlEvents.on_abort`."""
+        self.post(self._events.on_abort, group, key, seq, cause)
+
+    def on_peer_lost(self, rank: int, reason: str) -> None:
+        """See `ControlEvents.on_peer_lost`."""
+        self.post(self._events.on_peer_lost, rank, reason)
+
+    def on_leaving(self, rank: int) -> None:
+        """See `ControlEvents.on_leaving`."""
+        self.post(self._events.on_leaving, rank)
+
+    def report(self, message: str, error: BaseException | None) -> None:
+        """A defect: it is logged, and the engine's loop hears of it as of an error in a callback of its own."""
+        _LOG.error("%s", message, exc_info=error)
+        context = {"message": message} if error is None else {"message": message, "exception": error}
+        self.post(self._loop.call_exception_handler, context)
+
+    def post(self, callback: Callable[..., object], *arguments: object) -> bool:
+        """Call back on the engine's loop; False if that is closed, or nothing is to be called any more."""
+        if self._closed:
+            return False
+        try:
+            self._loop.call_soon_threadsafe(self._call, callback, arguments)
+        except RuntimeError:  # the loop is closed: its engine is gone and has nothing more to hear
+            return False
+        return True
+
+    def close(self) -> None:
+        """Nothing is called from now on; sockets that the engine has not taken yet are closed."""
+        self._closed = True
+        self._close_offered()
+
+    def _call(self, callback: Callable[..., object], arguments: tuple[object, ...]) -> None:
+        if not self._closed:
+            callback(*arguments)
+
+    def _take(self, number: int) -> None:
+        offered = self._offered.pop(number, None)
+        if offered is not None:
+            self._events.adopt(*offered)
+
+    def _close_offered(self) -> None:
+        while self._offered:
+            try:
+                _, (sock, _) = self._offered.popitem()
+            except KeyError:  # the engine took the last one just now
+                return
+            sock.close()
