@@ -1,0 +1,161 @@
+from collections import deque
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kfcomm.core.frame import PREFIX_NBYTES, Kind, decode_header, decode_prefix, make_encoder
+from kfcomm.transports.outbox import Outbox
+
+
+class Owner:
+    def __init__(self, name):
+        self.name = name
+
+    def sent(self):
+        raise AssertionError("an outbox tells nobody")
+
+    def __repr__(self):
+        return f"Owner({self.name})"
+
+
+class Sender:
+    """An outbox, what the kernel took from it, and what should have been taken."""
+
+    def __init__(self, **sizes):
+        self.outbox = Outbox(**({"gather_nbytes": 1000, "gather_frames": 4, "small_nbytes": 20} | sizes))
+        self.encode = make_encoder()
+        self.wire = bytearray()
+        self.done = deque()
+        self.expected = []
+
+    def put(self, index, payload, owner=None):
+        header = (int(Kind.CHUNK), index, 0, 0, 0, 0, 0, 0)
+        view = None if payload is None else memoryview(payload)
+        self.outbox.put(header, self.encode(header, len(payload or b"")), view, owner)
+        self.expected.append((index, bytes(payload or b""), owner))
+
+    def move(self, share=1.0):
+        batch, buffers, nbytes = self.outbox.gather()
+        data = b"".join(buffers)
+        assert len(data) == nbytes
+        moved = int(nbytes * share)
+        self.wire += data[:moved]
+        return self.outbox.advance(batch, moved, self.done), len(batch)
+
+    def withdraw(self, owner):
+        dropped = [header[1] for header in self.outbox.withdraw(owner)]
+        assert all(self.owner_of(index) is owner for index in dropped)
+        self.expected = [frame for frame in self.expected if frame[0] not in dropped]
+        return dropped
+
+    def owner_of(self, index):
+        return next(frame[2] for frame in self.expected if frame[0] == index)
+
+    def received(self):
+        frames, at = [], 0
+        while at < len(self.wire):
+            header_nbytes, payload_nbytes = decode_prefix(self.wire, at)
+            body = at + PREFIX_NBYTES + header_nbytes
+            header = decode_header(self.wire[at + PREFIX_NBYTES : body])
+            at = body + payload_nbytes
+            assert at <= len(self.wire)
+            frames.append((header[1], bytes(self.wire[body:at])))
+        return frames
+
+
+shares = st.one_of(st.just(1.0), st.just(0.0), st.floats(0, 1))
+payloads = st.one_of(st.none(), st.integers(0, 30), st.integers(0, 3000))
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), payloads, st.integers(0, 2)),
+        st.tuples(st.just("move"), shares),
+        st.tuples(st.just("withdraw"), st.integers(0, 2)),
+    ),
+    max_size=40,
+)
+
+
+@given(steps, st.integers(1, 5), st.integers(1, 5000), st.integers(0, 50))
+def test_whatever_is_taken_and_withdrawn_the_frames_arrive_whole_and_in_order(script, frames, nbytes, small):
+    sender = Sender(gather_nbytes=nbytes, gather_frames=frames, small_nbytes=small)
+    owners = [Owner(0), Owner(1), None]
+    memory = {}
+    for index, (verb, *arguments) in enumerate(script):
+        match verb:
+            case "put":
+                length, which = arguments
+                payload = None if length is None else bytearray([index % 256]) * length
+                owner = None if payload is None else owners[which]
+                memory.setdefault(owner, []).append(payload)
+                sender.put(index, payload, owner)
+            case "move" if sender.outbox:
+                sender.move(arguments[0])
+            case "withdraw" if owners[arguments[0]] is not None:
+                owner = owners[arguments[0]]
+                sender.withdraw(owner)
+                for payload in memory.pop(owner, []):
+                    if payload:
+                        payload[:] = b"\xee" * len(payload)
+                        payload.clear()  # raises BufferError while anybody holds a view
+    while sender.outbox:
+        sender.move()
+    assert sender.received() == [frame[:2] for frame in sender.expected]
+    assert len(sender.outbox) == sender.outbox.nbytes == 0
+
+
+def test_owners_are_done_when_their_payload_is_taken_to_the_last_byte():
+    sender = Sender()
+    one, other = Owner(1), Owner(2)
+    sender.put(1, b"x" * 100, one)
+    sender.put(2, b"y" * 100, other)
+    assert sender.move(0.99) == (1, 2)
+    assert list(sender.done) == [one]
+    assert sender.move() == (1, 1)
+    assert list(sender.done) == [one, other]
+
+
+def test_a_withdrawn_owner_is_not_done():
+    sender = Sender()
+    one, other = Owner(1), Owner(2)
+    for index in range(6):
+        sender.put(index, b"x" * 100, one if index % 2 else other)
+    sender.move(0.1)
+    assert sender.withdraw(one) == [1, 3, 5]
+    assert sender.withdraw(other) == [2, 4]  # the first is cut: it goes on from a copy
+    assert len(sender.outbox) == 1
+    sender.move()
+    assert sender.received() == [(0, b"x" * 100)]
+    assert not sender.done
+
+
+@pytest.mark.parametrize("cut_in", ["head", "payload"])
+def test_nothing_more_of_a_cut_frame_may_be_taken_for_a_while(cut_in):
+    sender = Sender()
+    owner = Owner(1)
+    sender.put(0, b"x" * 100, owner)
+    sender.move(0.05 if cut_in == "head" else 0.5)
+    sender.move(0.0)
+    assert sender.withdraw(owner) == []
+    sender.move()
+    assert sender.received() == [(0, b"x" * 100)]
+
+
+def test_clearing_names_every_owner_once_per_payload():
+    sender = Sender()
+    one, other = Owner(1), Owner(2)
+    for owner in (one, other, one):
+        sender.put(0, b"x" * 600, owner)
+    sender.put(3, None)
+    sender.move(0.1)
+    sender.outbox.clear(sender.done)
+    assert list(sender.done) == [one, other, one]
+    assert not sender.outbox
+
+
+def test_small_frames_share_one_buffer():
+    sender = Sender(gather_frames=100)
+    for index in range(10):
+        sender.put(index, b"x" * 20, Owner(index))
+    _, buffers, _ = sender.outbox.gather()
+    assert len(buffers) == 1
