@@ -1,0 +1,150 @@
+"""What the tests of stream links share: pairs of sockets, and an engine that only takes notes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import uuid
+
+from kfcomm.transports.stream import StreamLink, StreamOptions
+
+KINDS = ("pair", "tcp", "unix")
+BUSY = StreamOptions(
+    staging_nbytes=(1 << 16) + 8, lookahead_nbytes=100, burst_nbytes=1 << 12, gather_nbytes=1 << 12, gather_frames=3
+)
+"""Small sizes, so that little data meets every boundary."""
+
+
+def sockets(kind="pair", buffer_nbytes=None):
+    """Two connected sockets; ``buffer_nbytes`` is as small as the kernel allows when it is 1."""
+    if kind == "pair":
+        one, other = socket.socketpair()
+        for sock in (one, other):
+            _shrink(sock, buffer_nbytes)
+        return one, other
+    family = socket.AF_UNIX if kind == "unix" else socket.AF_INET
+    with socket.socket(family) as listener:
+        _shrink(listener, buffer_nbytes)
+        listener.bind(f"\0kfcomm-test-{uuid.uuid4()}" if kind == "unix" else ("127.0.0.1", 0))
+        listener.listen()
+        one = socket.socket(family)
+        _shrink(one, buffer_nbytes)
+        one.connect(listener.getsockname())
+        other, _ = listener.accept()
+    return one, other
+
+
+def _shrink(sock, nbytes):
+    if nbytes is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, nbytes)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, nbytes)
+
+
+class Placement:
+    def __init__(self, header, nbytes, owner):
+        self.header = header
+        self.owner = owner
+        self.memory = bytearray(nbytes)
+        self.view = memoryview(self.memory)
+
+
+class Owner:
+    """Counts how often it was told that a payload has left; ``on_sent`` runs each time."""
+
+    def __init__(self, on_sent=None):
+        self.times = 0
+        self.on_sent = on_sent
+
+    def sent(self):
+        self.times += 1
+        if self.on_sent is not None:
+            self.on_sent()
+
+
+class Notes:
+    """An ``Inbound`` that notes all it hears, and lets a test wait until it has heard something."""
+
+    def __init__(self):
+        self.frames = []
+        self.placements = []
+        self.bursts = 0
+        self.ends = []
+        self.on_frame = lambda link, header: None
+        self._heard = asyncio.Event()
+
+    def opened(self, link):
+        raise AssertionError("a link does not open itself")
+
+    def place(self, link, header, nbytes):
+        self.placements.append(Placement(header, nbytes, owner=self))
+        self._heard.set()
+        return self.placements[-1]
+
+    def arrived(self, link, placement):
+        self._note(link, placement.header, bytes(placement.memory))
+
+    def receive(self, link, header, payload):
+        self._note(link, header, bytes(payload))
+
+    def burst_end(self, link):
+        self.bursts += 1
+        self._heard.set()
+
+    def lost(self, link, error):
+        self.ends.append(error)
+        self._heard.set()
+
+    def _note(self, link, header, payload):
+        assert not self.ends, "nothing follows the end"
+        self.frames.append((list(header), payload))
+        self._heard.set()
+        self.on_frame(link, header)
+
+    async def until(self, condition):
+        while not condition(self):
+            self._heard.clear()
+            await self._heard.wait()
+
+
+@contextlib.asynccontextmanager
+async def linked(kind="pair", *, options=None, buffer_nbytes=None):
+    """Two links to each other, and the notes of each; at the end nothing is open any more."""
+    loop = asyncio.get_running_loop()
+    notes, other_notes = Notes(), Notes()
+    socks = sockets(kind, buffer_nbytes)
+    link = StreamLink(socks[0], loop, notes, 1, options=options)
+    other = StreamLink(socks[1], loop, other_notes, 0, options=options)
+    try:
+        yield link, notes, other, other_notes
+    finally:
+        for end in (link, other):
+            end.abort()
+            await end.wait_closed()
+
+
+@contextlib.asynccontextmanager
+async def against_raw(kind="pair", *, options=None, buffer_nbytes=None):
+    """A link, its notes, and the bare socket at the other end."""
+    loop = asyncio.get_running_loop()
+    notes = Notes()
+    sock, raw = sockets(kind, buffer_nbytes)
+    raw.setblocking(False)
+    link = StreamLink(sock, loop, notes, 1, options=options)
+    try:
+        yield link, notes, raw
+    finally:
+        link.abort()
+        await link.wait_closed()
+        raw.close()
+
+
+def chunk(index=0):
+    """The header of a CHUNK."""
+    return [1, index, 0, 0, 0, 0, 0, 0]
+
+
+def noise(nbytes):
+    """Bytes that differ from place to place."""
+    return bytearray(os.urandom(nbytes))
