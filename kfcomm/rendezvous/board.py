@@ -16,7 +16,8 @@ from kfcomm.errors import LocalProtocolError
 T = TypeVar("T")
 
 MAX_KEY_LENGTH = 256
-MAX_VALUE_NBYTES = 1 << 20
+MAX_VALUE_NBYTES = 1 << 19
+MAX_BODY_NBYTES = MAX_VALUE_NBYTES + 1024
 MAX_TOTAL_NBYTES = 1 << 26
 MAX_KEYS = 1 << 18
 MAX_EXITS = 1 << 17

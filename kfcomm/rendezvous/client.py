@@ -21,6 +21,7 @@ import aiohttp
 import msgpack
 
 from kfcomm.errors import RendezvousError
+from kfcomm.rendezvous.board import MAX_BODY_NBYTES
 from kfcomm.rendezvous.signing import (
     ANSWER_HEADER,
     GREETING,
@@ -37,7 +38,7 @@ _POLL_S = 15.0
 _ANSWER_WITHIN_S = 10.0
 _FIRST_PAUSE_S = 0.02
 _LAST_PAUSE_S = 1.0
-_LOST_AFTER_S = 10.0
+_LOST_AFTER_S = 2.0
 _MAX_ANSWER_NBYTES = 1 << 27
 
 
@@ -82,7 +83,7 @@ class StoreClient:
                 raise RendezvousError(f"nobody set {key!r} in the store at {self.url} within {timeout_s:g} s")
 
     async def set(self, key: str, value: bytes) -> None:
-        """Give ``key`` a value (at most 1 MiB), or another one."""
+        """Give ``key`` a value (at most 512 KiB), or another one."""
         await self._call("set", {"key": key, "value": value})
 
     async def claim(self, key: str, value: bytes, *, timeout_s: float | None = None) -> bytes:
@@ -140,6 +141,8 @@ class StoreClient:
         deadline_s = _now_s() + patience_s
         pause_s = _FIRST_PAUSE_S
         body: bytes = msgpack.packb(fields)
+        if len(body) > MAX_BODY_NBYTES:
+            raise RendezvousError(f"{name} has {len(body)} bytes to send, more than {MAX_BODY_NBYTES}")
         wait_s = float(fields.get("wait_s", 0.0))
         while True:
             try:

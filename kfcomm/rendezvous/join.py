@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kfcomm.errors import ConfigError, RemoteProtocolError, RendezvousError
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 _FAULT = "fault"
 _NONCE_NBYTES = 16
+_SIZE = struct.Struct("<I")
 _MAX_SHOWN = 32
 _MAX_GENERATIONS = 1 << 16
 
@@ -82,13 +85,12 @@ async def join(
     """
     wait_s = settings.timeout_s if timeout_s is None else timeout_s
     deadline_s = _now_s() + wait_s
-    generation = await _claim(me, client, wait_s)
-    await _agree_on_size(settings.size, me, client, generation)
+    folder = _folder(await _claim(settings.size, me, client, wait_s))
+    # of any two claims the later sees the earlier: a disagreement shows at once, and is told to those who wait
+    await _agree_on_size(await client.collect(folder, 1, unless=_FAULT, timeout_s=0), client, folder)
     left_s = max(0.0, deadline_s - _now_s())
-    found = await client.collect(_folder(generation), settings.size, unless=_FAULT, timeout_s=left_s)
-    if _FAULT in found:
-        raise RendezvousError(found[_FAULT].decode(errors="replace"))
-    world = {peer.rank: peer for peer in map(_read, found.values())}
+    found = await client.collect(folder, settings.size, unless=_FAULT, timeout_s=left_s)
+    world = {claim.peer.rank: claim.peer for claim in await _agree_on_size(found, client, folder)}
     if missing := sorted(set(range(settings.size)) - world.keys()):
         raise RendezvousError(
             f"after {wait_s:g} s {len(missing)} of {settings.size} ranks have not joined at {client.url}: "
@@ -109,36 +111,62 @@ async def leave(me: PeerInfo, client: StoreClient) -> None:
         held = await client.find(_claim_key(generation, me.rank))
         if held is None:
             return
-        if _read(held).uid == me.uid:
+        if _Claim.from_wire(held).peer.uid == me.uid:
             await client.set(_left_key(generation, me.rank), b"")
 
 
-async def _claim(me: PeerInfo, client: StoreClient, timeout_s: float) -> int:
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """A rank's entry in the store: who claims it, and how large it takes the world to be.
+
+    The nonce tells it from a claim that the same process made before, with all else the same.
+    """
+
+    nonce: bytes
+    size: int
+    peer: PeerInfo
+
+    def to_wire(self) -> bytes:
+        return self.nonce + _SIZE.pack(self.size) + self.peer.to_wire()
+
+    @classmethod
+    def from_wire(cls, data: bytes) -> _Claim:
+        start = _NONCE_NBYTES + _SIZE.size
+        try:
+            peer = PeerInfo.from_wire(data[start:])
+        except RemoteProtocolError as error:
+            raise RendezvousError(f"the store holds what no peer of this version wrote: {error}") from error
+        (size,) = _SIZE.unpack(data[_NONCE_NBYTES:start])
+        return cls(data[:_NONCE_NBYTES], size, peer)
+
+
+async def _claim(size: int, me: PeerInfo, client: StoreClient, timeout_s: float) -> int:
     """Take the rank in the first generation where it is free; returns that generation."""
-    # tells this claim from one that the same process made before, with all else the same
-    mine = secrets.token_bytes(_NONCE_NBYTES) + me.to_wire()
+    mine = _Claim(secrets.token_bytes(_NONCE_NBYTES), size, me)
     for generation in range(_MAX_GENERATIONS):
-        held = await client.claim(_claim_key(generation, me.rank), mine, timeout_s=timeout_s)
+        key = _claim_key(generation, me.rank)
+        held = _Claim.from_wire(await client.claim(key, mine.to_wire(), timeout_s=timeout_s))
         if held == mine:
             return generation
-        holder = _read(held)
-        if holder.uid != me.uid and await client.find(_left_key(generation, me.rank)) is None:
+        if held.peer.uid != me.uid and await client.find(_left_key(generation, me.rank)) is None:
             raise RendezvousError(
-                f"rank {me.rank} is taken: {holder.describe()} holds it, and {me.describe()} claims it too"
+                f"rank {me.rank} is taken: {held.peer.describe()} holds it, and {me.describe()} claims it too"
             )
     raise RendezvousError(f"the world has been joined {_MAX_GENERATIONS} times; start another store")
 
 
-async def _agree_on_size(size: int, me: PeerInfo, client: StoreClient, generation: int) -> None:
-    """Compare the size with that of the first to come; a difference is told to all who wait."""
-    said = f"{me.describe()} says {size}"
-    held = await client.claim(f"size/{generation}", f"{size} {said}".encode())
-    theirs, _, first = held.decode(errors="replace").partition(" ")
-    if theirs == str(size):
-        return
-    fault = f"the ranks disagree on the size of the world: {first}, {said}"
-    await client.set(f"{_folder(generation)}/{_FAULT}", fault.encode())
-    raise RendezvousError(fault)
+async def _agree_on_size(found: Mapping[str, bytes], client: StoreClient, folder: str) -> list[_Claim]:
+    """The claims in a folder, if they agree; otherwise all who wait there are told that they do not."""
+    if _FAULT in found:
+        raise RendezvousError(found[_FAULT].decode(errors="replace"))
+    claims = sorted(map(_Claim.from_wire, found.values()), key=lambda claim: claim.peer.rank)
+    for claim in claims:
+        if claim.size != claims[0].size:
+            sides = (f"{each.peer.describe()} says {each.size}" for each in (claims[0], claim))
+            fault = f"the ranks disagree on the size of the world: {', '.join(sides)}"
+            await client.set(f"{folder}/{_FAULT}", fault.encode())
+            raise RendezvousError(fault)
+    return claims
 
 
 def _check_protocols(me: PeerInfo, peers: Sequence[PeerInfo]) -> None:
@@ -148,13 +176,6 @@ def _check_protocols(me: PeerInfo, peers: Sequence[PeerInfo]) -> None:
                 f"{peer.describe()} speaks protocol {peer.versions[1]} (kfcomm {peer.versions[0]}), "
                 f"{me.describe()} speaks {me.versions[1]} (kfcomm {me.versions[0]})"
             )
-
-
-def _read(held: bytes) -> PeerInfo:
-    try:
-        return PeerInfo.from_wire(held[_NONCE_NBYTES:])
-    except RemoteProtocolError as error:
-        raise RendezvousError(f"the store holds what no peer of this version wrote: {error}") from error
 
 
 def _abridged(ranks: Sequence[int]) -> str:

@@ -19,11 +19,10 @@ import msgpack
 from aiohttp import web
 
 from kfcomm.errors import LocalProtocolError, RendezvousError
-from kfcomm.rendezvous.board import MAX_VALUE_NBYTES, Board, Closed
+from kfcomm.rendezvous.board import MAX_BODY_NBYTES, Board, Closed
 from kfcomm.rendezvous.settings import store_url
 from kfcomm.rendezvous.signing import ANSWER_HEADER, GREETING, REQUEST_HEADER, Gate, Ticket, answer_header, digest_of
 
-MAX_BODY_NBYTES = MAX_VALUE_NBYTES + 1024
 MAX_CONNECTIONS = 1 << 14
 MAX_WAIT_S = 20.0
 
@@ -82,6 +81,7 @@ class StoreServer:
         self.board.close()
         if self._listener is not None:
             self._listener.close()
+            self._http.pre_shutdown()  # idle connections end at once, the others after their answer
             await self._http.shutdown(_CLOSE_WITHIN_S)
             await self._listener.wait_closed()
             self._listener = None

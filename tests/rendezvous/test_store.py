@@ -1,0 +1,280 @@
+"""Store and client together, over loopback."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any
+
+import aiohttp
+import pytest
+
+from kfcomm.errors import RendezvousError
+from kfcomm.rendezvous.client import StoreClient, StoreClosed
+from kfcomm.rendezvous.settings import host_and_port
+from kfcomm.rendezvous.store import StoreServer
+from tests.support import run
+
+TOKEN = b"the token of the job"
+
+
+@contextlib.asynccontextmanager
+async def opened_store(token: bytes = TOKEN) -> AsyncIterator[tuple[StoreServer, StoreClient]]:
+    server = await StoreServer.start("127.0.0.1", token=TOKEN)
+    client = StoreClient(server.url, token)
+    try:
+        yield server, client
+    finally:
+        await client.close()
+        await server.close()
+
+
+Check = Callable[[StoreServer, StoreClient], Coroutine[Any, Any, None]]
+
+
+def with_store(check: Check) -> Callable[[], None]:
+    """A test that is given a store and a client of it."""
+
+    async def checked() -> None:
+        async with opened_store() as (server, client):
+            await check(server, client)
+
+    return lambda: run(checked())
+
+
+@with_store
+async def test_what_is_set_can_be_got(server: StoreServer, client: StoreClient) -> None:
+    await client.set("a", b"\0\xff")
+    assert await client.get("a", 1) == b"\0\xff"
+    assert await client.find("b") is None
+    assert await client.claim("a", b"mine") == b"\0\xff"
+    assert await client.claim("b", b"mine") == b"mine"
+
+
+@with_store
+async def test_get_waits_for_another_client(server: StoreServer, client: StoreClient) -> None:
+    other = StoreClient(server.url, TOKEN)
+    waiting = asyncio.create_task(client.get("later", 1e6))
+    await other.set("later", b"now")
+    assert await waiting == b"now"
+    await other.close()
+
+
+@with_store
+async def test_get_gives_up_in_time_and_names_the_key(server: StoreServer, client: StoreClient) -> None:
+    with pytest.raises(RendezvousError, match="'never'"):
+        await client.get("never", 0.01)
+
+
+@with_store
+async def test_exits_reach_those_who_watch(server: StoreServer, client: StoreClient) -> None:
+    watching = client.watch_exits()
+    first = asyncio.ensure_future(anext(watching))
+    await client.report_exit(2, -9)
+    assert await first == (2, -9)
+    await server.report_exit(0, 3)
+    assert await anext(watching) == (0, 3)
+    await server.close()
+    assert [each async for each in watching] == []
+
+
+@with_store
+async def test_the_server_tells_exits_as_its_clients_do(server: StoreServer, client: StoreClient) -> None:
+    await client.report_exit(1, 0)
+    watching = server.watch_exits()
+    assert await anext(watching) == (1, 0)
+    server.board.close()
+    assert [each async for each in watching] == []
+
+
+def told(event: asyncio.Event, wait: Callable[[str], Awaitable[None]]) -> Callable[[str], Awaitable[None]]:
+    """The same wait, which sets ``event`` when it begins."""
+
+    def told_wait(folder: str) -> Awaitable[None]:
+        event.set()
+        return wait(folder)
+
+    return told_wait
+
+
+@with_store
+async def test_closing_ends_waits_of_clients(server: StoreServer, client: StoreClient) -> None:
+    await client.set("a", b"")
+    asked = asyncio.Event()
+    server.board._changed = told(asked, server.board._changed)  # type: ignore[method-assign]
+    waiting = asyncio.create_task(client.get("never", 1e6))
+    await asked.wait()
+    await server.close()
+    with pytest.raises(StoreClosed):
+        await waiting
+
+
+@with_store
+async def test_what_is_out_of_bounds_is_refused_with_the_reason(server: StoreServer, client: StoreClient) -> None:
+    with pytest.raises(RendezvousError, match="key"):
+        await client.set("x" * 1000, b"")
+    with pytest.raises(RendezvousError, match="bytes to send"):
+        await client.set("a", b"x" * (2 << 20))
+    with pytest.raises(RendezvousError, match="bytes"):
+        await client.set("a", b"x" * ((1 << 19) + 1))
+    await client.set("a", b"still well")
+
+
+def test_a_wrong_token_is_refused_at_once() -> None:
+    async def check() -> None:
+        async with opened_store(b"not the token") as (server, client):
+            with pytest.raises(RendezvousError, match="token is not the job's"):
+                await client.set("a", b"")
+            assert await server.board.get("a", 0) is None
+
+    run(check())
+
+
+@with_store
+async def test_the_token_does_not_travel_and_nothing_is_told_without_it(
+    server: StoreServer, client: StoreClient
+) -> None:
+    async with aiohttp.ClientSession() as http:
+        for method, path in (("POST", "/v1/get"), ("POST", "/v1/set"), ("GET", "/"), ("DELETE", "/v1/hello")):
+            async with http.request(method, server.url + path, data=b"\x80") as answer:
+                assert answer.status == 401
+                assert TOKEN not in await answer.read()
+        async with http.get(f"{server.url}/v1/hello") as answer:
+            assert TOKEN not in await answer.read()
+
+
+@with_store
+async def test_garbage_costs_its_own_connection_only(server: StoreServer, client: StoreClient) -> None:
+    host, port = host_and_port(server.url)
+    for garbage in (b"\0" * 1000, b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 100_000, b"POST /v1/get HTTP/9.9\r\n\r\n"):
+        reader, writer = await asyncio.open_connection(host, port)
+        with contextlib.suppress(ConnectionError):
+            writer.write(garbage)
+            writer.write_eof()
+            await reader.read()
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+    await client.set("a", b"still well")
+
+
+def test_a_client_that_came_first_waits_for_the_store() -> None:
+    async def check() -> None:
+        with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
+            port = listener.getsockname()[1]
+        client = StoreClient(f"http://127.0.0.1:{port}", TOKEN)
+        setting = asyncio.create_task(client.set("a", b"1"))
+        await asyncio.sleep(0)
+        server = await StoreServer.start("127.0.0.1", port, token=TOKEN)
+        await setting
+        assert await client.find("a") == b"1"
+        await client.close()
+        await server.close()
+
+    run(check())
+
+
+def test_a_store_that_came_back_is_greeted_anew() -> None:
+    async def check() -> None:
+        async with opened_store() as (server, client):
+            await client.set("a", b"1")
+            await server.close()
+            again = await StoreServer.start(*host_and_port(server.url), token=TOKEN)
+            assert await client.find("a") is None
+            await client.close()
+            await again.close()
+
+    run(check())
+
+
+@pytest.mark.parametrize(
+    ("url", "cause"),
+    [("http://127.0.0.1:1", "Connection refused"), ("http://no-such-host.invalid:1", "no-such-host")],
+)
+def test_a_store_that_is_not_there_is_named_with_the_cause(url: str, cause: str) -> None:
+    async def check() -> None:
+        client = StoreClient(url, TOKEN, timeout_s=0.05)
+        try:
+            with pytest.raises(RendezvousError) as caught:
+                await client.set("a", b"")
+        finally:
+            await client.close()
+        assert url in str(caught.value)
+        assert cause in str(caught.value) or "resol" in str(caught.value) or "known" in str(caught.value)
+
+    run(check())
+
+
+async def serve_once(answer: bytes) -> tuple[asyncio.Server, str]:
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    return server, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"It works!", "not a store of kfcomm"),
+        # it answers like a store, but every answer lacks the proof
+        (b"kfcomm store " + b"0" * 64, "does not know the job's token"),
+    ],
+)
+def test_another_server_is_not_taken_for_the_store(body: bytes, message: str) -> None:
+    async def check() -> None:
+        head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        server, url = await serve_once(head.encode() + body)
+        client = StoreClient(url, TOKEN)
+        with pytest.raises(RendezvousError, match=message):
+            await client.set("a", b"")
+        await client.close()
+        server.close()
+        await server.wait_closed()
+
+    run(check())
+
+
+def test_a_port_in_use_is_named() -> None:
+    async def check() -> None:
+        with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
+            port = listener.getsockname()[1]
+            with pytest.raises(RendezvousError, match=rf"{port}.*in use.*KFCOMM_PORT"):
+                await StoreServer.start("127.0.0.1", port, token=TOKEN)
+
+    run(check())
+
+
+def test_only_the_chosen_address_is_bound() -> None:
+    async def check() -> None:
+        server = await StoreServer.start("127.0.0.2", token=TOKEN)
+        host, port = host_and_port(server.url)
+        assert host == "127.0.0.2"
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", port)
+        await server.close()
+
+    run(check())
+
+
+def test_closing_twice_is_no_error() -> None:
+    async def check() -> None:
+        async with opened_store() as (server, client):
+            await server.close()
+            await client.close()
+
+    run(check())
+
+
+async def gathered(*work: Awaitable[Any]) -> list[Any]:
+    return list(await asyncio.gather(*work))
+
+
+@with_store
+async def test_many_requests_at_once(server: StoreServer, client: StoreClient) -> None:
+    await gathered(*(client.set(f"k/{number}", b"%d" % number) for number in range(300)))
+    found = await client.collect("k", 300, unless=None, timeout_s=1e6)
+    assert found == {str(number): b"%d" % number for number in range(300)}
