@@ -1,7 +1,59 @@
 """Named, asynchronous collective communication along graphs you choose.
 
+::
+
+    async with kfcomm.init() as comm:
+        y = await comm.all_reduce(x, name="grad/0")
+
 This module owns the public names and nothing else. Importing it needs NumPy, msgpack and, where it exists, uvloop;
 no framework, no network and no environment variable is looked at before ``init`` is called.
 """
 
 __version__ = "0.1.0"
+
+from kfcomm import strategies
+from kfcomm.communicator import Communicator, init
+from kfcomm.dump import dump
+from kfcomm.errors import (
+    CollectiveAborted,
+    CollectiveError,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    ConfigError,
+    EpochChanged,
+    InternalError,
+    KfcommError,
+    PeerLost,
+    ProtocolError,
+    RendezvousError,
+    SessionClosed,
+    TransportError,
+)
+from kfcomm.handle import Handle
+from kfcomm.messages import Queue
+from kfcomm.types import Layout, Op
+
+__all__ = [
+    "CollectiveAborted",
+    "CollectiveError",
+    "CollectiveMismatch",
+    "CollectiveTimeout",
+    "Communicator",
+    "ConfigError",
+    "EpochChanged",
+    "Handle",
+    "InternalError",
+    "KfcommError",
+    "Layout",
+    "Op",
+    "PeerLost",
+    "ProtocolError",
+    "Queue",
+    "RendezvousError",
+    "SessionClosed",
+    "TransportError",
+    "__version__",
+    "dump",
+    "init",
+    "strategies",
+]

@@ -12,6 +12,7 @@ given memory and programs, and asks ``connect`` for links.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
@@ -20,8 +21,21 @@ from kfcomm.buffers import BlockPool, Payload
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import Collective, Early, GroupView, Incoming, ItemSizes
 from kfcomm.core.frame import Header, Kind
-from kfcomm.core.machine import COPY, DONE, DOWN, FINISH, FOLD, HOLD, PAYLOAD, RELEASE, RESULT, SEND, STORE
-from kfcomm.core.machine import Effect, Effects
+from kfcomm.core.machine import (
+    COPY,
+    DONE,
+    DOWN,
+    FINISH,
+    FOLD,
+    HOLD,
+    PAYLOAD,
+    RELEASE,
+    RESULT,
+    SEND,
+    STORE,
+    Effect,
+    Effects,
+)
 from kfcomm.core.program import Program
 from kfcomm.core.router import ANSWER, DROPPED, EARLY, FAILED, FLOOD, VIOLATION, Router
 from kfcomm.core.signature import Signature
@@ -70,6 +84,7 @@ class Engine:
         self.loop = loop
         self.control: ControlPlane | None = None
         self.early_listeners: dict[bytes, EarlyListener] = {}
+        self.loss_listeners: list[Callable[[], None]] = []
         self._connect = connect
         self._stall_after_s = stall_after_s
         self._pool = BlockPool()
@@ -81,6 +96,8 @@ class Engine:
         self._watch: Watch[Operation] = Watch()
         self._timer: asyncio.TimerHandle | None = None
         self._inquiries: dict[Operation, Inquiry] = {}
+        self._closing = False
+        self._all_closed = asyncio.Event()
 
     # ---------------------------------------------------------------- what the caller does
 
@@ -120,8 +137,10 @@ class Engine:
 
     def cancel(self, operation: Operation) -> None:
         """The caller does not want it any more: it ends on every rank where it is not complete."""
+        if operation.failed:
+            return
         collective = operation.collective
-        message = f"{collective.name!r} was cancelled on rank {collective.group.rank}"
+        message = f"{collective.title} was cancelled on rank {collective.group.rank}"
         self.abort(collective, Cause(CauseKind.CANCELLED, self.rank, message))
 
     def abort(self, collective: Collective, cause: Cause) -> None:
@@ -131,24 +150,38 @@ class Engine:
         self._perform(effects)
         self._flush_soon()
 
-    def close_links(self) -> list[Link]:
-        """Say goodbye on every link that this side opened; returns all links that are still open."""
-        for dial in self._dials:
+    async def close(self, timeout_s: float) -> None:
+        """Say goodbye on every link and wait, bounded, until the peers have; then close what is left."""
+        for dial in list(self._dials):
             dial.cancel()
         if self._timer is not None:
             self._timer.cancel()
-        links = [outlet.link for outlet in self._outlets.values() if outlet.link is not None]
-        for link in links:
-            link.close()
-        return links + list(self._incoming.values())
+        self._closing = True
+        self._flush()
+        for outlet in self._outlets.values():
+            if outlet.link is not None:
+                outlet.link.close()
+        self._look_if_all_closed()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._all_closed.wait()
+        for link in [*self._incoming.values(), *(one.link for one in self._outlets.values() if one.link is not None)]:
+            link.abort()
+        await asyncio.gather(*self._dials, return_exceptions=True)
+        await asyncio.sleep(0)
 
-    def fail_all(self, cause: Cause) -> None:
-        """Fail everything in flight, here only."""
-        effects: Effects = []
-        for collective in list(self.router.live):
-            self.router.complete(collective)
-            effects.append((FAILED, collective, cause))
-        self._perform(effects)
+    def descriptors(self) -> list[int]:
+        """Descriptors of all open links."""
+        links = [*self._incoming.values(), *(one.link for one in self._outlets.values() if one.link is not None)]
+        return [descriptor for link in links for descriptor in link.descriptors()]
+
+    def peers_in_use(self) -> list[int]:
+        """Ranks to which this side has opened a link."""
+        return sorted(self._outlets)
+
+    def _look_if_all_closed(self) -> None:
+        if self._closing and not self._incoming and not any(one.link for one in self._outlets.values()):
+            self._all_closed.set()
 
     # ---------------------------------------------------------------- what the control plane tells
 
@@ -166,6 +199,16 @@ class Engine:
         if outlet is not None and outlet.link is not None:
             outlet.link.close()
         self._perform(effects)
+        self._tell_losses()
+
+    def on_peer_left(self, peer: int, cause: Cause) -> None:
+        """A peer posts nothing more: later posts that need it fail; what it has posted may still complete."""
+        self.router.lost.setdefault(peer, cause)
+        self._tell_losses()
+
+    def _tell_losses(self) -> None:
+        for listener in list(self.loss_listeners):
+            listener()
 
     # ---------------------------------------------------------------- what links tell
 
@@ -239,7 +282,8 @@ class Engine:
             if outlet is not None and outlet.link is link:
                 del self._outlets[peer]
         self._dirty.pop(link, None)
-        if error is None or peer in self.router.lost:
+        self._look_if_all_closed()
+        if error is None or self._closing or peer in self.router.lost:
             return
         if isinstance(error, RemoteProtocolError):
             logger.warning("rank %d closed a link from rank %d: %s", self.rank, peer, error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kfcomm.core.cause import Cause, CauseKind
+from kfcomm.core.collective import shown
 from kfcomm.errors import (
     CollectiveAborted,
     CollectiveError,
@@ -25,8 +26,8 @@ def error_of(cause: Cause, name: str) -> KfcommError:
         case CauseKind.CANCELLED | CauseKind.REFUSED:
             return CollectiveAborted(message, key=name)
         case CauseKind.LOST:
-            return PeerLost(f"{name!r} failed: {message}", key=name, rank=cause.rank)
+            return PeerLost(f"{shown(name)} failed: {message}", key=name, rank=cause.rank)
         case CauseKind.LINK:
-            return CollectiveError(f"{name!r} failed: {message}", key=name)
+            return CollectiveError(f"{shown(name)} failed: {message}", key=name)
         case CauseKind.INTERNAL:
-            return InternalError(f"{name!r} failed: {message}")
+            return InternalError(f"{shown(name)} failed: {message}")

@@ -40,7 +40,7 @@ class Inquiry:
         arrived, missing = self._arrived_and_missing()
         waited_s = self._collective.context.waited_s()
         message = (
-            f"{self._collective.name!r} did not finish on rank {self._collective.group.rank} "
+            f"{self._collective.title} did not finish on rank {self._collective.group.rank} "
             f"within {waited_s:.1f} s: {self._words(arrived, missing)}"
         )
         return Cause(CauseKind.TIMEOUT, self._rank, message, tuple(arrived), tuple(missing))
@@ -55,10 +55,10 @@ class Inquiry:
             return
         arrived, missing = self._arrived_and_missing()
         logger.warning(
-            "rank %d has waited %.1f s for %r (#%d, group of %d): %s",
+            "rank %d has waited %.1f s for %s (#%d, group of %d): %s",
             collective.group.rank,
             collective.context.waited_s(),
-            collective.name,
+            collective.title,
             collective.seq,
             collective.group.size,
             self._words(arrived, missing),

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from kfcomm.core.collective import Collective
-from kfcomm.core.machine import INPUT, PARTIAL
+from kfcomm.core.machine import INPUT, PARTIAL, RESULT
 from kfcomm.core.program import Lane
+from kfcomm.errors import InternalError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 _NOTHING = np.empty(0, np.uint8)
+_EMPTY = memoryview(b"")
 
 
 class Operation:
@@ -93,7 +95,7 @@ class Operation:
             return
         try:
             outcome = self.outcome()
-        except Exception as error:  # of the caller's array library: it belongs to the caller, not to this loop
+        except Exception as error:  # noqa: BLE001  of the caller's array library: it belongs to the caller, not to this loop
             self.future.set_exception(error)
         else:
             self.future.set_result(outcome)
@@ -111,6 +113,8 @@ class Operation:
 
     def bytes_of(self, lane: Lane, index: int, source: int) -> memoryview:
         """The bytes of one chunk of the input, the partial result or the result."""
+        if not lane.count:
+            return _EMPTY
         view = self._views[source]
         if view is None:
             view = self._views[source] = self._array(source).view(np.uint8).data
@@ -123,9 +127,8 @@ class Operation:
         return view[(offset + start) * item : (offset + stop) * item]
 
     def fold(self, lane: Lane, index: int, payload: Payload, first: bool) -> None:
-        """partial = (input if first else partial) ∘ payload."""
-        kernel = self._kernel
-        assert kernel is not None  # only verbs that reduce have lanes with an up phase and data
+        """Make the partial result: (input if first else partial) ∘ payload."""
+        kernel = self._folding()
         start = index * self._chunk
         stop = min(start + self._chunk, lane.count)
         partial = self._part(lane, PARTIAL, start, stop)
@@ -135,32 +138,35 @@ class Operation:
         kernel.fold(own, np.frombuffer(view, dtype), partial)
 
     def finish(self, lane: Lane, index: int, source: int) -> None:
-        """result = the finished fold."""
-        kernel = self._kernel
-        assert kernel is not None
+        """Make the result of the finished fold."""
+        kernel = self._folding()
         if source == PARTIAL and self._partial_shared and not kernel.needs_finish:
             return
         start = index * self._chunk
         stop = min(start + self._chunk, lane.count)
         folded = self._part(lane, source, start, stop)
-        kernel.finish(folded, self._part(lane, 2, start, stop), self._size)
+        kernel.finish(folded, self._part(lane, RESULT, start, stop), self._size)
 
     def store(self, lane: Lane, index: int, payload: Payload) -> None:
-        """result = payload, unless it arrived there."""
+        """Make the result of a payload, unless it arrived there."""
         if payload.owner is not self:
-            self.bytes_of(lane, index, 2)[:] = payload.view
+            self.bytes_of(lane, index, RESULT)[:] = payload.view
 
     def copy(self, lane: Lane, index: int) -> None:
-        """result = input."""
-        self.bytes_of(lane, index, 2)[:] = self.bytes_of(lane, index, INPUT)
+        """Make the result of the input."""
+        self.bytes_of(lane, index, RESULT)[:] = self.bytes_of(lane, index, INPUT)
+
+    def _folding(self) -> Kernel:
+        if self._kernel is None:
+            raise InternalError("a verb that does not reduce was given something to fold")
+        return self._kernel
 
     def _array(self, source: int) -> Array:
         if source == INPUT:
             return self._in
         if source == PARTIAL:
             if self._partial is None:
-                assert self._kernel is not None
-                self._partial = np.empty(self._in.size, self._kernel.accumulate_dtype)
+                self._partial = np.empty(self._in.size, self._folding().accumulate_dtype)
             return self._partial
         return self._out
 

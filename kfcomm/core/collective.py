@@ -93,6 +93,11 @@ class Collective(Machine):
         """The name under which it was posted."""
         return self.key.name
 
+    @property
+    def title(self) -> str:
+        """The name, for people."""
+        return shown(self.key.name)
+
     def nbytes_sent(self, number: int, index: int, phase: int) -> int:
         """Size of a chunk that this rank sends on lane ``number``."""
         lane = self.program.lanes[number]
@@ -148,3 +153,9 @@ class Outgoing:
 
 EarlyItem = tuple[Incoming, AnySignature, Header, int, Any]
 """A chunk that came early: from where, its signature, its header, its size and its payload."""
+
+
+def shown(key: str) -> str:
+    """A key as people know it: keys of further steps hold a NUL, that of unnamed calls is empty."""
+    name, _, step = key.partition("\0")
+    return f"{name!r}{step and f' ({step})'}" if name else f"an unnamed collective{step and f' ({step})'}"

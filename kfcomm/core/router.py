@@ -33,6 +33,7 @@ from kfcomm.core.collective import (
     ItemSizes,
     Key,
     Outgoing,
+    shown,
 )
 from kfcomm.core.frame import MAX_ID, Header, Kind
 from kfcomm.core.machine import UP, Effect, Effects
@@ -125,6 +126,7 @@ class Router:
         """A call failed its local checks: it takes its sequence number, and fails on every rank."""
         key = self.key(group.id, name)
         cause = Cause(CauseKind.REFUSED, self.rank, message)
+        self._dead.pop((key, key.next_seq), None)
         self._bury(key, key.next_seq, effects)
         effects.append((FLOOD, key.group_id, key.name, key.next_seq, cause))
         key.next_seq += 1
@@ -321,7 +323,9 @@ class Router:
                 if peer in group.index:
                     return cause
         if key.live and not overlapping:
-            cause = Cause(CauseKind.REFUSED, self.rank, f"{key.name!r} was used again on rank {self.rank} in flight")
+            cause = Cause(
+                CauseKind.REFUSED, self.rank, f"{shown(key.name)} was used again on rank {self.rank} in flight"
+            )
             self._bury(key, key.next_seq, effects)
             effects.append((FLOOD, key.group_id, key.name, key.next_seq, cause))
             return cause
@@ -357,10 +361,10 @@ class Router:
         lane = collective.program.lanes.get(number)
         position = NOBODY if lane is None else collective.accepts(lane, index, phase, sender)
         if lane is None or position == NOBODY:
-            effects.append((VIOLATION, incoming, f"a chunk of {collective.name!r} that does not belong there"))
+            effects.append((VIOLATION, incoming, f"a chunk of {collective.title} that does not belong there"))
             return None
         if nbytes != self._expected(collective, lane, index, phase, position):
-            effects.append((VIOLATION, incoming, f"a chunk of {collective.name!r} of {nbytes} bytes"))
+            effects.append((VIOLATION, incoming, f"a chunk of {collective.title} of {nbytes} bytes"))
             return None
         if not collective.posted >> sender & 1:
             self._saw(collective, sender, effects)
@@ -378,7 +382,7 @@ class Router:
             return True
         index = collective.group.index
         message = (
-            f"{collective.name!r} differs between ranks: rank {index.get(incoming.peer, '?')} has "
+            f"{collective.title} differs between ranks: rank {index.get(incoming.peer, '?')} has "
             f"{describe(signature)}, rank {collective.group.rank} has {describe(collective.signature)}"
         )
         self.abort(collective, Cause(CauseKind.MISMATCH, self.rank, message), effects)
@@ -399,7 +403,7 @@ class Router:
                 incoming.window.matched(nbytes)
             return None
         if not charged:
-            effects.append((VIOLATION, incoming, f"a chunk of {key.name!r}, which is not posted, without credit"))
+            effects.append((VIOLATION, incoming, f"a chunk of {shown(key.name)}, which is not posted, without credit"))
             return None
         return (self._early(key, seq, signature, effects), incoming, signature, header, nbytes)
 
@@ -415,7 +419,7 @@ class Router:
     ) -> None:
         sender = collective.group.index.get(incoming.peer)
         if sender is None:
-            effects.append((VIOLATION, incoming, f"a question about {collective.name!r}, where it takes no part"))
+            effects.append((VIOLATION, incoming, f"a question about {collective.title}, where it takes no part"))
         elif self._agrees(incoming, collective, signature, effects):
             self._saw(collective, sender, effects)
             effects.append((ANSWER, incoming, (POSTED, header[1], header[2])))

@@ -61,6 +61,9 @@ class Link(Protocol):
     def close(self) -> None:
         """Say goodbye after what is queued, then close. Calling it again does nothing."""
 
+    def descriptors(self) -> Sequence[int]:
+        """File descriptors that a forked child must let go of."""
+
     def abort(self) -> None:
         """Close at once, whatever is queued; afterwards no memory of any owner is read or written."""
 

@@ -1,0 +1,234 @@
+"""What users hold: the verbs on one group of ranks, and how to begin and end.
+
+A communicator lives on the event loop on which it was made; ``kfcomm.sync`` has the same verbs for programs
+without one. Sub-groups are communicators too, over the same session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Generator, Iterable
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+from kfcomm.blobs import Blobs
+from kfcomm.core.collective import GroupView
+from kfcomm.dump import install_signal, snapshot
+from kfcomm.errors import ConfigError, SessionClosed
+from kfcomm.group import Group
+from kfcomm.mailbox import Mailbox
+from kfcomm.messages import Messages
+from kfcomm.network import Alone, SocketNetwork
+from kfcomm.rendezvous.settings import Arguments, Settings, detect
+from kfcomm.session import Session
+from kfcomm.strategies import AnyStrategy, build
+from kfcomm.types import Layout
+
+StrategySpec = Any
+"""A name, a ``Strategy``, a ``GraphPair`` or a ``Graph``: see ``kfcomm.strategies.build``."""
+
+
+class Communicator(Messages):
+    """The collectives of one group of ranks. Made by ``kfcomm.init``, ``group`` and ``split``.
+
+    Use it on its own event loop only. Every verb returns a handle of a collective that is already under way.
+    """
+
+    def __init__(self, session: Session, view: GroupView, strategy: StrategySpec, name: str = "world") -> None:
+        self.name = name
+        self._session = session
+        self._left = False
+        layout = session.layout_of(view)
+        chosen = build(strategy, layout)
+        self._spec = strategy if isinstance(strategy, str) else "auto"
+        self._group = Group(session.engine, view, layout, chosen, session.timeout_s)
+        self._mailbox = Mailbox(session.engine, view, session.timeout_s)
+        self._blobs = Blobs(self._mailbox, view.rank)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._left or self._session.is_closed else "open"
+        return f"<Communicator {self.name!r}, rank {self.rank} of {self.size}, {state}>"
+
+    # ---------------------------------------------------------------- who and where
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process in the group."""
+        return self._group.view.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the group."""
+        return self._group.view.size
+
+    @property
+    def local_rank(self) -> int:
+        """Rank of this process among those of the group on its host."""
+        return self._group.layout.local_rank(self.rank)
+
+    @property
+    def local_size(self) -> int:
+        """Number of ranks of the group on this host."""
+        return len(self._group.layout.ranks_of(self._group.layout.hosts[self.rank]))
+
+    @property
+    def layout(self) -> Layout:
+        """Hosts of the ranks of the group."""
+        return self._group.layout
+
+    @property
+    def epoch(self) -> int:
+        """Number of the membership."""
+        return self._session.epoch
+
+    @property
+    def strategy(self) -> AnyStrategy:
+        """The strategy in force in this group."""
+        return self._group.strategy
+
+    # ---------------------------------------------------------------- groups and graphs
+
+    async def set_strategy(self, strategy: StrategySpec, *, timeout: float | None = None) -> None:
+        """Change the graphs of this group while it works; every rank calls it, at the same place in its program.
+
+        What was posted before the call runs on the old graphs; what is posted after it waits for the verdict, one
+        small collective.
+
+        Args:
+            strategy: a name, a ``Strategy``, a ``GraphPair`` or a ``Graph``; the same graphs on every rank.
+            timeout: seconds; None for the communicator's.
+
+        Raises:
+            ConfigError: there is no such strategy, or it is for another number of ranks.
+            CollectiveMismatch: the ranks do not agree; the old strategy stays.
+            CollectiveTimeout, CollectiveAborted, PeerLost: the old strategy stays.
+        """
+        self._check_open()
+        await self._group.swap(build(strategy, self._group.layout), timeout)
+
+    async def group(
+        self, ranks: Iterable[int], name: str = "group", *, strategy: StrategySpec | None = None,
+        timeout: float | None = None,
+    ) -> Communicator:  # fmt: skip
+        """A communicator of some of this group's ranks, in the order given; only these call it.
+
+        Args:
+            ranks: ranks of this group, this one among them.
+            name: part of the new group's identity.
+            strategy: None for this group's.
+            timeout: seconds to wait for the others; None for the communicator's.
+
+        Raises:
+            ConfigError: a rank is out of range, repeated, or this one is missing.
+            CollectiveTimeout: not all members called it alike.
+        """
+        self._check_open()
+        members = tuple(int(rank) for rank in ranks)
+        for rank in members:
+            self._check_rank("member", rank)
+        if len(set(members)) < len(members):
+            raise ConfigError(f"a group names each rank once, got {list(members)}")
+        if self.rank not in members:
+            raise ConfigError(f"rank {self.rank} is not a member of the group {list(members)}: only members call")
+        view = self._session.new_group(self._group.view, name, members)
+        made = Communicator(self._session, view, self._spec if strategy is None else strategy, name)
+        try:
+            await made.barrier("group", timeout=timeout)
+        except BaseException:
+            made._leave()
+            raise
+        return made
+
+    async def split(
+        self, color: int | str | None, key: int = 0, name: str = "split", *, timeout: float | None = None
+    ) -> Communicator | None:
+        """A communicator of the ranks that give the same ``color``, ordered by ``key``, then rank; all call it.
+
+        ``None`` as color takes part in no group, and gets None.
+        """
+        said = await self.all_gather_object([color, key], timeout=timeout)
+        if color is None:
+            return None
+        members = sorted((one[1], rank) for rank, one in enumerate(said) if one[0] == color)
+        return await self.group([rank for _, rank in members], f"{name}/{color}", timeout=timeout)
+
+    # ---------------------------------------------------------------- diagnosis and the end
+
+    def dump(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+        """What this process did last and waits for, as a JSON-able record; written to ``path`` if given."""
+        return snapshot(self._session, path)
+
+    async def close(self) -> None:
+        """End it: of the world, everything is closed; of a sub-group, only this view of it. Never hangs.
+
+        What is in flight fails, here and, where it was not complete, on the other ranks.
+        """
+        self._leave()
+        if self._group.view is self._session.world:
+            await self._session.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _leave(self) -> None:
+        if not self._left:
+            self._left = True
+            self._mailbox.close()
+
+    def _check_open(self) -> None:
+        self._session.check_open()
+        if self._left:
+            raise SessionClosed(f"group {self.name!r} is closed")
+
+
+class Init:
+    """What ``kfcomm.init`` returns: await it, or use it in ``async with``."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._made: Communicator | None = None
+
+    def __await__(self) -> Generator[Any, None, Communicator]:
+        return self._begin().__await__()
+
+    async def __aenter__(self) -> Communicator:
+        self._made = await self._begin()
+        return self._made
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._made is not None:
+            await self._made.close()
+
+    async def _begin(self) -> Communicator:
+        settings = self._settings
+        loop = asyncio.get_running_loop()
+        alone = settings.size == 1
+        network = Alone() if alone else await SocketNetwork.join(settings)
+        layout = Layout((0,)) if isinstance(network, Alone) else network.layout
+        build(settings.strategy, layout)
+        session = Session(
+            settings.rank, layout, network, loop, timeout_s=settings.timeout_s, stall_after_s=settings.stall_after_s
+        )
+        install_signal()
+        return Communicator(session, session.world, settings.strategy)
+
+
+def init(**arguments: Unpack[Arguments]) -> Init:
+    """Join the world that this process was started in; alone it is a world of one.
+
+    Use as ``async with kfcomm.init() as comm`` or ``comm = await kfcomm.init()``. What is not given is found in the
+    environment: ``KFCOMM_*``, then that of torchrun, SLURM, Open MPI or PMI (``kfcomm env`` explains it).
+
+    Raises:
+        ConfigError: at once, if the settings cannot work.
+        RendezvousError: when awaited, if the peers do not find or accept each other.
+    """
+    return Init(detect(os.environ, **arguments))

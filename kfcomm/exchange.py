@@ -1,0 +1,408 @@
+"""The verbs whose shapes differ between ranks, and those that carry Python objects: two steps each.
+
+The first step tells the shapes, under the name of the call; the second moves the data, under a key derived from
+it. Each call takes one sequence number of both, whatever happens, so that the steps of one call meet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import msgpack
+import numpy as np
+
+from kfcomm.array_kinds import NUMPY
+from kfcomm.arrays import HostArray, OutArray, adapt, adapt_out
+from kfcomm.core.chunk import split
+from kfcomm.dtypes import dtype_name, dtype_of
+from kfcomm.errors import CollectiveError, CollectiveMismatch, ConfigError
+from kfcomm.group import Group
+from kfcomm.handle import Handle
+from kfcomm.plans import Plan, Planner, row_elements
+from kfcomm.types import Verb
+from kfcomm.verbs import Verbs
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+
+DATA = "\0data"
+RECORD_NBYTES = 256
+ROW_NBYTES = 9
+"""The largest msgpack integer."""
+
+
+class Steps(Handle[Any]):
+    """A call of two steps; cancelling it cancels the step under way."""
+
+    step: asyncio.Future[Any] | None = None
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        """End the call everywhere; False if it is complete already."""
+        if not super().cancel(msg):
+            return False
+        if self.step is not None:
+            self.step.cancel()
+        return True
+
+
+class Exchange(Verbs):
+    """gather, all_gather, scatter and all_to_all in all their forms, and the verbs for objects."""
+
+    _last_unnamed: asyncio.Future[None] | None = None
+
+    def gather(
+        self, x: Any, root: int = 0, name: str | None = None, *, concat: bool = False, out: Any = None,
+        timeout: float | None = None, priority: int = 0,
+    ) -> Handle[Any]:  # fmt: skip
+        """Rank ``root`` gets the arrays of all ranks; the others get None.
+
+        Args:
+            x: array; the same dtype everywhere, and the same shape unless ``concat``.
+            root: rank in the group.
+            name: see ``all_reduce``, also for ``timeout`` and ``priority``.
+            concat: join along the first axis, whose lengths may differ; else stack, with axis 0 the rank.
+            out: where the root's result goes.
+            timeout: seconds; None for the communicator's.
+            priority: accepted for later use.
+        """
+        if not concat:
+            return self._gather_stacked(x, root, name, out, timeout)
+        with self._checks(name):
+            self._check_rank("root", root)
+        is_root = self._group.view.rank == root
+
+        def plan(group: Group, array: HostArray, rows: tuple[int, ...]) -> Plan:
+            return group.plan(Planner.gather, array.dtype, array.shape[1:], root, rows)
+
+        return self._concatenated(Verb.GATHER, root, x, name, out if is_root else None, timeout, plan)
+
+    def all_gather(
+        self, x: Any, name: str | None = None, *, concat: bool = False, out: Any = None,
+        timeout: float | None = None, priority: int = 0,
+    ) -> Handle[Any]:  # fmt: skip
+        """Every rank gets the arrays of all ranks; see ``gather``."""
+        if not concat:
+            return self._all_gather_stacked(x, name, out, timeout)
+
+        def plan(group: Group, array: HostArray, rows: tuple[int, ...]) -> Plan:
+            return group.plan(Planner.all_gather, array.dtype, array.shape[1:], rows)
+
+        return self._concatenated(Verb.ALL_GATHER, -1, x, name, out, timeout, plan)
+
+    def scatter(
+        self, x: Any = None, root: int = 0, name: str | None = None, *, out: Any = None,
+        timeout: float | None = None, priority: int = 0,
+    ) -> Handle[Any]:  # fmt: skip
+        """Rank r gets the r-th part, along the first axis, of the root's array.
+
+        Args:
+            x: on the root an array, shared out as evenly as possible (the first parts may be one row longer), or
+                a list of arrays, one for each rank, of one dtype and equal but for their first dimensions. The
+                other ranks' is ignored.
+            root: rank in the group.
+            name: see ``all_reduce``, also for ``timeout`` and ``priority``.
+            out: where the result goes.
+            timeout: seconds; None for the communicator's.
+            priority: accepted for later use.
+
+        Returns:
+            A handle; elsewhere than on the root its result is a NumPy array.
+        """
+        size = self._group.view.size
+        nbytes = RECORD_NBYTES + ROW_NBYTES * size
+        with self._checks(name):
+            self._check_rank("root", root)
+            array: HostArray | None = None
+            rows: list[int] = []
+            if self._group.view.rank == root:
+                array, rows = _parts(x, size)
+            fields = [] if array is None else [dtype_name(array.dtype), array.shape[1:], rows]
+            record = _record(fields, nbytes)
+
+        def first() -> Handle[Any]:
+            return self.broadcast(record, root, name, timeout=timeout)
+
+        def second(told: Array, key: str) -> Handle[Any]:
+            with self._checks(name, key):
+                (dtype_text, row, counts) = _fields(told)
+                dtype, shape = dtype_of(dtype_text), tuple(row)
+                mine = (counts[self._group.view.rank], *shape)
+                source = HostArray(np.empty(0, dtype), (0,), NUMPY, False) if array is None else array
+                target = None if out is None else adapt_out(out, mine, dtype)
+            return self._begin(
+                name, source, mine, target, timeout,
+                lambda group: group.plan(Planner.scatter, dtype, shape, root, tuple(counts)), key=key,
+            )  # fmt: skip
+
+        return self._two_steps(name, first, second)
+
+    def all_to_all(
+        self, x: Any, name: str | None = None, *, out: Any = None, timeout: float | None = None, priority: int = 0
+    ) -> Handle[Any]:
+        """Rank i gets the i-th part of every rank's ``x``, in rank order.
+
+        Args:
+            x: an array whose first dimension is a multiple of the group's size (the result has its shape), or a
+                list of arrays, one for each rank, of one dtype and equal but for their first dimensions (the
+                result is a list of arrays).
+            name: see ``all_reduce``, also for ``timeout`` and ``priority``.
+            out: where the result goes; not for lists.
+            timeout: seconds; None for the communicator's.
+            priority: accepted for later use.
+        """
+        if not isinstance(x, (list, tuple)):
+            return self._all_to_all_even(x, name, out, timeout)
+        size = self._group.view.size
+        with self._checks(name):
+            if out is not None:
+                raise ConfigError("all_to_all of a list takes no out")
+            array, rows = _parts(x, size)
+            record = _record([dtype_name(array.dtype), array.shape[1:], rows], RECORD_NBYTES + ROW_NBYTES * size)
+
+        def second(told: Array, key: str) -> Handle[Any]:
+            with self._checks(name, key):
+                said = [_fields(one) for one in told]
+                _same(said, Verb.ALL_TO_ALL)
+                table = tuple(tuple(one[2]) for one in said)
+                received = [line[self._group.view.rank] for line in table]
+            whole = self._begin(
+                name, array, (sum(received), *array.shape[1:]), None, timeout,
+                lambda group: group.plan(Planner.all_to_all, array.dtype, array.shape[1:], table), key=key,
+            )  # fmt: skip
+            return mapped(whole, lambda joined: _cut(joined, received))
+
+        return self._two_steps(name, lambda: self._all_gather_stacked(record, name, None, timeout), second)
+
+    # ---------------------------------------------------------------- objects
+
+    def broadcast_object(
+        self, value: Any = None, root: int = 0, name: str | None = None, *, timeout: float | None = None
+    ) -> Handle[Any]:
+        """Every rank gets the root's ``value``: anything that msgpack can carry."""
+        with self._checks(name):
+            self._check_rank("root", root)
+            mine = packed(value if self._group.view.rank == root else None)
+            record = _record([mine.size], RECORD_NBYTES)
+
+        def second(told: Array, key: str) -> Handle[Any]:
+            with self._checks(name, key):
+                (count,) = _fields(told)
+                array = adapt(mine if self._group.view.rank == root else np.zeros(count, np.uint8))
+            whole = self._begin(
+                name, array, array.shape, None, timeout,
+                lambda group: group.plan(Planner.broadcast, array.dtype, array.shape, root), key=key,
+            )  # fmt: skip
+            return mapped(whole, unpacked)
+
+        return self._two_steps(name, lambda: self.broadcast(record, root, name, timeout=timeout), second)
+
+    def all_gather_object(self, value: Any, name: str | None = None, *, timeout: float | None = None) -> Handle[Any]:
+        """Every rank gets the list of all ranks' values."""
+        return self._gathered_objects(value, -1, name, timeout)
+
+    def gather_object(
+        self, value: Any, root: int = 0, name: str | None = None, *, timeout: float | None = None
+    ) -> Handle[Any]:
+        """Rank ``root`` gets the list of all ranks' values; the others get None."""
+        with self._checks(name):
+            self._check_rank("root", root)
+        return self._gathered_objects(value, root, name, timeout)
+
+    def scatter_object(
+        self, values: Sequence[Any] | None = None, root: int = 0, name: str | None = None, *,
+        timeout: float | None = None,
+    ) -> Handle[Any]:  # fmt: skip
+        """Rank r gets ``values[r]`` of the root's list; the other ranks' is ignored."""
+        with self._checks(name):
+            self._check_rank("root", root)
+            parts = None
+            if self._group.view.rank == root:
+                if values is None or len(values) != self._group.view.size:
+                    raise ConfigError(f"scatter_object needs one value for each of {self._group.view.size} ranks")
+                parts = [packed(value) for value in values]
+        return mapped(self.scatter(parts, root, name, timeout=timeout), unpacked)
+
+    def _gathered_objects(self, value: Any, root: int, name: str | None, timeout: float | None) -> Handle[Any]:
+        with self._checks(name):
+            mine = packed(value)
+        lengths: list[int] = []
+
+        def plan(group: Group, array: HostArray, rows: tuple[int, ...]) -> Plan:
+            lengths.extend(rows)
+            if root == -1:
+                return group.plan(Planner.all_gather, array.dtype, (), rows)
+            return group.plan(Planner.gather, array.dtype, (), root, rows)
+
+        verb = Verb.ALL_GATHER if root == -1 else Verb.GATHER
+        joined = self._concatenated(verb, root, mine, name, None, timeout, plan)
+        return mapped(joined, lambda flat: None if flat is None else [unpacked(one) for one in _cut(flat, lengths)])
+
+    # ---------------------------------------------------------------- two steps
+
+    def _concatenated(
+        self, verb: Verb, root: int, x: Any, name: str | None, out: Any, timeout: float | None,
+        plan: Callable[[Group, HostArray, tuple[int, ...]], Plan],
+    ) -> Handle[Any]:  # fmt: skip
+        """All ranks tell dtype, row shape and number of rows; then the rows move."""
+        with self._checks(name):
+            array = adapt(x)
+            row_elements(array.shape)
+            record = _record(
+                [dtype_name(array.dtype), array.shape[1:], [array.shape[0]], str(verb), root], RECORD_NBYTES
+            )
+
+        def second(told: Array, key: str) -> Handle[Any]:
+            target: OutArray | None = None
+            with self._checks(name, key):
+                said = [_fields(one) for one in told]
+                _same(said, verb)
+                rows = tuple(one[2][0] for one in said)
+                shape = (sum(rows), *array.shape[1:])
+                if out is not None:
+                    target = adapt_out(out, shape, array.dtype)
+            return self._begin(name, array, shape, target, timeout, lambda group: plan(group, array, rows), key=key)
+
+        return self._two_steps(name, lambda: self._all_gather_stacked(record, name, None, timeout), second)
+
+    def _two_steps(
+        self, name: str | None, first: Callable[[], Handle[Any]], second: Callable[[Any, str], Handle[Any]]
+    ) -> Steps:
+        """``second`` runs with the result of ``first``; for unnamed calls in the order of the calls."""
+        loop = self._group.engine.loop
+        whole = Steps(loop=loop)
+        key = (name or "") + DATA
+        before, turn = None, loop.create_future()
+        if name is None:
+            before, self._last_unnamed = self._last_unnamed, turn
+
+        def begin(done: asyncio.Future[Any]) -> None:
+            turn.set_result(None)
+            error = asyncio.CancelledError() if done.cancelled() or whole.cancelled() else done.exception()
+            if error is not None:
+                self._group.refuse(key, error)
+                _settle(whole, error)
+                return
+            try:
+                whole.step = second(done.result(), key)
+            except Exception as refused:  # noqa: BLE001  the checks of the second step have told the other ranks
+                _settle(whole, refused)
+            else:
+                whole.step.add_done_callback(lambda last: _copy(last, whole))
+
+        def first_done(done: asyncio.Future[Any]) -> None:
+            if before is None or before.done():
+                begin(done)
+            else:
+                before.add_done_callback(lambda _: begin(done))
+
+        whole.step = first()
+        whole.step.add_done_callback(first_done)
+        return whole
+
+
+def mapped(inner: Handle[Any], change: Callable[[Any], Any]) -> Steps:
+    """A handle whose result is ``change`` of the inner one's."""
+    outer = Steps(loop=inner.get_loop())
+    outer.step = inner
+
+    def done(last: asyncio.Future[Any]) -> None:
+        if not last.cancelled() and last.exception() is None and not outer.done():
+            try:
+                outer.set_result(change(last.result()))
+            except Exception as error:  # noqa: BLE001  of the peer's data: it belongs to the caller
+                outer.set_exception(error)
+        else:
+            _copy(last, outer)
+
+    inner.add_done_callback(done)
+    return outer
+
+
+def _copy(last: asyncio.Future[Any], whole: Handle[Any]) -> None:
+    if last.cancelled():
+        _settle(whole, asyncio.CancelledError())
+    elif (error := last.exception()) is not None:
+        _settle(whole, error)
+    elif not whole.done():
+        whole.set_result(last.result())
+
+
+def _settle(whole: Handle[Any], error: BaseException) -> None:
+    if isinstance(error, asyncio.CancelledError):
+        whole.cancel()
+    elif not whole.done():
+        whole.set_exception(error)
+
+
+def _parts(x: Any, size: int) -> tuple[HostArray, list[int]]:
+    """What the root shares out: one flat array, and the rows of each rank."""
+    if not isinstance(x, (list, tuple)):
+        array = adapt(x)
+        row_elements(array.shape)
+        return array, [rows for _, rows in split(array.shape[0], size)]
+    if len(x) != size:
+        raise ConfigError(f"a list of {len(x)} arrays does not serve {size} ranks")
+    parts = [adapt(one) for one in x]
+    first = parts[0]
+    for part in parts:
+        row_elements(part.shape)
+        if part.dtype != first.dtype or part.shape[1:] != first.shape[1:]:
+            raise ConfigError(
+                f"the arrays of a list may differ in their first dimension only, got {first.dtype} {first.shape} "
+                f"and {part.dtype} {part.shape}"
+            )
+    rows = [part.shape[0] for part in parts]
+    flat = np.concatenate([part.flat for part in parts])
+    return HostArray(flat, (sum(rows), *first.shape[1:]), first.kind, False), rows
+
+
+def _record(fields: list[Any], nbytes: int) -> Array:
+    packed = msgpack.packb(fields)
+    if len(packed) > nbytes:
+        raise ConfigError(f"an array with so many dimensions cannot be described in {nbytes} bytes")
+    record = np.zeros(nbytes, np.uint8)
+    record[: len(packed)] = np.frombuffer(packed, np.uint8)
+    return record
+
+
+def _fields(record: Array) -> list[Any]:
+    unpacker = msgpack.Unpacker(max_buffer_size=record.size)
+    unpacker.feed(record.tobytes())
+    fields = unpacker.unpack()
+    if not isinstance(fields, list):
+        raise CollectiveError("a peer described its array in a way that makes no sense")
+    return fields
+
+
+def _same(said: list[list[Any]], verb: Verb) -> None:
+    """All ranks must say the same, but for their rows."""
+    for rank, one in enumerate(said):
+        mine = [part for place, part in enumerate(one) if place != 2]
+        first = [part for place, part in enumerate(said[0]) if place != 2]
+        if mine != first:
+            raise CollectiveMismatch(f"{verb} differs between ranks: rank 0 has {first}, rank {rank} has {mine}")
+
+
+def _cut(joined: Any, rows: Sequence[int]) -> list[Any]:
+    parts, at = [], 0
+    for count in rows:
+        parts.append(joined[at : at + count])
+        at += count
+    return parts
+
+
+def packed(value: Any) -> Array:
+    """Anything that msgpack can carry, as bytes."""
+    try:
+        return np.frombuffer(msgpack.packb(value), np.uint8)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"msgpack cannot carry this {type(value).__name__}: {error}") from error
+
+
+def unpacked(flat: Any) -> Any:
+    """The object that ``packed`` made bytes of."""
+    try:
+        return msgpack.unpackb(np.asarray(flat).tobytes(), strict_map_key=False)
+    except ValueError as error:
+        raise CollectiveError(f"a peer's object cannot be read: {error}") from error

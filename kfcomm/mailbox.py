@@ -1,0 +1,247 @@
+"""Messages between two ranks: send and recv, matched by source, tag and order.
+
+A message is a collective of a group of two, made of the sender and the receiver; its key is the tag. The
+receiver learns dtype and shape from the first sign of the message, and posts its half then; the sender is done
+when the receiver has it all. Messages of one sender with one tag arrive in the order in which they were sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import struct
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kfcomm.array_kinds import NUMPY
+from kfcomm.arrays import HostArray, OutArray
+from kfcomm.core import program as programs
+from kfcomm.core.cause import Cause
+from kfcomm.core.collective import GroupView, ItemSizes
+from kfcomm.core.signature import Signature
+from kfcomm.dtypes import dtype_name, dtype_of
+from kfcomm.engine import Engine
+from kfcomm.errors import CollectiveTimeout, ConfigError, KfcommError
+from kfcomm.failures import error_of
+from kfcomm.handle import Handle
+from kfcomm.operation import Operation
+from kfcomm.plans import chunk_elements
+from kfcomm.types import Verb
+
+logger = logging.getLogger("kfcomm")
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+Message: TypeAlias = tuple[Any, int]
+"""What a receive gives: the array, and the rank that sent it."""
+
+Service = Callable[[int], Awaitable[None]]
+MAX_ELEMENTS = 1 << 44
+MAX_DIMENSIONS = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wanted:
+    """A receive that waits for its message."""
+
+    source: int | None
+    tag: str
+    out: OutArray | None
+    handle: Handle[Message]
+    timeout_s: float
+
+
+class Mailbox:
+    """The messages of one group. Ranks are those of the group; everything runs on the engine's loop."""
+
+    def __init__(self, engine: Engine, view: GroupView, timeout_s: float) -> None:
+        self._engine = engine
+        self._view = view
+        self._timeout_s = timeout_s
+        self._pairs: dict[tuple[int, int], GroupView] = {}
+        self._wanted: list[Wanted] = []
+        self._services: dict[str, Service] = {}
+        self._serving: set[asyncio.Task[None]] = set()
+        engine.loss_listeners.append(self._on_peer_lost)
+        for source in range(view.size):
+            if source != view.rank:
+                engine.early_listeners[self._pair(source, view.rank).id] = self._listener(source)
+
+    def send(self, array: HostArray, to: int, tag: str, timeout_s: float | None) -> Handle[None]:
+        """Begin to send; done when the receiver has it."""
+        handle: Handle[None] = Handle(loop=self._engine.loop)
+        signature = _signature(array.dtype, array.shape)
+        operation = _operation(handle, array.flat, None, lambda: None)
+        self._post(self._pair(self._view.rank, to), tag, signature, operation, timeout_s)
+        handle.posted(self._engine, operation)
+        return handle
+
+    def recv(self, source: int | None, tag: str, out: OutArray | None, timeout_s: float | None) -> Handle[Message]:
+        """The next message of ``source`` (None: of any rank) with this tag."""
+        handle: Handle[Message] = Handle(loop=self._engine.loop)
+        wanted = Wanted(source, tag, out, handle, self._timeout_s if timeout_s is None else timeout_s)
+        lost = self._lost_source(source)
+        if lost is not None:
+            handle.set_exception(error_of(lost, tag))
+            return handle
+        if not self._match(wanted):
+            self._wanted.append(wanted)
+            timer = self._engine.loop.call_later(wanted.timeout_s, self._expire, wanted)
+            handle.add_done_callback(lambda _: self._forget(wanted, timer))
+        return handle
+
+    def serve(self, tag: str, service: Service) -> None:
+        """Call ``service(source)`` for every message with this tag; it must receive that message."""
+        self._services[tag] = service
+
+    def close(self) -> None:
+        """Stop serving, and fail every receive that waits."""
+        for task in self._serving:
+            task.cancel()
+        for wanted in list(self._wanted):
+            wanted.handle.cancel()
+        for source in range(self._view.size):
+            self._engine.early_listeners.pop(self._pair(source, self._view.rank).id, None)
+        self._engine.loss_listeners.remove(self._on_peer_lost)
+
+    def _pair(self, source: int, to: int) -> GroupView:
+        pair = self._pairs.get((source, to))
+        if pair is None:
+            digest = hashlib.blake2b(self._view.id + struct.pack("<II", source, to), digest_size=16, person=b"pair")
+            members = (self._view.members[source], self._view.members[to])
+            pair = self._pairs[source, to] = GroupView(digest.digest(), members, int(to == self._view.rank))
+        return pair
+
+    def _listener(self, source: int) -> Callable[[bytes, str, int, Any], None]:
+        return lambda group_id, tag, seq, signature: self._on_early(source, tag)
+
+    def _on_early(self, source: int, tag: str) -> None:
+        """Something came that was not posted: a message for a service, or for a receive that waits."""
+        service = self._services.get(tag)
+        if service is not None:
+            task = self._engine.loop.create_task(_served(service, source))
+            self._serving.add(task)
+            task.add_done_callback(self._serving.discard)
+            return
+        for wanted in self._wanted:
+            if wanted.tag == tag and wanted.source in (None, source) and self._match(wanted):
+                self._wanted.remove(wanted)
+                return
+
+    def _match(self, wanted: Wanted) -> bool:
+        """Post the receive if a message for it has shown up."""
+        ranks = range(self._view.size) if wanted.source is None else (wanted.source,)
+        for source in ranks:
+            if source == self._view.rank:
+                continue
+            pair = self._pair(source, self._view.rank)
+            found = self._engine.router.expected(pair.id, wanted.tag)
+            if found is not None:
+                self._receive(wanted, source, pair, found)
+                return True
+        return False
+
+    def _receive(self, wanted: Wanted, source: int, pair: GroupView, found: Any) -> None:
+        if isinstance(found, Cause):
+            signature = _signature(np.dtype(np.uint8), ())  # of no account: posting it fails with the cause
+        else:
+            signature = found if wanted.out is None else _signature(wanted.out.flat.dtype, _shape_of(wanted.out))
+        checked = _checked(signature)
+        if checked is None:
+            self._engine.refuse(pair, wanted.tag, f"rank {source} announced a message that makes no sense")
+            wanted.handle.set_exception(ConfigError(f"rank {source} announced a message that makes no sense"))
+            return
+        dtype, shape, count = checked
+        flat = np.empty(count, dtype) if wanted.out is None else wanted.out.flat
+
+        def outcome() -> Message:
+            return (NUMPY.restore(flat.reshape(shape)) if wanted.out is None else wanted.out.finish()), source
+
+        operation = _operation(wanted.handle, None, flat, outcome)
+        self._post(pair, wanted.tag, _signature(dtype, shape), operation, wanted.timeout_s)
+        wanted.handle.posted(self._engine, operation)
+
+    def _post(
+        self, pair: GroupView, tag: str, signature: Signature, operation: Operation, timeout_s: float | None
+    ) -> None:
+        dtype = dtype_of(signature.dtype)
+        count = int(np.prod(signature.shape, dtype=np.int64))
+        self._engine.post(
+            pair, tag, signature, programs.send(pair.rank, count, chunk_elements(dtype)),
+            ItemSizes(dtype.itemsize, dtype.itemsize), operation,
+            timeout_s=self._timeout_s if timeout_s is None else timeout_s, overlapping=True,
+        )  # fmt: skip
+
+    def _expire(self, wanted: Wanted) -> None:
+        whom = "any rank" if wanted.source is None else f"rank {wanted.source}"
+        message = f"no message with tag {wanted.tag!r} came from {whom} within {wanted.timeout_s:.1f} s"
+        missing = () if wanted.source is None else (wanted.source,)
+        error = CollectiveTimeout(message, key=wanted.tag, arrived=(self._view.rank,), missing=missing)
+        if not wanted.handle.done():
+            wanted.handle.set_exception(error)
+
+    def _forget(self, wanted: Wanted, timer: asyncio.TimerHandle) -> None:
+        timer.cancel()
+        if wanted in self._wanted:
+            self._wanted.remove(wanted)
+
+    def _lost_source(self, source: int | None) -> Cause | None:
+        lost = self._engine.router.lost
+        if not lost:
+            return None
+        if source is not None:
+            return lost.get(self._view.members[source])
+        others = [member for rank, member in enumerate(self._view.members) if rank != self._view.rank]
+        return lost[others[0]] if others and all(member in lost for member in others) else None
+
+    def _on_peer_lost(self) -> None:
+        for wanted in list(self._wanted):
+            cause = self._lost_source(wanted.source)
+            if cause is not None and not wanted.handle.done():
+                wanted.handle.set_exception(error_of(cause, wanted.tag))
+
+
+async def _served(service: Service, source: int) -> None:
+    """Only its peer suffers from a service that fails, and the peer is told by its own timeout or abort."""
+    try:
+        await service(source)
+    except (KfcommError, ValueError, TypeError) as error:
+        logger.warning("a request of rank %d could not be served: %s", source, error)
+
+
+def _operation(
+    handle: Handle[Any], source: Array | None, result: Array | None, outcome: Callable[[], Any]
+) -> Operation:
+    array = source if source is not None else result
+    dtype = None if array is None else array.dtype
+    return Operation(
+        handle, source=source, result=result, kernel=None, dtype=dtype, size=2, in_result=False, outcome=outcome
+    )
+
+
+def _signature(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Signature:
+    return Signature(str(Verb.SEND), dtype_name(dtype), shape, chunk_elements=chunk_elements(dtype))
+
+
+def _shape_of(out: OutArray) -> tuple[int, ...]:
+    return tuple(np.shape(out.original))
+
+
+def _checked(signature: Any) -> tuple[np.dtype[Any], tuple[int, ...], int] | None:
+    """dtype, shape and number of elements of an announced message; None if it is none."""
+    try:
+        announced = Signature(*signature)
+        dtype = dtype_of(announced.dtype)
+        shape = announced.shape
+        count = 1
+        for length in shape:
+            if type(length) is not int or not 0 <= length <= MAX_ELEMENTS:
+                return None
+            count *= length
+        fits = announced == _signature(dtype, shape) and count <= MAX_ELEMENTS and len(shape) <= MAX_DIMENSIONS
+    except (TypeError, ConfigError):
+        return None
+    return (dtype, shape, count) if fits else None

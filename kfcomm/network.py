@@ -1,0 +1,187 @@
+"""The ways between processes: one listening port, a control thread, and stream links opened when they are used.
+
+Which kind of link an edge gets follows from where its ends are: a Unix socket on one host, TCP between hosts;
+``transport`` can forbid either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kfcomm.control import ControlThread, World, addresses_of
+from kfcomm.core.handshake import Purpose
+from kfcomm.errors import ConfigError, RendezvousError
+from kfcomm.rendezvous.identity import PeerInfo, host_id, process_uid
+from kfcomm.rendezvous.interfaces import choose_address
+from kfcomm.rendezvous.join import join, leave, open_store
+from kfcomm.rendezvous.settings import Settings, host_and_port
+from kfcomm.transports.greeting import dial
+from kfcomm.transports.sockets import Address, Listener
+from kfcomm.transports.stream import StreamLink
+from kfcomm.types import Layout
+
+if TYPE_CHECKING:
+    from kfcomm.control.base import ControlEvents, ControlPlane, StatusSource
+    from kfcomm.rendezvous.client import StoreClient
+    from kfcomm.rendezvous.store import StoreServer
+    from kfcomm.transports.base import Inbound, Link
+
+logger = logging.getLogger("kfcomm")
+
+DIAL_TIMEOUT_S = 30.0
+
+
+class Alone:
+    """The network of a world of one: there is nobody to reach."""
+
+    def start(self, inbound: Inbound, events: ControlEvents, status: StatusSource) -> ControlPlane | None:
+        """See ``session.Network``."""
+        return None
+
+    async def connect(self, peer: int) -> Link:
+        """Never called: a world of one sends nothing."""
+        raise ConfigError("a world of one has no peers")
+
+    def adopt(self, sock: socket.socket, peer: int) -> Link:
+        """Never called: nobody listens."""
+        raise ConfigError("a world of one has no peers")
+
+    def describe(self, peer: int) -> str:
+        """See ``session.Network``."""
+        return "itself"
+
+    def descriptors(self) -> list[int]:
+        """None."""
+        return []
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+
+class SocketNetwork:
+    """The network of one process among others, joined through the store.
+
+    Attributes:
+        peers: all processes, by rank.
+        layout: their hosts.
+    """
+
+    def __init__(
+        self, settings: Settings, peers: Sequence[PeerInfo], listener: Listener, client: StoreClient,
+        server: StoreServer | None,
+    ) -> None:  # fmt: skip
+        self.peers = tuple(peers)
+        self.layout = Layout.of(peer.host for peer in peers)
+        self._me = self.peers[settings.rank]
+        self._settings = settings
+        self._listener = listener
+        self._client = client
+        self._server = server
+        self._world = World(settings.rank, self.peers, settings.token or b"", 0)
+        self._loop = asyncio.get_running_loop()
+        self._inbound: Inbound
+        self._control: ControlThread | None = None
+        self._watcher: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def join(cls, settings: Settings) -> SocketNetwork:
+        """Listen, register, and wait for all others.
+
+        Raises:
+            ConfigError: no such interface, or a port that is taken.
+            RendezvousError: see ``rendezvous.join``.
+        """
+        if settings.store is None:
+            raise ConfigError("a world of one has no network")
+        client, server = await open_store(settings)
+        listener: Listener | None = None
+        try:
+            towards = host_and_port(settings.store)
+            address = await asyncio.to_thread(choose_address, settings.interface, towards)
+            unix = None if settings.transport == "tcp" else f"@kfcomm-{process_uid(settings.rank)}-{id(client):x}"
+            listener = Listener(address, 0, unix=unix)
+            me = PeerInfo.here(rank=settings.rank, address=address, port=listener.port, unix=unix)
+            peers = await join(settings, me, client)
+            if settings.transport == "unix":
+                _check_one_host(peers)
+            return cls(settings, peers, listener, client, server)
+        except BaseException:
+            if listener is not None:
+                listener.close()
+            await client.close()
+            if server is not None:
+                await server.close()
+            raise
+
+    def start(self, inbound: Inbound, events: ControlEvents, status: StatusSource) -> ControlPlane | None:
+        """See ``session.Network``."""
+        self._inbound = inbound
+        self._control = ControlThread(self._world, self._listener, self._loop, events, status)
+        self._control.start()
+        self._watcher = self._loop.create_task(self._watch_exits(self._control), name="kfcomm exits")
+        return self._control
+
+    async def connect(self, peer: int) -> Link:
+        """See ``session.Network``."""
+        world = self._world
+        dialled = await dial(
+            self._addresses(peer),
+            world.identity(world.rank),
+            world.identity(peer),
+            purpose=Purpose.DATA,
+            token=world.token,
+            epoch=world.epoch,
+            timeout_s=DIAL_TIMEOUT_S,
+        )
+        return StreamLink(dialled.sock, self._loop, self._inbound, peer)
+
+    def adopt(self, sock: socket.socket, peer: int) -> Link:
+        """See ``session.Network``."""
+        return StreamLink(sock, self._loop, self._inbound, peer)
+
+    def describe(self, peer: int) -> str:
+        """See ``session.Network``."""
+        nearest = self._addresses(peer)[0]
+        return f"unix {nearest}" if isinstance(nearest, str) else f"tcp {nearest[0]}:{nearest[1]}"
+
+    def descriptors(self) -> list[int]:
+        """See ``session.Network``."""
+        return self._control.descriptors() if self._control is not None else []
+
+    async def close(self) -> None:
+        """See ``session.Network``."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
+        try:
+            async with asyncio.timeout(2.0):
+                await leave(self._me, self._client)
+        except (TimeoutError, RendezvousError):
+            logger.debug("rank %d could not tell the store that it leaves", self._me.rank)
+        await self._client.close()
+        if self._server is not None:
+            await self._server.close()
+
+    def _addresses(self, peer: int) -> tuple[Address, ...]:
+        addresses = addresses_of(self.peers[peer], seen_from=self._me)
+        return addresses[:1] if self._settings.transport == "unix" else addresses
+
+    async def _watch_exits(self, control: ControlThread) -> None:
+        """The launcher sees processes end that leave their sockets open in a child of theirs."""
+        try:
+            async for rank, code in self._client.watch_exits():
+                if rank != self._me.rank:
+                    control.report_exit(rank, code)
+        except RendezvousError as error:
+            logger.debug("rank %d hears no more of exits: %s", self._me.rank, error)
+
+
+def _check_one_host(peers: Sequence[PeerInfo]) -> None:
+    here = host_id()
+    others = [peer.rank for peer in peers if peer.host != here]
+    if others:
+        raise ConfigError(f"transport 'unix' cannot reach ranks {others[:16]}, which are on other hosts; use 'auto'")

@@ -1,0 +1,200 @@
+"""From a verb and its arguments to what the engine runs: a signature, a program, kernels and sizes.
+
+A plan does not depend on the key or the data, so a group keeps the plans it has made: a loop that exchanges
+the same tensors at every step makes each plan once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kfcomm.core import program as programs
+from kfcomm.core.chunk import WHOLE_BELOW, pair_of, split
+from kfcomm.core.collective import ItemSizes
+from kfcomm.core.graph import GraphPair
+from kfcomm.core.program import Program
+from kfcomm.core.signature import Signature
+from kfcomm.dtypes import dtype_name
+from kfcomm.errors import ConfigError
+from kfcomm.reduce import Kernel, kernel
+from kfcomm.strategies import AnyStrategy, Strategy
+from kfcomm.types import Op, Verb
+
+CHUNK_NBYTES = 1 << 19
+"""Of a chunk: large enough that its way through Python costs little, small enough to stay in the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One kind of collective, ready to be posted.
+
+    Attributes:
+        signature: what all ranks must agree on.
+        program: what this rank does.
+        sizes: bytes per element on the wire.
+        kernel: how contributions are folded; None where nothing is.
+        dtype: of input and result; None where there is no data.
+        result_count: elements of the result on this rank; -1 if it has none.
+        in_result: see ``operation.Operation``.
+    """
+
+    signature: Signature
+    program: Program
+    sizes: ItemSizes
+    kernel: Kernel | None
+    dtype: np.dtype[Any] | None
+    result_count: int
+    in_result: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """Makes the plans of one group under one strategy.
+
+    Attributes:
+        rank, size: of the group.
+        strategy: the graphs.
+        generation: how many strategies the group had before.
+    """
+
+    rank: int
+    size: int
+    strategy: AnyStrategy
+    generation: int
+
+    def num_ways(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
+        """How many ways an all_reduce may take as a whole: its key picks one. 1 for those that are shared out."""
+        count, _, graphs = self._prepare(dtype, shape)
+        return len(graphs.pairs) if count < WHOLE_BELOW else 1
+
+    def all_reduce(self, dtype: np.dtype[Any], shape: tuple[int, ...], op: Op, way: int) -> Plan:
+        """Every rank gets the fold of all inputs; ``way`` is one of ``num_ways``."""
+        count, chunk, graphs = self._prepare(dtype, shape)
+        pairs: Sequence[GraphPair] = graphs.pairs
+        if count < WHOLE_BELOW:
+            pairs = (pairs[way],)
+        program = programs.all_reduce(self.rank, pairs, count, chunk)
+        return self._folding(Verb.ALL_REDUCE, dtype, shape, op, -1, program, graphs, count, in_result=True)
+
+    def reduce(self, dtype: np.dtype[Any], shape: tuple[int, ...], op: Op, root: int) -> Plan:
+        """The root gets the fold of all inputs."""
+        count, chunk, graphs = self._prepare(dtype, shape)
+        program = programs.reduce(self.rank, graphs.rooted(root), count, chunk)
+        kept = count if self.rank == root else -1
+        return self._folding(Verb.REDUCE, dtype, shape, op, root, program, graphs, kept, in_result=kept >= 0)
+
+    def reduce_scatter(self, dtype: np.dtype[Any], shape: tuple[int, ...], op: Op) -> Plan:
+        """Rank r gets the r-th of ``size`` parts, along the first axis, of the fold of all inputs."""
+        _, chunk, graphs = self._prepare(dtype, shape)
+        row = row_elements(shape)
+        counts = [rows * row for _, rows in split(shape[0], self.size)]
+        program = programs.reduce_scatter(self.rank, graphs.rooted, counts, chunk)
+        return self._folding(Verb.REDUCE_SCATTER, dtype, shape, op, -1, program, graphs, counts[self.rank])
+
+    def broadcast(self, dtype: np.dtype[Any], shape: tuple[int, ...], root: int) -> Plan:
+        """Every rank gets the root's input."""
+        count, chunk, graphs = self._prepare(dtype, shape)
+        program = programs.broadcast(self.rank, graphs.rooted(root), count, chunk)
+        return self._moving(Verb.BROADCAST, dtype, shape, root, program, graphs, count)
+
+    def gather(self, dtype: np.dtype[Any], shape: tuple[int, ...], root: int, rows: tuple[int, ...] = ()) -> Plan:
+        """The root gets all inputs in rank order; ``rows`` gives their first dimensions where they differ.
+
+        Then ``shape`` is that of one row.
+        """
+        counts, chunk, graphs = self._prepare_rows(dtype, shape, rows)
+        program = programs.gather(self.rank, graphs.rooted(root), counts, chunk)
+        kept = sum(counts) if self.rank == root else -1
+        return self._moving(Verb.GATHER, dtype, shape, root, program, graphs, kept, rows)
+
+    def all_gather(self, dtype: np.dtype[Any], shape: tuple[int, ...], rows: tuple[int, ...] = ()) -> Plan:
+        """Every rank gets all inputs in rank order; see ``gather`` for ``rows``."""
+        counts, chunk, graphs = self._prepare_rows(dtype, shape, rows)
+        program = programs.all_gather(self.rank, graphs.rooted, counts, chunk)
+        return self._moving(Verb.ALL_GATHER, dtype, shape, -1, program, graphs, sum(counts), rows)
+
+    def scatter(self, dtype: np.dtype[Any], shape: tuple[int, ...], root: int, rows: tuple[int, ...]) -> Plan:
+        """Rank r gets ``rows[r]`` rows, each of ``shape``, of the root's input."""
+        counts, chunk, graphs = self._prepare_rows(dtype, shape, rows)
+        program = programs.scatter(self.rank, graphs.rooted(root), counts, chunk)
+        return self._moving(Verb.SCATTER, dtype, shape, root, program, graphs, counts[self.rank], rows)
+
+    def all_to_all(self, dtype: np.dtype[Any], shape: tuple[int, ...], rows: tuple[tuple[int, ...], ...]) -> Plan:
+        """Rank i sends ``rows[i][j]`` rows, each of ``shape``, to rank j."""
+        row = _elements(shape)
+        _, chunk, graphs = self._prepare(dtype, (sum(map(sum, rows)) // self.size, row))
+        counts = [[number * row for number in line] for line in rows]
+        program = programs.all_to_all(self.rank, counts, chunk)
+        kept = sum(line[self.rank] for line in counts)
+        return self._moving(Verb.ALL_TO_ALL, dtype, shape, -1, program, graphs, kept, rows)
+
+    def barrier(self, verb: Verb, name: str, subject: str = "", digest: bytes = b"") -> Plan:
+        """No data; ``subject`` and ``digest`` are what the ranks must agree on, beside the verb."""
+        pairs = self.strategy.select(0).pairs
+        program = programs.barrier(self.rank, pairs[pair_of(name, len(pairs))])
+        signature = Signature(verb, strategy=subject or self.strategy.name, generation=self.generation)
+        signature = signature._replace(graphs=digest or self.strategy.digest)
+        return Plan(signature, program, ItemSizes(1, 1), None, None, -1)
+
+    def _prepare(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[int, int, Strategy]:
+        count = _elements(shape)
+        return count, chunk_elements(dtype), self.strategy.select(count * dtype.itemsize)
+
+    def _prepare_rows(
+        self, dtype: np.dtype[Any], shape: tuple[int, ...], rows: tuple[int, ...]
+    ) -> tuple[list[int], int, Strategy]:
+        row = _elements(shape)
+        counts = [row * number for number in rows or (1,) * self.size]
+        largest = max(counts)
+        return counts, chunk_elements(dtype), self.strategy.select(largest * dtype.itemsize)
+
+    def _folding(
+        self, verb: Verb, dtype: np.dtype[Any], shape: tuple[int, ...], op: Op, root: int, program: Program,
+        graphs: Strategy, result_count: int, *, in_result: bool = False,
+    ) -> Plan:  # fmt: skip
+        folds = kernel(op, dtype)
+        sizes = ItemSizes(dtype.itemsize, folds.accumulate_dtype.itemsize)
+        signature = self._sign(verb, dtype, shape, root, program, graphs)._replace(op=str(op))
+        return Plan(signature, program, sizes, folds, dtype, result_count, in_result)
+
+    def _moving(
+        self, verb: Verb, dtype: np.dtype[Any], shape: tuple[int, ...], root: int, program: Program,
+        graphs: Strategy, result_count: int, counts: tuple[Any, ...] = (),
+    ) -> Plan:  # fmt: skip
+        signature = self._sign(verb, dtype, shape, root, program, graphs)._replace(counts=counts)
+        return Plan(signature, program, ItemSizes(dtype.itemsize, dtype.itemsize), None, dtype, result_count)
+
+    def _sign(
+        self, verb: Verb, dtype: np.dtype[Any], shape: tuple[int, ...], root: int, program: Program, graphs: Strategy
+    ) -> Signature:
+        return Signature(
+            str(verb), dtype_name(dtype), shape, "", root, graphs.name, self.generation, graphs.digest,
+            program.chunk_elements,
+        )  # fmt: skip
+
+
+def chunk_elements(dtype: np.dtype[Any]) -> int:
+    """Elements of one chunk."""
+    return max(1, CHUNK_NBYTES // dtype.itemsize)
+
+
+def row_elements(shape: tuple[int, ...]) -> int:
+    """Elements of one row, along the first axis, of an array of this shape.
+
+    Raises:
+        ConfigError: the array has no first axis.
+    """
+    if not shape:
+        raise ConfigError("an array without dimensions cannot be shared out along its first axis")
+    return _elements(shape[1:])
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    count = 1
+    for length in shape:
+        count *= length
+    return count

@@ -1,0 +1,235 @@
+"""The world of one epoch: the engine, its ways to the other ranks, and who has gone.
+
+A session lives on one event loop. It tells the engine what the control plane hears, answers for this rank, and
+takes care that everything opened here is closed again. How peers are reached is in its *network*; communicators
+are views of it for one group each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+import socket
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from kfcomm.control.base import ControlEvents, ControlPlane, StatusSource
+from kfcomm.core.cause import Cause, CauseKind
+from kfcomm.core.collective import GroupView
+from kfcomm.engine import Engine
+from kfcomm.errors import SessionClosed
+from kfcomm.transports.base import Inbound, Link
+from kfcomm.types import Layout
+
+logger = logging.getLogger("kfcomm")
+
+LEAVE_WITHIN_S = 5.0
+"""How long a rank that closes stays for the others' questions."""
+CLOSE_WITHIN_S = 2.0
+"""How long it waits for the goodbyes of its links."""
+LOAD_EVERY_S = 0.1
+
+
+class Network(Protocol):
+    """The ways from one rank to all others."""
+
+    def start(self, inbound: Inbound, events: ControlEvents, status: StatusSource) -> ControlPlane | None:
+        """Begin; returns the control plane, or None in a world of one."""
+
+    async def connect(self, peer: int) -> Link:
+        """Open a data link to a peer.
+
+        Raises:
+            TransportError: it cannot be reached.
+        """
+
+    def adopt(self, sock: socket.socket, peer: int) -> Link:
+        """Make a link of a data connection that a peer opened."""
+
+    def describe(self, peer: int) -> str:
+        """The way to a peer, in words."""
+
+    def descriptors(self) -> list[int]:
+        """Descriptors that a forked child must let go of."""
+
+    async def close(self) -> None:
+        """Close everything that is still open."""
+
+
+class Session:
+    """One epoch's world, as this rank sees it. Implements ``ControlEvents`` and ``StatusSource``.
+
+    Attributes:
+        rank: world rank of this process.
+        layout: hosts of all ranks.
+        engine: what runs the collectives.
+        world: all ranks as a group.
+    """
+
+    def __init__(
+        self, rank: int, layout: Layout, network: Network, loop: asyncio.AbstractEventLoop, *,
+        timeout_s: float, stall_after_s: float, epoch: int = 0,
+    ) -> None:  # fmt: skip
+        self.rank = rank
+        self.layout = layout
+        self.timeout_s = timeout_s
+        self.epoch = epoch
+        self.world = GroupView(b"world", tuple(range(layout.size)), rank)
+        self.engine = Engine(rank, network.connect, loop, stall_after_s=stall_after_s)
+        self.network = network
+        self._closed: str | None = None
+        self._closing: asyncio.Future[None] | None = None
+        self._groups: dict[bytes, int] = {}
+        self._lag_s = 0.0
+        self._lag_timer: asyncio.TimerHandle | None = None
+        self.engine.control = network.start(self.engine, self, self)
+        if self.engine.control is not None:
+            self._measure_lag(loop.time())
+        _sessions.add(self)
+
+    # ---------------------------------------------------------------- groups
+
+    def new_group(self, parent: GroupView, name: str, members: Sequence[int]) -> GroupView:
+        """The view of a further group; ``members`` are ranks of the parent, this rank among them."""
+        world_ranks = tuple(parent.members[rank] for rank in members)
+        kind = hashlib.blake2b(repr((parent.id, name, world_ranks)).encode(), digest_size=16).digest()
+        number = self._groups.get(kind, 0)
+        self._groups[kind] = number + 1
+        identity = hashlib.blake2b(kind + number.to_bytes(8, "little"), digest_size=16, person=b"group").digest()
+        return GroupView(identity, world_ranks, world_ranks.index(self.rank))
+
+    def layout_of(self, view: GroupView) -> Layout:
+        """Hosts of the members of a group."""
+        return Layout.of(self.layout.hosts[rank] for rank in view.members)
+
+    # ---------------------------------------------------------------- ControlEvents
+
+    def adopt(self, sock: socket.socket, rank: int) -> None:
+        """A peer opened a data connection."""
+        if self._closed is not None:
+            sock.close()
+        else:
+            self.engine.opened(self.network.adopt(sock, rank))
+
+    def on_abort(self, group: bytes, key: str, seq: int, cause: list[Any]) -> None:
+        """A collective failed elsewhere."""
+        self.engine.on_abort(group, key, seq, Cause.from_wire(cause))
+
+    def on_peer_lost(self, rank: int, reason: str) -> None:
+        """A rank is gone without a goodbye."""
+        logger.warning("rank %d: rank %d is lost: %s", self.rank, rank, reason)
+        self.engine.recorder.note("lost", f"rank {rank}", -1, reason)
+        self.engine.on_peer_lost(rank, reason)
+
+    def on_leaving(self, rank: int) -> None:
+        """A rank posts nothing more: what it has not posted by now fails here."""
+        control = self.engine.control
+        if control is None:
+            return
+        pending = [one for one in self.engine.router.live if rank in one.group.index]
+        ops = [(one.key.group_id, one.name, one.seq) for one in pending]
+        cause = Cause(CauseKind.LOST, rank, f"rank {rank} has left (it closed its communicator)")
+        self.engine.on_peer_left(rank, cause)
+
+        def answered(_: int, posted: list[bool], __: str) -> None:
+            for collective, is_posted in zip(pending, posted, strict=False):
+                if not is_posted:
+                    self.engine.abort(collective, cause)
+
+        control.query(ops, rank, answered)
+
+    # ---------------------------------------------------------------- StatusSource
+
+    def is_posted(self, group: bytes, key: str, seq: int) -> bool:
+        """Whether this rank has posted a collective; asked on the control thread."""
+        return self.engine.router.is_posted(group, key, seq)
+
+    def activity(self) -> str:
+        """What this rank did last; asked on the control thread."""
+        behind = time.monotonic() - self._lag_seen_s - LOAD_EVERY_S
+        blocked = f" (its event loop has been blocked for {behind:.1f} s)" if behind > 1.0 else ""
+        return self.engine.recorder.last() + blocked
+
+    def _measure_lag(self, due_s: float) -> None:
+        loop = self.engine.loop
+        self._lag_s = max(0.0, loop.time() - due_s)
+        self._lag_seen_s = time.monotonic()
+        next_s = loop.time() + LOAD_EVERY_S
+        self._lag_timer = loop.call_at(next_s, self._measure_lag, next_s)
+
+    # ---------------------------------------------------------------- the end
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing can be posted any more."""
+        return self._closed is not None
+
+    def check_open(self) -> None:
+        """Refuse to work when closed, or inherited through a fork.
+
+        Raises:
+            SessionClosed: with the reason.
+        """
+        if self._closed is not None:
+            raise SessionClosed(self._closed)
+
+    async def close(self) -> None:
+        """Fail what is in flight, say goodbye, and close everything. Bounded; calling it again waits for the first."""
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        self._closed = f"the communicator of rank {self.rank} is closed"
+        self._abandon()
+        control = self.engine.control
+        if control is not None:
+            await control.leave(LEAVE_WITHIN_S)
+        if self._lag_timer is not None:
+            self._lag_timer.cancel()
+        await self.engine.close(CLOSE_WITHIN_S)
+        if control is not None:
+            await asyncio.get_running_loop().run_in_executor(None, control.stop)
+        await self.network.close()
+        _sessions.discard(self)
+
+    def _abandon(self) -> None:
+        message = f"rank {self.rank} closed its communicator"
+        for collective in list(self.engine.router.live):
+            self.engine.abort(collective, Cause(CauseKind.CANCELLED, self.rank, message))
+
+    def forked(self) -> None:
+        """In a forked child: let go of every descriptor, without touching the loop that the parent still uses."""
+        self._closed = (
+            "this communicator belongs to the parent process: after fork, a child has to call kfcomm.init() itself"
+        )
+        descriptors = [*self.network.descriptors(), *self.engine.descriptors()]
+        with contextlib.suppress(OSError):
+            nothing = os.open(os.devnull, os.O_RDWR)
+            for descriptor in descriptors:
+                with contextlib.suppress(OSError):
+                    os.dup2(nothing, descriptor)
+            os.close(nothing)
+
+
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def open_sessions() -> list[Session]:
+    """The sessions of this process that are not closed, by rank."""
+    return sorted((session for session in _sessions if not session.is_closed), key=lambda session: session.rank)
+
+
+def _after_fork() -> None:
+    for session in list(_sessions):
+        session.forked()
+    _sessions.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,137 @@
+"""A world in memory: all ranks on one event loop, no sockets, no processes, and faults on request."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from kfcomm.communicator import Communicator
+from kfcomm.control import MemoryHub
+from kfcomm.control.base import ControlEvents, ControlPlane, StatusSource
+from kfcomm.errors import TransportError
+from kfcomm.session import Session
+from kfcomm.transports.base import Inbound, Link
+from kfcomm.transports.memory import MemoryNetwork
+from kfcomm.types import Layout
+
+T = TypeVar("T")
+
+
+class _Way:
+    """The network of one rank; implements ``session.Network``."""
+
+    def __init__(self, rank: int, links: MemoryNetwork, hub: MemoryHub, loop: asyncio.AbstractEventLoop) -> None:
+        self._rank = rank
+        self._links = links
+        self._hub = hub
+        self._loop = loop
+
+    def start(self, inbound: Inbound, events: ControlEvents, status: StatusSource) -> ControlPlane | None:
+        """See ``session.Network``."""
+        self._links.add(self._rank, inbound)
+        return self._hub.join(self._rank, self._loop, events, status)
+
+    async def connect(self, peer: int) -> Link:
+        """See ``session.Network``."""
+        return self._links.connect(self._rank, peer)
+
+    def adopt(self, sock: socket.socket, peer: int) -> Link:
+        """Never called: there are no sockets."""
+        raise TransportError("a world in memory has no sockets")
+
+    def describe(self, peer: int) -> str:
+        """See ``session.Network``."""
+        return "memory"
+
+    def descriptors(self) -> list[int]:
+        """None."""
+        return []
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+
+class MemoryWorld(Sequence[Communicator]):
+    """The communicators of all ranks, by rank, and the faults that can be brought about among them.
+
+    Args:
+        size: number of ranks.
+        hosts: number of hosts on which the ranks pretend to be.
+        strategy: see ``Communicator.set_strategy``.
+        timeout_s: default timeout of the collectives, in seconds.
+        stall_after_s: after how long a wait is reported, in seconds.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        hosts: int = 1,
+        strategy: Any = "auto",
+        timeout_s: float = 300.0,
+        stall_after_s: float = 10.0,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self._links = MemoryNetwork(loop)
+        self._hub = MemoryHub(size)
+        layout = Layout.even(size, hosts)
+        sessions = [
+            Session(
+                rank,
+                layout,
+                _Way(rank, self._links, self._hub, loop),
+                loop,
+                timeout_s=timeout_s,
+                stall_after_s=stall_after_s,
+            )
+            for rank in range(size)
+        ]
+        self._comms = [Communicator(session, session.world, strategy) for session in sessions]
+
+    def __getitem__(self, rank: Any) -> Any:
+        return self._comms[rank]
+
+    def __len__(self) -> int:
+        return len(self._comms)
+
+    def __iter__(self) -> Iterator[Communicator]:
+        return iter(self._comms)
+
+    def kill(self, rank: int) -> None:
+        """The process of ``rank`` dies: its links break, the others hear of it."""
+        self._links.cut(rank, reason=f"rank {rank} was killed")
+        self._hub.kill(rank)
+
+    def unplug(self, rank: int) -> None:
+        """Every open link of ``rank`` breaks; the rank lives, and new links can be opened."""
+        self._links.unplug(rank)
+
+    async def close(self) -> None:
+        """Close every communicator."""
+        await asyncio.gather(*(comm.close() for comm in self._comms))
+
+
+@asynccontextmanager
+async def world(
+    size: int, *, hosts: int = 1, strategy: Any = "auto", timeout_s: float = 300.0, stall_after_s: float = 10.0
+) -> AsyncIterator[MemoryWorld]:
+    """A world of ``size`` ranks in this process, on the running loop; closed at the end. See ``MemoryWorld``."""
+    made = MemoryWorld(size, hosts=hosts, strategy=strategy, timeout_s=timeout_s, stall_after_s=stall_after_s)
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+async def run_ranks(comms: Sequence[Communicator], main: Callable[[Communicator], Awaitable[T]]) -> list[T]:
+    """Run ``main(comm)`` for every rank at the same time; the results by rank. The first error ends all."""
+    async with asyncio.TaskGroup() as ranks:
+        tasks = [ranks.create_task(_as_coroutine(main(comm))) for comm in comms]
+    return [task.result() for task in tasks]
+
+
+async def _as_coroutine(awaitable: Awaitable[T]) -> T:
+    return await awaitable

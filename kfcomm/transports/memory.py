@@ -1,0 +1,134 @@
+"""Links inside one process: a whole world of ranks on one event loop, for tests and for trying things out.
+
+A payload is shown to the receiver in the sender's own memory and is free again when the receiver has seen it.
+Delivery happens in a later turn of the loop than sending, so that the order of events is that of a network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from kfcomm.core.frame import Header
+from kfcomm.errors import TransportError
+from kfcomm.transports.base import Inbound, Owner
+
+_EMPTY = memoryview(b"")
+
+
+class MemoryNetwork:
+    """Joins the engines of one world; each is known by its rank once it was added."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._inbound: dict[int, Inbound] = {}
+        self._links: list[MemoryLink] = []
+
+    def add(self, rank: int, inbound: Inbound) -> None:
+        """``inbound`` hears what the others send to ``rank``."""
+        self._inbound[rank] = inbound
+
+    def connect(self, rank: int, peer: int) -> MemoryLink:
+        """A link from ``rank`` to ``peer``.
+
+        Raises:
+            TransportError: the peer is not there, or was cut off.
+        """
+        if peer not in self._inbound or rank not in self._inbound:
+            raise TransportError(f"rank {peer} is not in this world")
+        near = MemoryLink(self._loop, self._inbound[rank], peer)
+        far = MemoryLink(self._loop, self._inbound[peer], rank)
+        near.far, far.far = far, near
+        self._links += [near, far]
+        self._inbound[peer].opened(far)
+        return near
+
+    def cut(self, rank: int, *, reason: str = "the link was cut") -> None:
+        """Break every link of ``rank``, as when its process dies; it can connect no more."""
+        self._inbound.pop(rank, None)
+        self.unplug(rank, reason=reason)
+
+    def unplug(self, rank: int, *, reason: str = "the link was unplugged") -> None:
+        """Break every link of ``rank`` that is open now; new ones can be opened."""
+        for link in list(self._links):
+            if rank in (link.peer, link.far.peer):
+                link.end(TransportError(reason))
+        self._links = [link for link in self._links if not link.is_closed]
+
+
+class MemoryLink:
+    """One end of a link in memory; implements ``transports.base.Link``."""
+
+    far: MemoryLink
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, inbound: Inbound, peer: int) -> None:
+        self.peer = peer
+        self.state: Any = None
+        self.is_closed = False
+        self._loop = loop
+        self._inbound = inbound
+        self._queue: deque[tuple[Header, memoryview | None, Owner | None]] = deque()
+        self._scheduled = False
+        self._closing = False
+
+    def send(self, header: Header, payload: memoryview | None = None, owner: Owner | None = None) -> None:
+        """See ``Link.send``."""
+        self._queue.append((header, payload, owner))
+
+    def flush(self) -> None:
+        """See ``Link.flush``."""
+        if (self._queue or self._closing) and not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._deliver)
+
+    def withdraw(self, owner: Owner) -> Sequence[Header]:
+        """See ``Link.withdraw``; nothing is ever half sent here."""
+        dropped = [header for header, _, other in self._queue if other is owner]
+        if dropped:
+            self._queue = deque(frame for frame in self._queue if frame[2] is not owner)
+        return dropped
+
+    def disown(self, owner: object) -> None:
+        """See ``Link.disown``; payloads are never placed here, so there is nothing to do."""
+
+    def close(self) -> None:
+        """See ``Link.close``."""
+        self._closing = True
+        self.flush()
+
+    def descriptors(self) -> Sequence[int]:
+        """None."""
+        return ()
+
+    def abort(self) -> None:
+        """See ``Link.abort``."""
+        self.end(None)
+
+    def end(self, error: BaseException | None) -> None:
+        """Close both ends; what is queued is dropped."""
+        for link in (self, self.far):
+            if not link.is_closed:
+                link.is_closed = True
+                self._loop.call_soon(link._report, error)
+
+    def _deliver(self) -> None:
+        self._scheduled = False
+        far = self.far
+        while self._queue and not self.is_closed:
+            header, payload, owner = self._queue.popleft()
+            far._inbound.receive(far, header, _EMPTY if payload is None else payload.toreadonly())
+            if owner is not None:
+                owner.sent()
+        if self._closing:
+            self.end(None)
+        if not far.is_closed:
+            far._inbound.burst_end(far)
+
+    def _report(self, error: BaseException | None) -> None:
+        queue, self._queue = self._queue, deque()
+        for _, _, owner in queue:
+            if owner is not None:
+                owner.sent()
+        self._inbound.lost(self, error)

@@ -1,0 +1,307 @@
+"""The verbs whose shapes every rank knows by itself: one collective each, begun before the call returns.
+
+Each checks its arguments, finds its plan, makes room for the result and posts. A call that fails its checks
+raises at once, and fails the other ranks' calls under the same name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kfcomm.arrays import HostArray, OutArray, adapt, adapt_out, overlaps, same_memory
+from kfcomm.core.chunk import split
+from kfcomm.core.collective import shown
+from kfcomm.errors import ConfigError, KfcommError
+from kfcomm.group import UNNAMED, Group, check_name
+from kfcomm.handle import Handle
+from kfcomm.plans import Plan, Planner, row_elements
+from kfcomm.reduce import kernel
+from kfcomm.types import Op, Verb
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+Shape: TypeAlias = tuple[int, ...]
+MakePlan: TypeAlias = Callable[[Group], Plan]
+
+
+class Verbs:
+    """The collectives of one group. ``_group`` and ``_check_open`` come from the communicator."""
+
+    _group: Group
+
+    def _check_open(self) -> None:
+        raise AssertionError  # the communicator says whether it is open
+
+    def all_reduce(
+        self, x: Any, name: str | None = None, *, op: Op | str = Op.SUM, out: Any = None,
+        timeout: float | None = None, priority: int = 0,
+    ) -> Handle[Any]:  # fmt: skip
+        """Every rank gets ``x[0] ∘ x[1] ∘ ...``, element by element; the same bits on every rank.
+
+        Args:
+            x: array of any shape and supported dtype; the same shape and dtype on every rank. Not modified, and
+                not to be modified before the handle is done.
+            name: the collective's name: ranks need not call in the same order. None: the group's next number.
+            op: ``sum``, ``avg``, ``min``, ``max``, ``prod``, and for integers and bool ``and``, ``or``, ``xor``.
+            out: where the result goes (may be ``x``); else it is a new array of the kind of ``x``.
+            timeout: seconds; None for the communicator's.
+            priority: accepted for later use; larger is more urgent.
+
+        Returns:
+            A handle whose result has the shape and dtype of ``x``.
+
+        Raises:
+            ConfigError: the arguments cannot work (also for the other ranks' calls: ``CollectiveAborted``).
+            CollectiveMismatch, CollectiveTimeout, CollectiveAborted, PeerLost: from the handle.
+
+        Cost: with n ranks and S bytes, ring: 2(n-1) steps, 2(n-1)/n·S bytes per rank; see "Algorithms".
+        """
+        with self._checks(name):
+            array = adapt(x)
+            op = Op(op) if type(op) is not Op else op
+            kernel(op, array.dtype)
+            target = None if out is None else adapt_out(out, array.shape, array.dtype)
+        return self._begin(
+            name, array, array.shape, target, timeout,
+            lambda group: group.plan_all_reduce(array.dtype, array.shape, op, name), in_place=True,
+        )  # fmt: skip
+
+    def all_reduce_many(
+        self, arrays: Mapping[str, Any], *, op: Op | str = Op.SUM, timeout: float | None = None, priority: int = 0
+    ) -> Handle[dict[str, Any]]:
+        """``all_reduce`` of every value under its key as the name; all at once.
+
+        Returns:
+            A handle whose result maps the same keys to the results. If one fails, its error is raised and the
+            others go on; cancelling it cancels all.
+        """
+        parts = {
+            name: self.all_reduce(x, name, op=op, timeout=timeout, priority=priority) for name, x in arrays.items()
+        }
+        return _joined(parts, self._group)
+
+    def reduce(
+        self, x: Any, root: int = 0, name: str | None = None, *, op: Op | str = Op.SUM, out: Any = None,
+        timeout: float | None = None, priority: int = 0,
+    ) -> Handle[Any]:  # fmt: skip
+        """Rank ``root`` gets what ``all_reduce`` would give; the others get None. See ``all_reduce``."""
+        with self._checks(name):
+            self._check_rank("root", root)
+            array = adapt(x)
+            op = Op(op)
+            kernel(op, array.dtype)
+            target = self._out(out, array.shape, array.dtype, root)
+
+        def plan(group: Group) -> Plan:
+            return group.plan(Planner.reduce, array.dtype, array.shape, op, root)
+
+        return self._begin(name, array, array.shape, target, timeout, plan, in_place=True)
+
+    def broadcast(
+        self, x: Any, root: int = 0, name: str | None = None, *, out: Any = None, timeout: float | None = None,
+        priority: int = 0,
+    ) -> Handle[Any]:  # fmt: skip
+        """Every rank gets the ``x`` of rank ``root``.
+
+        Args:
+            x: an array of the same shape and dtype on every rank; only the root's values matter.
+            root: rank in the group.
+            name: see ``all_reduce``, also for ``out``, ``timeout`` and ``priority``.
+            out: where the result goes; may be ``x``.
+            timeout: seconds; None for the communicator's.
+            priority: accepted for later use.
+        """
+        with self._checks(name):
+            self._check_rank("root", root)
+            array = adapt(x)
+            target = None if out is None else adapt_out(out, array.shape, array.dtype)
+
+        def plan(group: Group) -> Plan:
+            return group.plan(Planner.broadcast, array.dtype, array.shape, root)
+
+        return self._begin(name, array, array.shape, target, timeout, plan, in_place=True)
+
+    def _gather_stacked(self, x: Any, root: int, name: str | None, out: Any, timeout: float | None) -> Handle[Any]:
+        with self._checks(name):
+            self._check_rank("root", root)
+            array = adapt(x)
+            shape = (self._group.view.size, *array.shape)
+            target = self._out(out, shape, array.dtype, root)
+
+        def plan(group: Group) -> Plan:
+            return group.plan(Planner.gather, array.dtype, array.shape, root)
+
+        return self._begin(name, array, shape, target, timeout, plan)
+
+    def _all_gather_stacked(self, x: Any, name: str | None, out: Any, timeout: float | None) -> Handle[Any]:
+        with self._checks(name):
+            array = adapt(x)
+            shape = (self._group.view.size, *array.shape)
+            target = None if out is None else adapt_out(out, shape, array.dtype)
+
+        def plan(group: Group) -> Plan:
+            return group.plan(Planner.all_gather, array.dtype, array.shape)
+
+        return self._begin(name, array, shape, target, timeout, plan)
+
+    def reduce_scatter(
+        self, x: Any, name: str | None = None, *, op: Op | str = Op.SUM, out: Any = None,
+        timeout: float | None = None, priority: int = 0,
+    ) -> Handle[Any]:  # fmt: skip
+        """Rank r gets the r-th of ``size`` parts, along the first axis, of what ``all_reduce`` would give.
+
+        Parts are as even as possible: the first ``len(x) % size`` are one row longer. See ``all_reduce``.
+        """
+        with self._checks(name):
+            array = adapt(x)
+            op = Op(op)
+            kernel(op, array.dtype)
+            row_elements(array.shape)
+            rows = split(array.shape[0], self._group.view.size)[self._group.view.rank][1]
+            shape = (rows, *array.shape[1:])
+            target = None if out is None else adapt_out(out, shape, array.dtype)
+
+        def plan(group: Group) -> Plan:
+            return group.plan(Planner.reduce_scatter, array.dtype, array.shape, op)
+
+        return self._begin(name, array, shape, target, timeout, plan)
+
+    def _all_to_all_even(self, x: Any, name: str | None, out: Any, timeout: float | None) -> Handle[Any]:
+        with self._checks(name):
+            array = adapt(x)
+            size = self._group.view.size
+            row_elements(array.shape)
+            if array.shape[0] % size:
+                raise ConfigError(
+                    f"all_to_all shares {array.shape[0]} rows among {size} ranks: "
+                    "give a multiple, or a list of arrays, one for each rank"
+                )
+            target = None if out is None else adapt_out(out, array.shape, array.dtype)
+        rows = ((array.shape[0] // size,) * size,) * size
+
+        def plan(group: Group) -> Plan:
+            return group.plan(Planner.all_to_all, array.dtype, array.shape[1:], rows)
+
+        return self._begin(name, array, array.shape, target, timeout, plan)
+
+    def barrier(self, name: str | None = None, *, timeout: float | None = None) -> Handle[None]:
+        """Done when every rank has called it."""
+        with self._checks(name):
+            pass
+
+        def plan(group: Group) -> Plan:
+            return group.planner.barrier(Verb.BARRIER, name or "")
+
+        return self._begin(name, None, (), None, timeout, plan)
+
+    # ---------------------------------------------------------------- shared by the verbs
+
+    @contextmanager
+    def _checks(self, name: str | None, key: str | None = None) -> Iterator[None]:
+        """What fails in this block fails the other ranks' calls too; the error is this call's."""
+        self._check_open()
+        check_name(name)
+        try:
+            yield
+        except (KfcommError, ValueError, TypeError) as error:
+            self._group.refuse(key or name or UNNAMED, error)
+            if isinstance(error, KfcommError):
+                raise
+            raise ConfigError(str(error)) from error
+
+    def _begin(
+        self, name: str | None, array: HostArray | None, shape: Shape, target: OutArray | None,
+        timeout: float | None, plan: MakePlan, *, in_place: bool = False, key: str | None = None,
+    ) -> Handle[Any]:  # fmt: skip
+        """Post now, or after a verdict on the strategy, with room for a result of ``shape``.
+
+        ``key`` is for the later steps of a verb that has several; else the key is the name.
+        """
+        group = self._group
+        handle: Handle[Any] = Handle(loop=group.engine.loop)
+        under = name or UNNAMED if key is None else key
+
+        def begin() -> None:
+            if handle.cancelled():
+                group.engine.refuse(group.view, under, f"rank {group.view.rank} cancelled its call of {shown(under)}")
+                return
+            made = plan(group)
+            source = None if array is None else array.flat
+            result, outcome = _room(made, array, shape, target, in_place)
+            group.post(
+                made, under, overlapping=name is None, source=source, result=result, outcome=outcome,
+                timeout_s=timeout, handle=handle,
+            )  # fmt: skip
+
+        group.in_order(begin)
+        return handle
+
+    def _out(self, out: Any, shape: Shape, dtype: np.dtype[Any], root: int) -> OutArray | None:
+        """The ``out`` of a verb that only gives the root a result; ignored elsewhere."""
+        if out is None or self._group.view.rank != root:
+            return None
+        return adapt_out(out, shape, dtype)
+
+    def _check_rank(self, what: str, rank: Any) -> None:
+        size = self._group.view.size
+        if not isinstance(rank, (int, np.integer)) or not 0 <= rank < size:
+            raise ConfigError(f"{what} {rank!r} is not a rank of this group (0 to {size - 1})")
+
+
+def _room(
+    plan: Plan, array: HostArray | None, shape: Shape, target: OutArray | None, in_place: bool
+) -> tuple[Array | None, Callable[[], Any]]:
+    """Memory for the result, and how the caller gets it."""
+    if plan.result_count < 0 or array is None:
+        return None, _nothing
+    if target is None:
+        result = np.empty(plan.result_count, plan.dtype)
+        return result, lambda: array.restore(result, shape)
+    flat = target.flat
+    if overlaps(flat, array.flat) or (not in_place and same_memory(flat, array.flat)):
+        scratch = np.empty(plan.result_count, plan.dtype)
+
+        def copied() -> Any:
+            np.copyto(flat, scratch)
+            return target.finish()
+
+        return scratch, copied
+    return flat, target.finish
+
+
+def _nothing() -> None:
+    return None
+
+
+def _joined(parts: Mapping[str, Handle[Any]], group: Group) -> Handle[dict[str, Any]]:
+    """One handle for several: done when all are."""
+    whole: Handle[dict[str, Any]] = Handle(loop=group.engine.loop)
+    left = len(parts)
+
+    def one_done(_: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0 and not whole.done():
+            errors = [part.exception() for part in parts.values() if not part.cancelled()]
+            first = next((error for error in errors if error is not None), None)
+            if first is not None:
+                whole.set_exception(first)
+            elif len(errors) < len(parts):
+                whole.cancel()
+            else:
+                whole.set_result({name: part.result() for name, part in parts.items()})
+
+    def give_up(done: Any) -> None:
+        if done.cancelled():
+            for part in parts.values():
+                part.cancel()
+
+    whole.add_done_callback(give_up)
+    for part in parts.values():
+        part.add_done_callback(one_done)
+    if not parts:
+        whole.set_result({})
+    return whole
