@@ -9,9 +9,9 @@ This module owns the public names and nothing else. Importing it needs NumPy, ms
 no framework, no network and no environment variable is looked at before ``init`` is called.
 """
 
-__version__ = "0.1.0"
-
 from kfcomm import strategies
+from kfcomm.collectives.handle import Handle
+from kfcomm.collectives.messages import Queue
 from kfcomm.communicator import Communicator, init
 from kfcomm.dump import dump
 from kfcomm.errors import (
@@ -29,9 +29,8 @@ from kfcomm.errors import (
     SessionClosed,
     TransportError,
 )
-from kfcomm.handle import Handle
-from kfcomm.messages import Queue
 from kfcomm.types import Layout, Op
+from kfcomm.version import __version__
 
 __all__ = [
     "CollectiveAborted",

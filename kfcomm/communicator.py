@@ -12,13 +12,13 @@ from collections.abc import Generator, Iterable
 from types import TracebackType
 from typing import Any, Self, Unpack
 
-from kfcomm.blobs import Blobs
+from kfcomm.collectives.blobs import Blobs
+from kfcomm.collectives.group import Group
+from kfcomm.collectives.mailbox import Mailbox
+from kfcomm.collectives.messages import Messages
 from kfcomm.core.collective import GroupView
 from kfcomm.dump import install_signal, snapshot
 from kfcomm.errors import ConfigError, SessionClosed
-from kfcomm.group import Group
-from kfcomm.mailbox import Mailbox
-from kfcomm.messages import Messages
 from kfcomm.network import Alone, SocketNetwork
 from kfcomm.rendezvous.settings import Arguments, Settings, detect
 from kfcomm.session import Session

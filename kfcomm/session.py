@@ -21,8 +21,8 @@ from typing import Any, Protocol
 from kfcomm.control.base import ControlEvents, ControlPlane, StatusSource
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import GroupView
-from kfcomm.engine import Engine
 from kfcomm.errors import SessionClosed
+from kfcomm.runtime.engine import Engine
 from kfcomm.transports.base import Inbound, Link
 from kfcomm.types import Layout
 

@@ -128,8 +128,11 @@ class Links:
             if rank in self._dialling:
                 self._dialling.pop(rank).cancel()
         if rank not in self._dialling:
-            pause_s = self._pause_s(rank)
-            self._dialling[rank] = self._tasks.create_task(self._reach(rank, max(delay_s, pause_s)))
+            dialling = self._reach(rank, max(delay_s, self._pause_s(rank)))
+            try:
+                self._dialling[rank] = self._tasks.create_task(dialling)
+            except RuntimeError:  # the group is ending because a task failed: this rank will be gone itself
+                dialling.close()
 
     def drop(self, rank: int) -> None:
         """``rank`` is gone: no more dialling, and its links end."""

@@ -62,11 +62,12 @@ class Screen:
     def feed(self, rank: int, stream: Stream, data: bytes) -> Writes:
         """What to write, and where, now that ``data`` has come from ``rank``."""
         *lines, rest = (self._pending.get((rank, stream), b"") + data).split(b"\n")
+        # a return at the end may belong to a newline that is still to come
+        rest = _visible(rest) + (b"\r" if rest.endswith(b"\r") else b"")
         while len(rest) > MAX_LINE_NBYTES:
             lines.append(rest[:MAX_LINE_NBYTES])
             rest = rest[MAX_LINE_NBYTES:]
-        # a return at the end may belong to a newline that is still to come
-        self._pending[rank, stream] = _visible(rest) + (b"\r" if rest.endswith(b"\r") else b"")
+        self._pending[rank, stream] = rest
         before = self._shown
         return [*self._lines(rank, stream, lines), *self._show((rank, stream), before)]
 

@@ -18,6 +18,7 @@ import msgpack
 
 from kfcomm.core.frame import PROTOCOL_VERSION
 from kfcomm.errors import RemoteProtocolError
+from kfcomm.version import __version__
 
 MAX_RANKS = 1 << 16
 MAX_WIRE_NBYTES = 4096
@@ -168,8 +169,6 @@ def process_uid(rank: int) -> str:
 
 def versions() -> tuple[str, int]:
     """Version of kfcomm, and the number of its protocol."""
-    from kfcomm import __version__  # the package itself may still be importing this module
-
     return __version__, PROTOCOL_VERSION
 
 

@@ -94,13 +94,14 @@ class Listener:
 
 
 def _listen(address: Address) -> socket.socket:
+    where = _for_kernel(address)
     sock: socket.socket | None = None
     try:
         sock = _make(address)
         if sock.family != socket.AF_UNIX:
             # Without it a restart on the same port fails while old connections are in TIME_WAIT.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(_for_kernel(address))
+        sock.bind(where)
         sock.listen(BACKLOG)
     except OSError as error:
         if sock is not None:
@@ -191,11 +192,12 @@ async def _numeric(host: str, port: int) -> str:
 
 
 async def _connect_unix(address: str) -> socket.socket:
+    where = _for_kernel(address)
     sock = _make(address)
     try:
         while True:
             try:
-                sock.connect(_for_kernel(address))
+                sock.connect(where)
             except BlockingIOError:
                 # A Unix socket never connects later: this says that the listener's backlog is full, and nothing
                 # tells when it no longer is. The loops' own sock_connect takes it for a connection under way.

@@ -375,6 +375,10 @@ class StreamLink:
             self._writer_on = True
             self._loop.add_writer(self._fd, self._drain)
 
+    def descriptors(self) -> tuple[int, ...]:
+        """The socket's descriptor while the link is open."""
+        return (self._fd,) if self._fd >= 0 else ()
+
     def abort(self) -> None:
         """Close at once, whatever is queued; afterwards no memory of any owner is read or written."""
         self._end_with(None)

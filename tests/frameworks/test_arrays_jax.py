@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kfcomm.arrays import adapt, adapt_out, dtype_name, dtype_of
-from kfcomm.dtypes import SUPPORTED_NAMES
+from kfcomm.arrays.dtypes import SUPPORTED_NAMES
 from kfcomm.errors import ConfigError
 
 jax = pytest.importorskip("jax")

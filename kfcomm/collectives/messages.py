@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from kfcomm.arrays import adapt, adapt_out
-from kfcomm.blobs import Blobs
+from kfcomm.collectives.blobs import Blobs
+from kfcomm.collectives.exchange import Exchange, Steps, mapped, packed, unpacked
+from kfcomm.collectives.handle import Handle
+from kfcomm.collectives.mailbox import Mailbox
 from kfcomm.errors import ConfigError
-from kfcomm.exchange import Exchange, Steps, mapped, packed, unpacked
-from kfcomm.handle import Handle
-from kfcomm.mailbox import Mailbox
 
 Tag = int | str
 

@@ -6,8 +6,8 @@ import asyncio
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from kfcomm.engine import Engine
-    from kfcomm.operation import Operation
+    from kfcomm.runtime.engine import Engine
+    from kfcomm.runtime.operation import Operation
 
 T = TypeVar("T")
 

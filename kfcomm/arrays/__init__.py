@@ -5,7 +5,7 @@ caller's own memory wherever that memory already is so (``is_view``), else a pac
 changes the caller's array.
 
 This module must not know what is done with the bytes. Which libraries there are, and how their arrays are read and
-made, is in `kfcomm.array_kinds`; the supported dtypes are in `kfcomm.dtypes`.
+made, is in `kfcomm.arrays.kinds`; the supported dtypes are in `kfcomm.arrays.dtypes`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from kfcomm.array_kinds import NUMPY, ArrayKind, kind_of
-from kfcomm.dtypes import Array, checked, dtype_name, dtype_of
+from kfcomm.arrays.dtypes import Array, checked, dtype_name, dtype_of
+from kfcomm.arrays.kinds import NUMPY, ArrayKind, kind_of
 from kfcomm.errors import ConfigError
 
 __all__ = ["HostArray", "OutArray", "adapt", "adapt_out", "dtype_name", "dtype_of", "overlaps", "same_memory"]

@@ -13,12 +13,12 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kfcomm.arrays import HostArray, OutArray, adapt, adapt_out, overlaps, same_memory
+from kfcomm.collectives.group import UNNAMED, Group, check_name
+from kfcomm.collectives.handle import Handle
+from kfcomm.collectives.plans import Plan, Planner, row_elements
 from kfcomm.core.chunk import split
 from kfcomm.core.collective import shown
 from kfcomm.errors import ConfigError, KfcommError
-from kfcomm.group import UNNAMED, Group, check_name
-from kfcomm.handle import Handle
-from kfcomm.plans import Plan, Planner, row_elements
 from kfcomm.reduce import kernel
 from kfcomm.types import Op, Verb
 

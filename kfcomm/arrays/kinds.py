@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kfcomm.dtypes import NUMPY_NAMES, Array, dtype_of, unsupported
+from kfcomm.arrays.dtypes import NUMPY_NAMES, Array, dtype_of, unsupported
 from kfcomm.errors import ConfigError
 
 HOST_KINDS = (

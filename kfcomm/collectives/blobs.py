@@ -13,9 +13,9 @@ import msgpack
 import numpy as np
 
 from kfcomm.arrays import HostArray, adapt
+from kfcomm.collectives.handle import Handle
+from kfcomm.collectives.mailbox import Mailbox
 from kfcomm.errors import CollectiveError, ConfigError
-from kfcomm.handle import Handle
-from kfcomm.mailbox import Mailbox
 
 ASK_TAG = "\0blob ask"
 KEPT_VERSIONS = 2

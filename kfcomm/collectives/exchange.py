@@ -13,16 +13,16 @@ from typing import Any, TypeAlias
 import msgpack
 import numpy as np
 
-from kfcomm.array_kinds import NUMPY
 from kfcomm.arrays import HostArray, OutArray, adapt, adapt_out
+from kfcomm.arrays.dtypes import dtype_name, dtype_of
+from kfcomm.arrays.kinds import NUMPY
+from kfcomm.collectives.group import Group
+from kfcomm.collectives.handle import Handle
+from kfcomm.collectives.plans import Plan, Planner, row_elements
+from kfcomm.collectives.verbs import Verbs
 from kfcomm.core.chunk import split
-from kfcomm.dtypes import dtype_name, dtype_of
 from kfcomm.errors import CollectiveError, CollectiveMismatch, ConfigError
-from kfcomm.group import Group
-from kfcomm.handle import Handle
-from kfcomm.plans import Plan, Planner, row_elements
 from kfcomm.types import Verb
-from kfcomm.verbs import Verbs
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 

@@ -19,9 +19,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kfcomm import float16
-from kfcomm.dtypes import Array, checked
+from kfcomm.arrays.dtypes import Array, checked
 from kfcomm.errors import ConfigError
+from kfcomm.reduce import float16
 from kfcomm.types import Op
 
 Fold: TypeAlias = Callable[[Array, Array, Array], object]

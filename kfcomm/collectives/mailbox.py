@@ -17,19 +17,19 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kfcomm.array_kinds import NUMPY
 from kfcomm.arrays import HostArray, OutArray
+from kfcomm.arrays.dtypes import dtype_name, dtype_of
+from kfcomm.arrays.kinds import NUMPY
+from kfcomm.collectives.handle import Handle
+from kfcomm.collectives.plans import chunk_elements
 from kfcomm.core import program as programs
 from kfcomm.core.cause import Cause
 from kfcomm.core.collective import GroupView, ItemSizes
 from kfcomm.core.signature import Signature
-from kfcomm.dtypes import dtype_name, dtype_of
-from kfcomm.engine import Engine
 from kfcomm.errors import CollectiveTimeout, ConfigError, KfcommError
-from kfcomm.failures import error_of
-from kfcomm.handle import Handle
-from kfcomm.operation import Operation
-from kfcomm.plans import chunk_elements
+from kfcomm.runtime.engine import Engine
+from kfcomm.runtime.failures import error_of
+from kfcomm.runtime.operation import Operation
 from kfcomm.types import Verb
 
 logger = logging.getLogger("kfcomm")

@@ -20,8 +20,8 @@ from kfcomm.errors import InternalError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kfcomm.buffers import Payload
     from kfcomm.reduce import Kernel
+    from kfcomm.runtime.buffers import Payload
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 

@@ -12,13 +12,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from kfcomm.collectives.handle import Handle
+from kfcomm.collectives.plans import Plan, Planner
 from kfcomm.core.chunk import pair_of
 from kfcomm.core.collective import GroupView, shown
-from kfcomm.engine import Engine
 from kfcomm.errors import ConfigError
-from kfcomm.handle import Handle
-from kfcomm.operation import Operation
-from kfcomm.plans import Plan, Planner
+from kfcomm.runtime.engine import Engine
+from kfcomm.runtime.operation import Operation
 from kfcomm.strategies import AnyStrategy
 from kfcomm.types import Layout, Op, Verb
 

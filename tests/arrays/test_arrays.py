@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kfcomm.arrays import adapt, adapt_out, dtype_name, dtype_of, overlaps, same_memory
-from kfcomm.dtypes import NUMPY_NAMES, SUPPORTED_NAMES
+from kfcomm.arrays.dtypes import NUMPY_NAMES, SUPPORTED_NAMES
 from kfcomm.errors import ConfigError
 
 MATRIX = np.arange(12, dtype=np.float32).reshape(3, 4)

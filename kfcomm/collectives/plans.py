@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from kfcomm.arrays.dtypes import dtype_name
 from kfcomm.core import program as programs
 from kfcomm.core.chunk import WHOLE_BELOW, pair_of, split
 from kfcomm.core.collective import ItemSizes
 from kfcomm.core.graph import GraphPair
 from kfcomm.core.program import Program
 from kfcomm.core.signature import Signature
-from kfcomm.dtypes import dtype_name
 from kfcomm.errors import ConfigError
 from kfcomm.reduce import Kernel, kernel
 from kfcomm.strategies import AnyStrategy, Strategy

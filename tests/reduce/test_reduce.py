@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kfcomm import float16
-from kfcomm.dtypes import SUPPORTED_NAMES, dtype_of
+from kfcomm.reduce import float16
+from kfcomm.arrays.dtypes import SUPPORTED_NAMES, dtype_of
 from kfcomm.errors import ConfigError
 from kfcomm.reduce import Kernel, kernel, supports
 from kfcomm.types import Op

@@ -17,7 +17,6 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
-from kfcomm.buffers import BlockPool, Payload
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import Collective, Early, GroupView, Incoming, ItemSizes
 from kfcomm.core.frame import Header, Kind
@@ -41,11 +40,12 @@ from kfcomm.core.router import ANSWER, DROPPED, EARLY, FAILED, FLOOD, VIOLATION,
 from kfcomm.core.signature import Signature
 from kfcomm.core.watch import Due, Watch
 from kfcomm.errors import RemoteProtocolError, TransportError
-from kfcomm.failures import error_of
-from kfcomm.inquiry import Inquiry
-from kfcomm.operation import Operation
-from kfcomm.outlet import Outlet
-from kfcomm.recorder import Recorder
+from kfcomm.runtime.buffers import BlockPool, Payload
+from kfcomm.runtime.failures import error_of
+from kfcomm.runtime.inquiry import Inquiry
+from kfcomm.runtime.operation import Operation
+from kfcomm.runtime.outlet import Outlet
+from kfcomm.runtime.recorder import Recorder
 from kfcomm.transports.base import Link
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kfcomm.dtypes import Array
+from kfcomm.arrays.dtypes import Array
 
 # Elements worth converting at a time. Six passes go over a block: it must be long enough that NumPy's call overhead
 # is small beside them, and its float32 form must stay in the second-level cache.
