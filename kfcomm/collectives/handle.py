@@ -19,8 +19,12 @@ class Handle(asyncio.Future[T]):
     ``CollectiveAborted``. Cancelling the task that awaits a handle cancels the handle.
     """
 
-    _engine: Engine
-    _operation: Operation | None = None
+    __slots__ = ("_engine", "_operation")
+
+    def __init__(self, *, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop=loop)
+        self._operation: Operation | None = None
+        self._engine: Engine | None = None
 
     def posted(self, engine: Engine, operation: Operation) -> None:
         """The collective has begun: from now on there is something to cancel."""
@@ -31,6 +35,6 @@ class Handle(asyncio.Future[T]):
         """End the collective everywhere; False if it is complete already."""
         if not super().cancel(msg):
             return False
-        if self._operation is not None:
+        if self._operation is not None and self._engine is not None:
             self._engine.cancel(self._operation)
         return True

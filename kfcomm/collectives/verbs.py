@@ -259,7 +259,7 @@ def _room(
         return None, _nothing
     if target is None:
         result = np.empty(plan.result_count, plan.dtype)
-        return result, lambda: array.restore(result, shape)
+        return result, _Restored(array, result, shape)
     flat = target.flat
     if overlaps(flat, array.flat) or (not in_place and same_memory(flat, array.flat)):
         scratch = np.empty(plan.result_count, plan.dtype)
@@ -270,6 +270,20 @@ def _room(
 
         return scratch, copied
     return flat, target.finish
+
+
+class _Restored:
+    """A result of the caller's kind. Not a closure: ten thousand calls in flight keep one object each, not six."""
+
+    __slots__ = ("_array", "_result", "_shape")
+
+    def __init__(self, array: HostArray, result: Array, shape: Shape) -> None:
+        self._array = array
+        self._result = result
+        self._shape = shape
+
+    def __call__(self) -> Any:
+        return self._array.restore(self._result, self._shape)
 
 
 def _nothing() -> None:

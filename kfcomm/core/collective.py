@@ -69,7 +69,7 @@ class Collective(Machine):
 
     Attributes:
         posted: bit r is set once group rank r is known to have posted it.
-        deferred: sends that wait for the word that a rank has posted it.
+        deferred: by rank, sends that wait for the word that it has posted; None while nothing ever waited.
         context: a slot for whoever posted it.
     """
 
@@ -85,7 +85,7 @@ class Collective(Machine):
         self.signature_id, self.signature = signature
         self.sizes = sizes
         self.posted = 1 << group.rank
-        self.deferred: dict[int, list[Effect]] = {}
+        self.deferred: dict[int, list[Effect]] | None = None
         self.context: Any = None
 
     @property

@@ -92,7 +92,7 @@ class Machine:
         self._gate = program.gate
         # Children folded per chunk; one more than there are children once the result is here.
         self._folded = [0] * program.num_slots
-        self._held: dict[tuple[int, int], Any] = {}
+        self._held: dict[tuple[int, int], Any] | None = None
 
     def start(self, effects: Effects) -> None:
         """Do all that needs nobody else."""
@@ -118,7 +118,7 @@ class Machine:
             if sender not in lane.children:
                 return NOBODY
             position = lane.children.index(sender)
-            return NOBODY if position < folded or (slot, position) in self._held else position
+            return NOBODY if position < folded or (self._held and (slot, position) in self._held) else position
         if not lane.down or sender != lane.source:
             return NOBODY
         return 0 if folded == len(lane.children) else NOBODY
@@ -140,6 +140,8 @@ class Machine:
         slot = lane.base + index
         folded = self._folded[slot]
         if position != folded:
+            if self._held is None:
+                self._held = {}
             self._held[slot, position] = payload
             effects.append((HOLD, self, payload))
             return

@@ -37,12 +37,13 @@ from kfcomm.core.collective import (
 )
 from kfcomm.core.frame import MAX_ID, Header, Kind
 from kfcomm.core.machine import UP, Effect, Effects
+from kfcomm.core.names import MAX_SIGNATURES, Names
 from kfcomm.core.program import NOBODY, Lane, Program
-from kfcomm.core.signature import Signature, describe, from_wire
+from kfcomm.core.signature import Signature, describe, differing, from_wire
 
 MAX_TOMBSTONES = 1 << 16
 """Aborted collectives remembered until they are posted; the oldest are forgotten (most are not ours at all)."""
-MAX_ASKS = 1 << 20
+MAX_ASKS = 1 << 17
 """More unanswered questions than this on one link are taken for an attack."""
 
 
@@ -80,11 +81,9 @@ class Router:
         self.rank = rank
         self.live: dict[Collective, None] = {}
         self.lost: dict[int, Cause] = {}
-        self._keys: dict[tuple[bytes, str], Key] = {}
-        self._keys_by_id: dict[int, Key] = {}
-        self._num_keys = 0
-        self._dead: dict[tuple[Key, int], Cause] = {}
-        self._signatures: dict[AnySignature, tuple[int, AnySignature]] = {}
+        self._names = Names()
+        self._groups: dict[bytes, GroupView] = {}
+        self._dead: dict[tuple[bytes, str, int], Cause] = {}
 
     # ---------------------------------------------------------------- what this rank does
 
@@ -104,13 +103,18 @@ class Router:
 
         ``overlapping``: further uses of the key may begin before earlier ones are complete; otherwise a
         second use while the first is in flight fails on every rank, and the first goes on.
+
+        Raises:
+            LocalProtocolError: 2**20 names are in flight.
         """
-        key = self.key(group.id, name)
+        key = self._names.key(group.id, name)
+        self._names.number(key)
+        self._groups.setdefault(group.id, group)
         cause = self._obstacle(group, key, overlapping, effects)
         if cause is not None:
             key.next_seq += 1
             return cause
-        collective = Collective(program, group, key, self._signature(signature), sizes)
+        collective = Collective(program, group, key, self._names.signature(signature), sizes)
         collective.context = context
         key.live[key.next_seq] = collective
         self.live[collective] = None
@@ -124,9 +128,9 @@ class Router:
 
     def refuse(self, group: GroupView, name: str, message: str, effects: Effects) -> Cause:
         """A call failed its local checks: it takes its sequence number, and fails on every rank."""
-        key = self.key(group.id, name)
+        key = self._names.key(group.id, name)
         cause = Cause(CauseKind.REFUSED, self.rank, message)
-        self._dead.pop((key, key.next_seq), None)
+        self._dead.pop((key.group_id, key.name, key.next_seq), None)
         self._bury(key, key.next_seq, effects)
         effects.append((FLOOD, key.group_id, key.name, key.next_seq, cause))
         key.next_seq += 1
@@ -134,7 +138,7 @@ class Router:
 
     def abort(self, collective: Collective, cause: Cause, effects: Effects) -> None:
         """Fail a collective here and, unless a lost peer is the cause (that is told by itself), everywhere."""
-        if self._forget(collective):
+        if self._forget(collective, effects):
             key = collective.key
             if cause.kind is not CauseKind.LOST:
                 effects.append((FLOOD, key.group_id, key.name, collective.seq, cause))
@@ -142,7 +146,7 @@ class Router:
 
     def complete(self, collective: Collective) -> None:
         """A DONE effect was carried out: the router forgets the collective."""
-        self._forget(collective)
+        self._forget(collective, [])
 
     def admit(
         self, outgoing: Outgoing, effect: Effect, collective: Collective, nbytes: int
@@ -152,26 +156,32 @@ class Router:
         A held-back effect comes again, through the effects of ``on_posted``, when its receiver has posted.
         """
         _, _, to, lane, index, phase, _, _ = effect
-        before: list[Header] = []
+        before = self._definitions(outgoing, collective)
         key = collective.key
-        if outgoing.keys.get(key.id) is not key:
-            outgoing.keys[key.id] = key
-            before.append((KEY, key.id, key.group_id, key.name))
         number = collective.signature_id
-        if outgoing.signatures.get(number) is not collective.signature:
-            outgoing.signatures[number] = collective.signature
-            before.append((SIGNATURE, number, list(collective.signature)))
         if collective.posted >> to & 1:
             charged = 0
-        elif to not in collective.deferred and outgoing.window.take(nbytes):
+        elif not (collective.deferred and to in collective.deferred) and outgoing.window.take(nbytes):
             charged = 1
         else:
+            if collective.deferred is None:
+                collective.deferred = {}
             waiting = collective.deferred.setdefault(to, [])
             if not waiting:
                 before.append((ASK, key.id, collective.seq, number))
             waiting.append(effect)
             return before, None
         return before, (CHUNK, key.id, collective.seq, number, lane.number, phase, index, charged)
+
+    def announce(self, outgoing: Outgoing, collective: Collective) -> list[Header]:
+        """Frames that tell one of ``collective.unheard()`` what this rank has posted.
+
+        For a collective that has waited a while: ranks that disagree about the graph can all wait for each other
+        without a chunk between them (as two that both believe to be the root). Neighbours in a graph form one
+        piece, so if each rank announces itself to its own, at least two that differ will meet.
+        """
+        ask = (ASK, collective.key.id, collective.seq, collective.signature_id)
+        return [*self._definitions(outgoing, collective), ask]
 
     # ---------------------------------------------------------------- what peers do
 
@@ -180,20 +190,19 @@ class Router:
         if number >= MAX_ID:
             effects.append((VIOLATION, incoming, f"key number {number}"))
         else:
-            incoming.keys[number] = self.key(group_id, name)
+            incoming.keys[number] = self._names.key(group_id, name)
 
     def define_signature(self, incoming: Incoming, number: int, fields: list[Any], effects: Effects) -> None:
         """The peer will call this signature by a number."""
-        signature = from_wire(fields)
         try:
-            known = self._signatures.get(signature)
-        except TypeError:
+            signature = self._names.same(from_wire(fields))
+        except (TypeError, ValueError):
             effects.append((VIOLATION, incoming, "a signature that is not made of plain values"))
             return
-        if number >= MAX_ID:
+        if number >= MAX_SIGNATURES:
             effects.append((VIOLATION, incoming, f"signature number {number}"))
         else:
-            incoming.signatures[number] = signature if known is None else known[1]
+            incoming.signatures[number] = signature
 
     def match(self, incoming: Incoming, header: Header, nbytes: int, effects: Effects) -> Ticket | None:
         """Whose chunk this is. None: nobody's, drop the payload (the effects say why, if there is more to say)."""
@@ -242,7 +251,7 @@ class Router:
         collective = key.live.get(seq)
         if collective is not None:
             self._answer(collective, incoming, signature, header, effects)
-        elif seq >= key.next_seq and (key, seq) not in self._dead:
+        elif not self._is_over(key, seq):
             incoming.asks += 1
             if incoming.asks > MAX_ASKS:
                 effects.append((VIOLATION, incoming, "too many questions"))
@@ -251,31 +260,36 @@ class Router:
 
     def on_posted(self, outgoing: Outgoing, number: int, seq: int, effects: Effects) -> None:
         """The peer has posted a collective that we asked about."""
-        key = self._keys_by_id.get(number)
+        key = outgoing.keys.get(number)
         collective = key.live.get(seq) if key is not None else None
         if collective is not None and outgoing.peer in collective.group.index:
             self._saw(collective, collective.group.index[outgoing.peer], effects)
 
     def on_abort(self, group_id: bytes, name: str, seq: int, cause: Cause, effects: Effects) -> None:
         """Another rank aborted a collective: it fails where it is pending, or as soon as it is posted."""
-        key = self.key(group_id, name)
-        collective = key.live.get(seq)
+        key = self._names.find(group_id, name)
+        collective = None if key is None else key.live.get(seq)
         if collective is not None:
-            self._forget(collective)
+            self._forget(collective, effects)
             effects.append((FAILED, collective, cause))
-        elif seq >= key.next_seq and (key, seq) not in self._dead:
+        elif (group_id, name, seq) not in self._dead and (key is None or seq >= key.next_seq):
             if len(self._dead) >= MAX_TOMBSTONES:
                 del self._dead[next(iter(self._dead))]
-            self._dead[key, seq] = cause
-            self._bury(key, seq, effects)
+            self._dead[group_id, name, seq] = cause
+            if key is not None:
+                self._bury(key, seq, effects)
             effects.append((EARLY, group_id, name, seq, None))
 
     def on_peer_lost(self, peer: int, cause: Cause, effects: Effects) -> None:
         """A peer is gone: what it takes part in fails, now and from now on."""
         self.lost.setdefault(peer, cause)
         for collective in [one for one in self.live if peer in one.group.index]:
-            self._forget(collective)
+            self._forget(collective, effects)
             effects.append((FAILED, collective, cause))
+        for key in self._names:
+            if key.early and self._is_closed(key.group_id):
+                for seq in list(key.early):
+                    self._bury(key, seq, effects)
 
     def on_link_broken(self, peer: int, reason: str, effects: Effects) -> None:
         """A link from or to a peer broke in the middle: what it may have carried is aborted."""
@@ -286,41 +300,35 @@ class Router:
 
     # ---------------------------------------------------------------- what others may ask
 
-    def key(self, group_id: bytes, name: str) -> Key:
-        """The key of this name, made at its first use."""
-        key = self._keys.get((group_id, name))
-        if key is None:
-            key = Key(self._num_keys % MAX_ID, group_id, name)
-            self._num_keys += 1
-            self._keys[group_id, name] = self._keys_by_id[key.id] = key
-        return key
-
     @property
     def num_keys(self) -> int:
-        """Names seen so far, in all groups."""
-        return self._num_keys
+        """Names met so far, in all groups."""
+        return len(self._names)
 
     def is_posted(self, group_id: bytes, name: str, seq: int) -> bool:
         """Whether this rank has posted that collective, now or earlier. Safe to call from any thread."""
-        key = self._keys.get((group_id, name))
+        key = self._names.find(group_id, name)
         return key is not None and seq < key.next_seq
 
     def expected(self, group_id: bytes, name: str) -> AnySignature | Cause | None:
         """What is known of the key's next use: its signature if something came early, its cause if it is dead."""
-        key = self.key(group_id, name)
-        early = key.early.get(key.next_seq)
-        return self._dead.get((key, key.next_seq)) if early is None else early.signature
+        key = self._names.find(group_id, name)
+        early = None if key is None else key.early.get(key.next_seq)
+        if early is not None:
+            return early.signature
+        return self._dead.get((group_id, name, 0 if key is None else key.next_seq))
 
     # ---------------------------------------------------------------- inside
 
     def _obstacle(self, group: GroupView, key: Key, overlapping: bool, effects: Effects) -> Cause | None:
         if self._dead:
-            cause = self._dead.pop((key, key.next_seq), None)
+            cause = self._dead.pop((key.group_id, key.name, key.next_seq), None)
             if cause is not None:
                 return cause
         if self.lost:
             for peer, cause in self.lost.items():
                 if peer in group.index:
+                    self._bury(key, key.next_seq, effects)
                     return cause
         if key.live and not overlapping:
             cause = Cause(
@@ -331,19 +339,36 @@ class Router:
             return cause
         return None
 
-    def _signature(self, signature: AnySignature) -> tuple[int, AnySignature]:
-        known = self._signatures.get(signature)
-        if known is None:
-            known = (len(self._signatures) % MAX_ID, signature)
-            self._signatures[signature] = known
-        return known
+    @staticmethod
+    def _definitions(outgoing: Outgoing, collective: Collective) -> list[Header]:
+        """What this link has to be told before it is sent anything of this collective."""
+        definitions: list[Header] = []
+        key, number = collective.key, collective.signature_id
+        if outgoing.keys.get(key.id) is not key:
+            outgoing.keys[key.id] = key
+            definitions.append((KEY, key.id, key.group_id, key.name))
+        if outgoing.signatures.get(number) is not collective.signature:
+            outgoing.signatures[number] = collective.signature
+            definitions.append((SIGNATURE, number, list(collective.signature)))
+        return definitions
 
-    def _forget(self, collective: Collective) -> bool:
+    def _forget(self, collective: Collective, effects: Effects) -> bool:
         if self.live.pop(collective, 0) == 0:
             return False
         del collective.key.live[collective.seq]
         collective.deferred.clear()
+        effects.extend((DROPPED, payload) for payload in collective.take_held())
         return True
+
+    def _is_over(self, key: Key, seq: int) -> bool:
+        """Whether a collective that is not in flight here will never be: it was, or its end is known."""
+        if seq < key.next_seq or (self._dead and (key.group_id, key.name, seq) in self._dead):
+            return True
+        return bool(self.lost) and self._is_closed(key.group_id)
+
+    def _is_closed(self, group_id: bytes) -> bool:
+        group = self._groups.get(group_id)
+        return group is not None and any(peer in group.index for peer in self.lost)
 
     def _match_posted(
         self,
@@ -354,10 +379,13 @@ class Router:
         nbytes: int,
         effects: Effects,
     ) -> Ticket | None:
-        if signature is not collective.signature and not self._agrees(incoming, collective, signature, effects):
+        sender = collective.group.index.get(incoming.peer)
+        if sender is None:
+            effects.append((VIOLATION, incoming, f"a chunk of {collective.title}, where it takes no part"))
+            return None
+        if signature is not collective.signature and not self._agrees(sender, collective, signature, effects):
             return None
         _, _, _, _, number, phase, index, _ = header
-        sender = collective.group.index.get(incoming.peer, NOBODY)
         lane = collective.program.lanes.get(number)
         position = NOBODY if lane is None else collective.accepts(lane, index, phase, sender)
         if lane is None or position == NOBODY:
@@ -377,13 +405,13 @@ class Router:
         sizes = collective.sizes
         return count * (sizes.partial if phase == UP and not lane.leaf_children[position] else sizes.item)
 
-    def _agrees(self, incoming: Incoming, collective: Collective, signature: AnySignature, effects: Effects) -> bool:
+    def _agrees(self, sender: int, collective: Collective, signature: AnySignature, effects: Effects) -> bool:
         if signature == collective.signature:
             return True
-        index = collective.group.index
         message = (
-            f"{collective.title} differs between ranks: rank {index.get(incoming.peer, '?')} has "
-            f"{describe(signature)}, rank {collective.group.rank} has {describe(collective.signature)}"
+            f"{collective.title} differs between ranks ({differing(signature, collective.signature)}): "
+            f"rank {sender} has {describe(signature)}; rank {collective.group.rank} has "
+            f"{describe(collective.signature)}"
         )
         self.abort(collective, Cause(CauseKind.MISMATCH, self.rank, message), effects)
         return False
@@ -398,7 +426,7 @@ class Router:
         self, incoming: Incoming, key: Key, signature: AnySignature, header: Header, nbytes: int, effects: Effects
     ) -> Ticket | None:
         seq, charged = header[2], header[7]
-        if seq < key.next_seq or (key, seq) in self._dead:
+        if self._is_over(key, seq):
             if charged:
                 incoming.window.matched(nbytes)
             return None
@@ -420,7 +448,7 @@ class Router:
         sender = collective.group.index.get(incoming.peer)
         if sender is None:
             effects.append((VIOLATION, incoming, f"a question about {collective.title}, where it takes no part"))
-        elif self._agrees(incoming, collective, signature, effects):
+        elif self._agrees(sender, collective, signature, effects):
             self._saw(collective, sender, effects)
             effects.append((ANSWER, incoming, (POSTED, header[1], header[2])))
 

@@ -31,7 +31,8 @@ class Watch(Generic[T]):
     __slots__ = ("_entries", "next_s")
 
     def __init__(self) -> None:
-        self._entries: dict[T, list[tuple[float, Due]]] = {}
+        # Times only, -1 when they have passed: a tuple of numbers costs the garbage collector nothing.
+        self._entries: dict[T, tuple[float, float, float]] = {}
         self.next_s = float("inf")
 
     def __len__(self) -> int:
@@ -39,14 +40,13 @@ class Watch(Generic[T]):
 
     def add(self, what: T, now_s: float, timeout_s: float, stall_after_s: float) -> bool:
         """Begin to watch; True if ``next_s`` came nearer."""
-        deadline_s = now_s + timeout_s
-        stages = [(deadline_s, Due.EXPIRED), (deadline_s - min(ASK_BEFORE_S, timeout_s / 4), Due.ASK)]
-        if stall_after_s < timeout_s:
-            stages.append((now_s + stall_after_s, Due.STALLED))
-            stages.sort(key=lambda stage: -stage[0])
-        self._entries[what] = stages
-        if stages[-1][0] < self.next_s:
-            self.next_s = stages[-1][0]
+        expired_s = now_s + timeout_s
+        stalled_s = now_s + stall_after_s if stall_after_s < timeout_s else -1.0
+        ask_s = expired_s - min(ASK_BEFORE_S, timeout_s / 4)
+        self._entries[what] = (stalled_s, ask_s, expired_s)
+        first_s = min(stalled_s, ask_s) if stalled_s >= 0 else ask_s
+        if first_s < self.next_s:
+            self.next_s = first_s
             return True
         return False
 
@@ -55,13 +55,17 @@ class Watch(Generic[T]):
         self._entries.pop(what, None)
 
     def look(self, now_s: float) -> list[tuple[T, Due]]:
-        """What is due by now, each stage once; ``next_s`` is set anew."""
-        due = []
+        """What is due by now, each stage once, in the order of its times; ``next_s`` is set anew."""
+        due: list[tuple[float, int, T, Due]] = []
         next_s = float("inf")
-        for what, stages in self._entries.items():
-            while stages and stages[-1][0] <= now_s:
-                due.append((what, stages.pop()[1]))
-            if stages:
-                next_s = min(next_s, stages[-1][0])
+        for what, times in list(self._entries.items()):
+            for time_s, stage in zip(times, Due, strict=True):
+                if 0 <= time_s <= now_s:
+                    due.append((time_s, len(due), what, stage))
+                elif time_s >= 0:
+                    next_s = min(next_s, time_s)
+            if min(times) <= now_s:
+                left = tuple(time_s if time_s > now_s else -1.0 for time_s in times)
+                self._entries[what] = (left[0], left[1], left[2])
         self.next_s = next_s
-        return due
+        return [(what, stage) for _, _, what, stage in sorted(due, key=lambda one: one[:2])]

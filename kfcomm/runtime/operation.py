@@ -48,8 +48,24 @@ class Operation:
     """
 
     __slots__ = (
-        "_chunk", "_dtype", "_in", "_item", "_kernel", "_out", "_partial", "_partial_shared", "_size", "_views",
-        "collective", "failed", "future", "on_sent", "outcome", "posted_s",
+        "_chunk",
+        "_dtype",
+        "_in",
+        "_in_view",
+        "_item",
+        "_kernel",
+        "_out",
+        "_out_view",
+        "_partial",
+        "_partial_shared",
+        "_partial_view",
+        "_size",
+        "collective",
+        "failed",
+        "future",
+        "on_sent",
+        "outcome",
+        "posted_s",
     )  # fmt: skip
 
     def __init__(
@@ -79,7 +95,9 @@ class Operation:
         self._chunk = 0
         self._partial_shared = in_result and kernel is not None and kernel.accumulate_dtype == kernel.dtype
         self._partial: Array | None = self._out if self._partial_shared else None
-        self._views: list[memoryview | None] = [None, None, None]
+        self._in_view: memoryview | None = None
+        self._partial_view: memoryview | None = None
+        self._out_view: memoryview | None = None
 
     def sent(self) -> None:
         """A link no longer reads one of this operation's payloads."""
@@ -115,12 +133,20 @@ class Operation:
         """The bytes of one chunk of the input, the partial result or the result."""
         if not lane.count:
             return _EMPTY
-        view = self._views[source]
-        if view is None:
-            view = self._views[source] = self._array(source).view(np.uint8).data
         item = self._item
-        if source == PARTIAL and self._kernel is not None:
-            item = self._kernel.accumulate_dtype.itemsize
+        if source == INPUT:
+            view = self._in_view
+            if view is None:
+                view = self._in_view = self._in.view(np.uint8).data
+        elif source == RESULT or self._partial_shared:
+            view = self._out_view
+            if view is None:
+                view = self._out_view = self._out.view(np.uint8).data
+        else:
+            item = self._folding().accumulate_dtype.itemsize
+            view = self._partial_view
+            if view is None:
+                view = self._partial_view = self._array(PARTIAL).view(np.uint8).data
         start = index * self._chunk
         stop = min(start + self._chunk, lane.count)
         offset = self._offset(lane, source)
