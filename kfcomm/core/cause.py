@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -53,4 +54,5 @@ class Cause:
                 raise ValueError(fields)
             return cls(CauseKind(kind), rank, message[:MAX_MESSAGE_CHARACTERS], tuple(arrived), tuple(missing))
         except (ValueError, TypeError):
-            return cls(CauseKind.INTERNAL, -1, f"aborted by a peer, for a reason that makes no sense: {fields!r:.200}")
+            words = reprlib.repr(fields)[:200]
+            return cls(CauseKind.INTERNAL, -1, f"aborted by a peer, for a reason that makes no sense: {words}")

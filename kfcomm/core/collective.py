@@ -108,6 +108,10 @@ class Collective(Machine):
         """Group ranks known to have posted it, this one included."""
         return tuple(rank for rank in range(self.group.size) if self.posted >> rank & 1)
 
+    def unheard(self) -> tuple[int, ...]:
+        """Neighbours not known to have posted it, as group ranks: whom to announce it to when it waits long."""
+        return tuple(rank for rank in sorted(self.program.neighbours) if not self.posted >> rank & 1)
+
     def missing_ranks(self) -> tuple[int, ...]:
         """Group ranks not known to have posted it."""
         return tuple(rank for rank in range(self.group.size) if not self.posted >> rank & 1)

@@ -119,17 +119,27 @@ class Machine:
                 return NOBODY
             position = lane.children.index(sender)
             return NOBODY if position < folded or (self._held and (slot, position) in self._held) else position
-        if not lane.down or sender != lane.source:
+        if phase != DOWN or not lane.down or sender != lane.source:
             return NOBODY
         return 0 if folded == len(lane.children) else NOBODY
 
     def arrived(self, lane: Lane, index: int, phase: int, position: int, payload: Any, effects: Effects) -> None:
-        """A chunk is here; ``position`` is what ``accepts`` said of it."""
+        """A chunk is here; ``position`` is what ``accepts`` said of it.
+
+        Of a chunk that was accepted twice, because it came on two links at a time, only the first to be complete
+        counts.
+        """
         if phase == UP:
             self._arrived_up(lane, index, position, payload, effects)
         else:
             self._arrived_down(lane, index, payload, effects)
         self._check(effects)
+
+    def take_held(self) -> list[Any]:
+        """Give up the payloads that are held: the machine will not run any more."""
+        held = list(self._held.values()) if self._held else []
+        self._held = None
+        return held
 
     def sent(self, effects: Effects) -> None:
         """One payload of this collective is no longer read."""
@@ -142,6 +152,9 @@ class Machine:
         if position != folded:
             if self._held is None:
                 self._held = {}
+            if position < folded or (slot, position) in self._held:
+                effects.append((RELEASE, self, payload))
+                return
             self._held[slot, position] = payload
             effects.append((HOLD, self, payload))
             return
@@ -182,6 +195,9 @@ class Machine:
             self._completed(lane, effects)
 
     def _arrived_down(self, lane: Lane, index: int, payload: Any, effects: Effects) -> None:
+        if self._folded[lane.base + index] != len(lane.children):
+            effects.append((RELEASE, self, payload))
+            return
         self._folded[lane.base + index] += 1
         source, passed_on = (RESULT, None) if lane.keeps else (PAYLOAD, payload)
         if lane.keeps:

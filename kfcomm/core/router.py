@@ -356,7 +356,7 @@ class Router:
         if self.live.pop(collective, 0) == 0:
             return False
         del collective.key.live[collective.seq]
-        collective.deferred.clear()
+        collective.deferred = None
         effects.extend((DROPPED, payload) for payload in collective.take_held())
         return True
 
@@ -409,7 +409,7 @@ class Router:
         if signature == collective.signature:
             return True
         message = (
-            f"{collective.title} differs between ranks ({differing(signature, collective.signature)}): "
+            f"{collective.title:.200} differs between ranks ({differing(signature, collective.signature)}): "
             f"rank {sender} has {describe(signature)}; rank {collective.group.rank} has "
             f"{describe(collective.signature)}"
         )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+MAX_NESTING = 3
+"""Tuples in a signature are nested no deeper; a peer might send any depth that its header has room for."""
 
 
 class Signature(NamedTuple):
@@ -22,15 +26,19 @@ class Signature(NamedTuple):
 
 
 def from_wire(fields: list[Any]) -> tuple[Any, ...]:
-    """Fields that a peer sent, as a value to compare with a ``Signature``. It may be anything."""
-    return tuple(_frozen(field) for field in fields)
+    """Fields that a peer sent, as a value to compare with a ``Signature``. It may be anything.
+
+    Raises:
+        ValueError: nested too deep.
+    """
+    return tuple(_frozen(field, MAX_NESTING) for field in fields)
 
 
 def describe(signature: Sequence[Any]) -> str:
     """A signature in words, bounded: it may come from a peer."""
     if len(signature) != len(Signature._fields):
-        return f"something else: {signature!r:.200}"
-    verb, dtype, shape, op, root, strategy, generation, _, chunk_elements, counts = signature
+        return f"something else: {reprlib.repr(signature)[:200]}"
+    verb, dtype, shape, op, root, strategy, generation, graphs, chunk_elements, counts = signature
     words = [f"{verb}"]
     if dtype:
         words.append(f"of {dtype} {shape}")
@@ -38,13 +46,25 @@ def describe(signature: Sequence[Any]) -> str:
         words.append(f"op {op}")
     if root != -1:
         words.append(f"root {root}")
-    words.append(f"strategy {strategy} (generation {generation})")
-    if counts:
-        words.append(f"counts {counts}")
+    digest = graphs.hex()[:8] if isinstance(graphs, bytes) else graphs
+    words.append(f"strategy {strategy} (generation {generation}{digest and f', graphs {digest}'})")
     if dtype:
         words.append(f"chunks of {chunk_elements}")
+    if counts:
+        words.append(f"counts {counts}")
     return ", ".join(words)[:400]
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(one) for one in value) if type(value) is list else value
+def differing(one: Sequence[Any], other: Sequence[Any]) -> str:
+    """The names of the fields in which two signatures differ."""
+    if len(one) != len(other):
+        return "everything"
+    return ", ".join(name for name, a, b in zip(Signature._fields, one, other, strict=False) if a != b)
+
+
+def _frozen(value: Any, nesting: int) -> Any:
+    if type(value) is not list:
+        return value
+    if not nesting:
+        raise ValueError("nested too deep")
+    return tuple(_frozen(one, nesting - 1) for one in value)

@@ -1,0 +1,89 @@
+"""What this rank calls things: the keys it has met, and the small numbers that stand for keys and signatures on links.
+
+What always holds: no two keys in flight have the same number, so that an answer about a number is about one key.
+Numbers are used again; both ends of a link keep what a number stands for, so it may be given a new meaning at any
+time. Keys are never forgotten, since their sequence numbers count how often they were used (about 1 KiB each).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kfcomm.core.collective import AnySignature, Key
+from kfcomm.core.frame import MAX_ID
+from kfcomm.errors import LocalProtocolError
+
+MAX_SIGNATURES = 1 << 12
+"""Signatures are numbered below this. The oldest gives up its number to a new one, so memory stays bounded."""
+
+UNNUMBERED = -1
+
+
+class Names:
+    """The names of one rank in one epoch."""
+
+    __slots__ = ("_by_name", "_next_id", "_next_signature", "_numbered", "_owners", "_signatures")
+
+    def __init__(self) -> None:
+        self._by_name: dict[tuple[bytes, str], Key] = {}
+        self._owners: dict[int, Key] = {}
+        self._next_id = 0
+        self._signatures: dict[AnySignature, tuple[int, AnySignature]] = {}
+        self._numbered: dict[int, AnySignature] = {}
+        self._next_signature = 0
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._by_name.values())
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def find(self, group_id: bytes, name: str) -> Key | None:
+        """The key of this name, if it was met before. Safe to call from any thread."""
+        return self._by_name.get((group_id, name))
+
+    def key(self, group_id: bytes, name: str) -> Key:
+        """The key of this name, made when it is first met."""
+        key = self._by_name.get((group_id, name))
+        if key is None:
+            key = self._by_name[group_id, name] = Key(UNNUMBERED, group_id, name)
+        return key
+
+    def number(self, key: Key) -> None:
+        """See that a key which is about to be used owns its number. O(1), however often numbers were used again.
+
+        Raises:
+            LocalProtocolError: every number belongs to a key in flight.
+        """
+        if self._owners.get(key.id) is key:
+            return
+        for number in range(self._next_id, self._next_id + MAX_ID):
+            owner = self._owners.get(number % MAX_ID)
+            if owner is None or not owner.live:
+                key.id = number % MAX_ID
+                self._owners[key.id] = key
+                self._next_id = key.id + 1
+                return
+        raise LocalProtocolError(f"more than {MAX_ID} names in flight")
+
+    def signature(self, signature: AnySignature) -> tuple[int, AnySignature]:
+        """The number of a signature, and the one value that stands for all that are equal to it."""
+        known = self._signatures.get(signature)
+        if known is None:
+            number = self._next_signature
+            self._next_signature = (number + 1) % MAX_SIGNATURES
+            old = self._numbered.get(number)
+            if old is not None:
+                del self._signatures[old]
+            self._numbered[number] = signature
+            known = self._signatures[signature] = (number, signature)
+        return known
+
+    def same(self, signature: AnySignature) -> AnySignature:
+        """The value that stands for this signature, or itself if this rank has not used it (lately).
+
+        Raises:
+            TypeError: it is not made of plain values.
+        """
+        known = self._signatures.get(signature)
+        return signature if known is None else known[1]
