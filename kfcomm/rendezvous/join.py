@@ -101,18 +101,44 @@ async def join(
     return peers
 
 
-async def leave(me: PeerInfo, client: StoreClient) -> None:
+async def leave(me: PeerInfo, client: StoreClient) -> int | None:
     """Say that this process has left the world: another may take its rank in the next generation.
+
+    Returns:
+        The generation that was left; None if this process had joined none.
 
     Raises:
         RendezvousError: the store is gone.
     """
+    mine = None
     for generation in range(_MAX_GENERATIONS):
         held = await client.find(_claim_key(generation, me.rank))
         if held is None:
-            return
+            break
         if _Claim.from_wire(held).peer.uid == me.uid:
             await client.set(_left_key(generation, me.rank), b"")
+            mine = generation
+    return mine
+
+
+async def close_store(
+    settings: Settings, me: PeerInfo, client: StoreClient, server: StoreServer | None, *, timeout_s: float = 10.0
+) -> None:
+    """Leave the world and close what `open_store` opened; a store that is gone already is no error.
+
+    A rank that serves the store keeps it until the others have left too, but no longer than ``timeout_s``
+    seconds.
+    """
+    try:
+        generation = await leave(me, client)
+        if server is not None and generation is not None:
+            await server.board.collect(_left_folder(generation), settings.size, None, timeout_s)
+    except RendezvousError:
+        pass  # with the store, nobody is left who could want the rank
+    finally:
+        await client.close()
+        if server is not None:
+            await server.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +218,11 @@ def _claim_key(generation: int, rank: int) -> str:
 
 
 def _left_key(generation: int, rank: int) -> str:
-    return f"left/{generation}/{rank}"
+    return f"{_left_folder(generation)}/{rank}"
+
+
+def _left_folder(generation: int) -> str:
+    return f"left/{generation}"
 
 
 def _now_s() -> float:

@@ -9,7 +9,7 @@ import pytest
 from kfcomm.errors import ConfigError, RendezvousError
 from kfcomm.rendezvous.client import StoreClient
 from kfcomm.rendezvous.identity import PeerInfo
-from kfcomm.rendezvous.join import join, leave, open_store
+from kfcomm.rendezvous.join import close_store, join, leave, open_store
 from kfcomm.rendezvous.settings import Settings
 from kfcomm.rendezvous.store import StoreServer
 from tests.support import run
@@ -149,18 +149,12 @@ def free_port() -> int:
 def test_rank_0_serves_where_no_launcher_does() -> None:
     async def rank(settings: Settings) -> tuple[PeerInfo, ...]:
         client, server = await open_store(settings)
+        assert (server is not None) == (settings.rank == 0)
+        me = peer(settings.rank)
         try:
-            assert (server is not None) == (settings.rank == 0)
-            peers = await join(settings, peer(settings.rank), client)
-            # rank 0 keeps the store open until the others have read it
-            await client.set(f"done/{settings.rank}", b"")
-            if server is not None:
-                await server.board.collect("done", settings.size, None, LONG_S)
-            return peers
+            return await join(settings, me, client)
         finally:
-            await client.close()
-            if server is not None:
-                await server.close()
+            await close_store(settings, me, client, server, timeout_s=LONG_S)
 
     async def check() -> None:
         url = f"http://127.0.0.1:{free_port()}"
@@ -184,3 +178,24 @@ def test_a_launched_rank_0_does_not_serve() -> None:
 def test_a_world_of_one_has_no_store() -> None:
     with pytest.raises(ConfigError, match="world of one"):
         run(open_store(Settings()))
+
+
+def test_leaving_when_the_store_is_gone_is_no_error() -> None:
+    async def check() -> None:
+        async with opened_job() as job:
+            await job.join(peer(0), 1)
+            await job.server.close()
+            client = StoreClient(job.server.url, TOKEN, timeout_s=0.01)
+            await close_store(job.settings(0, 1), peer(0), client, None)
+
+    run(check())
+
+
+def test_who_never_joined_leaves_nothing() -> None:
+    async def check() -> None:
+        async with opened_job() as job:
+            assert await leave(peer(0), job.client) is None
+            await job.join(peer(0), 1)
+            assert await leave(peer(0), job.client) == 0
+
+    run(check())

@@ -1,0 +1,49 @@
+"""A rank that joins its world, says so, and then does what its argument says."""
+
+import asyncio
+import os
+import sys
+
+from kfcomm.errors import RendezvousError
+from kfcomm.rendezvous.client import StoreClient
+from kfcomm.rendezvous.identity import PeerInfo
+from kfcomm.rendezvous.interfaces import choose_address
+from kfcomm.rendezvous.join import close_store, join, open_store
+from kfcomm.rendezvous.settings import Settings, detect, host_and_port
+
+
+async def main(then: str) -> int:
+    settings = detect(os.environ)
+    client, server = await open_store(settings)
+    assert settings.store is not None
+    address = choose_address(settings.interface, host_and_port(settings.store))
+    me = PeerInfo.here(rank=settings.rank, address=address, port=1 + settings.rank)
+    try:
+        peers = await join(settings, me, client)
+        say("joined", *(f"{peer.rank}@{peer.address}" for peer in peers))
+        return await act(settings, client, then)
+    except RendezvousError as error:
+        say(error)
+        return 9
+    finally:
+        await close_store(settings, me, client, server)
+
+
+async def act(settings: Settings, client: StoreClient, then: str) -> int:
+    match then.split(":"):
+        case [_, rank, code] if int(rank) == settings.rank:
+            return int(code)
+        case ["fail", _, _]:
+            await asyncio.Event().wait()
+        case ["watch", _, _]:
+            say("exit", *await anext(aiter(client.watch_exits())))
+    return 0
+
+
+def say(*words: object) -> None:
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main(sys.argv[1])))
