@@ -117,6 +117,8 @@ class ControlNode:
 
     def maintain(self) -> None:
         """Dial the neighbours to which there is no link."""
+        if self.rank in self._lost:
+            return
         for rank in self._gossip.missing:
             expected_s = 0.0 if self._gossip.is_dialler(rank) else EXPECTED_DIAL_S
             self.links.reach(rank, delay_s=expected_s)
@@ -187,6 +189,7 @@ class ControlNode:
             self._questions.close(question)
         self._upcalls.on_peer_lost(rank, reason)
         self._look_who_needs_me()
+        self.maintain()  # the ring has closed over the gap: others may be neighbours now
 
     def _on_leaving(self, rank: int) -> None:
         if self.is_gone(rank):

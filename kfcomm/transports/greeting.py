@@ -178,10 +178,9 @@ def _forget(task: asyncio.Task[None], pending: dict[asyncio.Task[None], None], s
 async def _accept_all(
     listening: socket.socket, begin: Callable[[socket.socket], None], refused: Callable[[KfcommError], None]
 ) -> None:
-    loop = asyncio.get_running_loop()
     while True:
         try:
-            sock, _ = await loop.sock_accept(listening)
+            sock = await _accept(listening)
         except ConnectionError:
             continue  # it was gone before it was accepted
         except OSError as error:
@@ -190,7 +189,27 @@ async def _accept_all(
             await asyncio.sleep(_ACCEPT_PAUSE_S)
             continue
         begin(sock)
-        await asyncio.sleep(0)  # sock_accept need not yield: without this a flood would starve the handshakes
+        await asyncio.sleep(0)  # accepting need not yield: without this a flood would starve the handshakes
+
+
+async def _accept(listening: socket.socket) -> socket.socket:
+    """The next connection. Unlike the loops' sock_accept, it loses none when it is cancelled as one arrives."""
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            return listening.accept()[0]
+        except (BlockingIOError, InterruptedError):
+            readable: asyncio.Future[None] = loop.create_future()
+            loop.add_reader(listening.fileno(), _resolve, readable)
+            try:
+                await readable
+            finally:
+                loop.remove_reader(listening.fileno())
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 async def _converse(sock: socket.socket, machine: Dialler | Answerer) -> None:
