@@ -9,7 +9,7 @@ This module owns the public names and nothing else. Importing it needs NumPy, ms
 no framework, no network and no environment variable is looked at before ``init`` is called.
 """
 
-from kfcomm import strategies
+from kfcomm import strategies, sync
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.messages import Queue
 from kfcomm.communicator import Communicator, init
@@ -28,6 +28,7 @@ from kfcomm.errors import (
     RendezvousError,
     SessionClosed,
     TransportError,
+    WouldDeadlock,
 )
 from kfcomm.types import Layout, Op
 from kfcomm.version import __version__
@@ -51,8 +52,10 @@ __all__ = [
     "RendezvousError",
     "SessionClosed",
     "TransportError",
+    "WouldDeadlock",
     "__version__",
     "dump",
     "init",
     "strategies",
+    "sync",
 ]

@@ -89,7 +89,7 @@ class Communicator(Messages):
 
     # ---------------------------------------------------------------- groups and graphs
 
-    async def set_strategy(self, strategy: StrategySpec, *, timeout: float | None = None) -> None:
+    def set_strategy(self, strategy: StrategySpec, *, timeout: float | None = None) -> asyncio.Future[None]:
         """Change the graphs of this group while it works; every rank calls it, at the same place in its program.
 
         What was posted before the call runs on the old graphs; what is posted after it waits for the verdict, one
@@ -99,13 +99,16 @@ class Communicator(Messages):
             strategy: a name, a ``Strategy``, a ``GraphPair`` or a ``Graph``; the same graphs on every rank.
             timeout: seconds; None for the communicator's.
 
+        Returns:
+            A future of the verdict; the call has its place in the program whether or not it is awaited at once.
+
         Raises:
             ConfigError: there is no such strategy, or it is for another number of ranks.
             CollectiveMismatch: the ranks do not agree; the old strategy stays.
             CollectiveTimeout, CollectiveAborted, PeerLost: the old strategy stays.
         """
         self._check_open()
-        await self._group.swap(build(strategy, self._group.layout), timeout)
+        return self._group.swap(build(strategy, self._group.layout), timeout)
 
     async def group(
         self, ranks: Iterable[int], name: str = "group", *, strategy: StrategySpec | None = None,

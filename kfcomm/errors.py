@@ -6,6 +6,7 @@
     ├── ConfigError              a setting or argument that cannot work (also a ValueError)
     ├── RendezvousError          the peers could not find each other, or refused each other
     ├── SessionClosed            the communicator is closed, or belongs to another process (after fork)
+    ├── WouldDeadlock            a blocking call on the thread that would have to end it (also a RuntimeError)
     ├── CollectiveError          one collective failed; the communicator stays usable
     │   ├── CollectiveMismatch   ranks disagree on what the collective is
     │   ├── CollectiveTimeout    it did not finish in time (also a TimeoutError)
@@ -38,6 +39,10 @@ class RendezvousError(KfcommError):
 
 class SessionClosed(KfcommError):
     """The communicator is closed, or was inherited through a fork."""
+
+
+class WouldDeadlock(KfcommError, RuntimeError):
+    """A blocking call of ``kfcomm.sync`` on the I/O thread, which would have to end it. Nothing was begun."""
 
 
 class CollectiveError(KfcommError):

@@ -15,7 +15,7 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kfcomm.control.base import ControlEvents, ControlPlane, StatusSource
@@ -194,7 +194,7 @@ class Session:
             self._lag_timer.cancel()
         await self.engine.close(CLOSE_WITHIN_S)
         if control is not None:
-            await asyncio.get_running_loop().run_in_executor(None, control.stop)
+            await _in_a_thread(control.stop)
         await self.network.close()
         _sessions.discard(self)
 
@@ -215,6 +215,14 @@ class Session:
                 with contextlib.suppress(OSError):
                     os.dup2(nothing, descriptor)
             os.close(nothing)
+
+
+async def _in_a_thread(blocking: Callable[[], None]) -> None:
+    try:
+        await asyncio.get_running_loop().run_in_executor(None, blocking)
+    except RuntimeError:
+        # the interpreter is ending and starts no more threads; then nothing is left on this loop to be held up
+        blocking()
 
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()

@@ -1,0 +1,293 @@
+"""The blocking communicator: the verbs of ``kfcomm.Communicator`` for programs without an event loop.
+
+Every method may be called from any thread, by many at once. The async communicator that does the work lives on an
+I/O thread; sub-groups share it. Calls of one thread are begun in the order of the calls.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+from kfcomm.collectives.messages import Queue as AsyncQueue
+from kfcomm.communicator import Communicator as Async
+from kfcomm.communicator import StrategySpec
+from kfcomm.communicator import init as async_init
+from kfcomm.errors import KfcommError, SessionClosed
+from kfcomm.rendezvous.settings import Arguments
+from kfcomm.strategies import AnyStrategy
+from kfcomm.sync.skin import ARRAY, MANY, OBJECT, OBJECTS, PARTS, PLAIN, Skin, begun, blocking, plain
+from kfcomm.sync.thread import IoThread
+from kfcomm.types import Layout
+
+
+class Communicator(Skin[Async]):
+    """The collectives of one group of ranks, blocking. Made by ``kfcomm.sync.init``, ``group`` and ``split``.
+
+    Each verb has the parameters, the result and the errors of the async one. Its ``*_async`` form returns a
+    ``kfcomm.sync.Handle`` instead of waiting. On the I/O thread itself (in a handle's callback) the blocking forms
+    raise ``WouldDeadlock``; on a thread that runs an event loop of its own they block that loop.
+
+    Cost: 25 to 50 µs more than the async verb, for the way to the I/O thread and back.
+    """
+
+    def __init__(self, io: IoThread, inner: Async, *, owns_io: bool = False) -> None:
+        super().__init__(io, inner)
+        self._owns_io = owns_io
+        if owns_io:
+            atexit.register(self._close_at_exit)
+
+    def __repr__(self) -> str:
+        return repr(self._inner)
+
+    # ---------------------------------------------------------------- collectives
+
+    all_reduce = blocking(Async.all_reduce, ARRAY)
+    """Every rank gets ``x[0] ∘ x[1] ∘ ...``, element by element."""
+    all_reduce_async = begun(Async.all_reduce, ARRAY)
+    """Begin an ``all_reduce``."""
+    all_reduce_many = blocking(Async.all_reduce_many, MANY)
+    """``all_reduce`` of every value under its key as the name."""
+    all_reduce_many_async = begun(Async.all_reduce_many, MANY)
+    """Begin an ``all_reduce_many``."""
+    reduce = blocking(Async.reduce, ARRAY)
+    """Rank ``root`` gets what ``all_reduce`` would give; the others get None."""
+    reduce_async = begun(Async.reduce, ARRAY)
+    """Begin a ``reduce``."""
+    broadcast = blocking(Async.broadcast, ARRAY)
+    """Every rank gets the ``x`` of rank ``root``."""
+    broadcast_async = begun(Async.broadcast, ARRAY)
+    """Begin a ``broadcast``."""
+    gather = blocking(Async.gather, ARRAY)
+    """Rank ``root`` gets the arrays of all ranks; the others get None."""
+    gather_async = begun(Async.gather, ARRAY)
+    """Begin a ``gather``."""
+    all_gather = blocking(Async.all_gather, ARRAY)
+    """Every rank gets the arrays of all ranks."""
+    all_gather_async = begun(Async.all_gather, ARRAY)
+    """Begin an ``all_gather``."""
+    scatter = blocking(Async.scatter, PARTS)
+    """Rank r gets the r-th part of the root's array."""
+    scatter_async = begun(Async.scatter, PARTS)
+    """Begin a ``scatter``."""
+    reduce_scatter = blocking(Async.reduce_scatter, ARRAY)
+    """Rank r gets the r-th part of what ``all_reduce`` would give."""
+    reduce_scatter_async = begun(Async.reduce_scatter, ARRAY)
+    """Begin a ``reduce_scatter``."""
+    all_to_all = blocking(Async.all_to_all, PARTS)
+    """Rank i gets the i-th part of every rank's ``x``."""
+    all_to_all_async = begun(Async.all_to_all, PARTS)
+    """Begin an ``all_to_all``."""
+    barrier = blocking(Async.barrier)
+    """Returns when every rank has called it."""
+    barrier_async = begun(Async.barrier)
+    """Begin a ``barrier``."""
+    consensus = blocking(Async.consensus, ARRAY)
+    """Whether all ranks hold the same bytes, shape and dtype."""
+    consensus_async = begun(Async.consensus, ARRAY)
+    """Begin a ``consensus``."""
+
+    # ---------------------------------------------------------------- objects
+
+    broadcast_object = blocking(Async.broadcast_object)
+    """Every rank gets the root's ``value``."""
+    broadcast_object_async = begun(Async.broadcast_object, OBJECT)
+    """Begin a ``broadcast_object``."""
+    all_gather_object = blocking(Async.all_gather_object)
+    """Every rank gets the list of all ranks' values."""
+    all_gather_object_async = begun(Async.all_gather_object, OBJECT)
+    """Begin an ``all_gather_object``."""
+    gather_object = blocking(Async.gather_object)
+    """Rank ``root`` gets the list of all ranks' values; the others get None."""
+    gather_object_async = begun(Async.gather_object, OBJECT)
+    """Begin a ``gather_object``."""
+    scatter_object = blocking(Async.scatter_object)
+    """Rank r gets ``values[r]`` of the root's list."""
+    scatter_object_async = begun(Async.scatter_object, OBJECTS)
+    """Begin a ``scatter_object``."""
+
+    # ---------------------------------------------------------------- between two ranks
+
+    send = blocking(Async.send, ARRAY)
+    """Send an array to rank ``to``; returns when that rank has received it."""
+    send_async = begun(Async.send, ARRAY)
+    """Begin a ``send``."""
+    recv = blocking(Async.recv)
+    """The next message with this tag from rank ``source``, or from any rank."""
+    recv_async = begun(Async.recv)
+    """Begin a ``recv``."""
+    recv_any = blocking(Async.recv_any)
+    """As ``recv``; returns ``(array, rank of the sender)``."""
+    recv_any_async = begun(Async.recv_any)
+    """Begin a ``recv_any``."""
+    send_object = blocking(Async.send_object)
+    """Send anything that msgpack can carry to rank ``to``."""
+    send_object_async = begun(Async.send_object, OBJECT)
+    """Begin a ``send_object``."""
+    recv_object = blocking(Async.recv_object)
+    """The next object with this tag from rank ``source``, or from any rank."""
+    recv_object_async = begun(Async.recv_object)
+    """Begin a ``recv_object``."""
+    request = blocking(Async.request)
+    """A copy of what rank ``source`` saved as ``name``."""
+    request_async = begun(Async.request)
+    """Begin a ``request``."""
+
+    def save(self, name: str, x: Any, *, version: int | None = None) -> int:
+        """Keep a copy of ``x`` for others to ``request``; returns its version. See ``kfcomm.Communicator.save``."""
+        self._check_open()
+        return self._io.run(self._inner.save, name, plain(x), version=version)
+
+    def queue(self, name: str, source: int, target: int, *, capacity: int = 16) -> Queue:
+        """An ordered queue of arrays from rank ``source`` to ``target``. See ``kfcomm.Communicator.queue``."""
+        return Queue(self, self._inner.queue(name, source, target, capacity=capacity))
+
+    # ---------------------------------------------------------------- groups and graphs
+
+    set_strategy = blocking(Async.set_strategy)
+    """Change the graphs of this group while it works."""
+    set_strategy_async = begun(Async.set_strategy)
+    """Begin a ``set_strategy``."""
+
+    def group(
+        self, ranks: Iterable[int], name: str = "group", *, strategy: StrategySpec | None = None,
+        timeout: float | None = None,
+    ) -> Communicator:  # fmt: skip
+        """A communicator of some of this group's ranks, on the same I/O thread. See ``kfcomm.Communicator.group``."""
+        self._check_open()
+        members = tuple(ranks)
+        inner = self._io.wait_for(lambda: self._inner.group(members, name, strategy=strategy, timeout=timeout))
+        return Communicator(self._io, inner)
+
+    def split(
+        self, color: int | str | None, key: int = 0, name: str = "split", *, timeout: float | None = None
+    ) -> Communicator | None:
+        """A communicator of the ranks that give the same ``color``. See ``kfcomm.Communicator.split``."""
+        self._check_open()
+        inner = self._io.wait_for(lambda: self._inner.split(color, key, name, timeout=timeout))
+        return None if inner is None else Communicator(self._io, inner)
+
+    # ---------------------------------------------------------------- who and where
+
+    @property
+    def name(self) -> str:
+        """Name of the group."""
+        return self._inner.name
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process in the group."""
+        return self._inner.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the group."""
+        return self._inner.size
+
+    @property
+    def local_rank(self) -> int:
+        """Rank of this process among those of the group on its host."""
+        return self._inner.local_rank
+
+    @property
+    def local_size(self) -> int:
+        """Number of ranks of the group on this host."""
+        return self._inner.local_size
+
+    @property
+    def layout(self) -> Layout:
+        """Hosts of the ranks of the group."""
+        return self._inner.layout
+
+    @property
+    def epoch(self) -> int:
+        """Number of the membership."""
+        return self._inner.epoch
+
+    @property
+    def strategy(self) -> AnyStrategy:
+        """The strategy in force in this group."""
+        return self._inner.strategy
+
+    # ---------------------------------------------------------------- diagnosis and the end
+
+    def dump(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+        """What this process did last and waits for, as a JSON-able record; written to ``path`` if given."""
+        return self._inner.dump(path)
+
+    def close(self) -> None:
+        """End it: of the world, everything is closed; of a sub-group, only this view of it. Never hangs.
+
+        What is in flight fails, here and, where it was not complete, on the other ranks. Calling it again, or in a
+        forked child, does nothing. A world that is still open when the interpreter ends is closed then.
+
+        Raises:
+            WouldDeadlock: called on the I/O thread.
+        """
+        if self._io.is_inherited or self._io.is_stopped:
+            return
+        with contextlib.suppress(SessionClosed):
+            # another thread closes it too, and was faster
+            self._io.wait_for(self._inner.close)
+        if self._owns_io:
+            self._io.stop()
+            atexit.unregister(self._close_at_exit)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _close_at_exit(self) -> None:
+        """The program ends without ``close``: the others shall hear a goodbye rather than lose a peer."""
+        with contextlib.suppress(KfcommError, OSError):
+            self.close()
+
+    def _check_open(self) -> None:
+        self._inner._check_open()
+
+
+class Queue(Skin[AsyncQueue]):
+    """One end of an ordered, bounded queue of arrays between two ranks; see ``Communicator.queue``."""
+
+    def __init__(self, comm: Communicator, inner: AsyncQueue) -> None:
+        super().__init__(comm._io, inner)
+        self._comm = comm
+
+    put = blocking(AsyncQueue.put, PLAIN)
+    """Append a copy of ``x``; waits while ``capacity`` arrays have not been taken."""
+    put_async = begun(AsyncQueue.put, PLAIN)
+    """Begin a ``put``; ``x`` is not to be modified before the handle is done."""
+    get = blocking(AsyncQueue.get)
+    """The next array, as NumPy."""
+    get_async = begun(AsyncQueue.get)
+    """Begin a ``get``."""
+
+    def _check_open(self) -> None:
+        self._comm._check_open()
+
+
+def init(**arguments: Unpack[Arguments]) -> Communicator:
+    """Join the world that this process was started in; alone it is a world of one. Blocks until all have joined.
+
+    Use as ``with kfcomm.sync.init() as comm`` or ``comm = kfcomm.sync.init()``. Arguments, environment and errors are
+    those of ``kfcomm.init``.
+
+    Raises:
+        ConfigError: the settings cannot work.
+        RendezvousError: the peers do not find or accept each other.
+    """
+    joining = async_init(**arguments)
+    io = IoThread()
+    try:
+        return Communicator(io, io.wait_for(lambda: joining), owns_io=True)
+    except BaseException:
+        io.stop()
+        raise

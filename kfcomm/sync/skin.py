@@ -1,0 +1,122 @@
+"""From an asynchronous verb to its blocking forms: the signature is taken over, the work is handed to the I/O thread.
+
+Arrays and objects are read on the caller's thread, so that the loop never waits for a device or a large copy, and
+what the caller changes after a ``*_async`` verb has returned is the caller's affair only where the async verb says so.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+
+from kfcomm.arrays import adapt
+from kfcomm.collectives.exchange import packed, unpacked
+from kfcomm.errors import KfcommError
+from kfcomm.sync.thread import Handle, IoThread
+
+A = TypeVar("A")
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The parameter of a verb, its first, that holds data; ``read`` takes it on the caller's thread."""
+
+    name: str
+    read: Callable[[Any], Any]
+
+    def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """The arguments with the data read. What cannot be read stays: the verb refuses it, and tells the others."""
+        try:
+            if args:
+                return (self.read(args[0]), *args[1:])
+            if self.name in kwargs:
+                kwargs[self.name] = self.read(kwargs[self.name])
+        except (KfcommError, ValueError, TypeError):
+            pass
+        return args
+
+
+def _read_parts(x: Any) -> Any:
+    if x is None:
+        return None
+    return [adapt(part) for part in x] if isinstance(x, (list, tuple)) else adapt(x)
+
+
+def _read_many(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: adapt(x) for name, x in arrays.items()}
+
+
+def _read_object(value: Any) -> Any:
+    return unpacked(packed(value))
+
+
+def plain(x: Any) -> Any:
+    """An array of any kind as NumPy's."""
+    array = adapt(x)
+    return array.flat.reshape(array.shape)
+
+
+ARRAY = Given("x", adapt)
+PARTS = Given("x", _read_parts)
+PLAIN = Given("x", plain)
+MANY = Given("arrays", _read_many)
+OBJECT = Given("value", _read_object)
+OBJECTS = Given("values", _read_object)
+
+
+class Skin(Generic[A]):
+    """Something asynchronous, and the I/O thread on which it lives."""
+
+    def __init__(self, io: IoThread, inner: A) -> None:
+        self._io = io
+        self._inner = inner
+
+    def _check_open(self) -> None:
+        """Refuse at once, on the caller's thread, what a closed or inherited communicator would refuse."""
+        raise NotImplementedError
+
+
+def blocking(
+    verb: Callable[Concatenate[A, P], Awaitable[T]], given: Given | None = None
+) -> Callable[Concatenate[Skin[A], P], T]:
+    """The form of ``verb`` that returns its result."""
+
+    def call(self: Skin[A], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        self._check_open()
+        return self._io.wait_for(_prepared(verb, given, self, args, kwargs))
+
+    return _dressed(call, verb, "Blocks until the result is there, and returns it.")
+
+
+def begun(
+    verb: Callable[Concatenate[A, P], Awaitable[T]], given: Given | None = None
+) -> Callable[Concatenate[Skin[A], P], Handle[T]]:
+    """The form of ``verb`` that returns a handle at once."""
+
+    def call(self: Skin[A], /, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
+        self._check_open()
+        return self._io.begin(_prepared(verb, given, self, args, kwargs))
+
+    return _dressed(call, verb, "Begins, and returns a ``kfcomm.sync.Handle``; all errors come from the handle.")
+
+
+def _prepared(
+    verb: Callable[..., Awaitable[T]], given: Given | None, skin: Skin[Any], args: tuple[Any, ...], kwargs: Any
+) -> Callable[[], Awaitable[T]]:
+    if given is not None:
+        args = given.take(args, kwargs)
+    return partial(verb, skin._inner, *args, **kwargs)
+
+
+def _dressed(call: Callable[P, T], verb: Callable[..., Any], lead: str) -> Callable[P, T]:
+    """What ``help`` and editors show: the verb's parameters and its text, after what differs."""
+    call.__name__ = call.__qualname__ = verb.__name__
+    call.__doc__ = f"{lead}\n\n{inspect.getdoc(verb)}"
+    signature = inspect.signature(verb).replace(return_annotation=inspect.Signature.empty)
+    call.__dict__["__signature__"] = signature
+    return call

@@ -1,0 +1,89 @@
+"""A world in memory for programs without an event loop: all ranks on one I/O thread, used from as many threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from kfcomm.sync.communicator import Communicator
+from kfcomm.sync.thread import IoThread
+from kfcomm.testing.world import MemoryWorld
+
+T = TypeVar("T")
+
+
+class SyncWorld(Sequence[Communicator]):
+    """The blocking communicators of all ranks, by rank, and the faults of ``MemoryWorld``."""
+
+    def __init__(self, io: IoThread, world: MemoryWorld) -> None:
+        self._io = io
+        self._world = world
+        self._comms = [Communicator(io, comm) for comm in world]
+
+    def __getitem__(self, rank: Any) -> Any:
+        return self._comms[rank]
+
+    def __len__(self) -> int:
+        return len(self._comms)
+
+    def __iter__(self) -> Iterator[Communicator]:
+        return iter(self._comms)
+
+    def kill(self, rank: int) -> None:
+        """See ``MemoryWorld.kill``."""
+        self._io.run(self._world.kill, rank)
+
+    def unplug(self, rank: int) -> None:
+        """See ``MemoryWorld.unplug``."""
+        self._io.run(self._world.unplug, rank)
+
+
+@contextmanager
+def sync_world(
+    size: int, *, hosts: int = 1, strategy: Any = "auto", timeout_s: float = 300.0, stall_after_s: float = 10.0
+) -> Iterator[SyncWorld]:
+    """A world of ``size`` ranks in this process, on an I/O thread of its own; closed at the end. See ``MemoryWorld``.
+
+    Each rank belongs on a thread: a blocking call waits for those of the other ranks. See ``run_threads``.
+    """
+
+    async def make() -> MemoryWorld:
+        return MemoryWorld(size, hosts=hosts, strategy=strategy, timeout_s=timeout_s, stall_after_s=stall_after_s)
+
+    io = IoThread()
+    try:
+        world = io.wait_for(make)
+        try:
+            yield SyncWorld(io, world)
+        finally:
+            io.wait_for(world.close)
+    finally:
+        io.stop()
+
+
+def run_threads(comms: Sequence[Communicator], main: Callable[[Communicator], T]) -> list[T]:
+    """Run ``main(comm)`` for every rank at the same time, each on a thread of its own; the results by rank.
+
+    When a rank fails, its communicator is closed, which ends what the others wait for with it; its error is raised
+    when all threads have ended.
+    """
+    with ThreadPoolExecutor(len(comms), thread_name_prefix="kfcomm-rank") as pool:
+        ranks = [pool.submit(_closing_on_failure, comm, main) for comm in comms]
+        first = _first_failure(wait(ranks, return_when=FIRST_EXCEPTION).done)
+    if first is not None:
+        raise first
+    return [rank.result() for rank in ranks]
+
+
+def _closing_on_failure(comm: Communicator, main: Callable[[Communicator], T]) -> T:
+    try:
+        return main(comm)
+    except BaseException:
+        comm.close()
+        raise
+
+
+def _first_failure(done: set[Future[Any]]) -> BaseException | None:
+    return next((error for error in (one.exception() for one in done) if error is not None), None)
