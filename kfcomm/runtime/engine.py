@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from kfcomm.core.cause import Cause, CauseKind
@@ -39,7 +39,7 @@ from kfcomm.core.program import Program
 from kfcomm.core.router import ANSWER, DROPPED, EARLY, FAILED, FLOOD, VIOLATION, Router
 from kfcomm.core.signature import Signature
 from kfcomm.core.watch import Due, Watch
-from kfcomm.errors import RemoteProtocolError, TransportError
+from kfcomm.errors import RemoteProtocolError, SessionClosed, TransportError
 from kfcomm.runtime.buffers import BlockPool, Payload
 from kfcomm.runtime.failures import error_of
 from kfcomm.runtime.inquiry import Inquiry
@@ -58,6 +58,9 @@ CHUNK, ASK, KEY, SIGNATURE, POSTED, CREDIT = (
 )
 
 EarlyListener = Callable[[bytes, str, int, Any], None]
+
+VERDICT_WITHIN_S = 5.0
+"""How long a collective whose link broke waits for the word whether the peer is gone, or only the link."""
 
 
 class Engine:
@@ -85,6 +88,7 @@ class Engine:
         self.control: ControlPlane | None = None
         self.early_listeners: dict[bytes, EarlyListener] = {}
         self.loss_listeners: list[Callable[[], None]] = []
+        self.end_listeners: list[Callable[[], None]] = []
         self._connect = connect
         self._stall_after_s = stall_after_s
         self._pool = BlockPool()
@@ -96,6 +100,7 @@ class Engine:
         self._watch: Watch[Operation] = Watch()
         self._timer: asyncio.TimerHandle | None = None
         self._inquiries: dict[Operation, Inquiry] = {}
+        self._ended = ""
         self._closing = False
         self._all_closed = asyncio.Event()
 
@@ -114,6 +119,9 @@ class Engine:
         overlapping: bool = False,
     ) -> None:
         """Begin a collective; its operation's future tells the end. Costs O(chunks that can leave at once)."""
+        if self._ended:
+            operation.reject(SessionClosed(self._ended))
+            return
         effects: Effects = []
         outcome = self.router.post(
             group, name, signature, program, sizes, effects, overlapping=overlapping, context=operation
@@ -131,6 +139,8 @@ class Engine:
 
     def refuse(self, group: GroupView, name: str, message: str) -> None:
         """A call failed its local checks: the other ranks' calls under this name fail too."""
+        if self._ended:
+            return
         effects: Effects = []
         self.router.refuse(group, name, message, effects)
         self._perform(effects)
@@ -149,6 +159,20 @@ class Engine:
         self.router.abort(collective, cause, effects)
         self._perform(effects)
         self._flush_soon()
+
+    def end(self, reason: str) -> None:
+        """Fail all that is in flight, here and on the other ranks; from now on posts raise ``SessionClosed``."""
+        for listener in list(self.end_listeners):
+            listener()
+        self.abandon(None, reason)
+        self._ended = reason
+
+    def abandon(self, group_ids: Collection[bytes] | None, reason: str) -> None:
+        """Abort what is in flight in some groups (None: in all)."""
+        cause = Cause(CauseKind.CANCELLED, self.rank, reason)
+        for collective in list(self.router.live):
+            if group_ids is None or collective.group.id in group_ids:
+                self.abort(collective, cause)
 
     async def close(self, timeout_s: float) -> None:
         """Say goodbye on every link and wait, bounded, until the peers have; then close what is left."""
@@ -288,8 +312,6 @@ class Engine:
         if isinstance(error, RemoteProtocolError):
             logger.warning("rank %d closed a link from rank %d: %s", self.rank, peer, error)
         self._link_broken(peer, str(error))
-        if self.control is not None:
-            self.control.suspect(peer, str(error))
 
     # ---------------------------------------------------------------- effects
 
@@ -305,7 +327,7 @@ class Engine:
             if operation.failed:
                 continue
             if tag == SEND:
-                self._send(effect, collective, operation, effects)
+                self._send(effect, collective, operation)
             elif tag == FOLD:
                 operation.fold(effect[2], effect[3], effect[4], effect[5])
             elif tag == RELEASE:
@@ -345,7 +367,7 @@ class Engine:
         elif tag == DROPPED:
             effect[1].release(self._pool)
 
-    def _send(self, effect: Effect, collective: Collective, operation: Operation, effects: Effects) -> None:
+    def _send(self, effect: Effect, collective: Collective, operation: Operation) -> None:
         _, _, to, lane, index, _, source, payload = effect
         peer = collective.group.members[to]
         outlet = self._outlets.get(peer) or self._open(peer)
@@ -361,11 +383,8 @@ class Engine:
         self._dirty[outlet] = None
         if header is None:
             return
-        if nbytes:
-            outlet.send(header, view, operation)
-        else:
-            outlet.send(header)
-            collective.sent(effects)
+        # Without payload too: who is done may block its loop or exit, so its frames must have left by then.
+        outlet.send(header, view if nbytes else None, operation)
 
     def _done(self, collective: Collective, operation: Operation) -> None:
         self.router.complete(collective)
@@ -408,10 +427,23 @@ class Engine:
             self._link_broken(link.peer, f"rank {link.peer} sent {reason}")
 
     def _link_broken(self, peer: int, reason: str) -> None:
-        effects: Effects = []
-        self.router.on_link_broken(peer, reason, effects)
-        self._perform(effects)
-        self._flush_soon()
+        """What the link may have carried fails: by the loss of the peer if that is why, else once it has answered."""
+        if self.control is None:
+            return
+        message = f"the link between ranks {self.rank} and {peer} broke: {reason}"
+        self.control.suspect(peer, message)
+        carried = self.router.carried_by(peer)
+        if not carried:
+            return
+
+        def alive(*_: object) -> None:
+            for collective in carried:
+                self.abort(collective, Cause(CauseKind.LINK, self.rank, message))
+            carried.clear()
+
+        ops = [(one.key.group_id, one.key.name, one.seq) for one in carried]
+        self.control.query(ops, peer, alive)
+        self.loop.call_later(VERDICT_WITHIN_S, alive)
 
     # ---------------------------------------------------------------- chunks and links
 
@@ -446,8 +478,6 @@ class Engine:
             if self._outlets.get(peer) is outlet:
                 del self._outlets[peer]
             self._link_broken(peer, str(error))
-            if self.control is not None:
-                self.control.suspect(peer, str(error))
             return
         if self._outlets.get(peer) is outlet:
             outlet.attach(link)
