@@ -16,8 +16,7 @@ import click
 
 from kfcomm import __version__
 from kfcomm.errors import ConfigError, KfcommError
-
-_TRANSPORTS = ("auto", "tcp", "unix", "shm")
+from kfcomm.rendezvous.settings import TRANSPORTS
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -44,7 +43,7 @@ def reported_errors() -> Iterator[None]:
     "--port", type=click.IntRange(1, 65535), help="Port of the store on the first host; 29600 with -H, else any."
 )
 @click.option("--strategy", metavar="NAME", help="Strategy of the world, for example ring.")
-@click.option("--transport", type=click.Choice(_TRANSPORTS), help="Kind of links between the ranks.")
+@click.option("--transport", type=click.Choice(TRANSPORTS), help="Kind of links between the ranks.")
 @click.option("--timeout", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Seconds until a wait fails.")
 @click.option(
     "--stall-after", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Seconds until one is reported."

@@ -28,6 +28,7 @@ class Exits(Protocol):
 
     def watch_exits(self) -> AsyncIterator[tuple[int, int]]:
         """Rank and return code of each that has ended or ends; ends when the store does."""
+        ...
 
 
 @dataclass(slots=True)

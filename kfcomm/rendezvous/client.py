@@ -8,11 +8,9 @@ wrong token does not become right.
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import re
 import secrets
-import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -226,10 +224,12 @@ def _expect(kind: type[T], value: object) -> T:
 
 
 def _cause(error: Exception) -> str:
-    if isinstance(error, aiohttp.ClientConnectorError):
-        cause = error.os_error
-        return str(cause) if isinstance(cause, socket.gaierror) else os.strerror(cause.errno or errno.ECONNREFUSED)
-    return str(error) or type(error).__name__
+    """What went wrong below the HTTP library, whose own words tell less."""
+    cause = error.__cause__ or error
+    # the numbers of failed look-ups are not errno's, and negative
+    if isinstance(cause, OSError) and cause.errno is not None and cause.errno > 0:
+        return os.strerror(cause.errno)
+    return getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
 
 
 def _poll_s(deadline_s: float) -> float:

@@ -101,24 +101,27 @@ async def join(
     return peers
 
 
-async def leave(me: PeerInfo, client: StoreClient) -> int | None:
+async def leave(me: PeerInfo, client: StoreClient, *, timeout_s: float = 10.0) -> int | None:
     """Say that this process has left the world: another may take its rank in the next generation.
+
+    The last request says so for the last generation: whoever serves the store may close it upon that.
 
     Returns:
         The generation that was left; None if this process had joined none.
 
     Raises:
-        RendezvousError: the store is gone.
+        RendezvousError: the store is gone, and did not come back within ``timeout_s`` seconds.
     """
-    mine = None
+    mine: list[int] = []
     for generation in range(_MAX_GENERATIONS):
-        held = await client.find(_claim_key(generation, me.rank))
+        held = await client.find(_claim_key(generation, me.rank), timeout_s=timeout_s)
         if held is None:
             break
         if _Claim.from_wire(held).peer.uid == me.uid:
-            await client.set(_left_key(generation, me.rank), b"")
-            mine = generation
-    return mine
+            mine.append(generation)
+    for generation in mine:
+        await client.claim(_left_key(generation, me.rank), b"", timeout_s=timeout_s)
+    return mine[-1] if mine else None
 
 
 async def close_store(
@@ -130,7 +133,7 @@ async def close_store(
     seconds.
     """
     try:
-        generation = await leave(me, client)
+        generation = await leave(me, client, timeout_s=timeout_s)
         if server is not None and generation is not None:
             await server.board.collect(_left_folder(generation), settings.size, None, timeout_s)
     except RendezvousError:

@@ -191,6 +191,23 @@ def test_leaving_when_the_store_is_gone_is_no_error() -> None:
     run(check())
 
 
+def test_nothing_is_asked_of_the_store_after_the_last_rank_has_left() -> None:
+    async def check() -> None:
+        async with opened_job() as job:
+            await job.join(peer(0), 1)
+            claim = job.server.board.claim
+
+            def claim_and_close(key: str, value: bytes) -> bytes:
+                held = claim(key, value)
+                job.server.board.close()
+                return held
+
+            job.server.board.claim = claim_and_close  # type: ignore[method-assign]
+            assert await leave(peer(0), job.client) == 0
+
+    run(check())
+
+
 def test_who_never_joined_leaves_nothing() -> None:
     async def check() -> None:
         async with opened_job() as job:
