@@ -57,6 +57,12 @@ CHUNK, ASK, KEY, SIGNATURE, POSTED, CREDIT = (
     int(kind) for kind in (Kind.CHUNK, Kind.ASK, Kind.KEY, Kind.SIGNATURE, Kind.POSTED, Kind.CREDIT)
 )
 
+MANY_NAMES = (
+    "rank %d has used %d different names, the last one %r: each is remembered for good, "
+    "so give collectives names that come again, not new ones at every step"
+)
+WARN_AT_NAMES = 100_000
+
 EarlyListener = Callable[[bytes, str, int, Any], None]
 
 VERDICT_WITHIN_S = 5.0
@@ -101,6 +107,7 @@ class Engine:
         self._timer: asyncio.TimerHandle | None = None
         self._inquiries: dict[Operation, Inquiry] = {}
         self._ended = ""
+        self._warn_at = WARN_AT_NAMES
         self._closing = False
         self._all_closed = asyncio.Event()
 
@@ -130,6 +137,9 @@ class Engine:
             self._reject(operation, name, outcome, effects)
             return
         self.recorder.note("posted", name, outcome.seq, signature.verb)
+        if self.router.num_keys >= self._warn_at:
+            self._warn_at *= 10
+            logger.warning(MANY_NAMES, self.rank, self.router.num_keys, name)
         operation.bind(outcome)
         operation.on_sent = self._sent
         if self._watch.add(operation, self.loop.time(), timeout_s, self._stall_after_s):
@@ -317,31 +327,43 @@ class Engine:
 
     def _perform(self, effects: Effects) -> None:
         """Carry out effects in order; the list may grow meanwhile."""
-        for effect in effects:
-            tag = effect[0]
-            if tag >= ANSWER:
-                self._tell(effect)
-                continue
-            collective: Collective = effect[1]
-            operation: Operation = collective.context
-            if operation.failed:
-                continue
-            if tag == SEND:
-                self._send(effect, collective, operation)
-            elif tag == FOLD:
-                operation.fold(effect[2], effect[3], effect[4], effect[5])
-            elif tag == RELEASE:
-                effect[2].release(self._pool)
-            elif tag == STORE:
-                operation.store(effect[2], effect[3], effect[4])
-            elif tag == FINISH:
-                operation.finish(effect[2], effect[3], effect[4])
-            elif tag == COPY:
-                operation.copy(effect[2], effect[3])
-            elif tag == HOLD:
-                effect[2].keep()
-            elif tag == DONE:
-                self._done(collective, operation)
+        queue = iter(effects)
+        effect: Effect = ()
+        while True:
+            try:
+                for effect in queue:
+                    if effect[0] >= ANSWER:
+                        self._tell(effect)
+                    elif not effect[1].context.failed:
+                        self._do(effect)
+                return
+            except Exception as error:
+                logger.exception("rank %d could not carry out an effect", self.rank)
+                if effect[0] >= ANSWER:
+                    raise
+                message = f"{type(error).__name__} on rank {self.rank}: {error}"
+                self.router.abort(effect[1], Cause(CauseKind.INTERNAL, self.rank, message), effects)
+
+    def _do(self, effect: Effect) -> None:
+        """Carry out an effect of a machine."""
+        tag, collective = effect[0], effect[1]
+        operation: Operation = collective.context
+        if tag == SEND:
+            self._send(effect, collective, operation)
+        elif tag == FOLD:
+            operation.fold(effect[2], effect[3], effect[4], effect[5])
+        elif tag == RELEASE:
+            effect[2].release(self._pool)
+        elif tag == STORE:
+            operation.store(effect[2], effect[3], effect[4])
+        elif tag == FINISH:
+            operation.finish(effect[2], effect[3], effect[4])
+        elif tag == COPY:
+            operation.copy(effect[2], effect[3])
+        elif tag == HOLD:
+            effect[2].keep()
+        elif tag == DONE:
+            self._done(collective, operation)
 
     def _tell(self, effect: Effect) -> None:
         """Carry out an effect of the router's own."""
@@ -417,7 +439,8 @@ class Engine:
                     outlet.state.window.give(collective.nbytes_sent(header[4], header[6], header[5]), 1)
         for link in self._incoming.values():
             link.disown(operation)
-        operation.reject(error_of(cause, collective.name))
+        story = self.recorder.story(collective.name) if cause.kind is CauseKind.INTERNAL else ()
+        operation.reject(error_of(cause, collective.name, story))
 
     def _violated(self, incoming: Incoming, reason: str) -> None:
         link = self._incoming.get(incoming)

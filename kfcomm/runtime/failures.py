@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import shown
 from kfcomm.errors import (
@@ -15,8 +17,11 @@ from kfcomm.errors import (
 )
 
 
-def error_of(cause: Cause, name: str) -> KfcommError:
-    """The error for a collective called ``name`` that failed for this cause; a new one at each call."""
+def error_of(cause: Cause, name: str, story: Sequence[str] = ()) -> KfcommError:
+    """The error for a collective called ``name`` that failed for this cause; a new one at each call.
+
+    ``story`` is told with defects only.
+    """
     message = cause.message
     match cause.kind:
         case CauseKind.MISMATCH:
@@ -30,4 +35,4 @@ def error_of(cause: Cause, name: str) -> KfcommError:
         case CauseKind.LINK:
             return CollectiveError(f"{shown(name)} failed: {message}", key=name)
         case CauseKind.INTERNAL:
-            return InternalError(f"{shown(name)} failed: {message}")
+            return InternalError(f"{shown(name)} failed: {message}", story=story)
