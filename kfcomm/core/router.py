@@ -46,6 +46,13 @@ MAX_TOMBSTONES = 1 << 16
 MAX_ASKS = 1 << 17
 """More unanswered questions than this on one link are taken for an attack."""
 
+LINKS = b""
+"""In place of a group's id, in an abort: the link between ranks ``cause.rank`` and ``seq`` broke, says the former.
+
+A sender may notice last that a link broke, and have completed what it believes to be sent. No abort of its own
+would tell the receiver, which may have posted that after it noticed; the news that the sender knows does.
+"""
+
 
 class Tell(IntEnum):
     """Tags of the router's own effects; the fields after the tag are in brackets."""
@@ -267,6 +274,11 @@ class Router:
 
     def on_abort(self, group_id: bytes, name: str, seq: int, cause: Cause, effects: Effects) -> None:
         """Another rank aborted a collective: it fails where it is pending, or as soon as it is posted."""
+        if group_id == LINKS:
+            if seq == self.rank:
+                for carried in self.carried_by(cause.rank):
+                    self.abort(carried, cause, effects)
+            return
         key = self._names.find(group_id, name)
         collective = None if key is None else key.live.get(seq)
         if collective is not None:
@@ -291,14 +303,16 @@ class Router:
                 for seq in list(key.early):
                     self._bury(key, seq, effects)
 
-    def on_link_broken(self, peer: int, reason: str, effects: Effects) -> None:
-        """A link from or to a peer broke in the middle: what it may have carried is aborted."""
-        for collective in [one for one in self.live if peer in one.group.index]:
-            if collective.group.index[peer] in collective.program.neighbours:
-                message = f"the link between ranks {self.rank} and {peer} broke: {reason}"
-                self.abort(collective, Cause(CauseKind.LINK, self.rank, message), effects)
-
     # ---------------------------------------------------------------- what others may ask
+
+    def carried_by(self, peer: int) -> list[Collective]:
+        """The collectives in flight that exchange chunks with a peer: a link to it that breaks may fail them.
+
+        The peer must be told too, see ``LINKS``, even if there are none.
+        """
+        return [
+            one for one in self.live if peer in one.group.index and one.group.index[peer] in one.program.neighbours
+        ]
 
     @property
     def num_keys(self) -> int:

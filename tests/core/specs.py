@@ -69,7 +69,7 @@ class Spec:
 
     @property
     def signature(self) -> Signature:
-        shape = (sum(self.counts),) if self.verb in (Verb.REDUCE_SCATTER,) else (self.count,)
+        shape = (sum(self.counts),) if self.verb is Verb.REDUCE_SCATTER else (self.count,)
         root = self.root if self.verb in ROOTED else -1
         return Signature(
             str(self.verb), "float32", shape, "sum", root, "custom", self.generation, self.strategy.digest,

@@ -22,7 +22,7 @@ from kfcomm.core.credit import DEFAULT_CREDIT, Credit
 from kfcomm.core.frame import Header, Kind, decode_header
 from kfcomm.core.machine import DOWN, INPUT, PARTIAL, PAYLOAD, RESULT, Do, Effect
 from kfcomm.core.program import Lane
-from kfcomm.core.router import Router, Tell
+from kfcomm.core.router import LINKS, Router, Tell
 from tests.core.specs import ITEM, Spec
 
 MAX_STEPS = 1_000_000
@@ -515,9 +515,16 @@ class World:
 
     def _link_broken(self, node: Node, peer: int) -> None:
         if not node.dead:
-            effects: list[Effect] = []
-            node.router.on_link_broken(peer, "no route", effects)
-            self.perform(node, effects)
+            cause = Cause(CauseKind.LINK, node.rank, "no route")
+            self._tell(node, (Tell.FLOOD, LINKS, "", peer, cause))
+            self.tokens.append((self._verdict, node, node.router.carried_by(peer), cause))
+
+    def _verdict(self, node: Node, carried: list[Collective], cause: Cause) -> None:
+        """Time has shown that the peer lives (else they have failed by its loss): what the link carried fails."""
+        effects: list[Effect] = []
+        for collective in carried:
+            node.router.abort(collective, cause, effects)
+        self.perform(node, effects)
 
     # ---------------------------------------------------------------- effects
 
