@@ -27,7 +27,8 @@ def environ(**more: str) -> dict[str, str]:
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-X", "dev", "-W", "error", "-m", "kfcomm", *arguments]
+    # not -X dev: asyncio would then complain about a machine that is merely slow
+    return [sys.executable, "-W", "error", "-m", "kfcomm", *arguments]
 
 
 def finished(*arguments: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
