@@ -14,6 +14,7 @@ import ipaddress
 import os
 import socket
 from collections.abc import Sequence
+from typing import Any
 
 from kfcomm.errors import ConfigError, TransportError
 
@@ -68,6 +69,10 @@ class Listener:
     """
 
     def __init__(self, address: str, port: int = 0, *, unix: str | None = None) -> None:
+        try:
+            ipaddress.ip_address(address)
+        except ValueError:
+            raise ConfigError(f"a listener needs an IPv4 or IPv6 address, not {address!r}") from None
         self.address = address
         self.unix = unix
         self.sockets: tuple[socket.socket, ...] = ()
@@ -121,7 +126,7 @@ def _make(address: Address) -> socket.socket:
     return sock
 
 
-def _for_kernel(address: Address) -> str | tuple[str, int]:
+def _for_kernel(address: Address) -> Any:
     if isinstance(address, tuple):
         return address
     if not address.startswith("@"):
@@ -187,7 +192,10 @@ async def _numeric(host: str, port: int) -> str:
     try:
         return str(ipaddress.ip_address(host))
     except ValueError:
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except UnicodeError as error:
+            raise OSError(errno.EINVAL, f"{host!r} is not the name of a host") from error
         return str(found[0][4][0])
 
 
@@ -211,8 +219,10 @@ async def _connect_unix(address: str) -> socket.socket:
 
 
 def why(error: OSError) -> str:
-    """The system's reason alone: the loops put addresses into some of theirs."""
-    return os.strerror(error.errno) if error.errno is not None and error.errno > 0 else str(error.strerror or error)
+    """The reason alone: for a refused connection the loops give an address instead."""
+    if error.errno == errno.ECONNREFUSED:
+        return os.strerror(error.errno)
+    return str(error.strerror or error)
 
 
 def nobody_listens(errors: Sequence[OSError]) -> bool:

@@ -385,6 +385,26 @@ def test_a_reset_is_a_loss_and_frees_what_is_queued(plain):
     run(main(), plain=plain)
 
 
+@pytest.mark.parametrize("closing", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reset_is_noticed_while_only_reading(kind, closing, plain):
+    async def main():
+        async with against_raw(kind) as (link, notes, raw):
+            link.send(chunk(0))
+            link.flush()
+            if closing:
+                link.close()
+                for _ in range(5):  # turns of the loop in which its goodbye leaves
+                    await asyncio.sleep(0)
+                assert link.frames_out == 2
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            raw.close()
+            await notes.until(lambda notes: notes.ends)
+            assert isinstance(notes.ends[0], TransportError)
+
+    run(main(), plain=plain)
+
+
 def test_a_failed_write_is_reported_from_the_loop_and_once(plain):
     async def main():
         async with against_raw() as (link, notes, raw):

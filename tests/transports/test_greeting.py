@@ -1,0 +1,378 @@
+import asyncio
+import contextlib
+import errno
+import functools
+import socket
+import uuid
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kfcomm.core.frame import PREFIX, make_encoder
+from kfcomm.core.handshake import MAX_HEADER_NBYTES, Hello, Identity, Purpose
+from kfcomm.errors import ConfigError, InternalError, RemoteProtocolError, TransportError
+from kfcomm.transports import greeting
+from kfcomm.transports.greeting import answer, dial, serve
+from kfcomm.transports.sockets import DialRefused, Listener
+from kfcomm.transports.stream import StreamLink
+from tests.support import run
+from tests.transports.streams import Notes, chunk, sockets
+
+ME, PEER = Identity(0, "uid-0"), Identity(1, "uid-1")
+TOKEN = b"t" * 32
+
+
+@pytest.fixture(params=[False, True], ids=["uvloop", "asyncio"])
+def plain(request):
+    return request.param
+
+
+class Reception:
+    """A served listener, and what came of each connection."""
+
+    def __init__(self, unix):
+        self.listener = Listener("127.0.0.1", unix=unix)
+        self.addresses = self.listener.addresses
+        self.welcomed = []
+        self.refused = []
+        self._news = asyncio.Event()
+
+    def welcome(self, sock, hello):
+        self.welcomed.append((sock, hello))
+        self._news.set()
+
+    def refuse(self, error):
+        self.refused.append(error)
+        self._news.set()
+
+    async def until(self, condition):
+        while not condition(self):
+            self._news.clear()
+            await self._news.wait()
+
+
+def wanted(hello):
+    if (hello.rank, hello.uid) != (ME.rank, ME.uid):
+        return f"rank {hello.rank} with uid {hello.uid} is not of this epoch"
+    return None if hello.purpose is Purpose.DATA else "no control links here"
+
+
+@contextlib.asynccontextmanager
+async def serving(*, timeout_s=3600.0, max_pending=64):
+    reception = Reception(f"@kfcomm-test-{uuid.uuid4()}")
+    greet = functools.partial(
+        answer, me=PEER, accept=wanted, token=TOKEN, epoch=4, credit=(1 << 20, 64), timeout_s=timeout_s
+    )
+    task = asyncio.create_task(
+        serve(reception.listener, greet, welcome=reception.welcome, refused=reception.refuse, max_pending=max_pending)
+    )
+    try:
+        yield reception
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        reception.listener.close()
+        for sock, _ in reception.welcomed:
+            sock.close()
+
+
+def call(addresses, **differs):
+    usual = {"me": ME, "peer": PEER, "purpose": Purpose.DATA, "token": TOKEN, "epoch": 4, "timeout_s": 3600.0}
+    return dial(addresses, **(usual | differs))
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_two_come_together_and_nothing_that_follows_is_lost(kind, plain):
+    async def main():
+        loop = asyncio.get_running_loop()
+        async with serving() as reception:
+            ways = reception.addresses if kind == "unix" else reception.addresses[1:]
+            sock, nbytes, headers = await call(ways)
+            assert (nbytes, headers) == (1 << 20, 64)
+            assert (sock.family == socket.AF_UNIX) == (kind == "unix")
+            notes, heard = Notes(), Notes()
+            link = StreamLink(sock, loop, notes, 1)
+            link.send(chunk(), memoryview(b"at once"))
+            link.close()
+            await reception.until(lambda reception: reception.welcomed)
+            accepted, hello = reception.welcomed.pop()
+            assert hello == Hello(4, 0, "uid-0", Purpose.DATA)
+            other = StreamLink(accepted, loop, heard, 0)
+            await other.wait_closed()
+            await link.wait_closed()
+            assert heard.frames == [(chunk(), b"at once")]
+
+    run(main(), plain=plain)
+
+
+@pytest.mark.parametrize(
+    ("differs", "why", "told"),
+    [
+        ({"token": b"another"}, "another token", "another token"),
+        ({"epoch": 5}, "epoch 5 is not the epoch here, 4", "epoch 5"),
+        ({"me": Identity(2, "uid-0")}, "rank 2 with uid uid-0 is not of this epoch", "rank 2"),
+        ({"me": Identity(0, "uid-9")}, "rank 0 with uid uid-9 is not of this epoch", "uid-9"),
+        ({"purpose": Purpose.CONTROL}, "no control links here", "no control links"),
+        ({"peer": Identity(3, "uid-3")}, "not rank 3", "not rank 3"),
+    ],
+    ids=["token", "epoch", "rank", "uid", "purpose", "peer"],
+)
+def test_whoever_does_not_belong_is_refused_and_both_know_why(differs, why, told, plain):
+    async def main():
+        async with serving() as reception:
+            with pytest.raises(DialRefused, match=why) as caught:
+                await call(reception.addresses, **differs)
+            assert not caught.value.nobody_listens
+            assert f"rank {differs.get('peer', PEER).rank}" in str(caught.value)
+            await reception.until(lambda reception: len(reception.refused) == 2)  # Unix, then TCP
+            assert all(told in str(error) for error in reception.refused)
+            assert not reception.welcomed
+
+    run(main(), plain=plain)
+
+
+def test_where_one_address_is_dead_the_next_is_taken(plain):
+    async def main():
+        async with serving() as reception:
+            tcp = reception.addresses[1]
+            sock, *_ = await call([tcp, f"@kfcomm-test-{uuid.uuid4()}"])
+            assert sock.family == socket.AF_INET
+            sock.close()
+
+    run(main(), plain=plain)
+
+
+def test_a_process_that_is_gone_is_told_from_one_that_refuses(plain):
+    async def main():
+        async with serving() as reception:
+            gone = Listener("127.0.0.1", unix=f"@kfcomm-test-{uuid.uuid4()}")
+            dead = gone.addresses
+            gone.close()
+            with pytest.raises(DialRefused, match=r"Connection refused; .*Connection refused") as caught:
+                await call(dead)
+            assert caught.value.nobody_listens
+            with pytest.raises(DialRefused) as caught:
+                await call([*dead, reception.addresses[0]], epoch=9)
+            assert not caught.value.nobody_listens
+            with pytest.raises(DialRefused, match="no address") as caught:
+                await call([])
+            assert not caught.value.nobody_listens
+
+    run(main(), plain=plain)
+
+
+def test_one_who_never_answers_is_not_waited_for(plain):
+    async def main():
+        silent = Listener("127.0.0.1")
+        try:
+            with pytest.raises(DialRefused, match=r"no answer within 0\.01 s") as caught:
+                await call(silent.addresses, timeout_s=0.01)
+            assert not caught.value.nobody_listens
+        finally:
+            silent.close()
+
+    run(main(), plain=plain)
+
+
+def test_a_dial_may_be_cancelled(plain):
+    async def main():
+        silent = Listener("127.0.0.1")
+        try:
+            dialling = asyncio.create_task(call(silent.addresses))
+            accepted, _ = await asyncio.get_running_loop().sock_accept(silent.sockets[0])
+            dialling.cancel()
+            await asyncio.wait([dialling])
+            assert dialling.cancelled()
+            accepted.close()
+        finally:
+            silent.close()
+
+    run(main(), plain=plain)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [b"", PREFIX.pack(1, 0), b"HTTP/1.1 400 Bad Request\r\n\r\n", make_encoder()([35, 1, 1])],
+    ids=["nothing", "half a message", "http", "welcome without a proof"],
+)
+def test_a_stranger_who_answers_is_turned_down(reply, plain):
+    async def main():
+        loop = asyncio.get_running_loop()
+        stranger = Listener("127.0.0.1")
+        try:
+            dialling = asyncio.create_task(call(stranger.addresses))
+            accepted, _ = await loop.sock_accept(stranger.sockets[0])
+            await loop.sock_recv(accepted, 1000)
+            await loop.sock_sendall(accepted, reply)
+            accepted.close()
+            with pytest.raises(DialRefused) as caught:
+                await dialling
+            assert not caught.value.nobody_listens
+        finally:
+            stranger.close()
+
+    run(main(), plain=plain)
+
+
+# Who dials is not trusted
+
+
+def garbage():
+    encode = make_encoder()
+    yield "an http request", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", RemoteProtocolError
+    yield "a header too long", PREFIX.pack(MAX_HEADER_NBYTES + 1, 0), RemoteProtocolError
+    yield "a payload", encode([7], 1) + b"x", RemoteProtocolError
+    yield "no msgpack", PREFIX.pack(3, 0) + b"\xc1\xc1\xc1", RemoteProtocolError
+    yield "a chunk", encode(chunk()), RemoteProtocolError
+    yield "a proof first", encode([34, b"x" * 32]), RemoteProtocolError
+    yield "an impossible hello", encode([32, 1, 4, 0, "uid-0", 9, b""]), RemoteProtocolError
+    yield "half a message", encode([32, 1, 4, 0, "uid-0", 0, b""])[:-1], TransportError
+    yield "nothing", b"", TransportError
+
+
+@pytest.mark.parametrize(("data", "error"), [pytest.param(data, error, id=name) for name, data, error in garbage()])
+def test_garbage_costs_its_own_connection_only(data, error, plain):
+    async def main():
+        loop = asyncio.get_running_loop()
+        async with serving() as reception:
+            sock = socket.create_connection(reception.addresses[1])
+            sock.setblocking(False)
+            await loop.sock_sendall(sock, data)
+            sock.shutdown(socket.SHUT_WR)
+            await reception.until(lambda reception: reception.refused)
+            assert isinstance(reception.refused[0], error)
+            with contextlib.suppress(ConnectionResetError):
+                assert await loop.sock_recv(sock, 1) == b""
+            sock.close()
+            (await call(reception.addresses)).sock.close()
+
+    run(main(), plain=plain)
+
+
+@settings(max_examples=30)
+@given(st.binary(max_size=300), st.booleans())
+def test_whatever_comes_ends_in_one_of_two_errors(data, plain):
+    async def main():
+        ours, theirs = sockets()
+        theirs.sendall(data)
+        theirs.close()
+        with pytest.raises((RemoteProtocolError, TransportError)):
+            await answer(ours, PEER, accept=wanted, token=TOKEN, epoch=4, credit=(1, 1), timeout_s=3600.0)
+        assert ours.fileno() == -1
+
+    run(main(), plain=plain)
+
+
+def test_one_who_dribbles_is_dropped_in_time(plain):
+    async def main():
+        ours, theirs = sockets()
+        theirs.sendall(PREFIX.pack(100, 0)[:5])
+        with pytest.raises(TransportError, match=r"did not finish within 0\.01 s"):
+            await answer(ours, PEER, accept=wanted, token=TOKEN, epoch=4, credit=(1, 1), timeout_s=0.01)
+        assert theirs.recv(1) == b""
+        theirs.close()
+
+    run(main(), plain=plain)
+
+
+def test_the_oldest_of_too_many_is_dropped_and_one_who_belongs_gets_in(plain):
+    async def main():
+        loop = asyncio.get_running_loop()
+        async with serving(max_pending=3) as reception:
+            dribblers = [socket.create_connection(reception.addresses[1]) for _ in range(6)]
+            for sock in dribblers:
+                sock.setblocking(False)
+            await reception.until(lambda reception: len(reception.refused) == 3)
+            assert all("oldest was dropped" in str(error) for error in reception.refused)
+            for sock in dribblers[:3]:
+                assert await loop.sock_recv(sock, 1) == b""
+            (await call(reception.addresses)).sock.close()
+            for sock in dribblers:
+                sock.close()
+
+    run(main(), plain=plain)
+
+
+def test_ten_thousand_garbage_connections_and_one_who_belongs(plain):
+    # Over the Unix socket, so that no test leaves ten thousand ports in TIME_WAIT behind.
+    async def main():
+        loop = asyncio.get_running_loop()
+        count, at_once = 10_000, 50
+        async with serving() as reception:
+            name = "\0" + reception.addresses[0][1:]
+            for _ in range(count // at_once):
+                strangers = [socket.socket(socket.AF_UNIX) for _ in range(at_once)]
+                for sock in strangers:
+                    sock.setblocking(False)
+                    await loop.sock_connect(sock, name)
+                    sock.send(b"\xff" * 20)
+                for sock in strangers:
+                    with contextlib.suppress(ConnectionResetError):
+                        assert await loop.sock_recv(sock, 1) == b""
+                    sock.close()
+            assert len(reception.refused) == count
+            (await call(reception.addresses)).sock.close()
+
+    run(main(), plain=plain)
+
+
+def test_a_connection_that_cannot_be_accepted_now_is_accepted_later(monkeypatch):
+    async def main():
+        real = greeting._accept
+        troubles = [OSError(errno.EMFILE, "Too many open files"), ConnectionAbortedError()]
+
+        async def accept(sock):
+            if sock.family == socket.AF_UNIX and troubles:
+                raise troubles.pop(0)
+            return await real(sock)
+
+        monkeypatch.setattr(greeting, "_accept", accept)
+        monkeypatch.setattr(greeting, "_ACCEPT_PAUSE_S", 0)
+        async with serving() as reception:
+            (await call(reception.addresses)).sock.close()
+            assert "Too many open files" in str(reception.refused[0])
+            assert not troubles
+
+    run(main(), plain=True)
+
+
+@pytest.mark.parametrize("when", ["before", "while it is asked"])
+def test_a_peer_that_vanishes_is_an_error_of_the_transport(when, plain):
+    async def main():
+        ours, theirs = sockets()
+        ours.setblocking(False)
+        theirs.send(PREFIX.pack(1, 0)[:1])
+        if when == "before":
+            theirs.close()
+        dialler = greeting.Dialler(ME, PEER, purpose=Purpose.DATA, epoch=4, token=TOKEN, nonce=b"n" * 32)
+        greeted = asyncio.create_task(greeting._greet(ours, dialler))
+        await asyncio.sleep(0)
+        theirs.close()  # its HELLO unread: a Unix socket is then reset
+        with pytest.raises(TransportError, match=r"lost during the handshake: (Broken pipe|Connection reset by peer)"):
+            await greeted
+        assert ours.fileno() == -1
+
+    run(main(), plain=plain)
+
+
+def test_a_unix_address_must_be_abstract():
+    async def main():
+        with pytest.raises(ConfigError, match="abstract"):
+            await call(["/tmp/a-path"])
+
+    run(main())
+
+
+def test_a_finished_handshake_without_a_hello_is_a_defect(monkeypatch):
+    async def main():
+        async def finished(*_):
+            return None
+
+        ours, theirs = sockets()
+        monkeypatch.setattr(greeting, "_converse", finished)
+        with pytest.raises(InternalError):
+            await answer(ours, PEER, accept=wanted, token=TOKEN, epoch=4, credit=(1, 1))
+        theirs.close()
+
+    run(main())
