@@ -17,7 +17,7 @@ from kfcomm.core.handshake import Purpose
 from kfcomm.errors import ConfigError, RendezvousError
 from kfcomm.rendezvous.identity import PeerInfo, host_id, process_uid
 from kfcomm.rendezvous.interfaces import choose_address
-from kfcomm.rendezvous.join import join, leave, open_store
+from kfcomm.rendezvous.join import close_store, join, open_store
 from kfcomm.rendezvous.settings import Settings, host_and_port
 from kfcomm.transports.greeting import dial
 from kfcomm.transports.sockets import Address, Listener
@@ -157,14 +157,7 @@ class SocketNetwork:
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
-        try:
-            async with asyncio.timeout(2.0):
-                await leave(self._me, self._client)
-        except (TimeoutError, RendezvousError):
-            logger.debug("rank %d could not tell the store that it leaves", self._me.rank)
-        await self._client.close()
-        if self._server is not None:
-            await self._server.close()
+        await close_store(self._settings, self._me, self._client, self._server)
 
     def _addresses(self, peer: int) -> tuple[Address, ...]:
         addresses = addresses_of(self.peers[peer], seen_from=self._me)
