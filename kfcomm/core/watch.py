@@ -1,7 +1,8 @@
 """Deadlines of collectives: which wait too long, given the time. The clock is its caller's.
 
-Each collective is due up to three times: ``STALLED`` once after the stall time, ``ASK`` shortly before its
-deadline (so that the error can say who is missing), and ``EXPIRED`` at the deadline.
+Each collective is due up to four times: ``QUIET`` when it has waited a little (so that ranks which disagree find
+out, see ``Router.announce``), ``STALLED`` once after the stall time, ``ASK`` shortly before its deadline (so that
+the error can say who is missing), and ``EXPIRED`` at the deadline.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from enum import Enum
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+QUIET_AFTER_S = 0.5
+"""Seconds, up to a quarter of one more: those that were posted together are due together."""
 ASK_BEFORE_S = 1.0
 """Seconds before a deadline at which the others are asked; for short timeouts, a quarter of them."""
 
@@ -17,6 +20,7 @@ ASK_BEFORE_S = 1.0
 class Due(Enum):
     """Why a collective is due."""
 
+    QUIET = "quiet"
     STALLED = "stalled"
     ASK = "ask"
     EXPIRED = "expired"
@@ -32,7 +36,7 @@ class Watch(Generic[T]):
 
     def __init__(self) -> None:
         # Times only, -1 when they have passed: a tuple of numbers costs the garbage collector nothing.
-        self._entries: dict[T, tuple[float, float, float]] = {}
+        self._entries: dict[T, tuple[float, float, float, float]] = {}
         self.next_s = float("inf")
 
     def __len__(self) -> int:
@@ -43,8 +47,9 @@ class Watch(Generic[T]):
         expired_s = now_s + timeout_s
         stalled_s = now_s + stall_after_s if stall_after_s < timeout_s else -1.0
         ask_s = expired_s - min(ASK_BEFORE_S, timeout_s / 4)
-        self._entries[what] = (stalled_s, ask_s, expired_s)
-        first_s = min(stalled_s, ask_s) if stalled_s >= 0 else ask_s
+        quiet_s = min((now_s * 4 // 1 + 1) / 4 + QUIET_AFTER_S, ask_s)
+        self._entries[what] = (quiet_s, stalled_s, ask_s, expired_s)
+        first_s = min(stalled_s, quiet_s) if stalled_s >= 0 else quiet_s
         if first_s < self.next_s:
             self.next_s = first_s
             return True
@@ -66,6 +71,6 @@ class Watch(Generic[T]):
                     next_s = min(next_s, time_s)
             if min(times) <= now_s:
                 left = tuple(time_s if time_s > now_s else -1.0 for time_s in times)
-                self._entries[what] = (left[0], left[1], left[2])
+                self._entries[what] = (left[0], left[1], left[2], left[3])
         self.next_s = next_s
         return [(what, stage) for _, _, what, stage in sorted(due, key=lambda one: one[:2])]

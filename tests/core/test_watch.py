@@ -6,6 +6,9 @@ from kfcomm.core.watch import Due, Watch
 def test_each_stage_is_due_once_and_in_order() -> None:
     watch: Watch[str] = Watch()
     assert watch.add("a", 100.0, 300.0, 10.0)
+    assert watch.next_s == 100.75
+    assert watch.look(100.7) == []
+    assert watch.look(100.8) == [("a", Due.QUIET)]
     assert watch.next_s == 110.0
     assert watch.look(109.9) == []
     assert watch.look(110.0) == [("a", Due.STALLED)]
@@ -15,17 +18,32 @@ def test_each_stage_is_due_once_and_in_order() -> None:
     assert watch.next_s == float("inf")
 
 
+def test_what_is_posted_together_is_quiet_together() -> None:
+    watch: Watch[str] = Watch()
+    assert watch.add("a", 7.01, 300.0, 10.0)
+    assert not watch.add("b", 7.24, 300.0, 10.0)
+    assert watch.next_s == 7.75
+    assert watch.look(7.75) == [("a", Due.QUIET), ("b", Due.QUIET)]
+
+
 def test_a_short_timeout_is_asked_about_in_its_last_quarter_and_never_stalls() -> None:
     watch: Watch[str] = Watch()
     watch.add("a", 0.0, 0.4, 10.0)
     assert watch.next_s == 0.30000000000000004
-    assert watch.look(0.35) == [("a", Due.ASK)]
+    assert watch.look(0.35) == [("a", Due.QUIET), ("a", Due.ASK)]
 
 
 def test_a_stall_time_in_the_last_second_comes_after_the_question() -> None:
     watch: Watch[str] = Watch()
     watch.add("a", 0.0, 10.0, 9.5)
-    assert watch.look(9.7) == [("a", Due.ASK), ("a", Due.STALLED)]
+    assert watch.look(9.7) == [("a", Due.QUIET), ("a", Due.ASK), ("a", Due.STALLED)]
+
+
+def test_a_stall_time_that_is_very_short_comes_first() -> None:
+    watch: Watch[str] = Watch()
+    assert watch.add("a", 0.0, 10.0, 0.2)
+    assert watch.next_s == 0.2
+    assert watch.look(1.0) == [("a", Due.STALLED), ("a", Due.QUIET)]
 
 
 def test_next_comes_nearer_only_for_nearer_deadlines() -> None:
@@ -35,5 +53,6 @@ def test_next_comes_nearer_only_for_nearer_deadlines() -> None:
     watch.drop("a")
     watch.drop("a")
     assert len(watch) == 1
-    assert watch.look(5.5) == []
+    assert watch.look(1.5) == []
+    assert watch.look(5.5) == [("b", Due.QUIET)]
     assert watch.next_s == 6.0
