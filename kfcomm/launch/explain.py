@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import socket
 import sys
@@ -101,14 +100,8 @@ def _links() -> list[Row]:
     links = (
         _Link("tcp", True, "between any hosts"),
         _Link("unix", hasattr(socket, "AF_UNIX"), "between processes of one host"),
-        _Link("shm", _has_shared_memory(), "between processes of one host, in memory that both map"),
     )
     return [(link.name, f"{'yes' if link.works else 'no ':3}  {link.what}") for link in links]
-
-
-def _has_shared_memory() -> bool:
-    """Whether sealed anonymous files exist, and stores become visible in the order in which they are made."""
-    return hasattr(os, "memfd_create") and platform.machine() in ("x86_64", "AMD64", "i686")
 
 
 def _versions() -> list[Row]:

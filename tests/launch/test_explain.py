@@ -42,7 +42,7 @@ def test_an_interface_that_does_not_exist() -> None:
 
 def test_links_and_versions_are_listed() -> None:
     text, _ = explain({})
-    for word in ("tcp ", "unix", "shm", "numpy", "python", "protocol"):
+    for word in ("tcp ", "unix", "numpy", "python", "protocol"):
         assert word in text
 
 
