@@ -69,11 +69,6 @@ class Lane:
     base: int = 0
     num_chunks: int = 1
 
-    @property
-    def begins_here(self) -> bool:
-        """Whether the data of a lane without an up phase enters it at this rank."""
-        return not self.up and self.source == NOBODY
-
 
 @dataclass(frozen=True, slots=True)
 class Program:
