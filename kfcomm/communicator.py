@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 
 from kfcomm.collectives.blobs import Blobs
-from kfcomm.collectives.group import Group
+from kfcomm.collectives.group import STRATEGY_KEY, Group, check_name, check_timeout
 from kfcomm.collectives.mailbox import Mailbox
 from kfcomm.collectives.messages import Messages
 from kfcomm.core.collective import GroupView
@@ -22,7 +22,7 @@ from kfcomm.errors import ConfigError, SessionClosed
 from kfcomm.network import Alone, SocketNetwork
 from kfcomm.rendezvous.settings import Arguments, Settings, detect
 from kfcomm.session import Session
-from kfcomm.strategies import AnyStrategy, build
+from kfcomm.strategies import AnyStrategy, build, names
 from kfcomm.types import Layout
 
 StrategySpec = Any
@@ -41,10 +41,10 @@ class Communicator(Messages):
         self._left = False
         layout = session.layout_of(view)
         chosen = build(strategy, layout)
-        self._spec = strategy if isinstance(strategy, str) else "auto"
         self._group = Group(session.engine, view, layout, chosen, session.timeout_s)
         self._mailbox = Mailbox(session.engine, view, session.timeout_s)
         self._blobs = Blobs(self._mailbox, view.rank)
+        session.engine.end_listeners.append(self._leave)
 
     def __repr__(self) -> str:
         state = "closed" if self._left or self._session.is_closed else "open"
@@ -105,10 +105,17 @@ class Communicator(Messages):
         Raises:
             ConfigError: there is no such strategy, or it is for another number of ranks.
             CollectiveMismatch: the ranks do not agree; the old strategy stays.
-            CollectiveTimeout, CollectiveAborted, PeerLost: the old strategy stays.
+            CollectiveTimeout, CollectiveAborted, PeerLost: the old strategy stays on this rank. As with every
+                collective, others may have been done by then; the ranks meet again at their next ``set_strategy``.
         """
         self._check_open()
-        return self._group.swap(build(strategy, self._group.layout), timeout)
+        try:
+            check_timeout(timeout)
+            chosen = build(strategy, self._group.layout)
+        except Exception as error:
+            self._group.refuse(STRATEGY_KEY, error)
+            raise
+        return self._group.swap(chosen, timeout)
 
     async def group(
         self, ranks: Iterable[int], name: str = "group", *, strategy: StrategySpec | None = None,
@@ -119,7 +126,7 @@ class Communicator(Messages):
         Args:
             ranks: ranks of this group, this one among them.
             name: part of the new group's identity.
-            strategy: None for this group's.
+            strategy: None for this group's (``auto``, if that is one of the caller's own graphs).
             timeout: seconds to wait for the others; None for the communicator's.
 
         Raises:
@@ -127,21 +134,27 @@ class Communicator(Messages):
             CollectiveTimeout: not all members called it alike.
         """
         self._check_open()
-        members = tuple(int(rank) for rank in ranks)
-        for rank in members:
-            self._check_rank("member", rank)
+        check_name(name)
+        check_timeout(timeout)
+        members = tuple(self._check_rank("member", rank) for rank in ranks)
         if len(set(members)) < len(members):
             raise ConfigError(f"a group names each rank once, got {list(members)}")
         if self.rank not in members:
             raise ConfigError(f"rank {self.rank} is not a member of the group {list(members)}: only members call")
         view = self._session.new_group(self._group.view, name, members)
-        made = Communicator(self._session, view, self._spec if strategy is None else strategy, name)
+        made = Communicator(self._session, view, self._strategy_below() if strategy is None else strategy, name)
         try:
             await made.barrier("group", timeout=timeout)
         except BaseException:
             made._leave()
             raise
         return made
+
+    def _strategy_below(self) -> str:
+        """The name of the strategy in force, if another group can have it, too."""
+        mine = self.strategy
+        is_named = mine.name in names() and build(mine.name, self.layout).digest == mine.digest
+        return mine.name if is_named else "auto"
 
     async def split(
         self, color: int | str | None, key: int = 0, name: str = "split", *, timeout: float | None = None
@@ -165,11 +178,16 @@ class Communicator(Messages):
     async def close(self) -> None:
         """End it: of the world, everything is closed; of a sub-group, only this view of it. Never hangs.
 
-        What is in flight fails, here and, where it was not complete, on the other ranks.
+        What is in flight fails, here and, where it was not complete, on the other ranks. What the others post later
+        fails with ``PeerLost`` if it needs a rank that has closed its world; a rank that has only closed its view of a
+        sub-group is missed there until the timeout.
         """
-        self._leave()
         if self._group.view is self._session.world:
             await self._session.close()
+        elif not self._left:
+            self._leave()
+            ids = {self._group.view.id, *self._mailbox.group_ids()}
+            self._session.engine.abandon(ids, f"rank {self.rank} closed group {self.name!r}")
 
     async def __aenter__(self) -> Self:
         return self
@@ -182,7 +200,8 @@ class Communicator(Messages):
     def _leave(self) -> None:
         if not self._left:
             self._left = True
-            self._mailbox.close()
+            self._session.engine.end_listeners.remove(self._leave)
+            self._mailbox.close(f"group {self.name!r} is closed")
 
     def _check_open(self) -> None:
         self._session.check_open()

@@ -181,12 +181,12 @@ class Session:
     async def close(self) -> None:
         """Fail what is in flight, say goodbye, and close everything. Bounded; calling it again waits for the first."""
         if self._closing is None:
+            self._closed = f"the communicator of rank {self.rank} is closed"
+            self.engine.end(self._closed)
             self._closing = asyncio.ensure_future(self._close())
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
-        self._closed = f"the communicator of rank {self.rank} is closed"
-        self._abandon()
         control = self.engine.control
         if control is not None:
             await control.leave(LEAVE_WITHIN_S)
@@ -197,11 +197,6 @@ class Session:
             await _in_a_thread(control.stop)
         await self.network.close()
         _sessions.discard(self)
-
-    def _abandon(self) -> None:
-        message = f"rank {self.rank} closed its communicator"
-        for collective in list(self.engine.router.live):
-            self.engine.abort(collective, Cause(CauseKind.CANCELLED, self.rank, message))
 
     def forked(self) -> None:
         """In a forked child: let go of every descriptor, without touching the loop that the parent still uses."""

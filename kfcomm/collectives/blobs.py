@@ -14,8 +14,8 @@ import numpy as np
 
 from kfcomm.arrays import HostArray, adapt
 from kfcomm.collectives.handle import Handle
-from kfcomm.collectives.mailbox import Mailbox
-from kfcomm.errors import CollectiveError, ConfigError
+from kfcomm.collectives.mailbox import Mailbox, Message
+from kfcomm.errors import CollectiveAborted, CollectiveError, ConfigError
 
 ASK_TAG = "\0blob ask"
 KEPT_VERSIONS = 2
@@ -35,10 +35,9 @@ class Blobs:
     def save(self, name: str, x: Any, version: int | None) -> int:
         """Keep a copy; returns its version. The last versions of each name are kept."""
         array = adapt(x)
+        check_version(version)
         versions = self._kept.setdefault(name, OrderedDict())
         number = (max(versions, default=-1) + 1) if version is None else version
-        if type(number) is not int or number < 0:
-            raise ConfigError(f"a version is a number from 0 on, not {version!r}")
         versions[number] = HostArray(array.flat.copy(), array.shape, array.kind, False)
         versions.move_to_end(number)
         while len(versions) > KEPT_VERSIONS:
@@ -46,7 +45,11 @@ class Blobs:
         return number
 
     async def request(self, name: str, source: int, version: int | None, timeout_s: float | None) -> Any:
-        """A rank's blob, as a NumPy array."""
+        """A rank's blob, as a NumPy array.
+
+        The answer comes as one message under a tag of its own, a refusal as one that is aborted: either way, both
+        ends have then used that tag once more, and it serves again.
+        """
         if source == self._rank:
             kept = self._find(name, version)
             if isinstance(kept, str):
@@ -55,16 +58,31 @@ class Blobs:
         slot = self._free_slots.pop() if self._free_slots else self._num_slots
         self._num_slots = max(self._num_slots, slot + 1)
         question = np.frombuffer(msgpack.packb([name, version, slot]), np.uint8)
-        self._mailbox.send(adapt(question), source, ASK_TAG, timeout_s)
-        header, _ = await self._mailbox.recv(source, _reply_tag(slot), None, timeout_s)
-        refusal, shape = msgpack.unpackb(header.tobytes())
-        if not refusal:
-            blob, _ = await self._mailbox.recv(source, _reply_tag(slot), None, timeout_s)
-        # After an error or a cancellation the slot is never used again: a late answer must not meet a new question.
+        asked = self._mailbox.send(adapt(question), source, ASK_TAG, timeout_s)
+        answer = self._mailbox.recv(source, _reply_tag(slot), None, timeout_s)
+        try:
+            await asked
+            blob, _ = await answer
+        except BaseException as error:
+            self._give_up(asked, answer, source, slot, error)
+            if isinstance(error, CollectiveAborted):
+                raise CollectiveError(str(error), key=name) from None
+            raise
         self._free_slots.append(slot)
-        if refusal:
-            raise CollectiveError(refusal, key=name)
-        return blob.reshape(shape)
+        return blob
+
+    def _give_up(self, asked: Handle[None], answer: Handle[Any], source: int, slot: int, error: BaseException) -> None:
+        """Whatever becomes of the question, its answer finds nobody waiting."""
+        if isinstance(error, CollectiveAborted) and answer.done() and not asked.cancelled() and not asked.exception():
+            self._free_slots.append(slot)
+            return
+        # Never used again: a late answer must not meet a new question.
+        asked.cancel()
+        answer.cancel()
+        if answer.seq < 0:
+            self._mailbox.refuse(source, self._rank, _reply_tag(slot), f"rank {self._rank} waits no longer")
+        for handle in (asked, answer):
+            handle.add_done_callback(_looked_at)
 
     def _find(self, name: str, version: int | None) -> HostArray | str:
         versions = self._kept.get(name)
@@ -76,18 +94,31 @@ class Blobs:
             return f"rank {self._rank} keeps versions {sorted(versions)} of {name!r}, not {version}"
         return versions[version]
 
-    async def _serve(self, source: int) -> None:
+    async def _serve(self, source: int, message: Handle[Message]) -> None:
         """Answer one request of one rank."""
-        question, _ = await self._mailbox.recv(source, ASK_TAG, None, None)
+        question, _ = await message
         name, version, slot = msgpack.unpackb(question.tobytes())
         kept = self._find(name, version)
-        header = msgpack.packb([kept, []] if isinstance(kept, str) else ["", list(kept.shape)])
-        replies: list[Handle[None]] = [
-            self._mailbox.send(adapt(np.frombuffer(header, np.uint8)), source, _reply_tag(slot), None)
-        ]
-        if not isinstance(kept, str):
-            replies.append(self._mailbox.send(kept, source, _reply_tag(slot), None))
-        await asyncio.gather(*replies)
+        if isinstance(kept, str):
+            self._mailbox.refuse(self._rank, source, _reply_tag(slot), kept)
+        else:
+            await self._mailbox.send(kept, source, _reply_tag(slot), None)
+
+
+def check_version(version: Any) -> None:
+    """Refuse a version that is none.
+
+    Raises:
+        ConfigError: it is not a number from 0 on.
+    """
+    if version is not None and (type(version) is not int or version < 0):
+        raise ConfigError(f"a version is a number from 0 on, not {version!r}")
+
+
+def _looked_at(done: asyncio.Future[Any]) -> None:
+    """No complaint by asyncio that nobody looked at the error."""
+    if not done.cancelled():
+        done.exception()
 
 
 def _reply_tag(slot: int) -> str:

@@ -16,17 +16,16 @@ import numpy as np
 from kfcomm.arrays import HostArray, OutArray, adapt, adapt_out
 from kfcomm.arrays.dtypes import dtype_name, dtype_of
 from kfcomm.arrays.kinds import NUMPY
-from kfcomm.collectives.group import Group
+from kfcomm.collectives.group import UNNAMED, later_key
 from kfcomm.collectives.handle import Handle
-from kfcomm.collectives.plans import Plan, Planner, row_elements
-from kfcomm.collectives.verbs import Verbs
+from kfcomm.collectives.plans import Plan, Planner, Plans, row_elements
+from kfcomm.collectives.verbs import Later, Verbs
 from kfcomm.core.chunk import split
 from kfcomm.errors import CollectiveError, CollectiveMismatch, ConfigError
 from kfcomm.types import Verb
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
-DATA = "\0data"
 RECORD_NBYTES = 256
 ROW_NBYTES = 9
 """The largest msgpack integer."""
@@ -49,8 +48,6 @@ class Steps(Handle[Any]):
 class Exchange(Verbs):
     """gather, all_gather, scatter and all_to_all in all their forms, and the verbs for objects."""
 
-    _last_unnamed: asyncio.Future[None] | None = None
-
     def gather(
         self, x: Any, root: int = 0, name: str | None = None, *, concat: bool = False, out: Any = None,
         timeout: float | None = None, priority: int = 0,
@@ -68,12 +65,12 @@ class Exchange(Verbs):
         """
         if not concat:
             return self._gather_stacked(x, root, name, out, timeout)
-        with self._checks(name):
-            self._check_rank("root", root)
+        with self._checks(name, timeout, steps=2):
+            root = self._check_rank("root", root)
         is_root = self._group.view.rank == root
 
-        def plan(group: Group, array: HostArray, rows: tuple[int, ...]) -> Plan:
-            return group.plan(Planner.gather, array.dtype, array.shape[1:], root, rows)
+        def plan(plans: Plans, array: HostArray, rows: tuple[int, ...]) -> Plan:
+            return plans.plan(Planner.gather, array.dtype, array.shape[1:], root, rows)
 
         return self._concatenated(Verb.GATHER, root, x, name, out if is_root else None, timeout, plan)
 
@@ -85,8 +82,8 @@ class Exchange(Verbs):
         if not concat:
             return self._all_gather_stacked(x, name, out, timeout)
 
-        def plan(group: Group, array: HostArray, rows: tuple[int, ...]) -> Plan:
-            return group.plan(Planner.all_gather, array.dtype, array.shape[1:], rows)
+        def plan(plans: Plans, array: HostArray, rows: tuple[int, ...]) -> Plan:
+            return plans.plan(Planner.all_gather, array.dtype, array.shape[1:], rows)
 
         return self._concatenated(Verb.ALL_GATHER, -1, x, name, out, timeout, plan)
 
@@ -111,8 +108,8 @@ class Exchange(Verbs):
         """
         size = self._group.view.size
         nbytes = RECORD_NBYTES + ROW_NBYTES * size
-        with self._checks(name):
-            self._check_rank("root", root)
+        with self._checks(name, timeout, steps=2):
+            root = self._check_rank("root", root)
             array: HostArray | None = None
             rows: list[int] = []
             if self._group.view.rank == root:
@@ -123,8 +120,8 @@ class Exchange(Verbs):
         def first() -> Handle[Any]:
             return self.broadcast(record, root, name, timeout=timeout)
 
-        def second(told: Array, key: str) -> Handle[Any]:
-            with self._checks(name, key):
+        def second(told: Array, later: Later) -> Handle[Any]:
+            with self._checks(name, later=later):
                 (dtype_text, row, counts) = _fields(told)
                 dtype, shape = dtype_of(dtype_text), tuple(row)
                 mine = (counts[self._group.view.rank], *shape)
@@ -132,7 +129,7 @@ class Exchange(Verbs):
                 target = None if out is None else adapt_out(out, mine, dtype)
             return self._begin(
                 name, source, mine, target, timeout,
-                lambda group: group.plan(Planner.scatter, dtype, shape, root, tuple(counts)), key=key,
+                lambda plans: plans.plan(Planner.scatter, dtype, shape, root, tuple(counts)), later=later,
             )  # fmt: skip
 
         return self._two_steps(name, first, second)
@@ -154,21 +151,21 @@ class Exchange(Verbs):
         if not isinstance(x, (list, tuple)):
             return self._all_to_all_even(x, name, out, timeout)
         size = self._group.view.size
-        with self._checks(name):
+        with self._checks(name, timeout, steps=2):
             if out is not None:
                 raise ConfigError("all_to_all of a list takes no out")
             array, rows = _parts(x, size)
             record = _record([dtype_name(array.dtype), array.shape[1:], rows], RECORD_NBYTES + ROW_NBYTES * size)
 
-        def second(told: Array, key: str) -> Handle[Any]:
-            with self._checks(name, key):
+        def second(told: Array, later: Later) -> Handle[Any]:
+            with self._checks(name, later=later):
                 said = [_fields(one) for one in told]
                 _same(said, Verb.ALL_TO_ALL)
                 table = tuple(tuple(one[2]) for one in said)
                 received = [line[self._group.view.rank] for line in table]
             whole = self._begin(
                 name, array, (sum(received), *array.shape[1:]), None, timeout,
-                lambda group: group.plan(Planner.all_to_all, array.dtype, array.shape[1:], table), key=key,
+                lambda plans: plans.plan(Planner.all_to_all, array.dtype, array.shape[1:], table), later=later,
             )  # fmt: skip
             return mapped(whole, lambda joined: _cut(joined, received))
 
@@ -180,18 +177,18 @@ class Exchange(Verbs):
         self, value: Any = None, root: int = 0, name: str | None = None, *, timeout: float | None = None
     ) -> Handle[Any]:
         """Every rank gets the root's ``value``: anything that msgpack can carry."""
-        with self._checks(name):
-            self._check_rank("root", root)
+        with self._checks(name, timeout, steps=2):
+            root = self._check_rank("root", root)
             mine = packed(value if self._group.view.rank == root else None)
             record = _record([mine.size], RECORD_NBYTES)
 
-        def second(told: Array, key: str) -> Handle[Any]:
-            with self._checks(name, key):
+        def second(told: Array, later: Later) -> Handle[Any]:
+            with self._checks(name, later=later):
                 (count,) = _fields(told)
                 array = adapt(mine if self._group.view.rank == root else np.zeros(count, np.uint8))
             whole = self._begin(
                 name, array, array.shape, None, timeout,
-                lambda group: group.plan(Planner.broadcast, array.dtype, array.shape, root), key=key,
+                lambda plans: plans.plan(Planner.broadcast, array.dtype, array.shape, root), later=later,
             )  # fmt: skip
             return mapped(whole, unpacked)
 
@@ -205,8 +202,8 @@ class Exchange(Verbs):
         self, value: Any, root: int = 0, name: str | None = None, *, timeout: float | None = None
     ) -> Handle[Any]:
         """Rank ``root`` gets the list of all ranks' values; the others get None."""
-        with self._checks(name):
-            self._check_rank("root", root)
+        with self._checks(name, timeout, steps=2):
+            root = self._check_rank("root", root)
         return self._gathered_objects(value, root, name, timeout)
 
     def scatter_object(
@@ -214,8 +211,8 @@ class Exchange(Verbs):
         timeout: float | None = None,
     ) -> Handle[Any]:  # fmt: skip
         """Rank r gets ``values[r]`` of the root's list; the other ranks' is ignored."""
-        with self._checks(name):
-            self._check_rank("root", root)
+        with self._checks(name, timeout, steps=2):
+            root = self._check_rank("root", root)
             parts = None
             if self._group.view.rank == root:
                 if values is None or len(values) != self._group.view.size:
@@ -224,15 +221,15 @@ class Exchange(Verbs):
         return mapped(self.scatter(parts, root, name, timeout=timeout), unpacked)
 
     def _gathered_objects(self, value: Any, root: int, name: str | None, timeout: float | None) -> Handle[Any]:
-        with self._checks(name):
+        with self._checks(name, timeout, steps=2):
             mine = packed(value)
         lengths: list[int] = []
 
-        def plan(group: Group, array: HostArray, rows: tuple[int, ...]) -> Plan:
+        def plan(plans: Plans, array: HostArray, rows: tuple[int, ...]) -> Plan:
             lengths.extend(rows)
             if root == -1:
-                return group.plan(Planner.all_gather, array.dtype, (), rows)
-            return group.plan(Planner.gather, array.dtype, (), root, rows)
+                return plans.plan(Planner.all_gather, array.dtype, (), rows)
+            return plans.plan(Planner.gather, array.dtype, (), root, rows)
 
         verb = Verb.ALL_GATHER if root == -1 else Verb.GATHER
         joined = self._concatenated(verb, root, mine, name, None, timeout, plan)
@@ -242,62 +239,61 @@ class Exchange(Verbs):
 
     def _concatenated(
         self, verb: Verb, root: int, x: Any, name: str | None, out: Any, timeout: float | None,
-        plan: Callable[[Group, HostArray, tuple[int, ...]], Plan],
+        plan: Callable[[Plans, HostArray, tuple[int, ...]], Plan],
     ) -> Handle[Any]:  # fmt: skip
         """All ranks tell dtype, row shape and number of rows; then the rows move."""
-        with self._checks(name):
+        with self._checks(name, timeout, steps=2):
             array = adapt(x)
             row_elements(array.shape)
             record = _record(
                 [dtype_name(array.dtype), array.shape[1:], [array.shape[0]], str(verb), root], RECORD_NBYTES
             )
 
-        def second(told: Array, key: str) -> Handle[Any]:
+        def second(told: Array, later: Later) -> Handle[Any]:
             target: OutArray | None = None
-            with self._checks(name, key):
+            with self._checks(name, later=later):
                 said = [_fields(one) for one in told]
                 _same(said, verb)
                 rows = tuple(one[2][0] for one in said)
                 shape = (sum(rows), *array.shape[1:])
                 if out is not None:
                     target = adapt_out(out, shape, array.dtype)
-            return self._begin(name, array, shape, target, timeout, lambda group: plan(group, array, rows), key=key)
+            return self._begin(name, array, shape, target, timeout, lambda plans: plan(plans, array, rows), later=later)
 
         return self._two_steps(name, lambda: self._all_gather_stacked(record, name, None, timeout), second)
 
     def _two_steps(
-        self, name: str | None, first: Callable[[], Handle[Any]], second: Callable[[Any, str], Handle[Any]]
+        self, name: str | None, first: Callable[[], Handle[Any]], second: Callable[[Any, Later], Handle[Any]]
     ) -> Steps:
-        """``second`` runs with the result of ``first``; for unnamed calls in the order of the calls."""
-        loop = self._group.engine.loop
-        whole = Steps(loop=loop)
-        key = (name or "") + DATA
-        before, turn = None, loop.create_future()
-        if name is None:
-            before, self._last_unnamed = self._last_unnamed, turn
+        """``second`` runs with the result of ``first``, in the order of the calls, on the graphs of the first."""
+        group = self._group
+        whole = Steps(loop=group.engine.loop)
+        key = later_key(name or UNNAMED)
+        turn = group.turns.next(key)
+        begun_under: list[Plans] = []
+        group.in_order(lambda: begun_under.append(group.plans))
+        told = whole.step = first()
 
-        def begin(done: asyncio.Future[Any]) -> None:
-            turn.set_result(None)
-            error = asyncio.CancelledError() if done.cancelled() or whole.cancelled() else done.exception()
+        def begin() -> None:
+            error = asyncio.CancelledError() if told.cancelled() or whole.cancelled() else told.exception()
             if error is not None:
-                self._group.refuse(key, error)
+                group.refuse_now(key, error, seq=told.seq)
                 _settle(whole, error)
                 return
             try:
-                whole.step = second(done.result(), key)
+                whole.step = second(told.result(), Later(key, told.seq, begun_under[0]))
             except Exception as refused:  # noqa: BLE001  the checks of the second step have told the other ranks
                 _settle(whole, refused)
             else:
                 whole.step.add_done_callback(lambda last: _copy(last, whole))
 
-        def first_done(done: asyncio.Future[Any]) -> None:
-            if before is None or before.done():
-                begin(done)
-            else:
-                before.add_done_callback(lambda _: begin(done))
+        def first_done(_: asyncio.Future[Any]) -> None:
+            if told.seq >= 0:
+                turn.ready(begin)
+            else:  # cancelled while it waited for a verdict: its number is not known before that
+                group.in_order(lambda: turn.ready(begin))
 
-        whole.step = first()
-        whole.step.add_done_callback(first_done)
+        told.add_done_callback(first_done)
         return whole
 
 

@@ -7,27 +7,26 @@ order; what was posted before runs on the graphs it began with.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from kfcomm.collectives.handle import Handle
-from kfcomm.collectives.plans import Plan, Planner
-from kfcomm.core.chunk import pair_of
+from kfcomm.collectives.plans import Plan, Planner, Plans, agreement
+from kfcomm.collectives.turns import Turns
 from kfcomm.core.collective import GroupView, shown
 from kfcomm.errors import ConfigError
 from kfcomm.runtime.engine import Engine
 from kfcomm.runtime.operation import Operation
-from kfcomm.strategies import AnyStrategy
-from kfcomm.types import Layout, Op, Verb
+from kfcomm.strategies import AnyStrategy, build
+from kfcomm.types import Layout
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 UNNAMED = ""
 STRATEGY_KEY = "\0strategy"
 MAX_NAME_NBYTES = 1024
-MAX_PLANS = 4096
 
 
 class Group:
@@ -36,7 +35,8 @@ class Group:
     Attributes:
         view: members, by world rank.
         layout: hosts of the members.
-        planner: makes plans under the strategy in force.
+        plans: plans under the strategy in force.
+        turns: of the calls that have several steps.
     """
 
     def __init__(
@@ -46,39 +46,14 @@ class Group:
         self.view = view
         self.layout = layout
         self.timeout_s = timeout_s
-        self.planner = Planner(view.rank, view.size, strategy, 0)
-        self._plans: dict[Hashable, Plan] = {}
-        self._ways: dict[Hashable, list[Plan | None]] = {}
+        self.plans = Plans(Planner(view.rank, view.size, strategy, 0))
+        self.turns = Turns()
         self._waiting: list[Callable[[], None]] | None = None
 
     @property
     def strategy(self) -> AnyStrategy:
         """The strategy in force."""
-        return self.planner.strategy
-
-    def plan(self, make: Callable[..., Plan], *what: Hashable) -> Plan:
-        """The plan ``make(planner, *what)``, made when it is first needed."""
-        key = (make, *what)
-        plan = self._plans.get(key)
-        if plan is None:
-            if len(self._plans) >= MAX_PLANS:
-                self._plans.clear()
-            plan = self._plans[key] = make(self.planner, *what)
-        return plan
-
-    def plan_all_reduce(self, dtype: np.dtype[Any], shape: tuple[int, ...], op: Op, name: str | None) -> Plan:
-        """The plan for an all_reduce: one of several where the key decides which graph pair is taken."""
-        key = (dtype, shape, op)
-        ways = self._ways.get(key)
-        if ways is None:
-            if len(self._ways) >= MAX_PLANS:
-                self._ways.clear()
-            ways = self._ways[key] = [None] * self.planner.num_ways(dtype, shape)
-        way = pair_of(name or UNNAMED, len(ways)) if len(ways) > 1 else 0
-        plan = ways[way]
-        if plan is None:
-            plan = ways[way] = self.planner.all_reduce(dtype, shape, op, way)
-        return plan
+        return self.plans.planner.strategy
 
     def in_order(self, begin: Callable[[], None]) -> None:
         """Run ``begin`` now, or after the verdict on a strategy that is being agreed."""
@@ -98,7 +73,8 @@ class Group:
         outcome: Callable[[], Any],
         timeout_s: float | None,
         handle: Handle[Any],
-    ) -> None:
+        seq: int | None = None,
+    ) -> Operation:
         """Begin a collective now; ``handle`` is resolved with ``outcome()``."""
         operation = Operation(
             handle, source=source, result=result, kernel=plan.kernel, dtype=plan.dtype, size=self.view.size,
@@ -106,14 +82,33 @@ class Group:
         )  # fmt: skip
         self.engine.post(
             self.view, key, plan.signature, plan.program, plan.sizes, operation,
-            timeout_s=self.timeout_s if timeout_s is None else timeout_s, overlapping=overlapping,
+            timeout_s=self.timeout_s if timeout_s is None else timeout_s, overlapping=overlapping, seq=seq,
         )  # fmt: skip
-        handle.posted(self.engine, operation)
+        handle.posted(self.engine, operation, self.last_seq(key) if operation.failed else operation.collective.seq)
+        return operation
 
-    def refuse(self, key: str, error: BaseException) -> None:
-        """A call failed before it was posted: it fails on the other ranks too."""
-        message = f"rank {self.view.rank} refused its call of {shown(key)}: {str(error) or type(error).__name__}"
-        self.in_order(lambda: self.engine.refuse(self.view, key, message))
+    def refuse(self, key: str, error: BaseException, *, steps: int = 1) -> None:
+        """A call failed before it was posted: it fails on the other ranks too, at its place among the posts."""
+        turn = self.turns.next(later_key(key)) if steps > 1 else None
+
+        def refuse() -> None:
+            seq = self.refuse_now(key, error)
+            if turn is not None:
+                turn.ready(lambda: self.refuse_now(later_key(key), error, seq=seq))
+
+        self.in_order(refuse)
+
+    def refuse_now(self, key: str, error: BaseException, *, seq: int | None = None) -> int:
+        """As `refuse`, for what does not wait for a verdict; returns the sequence number that the call has taken."""
+        did = "cancelled" if isinstance(error, asyncio.CancelledError) else "refused"
+        why = "" if did == "cancelled" else f": {str(error) or type(error).__name__}"
+        message = f"rank {self.view.rank} {did} its call of {shown(key)}{why}"
+        self.engine.refuse(self.view, key, message, seq=seq)
+        return self.last_seq(key)
+
+    def last_seq(self, key: str) -> int:
+        """The sequence number of the latest use of a key on this rank."""
+        return self.engine.router.num_uses(self.view.id, key) - 1
 
     def swap(self, strategy: AnyStrategy, timeout_s: float | None) -> asyncio.Future[None]:
         """Agree with the other members on another strategy; see ``Communicator.set_strategy``."""
@@ -124,20 +119,23 @@ class Group:
     def _ask(self, strategy: AnyStrategy, timeout_s: float | None, verdict: asyncio.Future[None]) -> None:
         """One barrier whose signature holds the graphs' digest: who has others fails it for all."""
         self._waiting = []
-        plan = self.planner.barrier(Verb.SET_STRATEGY, STRATEGY_KEY, strategy.name, strategy.digest)
+        tree = build("binary_tree", self.layout).select(0).pairs[0]
+        plan = agreement(self.view.rank, tree, strategy)
         handle: Handle[None] = Handle(loop=self.engine.loop)
-        handle.add_done_callback(lambda done: self._decide(strategy, done, verdict))
-        self.post(
+        operation = self.post(
             plan, STRATEGY_KEY, source=None, result=None, outcome=lambda: None, timeout_s=timeout_s, handle=handle
         )
+        handle.add_done_callback(lambda done: self._decide(strategy, operation, done, verdict))
         verdict.add_done_callback(lambda asked: handle.cancel() if asked.cancelled() else None)
 
-    def _decide(self, strategy: AnyStrategy, done: asyncio.Future[None], verdict: asyncio.Future[None]) -> None:
+    def _decide(
+        self, strategy: AnyStrategy, operation: Operation, done: asyncio.Future[None], verdict: asyncio.Future[None]
+    ) -> None:
         error = asyncio.CancelledError() if done.cancelled() else done.exception()
         if error is None:
-            self.planner = Planner(self.view.rank, self.view.size, strategy, self.planner.generation + 1)
-            self._plans.clear()
-            self._ways.clear()
+            # Not the number of those that were agreed: ranks that differ in that would never meet again.
+            generation = operation.collective.seq + 1
+            self.plans = Plans(Planner(self.view.rank, self.view.size, strategy, generation))
         waiting, self._waiting = self._waiting, None
         for begin in waiting or ():
             self.in_order(begin)
@@ -146,6 +144,11 @@ class Group:
                 verdict.set_result(None)
             else:
                 verdict.set_exception(error)
+
+
+def later_key(key: str) -> str:
+    """The key of the second step of a call; its n-th use belongs to the n-th of ``key``."""
+    return key + "\0data"
 
 
 def check_name(name: Any) -> None:
@@ -163,3 +166,13 @@ def check_name(name: Any) -> None:
         raise ConfigError(f"a name has at most {MAX_NAME_NBYTES} bytes, {name[:32]!r}... has {nbytes}")
     if any("\ud800" <= letter <= "\udfff" for letter in name if not name.isascii()):
         raise ConfigError(f"a name is valid Unicode, {name[:32]!r} is not")
+
+
+def check_timeout(timeout_s: Any) -> None:
+    """Refuse a timeout that is none.
+
+    Raises:
+        ConfigError: it is not a number of seconds from 0 on.
+    """
+    if timeout_s is not None and not (isinstance(timeout_s, (int, float, np.number)) and timeout_s >= 0):
+        raise ConfigError(f"a timeout is a number of seconds, not {timeout_s!r}")

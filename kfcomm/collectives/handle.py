@@ -17,17 +17,22 @@ class Handle(asyncio.Future[T]):
 
     Cancelling ends the collective on every rank where it is not complete yet; there it raises
     ``CollectiveAborted``. Cancelling the task that awaits a handle cancels the handle.
+
+    Attributes:
+        seq: which use of its name it is, once it has begun or was refused; before that, -1.
     """
 
-    __slots__ = ("_engine", "_operation")
+    __slots__ = ("_engine", "_operation", "seq")
 
     def __init__(self, *, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop=loop)
+        self.seq = -1
         self._operation: Operation | None = None
         self._engine: Engine | None = None
 
-    def posted(self, engine: Engine, operation: Operation) -> None:
+    def posted(self, engine: Engine, operation: Operation, seq: int) -> None:
         """The collective has begun: from now on there is something to cancel."""
+        self.seq = seq
         self._engine = engine
         self._operation = operation
 

@@ -12,7 +12,7 @@ import hashlib
 import logging
 import struct
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -26,7 +26,7 @@ from kfcomm.core import program as programs
 from kfcomm.core.cause import Cause
 from kfcomm.core.collective import GroupView, ItemSizes
 from kfcomm.core.signature import Signature
-from kfcomm.errors import CollectiveTimeout, ConfigError, KfcommError
+from kfcomm.errors import CollectiveAborted, CollectiveTimeout, ConfigError, KfcommError, SessionClosed
 from kfcomm.runtime.engine import Engine
 from kfcomm.runtime.failures import error_of
 from kfcomm.runtime.operation import Operation
@@ -38,20 +38,26 @@ Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 Message: TypeAlias = tuple[Any, int]
 """What a receive gives: the array, and the rank that sent it."""
 
-Service = Callable[[int], Awaitable[None]]
+Service = Callable[[int, Handle[Message]], Awaitable[None]]
 MAX_ELEMENTS = 1 << 44
 MAX_DIMENSIONS = 64
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Wanted:
-    """A receive that waits for its message."""
+    """A receive that waits for its message; ``timers`` end or report the wait."""
 
     source: int | None
     tag: str
     out: OutArray | None
     handle: Handle[Message]
     timeout_s: float
+    timers: list[asyncio.TimerHandle] = field(default_factory=list)
+
+    @property
+    def whom(self) -> str:
+        """The sender, in words."""
+        return "any rank" if self.source is None else f"rank {self.source}"
 
 
 class Mailbox:
@@ -75,9 +81,12 @@ class Mailbox:
         handle: Handle[None] = Handle(loop=self._engine.loop)
         signature = _signature(array.dtype, array.shape)
         operation = _operation(handle, array.flat, None, lambda: None)
-        self._post(self._pair(self._view.rank, to), tag, signature, operation, timeout_s)
-        handle.posted(self._engine, operation)
+        self._post(self._pair(self._view.rank, to), tag, signature, operation, timeout_s, handle)
         return handle
+
+    def refuse(self, source: int, to: int, tag: str, reason: str) -> None:
+        """A message that was to come or go does not: its other end, now or later, raises ``CollectiveAborted``."""
+        self._engine.refuse(self._pair(source, to), tag, reason)
 
     def recv(self, source: int | None, tag: str, out: OutArray | None, timeout_s: float | None) -> Handle[Message]:
         """The next message of ``source`` (None: of any rank) with this tag."""
@@ -89,20 +98,28 @@ class Mailbox:
             return handle
         if not self._match(wanted):
             self._wanted.append(wanted)
-            timer = self._engine.loop.call_later(wanted.timeout_s, self._expire, wanted)
-            handle.add_done_callback(lambda _: self._forget(wanted, timer))
+            later = self._engine.loop.call_later
+            wanted.timers.append(later(wanted.timeout_s, self._expire, wanted))
+            if self._engine.stall_after_s < wanted.timeout_s:
+                wanted.timers.append(later(self._engine.stall_after_s, self._report, wanted))
+            handle.add_done_callback(lambda _: self._forget(wanted))
         return handle
 
     def serve(self, tag: str, service: Service) -> None:
-        """Call ``service(source)`` for every message with this tag; it must receive that message."""
+        """Call ``service(source, message)`` for every message with this tag."""
         self._services[tag] = service
 
-    def close(self) -> None:
+    def group_ids(self) -> set[bytes]:
+        """Groups of two that were made for messages."""
+        return {pair.id for pair in self._pairs.values()}
+
+    def close(self, reason: str) -> None:
         """Stop serving, and fail every receive that waits."""
         for task in self._serving:
             task.cancel()
         for wanted in list(self._wanted):
-            wanted.handle.cancel()
+            if not wanted.handle.done():
+                wanted.handle.set_exception(SessionClosed(reason))
         for source in range(self._view.size):
             self._engine.early_listeners.pop(self._pair(source, self._view.rank).id, None)
         self._engine.loss_listeners.remove(self._on_peer_lost)
@@ -122,14 +139,15 @@ class Mailbox:
         """Something came that was not posted: a message for a service, or for a receive that waits."""
         service = self._services.get(tag)
         if service is not None:
-            task = self._engine.loop.create_task(_served(service, source))
-            self._serving.add(task)
-            task.add_done_callback(self._serving.discard)
+            while self._engine.router.expected(self._pair(source, self._view.rank).id, tag) is not None:
+                message = self.recv(source, tag, None, None)
+                task = self._engine.loop.create_task(_served(service, source, message))
+                self._serving.add(task)
+                task.add_done_callback(self._serving.discard)
             return
-        for wanted in self._wanted:
+        for wanted in list(self._wanted):
             if wanted.tag == tag and wanted.source in (None, source) and self._match(wanted):
-                self._wanted.remove(wanted)
-                return
+                self._forget(wanted)
 
     def _match(self, wanted: Wanted) -> bool:
         """Post the receive if a message for it has shown up."""
@@ -161,12 +179,12 @@ class Mailbox:
             return (NUMPY.restore(flat.reshape(shape)) if wanted.out is None else wanted.out.finish()), source
 
         operation = _operation(wanted.handle, None, flat, outcome)
-        self._post(pair, wanted.tag, _signature(dtype, shape), operation, wanted.timeout_s)
-        wanted.handle.posted(self._engine, operation)
+        self._post(pair, wanted.tag, _signature(dtype, shape), operation, wanted.timeout_s, wanted.handle)
 
     def _post(
-        self, pair: GroupView, tag: str, signature: Signature, operation: Operation, timeout_s: float | None
-    ) -> None:
+        self, pair: GroupView, tag: str, signature: Signature, operation: Operation, timeout_s: float | None,
+        handle: Handle[Any],
+    ) -> None:  # fmt: skip
         dtype = dtype_of(signature.dtype)
         count = int(np.prod(signature.shape, dtype=np.int64))
         self._engine.post(
@@ -174,17 +192,25 @@ class Mailbox:
             ItemSizes(dtype.itemsize, dtype.itemsize), operation,
             timeout_s=self._timeout_s if timeout_s is None else timeout_s, overlapping=True,
         )  # fmt: skip
+        handle.posted(self._engine, operation, self._engine.router.num_uses(pair.id, tag) - 1)
 
     def _expire(self, wanted: Wanted) -> None:
-        whom = "any rank" if wanted.source is None else f"rank {wanted.source}"
-        message = f"no message with tag {wanted.tag!r} came from {whom} within {wanted.timeout_s:.1f} s"
+        message = f"no message with {wanted.tag} came from {wanted.whom} within {wanted.timeout_s:.1f} s"
         missing = () if wanted.source is None else (wanted.source,)
         error = CollectiveTimeout(message, key=wanted.tag, arrived=(self._view.rank,), missing=missing)
         if not wanted.handle.done():
             wanted.handle.set_exception(error)
 
-    def _forget(self, wanted: Wanted, timer: asyncio.TimerHandle) -> None:
-        timer.cancel()
+    def _report(self, wanted: Wanted) -> None:
+        logger.warning(
+            "rank %d has waited %.1f s for a message with %s from %s", self._view.rank, self._engine.stall_after_s,
+            wanted.tag, wanted.whom,
+        )  # fmt: skip
+
+    def _forget(self, wanted: Wanted) -> None:
+        """It waits no longer: its message is here, or it was given up."""
+        while wanted.timers:
+            wanted.timers.pop().cancel()
         if wanted in self._wanted:
             self._wanted.remove(wanted)
 
@@ -204,10 +230,12 @@ class Mailbox:
                 wanted.handle.set_exception(error_of(cause, wanted.tag))
 
 
-async def _served(service: Service, source: int) -> None:
+async def _served(service: Service, source: int, message: Handle[Message]) -> None:
     """Only its peer suffers from a service that fails, and the peer is told by its own timeout or abort."""
     try:
-        await service(source)
+        await service(source, message)
+    except CollectiveAborted as error:
+        logger.debug("a request of rank %d was given up: %s", source, error)
     except (KfcommError, ValueError, TypeError) as error:
         logger.warning("a request of rank %d could not be served: %s", source, error)
 

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from kfcomm.arrays import adapt, adapt_out
-from kfcomm.collectives.blobs import Blobs
+from kfcomm.collectives.blobs import Blobs, check_version
 from kfcomm.collectives.exchange import Exchange, Steps, mapped, packed, unpacked
+from kfcomm.collectives.group import check_name, check_timeout
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.mailbox import Mailbox
-from kfcomm.errors import ConfigError
+from kfcomm.errors import CollectiveTimeout, ConfigError
 
 Tag = int | str
 
@@ -34,9 +35,7 @@ class Messages(Exchange):
             timeout: seconds; None for the communicator's.
             priority: accepted for later use.
         """
-        self._check_open()
-        self._check_other("to", to)
-        return self._mailbox.send(adapt(x), to, _key(tag), timeout)
+        return self._send(x, to, _key(tag), timeout)
 
     def recv(
         self, source: int | None = None, tag: Tag = 0, *, out: Any = None, timeout: float | None = None
@@ -53,22 +52,15 @@ class Messages(Exchange):
         self, source: int | None = None, tag: Tag = 0, *, out: Any = None, timeout: float | None = None
     ) -> Handle[tuple[Any, int]]:
         """As ``recv``; the result is ``(array, rank of the sender)``."""
-        self._check_open()
-        if source is not None:
-            self._check_other("source", source)
-        target = None
-        if out is not None:
-            like = adapt(out)
-            target = adapt_out(out, like.shape, like.dtype)
-        return self._mailbox.recv(source, _key(tag), target, timeout)
+        return self._recv(source, _key(tag), out, timeout)
 
     def send_object(self, value: Any, to: int, tag: Tag = 0, *, timeout: float | None = None) -> Handle[None]:
         """Send anything that msgpack can carry to rank ``to``, for its ``recv_object``."""
-        return self.send(packed(value), to, f"object {tag}", timeout=timeout)
+        return self._send(packed(value), to, _key(tag, "object "), timeout)
 
     def recv_object(self, source: int | None = None, tag: Tag = 0, *, timeout: float | None = None) -> Handle[Any]:
         """The next object with this tag from rank ``source``, or from any rank."""
-        return mapped(self.recv(source, f"object {tag}", timeout=timeout), unpacked)
+        return mapped(self._recv(source, _key(tag, "object "), None, timeout), lambda message: unpacked(message[0]))
 
     def queue(self, name: str, source: int, target: int, *, capacity: int = 16) -> Queue:
         """An ordered queue of arrays from rank ``source`` to rank ``target``; both make their end of it.
@@ -80,17 +72,18 @@ class Messages(Exchange):
             capacity: arrays that may be under way before ``put`` waits.
         """
         self._check_open()
-        for what, rank in (("source", source), ("target", target)):
-            self._check_rank(what, rank)
+        check_name(name)
+        source, target = self._check_rank("source", source), self._check_rank("target", target)
         if source == target:
             raise ConfigError("a queue joins two different ranks")
-        if capacity < 1:
+        if type(capacity) is not int or capacity < 1:
             raise ConfigError(f"a queue holds at least one array, not {capacity}")
         return Queue(self, name, source, target, capacity)
 
     def save(self, name: str, x: Any, *, version: int | None = None) -> int:
         """Keep a copy of ``x`` for others to ``request``; returns its version. The last two of a name are kept."""
         self._check_open()
+        check_name(name)
         return self._blobs.save(name, x, version)
 
     async def request(self, name: str, source: int, *, version: int | None = None, timeout: float | None = None) -> Any:
@@ -100,22 +93,48 @@ class Messages(Exchange):
             CollectiveError: that rank has saved no such thing.
         """
         self._check_open()
-        self._check_rank("source", source)
-        return await self._blobs.request(name, source, version, timeout)
+        check_name(name)
+        check_version(version)
+        check_timeout(timeout)
+        return await self._blobs.request(name, self._check_rank("source", source), version, timeout)
 
     def consensus(self, x: Any, name: str | None = None, *, timeout: float | None = None) -> Steps:
         """Whether all ranks hold the same bytes, shape and dtype; a handle of a bool. Cost: 32 bytes per rank."""
-        with self._checks(name):
+        with self._checks(name, timeout):
             array = adapt(x)
             about = f"{array.dtype.name} {array.shape}".encode()
             digest = hashlib.blake2b(array.flat.view(np.uint8).data, digest_size=32, key=hashlib.sha256(about).digest())
         everyone = self._all_gather_stacked(np.frombuffer(digest.digest(), np.uint8), name, None, timeout)
         return mapped(everyone, lambda table: bool((table == table[0]).all()))
 
-    def _check_other(self, what: str, rank: Any) -> None:
-        self._check_rank(what, rank)
-        if rank == self._group.view.rank:
-            raise ConfigError(f"{what} {rank} is this rank itself: a message needs two ranks")
+    def _send(self, x: Any, to: int, key: str, timeout: float | None) -> Handle[None]:
+        self._check_open()
+        check_timeout(timeout)
+        to = self._check_other("to", to)
+        try:
+            array = adapt(x)
+        except ConfigError as error:
+            mine = self._group.view.rank
+            self._mailbox.refuse(mine, to, key, f"rank {mine} could not send a message with {key}: {error}")
+            raise
+        return self._mailbox.send(array, to, key, timeout)
+
+    def _recv(self, source: int | None, key: str, out: Any, timeout: float | None) -> Handle[tuple[Any, int]]:
+        self._check_open()
+        check_timeout(timeout)
+        if source is not None:
+            source = self._check_other("source", source)
+        target = None
+        if out is not None:
+            like = adapt(out)
+            target = adapt_out(out, like.shape, like.dtype)
+        return self._mailbox.recv(source, key, target, timeout)
+
+    def _check_other(self, what: str, rank: Any) -> int:
+        number = self._check_rank(what, rank)
+        if number == self._group.view.rank:
+            raise ConfigError(f"{what} {number} is this rank itself: a message needs two ranks")
+        return number
 
 
 class Queue:
@@ -123,7 +142,7 @@ class Queue:
 
     def __init__(self, messages: Messages, name: str, source: int, target: int, capacity: int) -> None:
         self._messages = messages
-        self._tag = f"queue {name}"
+        self._key = f"queue {name!r}"
         self._source = source
         self._target = target
         self._room = asyncio.Semaphore(capacity)
@@ -132,21 +151,41 @@ class Queue:
     async def put(self, x: Any, *, timeout: float | None = None) -> None:
         """Append a copy of ``x``; waits while ``capacity`` arrays have not been taken.
 
+        Args:
+            x: array of any shape and supported dtype.
+            timeout: seconds, for the wait and then for the array to be taken; None for the communicator's.
+
         Raises:
-            ConfigError: this rank is not the source.
-            CollectiveError: an earlier array could not be delivered.
+            ConfigError: this rank is not the source, or ``x`` cannot be sent; the queue goes on.
+            CollectiveTimeout: there was no room in time; the queue goes on.
+            CollectiveError: an earlier array could not be delivered; the queue is broken.
         """
         rank = self._messages._group.view.rank
         if rank != self._source:
             raise ConfigError(f"rank {rank} cannot put: the queue's source is rank {self._source}")
-        await self._room.acquire()
+        check_timeout(timeout)
+        array = adapt(x)
+        copy = array.flat.copy().reshape(array.shape)
+        await self._wait_for_room(timeout)
+        try:
+            sent = self._messages._send(copy, self._target, self._key, timeout)
+        except BaseException:
+            self._room.release()
+            raise
+        sent.add_done_callback(self._taken)
+
+    async def _wait_for_room(self, timeout_s: float | None) -> None:
+        limit_s = self._messages._group.timeout_s if timeout_s is None else timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._room.acquire()
+        except TimeoutError:
+            message = f"no room in {self._key} within {limit_s:.1f} s: rank {self._target} has not taken what is in it"
+            ranks = {"arrived": (self._source,), "missing": (self._target,)}
+            raise CollectiveTimeout(message, key=self._key, **ranks) from None
         if self._failure is not None:
             self._room.release()
             raise self._failure
-        sent = self._messages.send(
-            np.array(adapt(x).flat).reshape(np.shape(x)), self._target, self._tag, timeout=timeout
-        )
-        sent.add_done_callback(self._taken)
 
     async def get(self, *, timeout: float | None = None) -> Any:
         """The next array, as NumPy.
@@ -157,17 +196,21 @@ class Queue:
         rank = self._messages._group.view.rank
         if rank != self._target:
             raise ConfigError(f"rank {rank} cannot get: the queue's target is rank {self._target}")
-        return await self._messages.recv(self._source, self._tag, timeout=timeout)
+        array, _ = await self._messages._recv(self._source, self._key, None, timeout)
+        return array
 
     def _taken(self, sent: asyncio.Future[None]) -> None:
+        error = None if sent.cancelled() else sent.exception()
+        if self._failure is None:
+            self._failure = error
         self._room.release()
-        if not sent.cancelled() and self._failure is None:
-            self._failure = sent.exception()
 
 
-def _key(tag: Tag) -> str:
+def _key(tag: Tag, kind: str = "") -> str:
+    """The key of messages with this tag, for people too; kinds of messages do not meet."""
     if isinstance(tag, (int, np.integer)):
-        return f"#{tag}"
-    if type(tag) is str and tag and "\0" not in tag and len(tag.encode()) <= 1000:
-        return f"tag {tag}"
-    raise ConfigError(f"a tag is a number or a short string that is not empty, not {tag!r}")
+        return f"{kind}tag {int(tag)}"
+    if not isinstance(tag, str):
+        raise ConfigError(f"a tag is a number or a string, not {tag!r}")
+    check_name(tag)
+    return f"{kind}tag {tag!r}"

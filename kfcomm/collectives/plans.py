@@ -1,12 +1,12 @@
 """From a verb and its arguments to what the engine runs: a signature, a program, kernels and sizes.
 
-A plan does not depend on the key or the data, so a group keeps the plans it has made: a loop that exchanges
-the same tensors at every step makes each plan once.
+A plan does not depend on the key or the data, so the plans that were made are kept: a loop that exchanges the same
+tensors at every step makes each plan once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,9 @@ from kfcomm.types import Op, Verb
 
 CHUNK_NBYTES = 1 << 19
 """Of a chunk: large enough that its way through Python costs little, small enough to stay in the cache."""
+
+
+MAX_PLANS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,7 @@ class Planner:
     Attributes:
         rank, size: of the group.
         strategy: the graphs.
-        generation: how many strategies the group had before.
+        generation: which of the group's strategies this is; 0 for the first.
     """
 
     rank: int
@@ -132,12 +135,11 @@ class Planner:
         kept = sum(line[self.rank] for line in counts)
         return self._moving(Verb.ALL_TO_ALL, dtype, shape, -1, program, graphs, kept, rows)
 
-    def barrier(self, verb: Verb, name: str, subject: str = "", digest: bytes = b"") -> Plan:
-        """No data; ``subject`` and ``digest`` are what the ranks must agree on, beside the verb."""
-        pairs = self.strategy.select(0).pairs
-        program = programs.barrier(self.rank, pairs[pair_of(name, len(pairs))])
-        signature = Signature(verb, strategy=subject or self.strategy.name, generation=self.generation)
-        signature = signature._replace(graphs=digest or self.strategy.digest)
+    def barrier(self, name: str) -> Plan:
+        """No data."""
+        graphs = self.strategy.select(0)
+        program = programs.barrier(self.rank, graphs.pairs[pair_of(name, len(graphs.pairs))])
+        signature = Signature(Verb.BARRIER, "", (), "", -1, graphs.name, self.generation, graphs.digest)
         return Plan(signature, program, ItemSizes(1, 1), None, None, -1)
 
     def _prepare(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[int, int, Strategy]:
@@ -175,6 +177,50 @@ class Planner:
             str(verb), dtype_name(dtype), shape, "", root, graphs.name, self.generation, graphs.digest,
             program.chunk_elements,
         )  # fmt: skip
+
+
+def agreement(rank: int, tree: GraphPair, strategy: AnyStrategy) -> Plan:
+    """A barrier of ranks that agree on a strategy.
+
+    It runs along a tree of its own, and without a generation: ranks that no longer agree can agree again.
+    """
+    signature = Signature(Verb.SET_STRATEGY, strategy=strategy.name, graphs=strategy.digest)
+    return Plan(signature, programs.barrier(rank, tree), ItemSizes(1, 1), None, None, -1)
+
+
+class Plans:
+    """The plans that were made under one strategy. What began under it goes on with it, whatever follows."""
+
+    __slots__ = ("_plans", "_ways", "planner")
+
+    def __init__(self, planner: Planner) -> None:
+        self.planner = planner
+        self._plans: dict[Hashable, Plan] = {}
+        self._ways: dict[Hashable, list[Plan | None]] = {}
+
+    def plan(self, make: Callable[..., Plan], *what: Hashable) -> Plan:
+        """The plan ``make(planner, *what)``, made when it is first needed."""
+        key = (make, *what)
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= MAX_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = make(self.planner, *what)
+        return plan
+
+    def all_reduce(self, dtype: np.dtype[Any], shape: tuple[int, ...], op: Op, key: str) -> Plan:
+        """The plan for an all_reduce: one of several where the key decides which graph pair is taken."""
+        kind = (dtype, shape, op)
+        ways = self._ways.get(kind)
+        if ways is None:
+            if len(self._ways) >= MAX_PLANS:
+                self._ways.clear()
+            ways = self._ways[kind] = [None] * self.planner.num_ways(dtype, shape)
+        way = pair_of(key, len(ways)) if len(ways) > 1 else 0
+        plan = ways[way]
+        if plan is None:
+            plan = ways[way] = self.planner.all_reduce(dtype, shape, op, way)
+        return plan
 
 
 def chunk_elements(dtype: np.dtype[Any]) -> int:

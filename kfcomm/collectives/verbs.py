@@ -6,25 +6,35 @@ raises at once, and fails the other ranks' calls under the same name.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from kfcomm.arrays import HostArray, OutArray, adapt, adapt_out, overlaps, same_memory
-from kfcomm.collectives.group import UNNAMED, Group, check_name
+from kfcomm.collectives.group import UNNAMED, Group, check_name, check_timeout
 from kfcomm.collectives.handle import Handle
-from kfcomm.collectives.plans import Plan, Planner, row_elements
+from kfcomm.collectives.plans import Plan, Planner, Plans, row_elements
 from kfcomm.core.chunk import split
-from kfcomm.core.collective import shown
 from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.reduce import kernel
-from kfcomm.types import Op, Verb
+from kfcomm.types import Op
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 Shape: TypeAlias = tuple[int, ...]
-MakePlan: TypeAlias = Callable[[Group], Plan]
+MakePlan: TypeAlias = Callable[[Plans], Plan]
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """A later step of a call: its key and use of it, and the plans under which the call began."""
+
+    key: str
+    seq: int
+    plans: Plans
 
 
 class Verbs:
@@ -59,14 +69,13 @@ class Verbs:
 
         Cost: with n ranks and S bytes, ring: 2(n-1) steps, 2(n-1)/n·S bytes per rank; see "Algorithms".
         """
-        with self._checks(name):
+        with self._checks(name, timeout):
             array = adapt(x)
-            op = Op(op) if type(op) is not Op else op
-            kernel(op, array.dtype)
+            op = _checked_op(op, array.dtype)
             target = None if out is None else adapt_out(out, array.shape, array.dtype)
         return self._begin(
             name, array, array.shape, target, timeout,
-            lambda group: group.plan_all_reduce(array.dtype, array.shape, op, name), in_place=True,
+            lambda plans: plans.all_reduce(array.dtype, array.shape, op, name or UNNAMED), in_place=True,
         )  # fmt: skip
 
     def all_reduce_many(
@@ -75,28 +84,38 @@ class Verbs:
         """``all_reduce`` of every value under its key as the name; all at once.
 
         Returns:
-            A handle whose result maps the same keys to the results. If one fails, its error is raised and the
-            others go on; cancelling it cancels all.
+            A handle whose result maps the same keys to the results. If one fails, its error is raised once all have
+            ended; cancelling it cancels all.
+
+        Raises:
+            ConfigError: one of them cannot work; the others have begun, so that no rank waits for them in vain.
         """
-        parts = {
-            name: self.all_reduce(x, name, op=op, timeout=timeout, priority=priority) for name, x in arrays.items()
-        }
-        return _joined(parts, self._group)
+        parts: dict[str, Handle[Any]] = {}
+        refused: ConfigError | None = None
+        for name, x in arrays.items():
+            try:
+                parts[name] = self.all_reduce(x, name, op=op, timeout=timeout, priority=priority)
+            except ConfigError as error:
+                refused = refused or error
+        whole = _joined(parts, self._group)
+        if refused is not None:
+            whole.add_done_callback(_ignore)
+            raise refused
+        return whole
 
     def reduce(
         self, x: Any, root: int = 0, name: str | None = None, *, op: Op | str = Op.SUM, out: Any = None,
         timeout: float | None = None, priority: int = 0,
     ) -> Handle[Any]:  # fmt: skip
         """Rank ``root`` gets what ``all_reduce`` would give; the others get None. See ``all_reduce``."""
-        with self._checks(name):
-            self._check_rank("root", root)
+        with self._checks(name, timeout):
+            root = self._check_rank("root", root)
             array = adapt(x)
-            op = Op(op)
-            kernel(op, array.dtype)
+            op = _checked_op(op, array.dtype)
             target = self._out(out, array.shape, array.dtype, root)
 
-        def plan(group: Group) -> Plan:
-            return group.plan(Planner.reduce, array.dtype, array.shape, op, root)
+        def plan(plans: Plans) -> Plan:
+            return plans.plan(Planner.reduce, array.dtype, array.shape, op, root)
 
         return self._begin(name, array, array.shape, target, timeout, plan, in_place=True)
 
@@ -114,36 +133,36 @@ class Verbs:
             timeout: seconds; None for the communicator's.
             priority: accepted for later use.
         """
-        with self._checks(name):
-            self._check_rank("root", root)
+        with self._checks(name, timeout):
+            root = self._check_rank("root", root)
             array = adapt(x)
             target = None if out is None else adapt_out(out, array.shape, array.dtype)
 
-        def plan(group: Group) -> Plan:
-            return group.plan(Planner.broadcast, array.dtype, array.shape, root)
+        def plan(plans: Plans) -> Plan:
+            return plans.plan(Planner.broadcast, array.dtype, array.shape, root)
 
         return self._begin(name, array, array.shape, target, timeout, plan, in_place=True)
 
     def _gather_stacked(self, x: Any, root: int, name: str | None, out: Any, timeout: float | None) -> Handle[Any]:
-        with self._checks(name):
-            self._check_rank("root", root)
+        with self._checks(name, timeout):
+            root = self._check_rank("root", root)
             array = adapt(x)
             shape = (self._group.view.size, *array.shape)
             target = self._out(out, shape, array.dtype, root)
 
-        def plan(group: Group) -> Plan:
-            return group.plan(Planner.gather, array.dtype, array.shape, root)
+        def plan(plans: Plans) -> Plan:
+            return plans.plan(Planner.gather, array.dtype, array.shape, root)
 
         return self._begin(name, array, shape, target, timeout, plan)
 
     def _all_gather_stacked(self, x: Any, name: str | None, out: Any, timeout: float | None) -> Handle[Any]:
-        with self._checks(name):
+        with self._checks(name, timeout):
             array = adapt(x)
             shape = (self._group.view.size, *array.shape)
             target = None if out is None else adapt_out(out, shape, array.dtype)
 
-        def plan(group: Group) -> Plan:
-            return group.plan(Planner.all_gather, array.dtype, array.shape)
+        def plan(plans: Plans) -> Plan:
+            return plans.plan(Planner.all_gather, array.dtype, array.shape)
 
         return self._begin(name, array, shape, target, timeout, plan)
 
@@ -155,22 +174,21 @@ class Verbs:
 
         Parts are as even as possible: the first ``len(x) % size`` are one row longer. See ``all_reduce``.
         """
-        with self._checks(name):
+        with self._checks(name, timeout):
             array = adapt(x)
-            op = Op(op)
-            kernel(op, array.dtype)
+            op = _checked_op(op, array.dtype)
             row_elements(array.shape)
             rows = split(array.shape[0], self._group.view.size)[self._group.view.rank][1]
             shape = (rows, *array.shape[1:])
             target = None if out is None else adapt_out(out, shape, array.dtype)
 
-        def plan(group: Group) -> Plan:
-            return group.plan(Planner.reduce_scatter, array.dtype, array.shape, op)
+        def plan(plans: Plans) -> Plan:
+            return plans.plan(Planner.reduce_scatter, array.dtype, array.shape, op)
 
         return self._begin(name, array, shape, target, timeout, plan)
 
     def _all_to_all_even(self, x: Any, name: str | None, out: Any, timeout: float | None) -> Handle[Any]:
-        with self._checks(name):
+        with self._checks(name, timeout):
             array = adapt(x)
             size = self._group.view.size
             row_elements(array.shape)
@@ -182,61 +200,85 @@ class Verbs:
             target = None if out is None else adapt_out(out, array.shape, array.dtype)
         rows = ((array.shape[0] // size,) * size,) * size
 
-        def plan(group: Group) -> Plan:
-            return group.plan(Planner.all_to_all, array.dtype, array.shape[1:], rows)
+        def plan(plans: Plans) -> Plan:
+            return plans.plan(Planner.all_to_all, array.dtype, array.shape[1:], rows)
 
         return self._begin(name, array, array.shape, target, timeout, plan)
 
     def barrier(self, name: str | None = None, *, timeout: float | None = None) -> Handle[None]:
         """Done when every rank has called it."""
-        with self._checks(name):
+        with self._checks(name, timeout):
             pass
 
-        def plan(group: Group) -> Plan:
-            return group.planner.barrier(Verb.BARRIER, name or "")
+        def plan(plans: Plans) -> Plan:
+            return plans.planner.barrier(name or UNNAMED)
 
         return self._begin(name, None, (), None, timeout, plan)
 
     # ---------------------------------------------------------------- shared by the verbs
 
     @contextmanager
-    def _checks(self, name: str | None, key: str | None = None) -> Iterator[None]:
-        """What fails in this block fails the other ranks' calls too; the error is this call's."""
-        self._check_open()
-        check_name(name)
+    def _checks(
+        self, name: str | None, timeout_s: float | None = None, *, steps: int = 1, later: Later | None = None
+    ) -> Iterator[None]:
+        """What fails in this block fails the other ranks' calls too; the error is this call's.
+
+        ``steps``: of the call. ``later``: the block is about its later step, which fails at once; else the call
+        fails at its place among the posts.
+        """
         try:
+            self._check_open()
+            check_name(name)
+        except KfcommError as error:
+            if later is not None:
+                self._group.refuse_now(later.key, error, seq=later.seq)
+            raise
+        try:
+            check_timeout(timeout_s)
             yield
-        except (KfcommError, ValueError, TypeError) as error:
-            self._group.refuse(key or name or UNNAMED, error)
-            if isinstance(error, KfcommError):
+        except Exception as error:
+            if later is None:
+                self._group.refuse(name or UNNAMED, error, steps=steps)
+            else:
+                self._group.refuse_now(later.key, error, seq=later.seq)
+            if isinstance(error, KfcommError) or not isinstance(error, (ValueError, TypeError)):
                 raise
             raise ConfigError(str(error)) from error
 
     def _begin(
         self, name: str | None, array: HostArray | None, shape: Shape, target: OutArray | None,
-        timeout: float | None, plan: MakePlan, *, in_place: bool = False, key: str | None = None,
+        timeout: float | None, plan: MakePlan, *, in_place: bool = False, later: Later | None = None,
     ) -> Handle[Any]:  # fmt: skip
         """Post now, or after a verdict on the strategy, with room for a result of ``shape``.
 
-        ``key`` is for the later steps of a verb that has several; else the key is the name.
+        ``later``: for the later steps of a call, which are posted at once, under the plans of its first.
         """
         group = self._group
         handle: Handle[Any] = Handle(loop=group.engine.loop)
-        under = name or UNNAMED if key is None else key
+        under = later.key if later is not None else name or UNNAMED
+
+        seq = None if later is None else later.seq
 
         def begin() -> None:
             if handle.cancelled():
-                group.engine.refuse(group.view, under, f"rank {group.view.rank} cancelled its call of {shown(under)}")
+                handle.seq = group.refuse_now(under, asyncio.CancelledError(), seq=seq)
                 return
-            made = plan(group)
-            source = None if array is None else array.flat
-            result, outcome = _room(made, array, shape, target, in_place)
+            try:
+                made = plan(group.plans if later is None else later.plans)
+                result, outcome = _room(made, array, shape, target, in_place)
+            except Exception as error:  # noqa: BLE001  no memory for the result, perhaps: the other ranks are told
+                handle.seq = group.refuse_now(under, error, seq=seq)
+                handle.set_exception(error)
+                return
             group.post(
-                made, under, overlapping=name is None, source=source, result=result, outcome=outcome,
-                timeout_s=timeout, handle=handle,
+                made, under, overlapping=name is None, source=None if array is None else array.flat, result=result,
+                outcome=outcome, timeout_s=timeout, handle=handle, seq=seq,
             )  # fmt: skip
 
-        group.in_order(begin)
+        if later is None:
+            group.in_order(begin)
+        else:
+            begin()
         return handle
 
     def _out(self, out: Any, shape: Shape, dtype: np.dtype[Any], root: int) -> OutArray | None:
@@ -245,10 +287,19 @@ class Verbs:
             return None
         return adapt_out(out, shape, dtype)
 
-    def _check_rank(self, what: str, rank: Any) -> None:
+    def _check_rank(self, what: str, rank: Any) -> int:
+        """``rank`` as a plain int, which is what travels."""
         size = self._group.view.size
         if not isinstance(rank, (int, np.integer)) or not 0 <= rank < size:
             raise ConfigError(f"{what} {rank!r} is not a rank of this group (0 to {size - 1})")
+        return int(rank)
+
+
+def _checked_op(op: Op | str, dtype: np.dtype[Any]) -> Op:
+    """The op, if it has a meaning for this dtype."""
+    if not isinstance(op, str):
+        raise ConfigError(f"op {op!r} is unknown; known are {', '.join(Op)}")
+    return kernel(op, dtype).op
 
 
 def _room(
@@ -298,15 +349,18 @@ def _joined(parts: Mapping[str, Handle[Any]], group: Group) -> Handle[dict[str, 
     def one_done(_: Any) -> None:
         nonlocal left
         left -= 1
-        if left == 0 and not whole.done():
-            errors = [part.exception() for part in parts.values() if not part.cancelled()]
-            first = next((error for error in errors if error is not None), None)
-            if first is not None:
-                whole.set_exception(first)
-            elif len(errors) < len(parts):
-                whole.cancel()
-            else:
-                whole.set_result({name: part.result() for name, part in parts.items()})
+        if left:
+            return
+        errors = [part.exception() for part in parts.values() if not part.cancelled()]
+        first = next((error for error in errors if error is not None), None)
+        if whole.done():
+            return
+        if first is not None:
+            whole.set_exception(first)
+        elif len(errors) < len(parts):
+            whole.cancel()
+        else:
+            whole.set_result({name: part.result() for name, part in parts.items()})
 
     def give_up(done: Any) -> None:
         if done.cancelled():
@@ -319,3 +373,9 @@ def _joined(parts: Mapping[str, Handle[Any]], group: Group) -> Handle[dict[str, 
     if not parts:
         whole.set_result({})
     return whole
+
+
+def _ignore(done: asyncio.Future[Any]) -> None:
+    """Nobody waits for this one: asyncio is not to complain that its error was never looked at."""
+    if not done.cancelled():
+        done.exception()

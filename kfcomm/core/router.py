@@ -105,11 +105,13 @@ class Router:
         *,
         overlapping: bool = False,
         context: Any = None,
+        seq: int | None = None,
     ) -> Collective | Cause:
         """Begin a collective under the key's next sequence number, or say why it cannot begin.
 
         ``overlapping``: further uses of the key may begin before earlier ones are complete; otherwise a
         second use while the first is in flight fails on every rank, and the first goes on.
+        ``seq``: take this number, which is not below the next, and leave out those before it.
 
         Raises:
             LocalProtocolError: 2**20 names are in flight.
@@ -117,6 +119,8 @@ class Router:
         key = self._names.key(group.id, name)
         self._names.number(key)
         self._groups.setdefault(group.id, group)
+        if seq is not None:
+            self._leave_out(key, seq, effects)
         cause = self._obstacle(group, key, overlapping, effects)
         if cause is not None:
             key.next_seq += 1
@@ -133,9 +137,13 @@ class Router:
                 self._replay(early, collective, effects)
         return collective
 
-    def refuse(self, group: GroupView, name: str, message: str, effects: Effects) -> Cause:
-        """A call failed its local checks: it takes its sequence number, and fails on every rank."""
+    def refuse(
+        self, group: GroupView, name: str, message: str, effects: Effects, *, seq: int | None = None
+    ) -> Cause:
+        """A call failed its local checks: it takes its sequence number (see ``post``), and fails on every rank."""
         key = self._names.key(group.id, name)
+        if seq is not None:
+            self._leave_out(key, seq, effects)
         cause = Cause(CauseKind.REFUSED, self.rank, message)
         self._dead.pop((key.group_id, key.name, key.next_seq), None)
         self._bury(key, key.next_seq, effects)
@@ -319,6 +327,11 @@ class Router:
         """Names met so far, in all groups."""
         return len(self._names)
 
+    def num_uses(self, group_id: bytes, name: str) -> int:
+        """Sequence numbers of a key that were taken on this rank: the next one."""
+        key = self._names.find(group_id, name)
+        return 0 if key is None else key.next_seq
+
     def is_posted(self, group_id: bytes, name: str, seq: int) -> bool:
         """Whether this rank has posted that collective, now or earlier. Safe to call from any thread."""
         key = self._names.find(group_id, name)
@@ -352,6 +365,15 @@ class Router:
             effects.append((FLOOD, key.group_id, key.name, key.next_seq, cause))
             return cause
         return None
+
+    def _leave_out(self, key: Key, seq: int, effects: Effects) -> None:
+        """The next use of this key is ``seq``: what is known of those before is of no use."""
+        for skipped in range(key.next_seq, seq):
+            if self._dead:
+                self._dead.pop((key.group_id, key.name, skipped), None)
+            if key.early:
+                self._bury(key, skipped, effects)
+        key.next_seq = max(key.next_seq, seq)
 
     @staticmethod
     def _definitions(outgoing: Outgoing, collective: Collective) -> list[Header]:

@@ -36,7 +36,7 @@ from kfcomm.core.machine import (
     Effects,
 )
 from kfcomm.core.program import Program
-from kfcomm.core.router import ANSWER, DROPPED, EARLY, FAILED, FLOOD, VIOLATION, Router
+from kfcomm.core.router import ANSWER, DROPPED, EARLY, FAILED, FLOOD, LINKS, VIOLATION, Router
 from kfcomm.core.signature import Signature
 from kfcomm.core.watch import Due, Watch
 from kfcomm.errors import RemoteProtocolError, SessionClosed, TransportError
@@ -96,7 +96,7 @@ class Engine:
         self.loss_listeners: list[Callable[[], None]] = []
         self.end_listeners: list[Callable[[], None]] = []
         self._connect = connect
-        self._stall_after_s = stall_after_s
+        self.stall_after_s = stall_after_s
         self._pool = BlockPool()
         self._outlets: dict[int, Outlet] = {}
         self._incoming: dict[Incoming, Link] = {}
@@ -124,6 +124,7 @@ class Engine:
         *,
         timeout_s: float,
         overlapping: bool = False,
+        seq: int | None = None,
     ) -> None:
         """Begin a collective; its operation's future tells the end. Costs O(chunks that can leave at once)."""
         if self._ended:
@@ -131,7 +132,7 @@ class Engine:
             return
         effects: Effects = []
         outcome = self.router.post(
-            group, name, signature, program, sizes, effects, overlapping=overlapping, context=operation
+            group, name, signature, program, sizes, effects, overlapping=overlapping, context=operation, seq=seq
         )
         if isinstance(outcome, Cause):
             self._reject(operation, name, outcome, effects)
@@ -142,17 +143,17 @@ class Engine:
             logger.warning(MANY_NAMES, self.rank, self.router.num_keys, name)
         operation.bind(outcome)
         operation.on_sent = self._sent
-        if self._watch.add(operation, self.loop.time(), timeout_s, self._stall_after_s):
+        if self._watch.add(operation, self.loop.time(), timeout_s, self.stall_after_s):
             self._set_timer()
         self._perform(effects)
         self._flush_soon()
 
-    def refuse(self, group: GroupView, name: str, message: str) -> None:
+    def refuse(self, group: GroupView, name: str, message: str, *, seq: int | None = None) -> None:
         """A call failed its local checks: the other ranks' calls under this name fail too."""
         if self._ended:
             return
         effects: Effects = []
-        self.router.refuse(group, name, message, effects)
+        self.router.refuse(group, name, message, effects, seq=seq)
         self._perform(effects)
 
     def cancel(self, operation: Operation) -> None:
@@ -455,6 +456,7 @@ class Engine:
             return
         message = f"the link between ranks {self.rank} and {peer} broke: {reason}"
         self.control.suspect(peer, message)
+        self.control.abort(LINKS, "", peer, Cause(CauseKind.LINK, self.rank, message).to_wire())
         carried = self.router.carried_by(peer)
         if not carried:
             return
@@ -533,6 +535,9 @@ class Engine:
         for operation, due in self._watch.look(self.loop.time()):
             if operation.failed:
                 continue
+            if due is Due.QUIET:
+                self._announce(operation.collective)
+                continue
             inquiry = self._inquiries.get(operation)
             if inquiry is None:
                 inquiry = self._inquiries[operation] = Inquiry(operation.collective, self.rank)
@@ -541,3 +546,14 @@ class Engine:
             else:
                 inquiry.ask(self.control, self.loop, report=due is Due.STALLED)
         self._set_timer()
+
+    def _announce(self, collective: Collective) -> None:
+        """Show those that it waits for what it is: ranks that disagree may have no chunk to show it."""
+        for to in collective.unheard():
+            peer = collective.group.members[to]
+            if peer not in self.router.lost:
+                outlet = self._outlets.get(peer) or self._open(peer)
+                for header in self.router.announce(outlet.state, collective):
+                    outlet.send(header)
+                self._dirty[outlet] = None
+        self._flush_soon()

@@ -127,8 +127,5 @@ class MemoryLink:
             far._inbound.burst_end(far)
 
     def _report(self, error: BaseException | None) -> None:
-        queue, self._queue = self._queue, deque()
-        for _, _, owner in queue:
-            if owner is not None:
-                owner.sent()
+        self._queue.clear()
         self._inbound.lost(self, error)

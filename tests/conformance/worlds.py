@@ -1,0 +1,155 @@
+"""Worlds in memory for tests: all ranks at once, ends of all kinds, and the look for what was left behind.
+
+A test waits for a condition (`until`), never for a time. The default timeout of these worlds only turns a hang into a
+`CollectiveTimeout` that says who is missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+
+from kfcomm import testing
+from kfcomm.communicator import Communicator
+from kfcomm.core.credit import DEFAULT_CREDIT
+from kfcomm.testing import MemoryWorld
+from tests.support import run
+
+HANG_S = 60.0
+SETTLING_TURNS = 1000
+
+
+def on_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Makes a test of a coroutine function: it runs on a new loop that must end with nothing left on it."""
+
+    @functools.wraps(test)
+    def wrapper(*args: Any, **kwargs: Any) -> None:
+        run(test(*args, **kwargs))
+
+    return wrapper
+
+
+@asynccontextmanager
+async def world(
+    size: int, *, timeout_s: float = HANG_S, quiet: bool = True, tombstones: bool = False, **options: Any
+) -> AsyncIterator[MemoryWorld]:
+    """A world that is looked through at the end: nothing in flight, nothing early, all credit whole."""
+    async with testing.world(size, timeout_s=timeout_s, **options) as comms:
+        yield comms
+        if quiet:
+            await settled(comms, tombstones=tombstones)
+
+
+async def everywhere(comms: Sequence[Communicator], call: Callable[[Communicator], Any]) -> list[Any]:
+    """What ``call(comm)``, an awaitable or its result, gives on every rank; all at once."""
+    return await asyncio.gather(*(_end(call, comm) for comm in comms))
+
+
+async def ends(comms: Sequence[Communicator], call: Callable[[Communicator], Any]) -> list[Any]:
+    """As `everywhere`, with errors in place of results."""
+    return await asyncio.gather(*(_end(call, comm) for comm in comms), return_exceptions=True)
+
+
+async def _end(call: Callable[[Communicator], Any], comm: Communicator) -> Any:
+    result = call(comm)
+    return await result if isinstance(result, Awaitable) else result
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Turns of the loop until the condition holds."""
+    while not condition():  # noqa: ASYNC110  whatever the condition looks at has no event to wait for
+        await asyncio.sleep(0)
+
+
+async def turns(count: int = 20) -> None:
+    """So many turns of the loop: enough for all that is under way on memory links to arrive."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def settled(comms: Sequence[Communicator], *, tombstones: bool = False) -> None:
+    """Fails unless the world comes to rest with empty tables and whole windows."""
+    left: list[str] = []
+    for _ in range(SETTLING_TURNS):
+        left = leftovers(comms, tombstones=tombstones)
+        if not left:
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("the world does not come to rest:\n  " + "\n  ".join(left))
+
+
+def leftovers(comms: Sequence[Communicator], *, tombstones: bool = False) -> list[str]:
+    """What engines and routers still hold, in words."""
+    left = []
+    for comm in comms:
+        engine = comm._session.engine
+        router = engine.router
+        if comm._session.is_closed or comm._session.rank in router.lost:
+            continue
+        sizes = {
+            "live": len(router.live),
+            "watched": len(engine._watch),
+            "inquiries": len(engine._inquiries),
+            "dirty": len(engine._dirty),
+            "dials": len(engine._dials),
+            "early": sum(len(key.early) for key in router._names),
+            "live under keys": sum(len(key.live) for key in router._names),
+            "tombstones": 0 if tombstones else len(router._dead),
+            "asks": sum(incoming.asks for incoming in engine._incoming),
+            "backlogs": sum(len(outlet._backlog) for outlet in engine._outlets.values()),
+            "queued": sum(len(outlet.link._queue) for outlet in engine._outlets.values() if outlet.link),  # type: ignore[attr-defined]
+        }
+        left += [f"rank {comm.rank}: {what}: {number}" for what, number in sizes.items() if number]
+        left += _credit_missing(comm, comms)
+    return left
+
+
+def _credit_missing(comm: Communicator, comms: Sequence[Communicator]) -> list[str]:
+    """The ways from ``comm`` on which some credit is neither here nor about to be given back."""
+    missing = []
+    by_rank = {one._session.rank: one for one in comms}
+    for peer, outlet in comm._session.engine._outlets.items():
+        link: Any = outlet.link
+        far = by_rank[peer]._session.engine
+        if link is None or link.far.state not in far._incoming:
+            continue
+        window = link.far.state.window
+        here = outlet.state.window
+        if (here.nbytes + window._owed_nbytes, here.headers + window._owed_headers) != (
+            DEFAULT_CREDIT.nbytes,
+            DEFAULT_CREDIT.headers,
+        ):
+            missing.append(
+                f"rank {comm.rank}: {here.nbytes} bytes and {here.headers} headers of credit to rank {peer}, which "
+                f"owes {window._owed_nbytes} and {window._owed_headers}"
+            )
+    return missing
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """Whether two arrays have the same shape, dtype and bytes."""
+    x, y = np.asarray(a), np.asarray(b)
+    return x.shape == y.shape and x.dtype == y.dtype and x.tobytes() == y.tobytes()
+
+
+def assert_kinds(outcomes: Sequence[Any], *kinds: type[BaseException]) -> None:
+    """The ends of all ranks are errors of these types: one for all, or one for each rank."""
+    wanted = kinds * len(outcomes) if len(kinds) == 1 else kinds
+    got = [type(one) for one in outcomes]
+    assert got == list(wanted), f"expected {[one.__name__ for one in wanted]}, got {outcomes}"
+
+
+def assert_usable(results: Sequence[Any], size: int) -> None:
+    """All ranks got the sum of ones."""
+    assert [np.asarray(one).tolist() for one in results] == [[size]] * len(results)
+
+
+async def works(comms: Sequence[Communicator], name: str | None = None) -> None:
+    """The communicators still do their work, under this name."""
+    results = await everywhere(comms, lambda comm: comm.all_reduce(np.ones(1, np.int64), name))
+    assert_usable(results, len(comms))

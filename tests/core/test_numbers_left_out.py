@@ -1,0 +1,66 @@
+"""Uses of a key that name their own sequence number: what was known of those left out is forgotten."""
+
+from __future__ import annotations
+
+from kfcomm.core import program
+from kfcomm.core.cause import Cause, CauseKind
+from kfcomm.core.collective import Collective, GroupView, Incoming, ItemSizes
+from kfcomm.core.frame import Kind
+from kfcomm.core.router import Router, Tell
+from kfcomm.core.signature import Signature
+
+SIGNATURE = Signature("send", "uint8", (1,), chunk_elements=1)
+CAUSE = Cause(CauseKind.CANCELLED, 0, "given up")
+PAIR = GroupView(b"pair", (0, 1), 1)
+
+
+def posted(router, **options):
+    effects = []
+    receive = program.send(1, 1, 1)
+    return router.post(PAIR, "x", SIGNATURE, receive, ItemSizes(1, 1), effects, **options), effects
+
+
+def early_chunk(router, incoming, seq):
+    header = (Kind.CHUNK, 0, seq, 0, 0, 1, 0, 1)
+    ticket = router.match(incoming, header, 1, [])
+    router.arrived(ticket, f"payload {seq}", [])
+
+
+def receiver():
+    router, incoming = Router(1), Incoming(0)
+    router.define_key(incoming, 0, PAIR.id, "x", [])
+    router.define_signature(incoming, 0, list(SIGNATURE), [])
+    return router, incoming
+
+
+def test_a_post_takes_the_number_that_it_names():
+    router, _ = receiver()
+    assert router.num_uses(PAIR.id, "unknown") == 0
+    collective, _ = posted(router, seq=3)
+    assert isinstance(collective, Collective)
+    assert collective.seq == 3
+    assert router.num_uses(PAIR.id, "x") == 4
+    assert router.is_posted(PAIR.id, "x", 1)
+
+
+def test_early_chunks_of_numbers_left_out_are_dropped_and_their_credit_is_owed():
+    router, incoming = receiver()
+    for seq in range(3):
+        early_chunk(router, incoming, seq)
+    collective, effects = posted(router, seq=2)
+    assert collective.seq == 2
+    assert [effect[1] for effect in effects if effect[0] == Tell.DROPPED] == ["payload 0", "payload 1"]
+    assert not router._names.find(PAIR.id, "x").early
+    assert incoming.window._owed_headers == 3
+
+
+def test_tombstones_of_numbers_left_out_are_forgotten():
+    router, _ = receiver()
+    for seq in range(3):
+        router.on_abort(PAIR.id, "x", seq, CAUSE, [])
+    effects = []
+    router.refuse(PAIR, "x", "no", effects, seq=1)
+    assert [effect[1:4] for effect in effects if effect[0] == Tell.FLOOD] == [(PAIR.id, "x", 1)]
+    assert list(router._dead) == [(PAIR.id, "x", 2)]
+    assert posted(router)[0] == CAUSE
+    assert not router._dead
