@@ -1,0 +1,160 @@
+"""What an actor can be told to do: see `actor`. Arguments and results are what JSON can hold."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import kfcomm
+from kfcomm import sync
+from tests.processes.actor import meet
+
+if TYPE_CHECKING:
+    from tests.processes.actor import Actor
+
+
+async def nothing(me: Actor) -> None:
+    """All that was logged before is with the test now."""
+
+
+async def join(me: Actor, **settings: Any) -> list[int]:
+    """Join the world; rank, size and the hosts of all ranks."""
+    me.comm = await kfcomm.init(**settings)
+    return [me.comm.rank, me.comm.size, *me.comm.layout.hosts]
+
+
+async def leave(me: Actor) -> None:
+    """Close the communicator."""
+    await me.comm.close()
+
+
+async def join_blocking(me: Actor) -> None:
+    """Join the world with the blocking communicator."""
+    me.blocking = await asyncio.to_thread(sync.init)
+
+
+async def leave_blocking(me: Actor) -> None:
+    """Close the blocking communicator."""
+    await asyncio.to_thread(me.blocking.close)
+
+
+async def strategy(me: Actor, *, name: str) -> None:
+    """Change the strategy."""
+    await me.comm.set_strategy(name)
+
+
+def contribution(rank: int, elements: int) -> np.ndarray[Any, Any]:
+    """Random float32 that each rank knows of every other."""
+    return np.random.default_rng([rank, elements]).standard_normal(elements, np.float32)
+
+
+async def all_reduce(
+    me: Actor, *, name: str, elements: int = 8, timeout: float | None = None, shape: list[int] | None = None,
+    **options: Any,
+) -> str:  # fmt: skip
+    """A digest of the result, whose values were found right."""
+    x = contribution(me.comm.rank, elements).reshape(elements if shape is None else shape)
+    before = x.copy()
+    try:
+        y = await me.comm.all_reduce(x, name=name, timeout=timeout, **options)
+    finally:
+        np.testing.assert_array_equal(x, before)
+    if not options:
+        exact = sum(contribution(rank, elements).astype(np.float64) for rank in range(me.comm.size))
+        np.testing.assert_allclose(y.reshape(-1), exact, rtol=1e-4, atol=1e-5)
+    return hashlib.sha256(y.tobytes()).hexdigest()
+
+
+async def post(me: Actor, *, name: str, elements: int = 8, timeout: float | None = None) -> None:
+    """Begin an all_reduce and keep its handle."""
+    me.kept[name] = me.comm.all_reduce(contribution(me.comm.rank, elements), name=name, timeout=timeout)
+
+
+async def outcome(me: Actor, *, name: str) -> None:
+    """Wait for the end of what `post` began."""
+    await me.kept.pop(name)
+
+
+async def cancel(me: Actor, *, name: str) -> bool:
+    """Cancel what `post` began."""
+    return bool(me.kept.pop(name).cancel())
+
+
+async def barrier(me: Actor, *, timeout: float | None = None) -> None:
+    """A barrier."""
+    await me.comm.barrier(timeout=timeout)
+
+
+async def barrier_then_block(me: Actor, *, label: str) -> None:
+    """Not one turn of the loop between the end of the barrier and the work."""
+    await me.comm.barrier()
+    _block(label)
+
+
+async def block(me: Actor, *, label: str) -> None:
+    """Do not let the loop have its turn until the test says so."""
+    _block(label)
+
+
+def _block(label: str) -> None:
+    connection = meet(label)
+    connection.recv(1)
+    connection.close()
+
+
+async def leave_by(me: Actor, *, way: str) -> None:
+    """End the process, as programs do."""
+    match way:
+        case "sys.exit":
+            me.loop.call_soon(sys.exit, 3)
+        case "an unhandled error":
+            me.loop.call_soon(_fail)
+        case "os._exit":
+            os._exit(4)
+
+
+def _fail() -> None:
+    raise KeyboardInterrupt
+
+
+async def memory(me: Actor, *, reset: bool = False) -> dict[str, int]:
+    """Resident and peak memory in bytes, number of open descriptors; ``reset`` lets the peak begin anew."""
+    if reset:
+        with open("/proc/self/clear_refs", "w") as file:  # noqa: ASYNC230
+            file.write("5")
+    with open("/proc/self/status") as file:  # noqa: ASYNC230
+        fields = dict(line.split(":", 1) for line in file)
+    kib = {name: int(fields[field].split()[0]) for name, field in (("now", "VmRSS"), ("peak", "VmHWM"))}
+    return {**{name: 1024 * value for name, value in kib.items()}, "descriptors": len(os.listdir("/proc/self/fd"))}
+
+
+async def fork(me: Actor, *, label: str, lives_on: bool) -> list[str]:
+    """Fork; what the child's first calls said. With ``lives_on`` it stays until the test closes its connection."""
+    child = os.fork()
+    if child == 0:
+        try:
+            connection = meet(label)
+            connection.sendall(json.dumps({"id": 1, "ok": _said_in_the_child(me)}).encode() + b"\n")
+            if lives_on:
+                connection.recv(1)
+        finally:
+            os._exit(0)
+    if not lives_on:
+        await asyncio.to_thread(os.waitpid, child, 0)
+    return []
+
+
+def _said_in_the_child(me: Actor) -> list[str]:
+    said = []
+    for call in (lambda: me.comm.all_reduce(np.ones(3), name="child"), lambda: me.comm.barrier()):
+        try:
+            call()
+        except kfcomm.SessionClosed as error:
+            said.append(str(error))
+    return said
