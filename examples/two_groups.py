@@ -47,9 +47,7 @@ async def main() -> bool:
         error = float(np.abs(whole - truth).max())
         same = bool(await comm.consensus(whole, name="replicas"))
         if comm.rank == 0:
-            print(
-                f"a grid of {data.size} x {tensor.size} ranks; each holds {len(weight)} of {NUM_INPUTS} rows of weights"
-            )
+            print(f"a grid of {data.size} x {tensor.size} ranks; each holds {len(weight)} of {NUM_INPUTS} weight rows")
             print(f"largest error {error:.1e}; {'bit-identical' if same else 'DIFFERENT'} on {comm.size} ranks")
         return same and error < 1e-3
 
