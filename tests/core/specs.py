@@ -167,46 +167,42 @@ class Spec:
 
     def cost(self) -> tuple[int, int]:
         """``(chunks, payload bytes)`` that all ranks together send: the closed numbers of the table of programs."""
-        edges, item = self.size - 1, ITEM.itemsize
-
-        def moved(count: int, times: int) -> tuple[int, int]:
-            return times * num_chunks(count, self.chunk), times * count * item
-
-        def folded(graph: Graph, count: int) -> tuple[int, int]:
-            leaves = sum(not graph.children[rank] for rank in range(self.size) if rank != graph.root)
-            nbytes = count * (leaves * item + (edges - leaves) * self.accumulate.itemsize)
-            return edges * num_chunks(count, self.chunk), nbytes
-
-        def total(*costs: tuple[int, int]) -> tuple[int, int]:
-            return sum(chunks for chunks, _ in costs), sum(nbytes for _, nbytes in costs)
-
+        edges = self.size - 1
         pair = self.strategy.rooted(self.root)
         match self.verb:
             case Verb.ALL_REDUCE:
                 parts = list(zip(self.pairs, split(self.count, len(self.pairs)), strict=True))
-                up = [folded(one.reduce, count) for one, (_, count) in parts]
-                return total(*up, *(moved(count, edges) for _, (_, count) in parts))
+                costs = [self._folding(one.reduce, count) for one, (_, count) in parts]
+                costs += [self._moving(count, edges) for _, (_, count) in parts]
             case Verb.REDUCE:
-                return total(folded(pair.reduce, self.count), (edges, 0))
+                costs = [self._folding(pair.reduce, self.count), (edges, 0)]
             case Verb.BROADCAST:
-                return total((edges, 0), moved(self.count, edges))
-            case Verb.GATHER:
-                hops = [len(pair.reduce.path(rank)) - 1 for rank in range(self.size)]
-                return total(*map(moved, self.counts, hops), (edges, 0))
-            case Verb.SCATTER:
-                hops = [len(pair.broadcast.path(rank)) - 1 for rank in range(self.size)]
-                return total(*map(moved, self.counts, hops), (edges, 0))
+                costs = [(edges, 0), self._moving(self.count, edges)]
+            case Verb.GATHER | Verb.SCATTER:
+                graph = pair.reduce if self.verb is Verb.GATHER else pair.broadcast
+                hops = [len(graph.path(rank)) - 1 for rank in range(self.size)]
+                costs = [*map(self._moving, self.counts, hops), (edges, 0)]
             case Verb.ALL_GATHER:
-                return total(*(moved(count, edges) for count in self.counts))
+                costs = [self._moving(count, edges) for count in self.counts]
             case Verb.REDUCE_SCATTER:
-                return total(*(folded(self.strategy.rooted(r).reduce, n) for r, n in enumerate(self.counts)))
+                costs = [self._folding(self.strategy.rooted(rank).reduce, n) for rank, n in enumerate(self.counts)]
             case Verb.ALL_TO_ALL:
-                rows = enumerate(self.counts)
-                return total(*(moved(n, 1) for at, n in rows if at // self.size != at % self.size))
+                costs = [self._moving(n, at // self.size != at % self.size) for at, n in enumerate(self.counts)]
             case Verb.SEND:
-                return total(moved(self.count, 1), (1, 0))
+                costs = [self._moving(self.count, 1), (1, 0)]
             case _:
-                return 2 * edges, 0
+                costs = [(2 * edges, 0)]
+        return sum(chunks for chunks, _ in costs), sum(nbytes for _, nbytes in costs)
+
+    def _moving(self, count: int, times: int) -> tuple[int, int]:
+        """The cost of sending so many elements over so many edges."""
+        return times * num_chunks(count, self.chunk), times * count * ITEM.itemsize
+
+    def _folding(self, graph: Graph, count: int) -> tuple[int, int]:
+        """The cost of reducing: leaves send inputs, all others partial results."""
+        senders = [rank for rank in range(self.size) if rank != graph.root]
+        items = [self.accumulate if graph.children[rank] else ITEM for rank in senders]
+        return len(senders) * num_chunks(count, self.chunk), count * sum(item.itemsize for item in items)
 
     def _input_count(self, rank: int) -> int:
         at_root = rank == self.root

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from kfcomm.core.credit import Credit, ReceiveWindow, SendWindow
 
-credits = st.builds(Credit, nbytes=st.integers(0, 100), headers=st.integers(0, 10))
+amounts = st.builds(Credit, nbytes=st.integers(0, 100), headers=st.integers(0, 10))
 
 
 def test_a_window_is_spent_in_bytes_and_in_headers():
@@ -52,7 +52,7 @@ def test_no_window_is_never_settled():
     assert ReceiveWindow(Credit(0, 0)).settle() is None
 
 
-@given(credit=credits, steps=st.lists(st.tuples(st.sampled_from(["send", "match", "settle"]), st.integers(0, 60))))
+@given(credit=amounts, steps=st.lists(st.tuples(st.sampled_from(["send", "match", "settle"]), st.integers(0, 60))))
 def test_an_honest_sender_is_never_taken_for_another_and_no_credit_is_lost(credit, steps):
     sender, receiver = SendWindow(credit), ReceiveWindow(credit)
     under_way: list[int] = []

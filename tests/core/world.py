@@ -257,6 +257,10 @@ class World:
             self.nodes[rank].router.abort(memory.collective, Cause(kind, rank, f"{kind} on {rank}"), effects)
             self.perform(self.nodes[rank], effects)
 
+    def send(self, wire: Wire, header: Header, data: np.ndarray | None = None) -> None:
+        """Send a frame that no router made."""
+        self._send(wire, Frame(msgpack.packb(header), data))
+
     def refuse(self, rank: int, spec: Spec) -> None:
         """A call of ``rank`` fails its local checks."""
         effects: list[Effect] = []

@@ -1,0 +1,574 @@
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kfcomm.core import router as routers
+from kfcomm.core.cause import Cause, CauseKind
+from kfcomm.core.collective import Collective, GroupView, Incoming, Outgoing, shown
+from kfcomm.core.credit import Credit
+from kfcomm.core.frame import MAX_ID, SCHEMA, Kind
+from kfcomm.core.graph import Graph, GraphPair
+from kfcomm.core.machine import DOWN, UP, Do
+from kfcomm.core.names import MAX_SIGNATURES
+from kfcomm.core.router import LINKS, Router, Tell
+from kfcomm.types import Verb
+from tests.core import specs
+from tests.core.specs import ITEM, Spec
+from tests.core.world import Memory, Weather, World
+
+STAR = (GraphPair.of(Graph.from_fathers([0, 0, 0])),)
+RANKS = (0, 1, 2)
+SUM = Spec("grad", Verb.ALL_REDUCE, RANKS, STAR, (4,), chunk=4)
+NBYTES = 4 * ITEM.itemsize
+TIMEOUT = Cause(CauseKind.TIMEOUT, 2, "too late")
+
+
+class Desk:
+    """One router, rank 0 of 3 unless told otherwise, and the links that end and begin there."""
+
+    def __init__(self, rank=0, credit=None):
+        credit = credit or Credit(1000, 10)
+        self.router = Router(rank)
+        self.rank = rank
+        self.effects = []
+        self.incoming = {peer: Incoming(peer, credit) for peer in range(5)}
+        self.outgoing = {peer: Outgoing(peer, credit) for peer in range(5)}
+
+    def take(self, *tags):
+        """The effects since the last time, or those with one of these tags."""
+        taken = [effect for effect in self.effects if not tags or effect[0] in tags]
+        self.effects.clear()
+        return taken
+
+    def post(self, spec=SUM, **options):
+        view = GroupView(spec.group_id, spec.members, spec.members.index(self.rank))
+        return self.router.post(
+            view, spec.name, spec.signature, spec.program(view.rank), spec.sizes, self.effects,
+            overlapping=spec.overlapping, **options,
+        )  # fmt: skip
+
+    def refuse(self, spec=SUM, **options):
+        view = GroupView(spec.group_id, spec.members, spec.members.index(self.rank))
+        return self.router.refuse(view, spec.name, "why", self.effects, **options)
+
+    def define(self, peer, spec=SUM, number=0):
+        self.router.define_key(self.incoming[peer], number, spec.group_id, spec.name, self.effects)
+        self.router.define_signature(self.incoming[peer], number, _listed(spec.signature), self.effects)
+
+    def match(self, peer, seq=0, number=0, lane=0, phase=UP, index=0, charged=0, nbytes=NBYTES):
+        header = [Kind.CHUNK, number, seq, number, lane, phase, index, charged]
+        return self.router.match(self.incoming[peer], header, nbytes, self.effects)
+
+    def chunk(self, peer, payload, **fields):
+        ticket = self.match(peer, **fields)
+        if ticket is not None:
+            self.router.arrived(ticket, payload, self.effects)
+        return ticket
+
+    def ask(self, peer, seq=0, number=0):
+        self.router.on_ask(self.incoming[peer], [Kind.ASK, number, seq, number], self.effects)
+
+    def told(self, seq=0, spec=SUM, cause=TIMEOUT):
+        self.router.on_abort(spec.group_id, spec.name, seq, cause, self.effects)
+
+    def reasons(self):
+        return [reason for _, _, reason in self.take(Tell.VIOLATION)]
+
+
+def _listed(value):
+    return [_listed(one) for one in value] if isinstance(value, tuple) else value
+
+
+def admit(desk, effect):
+    return desk.router.admit(desk.outgoing[SUM.members[effect[2]]], effect, effect[1], NBYTES)
+
+
+# ---------------------------------------------------------------- sending
+
+
+def test_names_are_defined_once_and_credit_is_spent_until_the_receiver_has_posted():
+    desk = Desk(1, Credit(NBYTES, 10))
+    collective = desk.post(replace(SUM, chunk=2))
+    first, second = desk.take(Do.SEND)
+    definitions, header = admit(desk, first)
+    assert [one[0] for one in definitions] == [Kind.KEY, Kind.SIGNATURE]
+    assert header == (Kind.CHUNK, 0, 0, 0, 0, UP, 0, 1)
+    assert admit(desk, second) == ([(Kind.ASK, 0, 0, 0)], None)
+    assert admit(desk, second) == ([], None)  # asked once
+    desk.router.on_posted(desk.outgoing[0], 0, 0, desk.effects)
+    assert desk.take() == [second, second]
+    assert admit(desk, second) == ([], (Kind.CHUNK, 0, 0, 0, 0, UP, 1, 0))
+    assert collective.arrived_ranks() == (0, 1)
+    assert collective.missing_ranks() == (2,)
+    assert collective.unheard() == ()
+
+
+def test_a_send_that_waits_is_not_overtaken_though_there_is_credit_again():
+    desk = Desk(1, Credit(NBYTES // 2, 10))
+    desk.post(replace(SUM, chunk=2))
+    first, second = desk.take(Do.SEND)
+    assert admit(desk, first)[1] is None
+    desk.outgoing[0].window.give(1000, 10)
+    assert admit(desk, second)[1] is None
+
+
+def test_another_graph_may_change_the_signature_under_the_same_key():
+    desk = Desk(1)
+    for spec in (SUM, replace(SUM, generation=1), SUM):
+        desk.post(replace(spec, overlapping=True))
+    definitions = [admit(desk, effect)[0] for effect in desk.take(Do.SEND)]
+    assert [[one[0] for one in before] for before in definitions] == [
+        [Kind.KEY, Kind.SIGNATURE],
+        [Kind.SIGNATURE],
+        [],
+    ]
+
+
+def test_an_answer_about_what_was_not_asked_is_ignored():
+    desk = Desk(1)
+    collective = desk.post()
+    desk.router.on_posted(desk.outgoing[0], 7, 0, desk.effects)
+    admit(desk, desk.take(Do.SEND)[0])
+    desk.router.on_posted(desk.outgoing[0], 0, 9, desk.effects)
+    desk.outgoing[4].keys[0] = collective.key
+    desk.router.on_posted(desk.outgoing[4], 0, 0, desk.effects)  # a rank outside the group
+    assert collective.arrived_ranks() == (1,)
+
+
+def test_announcing_asks_and_the_answer_is_heard():
+    root, leaf = Desk(0), Desk(1)
+    waiting = root.post()
+    assert waiting.unheard() == (1, 2)
+    key, signature, ask = root.router.announce(root.outgoing[1], waiting)
+    assert [key[0], signature[0], ask] == [Kind.KEY, Kind.SIGNATURE, (Kind.ASK, 0, 0, 0)]
+    assert root.router.announce(root.outgoing[1], waiting) == [ask]
+    leaf.router.define_key(leaf.incoming[0], *key[1:], leaf.effects)
+    leaf.router.define_signature(leaf.incoming[0], *signature[1:], leaf.effects)
+    leaf.router.on_ask(leaf.incoming[0], ask, leaf.effects)
+    leaf.post()
+    ((_, incoming, answer),) = leaf.take(Tell.ANSWER)
+    assert (incoming, answer) == (leaf.incoming[0], (Kind.POSTED, 0, 0))
+    root.router.on_posted(root.outgoing[1], *answer[1:], root.effects)
+    assert waiting.unheard() == (2,)
+
+
+# ---------------------------------------------------------------- receiving
+
+
+def test_an_early_chunk_waits_and_its_credit_with_it():
+    desk = Desk()
+    desk.define(1)
+    desk.chunk(1, "x", charged=1)
+    assert desk.take() == [(Tell.EARLY, SUM.group_id, "grad", 0, SUM.signature)]
+    desk.define(2)
+    desk.chunk(2, "y", charged=1)
+    assert desk.take() == []
+    assert desk.router.expected(SUM.group_id, "grad") == SUM.signature
+    assert desk.incoming[1].window.settle() is None
+    collective = desk.post()
+    assert [effect[0] for effect in desk.take()] == [Do.FOLD, Do.RELEASE] * 2 + [Do.FINISH, Do.SEND, Do.SEND]
+    assert collective.arrived_ranks() == RANKS
+    assert desk.incoming[1].window._owed_headers == 1
+    assert desk.router.expected(SUM.group_id, "grad") is None
+
+
+def test_a_chunk_that_is_still_arriving_when_its_collective_is_posted_joins_it():
+    desk = Desk()
+    desk.define(1)
+    ticket = desk.match(1, charged=1)
+    collective = desk.post()
+    desk.take()
+    desk.router.arrived(ticket, "x", desk.effects)
+    assert [effect[0] for effect in desk.take()] == [Do.FOLD, Do.RELEASE]
+    assert desk.incoming[1].window._owed_headers == 1
+    assert collective.arrived_ranks() == (0, 1)
+
+
+@pytest.mark.parametrize("posted", ["before", "meanwhile", "never"])
+def test_a_chunk_that_is_still_arriving_when_its_collective_ends_is_dropped(posted):
+    desk = Desk()
+    desk.define(1)
+    if posted == "before":
+        desk.post()
+    ticket = desk.match(1, charged=1)
+    if posted == "meanwhile":
+        desk.post()
+    desk.told()
+    desk.take()
+    desk.router.arrived(ticket, "x", desk.effects)
+    assert desk.take() == [(Tell.DROPPED, "x")]
+    assert desk.incoming[1].window._owed_headers == 1
+
+
+def test_late_chunks_go_to_the_sink_and_return_their_credit():
+    desk = Desk()
+    desk.define(1)
+    desk.router.abort(desk.post(), TIMEOUT, desk.effects)
+    assert [effect[0] for effect in desk.take()] == [Tell.FLOOD, Tell.FAILED]
+    assert desk.match(1, charged=1) is None
+    assert desk.match(1, charged=0) is None
+    assert desk.take() == []
+    assert desk.incoming[1].window._owed_headers == 1
+
+
+def test_what_a_failed_collective_holds_is_dropped():
+    desk = Desk()
+    desk.define(2)
+    collective = desk.post()
+    desk.chunk(2, "second child")
+    assert desk.take() == [(Do.HOLD, collective, "second child")]
+    desk.told()
+    assert desk.take() == [(Tell.DROPPED, "second child"), (Tell.FAILED, collective, TIMEOUT)]
+
+
+def test_a_question_about_what_is_over_is_not_kept():
+    desk = Desk()
+    desk.define(1)
+    desk.told(seq=0)
+    desk.ask(1)
+    desk.post()
+    desk.take()
+    desk.ask(1)
+    assert desk.take() == []
+    assert desk.incoming[1].asks == 0
+
+
+def test_questions_and_chunks_for_what_is_aborted_before_it_is_posted_are_buried():
+    desk = Desk()
+    desk.define(1)
+    desk.ask(1)
+    desk.chunk(1, "x", charged=1)
+    desk.take()
+    desk.told()
+    assert desk.take() == [(Tell.DROPPED, "x"), (Tell.EARLY, SUM.group_id, "grad", 0, None)]
+    assert desk.incoming[1].asks == 0
+    assert desk.router.expected(SUM.group_id, "grad") == TIMEOUT
+    assert desk.post() == TIMEOUT
+    assert desk.router.expected(SUM.group_id, "grad") is None
+    assert isinstance(desk.post(), Collective)
+
+
+def test_after_a_mismatch_nobody_is_answered():
+    desk = Desk()
+    desk.define(1, replace(SUM, generation=9))
+    desk.define(2)
+    desk.ask(1)
+    desk.ask(2)
+    desk.chunk(2, "x", charged=1)
+    collective = desk.post()
+    assert [effect[0] for effect in desk.take()] == [Tell.EARLY, Tell.FLOOD, Tell.FAILED, Tell.DROPPED]
+    assert collective not in desk.router.live
+    assert (desk.incoming[1].asks, desk.incoming[2].asks) == (0, 0)
+
+
+# ---------------------------------------------------------------- aborts and tombstones
+
+
+def test_the_first_news_of_an_abort_counts():
+    desk = Desk()
+    desk.told()
+    desk.told(cause=Cause(CauseKind.CANCELLED, 1, "no matter"))
+    assert [effect[0] for effect in desk.take()] == [Tell.EARLY]
+    assert desk.post() == TIMEOUT
+    desk.told()
+    assert desk.take() == []
+
+
+def test_aborts_of_what_is_not_ours_leave_no_key_and_no_more_than_so_many_tombstones(monkeypatch):
+    monkeypatch.setattr(routers, "MAX_TOMBSTONES", 4)
+    desk = Desk()
+    for number in range(10):
+        desk.told(spec=replace(SUM, name=f"key{number}"))
+    assert desk.router.num_keys == 0
+    assert len(desk.router._dead) == 4
+    assert isinstance(desk.post(replace(SUM, name="key5")), Collective)
+    assert isinstance(desk.post(replace(SUM, name="key6")), Cause)
+
+
+def test_a_refused_call_takes_its_number_and_what_was_known_of_it():
+    desk = Desk()
+    desk.told(seq=0)
+    cause = desk.refuse()
+    assert desk.take(Tell.FLOOD) == [(Tell.FLOOD, SUM.group_id, "grad", 0, cause)]
+    assert not desk.router._dead
+    assert desk.router.num_uses(SUM.group_id, "grad") == 1
+    assert desk.post().seq == 1
+
+
+def test_numbers_may_be_left_out_and_what_was_known_of_them_goes():
+    desk = Desk()
+    assert desk.router.num_uses(SUM.group_id, "grad") == 0
+    desk.define(1)
+    desk.chunk(1, "x", seq=0, charged=1)
+    desk.told(seq=1)
+    desk.chunk(1, "y", seq=3, charged=1)
+    desk.take()
+    collective = desk.post(seq=3)
+    assert collective.seq == 3
+    assert desk.take(Tell.DROPPED) == [(Tell.DROPPED, "x")]
+    assert collective.arrived_ranks() == (0, 1)
+    assert not desk.router._dead
+    desk.told(seq=5)
+    desk.refuse(seq=6)
+    assert not desk.router._dead
+    assert desk.router.num_uses(SUM.group_id, "grad") == 7
+    assert desk.post(replace(SUM, overlapping=True), seq=9).seq == 9
+
+
+def test_a_second_abort_of_the_same_does_nothing():
+    desk = Desk()
+    collective = desk.post()
+    for _ in range(2):
+        desk.router.abort(collective, TIMEOUT, desk.effects)
+    assert [effect[0] for effect in desk.take()] == [Tell.FLOOD, Tell.FAILED]
+    desk.router.complete(collective)
+
+
+def test_a_loss_is_told_by_itself():
+    desk = Desk()
+    collective = desk.post()
+    desk.router.abort(collective, Cause(CauseKind.LOST, 1, "gone"), desk.effects)
+    assert [effect[0] for effect in desk.take()] == [Tell.FAILED]
+
+
+def test_a_lost_peer_closes_its_groups():
+    desk = Desk()
+    pair = replace(SUM, members=(0, 2), pairs=specs.pairs(random.Random(1), 2), name="other")
+    late = replace(SUM, members=(2, 1, 0), name="late")
+    doomed, other = desk.post(), desk.post(pair)
+    for peer, spec, number in ((2, replace(SUM, name="x"), 0), (2, pair, 1), (2, late, 2)):
+        desk.define(peer, spec, number)
+    desk.chunk(2, "early", number=0, charged=1)
+    desk.chunk(2, "early too", number=2, charged=1)
+    desk.take()
+    lost = Cause(CauseKind.LOST, 1, "gone")
+    desk.router.on_peer_lost(1, lost, desk.effects)
+    assert desk.take() == [(Tell.FAILED, doomed, lost), (Tell.DROPPED, "early")]
+    assert list(desk.router.live) == [other]
+    assert desk.match(2, number=0, charged=1) is None
+    desk.ask(2, number=0)
+    assert desk.incoming[2].asks == 0
+    assert desk.post(late) is lost  # a group of which this rank knew nothing
+    assert desk.take() == [(Tell.DROPPED, "early too")]
+    assert desk.incoming[2].window._owed_headers == desk.incoming[2].window._spent_headers == 3
+    assert isinstance(desk.post(replace(pair, name="next")), Collective)
+
+
+def test_only_a_neighbours_link_carries_a_collective():
+    desk = Desk(1)
+    collective = desk.post()
+    assert desk.router.carried_by(0) == [collective]
+    assert desk.router.carried_by(2) == []
+    assert desk.router.carried_by(4) == []
+
+
+def test_the_news_of_a_broken_link_concerns_its_two_ends():
+    desk = Desk(1)
+    collective = desk.post()
+    desk.take()
+    cause = Cause(CauseKind.LINK, 0, "broke")
+    desk.router.on_abort(LINKS, "", 2, cause, desk.effects)
+    assert desk.take() == []
+    desk.router.on_abort(LINKS, "", 1, cause, desk.effects)
+    assert [effect[0] for effect in desk.take()] == [Tell.FLOOD, Tell.FAILED]
+    assert not desk.router.live
+    assert collective.name == "grad"
+
+
+def test_keys_are_shown_as_people_know_them():
+    assert shown("grad/0") == "'grad/0'"
+    assert shown("grad/0\0data") == "'grad/0' (data)"
+    assert shown("") == "an unnamed collective"
+    assert shown("\0data") == "an unnamed collective (data)"
+
+
+# ---------------------------------------------------------------- who breaks the rules
+
+
+def posted_desk():
+    desk = Desk()
+    desk.post()
+    desk.define(1)
+    desk.define(4)
+    desk.take()
+    return desk
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"number": 3}, "a chunk under a number that was never defined"),
+        ({"lane": 1}, "a chunk of 'grad' that does not belong there"),
+        ({"lane": MAX_ID}, "a chunk of 'grad' that does not belong there"),
+        ({"index": 1}, "a chunk of 'grad' that does not belong there"),
+        ({"phase": DOWN}, "a chunk of 'grad' that does not belong there"),
+        ({"phase": 7}, "a chunk of 'grad' that does not belong there"),
+        ({"nbytes": 0}, "a chunk of 'grad' of 0 bytes"),
+        ({"nbytes": NBYTES + 1}, f"a chunk of 'grad' of {NBYTES + 1} bytes"),
+        ({"seq": 1}, "a chunk of 'grad', which is not posted, without credit"),
+        ({"charged": 1, "nbytes": 1001}, "more chunks than it had credit for"),
+    ],
+)
+def test_a_chunk_that_breaks_a_rule_breaks_its_link_only(fields, reason):
+    desk = posted_desk()
+    assert desk.match(1, **fields) is None
+    assert desk.reasons() == [reason]
+    assert len(desk.router.live) == 1
+
+
+def test_a_chunk_comes_once():
+    desk = posted_desk()
+    desk.chunk(1, "x")
+    assert desk.chunk(1, "x") is None
+    assert desk.reasons() == ["a chunk of 'grad' that does not belong there"]
+
+
+def test_a_chunk_that_comes_on_two_links_at_a_time_counts_once():
+    desk = posted_desk()
+    first = desk.match(1)
+    desk.incoming[1] = Incoming(1)
+    desk.define(1)
+    desk.chunk(1, "x")
+    desk.take()
+    desk.router.arrived(first, "again", desk.effects)
+    assert [(effect[0], effect[2]) for effect in desk.take()] == [(Do.RELEASE, "again")]
+
+
+@pytest.mark.parametrize("spec", [SUM, replace(SUM, generation=1), replace(SUM, verb=Verb.BROADCAST)])
+def test_a_rank_outside_the_group_neither_sends_nor_asks_nor_disagrees(spec):
+    broadcast = replace(SUM, verb=Verb.BROADCAST, name="b")
+    desk = posted_desk()
+    desk.post(broadcast)
+    desk.define(4, spec)
+    desk.define(4, replace(spec, name="b"), number=1)
+    for phase in (UP, DOWN):
+        assert desk.match(4, phase=phase) is None
+        assert desk.match(4, number=1, lane=1, phase=phase) is None
+    desk.ask(4)
+    reasons = desk.reasons()
+    assert len(reasons) == 5
+    assert all("where it takes no part" in reason for reason in reasons)
+    assert len(desk.router.live) == 2
+
+
+def test_a_rank_outside_the_group_that_was_early_is_found_out_late():
+    desk = Desk()
+    desk.define(4)
+    desk.chunk(4, "x", charged=1)
+    desk.ask(4)
+    desk.post()
+    assert [effect[0] for effect in desk.take()] == [Tell.EARLY, Tell.VIOLATION, Tell.VIOLATION, Tell.DROPPED]
+    assert len(desk.router.live) == 1
+
+
+def test_undefined_and_impossible_numbers():
+    desk = Desk()
+    desk.ask(1)
+    desk.router.define_key(desk.incoming[1], MAX_ID, b"group", "name", desk.effects)
+    desk.router.define_signature(desk.incoming[1], MAX_SIGNATURES, ["barrier"], desk.effects)
+    assert desk.reasons() == [
+        "a question under a number that was never defined",
+        f"key number {MAX_ID}",
+        f"signature number {MAX_SIGNATURES}",
+    ]
+
+
+def test_signatures_are_made_of_plain_values():
+    desk = Desk()
+    deep: list = []
+    for _ in range(5000):
+        deep = [deep]
+    for fields in ([{"a": 1}], [[{}]], deep):
+        desk.router.define_signature(desk.incoming[1], 0, fields, desk.effects)
+    assert desk.reasons() == ["a signature that is not made of plain values"] * 3
+
+
+def test_questions_are_bounded(monkeypatch):
+    monkeypatch.setattr(routers, "MAX_ASKS", 3)
+    desk = Desk()
+    desk.define(1)
+    for seq in range(5):
+        desk.ask(1, seq)
+    assert desk.reasons() == ["too many questions"] * 2
+
+
+def test_more_early_chunks_than_credit():
+    desk = Desk()
+    desk.define(1)
+    for index in range(11):
+        desk.chunk(1, "x", index=index, charged=1)
+    assert desk.reasons() == ["more chunks than it had credit for"]
+
+
+# ---------------------------------------------------------------- hostile peers, in a world
+
+
+def junk(rnd: random.Random, depth: int = 0):
+    """Whatever msgpack can carry."""
+    kind = rnd.randrange(8 if depth < 3 else 6)
+    if kind == 6:
+        return [junk(rnd, depth + 1) for _ in range(rnd.randrange(4))]
+    if kind == 7:
+        return {"x": junk(rnd, depth + 1)}
+    return (None, True, rnd.randrange(-5, 2**63), rnd.random(), "x" * rnd.randrange(50), b"\0")[kind]
+
+
+def hostile(rnd: random.Random, keys: list[Spec]) -> tuple[list, int]:
+    """A header of the right types, and the size of its payload; half of them are nearly right."""
+    key = rnd.choice(keys)
+    number = rnd.choice([0, 1, 2, rnd.randrange(2**63)])
+    small = rnd.choice([0, 1, 2, rnd.randrange(2**63)])
+    nbytes = rnd.choice([0, 4, 16, 64, 400])
+    match rnd.choice([Kind.CHUNK, Kind.CHUNK, Kind.CHUNK, Kind.ASK, Kind.KEY, Kind.SIGNATURE]):
+        case Kind.CHUNK:
+            charged = rnd.choice([0, 1, 1, 2**62])
+            return [Kind.CHUNK, number, rnd.choice([0, 0, 1, small]), small, small, rnd.choice([0, 1, small]),
+                    rnd.choice([0, 1, small]), charged], nbytes  # fmt: skip
+        case Kind.ASK:
+            return [Kind.ASK, number, rnd.choice([0, 1, small]), small], 0
+        case Kind.KEY:
+            group = rnd.choice([key.group_id, b"", b"elsewhere"])
+            return [Kind.KEY, number, group, rnd.choice([key.name, "", "x" * 100])], 0
+        case _:
+            fields = _listed(key.signature) if rnd.random() < 0.7 else [junk(rnd) for _ in range(rnd.randrange(12))]
+            return [Kind.SIGNATURE, number, fields], 0
+
+
+@settings(max_examples=60)
+@given(
+    size=st.integers(2, 6),
+    seed=st.integers(0, 2**32 - 1),
+    order=st.sampled_from(Weather.ORDERS),
+    credit=st.sampled_from([Credit(0, 0), Credit(100, 4), Credit(10_000, 100)]),
+)
+def test_a_hostile_peer_never_raises_and_harms_only_what_it_takes_part_in(size, seed, order, credit):
+    rnd = random.Random(seed)
+    world = World(size, Weather(seed=seed, order=order, credit=credit))
+    villain = rnd.randrange(size)
+    keys = []
+    for number in range(8):
+        members = tuple(rnd.sample(range(size), rnd.randint(1, size)))
+        keys.append(specs.spec(rnd, f"key{number}", members, largest=8))
+    world.plan_all([key] for key in keys)
+    victims = [rank for rank in range(size) if rank != villain]
+    for _ in range(60):
+        wire = world.wire(villain, rnd.choice(victims))
+        header, nbytes = hostile(rnd, keys)
+        assert all(type(field) is kind for field, kind in zip(header[1:], SCHEMA[header[0]], strict=True))
+        world.send(wire, header, np.zeros(nbytes // 4, ITEM) if nbytes else None)
+        world.run(steps=rnd.randrange(30))
+    world.run()
+    world.check_done(key for key in keys if villain not in key.members)
+    for key in keys:
+        for outcome in world.outcomes(key):
+            if isinstance(outcome, Memory) and not outcome.done:
+                world.abort(key.members[outcome.rank], key, 0)
+    world.run()
+    for node in world.nodes:
+        assert not node.router.live
