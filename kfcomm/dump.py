@@ -79,7 +79,7 @@ def _record(session: Session) -> dict[str, Any]:
         "time_s": time.time(),
         "activity": session.activity(),
         "lost": {str(rank): cause.message for rank, cause in dict(engine.router.lost).items()},
-        "links": [f"to rank {rank}: {session.network.describe(rank)}" for rank in engine.peers_in_use()],
+        "links": [f"to rank {rank}: {session.network.describe(rank)}" for rank in engine.ends.peers_in_use()],
         "waiting": [_waiting(collective) for collective in list(engine.router.live)],
         "events": engine.recorder.as_list(),
     }

@@ -203,7 +203,7 @@ class Session:
         self._closed = (
             "this communicator belongs to the parent process: after fork, a child has to call kfcomm.init() itself"
         )
-        descriptors = [*self.network.descriptors(), *self.engine.descriptors()]
+        descriptors = [*self.network.descriptors(), *self.engine.ends.descriptors()]
         with contextlib.suppress(OSError):
             nothing = os.open(os.devnull, os.O_RDWR)
             for descriptor in descriptors:

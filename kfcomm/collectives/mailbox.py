@@ -100,8 +100,8 @@ class Mailbox:
             self._wanted.append(wanted)
             later = self._engine.loop.call_later
             wanted.timers.append(later(wanted.timeout_s, self._expire, wanted))
-            if self._engine.stall_after_s < wanted.timeout_s:
-                wanted.timers.append(later(self._engine.stall_after_s, self._report, wanted))
+            if self._engine.patience.stall_after_s < wanted.timeout_s:
+                wanted.timers.append(later(self._engine.patience.stall_after_s, self._report, wanted))
             handle.add_done_callback(lambda _: self._forget(wanted))
         return handle
 
@@ -203,7 +203,7 @@ class Mailbox:
 
     def _report(self, wanted: Wanted) -> None:
         logger.warning(
-            "rank %d has waited %.1f s for a message with %s from %s", self._view.rank, self._engine.stall_after_s,
+            "rank %d has waited %.1f s for a message with %s from %s", self._view.rank, self._engine.patience.stall_after_s,
             wanted.tag, wanted.whom,
         )  # fmt: skip
 

@@ -12,7 +12,6 @@ given memory and programs, and asks ``connect`` for links.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection
 from typing import TYPE_CHECKING, Any
@@ -38,13 +37,12 @@ from kfcomm.core.machine import (
 from kfcomm.core.program import Program
 from kfcomm.core.router import ANSWER, DROPPED, EARLY, FAILED, FLOOD, LINKS, VIOLATION, Router
 from kfcomm.core.signature import Signature
-from kfcomm.core.watch import Due, Watch
-from kfcomm.errors import RemoteProtocolError, SessionClosed, TransportError
+from kfcomm.errors import RemoteProtocolError, SessionClosed
 from kfcomm.runtime.buffers import BlockPool, Payload
+from kfcomm.runtime.ends import Ends
 from kfcomm.runtime.failures import error_of
-from kfcomm.runtime.inquiry import Inquiry
 from kfcomm.runtime.operation import Operation
-from kfcomm.runtime.outlet import Outlet
+from kfcomm.runtime.patience import Patience
 from kfcomm.runtime.recorder import Recorder
 from kfcomm.transports.base import Link
 
@@ -91,25 +89,15 @@ class Engine:
         self.router = Router(rank)
         self.recorder = Recorder()
         self.loop = loop
-        self.control: ControlPlane | None = None
+        self._control: ControlPlane | None = None
         self.early_listeners: dict[bytes, EarlyListener] = {}
         self.loss_listeners: list[Callable[[], None]] = []
         self.end_listeners: list[Callable[[], None]] = []
-        self._connect = connect
-        self.stall_after_s = stall_after_s
+        self.ends = Ends(connect, loop, self._link_broken)
+        self.patience = Patience(rank, loop, stall_after_s, announce=self._announce, abort=self.abort)
         self._pool = BlockPool()
-        self._outlets: dict[int, Outlet] = {}
-        self._incoming: dict[Incoming, Link] = {}
-        self._dirty: dict[Outlet | Link, None] = {}
-        self._flush_scheduled = False
-        self._dials: set[asyncio.Task[None]] = set()
-        self._watch: Watch[Operation] = Watch()
-        self._timer: asyncio.TimerHandle | None = None
-        self._inquiries: dict[Operation, Inquiry] = {}
         self._ended = ""
         self._warn_at = WARN_AT_NAMES
-        self._closing = False
-        self._all_closed = asyncio.Event()
 
     # ---------------------------------------------------------------- what the caller does
 
@@ -143,10 +131,9 @@ class Engine:
             logger.warning(MANY_NAMES, self.rank, self.router.num_keys, name)
         operation.bind(outcome)
         operation.on_sent = self._sent
-        if self._watch.add(operation, self.loop.time(), timeout_s, self.stall_after_s):
-            self._set_timer()
+        self.patience.begin(operation, timeout_s)
         self._perform(effects)
-        self._flush_soon()
+        self.ends.flush_soon()
 
     def refuse(self, group: GroupView, name: str, message: str, *, seq: int | None = None) -> None:
         """A call failed its local checks: the other ranks' calls under this name fail too."""
@@ -169,7 +156,7 @@ class Engine:
         effects: Effects = []
         self.router.abort(collective, cause, effects)
         self._perform(effects)
-        self._flush_soon()
+        self.ends.flush_soon()
 
     def end(self, reason: str) -> None:
         """Fail all that is in flight, here and on the other ranks; from now on posts raise ``SessionClosed``."""
@@ -187,36 +174,17 @@ class Engine:
 
     async def close(self, timeout_s: float) -> None:
         """Say goodbye on every link and wait, bounded, until the peers have; then close what is left."""
-        for dial in list(self._dials):
-            dial.cancel()
-        if self._timer is not None:
-            self._timer.cancel()
-        self._closing = True
-        self._flush()
-        for outlet in self._outlets.values():
-            if outlet.link is not None:
-                outlet.link.close()
-        self._look_if_all_closed()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._all_closed.wait()
-        for link in [*self._incoming.values(), *(one.link for one in self._outlets.values() if one.link is not None)]:
-            link.abort()
-        await asyncio.gather(*self._dials, return_exceptions=True)
-        await asyncio.sleep(0)
+        self.patience.close()
+        await self.ends.close(timeout_s)
 
-    def descriptors(self) -> list[int]:
-        """Descriptors of all open links."""
-        links = [*self._incoming.values(), *(one.link for one in self._outlets.values() if one.link is not None)]
-        return [descriptor for link in links for descriptor in link.descriptors()]
+    @property
+    def control(self) -> ControlPlane | None:
+        """The control plane; None in a world of one, and until it is there."""
+        return self._control
 
-    def peers_in_use(self) -> list[int]:
-        """Ranks to which this side has opened a link."""
-        return sorted(self._outlets)
-
-    def _look_if_all_closed(self) -> None:
-        if self._closing and not self._incoming and not any(one.link for one in self._outlets.values()):
-            self._all_closed.set()
+    @control.setter
+    def control(self, control: ControlPlane | None) -> None:
+        self._control = self.patience.control = control
 
     # ---------------------------------------------------------------- what the control plane tells
 
@@ -230,9 +198,7 @@ class Engine:
         """A peer is gone: everything that it takes part in fails, now and later."""
         effects: Effects = []
         self.router.on_peer_lost(peer, Cause(CauseKind.LOST, peer, f"rank {peer} is lost: {reason}"), effects)
-        outlet = self._outlets.pop(peer, None)
-        if outlet is not None and outlet.link is not None:
-            outlet.link.close()
+        self.ends.drop(peer)
         self._perform(effects)
         self._tell_losses()
 
@@ -249,8 +215,7 @@ class Engine:
 
     def opened(self, link: Link) -> None:
         """A peer opened a link to this process."""
-        link.state = Incoming(link.peer)
-        self._incoming[link.state] = link
+        self.ends.opened(link)
 
     def receive(self, link: Link, header: Header, payload: memoryview) -> None:
         """A whole frame; ``payload`` may be read during this call only."""
@@ -304,21 +269,14 @@ class Engine:
             owed = state.window.settle()
             if owed is not None:
                 link.send((CREDIT, owed.nbytes, owed.headers))
-                self._dirty[link] = None
-        self._flush()
+                self.ends.back(state)
+        self.ends.flush()
 
     def lost(self, link: Link, error: BaseException | None) -> None:
         """A link is gone; without a goodbye, what it may have carried fails, and the peer is looked after."""
         peer = link.peer
-        if type(link.state) is Incoming:
-            self._incoming.pop(link.state, None)
-        else:
-            outlet = self._outlets.get(peer)
-            if outlet is not None and outlet.link is link:
-                del self._outlets[peer]
-        self._dirty.pop(link, None)
-        self._look_if_all_closed()
-        if error is None or self._closing or peer in self.router.lost:
+        self.ends.lost(link)
+        if error is None or self.ends.closing or peer in self.router.lost:
             return
         if isinstance(error, RemoteProtocolError):
             logger.warning("rank %d closed a link from rank %d: %s", self.rank, peer, error)
@@ -370,11 +328,10 @@ class Engine:
         """Carry out an effect of the router's own."""
         tag = effect[0]
         if tag == ANSWER:
-            link = self._incoming.get(effect[1])
+            link = self.ends.back(effect[1])
             if link is not None:
                 link.send(effect[2])
-                self._dirty[link] = None
-                self._flush_soon()
+                self.ends.flush_soon()
         elif tag == FAILED:
             self._failed(effect[1], effect[2])
         elif tag == FLOOD:
@@ -393,7 +350,7 @@ class Engine:
     def _send(self, effect: Effect, collective: Collective, operation: Operation) -> None:
         _, _, to, lane, index, _, source, payload = effect
         peer = collective.group.members[to]
-        outlet = self._outlets.get(peer) or self._open(peer)
+        outlet = self.ends.to(peer)
         if source == PAYLOAD:
             payload.forwarded()
             view = payload.view
@@ -403,7 +360,6 @@ class Engine:
         before, header = self.router.admit(outlet.state, effect, collective, nbytes)
         for definition in before:
             outlet.send(definition)
-        self._dirty[outlet] = None
         if header is None:
             return
         # Without payload too: who is done may block its loop or exit, so its frames must have left by then.
@@ -411,8 +367,7 @@ class Engine:
 
     def _done(self, collective: Collective, operation: Operation) -> None:
         self.router.complete(collective)
-        self._watch.drop(operation)
-        self._inquiries.pop(operation, None)
+        self.patience.end(operation)
         self.recorder.note("completed", collective.key.name, collective.seq)
         operation.resolve()
 
@@ -431,20 +386,18 @@ class Engine:
 
     def _failed(self, collective: Collective, cause: Cause) -> None:
         operation: Operation = collective.context
-        self._watch.drop(operation)
-        self._inquiries.pop(operation, None)
+        self.patience.end(operation)
         self.recorder.note("failed", collective.name, collective.seq, cause.message)
-        for outlet in self._outlets.values():
+        for outlet in self.ends.outlets():
             for header in outlet.withdraw(operation):
                 if header[7]:
                     outlet.state.window.give(collective.nbytes_sent(header[4], header[6], header[5]), 1)
-        for link in self._incoming.values():
-            link.disown(operation)
+        self.ends.disown(operation)
         story = self.recorder.story(collective.name) if cause.kind is CauseKind.INTERNAL else ()
         operation.reject(error_of(cause, collective.name, story))
 
     def _violated(self, incoming: Incoming, reason: str) -> None:
-        link = self._incoming.get(incoming)
+        link = self.ends.back(incoming)
         if link is not None:
             logger.warning("rank %d closes a link from rank %d, which sent %s", self.rank, link.peer, reason)
             link.abort()
@@ -489,71 +442,12 @@ class Engine:
                 return Payload(operation.bytes_of(lane, index, RESULT), owner=operation)
         return Payload.held(self._pool, nbytes)
 
-    def _open(self, peer: int) -> Outlet:
-        outlet = self._outlets[peer] = Outlet(peer)
-        task = self.loop.create_task(self._dial(outlet, peer), name=f"kfcomm dial rank {peer}")
-        self._dials.add(task)
-        task.add_done_callback(self._dials.discard)
-        return outlet
-
-    async def _dial(self, outlet: Outlet, peer: int) -> None:
-        try:
-            link = await self._connect(peer)
-        except TransportError as error:
-            if self._outlets.get(peer) is outlet:
-                del self._outlets[peer]
-            self._link_broken(peer, str(error))
-            return
-        if self._outlets.get(peer) is outlet:
-            outlet.attach(link)
-        else:
-            link.state = outlet.state
-            link.close()
-
-    def _flush_soon(self) -> None:
-        if not self._flush_scheduled:
-            self._flush_scheduled = True
-            self.loop.call_soon(self._flush)
-
-    def _flush(self) -> None:
-        self._flush_scheduled = False
-        while self._dirty:
-            dirty, self._dirty = self._dirty, {}
-            for end in dirty:
-                end.flush()
-
-    # ---------------------------------------------------------------- time
-
-    def _set_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = None
-        if self._watch.next_s != float("inf"):
-            self._timer = self.loop.call_at(self._watch.next_s, self._tick)
-
-    def _tick(self) -> None:
-        for operation, due in self._watch.look(self.loop.time()):
-            if operation.failed:
-                continue
-            if due is Due.QUIET:
-                self._announce(operation.collective)
-                continue
-            inquiry = self._inquiries.get(operation)
-            if inquiry is None:
-                inquiry = self._inquiries[operation] = Inquiry(operation.collective, self.rank)
-            if due is Due.EXPIRED:
-                self.abort(operation.collective, inquiry.timed_out())
-            else:
-                inquiry.ask(self.control, self.loop, report=due is Due.STALLED)
-        self._set_timer()
-
     def _announce(self, collective: Collective) -> None:
         """Show those that it waits for what it is: ranks that disagree may have no chunk to show it."""
         for to in collective.unheard():
             peer = collective.group.members[to]
             if peer not in self.router.lost:
-                outlet = self._outlets.get(peer) or self._open(peer)
+                outlet = self.ends.to(peer)
                 for header in self.router.announce(outlet.state, collective):
                     outlet.send(header)
-                self._dirty[outlet] = None
-        self._flush_soon()
+        self.ends.flush_soon()

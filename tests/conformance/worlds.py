@@ -93,16 +93,16 @@ def leftovers(comms: Sequence[Communicator], *, tombstones: bool = False) -> lis
             continue
         sizes = {
             "live": len(router.live),
-            "watched": len(engine._watch),
-            "inquiries": len(engine._inquiries),
-            "dirty": len(engine._dirty),
-            "dials": len(engine._dials),
+            "watched": len(engine.patience._watch),
+            "inquiries": len(engine.patience._inquiries),
+            "dirty": len(engine.ends._dirty),
+            "dials": len(engine.ends._dials),
             "early": sum(len(key.early) for key in router._names),
             "live under keys": sum(len(key.live) for key in router._names),
             "tombstones": 0 if tombstones else len(router._dead),
-            "asks": sum(incoming.asks for incoming in engine._incoming),
-            "backlogs": sum(len(outlet._backlog) for outlet in engine._outlets.values()),
-            "queued": sum(len(outlet.link._queue) for outlet in engine._outlets.values() if outlet.link),  # type: ignore[attr-defined]
+            "asks": sum(incoming.asks for incoming in engine.ends._incoming),
+            "backlogs": sum(len(outlet._backlog) for outlet in engine.ends._outlets.values()),
+            "queued": sum(len(outlet.link._queue) for outlet in engine.ends._outlets.values() if outlet.link),  # type: ignore[attr-defined]
         }
         left += [f"rank {comm.rank}: {what}: {number}" for what, number in sizes.items() if number]
         left += _credit_missing(comm, comms)
@@ -113,7 +113,7 @@ def _credit_missing(comm: Communicator, comms: Sequence[Communicator]) -> list[s
     """The ways from ``comm`` on which some credit is neither here nor about to be given back."""
     missing = []
     by_rank = {one._session.rank: one for one in comms}
-    for peer, outlet in comm._session.engine._outlets.items():
+    for peer, outlet in comm._session.engine.ends._outlets.items():
         link: Any = outlet.link
         far = by_rank[peer]._session.engine
         if link is None or link.far.state not in far._incoming:

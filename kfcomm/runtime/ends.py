@@ -1,0 +1,155 @@
+"""The ends of all links of one rank: those it opened, to send chunks, and those that peers opened to it.
+
+Links are opened when something is to be sent, and replaced when they break. Frames are queued at an end and moved
+together: at the end of a burst of events, or in the next turn of the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
+
+from kfcomm.core.collective import Incoming
+from kfcomm.errors import TransportError
+from kfcomm.runtime.outlet import Outlet
+from kfcomm.transports.base import Link, Owner
+
+
+class Ends:
+    """The links of one rank, by peer.
+
+    Args:
+        connect: opens a link to a peer (by world rank); raises ``TransportError``.
+        loop: where everything here runs.
+        failed: called with a peer and a reason when a link to it cannot be opened.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[int], Awaitable[Link]],
+        loop: asyncio.AbstractEventLoop,
+        failed: Callable[[int, str], None],
+    ) -> None:
+        self.closing = False
+        self._connect = connect
+        self._loop = loop
+        self._open_failed = failed
+        self._outlets: dict[int, Outlet] = {}
+        self._incoming: dict[Incoming, Link] = {}
+        self._dirty: dict[Outlet | Link, None] = {}
+        self._flush_scheduled = False
+        self._dials: set[asyncio.Task[None]] = set()
+        self._all_closed = asyncio.Event()
+
+    def to(self, peer: int) -> Outlet:
+        """The end towards a peer, to be flushed soon; a link is opened if there is none."""
+        outlet = self._outlets.get(peer)
+        if outlet is None:
+            outlet = self._outlets[peer] = Outlet(peer)
+            task = self._loop.create_task(self._dial(outlet, peer), name=f"kfcomm dial rank {peer}")
+            self._dials.add(task)
+            task.add_done_callback(self._dials.discard)
+        self._dirty[outlet] = None
+        return outlet
+
+    def back(self, incoming: Incoming) -> Link | None:
+        """The link that a peer opened, to answer on; to be flushed soon."""
+        link = self._incoming.get(incoming)
+        if link is not None:
+            self._dirty[link] = None
+        return link
+
+    def opened(self, link: Link) -> None:
+        """A peer opened a link."""
+        link.state = Incoming(link.peer)
+        self._incoming[link.state] = link
+
+    def lost(self, link: Link) -> None:
+        """A link has ended."""
+        if type(link.state) is Incoming:
+            self._incoming.pop(link.state, None)
+        else:
+            outlet = self._outlets.get(link.peer)
+            if outlet is not None and outlet.link is link:
+                del self._outlets[link.peer]
+        self._dirty.pop(link, None)
+        self._look_if_all_closed()
+
+    def drop(self, peer: int) -> None:
+        """Nothing more is sent to a peer."""
+        outlet = self._outlets.pop(peer, None)
+        if outlet is not None and outlet.link is not None:
+            outlet.link.close()
+
+    def outlets(self) -> Iterator[Outlet]:
+        """The ends that send."""
+        return iter(self._outlets.values())
+
+    def disown(self, owner: Owner) -> None:
+        """Nothing that arrives is written to this owner's memory any more."""
+        for link in self._incoming.values():
+            link.disown(owner)
+
+    def flush_soon(self) -> None:
+        """Move what is queued in the next turn of the loop, with what else is queued until then."""
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            self._loop.call_soon(self.flush)
+
+    def flush(self) -> None:
+        """Move what is queued, now."""
+        self._flush_scheduled = False
+        while self._dirty:
+            dirty, self._dirty = self._dirty, {}
+            for end in dirty:
+                end.flush()
+
+    async def close(self, timeout_s: float) -> None:
+        """Say goodbye on every link and wait, bounded, until the peers have; then close what is left."""
+        self.closing = True
+        for dial in list(self._dials):
+            dial.cancel()
+        self.flush()
+        for link in self._opened_here():
+            link.close()
+        self._look_if_all_closed()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._all_closed.wait()
+        for link in self._links():
+            link.abort()
+        await asyncio.gather(*self._dials, return_exceptions=True)
+        await asyncio.sleep(0)
+
+    def descriptors(self) -> list[int]:
+        """Descriptors of all open links."""
+        return [descriptor for link in self._links() for descriptor in link.descriptors()]
+
+    def peers_in_use(self) -> list[int]:
+        """Ranks to which this side has opened a link."""
+        return sorted(self._outlets)
+
+    def _opened_here(self) -> list[Link]:
+        return [outlet.link for outlet in self._outlets.values() if outlet.link is not None]
+
+    def _links(self) -> list[Link]:
+        return [*self._incoming.values(), *self._opened_here()]
+
+    def _look_if_all_closed(self) -> None:
+        if self.closing and not self._links():
+            self._all_closed.set()
+
+    async def _dial(self, outlet: Outlet, peer: int) -> None:
+        try:
+            link = await self._connect(peer)
+        except TransportError as error:
+            if self._outlets.get(peer) is outlet:
+                del self._outlets[peer]
+            self._open_failed(peer, str(error))
+            return
+        if self._outlets.get(peer) is outlet:
+            outlet.attach(link)
+        else:
+            link.state = outlet.state
+            link.close()
