@@ -203,9 +203,12 @@ class Mailbox:
 
     def _report(self, wanted: Wanted) -> None:
         logger.warning(
-            "rank %d has waited %.1f s for a message with %s from %s", self._view.rank, self._engine.patience.stall_after_s,
-            wanted.tag, wanted.whom,
-        )  # fmt: skip
+            "rank %d has waited %.1f s for a message with %s from %s",
+            self._view.rank,
+            self._engine.patience.stall_after_s,
+            wanted.tag,
+            wanted.whom,
+        )
 
     def _forget(self, wanted: Wanted) -> None:
         """It waits no longer: its message is here, or it was given up."""

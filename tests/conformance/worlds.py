@@ -116,7 +116,7 @@ def _credit_missing(comm: Communicator, comms: Sequence[Communicator]) -> list[s
     for peer, outlet in comm._session.engine.ends._outlets.items():
         link: Any = outlet.link
         far = by_rank[peer]._session.engine
-        if link is None or link.far.state not in far._incoming:
+        if link is None or link.far.state not in far.ends._incoming:
             continue
         window = link.far.state.window
         here = outlet.state.window
