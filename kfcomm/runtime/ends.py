@@ -77,8 +77,14 @@ class Ends:
         self._look_if_all_closed()
 
     def drop(self, peer: int) -> None:
-        """Nothing more is sent to a peer."""
+        """A peer is gone: nothing more is sent to it, and no memory read for it."""
         outlet = self._outlets.pop(peer, None)
+        if outlet is not None and outlet.link is not None:
+            outlet.link.abort()
+
+    def goodbye(self, peer: int) -> None:
+        """A peer leaves and waits for this side's goodbye: say it after what is queued."""
+        outlet = self._outlets.get(peer)
         if outlet is not None and outlet.link is not None:
             outlet.link.close()
 

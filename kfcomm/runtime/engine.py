@@ -205,6 +205,7 @@ class Engine:
     def on_peer_left(self, peer: int, cause: Cause) -> None:
         """A peer posts nothing more: later posts that need it fail; what it has posted may still complete."""
         self.router.lost.setdefault(peer, cause)
+        self.ends.goodbye(peer)
         self._tell_losses()
 
     def _tell_losses(self) -> None:

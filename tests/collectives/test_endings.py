@@ -1,0 +1,368 @@
+"""Every wait ends: timeouts, cancelled calls, lost peers, broken links, and ranks that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kfcomm.errors import (
+    CollectiveAborted,
+    CollectiveError,
+    CollectiveTimeout,
+    PeerLost,
+    SessionClosed,
+)
+from kfcomm.runtime import inquiry
+from tests.conformance.worlds import assert_kinds, ends, everywhere, on_loop, turns, until, world, works
+
+X = np.arange(6, dtype=np.float64)
+SHORT_S = 0.05
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "all_reduce": lambda comm, **more: comm.all_reduce(X, "k", **more),
+    "reduce": lambda comm, **more: comm.reduce(X, 1, "k", **more),
+    "broadcast": lambda comm, **more: comm.broadcast(X, 1, "k", **more),
+    "gather": lambda comm, **more: comm.gather(X, 1, "k", **more),
+    "gather concat": lambda comm, **more: comm.gather(X, 1, "k", concat=True, **more),
+    "all_gather": lambda comm, **more: comm.all_gather(X, "k", **more),
+    "all_gather concat": lambda comm, **more: comm.all_gather(X, "k", concat=True, **more),
+    "scatter": lambda comm, **more: comm.scatter(X, 1, "k", **more),
+    "reduce_scatter": lambda comm, **more: comm.reduce_scatter(X, "k", **more),
+    "all_to_all": lambda comm, **more: comm.all_to_all(X[: comm.size], "k", **more),
+    "all_to_all of lists": lambda comm, **more: comm.all_to_all([X] * comm.size, "k", **more),
+    "broadcast_object": lambda comm, **more: comm.broadcast_object("x", 1, "k", **more),
+    "all_gather_object": lambda comm, **more: comm.all_gather_object("x", "k", **more),
+    "consensus": lambda comm, **more: comm.consensus(X, "k", **more),
+    "barrier": lambda comm, **more: comm.barrier("k", **more),
+}
+
+
+@pytest.mark.parametrize("verb", CALLS)
+@pytest.mark.parametrize("missing", [0, 1, 3])
+@on_loop
+async def test_timeout(verb: str, missing: int) -> None:
+    """Every rank that waits gets the same story; the one that comes late gets it, too; then the name works."""
+    size = 4
+    before = X.tobytes()
+    async with world(size) as comms:
+        present = [comm for comm in comms if comm.rank != missing]
+        # One rank waits for a short time: its timeout ends the call everywhere.
+        impatient = present[0].rank
+        outcomes = await ends(
+            present, lambda comm: CALLS[verb](comm, timeout=SHORT_S if comm.rank == impatient else None)
+        )
+        late = await ends([comms[missing]], CALLS[verb])
+        assert_kinds([*outcomes, *late], CollectiveTimeout)
+        for outcome in (*outcomes, *late):
+            assert isinstance(outcome, TimeoutError)
+            assert outcome.missing == (missing,)
+            assert outcome.arrived == tuple(comm.rank for comm in present)
+            assert "'k'" in str(outcome)
+            assert f"rank {missing} last" in str(outcome) or f"rank {missing} has not posted" in str(outcome)
+        assert X.tobytes() == before
+        await everywhere(comms, CALLS[verb])
+        await works(comms, "k")
+
+
+@on_loop
+async def test_what_the_missing_rank_did_last_is_in_the_error() -> None:
+    async with world(2) as comms:
+        await works(comms, "earlier")
+        with pytest.raises(CollectiveTimeout, match=r"missing ranks \[1\]; rank 1 last completed 'earlier' #0"):
+            await comms[0].all_reduce(X, "k", timeout=SHORT_S)
+        with pytest.raises(CollectiveTimeout):
+            await comms[1].all_reduce(X, "k")
+
+
+@on_loop
+async def test_a_timeout_of_nothing_ends_at_once() -> None:
+    async with world(2) as comms:
+        outcomes = await ends(comms, lambda comm: comm.all_reduce(X, "k", timeout=0) if comm.rank == 0 else None)
+        assert_kinds(outcomes, CollectiveTimeout, type(None))
+        assert_kinds(await ends(comms[1:], lambda comm: comm.all_reduce(X, "k")), CollectiveTimeout)
+        await works(comms, "k")
+
+
+@on_loop
+async def test_the_default_timeout_is_the_communicators() -> None:
+    async with world(2, timeout_s=SHORT_S) as comms:
+        with pytest.raises(CollectiveTimeout, match=r"within 0\.[01] s"):
+            await comms[0].barrier("k")
+        with pytest.raises(CollectiveTimeout, match="tag 5"):
+            await comms[0].recv(1, 5)
+        with pytest.raises(CollectiveTimeout):
+            await comms[1].barrier("k")
+
+
+def test_a_stall_is_reported_once_in_one_line(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inquiry, "ANSWER_WITHIN_S", SHORT_S)
+
+    @on_loop
+    async def main() -> None:
+        async with world(4, stall_after_s=SHORT_S) as comms:
+            await works(comms, "earlier")
+            handles = [comm.all_reduce(X, "slow") for comm in comms if comm.rank in (0, 2)]
+            await until(lambda: len(_reports(caplog)) >= 2)
+            handles += [comm.all_reduce(X, "slow") for comm in comms if comm.rank in (1, 3)]
+            await asyncio.gather(*handles)
+            await works(comms)
+
+    with caplog.at_level(logging.WARNING, "kfcomm"):
+        main()
+    reports = _reports(caplog)
+    assert sorted(report[:6] for report in reports) == ["rank 0", "rank 2"]
+    for report in reports:
+        assert "\n" not in report
+        assert "'slow'" in report
+        assert "arrived ranks [0, 2], missing ranks [1, 3]" in report
+        assert "rank 1 last completed 'earlier' #0" in report
+        assert "rank 3 last completed 'earlier' #0" in report
+
+
+def _reports(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "has waited" in record.getMessage()]
+
+
+def test_nothing_is_reported_of_what_ends_in_time(caplog: pytest.LogCaptureFixture) -> None:
+    @on_loop
+    async def main() -> None:
+        async with world(3) as comms:
+            await works(comms)
+
+    with caplog.at_level(logging.INFO, "kfcomm"):
+        main()
+    assert not caplog.records
+
+
+def test_a_receive_that_waits_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    @on_loop
+    async def main() -> None:
+        async with world(2, stall_after_s=SHORT_S) as comms:
+            waiting = comms[0].recv(1, "t")
+            await until(lambda: _reports(caplog))
+            await asyncio.gather(waiting, comms[1].send(X, 0, "t"))
+
+    with caplog.at_level(logging.WARNING, "kfcomm"):
+        main()
+    (report,) = _reports(caplog)
+    assert report.endswith("for a message with tag 't' from rank 1")
+
+
+# ---------------------------------------------------------------- cancelled calls
+
+
+@pytest.mark.parametrize("verb", CALLS)
+@pytest.mark.parametrize("when", ["before the others", "after some", "last but one"])
+@on_loop
+async def test_cancelled_on_one_rank(verb: str, when: str) -> None:
+    """CancelledError there, CollectiveAborted elsewhere: for those that wait, and for those that are still to post."""
+    size = 3
+    async with world(size) as comms:
+        others: list[Any] = []
+        if when == "after some":
+            others.append(CALLS[verb](comms[1]))
+            await turns()
+        mine = CALLS[verb](comms[0])
+        if when == "last but one":
+            others.append(CALLS[verb](comms[1]))
+            await turns()
+        assert mine.cancel()
+        assert mine.cancelled()
+        assert not mine.cancel()
+        await turns()
+        others += [CALLS[verb](comm) for comm in comms[1 + len(others) :]]
+        outcomes = await asyncio.gather(mine, *others, return_exceptions=True)
+        assert_kinds(outcomes, asyncio.CancelledError, CollectiveAborted, CollectiveAborted)
+        assert all("cancelled" in str(one) and "rank 0" in str(one) for one in outcomes[1:])
+        await everywhere(comms, CALLS[verb])
+
+
+@pytest.mark.parametrize("verb", CALLS)
+@on_loop
+async def test_cancelling_the_task_that_awaits(verb: str) -> None:
+    async with world(3) as comms:
+        tasks = [asyncio.ensure_future(_awaited(CALLS[verb], comm)) for comm in comms[:2]]
+        await turns()
+        tasks[1].cancel()
+        outcomes = await asyncio.gather(*tasks, CALLS[verb](comms[2]), return_exceptions=True)
+        assert_kinds(outcomes, CollectiveAborted, asyncio.CancelledError, CollectiveAborted)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(CALLS[verb](comms[0]), SHORT_S)
+        assert_kinds(await ends(comms[1:], CALLS[verb]), CollectiveAborted)
+        await everywhere(comms, CALLS[verb])
+
+
+async def _awaited(call: Callable[..., Any], comm: Any) -> Any:
+    return await call(comm)
+
+
+@on_loop
+async def test_everything_cancelled_at_any_moment_comes_to_rest() -> None:
+    """After any number of turns of the loop one rank cancels: every rank ends, and the next use works."""
+    async with world(3, strategy="ring") as comms:
+        for verb, call in CALLS.items():
+            for count in range(0, 30, 3):
+                handles = [call(comm) for comm in comms]
+                await turns(count)
+                cancelled = handles[count % 3].cancel()
+                outcomes = await asyncio.gather(*handles, return_exceptions=True)
+                allowed = (asyncio.CancelledError, CollectiveAborted) if cancelled else ()
+                failed = [one for one in outcomes if isinstance(one, BaseException)]
+                assert all(isinstance(one, allowed) for one in failed), f"{verb} after {count} turns: {outcomes}"
+        await works(comms, "k")
+
+
+# ---------------------------------------------------------------- lost peers, broken links
+
+
+@pytest.mark.parametrize("verb", CALLS)
+@pytest.mark.parametrize("strategy", ["ring", "star", "clique"])
+@on_loop
+async def test_a_peer_is_killed(verb: str, strategy: str) -> None:
+    size, dead = 4, 2
+    async with world(size, strategy=strategy, tombstones=True) as comms:
+        await works(comms)
+        sub, other = [comm for comm in comms if comm.rank != dead], comms[dead]
+        groups = await everywhere(sub, lambda comm: comm.group([0, 1, 3]))
+        pair = await everywhere([comms[2], comms[3]], lambda comm: comm.group([2, 3], "pair"))
+        waiting = [asyncio.ensure_future(_awaited(CALLS[verb], comm)) for comm in (comms[0], comms[3])]
+        # The dead rank has posted, and some may have completed a step.
+        last = CALLS[verb](other)
+        await turns(3)
+        comms.kill(dead)
+        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+        outcomes += await ends([comms[1]], CALLS[verb])
+        assert_kinds(outcomes, PeerLost)
+        for outcome in outcomes:
+            assert isinstance(outcome, ConnectionError)
+            assert outcome.rank == dead
+        assert_kinds(await ends(sub, lambda comm: comm.all_reduce(X)), PeerLost)
+        assert_kinds(await ends(sub, CALLS[verb]), PeerLost)
+        assert_kinds(await ends(pair[1:], lambda comm: comm.barrier()), PeerLost)
+        await works(groups, "k")
+        await everywhere(groups, CALLS[verb])
+        last.cancel()
+
+
+@on_loop
+async def test_a_peer_is_killed_while_much_is_in_flight() -> None:
+    size, count = 4, 100
+    async with world(size, strategy="ring", tombstones=True) as comms:
+        big = np.ones(30_000)
+        handles = [comm.all_reduce(big, f"k{number}") for comm in comms for number in range(count)]
+        await turns(4)
+        comms.kill(1)
+        ended = await asyncio.gather(
+            *(one for place, one in enumerate(handles) if place // count != 1), return_exceptions=True
+        )
+        assert {type(one) for one in ended} <= {PeerLost, np.ndarray}
+        for handle in handles[count : 2 * count]:
+            handle.cancel()
+
+
+@on_loop
+async def test_a_link_breaks() -> None:
+    """What it carried fails and says so; peers live, so the next use of the name works, over a new link."""
+    async with world(3, strategy="ring", tombstones=True) as comms:
+        await works(comms, "k")
+        handles = [comm.all_reduce(X, "k") for comm in comms[:2]]
+        await turns()
+        comms.unplug(0)
+        outcomes = await asyncio.gather(*handles, return_exceptions=True)
+        outcomes += await ends([comms[2]], lambda comm: comm.all_reduce(X, "k"))
+        assert_kinds(outcomes, CollectiveError)
+        assert all("link between ranks" in str(one) for one in outcomes)
+        for _ in range(3):
+            await works(comms, "k")
+
+
+@on_loop
+async def test_a_rank_that_is_unplugged_again_and_again() -> None:
+    async with world(3, tombstones=True) as comms:
+        for count in range(12):
+            handles = [comm.all_reduce(np.ones(1, np.int64), f"k{number}") for comm in comms for number in range(20)]
+            await turns(count)
+            comms.unplug(count % 3)
+            outcomes = await asyncio.gather(*handles, return_exceptions=True)
+            assert {type(one) for one in outcomes} <= {CollectiveError, np.ndarray}
+            assert all(one.tolist() == [3] for one in outcomes if isinstance(one, np.ndarray))
+        await works(comms)
+
+
+# ---------------------------------------------------------------- leaving and closing
+
+
+@pytest.mark.parametrize("verb", CALLS)
+@on_loop
+async def test_a_rank_leaves_while_others_wait(verb: str) -> None:
+    async with world(3, tombstones=True) as comms:
+        waiting = [asyncio.ensure_future(_awaited(CALLS[verb], comm)) for comm in comms[:2]]
+        await turns()
+        await comms[2].close()
+        assert comms[2]._session.engine.ends._all_closed.is_set(), "the others have said goodbye"
+        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+        assert_kinds(outcomes, PeerLost)
+        assert all("has left" in str(one) for one in outcomes)
+        assert_kinds(await ends(comms[:2], CALLS[verb]), PeerLost)
+
+
+@on_loop
+async def test_what_a_leaving_rank_has_posted_still_completes_or_fails() -> None:
+    """A close does not outrun the data: whoever has completed may leave at once."""
+    async with world(3, strategy="star", tombstones=True) as comms:
+
+        async def last(comm: Any) -> Any:
+            result = await comm.all_reduce(np.ones(1, np.int64), "last")
+            await comm.close()
+            return result.tolist()
+
+        assert await everywhere(comms, last) == [[3]] * 3
+
+
+@pytest.mark.parametrize("verb", CALLS)
+@on_loop
+async def test_closed_with_things_in_flight(verb: str) -> None:
+    async with world(2, tombstones=True) as comms:
+        mine = CALLS[verb](comms[0])
+        receive = comms[0].recv(1)
+        await comms[0].close()
+        outcomes = await asyncio.gather(mine, receive, return_exceptions=True)
+        assert_kinds(outcomes, CollectiveAborted, SessionClosed)
+        for call in CALLS.values():
+            with pytest.raises(SessionClosed, match="rank 0 is closed"):
+                call(comms[0])
+        await comms[0].close()
+        outcomes = await ends([comms[1]], CALLS[verb])
+        assert type(outcomes[0]) in (CollectiveAborted, PeerLost)
+
+
+@on_loop
+async def test_everything_says_that_it_is_closed() -> None:
+    async with world(2) as comms:
+        queue = comms[0].queue("q", 0, 1)
+        await asyncio.gather(*(comm.close() for comm in comms for _ in range(2)))
+        assert "closed" in repr(comms[0])
+        for call in (
+            lambda comm: comm.send(X, 1),
+            lambda comm: comm.recv(),
+            lambda comm: comm.recv_any(),
+            lambda comm: comm.send_object(1, 1),
+            lambda comm: comm.recv_object(),
+            lambda comm: comm.queue("q", 0, 1),
+            lambda comm: comm.save("b", X),
+            lambda comm: comm.request("b", 1),
+            lambda comm: comm.set_strategy("ring"),
+            lambda comm: comm.group([0, 1]),
+            lambda comm: comm.split(1),
+            lambda comm: comm.all_reduce_many({"a": X}),
+            lambda comm: queue.put(X),
+        ):
+            with pytest.raises(SessionClosed):
+                await call(comms[0])
