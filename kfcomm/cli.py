@@ -69,7 +69,7 @@ def reported_errors() -> Iterator[None]:
 @click.option("--color/--no-color", default=None, help="Colour prefixes by rank; on a terminal by default.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(command: tuple[str, ...], **given: Any) -> None:
-    r"""Start COMMAND as N ranks and watch over them.
+    """Start COMMAND as N ranks and watch over them.
 
     Its output is shown with the rank before each line. The exit code is that of the first rank to fail
     (128 + n for signal n), and nothing of the job outlives this command.
@@ -77,7 +77,7 @@ def run(command: tuple[str, ...], **given: Any) -> None:
     \b
       kfcomm run -n 4 python train.py
       kfcomm run -H 10.0.0.1:4,10.0.0.2:4 python train.py      (on both hosts, with one KFCOMM_TOKEN)
-    """
+    """  # noqa: D301  click wants the character, not its name
     import asyncio
 
     from kfcomm.launch.options import RunOptions
@@ -147,12 +147,12 @@ def list_strategies() -> None:
 def show(
     strategy: str, num_ranks: int, hosts: int, root_pair: int | None, nbytes: int | None, output: Any | None
 ) -> None:
-    r"""Draw the graphs of STRATEGY as text, or as a picture with -o.
+    """Draw the graphs of STRATEGY as text, or as a picture with -o.
 
     \b
       kfcomm topology show ring -n 8 --hosts 2
       kfcomm topology show tree -n 16 --hosts 4 -o tree.svg
-    """
+    """  # noqa: D301  click wants the character, not its name
     from kfcomm.strategies import build
     from kfcomm.strategies.draw import as_svg, as_text
     from kfcomm.types import Layout

@@ -67,3 +67,10 @@ def test_a_failed_picture_leaves_no_file(tmp_path: Path) -> None:
     assert topology("show", "star", "-n", "2", "--root-pair", "7", "-o", str(path)).exit_code == 2
     assert not path.exists()
     assert topology("show", "star", "-n", "2", "-o", str(tmp_path / "no" / "x.svg")).exit_code != 0
+
+
+@pytest.mark.parametrize("command", [["run"], ["topology", "show"]])
+def test_help_shows_its_examples_line_by_line(command: list[str]) -> None:
+    done = CliRunner().invoke(main, [*command, "--help"], terminal_width=100)
+    assert "\\b" not in done.output
+    assert any(line.startswith(f"    kfcomm {' '.join(command)} ") for line in done.output.splitlines())
