@@ -4,7 +4,8 @@ Comments in the Markdown, invisible when rendered, say what to do with the block
 
 - ``<!-- file: NAME -->``: the block is written to the file NAME.
 - ``<!-- run -->``: the lines that begin with ``$`` are run by a shell; what they print is the rest of the block, in
-  any order, as ranks print when they do. A line ``...`` stands for any lines, ``…`` within a line for any text.
+  any order, as ranks print when they do. A line ``...`` stands for any lines, ``…`` within a line for any text. Port
+  29600 is replaced by one that is free.
 - ``<!-- ranks: N -->``: the block is run as the body of a coroutine by each rank of a world of N in memory, as
   ``comm``, with a float array ``x`` of four elements.
 - ``<!-- not run: WHY -->``: it is not run; Python is compiled all the same.
@@ -17,6 +18,7 @@ import asyncio
 import inspect
 import os
 import re
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -82,12 +84,18 @@ def run_console(text: str, folder: Path) -> None:
     for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
         shell_line, _, expected = part.partition("\n")
         # the user's token is kept in the runtime folder
-        env = environ(PATH=f"{programs(folder)}:{os.environ['PATH']}", XDG_RUNTIME_DIR=str(folder))
+        path = f"{programs(folder)}:{os.environ['PATH']}"
+        env = environ(PATH=path, XDG_RUNTIME_DIR=str(folder), COLUMNS="100")
         done = subprocess.run(
-            ["bash", "-c", shell_line], cwd=folder, env=env, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            ["bash", "-c", shell_line.replace(":29600", f":{free_port()}")],
+            cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         assert_prints(shell_line, expected.splitlines(), done.stdout.splitlines())
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def programs(folder: Path) -> Path:
