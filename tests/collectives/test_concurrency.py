@@ -84,6 +84,19 @@ async def test_hundreds_of_names_in_another_order_on_every_rank(size: int, strat
                     assert got[number] == want, where
 
 
+def _unnamed_call(comm: Any, number: int, x: Any) -> Any:
+    match number % 5:
+        case 0:
+            return comm.all_reduce(x)
+        case 1:
+            return comm.all_gather(x, concat=True)
+        case 2:
+            return comm.all_gather_object(number)
+        case 3:
+            return comm.broadcast(x, number % comm.size)
+    return comm.consensus(number)
+
+
 @on_loop
 async def test_unnamed_calls_meet_in_program_order_among_named_ones() -> None:
     size, count = 3, 120
@@ -95,15 +108,7 @@ async def test_unnamed_calls_meet_in_program_order_among_named_ones() -> None:
             local.shuffle(names)
             for number in range(count):
                 x = np.array([number * 10 + comm.rank])
-                unnamed.append(
-                    (
-                        lambda: comm.all_reduce(x),
-                        lambda: comm.all_gather(x, concat=True),
-                        lambda: comm.all_gather_object(number),
-                        lambda: comm.broadcast(x, number % size),
-                        lambda: comm.consensus(number),
-                    )[number % 5]()
-                )
+                unnamed.append(_unnamed_call(comm, number, x))
                 if local.random() < 0.5:
                     await turns(local.randrange(4))
                 unnamed.append(comm.all_reduce(np.ones(1), names[number]))

@@ -18,7 +18,7 @@ from kfcomm.errors import (
     SessionClosed,
 )
 from kfcomm.runtime import inquiry
-from tests.conformance.worlds import assert_kinds, ends, everywhere, on_loop, turns, until, world, works
+from tests.conformance.worlds import assert_kinds, ends, everywhere, on_loop, turns, until, works, world
 
 X = np.arange(6, dtype=np.float64)
 SHORT_S = 0.05

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kfcomm.errors import CollectiveAborted, CollectiveMismatch
-from tests.conformance.worlds import assert_kinds, ends, everywhere, on_loop, turns, world, works
+from tests.conformance.worlds import assert_kinds, ends, everywhere, on_loop, turns, works, world
 
 X = np.ones(6, np.float32)
 Pair = tuple[Callable[[Any], Any], Callable[[Any], Any], tuple[str, str]]

@@ -86,10 +86,11 @@ async def settled(comms: Sequence[Communicator], *, tombstones: bool = False) ->
 def leftovers(comms: Sequence[Communicator], *, tombstones: bool = False) -> list[str]:
     """What engines and routers still hold, in words."""
     left = []
+    gone = {rank for comm in comms for rank in comm._session.engine.router.lost}
     for comm in comms:
         engine = comm._session.engine
         router = engine.router
-        if comm._session.is_closed or comm._session.rank in router.lost:
+        if comm._session.is_closed or comm._session.rank in gone:
             continue
         sizes = {
             "live": len(router.live),

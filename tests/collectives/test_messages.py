@@ -1,0 +1,461 @@
+"""Messages between two ranks: tags, order, sizes, and all the ways in which they end."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kfcomm.collectives import plans
+from kfcomm.errors import (
+    CollectiveAborted,
+    CollectiveError,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    ConfigError,
+    PeerLost,
+)
+from tests.conformance import oracle
+from tests.conformance.worlds import assert_kinds, ends, on_loop, same_bits, turns, works, world
+
+SHORT_S = 0.05
+X = np.arange(5)
+
+
+@on_loop
+async def test_tags_sources_and_order() -> None:
+    async with world(3) as comms:
+        a, b, c = comms
+        sent = [
+            sender.send(np.array([number, sender.rank]), 2, tag)
+            for number in range(5)
+            for sender in (a, b)
+            for tag in (0, "t", -1)
+        ]
+        await turns()
+        for tag in ("t", -1, 0):
+            for source in (1, 0):
+                got = [(await c.recv(source, tag)).tolist() for _ in range(5)]
+                assert got == [[number, source] for number in range(5)]
+        await asyncio.gather(*sent)
+        # Receives that wait are served in their order; those of any source by whoever comes.
+        waiting = [c.recv_any(tag=1), c.recv(1, 1), c.recv_any(tag=1)]
+        await turns()
+        sent = [b.send(X, 2, 1), b.send(X + 1, 2, 1), a.send(X + 2, 2, 1)]
+        (first, one), second, (third, three) = await asyncio.gather(*waiting)
+        from_b = {int(second[0]), *(int(x[0]) for x, source in ((first, one), (third, three)) if source == 1)}
+        assert (from_b, {one, three}) == ({0, 1}, {0, 1})
+        assert sorted(int(x[0]) for x in (first, second, third)) == [0, 1, 2]
+        await asyncio.gather(*sent)
+
+
+@on_loop
+async def test_tags_of_different_kinds_do_not_meet() -> None:
+    async with world(2) as comms:
+        tags: list[Any] = [0, "0", "tag 0", "#0", "object tag 0", "queue", 2**40, -3, "ü"]
+        sent = [comms[0].send(np.array([place]), 1, tag) for place, tag in enumerate(tags)]
+        sent += [comms[0].send_object(("object", place), 1, tag) for place, tag in enumerate(tags)]
+        for place, tag in reversed(list(enumerate(tags))):
+            assert (await comms[1].recv_object(0, tag)) == ["object", place]
+            assert (await comms[1].recv(0, tag)).tolist() == [place]
+        await asyncio.gather(*sent)
+        for bad in ("", "a\0b", None, 1.5, b"x", "x" * 1025, "\ud800"):
+            for call in (lambda bad=bad: comms[0].send(X, 1, bad), lambda bad=bad: comms[0].recv(1, bad)):
+                with pytest.raises(ConfigError):
+                    call()
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["sent first", "received first"])
+@pytest.mark.parametrize("nbytes", [24, 1 << 19])
+@on_loop
+async def test_shapes_and_sizes(early: bool, nbytes: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plans, "CHUNK_NBYTES", nbytes)
+        async with world(2) as comms:
+            for shape in ((), (0,), (3, 0, 2), (1,), (7, 3), (40, 5)):
+                for dtype in ("float64", "bool", "complex64", "uint8"):
+                    x = oracle.data(dtype, shape, 1)
+                    outs = [None, np.empty(shape, dtype), np.empty((*shape, 2), dtype)[..., 0]]
+                    for out in outs:
+                        handles = []
+                        for sends in (early, not early):
+                            handles.append(comms[0].send(x, 1) if sends else comms[1].recv(0, out=out))
+                            await turns(5)
+                        results = await asyncio.gather(*handles)
+                        got = results[1] if early else results[0]
+                        assert out is None or got is out
+                        assert same_bits(got, x)
+                        assert got.flags.writeable
+
+
+@on_loop
+async def test_a_message_larger_than_all_credit() -> None:
+    async with world(2) as comms:
+        x = oracle.data("float64", 3_000_000, 0)
+        sent = [comms[0].send(x, 1, tag) for tag in range(3)]
+        await turns(200)
+        assert not any(one.done() for one in sent)
+        assert all([same_bits(await comms[1].recv(0, tag), x) for tag in (2, 0, 1)])
+        await asyncio.gather(*sent)
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("out", [np.zeros(4, int), np.zeros(5, np.float32), np.zeros((5, 1), int)], ids=str)
+@on_loop
+async def test_an_out_that_does_not_fit(out: Any, early: bool) -> None:
+    async with world(2) as comms:
+        handles = []
+        for sends in (early, not early):
+            handles.append(comms[0].send(X, 1) if sends else comms[1].recv(out=out))
+            await turns()
+        outcomes = await asyncio.gather(*handles, return_exceptions=True)
+        assert_kinds(outcomes, CollectiveMismatch)
+        assert all("(5,)" in str(one) and "int64" in str(one) for one in outcomes)
+        sent = comms[0].send(X, 1)
+        assert same_bits(await comms[1].recv(0, out=np.zeros(5, int)), X)
+        await sent
+
+
+@on_loop
+async def test_calls_that_cannot_work() -> None:
+    async with world(3) as comms:
+        frozen = np.zeros(5, int)
+        frozen.flags.writeable = False
+        for call in (
+            lambda: comms[0].send(X, 0),
+            lambda: comms[0].recv(0),
+            lambda: comms[0].send(X, 3),
+            lambda: comms[0].recv(-1),
+            lambda: comms[0].send(X, None),  # type: ignore[arg-type]
+            lambda: comms[0].recv(1, out=frozen),
+            lambda: comms[0].recv(1, out=b"abc"),
+            lambda: comms[0].send(X, 1, timeout=-2),
+            lambda: comms[0].recv(1, timeout="soon"),  # type: ignore[arg-type]
+            lambda: comms[0].queue("q", 1, 1),
+            lambda: comms[0].queue("q", 1, 5),
+            lambda: comms[0].queue("q", 1, 2, capacity=0),
+            lambda: comms[0].queue("", 1, 2),
+            lambda: comms[0].save("", X),
+            lambda: comms[0].save("b", {}),
+            lambda: comms[0].save("b", X, version=-1),
+            lambda: comms[0].save("b", X, version=1.0),  # type: ignore[arg-type]
+        ):
+            with pytest.raises(ConfigError):
+                call()
+        with pytest.raises(ConfigError):
+            await comms[0].request("b", 7)
+        with pytest.raises(ConfigError):
+            await comms[0].request("b", 1, version=-1)
+
+
+@pytest.mark.parametrize("early", [True, False])
+@on_loop
+async def test_a_send_that_is_refused_is_told_to_its_receiver(early: bool) -> None:
+    async with world(2) as comms:
+        waiting = None if early else comms[1].recv(0)
+        await turns()
+        with pytest.raises(ConfigError):
+            comms[0].send(np.array(["x"]), 1)
+        await turns()
+        with pytest.raises(CollectiveAborted, match="rank 0 could not send"):
+            await (waiting or comms[1].recv(0))
+        sent = comms[0].send(X, 1)
+        assert same_bits(await comms[1].recv(), X)
+        await sent
+
+
+@on_loop
+async def test_timeouts() -> None:
+    async with world(2) as comms:
+        with pytest.raises(CollectiveTimeout, match="tag 3 came from rank 1") as caught:
+            await comms[0].recv(1, 3, timeout=SHORT_S)
+        assert (caught.value.arrived, caught.value.missing) == ((0,), (1,))
+        with pytest.raises(CollectiveTimeout, match="any rank"):
+            await comms[0].recv(tag=3, timeout=0)
+        # Nothing was used up: the next message is received.
+        sent = comms[1].send(X, 0, 3)
+        assert same_bits(await comms[0].recv(1, 3), X)
+        await sent
+        # A message that nobody takes in time is given up: its receiver is told, then the next one comes.
+        with pytest.raises(CollectiveTimeout):
+            await comms[1].send(X, 0, 3, timeout=SHORT_S)
+        with pytest.raises(CollectiveTimeout):
+            await comms[0].recv(1, 3)
+        sent = comms[1].send(X, 0, 3)
+        assert same_bits(await comms[0].recv(1, 3, timeout=30.0), X)
+        await sent
+        # The wait for the message and the wait for its data have one limit each; a late message is whole.
+        receive = comms[0].recv(1, 4, timeout=30.0)
+        await turns()
+        big = np.arange(1_000_000)
+        await comms[1].send(big, 0, 4)
+        assert same_bits(await receive, big)
+
+
+@pytest.mark.parametrize("when", range(0, 12, 2))
+@on_loop
+async def test_cancelled_on_either_side(when: int) -> None:
+    async with world(2) as comms:
+        for who in (0, 1):
+            for first in (0, 1):
+                handles: list[Any] = [None, None]
+                for side in (first, 1 - first):
+                    handles[side] = comms[0].send(X, 1) if side == 0 else comms[1].recv(0)
+                    if side == first:
+                        await turns(when)
+                await turns(when // 3)
+                cancelled = handles[who].cancel()
+                if cancelled and who == 1 and not handles[0].done():
+                    # A receive that had not met its message leaves it to the next one.
+                    await turns()
+                    if not handles[0].done():
+                        assert same_bits(await comms[1].recv(0), X)
+                outcomes = await asyncio.gather(*handles, return_exceptions=True)
+                if cancelled:
+                    assert isinstance(outcomes[who], asyncio.CancelledError)
+                if isinstance(outcomes[1], CollectiveAborted):
+                    assert who == 0
+        sent = comms[0].send(X + 1, 1)
+        assert same_bits(await comms[1].recv(0), X + 1)
+        await sent
+
+
+@on_loop
+async def test_a_cancelled_message_is_told_to_the_receive_that_waits_for_it() -> None:
+    async with world(2) as comms:
+        sent = comms[0].send(X, 1)
+        sent.cancel()
+        await turns()
+        with pytest.raises(CollectiveAborted, match="cancelled"):
+            await comms[1].recv(0)
+        waiting = comms[1].recv(0)
+        big = comms[0].send(np.ones(3_000_000), 1)
+        await turns(2)
+        big.cancel()
+        with pytest.raises(CollectiveAborted, match="cancelled"):
+            await waiting
+
+
+@on_loop
+async def test_a_lost_sender_and_a_lost_receiver() -> None:
+    async with world(3, tombstones=True) as comms:
+        receive = [comms[0].recv(1), comms[0].recv_any(1, "t")]
+        anyone = comms[0].recv(tag="any")
+        send = comms[2].send(X, 1)
+        await turns()
+        comms.kill(1)
+        outcomes = await asyncio.gather(*receive, send, return_exceptions=True)
+        assert_kinds(outcomes, PeerLost)
+        assert {one.rank for one in outcomes} == {1}
+        assert not anyone.done()
+        for call in (lambda: comms[0].recv(1), lambda: comms[0].send(X, 1), lambda: comms[0].request("b", 1)):
+            with pytest.raises(PeerLost):
+                await call()
+        sent = comms[2].send(X, 0, "any")
+        assert same_bits(await anyone, X)
+        await sent
+        last = comms[0].recv()
+        await comms[2].close()
+        with pytest.raises(PeerLost):
+            await last
+        with pytest.raises(PeerLost):
+            await comms[0].recv()
+
+
+# ---------------------------------------------------------------- queues
+
+
+@on_loop
+async def test_queue_order_and_bound() -> None:
+    async with world(2) as comms:
+        ways = [comm.queue("q", 0, 1, capacity=3) for comm in comms]
+        put: list[int] = []
+
+        async def fill() -> None:
+            for number in range(20):
+                await ways[0].put(np.full(number, number))
+                put.append(number)
+
+        filling = asyncio.ensure_future(fill())
+        await turns(100)
+        assert put == [0, 1, 2], "put waits once the queue is full"
+        for number in range(20):
+            assert (await ways[1].get()).tolist() == [number] * number
+            await turns()
+            assert len(put) == min(20, number + 4)
+        await filling
+
+
+@on_loop
+async def test_a_queue_takes_copies() -> None:
+    async with world(2) as comms:
+        ways = [comm.queue("q", 1, 0) for comm in comms]
+        x = np.zeros(3)
+        for number in range(4):
+            x[:] = number
+            await ways[1].put(x)
+        x[:] = -1
+        assert [(await ways[0].get())[0] for _ in range(4)] == [0, 1, 2, 3]
+
+
+@on_loop
+async def test_queues_by_name_and_their_ends() -> None:
+    async with world(2) as comms:
+        a, b = ([comm.queue(name, 0, 1) for comm in comms] for name in ("a", "b"))
+        back = [comm.queue("a", 1, 0) for comm in comms]
+        await a[0].put([1])
+        await b[0].put([2])
+        await back[1].put([3])
+        assert [(await one.get()).tolist() for one in (b[1], a[1], back[0])] == [[2], [1], [3]]
+        with pytest.raises(ConfigError, match="source"):
+            await a[1].put([1])
+        with pytest.raises(ConfigError, match="target"):
+            await a[0].get()
+
+
+@on_loop
+async def test_what_a_queue_refuses_takes_no_room() -> None:
+    async with world(2) as comms:
+        ways = [comm.queue("q", 0, 1, capacity=1) for comm in comms]
+        for _ in range(3):
+            with pytest.raises(ConfigError):
+                await ways[0].put(np.array(["x"]))
+        await ways[0].put(X)
+        waiting = asyncio.ensure_future(ways[0].put(X + 1))
+        await turns()
+        waiting.cancel()
+        with pytest.raises(CollectiveTimeout, match="no room"):
+            await ways[0].put(X, timeout=SHORT_S)
+        with pytest.raises(CollectiveTimeout):
+            await comms[1].recv(0, timeout=0)
+        assert same_bits(await ways[1].get(), X)
+        await ways[0].put(X + 2)
+        assert same_bits(await ways[1].get(), X + 2)
+
+
+@on_loop
+async def test_a_queue_that_breaks() -> None:
+    """Whoever waits to put is told, and whoever comes later; and asyncio has nothing to complain of."""
+    async with world(2, tombstones=True) as comms:
+        ways = [comm.queue("q", 0, 1, capacity=2) for comm in comms]
+        await ways[0].put(X)
+        await ways[0].put(X)
+        waiting = [asyncio.ensure_future(ways[0].put(X)) for _ in range(3)]
+        await turns()
+        comms.kill(1)
+        assert_kinds(await asyncio.gather(*waiting, return_exceptions=True), PeerLost)
+        with pytest.raises(PeerLost):
+            await ways[0].put(X)
+
+
+# ---------------------------------------------------------------- blobs
+
+
+@on_loop
+async def test_versions() -> None:
+    async with world(2) as comms:
+        a, b = comms
+        with pytest.raises(CollectiveError, match="saved nothing as 'w'"):
+            await b.request("w", 0)
+        assert [a.save("w", X + number) for number in range(4)] == [0, 1, 2, 3]
+        assert same_bits(await b.request("w", 0), X + 3)
+        assert same_bits(await b.request("w", 0, version=2), X + 2)
+        assert same_bits(await a.request("w", 0, version=2), X + 2)
+        for asker in comms:
+            with pytest.raises(CollectiveError, match=r"versions \[2, 3\] of 'w', not 1"):
+                await asker.request("w", 0, version=1)
+        assert a.save("w", np.empty((0, 3), np.float32), version=10) == 10
+        assert (await b.request("w", 0)).shape == (0, 3)
+        assert a.save("w", np.float16(2.5)) == 11
+        assert same_bits(await b.request("w", 0), np.float16(2.5))
+        # A copy both ways: neither side can change the other's.
+        mine = X.copy()
+        b.save("x", mine)
+        mine[:] = -1
+        got = await a.request("x", 1)
+        got[:] = -2
+        assert same_bits(await a.request("x", 1), X)
+        (await b.request("x", 1))[:] = -3
+        assert same_bits(await b.request("x", 1), X)
+
+
+@on_loop
+async def test_many_requests_at_once_are_never_torn() -> None:
+    async with world(3) as comms:
+        big = 200_000
+        for comm in comms:
+            comm.save("w", np.full(big, 0))
+
+        async def ask(comm: Any, number: int) -> Any:
+            return await comm.request("w", (comm.rank + 1 + number % 2) % 3)
+
+        async def keep_saving(comm: Any) -> None:
+            for number in range(1, 40):
+                comm.save("w", np.full(big, number))
+                await turns(3)
+
+        answers = await asyncio.gather(
+            *(ask(comm, number) for number in range(12) for comm in comms), *map(keep_saving, comms)
+        )
+        for got in answers[:-3]:
+            assert got.size == big
+            assert got.min() == got.max()
+
+
+@on_loop
+async def test_a_request_that_is_given_up() -> None:
+    """Cancelled at any moment, or out of time: nothing stays behind, and the next one gets its own answer."""
+    async with world(2, tombstones=True) as comms:
+        comms[0].save("big", np.ones(1_000_000))
+        comms[0].save("small", X)
+        for count in range(0, 24, 2):
+            asking = asyncio.ensure_future(comms[1].request("big", 0))
+            await turns(count)
+            asking.cancel()
+            assert same_bits(await comms[1].request("small", 0), X)
+            await asyncio.gather(asking, return_exceptions=True)
+        with pytest.raises(CollectiveTimeout):
+            await comms[1].request("small", 0, timeout=0)
+        for _ in range(3):
+            assert same_bits(await comms[1].request("small", 0), X)
+            with pytest.raises(CollectiveError, match="saved nothing"):
+                await comms[1].request("other", 0)
+        await works(comms)
+
+
+@on_loop
+async def test_requests_by_polling_use_no_memory() -> None:
+    async with world(2) as comms:
+        for number in range(60):
+            with pytest.raises(CollectiveError):
+                await comms[1].request("later", 0)
+            if number == 20:
+                before = comms[1]._session.engine.router.num_keys
+        assert comms[1]._session.engine.router.num_keys == before
+
+
+@on_loop
+async def test_a_peer_is_lost_while_it_is_asked() -> None:
+    async with world(3, tombstones=True) as comms:
+        comms[1].save("w", np.ones(1_000_000))
+        asking = [asyncio.ensure_future(comms[rank].request("w", 1)) for rank in (0, 2)]
+        await turns(3)
+        comms.kill(1)
+        assert_kinds(await asyncio.gather(*asking, return_exceptions=True), PeerLost)
+
+
+@on_loop
+async def test_groups_have_messages_of_their_own() -> None:
+    async with world(3) as comms:
+        group = await asyncio.gather(*(comms[rank].group([2, 0]) for rank in (2, 0)))
+        sent = [comms[2].send([1], 0), group[0].send([2], 1)]
+        assert (await group[1].recv(0)).tolist() == [2]
+        assert (await comms[0].recv(2)).tolist() == [1]
+        await asyncio.gather(*sent)
+        comms[2].save("w", [1])
+        group[0].save("w", [2])
+        assert (await group[1].request("w", 0)).tolist() == [2]
+        assert (await comms[0].request("w", 2)).tolist() == [1]
+        assert_kinds(await ends([group[1]], lambda comm: comm.recv(0, timeout=0)), CollectiveTimeout)
