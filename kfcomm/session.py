@@ -8,11 +8,13 @@ are views of it for one group each.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import hashlib
 import logging
 import os
 import socket
+import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -220,6 +222,18 @@ async def _in_a_thread(blocking: Callable[[], None]) -> None:
         blocking()
 
 
+def _mend_uvloop() -> None:
+    """Let a forked child exit: libuv joins its worker threads then, and crashes if the parent has left them behind.
+
+    Asked for work, it starts others (https://github.com/libuv/libuv/issues/4443).
+    """
+    uvloop = sys.modules.get("uvloop")
+    if uvloop is not None:
+        loop = uvloop.new_event_loop()
+        loop.run_until_complete(loop.getaddrinfo("127.0.0.1", 0))
+        loop.close()
+
+
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
@@ -229,6 +243,8 @@ def open_sessions() -> list[Session]:
 
 
 def _after_fork() -> None:
+    if _sessions:
+        atexit.register(_mend_uvloop)
     for session in list(_sessions):
         session.forked()
     _sessions.clear()
