@@ -90,7 +90,7 @@ def blocking(
         self._check_open()
         return self._io.wait_for(_prepared(verb, given, self, args, kwargs))
 
-    return _dressed(call, verb, "Blocks until the result is there, and returns it.")
+    return _dressed(call, verb.__name__, verb, "Blocks until the result is there, and returns it.")
 
 
 def begun(
@@ -102,7 +102,8 @@ def begun(
         self._check_open()
         return self._io.begin(_prepared(verb, given, self, args, kwargs))
 
-    return _dressed(call, verb, "Begins, and returns a ``kfcomm.sync.Handle``; all errors come from the handle.")
+    lead = "Begins, and returns a ``kfcomm.sync.Handle``; errors of the arguments come from it, too."
+    return _dressed(call, f"{verb.__name__}_async", verb, lead)
 
 
 def _prepared(
@@ -113,9 +114,9 @@ def _prepared(
     return partial(verb, skin._inner, *args, **kwargs)
 
 
-def _dressed(call: Callable[P, T], verb: Callable[..., Any], lead: str) -> Callable[P, T]:
+def _dressed(call: Callable[P, T], name: str, verb: Callable[..., Any], lead: str) -> Callable[P, T]:
     """What ``help`` and editors show: the verb's parameters and its text, after what differs."""
-    call.__name__ = call.__qualname__ = verb.__name__
+    call.__name__ = call.__qualname__ = name
     call.__doc__ = f"{lead}\n\n{inspect.getdoc(verb)}"
     signature = inspect.signature(verb).replace(return_annotation=inspect.Signature.empty)
     call.__dict__["__signature__"] = signature

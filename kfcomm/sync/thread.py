@@ -218,6 +218,9 @@ class Handle(concurrent.futures.Future[T]):
             self.set_exception(error)
             return
         self._inner = inner
+        if inner.done():
+            self._settle(inner)
+            return
         inner.add_done_callback(self._settle)
         if self._is_unwanted:
             inner.cancel()
