@@ -235,7 +235,6 @@ class Init:
         alone = settings.size == 1
         network = Alone() if alone else await SocketNetwork.join(settings)
         layout = Layout((0,)) if isinstance(network, Alone) else network.layout
-        build(settings.strategy, layout)
         session = Session(
             settings.rank, layout, network, loop, timeout_s=settings.timeout_s, stall_after_s=settings.stall_after_s
         )
@@ -253,4 +252,6 @@ def init(**arguments: Unpack[Arguments]) -> Init:
         ConfigError: at once, if the settings cannot work.
         RendezvousError: when awaited, if the peers do not find or accept each other.
     """
-    return Init(detect(os.environ, **arguments))
+    settings = detect(os.environ, **arguments)
+    build(settings.strategy, Layout((0,)))  # an unknown name is refused before anything is open
+    return Init(settings)

@@ -27,6 +27,8 @@ from kfcomm.rendezvous.interfaces import choose_address
 from kfcomm.rendezvous.settings import Settings, detect, store_url
 from kfcomm.rendezvous.store import StoreServer
 from kfcomm.rendezvous.worlds import DEFAULT_PORT
+from kfcomm.strategies import build
+from kfcomm.types import Layout
 
 _FAREWELL_S = 5.0
 _LAUNCHERS = "launchers"
@@ -72,6 +74,7 @@ class _Job:
         store = self.plan.hosts[0].address, self.options.store_port() or DEFAULT_PORT
         settings = detect(self.environ_of(self.plan.ranks.start, store_url(*store)))
         choose_address(settings.interface, store)
+        build(settings.strategy, Layout((0,)))
         return settings
 
 

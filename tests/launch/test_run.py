@@ -208,6 +208,7 @@ def test_a_pipe_gets_no_colour_unless_asked(given: dict[str, str]) -> None:
         (["-n", "1", "no-such-program.py"], 127, ["python no-such-program.py"]),
         (["-n", "1", __file__], 126, ["test_run.py", "cannot be executed", "python"]),
         (["-n", "1", "--interface", "no-such-interface", "true"], 2, ["no-such-interface", "lo 127.0.0.1"]),
+        (["-n", "2", "--strategy", "rign", "true"], 2, ["unknown strategy 'rign'", "did you mean ring"]),
         (["-n", "1", "--transport", "pigeon", "true"], 2, ["pigeon", "tcp"]),
         (["-n", "1", "--timeout", "0", "true"], 2, ["--timeout"]),
         (["-n", "1", "--token-file", "/no/such/file", "true"], 2, ["/no/such/file", "No such file"]),
