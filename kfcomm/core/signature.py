@@ -39,9 +39,7 @@ def describe(signature: Sequence[Any]) -> str:
     if len(signature) != len(Signature._fields):
         return f"something else: {reprlib.repr(signature)[:200]}"
     verb, dtype, shape, op, root, strategy, generation, graphs, chunk_elements, counts = signature
-    words = [f"{verb}"]
-    if dtype:
-        words.append(f"of {dtype} {shape}")
+    words = [f"{verb} of {dtype} {shape}" if dtype else f"{verb}"]
     if op:
         words.append(f"op {op}")
     if root != -1:

@@ -30,7 +30,7 @@ def test_nesting_is_bounded():
 
 def test_words_hold_all_that_applies_and_no_more():
     assert describe(WHOLE) == (
-        "all_to_all, of float32 (2, 3), op sum, root 1, strategy ring (generation 4, graphs abcdabcd), chunks of 128, "
+        "all_to_all of float32 (2, 3), op sum, root 1, strategy ring (generation 4, graphs abcdabcd), chunks of 128, "
         "counts ((1, 2), (3, 4))"
     )
     assert describe(Signature("barrier", strategy="star")) == "barrier, strategy star (generation 0)"
