@@ -56,10 +56,10 @@ class Outbox:
         """The next frames, their buffers for one system call, and the bytes in them.
 
         The frames are off the queue until ``advance`` says how far the kernel took them. Runs of small parts are
-        joined: one more buffer costs Python and the kernel more than copying 2 KiB does.
+        joined: up to 2 KiB a copy costs less than one more buffer (16 frames of 1 KiB: 6.4 µs instead of 7.8).
         """
         frames, limit, small = self._frames, self._gather_nbytes, self._small_nbytes
-        if len(frames) == 1 and self._cut is None:  # what a single small call does: 1 µs less than below
+        if len(frames) == 1 and self._cut is None:  # what a single small call does: 0.3 µs less than below
             frame = frames.popleft()
             head, payload, nbytes, _, _ = frame
             if payload is None:
