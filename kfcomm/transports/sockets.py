@@ -221,7 +221,7 @@ async def _connect_unix(address: str) -> socket.socket:
 def why(error: OSError) -> str:
     """The reason alone: for a refused connection the loops give an address instead."""
     if error.errno == errno.ECONNREFUSED:
-        return os.strerror(error.errno)
+        return os.strerror(errno.ECONNREFUSED)
     return str(error.strerror or error)
 
 
