@@ -54,6 +54,7 @@ class Link(Protocol):
         ``owner.sent()`` is not called any more. Returns the headers of the frames that were dropped, so that
         whatever was spent on them (credit) can be taken back.
         """
+        ...
 
     def disown(self, owner: object) -> None:
         """Stop writing to placements that ``Inbound.place`` gave out for this owner: the rest goes to a sink."""
@@ -63,6 +64,7 @@ class Link(Protocol):
 
     def descriptors(self) -> Sequence[int]:
         """File descriptors that a forked child must let go of."""
+        ...
 
     def abort(self) -> None:
         """Close at once, whatever is queued; afterwards no memory of any owner is read or written."""
