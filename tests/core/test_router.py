@@ -227,6 +227,15 @@ def test_what_a_failed_collective_holds_is_dropped():
     assert desk.take() == [(Tell.DROPPED, "second child"), (Tell.FAILED, collective, TIMEOUT)]
 
 
+def test_who_asks_has_posted():
+    desk = Desk()
+    collective = desk.post()
+    desk.define(2)
+    desk.ask(2)
+    assert desk.take(Tell.ANSWER) == [(Tell.ANSWER, desk.incoming[2], (Kind.POSTED, 0, 0))]
+    assert collective.arrived_ranks() == (0, 2)
+
+
 def test_a_question_about_what_is_over_is_not_kept():
     desk = Desk()
     desk.define(1)
@@ -289,6 +298,21 @@ def test_aborts_of_what_is_not_ours_leave_no_key_and_no_more_than_so_many_tombst
     assert len(desk.router._dead) == 4
     assert isinstance(desk.post(replace(SUM, name="key5")), Collective)
     assert isinstance(desk.post(replace(SUM, name="key6")), Cause)
+
+
+def test_a_second_use_while_the_first_is_in_flight_drops_what_came_for_it():
+    desk = Desk()
+    first = desk.post()
+    desk.define(1)
+    desk.chunk(1, "x", seq=1, charged=1)
+    desk.ask(1, seq=1)
+    desk.take()
+    cause = desk.post()
+    assert isinstance(cause, Cause)
+    assert cause.kind is CauseKind.REFUSED
+    assert desk.take() == [(Tell.DROPPED, "x"), (Tell.FLOOD, SUM.group_id, "grad", 1, cause)]
+    assert desk.incoming[1].asks == 0
+    assert list(desk.router.live) == [first]
 
 
 def test_a_refused_call_takes_its_number_and_what_was_known_of_it():

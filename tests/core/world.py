@@ -311,7 +311,7 @@ class World:
 
     def outcomes(self, spec: Spec) -> list[Memory | Cause]:
         """What became of the uses of a spec, on every rank that posted it."""
-        return [outcome for (one, _, _), outcome in self.memories.items() if one is spec]
+        return [outcome for (one, _, _), outcome in self.memories.items() if one == spec]
 
     def check_done(self, specs: Iterable[Spec]) -> None:
         """All of these are complete and right, on every member."""
