@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import hashlib
 import logging
+import math
 import os
 import socket
 import sys
@@ -88,6 +89,7 @@ class Session:
         self._closing: asyncio.Future[None] | None = None
         self._groups: dict[bytes, int] = {}
         self._lag_s = 0.0
+        self._lag_seen_s = math.inf  # for ever up to date where nobody measures: in a world of one
         self._lag_timer: asyncio.TimerHandle | None = None
         self.engine.control = network.start(self.engine, self, self)
         if self.engine.control is not None:

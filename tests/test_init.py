@@ -1,8 +1,15 @@
-"""What ``init`` refuses before it opens anything."""
+"""What ``init`` refuses before it opens anything, and what it sets up."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 import kfcomm
+from tests.support import run
 
 
 @pytest.mark.parametrize("init", [kfcomm.init, kfcomm.sync.init], ids=["async", "sync"])
@@ -10,3 +17,39 @@ def test_an_unknown_strategy_is_refused_at_once(init) -> None:
     # nobody serves this store: whoever tried to join would wait for it
     with pytest.raises(kfcomm.ConfigError, match="did you mean ring"):
         init(rank=1, size=2, store="http://127.0.0.1:1", token="0123456789abcdef", strategy="rign")
+
+
+@pytest.fixture
+def own_signal() -> Iterator[None]:
+    """SIGUSR1 as a fresh process has it."""
+    before = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+def dumped(folder: Path) -> list[str]:
+    """Ask this process for a dump, as a person would; the names under which collectives are recorded."""
+    os.kill(os.getpid(), signal.SIGUSR1)
+    (path,) = folder.iterdir()
+    (record,) = json.loads(path.read_text())
+    return [str(event) for event in record["events"]]
+
+
+def test_a_signal_is_answered(own_signal: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KFCOMM_DUMP_DIR", str(tmp_path))
+
+    async def main() -> list[str]:
+        async with kfcomm.init() as comm:
+            await comm.barrier("here")
+            return dumped(tmp_path)
+
+    assert any("here" in event for event in run(main()))
+
+
+def test_a_signal_is_answered_by_the_blocking_interface_too(
+    own_signal: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KFCOMM_DUMP_DIR", str(tmp_path))
+    with kfcomm.sync.init() as comm:
+        comm.barrier("here")
+        assert any("here" in event for event in dumped(tmp_path))

@@ -17,6 +17,7 @@ from kfcomm.collectives.messages import Queue as AsyncQueue
 from kfcomm.communicator import Communicator as Async
 from kfcomm.communicator import StrategySpec
 from kfcomm.communicator import init as async_init
+from kfcomm.dump import install_signal
 from kfcomm.errors import KfcommError, SessionClosed
 from kfcomm.rendezvous.settings import Arguments
 from kfcomm.strategies import AnyStrategy
@@ -287,7 +288,9 @@ def init(**arguments: Unpack[Arguments]) -> Communicator:
     joining = async_init(**arguments)
     io = IoThread()
     try:
-        return Communicator(io, io.wait_for(lambda: joining), owns_io=True)
+        made = Communicator(io, io.wait_for(lambda: joining), owns_io=True)
     except BaseException:
         io.stop()
         raise
+    install_signal()  # the I/O thread could not: signals are the main thread's
+    return made
