@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import socket
-import sys
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +33,8 @@ class Actor:
         label: the name under which the test knows this process: its rank, unless the test gave another.
         comm: the communicator, once the role `join` has made one.
         blocking: the blocking communicator, once `join_blocking` has.
+        failing: an error set here is one that the program does not handle.
+        kept: what roles keep for later ones.
     """
 
     comm: Communicator
@@ -42,6 +43,7 @@ class Actor:
     def __init__(self, label: str, writer: asyncio.StreamWriter) -> None:
         self.label = label
         self.loop = asyncio.get_running_loop()
+        self.failing: asyncio.Future[None] = self.loop.create_future()
         self.kept: dict[str, Any] = {}
         self._writer = writer
 
@@ -78,19 +80,24 @@ async def main() -> None:
     logger = logging.getLogger("kfcomm")
     logger.addHandler(_ToTheTest(actor))
     logger.propagate = False
-    tasks: set[asyncio.Task[None]] = set()
-    while line := await reader.readline():
-        order = json.loads(line)
-        if order["do"] == "end":
-            break
-        task = asyncio.ensure_future(_act(actor, order))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-    if not line:
-        os._exit(0)
-    await asyncio.gather(*tasks)
-    writer.close()
-    await writer.wait_closed()
+    obeying = asyncio.ensure_future(_obey(actor, reader))
+    try:
+        await asyncio.wait((obeying, actor.failing), return_when=asyncio.FIRST_COMPLETED)
+        if actor.failing.done():
+            actor.failing.result()
+        await obeying
+    finally:
+        writer.close()
+
+
+async def _obey(actor: Actor, reader: asyncio.StreamReader) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        while line := await reader.readline():
+            order = json.loads(line)
+            if order["do"] == "end":
+                return
+            tasks.create_task(_act(actor, order))
+    os._exit(0)
 
 
 async def _act(actor: Actor, order: dict[str, Any]) -> None:
@@ -109,7 +116,5 @@ def _described(error: Exception) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    # a role may end the process by SystemExit or by an error of its own: see `roles.leave_by`
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())
-    sys.exit(0)

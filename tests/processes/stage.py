@@ -28,6 +28,8 @@ from kfcomm.rendezvous.store import StoreServer
 from tests.launch.launched import TOKEN, command, environ
 from tests.processes import roles
 
+HANG_S = 60
+"""Default timeout of collectives: it only turns a hang into an error that says who is missing."""
 ACTOR = (sys.executable, "-W", "error", "-m", "tests.processes.actor")
 
 Role = Callable[..., Any]
@@ -230,26 +232,33 @@ class World(Sequence[Actor]):
 
     def start(self, role: Role, **args: Any) -> list[Call]:
         """Have every rank begin a role."""
-        return [actor.do(role, **args) for actor in self._actors]
+        return start(self._actors, role, **args)
 
     def do(self, role: Role, **args: Any) -> list[Any]:
-        """Have every rank do a role; what it returned, by rank."""
-        return results(self.start(role, **args))
+        """Have every rank do a role, all at once; what it returned, by rank."""
+        return do(self._actors, role, **args)
 
     def said(self) -> str:
         """What the processes have written to their standard streams."""
         return self._errors.read_text()
 
-    def finish(self) -> list[int]:
-        """Have every rank end in good order; the return codes of the processes."""
+    def finish(self) -> None:
+        """Have every rank leave and end; no process may have failed, or said anything."""
+        self.do(roles.leave)
         for actor in self._actors:
             actor.end()
-        return [process.wait() for process in self.processes]
+        assert [process.wait() for process in self.processes] == [0] * len(self.processes), self.said()
+        assert self.said() == ""
 
 
-def results(calls: Iterable[Call]) -> list[Any]:
-    """What these calls returned."""
-    return [call.result() for call in calls]
+def start(actors: Iterable[Actor], role: Role, **args: Any) -> list[Call]:
+    """Have these begin a role."""
+    return [actor.do(role, **args) for actor in actors]
+
+
+def do(actors: Iterable[Actor], role: Role, **args: Any) -> list[Any]:
+    """Have these do a role, all at once; what it returned."""
+    return [call.result() for call in start(actors, role, **args)]
 
 
 @contextlib.contextmanager
@@ -289,7 +298,7 @@ def unjoined(size: int, *, store: str | None = None, **settings: str) -> Iterato
 
 @contextlib.contextmanager
 def joined(size: int, **settings: str) -> Iterator[World]:
-    """The ranks of one job, which have joined it; at the end of a test that passed, they leave in good order."""
+    """The ranks of one job, which have joined it."""
     with unjoined(size, **settings) as world:
         world.do(roles.join)
         yield world
@@ -311,7 +320,7 @@ def launched(*arguments: str, size: int) -> Iterator[World]:
 def variables(settings: Mapping[str, str], on: Stage, label: str = "") -> dict[str, str]:
     """The environment of an actor with these settings; ``label`` if it is not known by its rank."""
     named = {f"KFCOMM_{name.upper()}": value for name, value in settings.items()}
-    return environ(STAGE=on.path, LABEL=label, **named)
+    return environ(**{"KFCOMM_TIMEOUT": str(HANG_S), **named, "STAGE": on.path, "LABEL": label})
 
 
 @contextlib.contextmanager
