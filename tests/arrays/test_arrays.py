@@ -112,7 +112,7 @@ def test_no_optional_package_is_imported() -> None:
         "reduce.kernel('sum', h.dtype).fold(h.flat, h.flat, h.flat)\n"
         "print([name for name in ('torch', 'jax', 'ml_dtypes', 'cupy') if name in sys.modules])\n"
     )
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
