@@ -15,9 +15,9 @@ import numpy as np
 from kfcomm.arrays import HostArray, adapt
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.mailbox import Mailbox, Message
-from kfcomm.errors import CollectiveAborted, CollectiveError, ConfigError
+from kfcomm.errors import CollectiveError, ConfigError
 
-ASK_TAG = "\0blob ask"
+ASK_TAG = "blob question"
 KEPT_VERSIONS = 2
 
 
@@ -45,11 +45,7 @@ class Blobs:
         return number
 
     async def request(self, name: str, source: int, version: int | None, timeout_s: float | None) -> Any:
-        """A rank's blob, as a NumPy array.
-
-        The answer comes as one message under a tag of its own, a refusal as one that is aborted: either way, both
-        ends have then used that tag once more, and it serves again.
-        """
+        """A rank's blob, as a NumPy array. The answer is a refusal, often empty, and then the blob."""
         if source == self._rank:
             kept = self._find(name, version)
             if isinstance(kept, str):
@@ -59,29 +55,30 @@ class Blobs:
         self._num_slots = max(self._num_slots, slot + 1)
         question = np.frombuffer(msgpack.packb([name, version, slot]), np.uint8)
         asked = self._mailbox.send(adapt(question), source, ASK_TAG, timeout_s)
-        answer = self._mailbox.recv(source, _reply_tag(slot), None, timeout_s)
+        answers = {tag: self._mailbox.recv(source, tag, None, timeout_s) for tag in _reply_tags(slot)}
+        told, blob = answers.values()
         try:
             await asked
-            blob, _ = await answer
-        except BaseException as error:
-            self._give_up(asked, answer, source, slot, error)
-            if isinstance(error, CollectiveAborted):
-                raise CollectiveError(str(error), key=name) from None
+            refusal = (await told)[0].tobytes().decode()
+            result = None if refusal else (await blob)[0]
+        except BaseException:
+            self._give_up(asked, answers, source)
             raise
         self._free_slots.append(slot)
-        return blob
+        if refusal:
+            blob.cancel()
+            raise CollectiveError(refusal, key=name)
+        return result
 
-    def _give_up(self, asked: Handle[None], answer: Handle[Any], source: int, slot: int, error: BaseException) -> None:
-        """Whatever becomes of the question, its answer finds nobody waiting."""
-        if isinstance(error, CollectiveAborted) and answer.done() and not asked.cancelled() and not asked.exception():
-            self._free_slots.append(slot)
-            return
-        # Never used again: a late answer must not meet a new question.
+    def _give_up(self, asked: Handle[None], answers: dict[str, Handle[Message]], source: int) -> None:
+        """Nobody waits for the answer. Its tags are never used again: it must not meet a new question."""
         asked.cancel()
-        answer.cancel()
-        if answer.seq < 0:
-            self._mailbox.refuse(source, self._rank, _reply_tag(slot), f"rank {self._rank} waits no longer")
-        for handle in (asked, answer):
+        for tag, answer in answers.items():
+            answer.cancel()
+            if answer.seq < 0:
+                self._mailbox.refuse(source, self._rank, tag, f"rank {self._rank} waits no longer")
+        handles: list[Handle[Any]] = [asked, *answers.values()]
+        for handle in handles:
             handle.add_done_callback(_looked_at)
 
     def _find(self, name: str, version: int | None) -> HostArray | str:
@@ -99,10 +96,12 @@ class Blobs:
         question, _ = await message
         name, version, slot = msgpack.unpackb(question.tobytes())
         kept = self._find(name, version)
-        if isinstance(kept, str):
-            self._mailbox.refuse(self._rank, source, _reply_tag(slot), kept)
-        else:
-            await self._mailbox.send(kept, source, _reply_tag(slot), None)
+        refusal = kept if isinstance(kept, str) else ""
+        told, blob = _reply_tags(slot)
+        replies = [self._mailbox.send(adapt(np.frombuffer(refusal.encode(), np.uint8)), source, told, None)]
+        if not isinstance(kept, str):
+            replies.append(self._mailbox.send(kept, source, blob, None))
+        await asyncio.gather(*replies)
 
 
 def check_version(version: Any) -> None:
@@ -121,5 +120,5 @@ def _looked_at(done: asyncio.Future[Any]) -> None:
         done.exception()
 
 
-def _reply_tag(slot: int) -> str:
-    return f"\0blob {slot}"
+def _reply_tags(slot: int) -> tuple[str, str]:
+    return f"blob answer {slot}", f"blob {slot}"

@@ -1,0 +1,257 @@
+"""Handles: futures of collectives under way, with everything that asyncio does with futures."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kfcomm.collectives import verbs
+from kfcomm.errors import CollectiveAborted, CollectiveError, CollectiveMismatch, ConfigError, KfcommError
+from tests.conformance.worlds import assert_kinds, ends, everywhere, on_loop, turns, works, world
+
+SHORT_S = 0.05
+X = np.ones(3)
+
+
+@on_loop
+async def test_it_is_under_way_before_anybody_awaits_it() -> None:
+    async with world(2) as comms:
+        handles = [comm.all_reduce(X) for comm in comms]
+        assert not any(handle.done() for handle in handles)
+        await turns()
+        assert all(handle.done() for handle in handles)
+        assert handles[0].result().tolist() == [2.0] * 3
+
+
+@on_loop
+async def test_awaited_twice_gathered_and_shielded() -> None:
+    async with world(2) as comms:
+        handles = [comm.all_reduce(X) for comm in comms]
+        first = await handles[0]
+        assert first is await handles[0]
+        assert [one is first for one in await asyncio.gather(handles[0], handles[0], handles[1])] == [True, True, False]
+        done, pending = await asyncio.wait([comm.all_gather(X, concat=True) for comm in comms])
+        assert (len(done), pending) == (2, set())
+        for one in asyncio.as_completed([comm.all_gather_object(comm.rank) for comm in comms]):
+            assert await one == [0, 1]
+        kept = comms[0].all_reduce(X)
+        waiting = asyncio.ensure_future(asyncio.wait_for(asyncio.shield(kept), SHORT_S))
+        with pytest.raises(TimeoutError):
+            await waiting
+        assert not kept.done()
+        assert (await comms[1].all_reduce(X)).tolist() == (await kept).tolist() == [2.0] * 3
+
+
+@on_loop
+async def test_an_error_can_be_asked_for_again_and_again() -> None:
+    async with world(2) as comms:
+        handles = [comms[0].all_reduce(X), comms[1].all_reduce(X, op="max")]
+        for _ in range(2):
+            assert_kinds(await asyncio.gather(*handles, return_exceptions=True), CollectiveMismatch)
+        error = handles[0].exception()
+        assert isinstance(error, CollectiveError)
+        assert error.key == ""
+        assert handles[0].exception() is error
+        assert not handles[0].cancel()
+        named = await ends(comms, lambda comm: comm.all_reduce(X, "grad/0", op="max" if comm.rank else "sum"))
+        assert {one.key for one in named} == {"grad/0"}
+
+
+@on_loop
+async def test_cancel_after_the_end_does_nothing() -> None:
+    async with world(2) as comms:
+        for verb in ("all_reduce", "all_gather_object", "consensus"):
+            handles = [getattr(comm, verb)(X.tolist()) for comm in comms]
+            await asyncio.gather(*handles)
+            assert not any(handle.cancel() for handle in handles)
+            assert not any(handle.cancelled() for handle in handles)
+        await works(comms)
+
+
+@on_loop
+async def test_a_group_of_tasks_that_fails_cancels_its_calls() -> None:
+    async with world(2) as comms:
+
+        async def main(comm: Any) -> None:
+            await comm.all_reduce(X, "k")
+
+        async def fails() -> None:
+            raise OSError("disk full")
+
+        with pytest.raises(ExceptionGroup):
+            await _in_a_group(main(comms[0]), fails())
+        with pytest.raises(CollectiveAborted, match="cancelled on rank 0"):
+            await comms[1].all_reduce(X, "k")
+        await works(comms, "k")
+
+
+async def _in_a_group(*coros: Any) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        for coro in coros:
+            tasks.create_task(coro)
+
+
+def test_an_error_that_nobody_asks_for_is_reported_once_by_asyncio() -> None:
+    heard: list[dict[str, Any]] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(context))
+        async with world(2) as comms:
+            comms[0].all_reduce(X)
+            other = comms[1].all_reduce(X, op="max")
+            comms[0].all_gather(X, concat=True).cancel()
+            with pytest.raises(CollectiveMismatch):
+                await other
+            with pytest.raises(CollectiveAborted):
+                await comms[1].all_gather(X, concat=True)
+            gc.collect()
+            await turns()
+
+    asyncio.run(main())
+    assert [type(one.get("exception")) for one in heard] == [CollectiveMismatch]
+
+
+def test_errors_that_were_heard_leave_nothing_to_report() -> None:
+    """Not of a call, and not of any of its parts."""
+    heard: list[dict[str, Any]] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(context))
+        async with world(2) as comms:
+            for number, call in enumerate(
+                (
+                    lambda comm: comm.all_gather(X, concat=bool(comm.rank)),
+                    lambda comm: comm.gather_object(1, comm.rank),
+                    lambda comm: comm.all_reduce_many({"a": X, "b": X[comm.rank :], "c": X[comm.rank :]}),
+                    lambda comm: comm.set_strategy("ring" if comm.rank else "star"),
+                    lambda comm: comm.send(X, 1) if comm.rank == 0 else comm.recv(out=np.zeros(1)),
+                    lambda comm: comm.scatter(np.ones(4), comm.rank),
+                )
+            ):
+                outcomes = await ends(comms, call)
+                assert all(isinstance(one, KfcommError) for one in outcomes), number
+            many = [comm.all_reduce_many({"a": X, "b": X[comm.rank :]}) for comm in comms]
+            await turns()
+            for one in many:
+                one.cancel()
+            await asyncio.gather(*many, return_exceptions=True)
+        gc.collect()
+
+    asyncio.run(main())
+    assert heard == []
+
+
+# ---------------------------------------------------------------- many at once
+
+
+@on_loop
+async def test_many_at_once() -> None:
+    async with world(3) as comms:
+        arrays = {f"g/{number}": np.full(number, number) for number in range(50)}
+        for many in await everywhere(comms, lambda comm: comm.all_reduce_many(arrays, op="prod")):
+            assert list(many) == list(arrays)
+            assert all(many[name].tolist() == [number**3] * number for number, name in enumerate(arrays))
+        assert await everywhere(comms, lambda comm: comm.all_reduce_many({})) == [{}] * 3
+
+
+@on_loop
+async def test_one_of_many_fails() -> None:
+    """Its error is raised; the others were done; and all names work afterwards."""
+    async with world(3) as comms:
+        for bad, kinds in (
+            (X[:2], (CollectiveMismatch,) * 3),
+            (np.array(["x"]), (CollectiveAborted, ConfigError, CollectiveAborted)),
+        ):
+            outcomes = await ends(
+                comms, lambda comm, bad=bad: comm.all_reduce_many({"a": X, "b": bad if comm.rank == 1 else X, "c": X})
+            )
+            assert_kinds(outcomes, *kinds)
+            for many in await everywhere(comms, lambda comm: comm.all_reduce_many({"a": X, "b": X, "c": X})):
+                assert [one.tolist() for one in many.values()] == [[3.0] * 3] * 3
+
+
+@on_loop
+async def test_many_cancelled_on_one_rank() -> None:
+    async with world(2) as comms:
+        many = [comm.all_reduce_many({"a": X, "b": X}) for comm in comms]
+        many[0].cancel()
+        outcomes = await asyncio.gather(*many, return_exceptions=True)
+        assert_kinds(outcomes, asyncio.CancelledError, CollectiveAborted)
+        await works(comms, "a")
+
+
+# ---------------------------------------------------------------- what goes wrong on one rank
+
+
+class _NoMemory:
+    """Allocations of more than ``limit`` elements fail."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    def empty(self, count: Any, *args: Any) -> Any:
+        if np.prod(count) > self.limit:
+            raise MemoryError(f"no memory for {count}")
+        return np.empty(count, *args)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_no_memory_for_a_result(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller gets MemoryError; the others are told; also for calls that waited for a verdict."""
+
+    @on_loop
+    async def main() -> None:
+        async with world(2) as comms:
+            cut = comms[0].set_strategy("ring") if waits else None
+            if not waits:
+                monkeypatch.setattr(verbs, "np", _NoMemory(5))
+            one = comms[0].all_gather(X)
+            two = comms[0].all_gather(X, "c", concat=True)
+            small = comms[0].all_reduce(X, "s")
+            monkeypatch.setattr(verbs, "np", _NoMemory(5))
+            if cut is not None:
+                await asyncio.gather(cut, comms[1].set_strategy("ring"))
+            await turns()
+            monkeypatch.setattr(verbs, "np", np)
+            outcomes = await asyncio.gather(
+                one,
+                two,
+                comms[1].all_gather(X),
+                comms[1].all_gather(X, "c", concat=True),
+                return_exceptions=True,
+            )
+            assert_kinds(outcomes, MemoryError, MemoryError, CollectiveAborted, CollectiveAborted)
+            assert (await comms[1].all_reduce(X, "s")).tolist() == (await small).tolist()
+            await everywhere(comms, lambda comm: comm.all_gather(X))
+            await everywhere(comms, lambda comm: comm.all_gather(X, "c", concat=True))
+
+    main()
+
+
+class _Breaks:
+    """An array whose library fails in its own way."""
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("the device is on fire")
+
+
+@on_loop
+async def test_an_array_that_breaks_while_it_is_read() -> None:
+    async with world(2) as comms:
+        for call in (
+            lambda comm, x: comm.all_reduce(x),
+            lambda comm, x: comm.all_gather(x, concat=True),
+            lambda comm, x: comm.consensus(x),
+        ):
+            outcomes = await ends(comms, lambda comm, call=call: call(comm, X if comm.rank else _Breaks()))
+            assert_kinds(outcomes, RuntimeError, CollectiveAborted)
+            assert "on fire" in str(outcomes[1])
+        await works(comms)
+        await everywhere(comms, lambda comm: comm.all_gather(X, concat=True))

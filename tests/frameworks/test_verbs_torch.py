@@ -1,0 +1,128 @@
+"""The verbs on torch tensors: results are tensors, inputs are left alone, ``out`` is written in place."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kfcomm.errors import CollectiveAborted, CollectiveMismatch, ConfigError
+from tests.conformance.worlds import assert_kinds, ends, everywhere, on_loop, turns, works, world
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+SIZE = 3
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.uint8, torch.complex64]
+
+
+def _xs(dtype: Any, shape: tuple[int, ...] = (6, 2)) -> list[Any]:
+    return [(torch.arange(12).reshape(shape) + rank).to(dtype) for rank in range(SIZE)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@on_loop
+async def test_every_verb_gives_tensors(dtype: Any) -> None:
+    xs = _xs(dtype)
+    before = [x.clone() for x in xs]
+    total = xs[0] + xs[1] + xs[2]
+    async with world(SIZE) as comms:
+        expected: dict[str, list[Any]] = {
+            "all_reduce": [total] * SIZE,
+            "reduce": [total, None, None],
+            "broadcast": [xs[0]] * SIZE,
+            "gather": [torch.stack(xs), None, None],
+            "all_gather": [torch.stack(xs)] * SIZE,
+            "reduce_scatter": list(total.split(2)),
+            "all_to_all": [torch.cat([x[2 * rank : 2 * rank + 2] for x in xs]) for rank in range(SIZE)],
+        }
+        for verb, wanted in expected.items():
+            got = await everywhere(comms, lambda comm, verb=verb: getattr(comm, verb)(xs[comm.rank]))
+            for one, want in zip(got, wanted, strict=True):
+                if want is None:
+                    assert one is None
+                else:
+                    assert isinstance(one, torch.Tensor)
+                    assert one.dtype == dtype
+                    assert torch.equal(one, want), verb
+        for verb in ("gather", "all_gather"):
+            got = await everywhere(
+                comms, lambda comm, verb=verb: getattr(comm, verb)(xs[comm.rank][: comm.rank], concat=True)
+            )
+            assert torch.equal(got[0], torch.cat([x[:rank] for rank, x in enumerate(xs)]))
+        got = await everywhere(comms, lambda comm: comm.scatter(xs[comm.rank]))
+        assert isinstance(got[0], torch.Tensor)
+        assert np.asarray(got[1].astype(np.complex128)).tolist() == xs[0][2:4].to(torch.complex128).tolist()
+        got = await everywhere(comms, lambda comm: comm.all_to_all([xs[comm.rank][:rank] for rank in range(SIZE)]))
+        assert all(isinstance(one, torch.Tensor) for parts in got for one in parts)
+        assert all(await everywhere(comms, lambda comm: comm.consensus(xs[0])))
+        many = await everywhere(comms, lambda comm: comm.all_reduce_many({"w": xs[comm.rank]}))
+        assert torch.equal(many[1]["w"], total)
+    assert all(torch.equal(x, y) for x, y in zip(xs, before, strict=True))
+
+
+@on_loop
+async def test_out_in_place_and_of_any_layout() -> None:
+    async with world(SIZE) as comms:
+        xs = _xs(torch.float32)
+        total = xs[0] + xs[1] + xs[2]
+        outs = [torch.zeros(6, 2), torch.zeros(2, 6).T, torch.zeros(12, 2)[::2]]
+        got = await everywhere(comms, lambda comm: comm.all_reduce(xs[comm.rank], out=outs[comm.rank]))
+        assert all(one is out and torch.equal(out, total) for one, out in zip(got, outs, strict=True))
+        got = await everywhere(comms, lambda comm: comm.all_reduce(xs[comm.rank], out=xs[comm.rank]))
+        assert all(one is x and torch.equal(x, total) for one, x in zip(got, xs, strict=True))
+        mixed = await everywhere(comms, lambda comm: comm.all_reduce(xs[0] if comm.rank else xs[0].numpy()))
+        assert [type(one) for one in mixed] == [np.ndarray, torch.Tensor, torch.Tensor]
+
+
+@on_loop
+async def test_gradients_stay_out_of_it() -> None:
+    async with world(2) as comms:
+        layer = torch.nn.Linear(3, 2)
+        layer(torch.ones(1, 3)).sum().backward()
+        grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
+        many = await everywhere(comms, lambda comm: comm.all_reduce_many(grads, op="avg"))
+        assert all(torch.equal(many[0][name], grads[name]) for name in grads)
+        got = await everywhere(comms, lambda comm: comm.broadcast(layer.weight))
+        assert not got[0].requires_grad
+        assert torch.equal(got[1], layer.weight)
+
+
+@on_loop
+async def test_messages_queues_and_blobs() -> None:
+    async with world(2) as comms:
+        x = torch.arange(6).reshape(2, 3).T
+        sent = comms[0].send(x, 1)
+        assert (await comms[1].recv(0)).tolist() == x.tolist()
+        await sent
+        out = torch.zeros(3, 2, dtype=torch.int64)
+        sent = comms[0].send(x, 1)
+        assert await comms[1].recv(0, out=out) is out
+        assert torch.equal(out, x)
+        await sent
+        ways = [comm.queue("q", 0, 1) for comm in comms]
+        await ways[0].put(x.to(torch.bfloat16))
+        x += 1
+        assert (await ways[1].get()).astype(int).tolist() == (x - 1).tolist()
+        comms[0].save("w", x)
+        assert (await comms[1].request("w", 0)).tolist() == x.tolist()
+
+
+@on_loop
+async def test_what_cannot_be_exchanged() -> None:
+    async with world(2) as comms:
+        for bad in (torch.ones(2).to_sparse(), torch.ones(2, device="meta"), torch.ones(2).to(torch.float8_e4m3fn)):
+            outcomes = await ends(comms, lambda comm, bad=bad: comm.all_reduce(torch.ones(2) if comm.rank else bad))
+            assert_kinds(outcomes, ConfigError, CollectiveAborted)
+        outcomes = await ends(
+            comms, lambda comm: comm.all_reduce(torch.ones(2, dtype=(torch.float32, torch.float16)[comm.rank]))
+        )
+        assert_kinds(outcomes, CollectiveMismatch)
+        handle = comms[0].all_reduce(torch.ones(2))
+        await turns()
+        handle.cancel()
+        assert_kinds(
+            await asyncio.gather(comms[1].all_reduce(torch.ones(2)), return_exceptions=True), CollectiveAborted
+        )
+        await works(comms)
