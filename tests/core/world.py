@@ -119,7 +119,11 @@ class Frame:
 
 @dataclass(eq=False)
 class Wire:
-    """A directed link, both ends of it. ``streaming`` is a chunk of which a part has arrived."""
+    """A directed link, both ends of it.
+
+    ``streaming`` is a chunk of which a part has arrived. A link that is broken takes what it is given until its
+    sender has ``noticed``.
+    """
 
     outgoing: Outgoing
     incoming: Incoming
@@ -128,6 +132,7 @@ class Wire:
     unsent: list[tuple[Memory, Effect]] = field(default_factory=list)
     streaming: tuple | None = None
     broken: bool = False
+    noticed: bool = False
     chunks: int = 0
     nbytes: int = 0
 
@@ -470,7 +475,7 @@ class World:
 
     def _taken(self, wire: Wire) -> None:
         frame = next((frame for frame in wire.queue if frame.is_view), None)
-        if frame is not None and not wire.broken:
+        if frame is not None and not wire.noticed:
             self._take(wire, frame)
 
     def _take(self, wire: Wire, frame: Frame) -> None:
@@ -483,7 +488,7 @@ class World:
         frame.memory = frame.effect = None
 
     def _sent(self, wire: Wire) -> None:
-        if not wire.unsent or wire.broken:
+        if not wire.unsent or wire.noticed:
             return
         memory, effect = wire.unsent.pop(self.random.randrange(len(wire.unsent)))
         self._read_no_more(memory, effect)
@@ -507,6 +512,7 @@ class World:
 
     def _broken_for_sender(self, wire: Wire) -> None:
         node = self.nodes[wire.incoming.peer]
+        wire.noticed = True
         if node.wires.get(wire.outgoing.peer) is wire:
             del node.wires[wire.outgoing.peer]
         self._link_broken(node, wire.outgoing.peer)
