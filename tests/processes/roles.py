@@ -7,6 +7,8 @@ import ctypes
 import hashlib
 import json
 import os
+import socket
+from collections.abc import Sized
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -117,6 +119,46 @@ async def leave_by(me: Actor, *, way: str) -> None:
             me.failing.set_exception(ZeroDivisionError("of the program"))
         case "os._exit":
             os._exit(4)
+
+
+async def show(me: Actor, *, seed: int, names: int, elements: int) -> int:
+    """All names at once, in a random order of this rank's own; number of wrong results."""
+    inputs = {name: np.full(elements, name + me.comm.rank, np.float32) for name in range(names)}
+    order = np.random.default_rng([seed, me.comm.rank]).permutation(names).tolist()
+    handles = {name: me.comm.all_reduce(inputs[name], name=f"show/{name}") for name in order}
+    expected = {name: sum(name + rank for rank in range(me.comm.size)) for name in order}
+    return sum([not bool(np.all(await handles[name] == expected[name])) for name in order])
+
+
+async def sums(me: Actor, *, strategies: list[str], elements: int) -> list[str]:
+    """Digests of the same all_reduce under each strategy."""
+    return [await digest_under(me.comm, name, elements) for name in strategies]
+
+
+async def digest_under(comm: kfcomm.Communicator, strategy: str, elements: int) -> str:
+    """Digest of the sum of random float32 under a strategy."""
+    await comm.set_strategy(strategy)
+    y = await comm.all_reduce(contribution(comm.rank, elements), name="sum")
+    return hashlib.sha256(y.tobytes()).hexdigest()
+
+
+async def unplug(me: Actor) -> int:
+    """Break every data connection of this rank, as a broken cable would; their number."""
+    descriptors = me.comm._session.engine.ends.descriptors()
+    for descriptor in descriptors:
+        with socket.socket(fileno=os.dup(descriptor)) as sock:
+            sock.shutdown(socket.SHUT_RDWR)
+    return len(descriptors)
+
+
+async def many(me: Actor, *, count: int) -> dict[str, int]:
+    """So many small collectives in a row, then the sizes of all tables of the runtime."""
+    x = np.ones(8, np.float32)
+    for number in range(count):
+        await me.comm.all_reduce(x, name=f"many/{number % 10}")
+    engine = me.comm._session.engine
+    tables = {**vars(engine), **vars(engine.router), **vars(engine.ends), **vars(engine.patience)}
+    return {name: len(table) for name, table in tables.items() if isinstance(table, Sized)}
 
 
 async def memory(me: Actor, *, reset: bool = False) -> dict[str, int]:

@@ -66,11 +66,15 @@ class Call:
             raise Failed(f"on {self.actor.label}: {answer['error']['kinds'][0]}: {answer['error']['message']}")
         return answer["ok"]
 
+    def failed(self) -> Failure | None:
+        """The error that the role ended with, if it did."""
+        error = self.actor.answer(self._number).get("error")
+        return None if error is None else Failure(tuple(error["kinds"]), error["message"], error["fields"])
+
     def failure(self, kind: type[BaseException] = KfcommError) -> Failure:
         """The error that the role ended with, which must be of this kind."""
-        answer = self.actor.answer(self._number)
-        assert "error" in answer, f"{self.actor.label} succeeded: {answer}"
-        failure = Failure(tuple(answer["error"]["kinds"]), answer["error"]["message"], answer["error"]["fields"])
+        failure = self.failed()
+        assert failure is not None, f"it succeeded on {self.actor.label}"
         assert kind.__name__ in failure.kinds, failure
         return failure
 

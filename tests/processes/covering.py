@@ -1,0 +1,155 @@
+"""Pairwise covering arrays over strategy, transport, kind of array, API and dtype, and the role that runs them.
+
+Every pair of values of any two of these stands in at least one case. Values are small integers, so that every dtype
+holds every sum exactly and results are compared with NumPy's bit for bit.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kfcomm.arrays.dtypes import dtype_of
+
+if TYPE_CHECKING:
+    from tests.processes.actor import Actor
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Case = tuple[str, str, str, str, str]
+Pair = tuple[tuple[int, str], tuple[int, str]]
+
+STRATEGIES = (
+    *("star", "ring", "clique", "tree", "binary_tree", "binary_tree_star"),
+    *("multi_binary_tree_star", "multi_star", "binomial", "auto"),
+)
+TRANSPORTS = ("tcp", "unix", "auto")
+APIS = ("async", "sync")
+DTYPES = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+)
+KINDS = ("numpy", "buffer", "numpy-noncontiguous")
+ELEMENTS = (1, 7, 1000, 150_000)
+"""The last one takes several chunks, of a dtype of any size."""
+
+
+def can_be(kind: str, dtype: str) -> bool:
+    """Whether there are arrays of this kind with this dtype."""
+    match kind:
+        case "buffer":
+            return dtype in TYPECODES
+        case "torch":
+            return dtype not in ("uint16", "uint32", "uint64")
+        case "jax":
+            return dtype not in ("int64", "uint64", "float64", "complex128")
+    return True
+
+
+def cases(kinds: Sequence[str]) -> list[Case]:
+    """A covering array, made greedily: each case takes a pair not covered yet and as many others as it can."""
+    values = (STRATEGIES, TRANSPORTS, kinds, APIS, DTYPES)
+    wanted = {
+        ((i, a), (j, b))
+        for i, j in itertools.combinations(range(len(values)), 2)
+        for a in values[i]
+        for b in values[j]
+        if (i, j) != (2, 4) or can_be(a, b)
+    }
+    found: list[Case] = []
+    while wanted:
+        row = dict(min(wanted))
+        # kind and dtype first, since not any of the one goes with any of the other
+        for place in (2, 4, 0, 1, 3):
+            if place not in row:
+                fitting = [one for one in values[place] if _goes_with(row, place, one)]
+                row[place] = max(fitting, key=lambda one, at=place: len(_pairs({**row, at: one}) & wanted))
+        wanted -= _pairs(row)
+        found.append((row[0], row[1], row[2], row[3], row[4]))
+    return found
+
+
+def _goes_with(row: dict[int, str], place: int, value: str) -> bool:
+    new = {**row, place: value}
+    return 2 not in new or 4 not in new or can_be(new[2], new[4])
+
+
+def _pairs(row: dict[int, str]) -> set[Pair]:
+    return set(itertools.combinations(sorted(row.items()), 2))
+
+
+TYPECODES = {
+    "int8": "b", "uint8": "B", "int16": "h", "uint16": "H", "int32": "i", "uint32": "I", "int64": "q", "uint64": "Q",
+    "float32": "f", "float64": "d",
+}  # fmt: skip
+
+
+def _torch(values: Array) -> Any:
+    import torch
+
+    if values.dtype.name == "bfloat16":
+        return torch.tensor(values.astype(np.float32)).to(torch.bfloat16)
+    return torch.tensor(values)
+
+
+def _jax(values: Array) -> Any:
+    import jax.numpy
+
+    return jax.numpy.asarray(values)
+
+
+MAKERS: dict[str, Callable[[Array], Any]] = {
+    "numpy": lambda values: values,
+    "buffer": lambda values: array.array(TYPECODES[values.dtype.name], values.tobytes()),
+    "numpy-noncontiguous": lambda values: np.repeat(values, 2)[::2],
+    "torch": _torch,
+    "jax": _jax,
+}
+
+
+def as_numpy(result: Any) -> Array:
+    """What a library's array holds."""
+    if hasattr(result, "detach"):
+        import torch
+
+        if result.dtype is torch.bfloat16:
+            return result.float().numpy().astype(dtype_of("bfloat16"))
+    return np.asarray(result)
+
+
+def contribution(dtype: np.dtype[Any], elements: int, rank: int) -> Array:
+    """Values from 0 to 3 (or 0 to 1)."""
+    values = (np.arange(elements) * (rank + 3) // 2 + rank) % 4
+    return (values > 2).astype(dtype) if dtype == bool else values.astype(dtype)
+
+
+async def cover(me: Actor, *, cases: list[Case]) -> list[str]:
+    """Run the cases of this transport, each with the API that it names; those that went wrong, in words."""
+    wrong: list[str] = []
+    for number, (strategy, _, kind, api, dtype_name) in enumerate(cases):
+        elements = ELEMENTS[number % len(ELEMENTS)]
+        dtype = dtype_of(dtype_name)
+        parts = [contribution(dtype, elements, rank) for rank in range(me.comm.size)]
+        fold = np.bitwise_or if dtype == bool else np.add
+        x = MAKERS[kind](parts[me.comm.rank])
+        arguments = {"name": f"case/{number}", "op": "or" if dtype == bool else "sum"}
+        if api == "async":
+            await me.comm.set_strategy(strategy)
+            y = await me.comm.all_reduce(x, **arguments)
+        else:
+            y = await asyncio.to_thread(_blocking, me, strategy, x, arguments)
+        found = as_numpy(y)
+        expected = functools.reduce(fold, parts)
+        if found.dtype != dtype or found.tobytes() != expected.tobytes() or type(y) is not type(x):
+            wrong.append(f"{cases[number]}, {elements} elements: {type(y)} {found} instead of {expected}")
+    return wrong
+
+
+def _blocking(me: Actor, strategy: str, x: Any, arguments: dict[str, Any]) -> Any:
+    me.blocking.set_strategy(strategy)
+    return me.blocking.all_reduce(x, **arguments)

@@ -1,0 +1,105 @@
+"""What works, works among real processes: over every transport, with every strategy, kind of array and API."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from kfcomm import testing
+from kfcomm.core.credit import DEFAULT_CREDIT
+from kfcomm.errors import CollectiveError
+from tests.processes import covering, roles
+from tests.processes.covering import APIS, DTYPES, KINDS, STRATEGIES, TRANSPORTS
+from tests.processes.stage import Call, World, launched
+from tests.support import run
+
+SIZE = 4
+BOOKS_NBYTES = 24 << 20
+"""For what a thousand collectives in flight take besides their data: their machines, futures, frames and blocks."""
+CASES = covering.cases(KINDS)
+
+
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> str:
+    """One of the transports."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def world(transport: str) -> Iterator[World]:
+    """A job under the launcher, shared by the tests of this module: each leaves it as usable as it was."""
+    with launched("-n", str(SIZE), "--transport", transport, size=SIZE) as made:
+        made.do(roles.join)
+        yield made
+        made.finish()
+
+
+def test_the_cases_are_few_and_every_pair_is_among_them() -> None:
+    values = (STRATEGIES, TRANSPORTS, KINDS, APIS, DTYPES)
+    places = list(itertools.combinations(range(len(values)), 2))
+    pairs = {(i, case[i], j, case[j]) for case in CASES for i, j in places}
+    impossible = sum(not covering.can_be(kind, dtype) for kind in KINDS for dtype in DTYPES)
+    assert len(pairs) == sum(len(values[i]) * len(values[j]) for i, j in places) - impossible
+    assert len(CASES) < 200
+
+
+def test_pairwise_cases(world: World, transport: str) -> None:
+    mine = [case for case in CASES if case[1] == transport]
+    world.do(roles.join_blocking)
+    wrong = world.do(covering.cover, cases=mine)
+    world.do(roles.leave_blocking)
+    assert not any(wrong), wrong
+
+
+def test_a_thousand_names_in_different_orders_at_once(world: World) -> None:
+    names, elements = 1000, 16384
+    world.do(roles.strategy, name="auto")
+    world.do(roles.show, seed=0, names=10, elements=elements)
+    before = world.do(roles.memory, reset=True)
+    assert world.do(roles.show, seed=1, names=names, elements=elements) == [0] * SIZE
+    early = (SIZE - 1) * DEFAULT_CREDIT.nbytes
+    inputs_and_results = 2 * names * elements * 4
+    for rank, after in enumerate(world.do(roles.memory)):
+        grown = after["peak"] - before[rank]["now"]
+        assert grown < inputs_and_results + early + BOOKS_NBYTES, rank
+
+
+async def sums_in_memory(elements: int) -> list[str]:
+    async with testing.world(SIZE) as comms:
+        return [
+            (await testing.run_ranks(comms, lambda comm, name=name: roles.digest_under(comm, name, elements)))[0]
+            for name in STRATEGIES
+        ]
+
+
+@pytest.mark.parametrize("elements", [5, 100_000])
+def test_the_same_bits_over_every_transport(world: World, elements: int) -> None:
+    expected = run(sums_in_memory(elements))
+    assert world.do(roles.sums, strategies=STRATEGIES, elements=elements) == [expected] * SIZE
+
+
+@pytest.mark.parametrize("elements", [8, 1 << 20])
+def test_a_broken_link_fails_what_it_carried_and_is_opened_anew(world: World, elements: int) -> None:
+    world.do(roles.strategy, name="ring")
+    world.do(roles.all_reduce, name="before", elements=elements)
+    calls = [actor.do(roles.all_reduce, name="x", elements=elements) for actor in world[1:]]
+    assert all([actor.do(roles.has_posted, name="x").result() for actor in world[1:]])
+    assert world[1].do(roles.unplug).result() >= 2
+    calls.append(world[0].do(roles.all_reduce, name="x", elements=elements))
+    for call in calls:
+        failure = call.failure(CollectiveError)
+        assert "PeerLost" not in failure.kinds
+        assert "the link between ranks" in failure.message
+    # until the news of the break has reached everybody it may fail one that was posted after it, too
+    while not all(works(world.start(roles.all_reduce, name="x", elements=elements))):
+        pass
+    assert len(set(world.do(roles.all_reduce, name="y", elements=elements))) == 1
+
+
+def works(calls: list[Call]) -> list[bool]:
+    """Whether each of these succeeded, or failed by a broken link."""
+    failures = [call.failed() for call in calls]
+    assert all(failure is None or "the link between ranks" in failure.message for failure in failures)
+    return [failure is None for failure in failures]
