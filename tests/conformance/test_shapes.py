@@ -18,9 +18,9 @@ SIZES = (1, 2, 3, 5)
 SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (0,), (3, 0, 2), (4, 3), (2, 1, 3, 2), (130,))
 
 
-@pytest.fixture(params=[False, True], ids=["whole", "chunked"], autouse=True)
+@pytest.fixture(params=[False, True], ids=["whole", "chunked"])
 def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test here runs with chunks of the usual size, and with tiny ones."""
+    """Chunks of the usual size, and tiny ones."""
     if request.param:
         monkeypatch.setattr(plans, "CHUNK_NBYTES", 40)
 
@@ -30,6 +30,7 @@ def _xs(shape: tuple[int, ...], size: int, dtype: str = "int64") -> list[Any]:
 
 
 @pytest.mark.parametrize("size", SIZES)
+@pytest.mark.usefixtures("chunks")
 @on_loop
 async def test_every_shape(size: int) -> None:
     async with world(size) as comms:
@@ -47,6 +48,7 @@ async def test_every_shape(size: int) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("row", [(), (3,), (2, 0), (2, 2)])
+@pytest.mark.usefixtures("chunks")
 @on_loop
 async def test_uneven_first_dimensions(size: int, row: tuple[int, ...]) -> None:
     """Concatenation and lists of arrays that differ in their first dimension, empty ones among them."""
@@ -74,6 +76,7 @@ async def test_uneven_first_dimensions(size: int, row: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
+@pytest.mark.usefixtures("chunks")
 @on_loop
 async def test_uneven_reduce_scatter_and_scatter(size: int) -> None:
     async with world(size) as comms:
@@ -87,6 +90,7 @@ async def test_uneven_reduce_scatter_and_scatter(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
+@pytest.mark.usefixtures("chunks")
 @on_loop
 async def test_objects(size: int) -> None:
     values = [{"rank": rank, "list": [None, 1.5, "ü" * rank], 3: b"\0" * 200 * rank} for rank in range(size)]
@@ -122,6 +126,7 @@ def _read_only(x: Any) -> Any:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.usefixtures("chunks")
 @on_loop
 async def test_input_of_any_layout_is_read_and_left_alone(layout: str, size: int) -> None:
     xs = [LAYOUTS[layout](oracle.data("float64", (6, 4), rank)) for rank in range(size)]
@@ -167,6 +172,7 @@ OUTS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("verb", SHAPED)
 @pytest.mark.parametrize("size", SIZES)
+@pytest.mark.usefixtures("chunks")
 @on_loop
 async def test_out_of_any_layout(verb: str, size: int) -> None:
     xs = _xs((2 * size, 3), size)
@@ -183,6 +189,7 @@ async def test_out_of_any_layout(verb: str, size: int) -> None:
 @pytest.mark.parametrize("verb", ["all_reduce", "reduce", "broadcast", "all_to_all"])
 @pytest.mark.parametrize("shift", [0, 1, 2])
 @pytest.mark.parametrize("size", SIZES)
+@pytest.mark.usefixtures("chunks")
 @on_loop
 async def test_out_may_be_the_input_or_overlap_it(verb: str, size: int, shift: int) -> None:
     rows = 2 * size
@@ -200,6 +207,7 @@ async def test_out_may_be_the_input_or_overlap_it(verb: str, size: int, shift: i
 
 
 @pytest.mark.parametrize("verb", ["all_gather", "gather", "scatter", "reduce_scatter", "all_gather concat"])
+@pytest.mark.usefixtures("chunks")
 @on_loop
 async def test_out_of_another_shape_may_overlap_the_input(verb: str) -> None:
     size = 3
