@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import hashlib
 import json
+import multiprocessing
 import os
 import socket
 from collections.abc import Sized
@@ -172,30 +173,50 @@ async def memory(me: Actor, *, reset: bool = False) -> dict[str, int]:
     return {**{name: 1024 * value for name, value in kib.items()}, "descriptors": len(os.listdir("/proc/self/fd"))}
 
 
-async def fork(me: Actor, *, label: str, lives_on: bool) -> list[str]:
-    """Fork; what the child's first calls said. With ``lives_on`` it stays until the test closes its connection."""
+async def fork(me: Actor, *, label: str, way: str, lives_on: bool) -> None:
+    """Fork; the child tells what its first calls said. With ``lives_on`` it stays until the test lets it go."""
+    if way == "multiprocessing":
+        child = multiprocessing.get_context("fork").Process(target=_child, args=(me, label, lives_on))
+        child.start()
+        pid = child.pid
+    else:
+        pid = os.fork()
+        if pid == 0:
+            _child(me, label, lives_on)
+    if not lives_on:
+        await asyncio.to_thread(os.waitpid, pid, 0)
+
+
+def _child(me: Actor, label: str, lives_on: bool) -> None:
+    try:
+        connection = meet(label)
+        said = []
+        for call in (lambda: me.comm.all_reduce(np.ones(3), name="child"), me.comm.barrier):
+            try:
+                call()
+            except kfcomm.KfcommError as error:
+                said.append(f"{type(error).__name__}: {error}")
+        connection.sendall(json.dumps({"id": 1, "ok": said}).encode() + b"\n")
+        if lives_on:
+            connection.recv(1)
+    finally:
+        os._exit(0)
+
+
+async def fork_and_join(me: Actor, *, label: str) -> None:
+    """Fork; the child joins a world of its own, as it is told to."""
     child = os.fork()
     if child == 0:
         try:
             connection = meet(label)
-            connection.sendall(json.dumps({"id": 1, "ok": _said_in_the_child(me)}).encode() + b"\n")
-            if lives_on:
-                connection.recv(1)
+            for name in [name for name in os.environ if name.startswith("KFCOMM_")]:
+                del os.environ[name]
+            with sync.init() as comm:
+                said = [comm.rank, comm.size]
+            connection.sendall(json.dumps({"id": 1, "ok": said}).encode() + b"\n")
         finally:
             os._exit(0)
-    if not lives_on:
-        await asyncio.to_thread(os.waitpid, child, 0)
-    return []
-
-
-def _said_in_the_child(me: Actor) -> list[str]:
-    said = []
-    for call in (lambda: me.comm.all_reduce(np.ones(3), name="child"), lambda: me.comm.barrier()):
-        try:
-            call()
-        except kfcomm.SessionClosed as error:
-            said.append(str(error))
-    return said
+    await asyncio.to_thread(os.waitpid, child, 0)
 
 
 async def has_posted(me: Actor, *, name: str) -> bool:

@@ -137,6 +137,11 @@ class Actor:
         """Returns when the process has ended."""
         select.select([self.ended], [], [])
 
+    @property
+    def lives(self) -> bool:
+        """Whether the process has not ended."""
+        return not select.select([self.ended], [], [], 0)[0]
+
     def end(self) -> None:
         """Tell it that there is nothing more to do."""
         self._send({"do": "end"})
