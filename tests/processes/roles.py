@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import socket
 from collections.abc import Sized
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -160,6 +161,29 @@ async def many(me: Actor, *, count: int) -> dict[str, int]:
     engine = me.comm._session.engine
     tables = {**vars(engine), **vars(engine.router), **vars(engine.ends), **vars(engine.patience)}
     return {name: len(table) for name, table in tables.items() if isinstance(table, Sized)}
+
+
+async def work(me: Actor) -> int:
+    """Collectives of checked results, one after the other, until any rank has been told to `stop`; their number."""
+    me.kept["stop"] = False
+    count = 0
+    while True:
+        count += 1
+        stops = me.comm.all_reduce(np.full(1, me.kept["stop"], np.int64), name="stop")
+        y = await me.comm.all_reduce(np.full(3000, count + me.comm.rank), name="work")
+        np.testing.assert_array_equal(y, sum(count + rank for rank in range(me.comm.size)))
+        if (await stops)[0]:
+            return count
+
+
+async def stop(me: Actor) -> None:
+    """End `work` on every rank."""
+    me.kept["stop"] = True
+
+
+async def listening(me: Actor) -> dict[str, Any]:
+    """Where this rank listens, and what it says of itself."""
+    return asdict(me.comm._session.network.peers[me.comm.rank])
 
 
 async def memory(me: Actor, *, reset: bool = False) -> dict[str, int]:

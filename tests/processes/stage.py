@@ -281,17 +281,16 @@ def stage() -> Iterator[Stage]:
 
 
 @contextlib.contextmanager
-def unjoined(size: int, *, store: str | None = None, **settings: str) -> Iterator[World]:
+def unjoined(size: int, **settings: str) -> Iterator[World]:
     """Processes started by hand, as ranks of one job, that have not joined it yet.
 
     Args:
         size: number of ranks.
-        store: URL of the store; None to have one served by this process, as a launcher would.
         **settings: variables ``KFCOMM_*`` of all ranks, in small letters and without that prefix.
     """
     with contextlib.ExitStack() as stack:
         on = stack.enter_context(stage())
-        url = stack.enter_context(served()).url if store is None else store
+        url = stack.enter_context(served()).url
         errors = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="said"))) / "said"
         common = {"size": str(size), "store": url, "serve": "0", "token": TOKEN, **settings}
         processes = [
