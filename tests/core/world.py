@@ -548,13 +548,13 @@ class World:
             if effect[0] == Do.RELEASE:
                 effect[2].release()
             elif memory.cause is None:
-                self._do(node, memory, effect, effects)
+                self._do(node, memory, effect)
 
-    def _do(self, node: Node, memory: Memory, effect: Effect, effects: list[Effect]) -> None:
+    def _do(self, node: Node, memory: Memory, effect: Effect) -> None:
         assert not memory.done
         match effect[0]:
             case Do.SEND:
-                self._carry(node, memory, effect, effects)
+                self._carry(node, memory, effect)
             case Do.FOLD:
                 memory.fold(*effect[2:])
             case Do.HOLD:
@@ -596,7 +596,7 @@ class World:
             case Tell.DROPPED:
                 effect[1].release()
 
-    def _carry(self, node: Node, memory: Memory, effect: Effect, effects: list[Effect]) -> None:
+    def _carry(self, node: Node, memory: Memory, effect: Effect) -> None:
         _, collective, to, lane, index, phase, source, payload = effect
         if source == PAYLOAD:
             payload.read_by(effect)
@@ -613,15 +613,8 @@ class World:
             return
         wire.chunks += 1
         wire.nbytes += data.nbytes
-        frame = Frame(msgpack.packb(header), charged=bool(header[7]))
-        if data.nbytes:
-            frame.data, frame.memory, frame.effect = data, memory, effect
-            self.tokens.append((self._taken, wire))
-            self._send(wire, frame)
-        else:
-            self._send(wire, frame)
-            self._read_no_more(memory, effect)
-            collective.sent(effects)
+        self.tokens.append((self._taken, wire))
+        self._send(wire, Frame(msgpack.packb(header), data, memory, effect, bool(header[7])))
 
     def _send(self, wire: Wire, frame: Frame) -> None:
         wire.queue.append(frame)
