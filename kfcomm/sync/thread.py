@@ -10,12 +10,17 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import math
 import os
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, ParamSpec, TypeVar
 
 from kfcomm.errors import KfcommError, SessionClosed, WouldDeadlock
+
+LOOK_EVERY_S = 0.5
+"""A signal that comes just before a thread falls asleep does not wake it: no wait is longer than this at a time."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -37,7 +42,8 @@ class IoThread:
     @property
     def is_current(self) -> bool:
         """Whether the caller runs on this thread."""
-        return threading.get_ident() == self._thread.ident
+        # not by its number, which another thread may have once this one has ended
+        return threading.current_thread() is self._thread
 
     @property
     def is_inherited(self) -> bool:
@@ -179,25 +185,13 @@ class Handle(concurrent.futures.Future[T]):
 
     def result(self, timeout: float | None = None) -> T:
         """The same as ``wait``."""
-        self._may_wait()
-        try:
-            return super().result(timeout)
-        except TimeoutError:
-            raise
-        except BaseException:
-            self.give_up()
-            raise
+        self._wait_for_the_end(timeout)
+        return super().result(0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the end; the error, or None if there is a result. See ``wait``."""
-        self._may_wait()
-        try:
-            return super().exception(timeout)
-        except TimeoutError:
-            raise
-        except BaseException:
-            self.give_up()
-            raise
+        self._wait_for_the_end(timeout)
+        return super().exception(0)
 
     def cancel(self) -> bool:
         """End the collective everywhere; False if it is complete already. Returns once nothing reads its arrays."""
@@ -236,9 +230,23 @@ class Handle(concurrent.futures.Future[T]):
         if not self.done():
             self.set_exception(SessionClosed("the communicator was closed while this was under way"))
 
-    def _may_wait(self) -> None:
-        if not self.done():
-            self._io.may_block()
+    def _wait_for_the_end(self, timeout: float | None) -> None:
+        if self.done():
+            return
+        self._io.may_block()
+        deadline_s = math.inf if timeout is None else time.monotonic() + timeout
+        try:
+            while not self.done():
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise TimeoutError(f"not done within {timeout} s; it goes on")
+                with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
+                    super().exception(min(left_s, LOOK_EVERY_S))
+        except TimeoutError:
+            raise
+        except BaseException:
+            self.give_up()
+            raise
 
     def _cancel_here(self) -> bool:
         if self.done():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -66,24 +66,21 @@ def sync_world(
 def run_threads(comms: Sequence[Communicator], main: Callable[[Communicator], T]) -> list[T]:
     """Run ``main(comm)`` for every rank at the same time, each on a thread of its own; the results by rank.
 
-    When a rank fails, its communicator is closed, which ends what the others wait for with it; its error is raised
-    when all threads have ended.
+    When a rank fails, its communicator is closed, which ends what the others wait for with it; the first error
+    is raised when all threads have ended.
     """
+    failures: list[BaseException] = []
+
+    def one(comm: Communicator) -> T:
+        try:
+            return main(comm)
+        except BaseException as error:
+            failures.append(error)
+            comm.close()
+            raise
+
     with ThreadPoolExecutor(len(comms), thread_name_prefix="kfcomm-rank") as pool:
-        ranks = [pool.submit(_closing_on_failure, comm, main) for comm in comms]
-        first = _first_failure(wait(ranks, return_when=FIRST_EXCEPTION).done)
-    if first is not None:
-        raise first
+        ranks = [pool.submit(one, comm) for comm in comms]
+    if failures:
+        raise failures[0]
     return [rank.result() for rank in ranks]
-
-
-def _closing_on_failure(comm: Communicator, main: Callable[[Communicator], T]) -> T:
-    try:
-        return main(comm)
-    except BaseException:
-        comm.close()
-        raise
-
-
-def _first_failure(done: set[Future[Any]]) -> BaseException | None:
-    return next((error for error in (one.exception() for one in done) if error is not None), None)
