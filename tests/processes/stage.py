@@ -79,6 +79,16 @@ class Call:
         return failure
 
 
+def works(calls: Sequence[Call]) -> bool:
+    """Whether all succeeded; those that did not must have failed by a broken link.
+
+    Until the news of a break has reached every rank, it may also fail what was posted after the break.
+    """
+    failures = [call.failed() for call in calls]
+    assert all(failure is None or "the link between ranks" in failure.message for failure in failures), failures
+    return not any(failures)
+
+
 class Actor:
     """A process of the job, and the connection to it.
 
@@ -315,12 +325,26 @@ def joined(size: int, **settings: str) -> Iterator[World]:
 @contextlib.contextmanager
 def launched(*arguments: str, size: int) -> Iterator[World]:
     """The ranks of a job under ``kfcomm run`` with these arguments, which have not joined it yet."""
+    with on_hosts([command("run", *arguments)], size) as world:
+        yield world
+
+
+@contextlib.contextmanager
+def on_hosts(commands: Sequence[Sequence[str]], num_actors: int, **settings: str) -> Iterator[World]:
+    """Ranks under launchers of their hosts, or by hand: each command starts some, and ends with what starts an actor.
+
+    Args:
+        commands: one for each process to be started here.
+        num_actors: number of ranks of all.
+        **settings: as of `unjoined`.
+    """
     with contextlib.ExitStack() as stack:
         on = stack.enter_context(stage())
         errors = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="said"))) / "said"
-        line = command("run", *arguments, *ACTOR)
-        world = World(on, [stack.enter_context(_started(line, errors, variables({}, on)))], errors)
-        world.gather(map(str, range(size)))
+        env = variables({"token": TOKEN, **settings}, on)
+        started = [stack.enter_context(_started([*line, *ACTOR], errors, env)) for line in commands]
+        world = World(on, started, errors)
+        world.gather(map(str, range(num_actors)))
         stack.callback(on.close)
         yield world
 

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping
 from random import Random
 from typing import Any
 
-from kfcomm.core.frame import PREFIX_NBYTES, PROTOCOL_VERSION, Kind, make_encoder
+from kfcomm.core.frame import MAX_PAYLOAD_NBYTES, PREFIX_NBYTES, PROTOCOL_VERSION, Kind, make_encoder
 from kfcomm.core.handshake import NONCE_NBYTES, Purpose
-from kfcomm.errors import LocalProtocolError
 
 AT_ONCE = 50
 
@@ -49,7 +48,8 @@ def _connect(target: Mapping[str, Any], number: int) -> socket.socket:
 def _rubbish(impostor: Mapping[str, Any], random: Random) -> Iterator[bytes]:
     encode = make_encoder()
     nonce = bytes(NONCE_NBYTES)
-    hello = encode((Kind.HELLO, PROTOCOL_VERSION, 0, impostor["rank"], impostor["uid"], Purpose.DATA, nonce))
+    header = (Kind.HELLO, PROTOCOL_VERSION, 0, impostor["rank"], impostor["uid"], Purpose.DATA, nonce)
+    hello = encode(header)
     while True:
         yield random.randbytes(random.randrange(1, 2000))
         yield hello[: random.randrange(len(hello))]
@@ -58,5 +58,4 @@ def _rubbish(impostor: Mapping[str, Any], random: Random) -> Iterator[bytes]:
         yield hello + encode((Kind.PROOF, bytes(32)))
         yield b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
         yield b""
-        with contextlib.suppress(LocalProtocolError):
-            yield encode((Kind.CHUNK, 0, 0, 0, 0, 0, 0, 0), 1 << 30)
+        yield encode(header, MAX_PAYLOAD_NBYTES)

@@ -1,0 +1,57 @@
+"""Several hosts: a launcher on each, the layout, the choice of the interface, and a cable that is pulled."""
+
+from __future__ import annotations
+
+import pytest
+
+from kfcomm.errors import CollectiveError, CollectiveTimeout, ConfigError
+from tests.launch.launched import command
+from tests.processes import roles
+from tests.processes.namespaces import two_hosts
+from tests.processes.stage import on_hosts, start, works
+
+pytestmark = pytest.mark.netns
+
+
+def test_one_launcher_on_each_of_two_hosts() -> None:
+    with two_hosts("10.77.1") as hosts:
+        run = command("run", "-H", "10.77.1.1:2,10.77.1.2:2")
+        with on_hosts([host.inside(*run) for host in hosts], 4) as world:
+            assert world.do(roles.join) == [[rank, 4, 0, 0, 1, 1] for rank in range(4)]
+            listening = world.do(roles.listening)
+            assert [each["address"] for each in listening] == ["10.77.1.1", "10.77.1.1", "10.77.1.2", "10.77.1.2"]
+            for strategy in ("auto", "binary_tree_star", "multi_star", "ring"):
+                world.do(roles.strategy, name=strategy)
+                assert len(set(world.do(roles.all_reduce, name="x", elements=100_000))) == 1
+
+            # a cable is pulled: nobody has died, so it ends by timeout, and goes on when the cable is back
+            hosts[1].ip("link", "set", "port", "down")
+            for call in start(world, roles.all_reduce, name="x", elements=100_000, timeout=2):
+                assert "'x'" in call.failure(CollectiveTimeout).message
+            hosts[1].ip("link", "set", "port", "up")
+            while not works(world.start(roles.all_reduce, name="y", elements=100_000)):
+                pass
+            assert len(set(world.do(roles.all_reduce, name="z", elements=100_000))) == 1
+            world.finish()
+
+
+def test_the_interface_goes_by_the_route_unless_it_is_given() -> None:
+    with two_hosts("10.77.2") as hosts:
+        for number, host in enumerate(hosts, start=1):
+            host.ip("address", "add", f"192.0.2.{number}/24", "dev", "lo")
+        lines = [host.inside("env", f"KFCOMM_RANK={rank}") for rank, host in enumerate(hosts)]
+        with on_hosts(lines, 2, size="2", store="http://10.77.2.1:29700") as world:
+            for call in world.start(roles.join, interface="203.0.113.0/24"):
+                message = call.failure(ConfigError).message
+                assert "203.0.113.0/24" in message
+                assert "port 10.77.2." in message
+            for interface in (None, "10.77.2.0/24", "port"):
+                assert world.do(roles.join, interface=interface) == [[0, 2, 0, 1], [1, 2, 0, 1]]
+                assert [each["address"] for each in world.do(roles.listening)] == ["10.77.2.1", "10.77.2.2"]
+                assert len(set(world.do(roles.all_reduce, name="x"))) == 1
+                world.do(roles.leave)
+            # an address that exists, but that the other host has no way to: nothing can be sent there
+            world.do(roles.join, interface="192.0.2.0/24", timeout=2)
+            for call in world.start(roles.all_reduce, name="x"):
+                assert "'x'" in call.failure(CollectiveError).message
+            world.do(roles.leave)
