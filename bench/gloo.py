@@ -70,9 +70,7 @@ async def main() -> None:
     async with kfcomm.init() as comm:
         folder = tempfile.mkdtemp(prefix="gloo-") if comm.rank == 0 else None
         meeting = await comm.broadcast_object(folder)
-        dist.init_process_group(
-            "gloo", init_method=f"file://{meeting}/store", rank=comm.rank, world_size=comm.size
-        )
+        dist.init_process_group("gloo", init_method=f"file://{meeting}/store", rank=comm.rank, world_size=comm.size)
         report: dict[str, Any] = {"machine": machine(), "ranks": comm.size, "strategy": comm.strategy.name}
         for size in options.sizes:
             medians = await compare(comm, *SIZES[size])
