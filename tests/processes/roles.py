@@ -17,6 +17,7 @@ import numpy as np
 
 import kfcomm
 from kfcomm import sync
+from kfcomm.network import SocketNetwork
 from tests.processes.actor import meet
 
 if TYPE_CHECKING:
@@ -183,7 +184,9 @@ async def stop(me: Actor) -> None:
 
 async def listening(me: Actor) -> dict[str, Any]:
     """Where this rank listens, and what it says of itself."""
-    return asdict(me.comm._session.network.peers[me.comm.rank])
+    network = me.comm._session.network
+    assert isinstance(network, SocketNetwork)
+    return asdict(network.peers[me.comm.rank])
 
 
 async def memory(me: Actor, *, reset: bool = False) -> dict[str, int]:
@@ -202,12 +205,11 @@ async def fork(me: Actor, *, label: str, way: str, lives_on: bool) -> None:
     if way == "multiprocessing":
         child = multiprocessing.get_context("fork").Process(target=_child, args=(me, label, lives_on))
         child.start()
-        pid = child.pid
-    else:
-        pid = os.fork()
-        if pid == 0:
-            _child(me, label, lives_on)
-    if not lives_on:
+        if not lives_on:
+            await asyncio.to_thread(child.join)
+    elif (pid := os.fork()) == 0:
+        _child(me, label, lives_on)
+    elif not lives_on:
         await asyncio.to_thread(os.waitpid, pid, 0)
 
 

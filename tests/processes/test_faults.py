@@ -110,7 +110,7 @@ def test_a_rank_stopped_in_the_middle_of_moving_data_corrupts_nothing() -> None:
 
 def test_who_leaves_in_good_order_spoils_nothing_that_it_took_part_in() -> None:
     with joined(4, strategy="tree") as world:
-        # the victim has posted "x" and "w" and closes only when its own "x" is done
+        # the victim closes as soon as its own "x" is done; it never posts "later"
         late = start(others(world), roles.all_reduce, name="later")
         calls = world.start(roles.all_reduce, name="x", elements=BIG)
         calls[VICTIM].result()

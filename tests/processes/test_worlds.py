@@ -12,7 +12,7 @@ from kfcomm.core.credit import DEFAULT_CREDIT
 from kfcomm.errors import CollectiveError
 from tests.processes import covering, roles
 from tests.processes.covering import APIS, DTYPES, KINDS, STRATEGIES, TRANSPORTS
-from tests.processes.stage import World, launched, works
+from tests.processes.stage import World, do, launched, start, works
 from tests.support import run
 
 SIZE = 4
@@ -84,8 +84,8 @@ def test_the_same_bits_over_every_transport(world: World, elements: int) -> None
 def test_a_broken_link_fails_what_it_carried_and_is_opened_anew(world: World, elements: int) -> None:
     world.do(roles.strategy, name="ring")
     world.do(roles.all_reduce, name="before", elements=elements)
-    calls = [actor.do(roles.all_reduce, name="x", elements=elements) for actor in world[1:]]
-    assert all([actor.do(roles.has_posted, name="x").result() for actor in world[1:]])
+    calls = start(world[1:], roles.all_reduce, name="x", elements=elements)
+    assert all(do(world[1:], roles.has_posted, name="x"))
     assert world[1].do(roles.unplug).result() >= 2
     calls.append(world[0].do(roles.all_reduce, name="x", elements=elements))
     for call in calls:
