@@ -49,6 +49,7 @@ def reported_errors() -> Iterator[None]:
     "--stall-after", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Seconds until one is reported."
 )
 @click.option("--interface", metavar="NAME", help="Interface, address or network (CIDR) to listen at.")
+@click.option("--dump-dir", metavar="PATH", help="Folder for the dumps that SIGUSR1 asks for.")
 @click.option(
     "--token-file",
     type=click.Path(path_type=Path),
@@ -106,7 +107,7 @@ def run(command: tuple[str, ...], **given: Any) -> None:
 
 def _settings(given: Mapping[str, Any]) -> dict[str, str]:
     """The variables that carry the settings which were given as options."""
-    names = ("strategy", "transport", "timeout", "stall_after", "interface")
+    names = ("strategy", "transport", "timeout", "stall_after", "interface", "dump_dir")
     return {f"KFCOMM_{name.upper()}": str(given[name]) for name in names if given[name] is not None}
 
 

@@ -238,7 +238,6 @@ class Init:
         session = Session(
             settings.rank, layout, network, loop, timeout_s=settings.timeout_s, stall_after_s=settings.stall_after_s
         )
-        install_signal()
         return Communicator(session, session.world, settings.strategy)
 
 
@@ -254,4 +253,5 @@ def init(**arguments: Unpack[Arguments]) -> Init:
     """
     settings = detect(os.environ, **arguments)
     build(settings.strategy, Layout((0,)))  # an unknown name is refused before anything is open
+    install_signal(settings.dump_dir)
     return Init(settings)

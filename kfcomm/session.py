@@ -72,6 +72,7 @@ class Session:
         layout: hosts of all ranks.
         engine: what runs the collectives.
         world: all ranks as a group.
+        groups: name and members, by world rank, of every group that this rank is in, by id.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Session:
         self.network = network
         self._closed: str | None = None
         self._closing: asyncio.Future[None] | None = None
+        self.groups = {self.world.id: ("world", self.world.members)}
         self._groups: dict[bytes, int] = {}
         self._lag_s = 0.0
         self._lag_seen_s = math.inf  # for ever up to date where nobody measures: in a world of one
@@ -105,6 +107,7 @@ class Session:
         number = self._groups.get(kind, 0)
         self._groups[kind] = number + 1
         identity = hashlib.blake2b(kind + number.to_bytes(8, "little"), digest_size=16, person=b"group").digest()
+        self.groups[identity] = (name, world_ranks)
         return GroupView(identity, world_ranks, world_ranks.index(self.rank))
 
     def layout_of(self, view: GroupView) -> Layout:
@@ -155,9 +158,13 @@ class Session:
 
     def activity(self) -> str:
         """What this rank did last; asked on the control thread."""
-        behind = time.monotonic() - self._lag_seen_s - LOAD_EVERY_S
-        blocked = f" (its event loop has been blocked for {behind:.1f} s)" if behind > 1.0 else ""
+        behind_s = self.blocked_s()
+        blocked = f" (its event loop has been blocked for {behind_s:.1f} s)" if behind_s > 1.0 else ""
         return self.engine.recorder.last() + blocked
+
+    def blocked_s(self) -> float:
+        """For how long the event loop has not had a turn, in seconds; asked on any thread."""
+        return max(0.0, time.monotonic() - self._lag_seen_s - LOAD_EVERY_S)
 
     def _measure_lag(self, due_s: float) -> None:
         loop = self.engine.loop

@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import logging
 import struct
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -53,6 +54,7 @@ class Wanted:
     handle: Handle[Message]
     timeout_s: float
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
+    since_s: float = field(default_factory=time.monotonic)
 
     @property
     def whom(self) -> str:
@@ -72,6 +74,7 @@ class Mailbox:
         self._services: dict[str, Service] = {}
         self._serving: set[asyncio.Task[None]] = set()
         engine.loss_listeners.append(self._on_peer_lost)
+        engine.receivers.append(self.waiting)
         for source in range(view.size):
             if source != view.rank:
                 engine.early_listeners[self._pair(source, view.rank).id] = self._listener(source)
@@ -109,6 +112,20 @@ class Mailbox:
         """Call ``service(source, message)`` for every message with this tag."""
         self._services[tag] = service
 
+    def waiting(self) -> list[dict[str, Any]]:
+        """The receives whose message has not shown up, for diagnosis: ranks are those of the world, None is any."""
+        members = self._view.members
+        return [
+            {
+                "group": self._view.id.hex(),
+                "members": list(members),
+                "tag": wanted.tag,
+                "source": None if wanted.source is None else members[wanted.source],
+                "waited_s": round(time.monotonic() - wanted.since_s, 3),
+            }
+            for wanted in list(self._wanted)
+        ]
+
     def group_ids(self) -> set[bytes]:
         """Groups of two that were made for messages."""
         return {pair.id for pair in self._pairs.values()}
@@ -123,6 +140,7 @@ class Mailbox:
         for source in range(self._view.size):
             self._engine.early_listeners.pop(self._pair(source, self._view.rank).id, None)
         self._engine.loss_listeners.remove(self._on_peer_lost)
+        self._engine.receivers.remove(self.waiting)
 
     def _pair(self, source: int, to: int) -> GroupView:
         pair = self._pairs.get((source, to))

@@ -327,6 +327,10 @@ class Router:
         """Names met so far, in all groups."""
         return len(self._names)
 
+    def uses(self) -> list[tuple[bytes, str, int]]:
+        """Group, name and number of uses on this rank of every name met, oldest first. Safe to call from any thread."""
+        return [(key.group_id, key.name, key.next_seq) for key in list(self._names)]
+
     def num_uses(self, group_id: bytes, name: str) -> int:
         """Sequence numbers of a key that were taken on this rank: the next one."""
         key = self._names.find(group_id, name)

@@ -70,6 +70,7 @@ def _settings(settings: Settings) -> list[Row]:
         ("timeout", f"{settings.timeout_s:g} s"),
         ("stall after", f"{settings.stall_after_s:g} s"),
         ("interface", settings.interface or "by the route to the store"),
+        ("dumps to", settings.dump_dir),
     ]
 
 

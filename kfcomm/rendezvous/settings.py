@@ -37,6 +37,7 @@ class Arguments(TypedDict, total=False):
     timeout: float | None
     stall_after: float | None
     interface: str | None
+    dump_dir: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class Settings:
         timeout_s: after this a wait fails.
         stall_after_s: after this a wait is reported.
         interface: name, address or network (CIDR) to listen at; None to go by the route.
+        dump_dir: folder of the dumps that a signal asks for.
         source: where rank and size come from.
         reasons: lines that explain to a person what was found.
         serve: whether rank 0 starts the store; otherwise the launcher has.
@@ -71,6 +73,7 @@ class Settings:
     timeout_s: float = 300.0
     stall_after_s: float = 10.0
     interface: str | None = None
+    dump_dir: str = "."
     source: str = Source.ALONE
     reasons: tuple[str, ...] = ()
     serve: bool = False
@@ -109,6 +112,7 @@ def detect(environ: Mapping[str, str], **arguments: Unpack[Arguments]) -> Settin
         timeout_s=reader.seconds("timeout", 300.0),
         stall_after_s=reader.seconds("stall_after", 10.0),
         interface=reader.optional("interface"),
+        dump_dir=reader.text("dump_dir", "."),
         source=world.source,
         reasons=tuple(reasons),
         serve=store is not None and reader.flag("serve", default=True),

@@ -93,6 +93,7 @@ class Engine:
         self.early_listeners: dict[bytes, EarlyListener] = {}
         self.loss_listeners: list[Callable[[], None]] = []
         self.end_listeners: list[Callable[[], None]] = []
+        self.receivers: list[Callable[[], list[dict[str, Any]]]] = []
         self.ends = Ends(connect, loop, self._link_broken)
         self.patience = Patience(rank, loop, stall_after_s, announce=self._announce, abort=self.abort)
         self._pool = BlockPool()

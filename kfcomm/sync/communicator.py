@@ -17,7 +17,6 @@ from kfcomm.collectives.messages import Queue as AsyncQueue
 from kfcomm.communicator import Communicator as Async
 from kfcomm.communicator import StrategySpec
 from kfcomm.communicator import init as async_init
-from kfcomm.dump import install_signal
 from kfcomm.errors import KfcommError, SessionClosed
 from kfcomm.rendezvous.settings import Arguments
 from kfcomm.strategies import AnyStrategy
@@ -288,9 +287,7 @@ def init(**arguments: Unpack[Arguments]) -> Communicator:
     joining = async_init(**arguments)
     io = IoThread()
     try:
-        made = Communicator(io, io.wait_for(lambda: joining), owns_io=True)
+        return Communicator(io, io.wait_for(lambda: joining), owns_io=True)
     except BaseException:
         io.stop()
         raise
-    install_signal()  # the I/O thread could not: signals are the main thread's
-    return made

@@ -342,6 +342,7 @@ def test_numbers_may_be_left_out_and_what_was_known_of_them_goes():
     desk.refuse(seq=6)
     assert not desk.router._dead
     assert desk.router.num_uses(SUM.group_id, "grad") == 7
+    assert desk.router.uses() == [(SUM.group_id, "grad", 7)]
     assert desk.post(replace(SUM, overlapping=True), seq=9).seq == 9
 
 

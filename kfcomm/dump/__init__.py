@@ -1,0 +1,91 @@
+"""What a process knows of its collectives, as JSON: on request, or on a signal.
+
+``kfcomm doctor`` reads the dumps of several processes and says who waits for whom. What always holds: making one
+only reads, so that it can be done on any thread, at any moment, whatever state the process is in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kfcomm.dump.record import record_of
+from kfcomm.session import Session, open_sessions
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+logger = logging.getLogger("kfcomm")
+
+SIGNAL = getattr(signal, "SIGUSR1", None)
+
+
+def dump(path: str | os.PathLike[str] | None = None) -> list[dict[str, Any]]:
+    """A record of every open communicator world of this process; written as JSON to ``path`` if given.
+
+    May be called on any thread. See ``Communicator.dump`` for one of them.
+
+    Raises:
+        OSError: the file cannot be written; what it held before is still there.
+    """
+    records = [record_of(session) for session in open_sessions()]
+    if path is not None:
+        _write(Path(path), records)
+    return records
+
+
+def snapshot(session: Session, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+    """The record of one session. See ``dump``."""
+    record = record_of(session)
+    if path is not None:
+        _write(Path(path), [record])
+    return record
+
+
+def install_signal(folder: str | os.PathLike[str] = ".") -> None:
+    """Write a dump into ``folder`` on SIGUSR1, unless the program handles that signal itself.
+
+    Python runs signal handlers on the main thread, between two steps of its program: a main thread deep in a library
+    call answers when that call returns. Does nothing off the main thread, which alone may set handlers.
+    """
+    if SIGNAL is None or threading.current_thread() is not threading.main_thread():
+        return
+    present = signal.getsignal(SIGNAL)
+    if present is signal.SIG_DFL or isinstance(present, _Answer):
+        signal.signal(SIGNAL, _Answer(Path(folder)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """The handler: writes ``kfcomm-rank<r>-pid<p>.json`` for every open world. Never raises into the program."""
+
+    folder: Path
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        try:
+            for record in dump():
+                path = self.folder / f"kfcomm-rank{record['rank']}-pid{os.getpid()}.json"
+                _write(path, [record])
+                logger.info("rank %d wrote %s", record["rank"], path)
+        except Exception as error:  # noqa: BLE001  it would come up anywhere in the program, or inside the engine
+            with contextlib.suppress(Exception):
+                logger.warning("no dump could be written to %s: %s", self.folder, error)
+
+
+def _write(whole: Path, records: list[dict[str, Any]]) -> None:
+    """Whole or not at all: a reader never sees half a dump."""
+    part = whole.with_name(f".{whole.name}.{os.getpid()}.{time.monotonic_ns()}")
+    try:
+        part.write_text(json.dumps(records, indent=1))
+        part.replace(whole)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,98 @@
+"""The record of one session: what it waits for, what it did last, and where its program is.
+
+The engine may be at work on another thread, or have been interrupted on this one: everything that it may change is
+copied in one step of the interpreter, and looked at again if that failed. All values are JSON-able.
+
+Fields of a record (ranks are those of the world):
+
+- ``format``, ``rank``, ``size``, ``host``, ``pid``, ``time_s``: which process, and when (seconds of the wall clock).
+- ``activity``: what it did last, in words. ``loop_blocked_s``: for how long its event loop has not had a turn.
+- ``lost``: ranks that are gone, and why. ``links``: open links, in words.
+- ``groups``: name and members of each group, by id.
+- ``waiting``: collectives in flight. ``receiving``: receives whose message has not shown up yet.
+- ``uses``: how often each name was used, by group id; the newest ``MAX_USES`` names.
+- ``events``: the last things that happened, oldest first. ``threads``, ``tasks``: where the program is.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kfcomm.dump.whereabouts import tasks, threads
+
+if TYPE_CHECKING:
+    from kfcomm.core.collective import Collective
+    from kfcomm.session import Session
+
+T = TypeVar("T")
+
+FORMAT = 1
+MAX_USES = 10_000
+TRIES = 100
+"""How often a copy of something that other threads change is tried; each takes microseconds."""
+
+
+def record_of(session: Session) -> dict[str, Any]:
+    """Everything that this process knows of a session, as JSON-able values."""
+    engine = session.engine
+    lost = steady(lambda: dict(engine.router.lost))
+    return {
+        "format": FORMAT,
+        "rank": session.rank,
+        "size": session.layout.size,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "time_s": time.time(),
+        "activity": session.activity(),
+        "loop_blocked_s": round(session.blocked_s(), 3),
+        "lost": {str(rank): cause.message for rank, cause in lost.items()},
+        "links": [f"to rank {rank}: {session.network.describe(rank)}" for rank in steady(engine.ends.peers_in_use)],
+        "groups": {
+            group_id.hex(): {"name": name, "members": list(members)}
+            for group_id, (name, members) in steady(lambda: dict(session.groups)).items()
+        },
+        "waiting": [_waiting(collective) for collective in steady(lambda: list(engine.router.live))],
+        "receiving": [one for waits in steady(lambda: list(engine.receivers)) for one in steady(waits)],
+        "uses": _uses(steady(engine.router.uses)),
+        "events": steady(engine.recorder.as_list),
+        "threads": steady(threads),
+        "tasks": steady(lambda: tasks(engine.loop)),
+    }
+
+
+def steady(copy: Callable[[], T]) -> T:
+    """What ``copy`` returns, tried again while what it reads changes under its hands."""
+    for _ in range(TRIES):
+        try:
+            return copy()
+        except RuntimeError:  # changed size during iteration
+            continue
+    return copy()
+
+
+def _waiting(collective: Collective) -> dict[str, Any]:
+    members = collective.group.members
+    return {
+        "group": collective.key.group_id.hex(),
+        "members": list(members),
+        "name": collective.name,
+        "seq": collective.seq,
+        "verb": collective.signature[0],
+        "waited_s": round(collective.context.waited_s(), 3),
+        "arrived": [members[rank] for rank in collective.arrived_ranks()],
+        "not_heard_from": [members[rank] for rank in collective.missing_ranks()],
+        "chunks_missing": collective.remaining,
+        "sends_pending": collective.sends,
+    }
+
+
+def _uses(keys: list[tuple[bytes, str, int]]) -> dict[str, dict[str, int]]:
+    uses: dict[str, dict[str, int]] = {}
+    for group_id, name, count in islice(reversed(keys), MAX_USES):
+        uses.setdefault(group_id.hex(), {})[name] = count
+    return uses
