@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kfcomm.core.cause import Cause, CauseKind
@@ -16,6 +17,8 @@ logger = logging.getLogger("kfcomm")
 
 ANSWER_WITHIN_S = 1.0
 """How long a stall report waits for answers; a rank that has not answered by then is reported as silent."""
+GRACE_S = 0.5
+"""How long a deadline waits for answers to a question that could not be asked in good time."""
 MAX_NAMED = 16
 
 
@@ -26,14 +29,38 @@ class Inquiry:
         self._collective = collective
         self._rank = rank
         self._answers: dict[int, tuple[bool, str]] = {}
+        self._unanswered: set[int] = set()
+        self._asked_s: float | None = None
+        self._conclude: Callable[[], None] | None = None
 
     def ask(self, control: ControlPlane | None, loop: asyncio.AbstractEventLoop, *, report: bool) -> None:
         """Ask every rank whether it has posted the collective; ``report`` logs the answers when they are in."""
         key = self._collective.key
+        self._asked_s = loop.time()
+        self._unanswered = set(range(self._collective.group.size)) - {self._collective.group.rank}
         if control is not None:
             control.query([(key.group_id, key.name, self._collective.seq)], -1, self._answered)
         if report:
             loop.call_later(ANSWER_WITHIN_S, self._report)
+
+    def conclude(self, control: ControlPlane | None, loop: asyncio.AbstractEventLoop, then: Callable[[], None]) -> None:
+        """Call ``then``, once: at once if the question had its time, else when it is answered or has had it.
+
+        After a busy loop or with a short timeout, the error would else call ranks silent that were never heard.
+        """
+        if self._asked_s is None:
+            self.ask(control, loop, report=False)
+        had_s = loop.time() - (self._asked_s or 0.0)
+        self._conclude = then
+        if had_s >= GRACE_S or not self._unanswered:
+            self._concluded()
+        else:
+            loop.call_later(GRACE_S - had_s, self._concluded)
+
+    def _concluded(self) -> None:
+        then, self._conclude = self._conclude, None
+        if then is not None:
+            then()
 
     def timed_out(self) -> Cause:
         """The cause of a timeout, with all that is known."""
@@ -47,7 +74,11 @@ class Inquiry:
 
     def _answered(self, rank: int, posted: list[bool], activity: str) -> None:
         if posted and rank in self._collective.group.index:
-            self._answers[self._collective.group.index[rank]] = (posted[0], activity)
+            member = self._collective.group.index[rank]
+            self._answers[member] = (posted[0], activity)
+            self._unanswered.discard(member)
+            if not self._unanswered:
+                self._concluded()
 
     def _report(self) -> None:
         collective = self._collective

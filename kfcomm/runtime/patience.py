@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kfcomm.core.cause import Cause
@@ -75,10 +76,15 @@ class Patience:
             if due is Due.QUIET:
                 self._announce(operation.collective)
             elif due is Due.EXPIRED:
-                self._abort(operation.collective, self._inquiry(operation).timed_out())
+                inquiry = self._inquiry(operation)
+                inquiry.conclude(self.control, self._loop, partial(self._expired, operation, inquiry))
             else:
                 self._inquiry(operation).ask(self.control, self._loop, report=due is Due.STALLED)
         self._set_timer()
+
+    def _expired(self, operation: Operation, inquiry: Inquiry) -> None:
+        if not operation.failed and not operation.collective.finished:
+            self._abort(operation.collective, inquiry.timed_out())
 
     def _inquiry(self, operation: Operation) -> Inquiry:
         inquiry = self._inquiries.get(operation)

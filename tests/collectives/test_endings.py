@@ -18,6 +18,7 @@ from kfcomm.errors import (
     SessionClosed,
 )
 from kfcomm.runtime import inquiry
+from kfcomm.transports.memory import MemoryLink
 from tests.conformance.worlds import assert_kinds, ends, everywhere, on_loop, turns, until, works, world
 
 X = np.arange(6, dtype=np.float64)
@@ -80,11 +81,14 @@ async def test_what_the_missing_rank_did_last_is_in_the_error() -> None:
 
 
 @on_loop
-async def test_a_timeout_of_nothing_ends_at_once() -> None:
-    async with world(2) as comms:
-        outcomes = await ends(comms, lambda comm: comm.all_reduce(X, "k", timeout=0) if comm.rank == 0 else None)
-        assert_kinds(outcomes, CollectiveTimeout, type(None))
-        assert_kinds(await ends(comms[1:], lambda comm: comm.all_reduce(X, "k")), CollectiveTimeout)
+async def test_a_timeout_of_nothing_still_asks_the_others() -> None:
+    async with world(3) as comms:
+        await works(comms, "k")
+        comms[2].all_reduce(X, "k").add_done_callback(lambda done: done.exception())
+        with pytest.raises(CollectiveTimeout, match="rank 1 last completed 'k' #0") as caught:
+            await comms[0].all_reduce(X, "k", timeout=0)
+        assert (caught.value.arrived, caught.value.missing) == ((0, 2), (1,))
+        assert_kinds(await ends(comms[1:2], lambda comm: comm.all_reduce(X, "k")), CollectiveTimeout)
         await works(comms, "k")
 
 
@@ -303,10 +307,14 @@ async def test_a_rank_that_is_unplugged_again_and_again() -> None:
 @on_loop
 async def test_a_rank_leaves_while_others_wait(verb: str) -> None:
     async with world(3, tombstones=True) as comms:
+        await works(comms)
         waiting = [asyncio.ensure_future(_awaited(CALLS[verb], comm)) for comm in comms[:2]]
         await turns()
-        await comms[2].close()
-        assert comms[2]._session.engine.ends._all_closed.is_set(), "the others have said goodbye"
+        with pytest.MonkeyPatch.context() as patch:
+            cut_off: list[int] = []
+            patch.setattr(MemoryLink, "abort", lambda link: cut_off.append(link.peer) or link.end(None))
+            await comms[2].close()
+            assert not cut_off, "the others have said goodbye, so no link had to be broken"
         outcomes = await asyncio.gather(*waiting, return_exceptions=True)
         assert_kinds(outcomes, PeerLost)
         assert all("has left" in str(one) for one in outcomes)

@@ -18,7 +18,7 @@ from kfcomm.errors import (
     PeerLost,
 )
 from tests.conformance import oracle
-from tests.conformance.worlds import assert_kinds, ends, on_loop, same_bits, turns, works, world
+from tests.conformance.worlds import assert_kinds, ends, on_loop, same_bits, turns, until, works, world
 
 SHORT_S = 0.05
 X = np.arange(5)
@@ -186,12 +186,17 @@ async def test_timeouts() -> None:
         sent = comms[1].send(X, 0, 3)
         assert same_bits(await comms[0].recv(1, 3, timeout=30.0), X)
         await sent
-        # The wait for the message and the wait for its data have one limit each; a late message is whole.
+        # The wait for the message ends with its first sign; its data has a limit of its own.
         receive = comms[0].recv(1, 4, timeout=30.0)
-        await turns()
+        (wanted,) = comms[0]._mailbox._wanted
+        assert wanted.timers
         big = np.arange(1_000_000)
-        await comms[1].send(big, 0, 4)
+        sent = comms[1].send(big, 0, 4)
+        await until(lambda: not comms[0]._mailbox._wanted)
+        assert not wanted.timers
+        assert not receive.done()
         assert same_bits(await receive, big)
+        await sent
 
 
 @pytest.mark.parametrize("when", range(0, 12, 2))

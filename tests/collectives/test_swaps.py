@@ -103,6 +103,21 @@ async def test_two_steps_across_the_cut() -> None:
 
 
 @on_loop
+async def test_a_verdict_that_comes_between_the_two_steps() -> None:
+    """The graph is long, the way to the verdict short: on some ranks the first step ends before it, on some after."""
+    size = 14
+    path = from_edges(size, [(rank, rank + 1) for rank in range(size - 1)])
+    async with world(size, strategy=path) as comms:
+        rows = []
+        for comm in comms:
+            joined, cut = comm.all_gather([comm.rank], "k", concat=True), comm.set_strategy("star")
+            rows.append((joined, cut, comm.all_gather_object(comm.rank)))
+        for joined, cut, ranks in rows:
+            assert (await joined).tolist() == await ranks == list(range(size))
+            await cut
+
+
+@on_loop
 async def test_posts_wait_for_the_verdict_and_can_be_cancelled() -> None:
     async with world(3, strategy="star") as comms:
         cuts = [comm.set_strategy("ring") for comm in comms[:2]]
