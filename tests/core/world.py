@@ -300,6 +300,10 @@ class World:
                 self.break_wire(wire)
         return wire
 
+    def receiver(self, incoming: Incoming) -> int:
+        """The rank at which this end of a link is."""
+        return next(wire.outgoing.peer for wire in self.wires if wire.incoming is incoming)
+
     def view(self, members: tuple[int, ...], rank: int) -> GroupView:
         """The group of these ranks as one of them sees it."""
         view = self._views.get((bytes(members), rank))
