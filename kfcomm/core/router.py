@@ -137,9 +137,7 @@ class Router:
                 self._replay(early, collective, effects)
         return collective
 
-    def refuse(
-        self, group: GroupView, name: str, message: str, effects: Effects, *, seq: int | None = None
-    ) -> Cause:
+    def refuse(self, group: GroupView, name: str, message: str, effects: Effects, *, seq: int | None = None) -> Cause:
         """A call failed its local checks: it takes its sequence number (see ``post``), and fails on every rank."""
         key = self._names.key(group.id, name)
         if seq is not None:
@@ -318,9 +316,7 @@ class Router:
 
         The peer must be told too, see ``LINKS``, even if there are none.
         """
-        return [
-            one for one in self.live if peer in one.group.index and one.group.index[peer] in one.program.neighbours
-        ]
+        return [one for one in self.live if peer in one.group.index and one.group.index[peer] in one.program.neighbours]
 
     @property
     def num_keys(self) -> int:
