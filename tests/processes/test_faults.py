@@ -53,7 +53,9 @@ def test_who_waits_for_a_rank_that_dies_is_told(strategy: str, elements: int, tr
         waiting = start(world[1:], roles.all_reduce, name="x", elements=elements)
         assert all(do(world[1:], roles.has_posted, name="x"))
         end(world[VICTIM], way)
-        # who posts it later hears the same, at once; so does everything else that needs the victim
+        # who posts it later hears the same, at once; so does everything else that needs the victim. (What the victim
+        # has sent is there: a rank that posts before it hears of the death may find all that it needs.)
+        world[0].log(f"rank {VICTIM} is lost")
         waiting.append(world[0].do(roles.all_reduce, name="x", elements=elements))
         for call in waiting:
             if call.actor is not world[VICTIM]:
