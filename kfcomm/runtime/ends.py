@@ -61,7 +61,9 @@ class Ends:
         return link
 
     def opened(self, link: Link) -> None:
-        """A peer opened a link."""
+        """A peer opened a link; an older one of the same peer ends, since a peer redials only what has broken."""
+        for older in [one for one in self._incoming.values() if one.peer == link.peer]:
+            older.abort()
         link.state = Incoming(link.peer)
         self._incoming[link.state] = link
 
