@@ -26,8 +26,8 @@ from kfcomm.collectives.plans import chunk_elements
 from kfcomm.core import program as programs
 from kfcomm.core.cause import Cause
 from kfcomm.core.collective import GroupView, ItemSizes
-from kfcomm.core.signature import Signature
-from kfcomm.errors import CollectiveAborted, CollectiveTimeout, ConfigError, KfcommError, SessionClosed
+from kfcomm.core.signature import Signature, describe
+from kfcomm.errors import CollectiveAborted, CollectiveError, CollectiveTimeout, ConfigError, KfcommError, SessionClosed
 from kfcomm.runtime.engine import Engine
 from kfcomm.runtime.failures import error_of
 from kfcomm.runtime.operation import Operation
@@ -187,8 +187,11 @@ class Mailbox:
             signature = found if wanted.out is None else _signature(wanted.out.flat.dtype, _shape_of(wanted.out))
         checked = _checked(signature)
         if checked is None:
-            self._engine.refuse(pair, wanted.tag, f"rank {source} announced a message that makes no sense")
-            wanted.handle.set_exception(ConfigError(f"rank {source} announced a message that makes no sense"))
+            message = (
+                f"rank {source} announced a message that rank {self._view.rank} cannot take: {describe(signature)}"
+            )
+            self._engine.refuse(pair, wanted.tag, message)
+            wanted.handle.set_exception(CollectiveError(message, key=wanted.tag))
             return
         dtype, shape, count = checked
         flat = np.empty(count, dtype) if wanted.out is None else wanted.out.flat

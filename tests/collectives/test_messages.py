@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from kfcomm.collectives import plans
+from kfcomm.core.frame import Kind
+from kfcomm.core.signature import Signature
 from kfcomm.errors import (
     CollectiveAborted,
     CollectiveError,
@@ -148,6 +150,40 @@ async def test_calls_that_cannot_work() -> None:
             await comms[0].request("b", 7)
         with pytest.raises(ConfigError):
             await comms[0].request("b", 1, version=-1)
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize(
+    "announced",
+    [
+        Signature("send", "float32", (-1,), chunk_elements=1 << 17),
+        Signature("send", "float32", (1 << 62,), chunk_elements=1 << 17),
+        Signature("send", "float32", (1,) * 65, chunk_elements=1 << 17),
+        Signature("send", "float32", ("x",), chunk_elements=1 << 17),  # type: ignore[arg-type]
+        Signature("send", "object", (5,), chunk_elements=1 << 17),
+        Signature("reduce", "float32", (5,), chunk_elements=1 << 17),
+        ("send",),
+        (),
+    ],
+    ids=str,
+)
+@on_loop
+async def test_a_message_that_makes_no_sense(announced: Any, early: bool) -> None:
+    """A peer's word is never trusted: its receive fails, the sender hears of it, and no memory is taken for it."""
+    async with world(2) as comms:
+        waiting = None if early else comms[1].recv(0)
+        sent = comms[0].send(X, 1)
+        collective = next(iter(comms[0]._session.engine.router.live))
+        collective.signature = announced
+        outlet = comms[0]._session.engine.ends._outlets[1]
+        outlet._backlog = [
+            ((*header[:2], list(announced)) if header[0] == Kind.SIGNATURE else header, *rest)
+            for header, *rest in outlet._backlog
+        ]
+        await turns()
+        outcomes = await asyncio.gather(sent, waiting or comms[1].recv(0), return_exceptions=True)
+        assert_kinds(outcomes, CollectiveAborted, CollectiveError)
+        assert "cannot take" in str(outcomes[1])
 
 
 @pytest.mark.parametrize("early", [True, False])

@@ -332,3 +332,24 @@ async def test_ranks_given_as_numpy_integers() -> None:
         sent = comms[0].send(x, np.int64(1), np.int32(4))
         assert (await comms[1].recv(np.int64(0), 4)).tolist() == [0, 1, 2]
         await sent
+
+
+@on_loop
+async def test_arrays_of_as_many_dimensions_as_there_can_be() -> None:
+    async with world(2) as comms:
+        x = np.arange(4).reshape((4,) + (1,) * 63)
+        got = await everywhere(comms, lambda comm: comm.all_gather(x, concat=True))
+        assert got[1].shape == (8,) + (1,) * 63
+        assert same_bits((await everywhere(comms, lambda comm: comm.all_reduce(x)))[0], 2 * x)
+
+
+@on_loop
+async def test_an_out_that_cannot_be_written_to_any_more() -> None:
+    """What fails when the result is handed over is the caller's error, on that rank alone."""
+    async with world(2) as comms:
+        out = np.zeros((4, 2))[:, 0]
+        handles = [comm.all_reduce(np.ones(4), out=out if comm.rank == 0 else None) for comm in comms]
+        out.flags.writeable = False
+        outcomes = await asyncio.gather(*handles, return_exceptions=True)
+        assert_kinds(outcomes, ValueError, np.ndarray)
+        await works(comms)
