@@ -121,6 +121,28 @@ def env() -> None:
     sys.exit(exit_code)
 
 
+@main.command()
+@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.option("--json", "as_json", is_flag=True, help="Write it for machines.")
+def doctor(files: tuple[str, ...], as_json: bool) -> None:
+    r"""Say who waits for whom, from the dumps of several ranks.
+
+    FILEs are what `kill -USR1` of the ranks or kfcomm.dump(path) has written; patterns will do. The exit code is
+    0 if nothing waits, 1 if something does, 2 if a file cannot be read.
+
+    \b
+      kfcomm doctor kfcomm-rank*.json
+    """
+    import json
+
+    from kfcomm.doctor import diagnose, read, report
+
+    with reported_errors():
+        diagnosis = diagnose(read(files))
+    click.echo(json.dumps(report.as_json(diagnosis), indent=1) if as_json else report.as_text(diagnosis))
+    sys.exit(1 if diagnosis.waits else 0)
+
+
 @main.group()
 def topology() -> None:
     """Show the graphs along which data travels."""
