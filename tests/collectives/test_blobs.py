@@ -1,0 +1,123 @@
+"""Blobs: named, versioned, fetched whole, and without a trace when a request is given up."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kfcomm.errors import CollectiveError, CollectiveTimeout, PeerLost
+from tests.conformance.worlds import assert_kinds, ends, on_loop, same_bits, turns, works, world
+
+SHORT_S = 0.05
+X = np.arange(5)
+
+
+@on_loop
+async def test_versions() -> None:
+    async with world(2) as comms:
+        a, b = comms
+        with pytest.raises(CollectiveError, match="saved nothing as 'w'"):
+            await b.request("w", 0)
+        assert [a.save("w", X + number) for number in range(4)] == [0, 1, 2, 3]
+        assert same_bits(await b.request("w", 0), X + 3)
+        assert same_bits(await b.request("w", 0, version=2), X + 2)
+        assert same_bits(await a.request("w", 0, version=2), X + 2)
+        for asker in comms:
+            with pytest.raises(CollectiveError, match=r"versions \[2, 3\] of 'w', not 1"):
+                await asker.request("w", 0, version=1)
+        assert a.save("w", np.empty((0, 3), np.float32), version=10) == 10
+        assert (await b.request("w", 0)).shape == (0, 3)
+        assert a.save("w", np.float16(2.5)) == 11
+        assert same_bits(await b.request("w", 0), np.float16(2.5))
+        # A copy both ways: neither side can change the other's.
+        mine = X.copy()
+        b.save("x", mine)
+        mine[:] = -1
+        got = await a.request("x", 1)
+        got[:] = -2
+        assert same_bits(await a.request("x", 1), X)
+        (await b.request("x", 1))[:] = -3
+        assert same_bits(await b.request("x", 1), X)
+
+
+@on_loop
+async def test_many_requests_at_once_are_never_torn() -> None:
+    async with world(3) as comms:
+        big = 200_000
+        for comm in comms:
+            comm.save("w", np.full(big, 0))
+
+        async def ask(comm: Any, number: int) -> Any:
+            return await comm.request("w", (comm.rank + 1 + number % 2) % 3)
+
+        async def keep_saving(comm: Any) -> None:
+            for number in range(1, 40):
+                comm.save("w", np.full(big, number))
+                await turns(3)
+
+        answers = await asyncio.gather(
+            *(ask(comm, number) for number in range(12) for comm in comms), *map(keep_saving, comms)
+        )
+        for got in answers[:-3]:
+            assert got.size == big
+            assert got.min() == got.max()
+
+
+@on_loop
+async def test_a_request_that_is_given_up() -> None:
+    """Cancelled at any moment, or out of time: nothing stays behind, and the next one gets its own answer."""
+    async with world(2, tombstones=True) as comms:
+        comms[0].save("big", np.ones(1_000_000))
+        comms[0].save("small", X)
+        for count in range(0, 24, 2):
+            asking = asyncio.ensure_future(comms[1].request("big", 0))
+            await turns(count)
+            asking.cancel()
+            assert same_bits(await comms[1].request("small", 0), X)
+            await asyncio.gather(asking, return_exceptions=True)
+        with pytest.raises(CollectiveTimeout):
+            await comms[1].request("small", 0, timeout=0)
+        for _ in range(3):
+            assert same_bits(await comms[1].request("small", 0), X)
+            with pytest.raises(CollectiveError, match="saved nothing"):
+                await comms[1].request("other", 0)
+        await works(comms)
+
+
+@on_loop
+async def test_requests_by_polling_use_no_memory() -> None:
+    async with world(2) as comms:
+        for number in range(60):
+            with pytest.raises(CollectiveError):
+                await comms[1].request("later", 0)
+            if number == 20:
+                before = comms[1]._session.engine.router.num_keys
+        assert comms[1]._session.engine.router.num_keys == before
+
+
+@on_loop
+async def test_a_peer_is_lost_while_it_is_asked() -> None:
+    async with world(3, tombstones=True) as comms:
+        comms[1].save("w", np.ones(1_000_000))
+        asking = [asyncio.ensure_future(comms[rank].request("w", 1)) for rank in (0, 2)]
+        await turns(3)
+        comms.kill(1)
+        assert_kinds(await asyncio.gather(*asking, return_exceptions=True), PeerLost)
+
+
+@on_loop
+async def test_groups_have_messages_of_their_own() -> None:
+    async with world(3) as comms:
+        group = await asyncio.gather(*(comms[rank].group([2, 0]) for rank in (2, 0)))
+        sent = [comms[2].send([1], 0), group[0].send([2], 1)]
+        assert (await group[1].recv(0)).tolist() == [2]
+        assert (await comms[0].recv(2)).tolist() == [1]
+        await asyncio.gather(*sent)
+        comms[2].save("w", [1])
+        group[0].save("w", [2])
+        assert (await group[1].request("w", 0)).tolist() == [2]
+        assert (await comms[0].request("w", 2)).tolist() == [1]
+        assert_kinds(await ends([group[1]], lambda comm: comm.recv(0, timeout=0)), CollectiveTimeout)
