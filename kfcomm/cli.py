@@ -125,14 +125,14 @@ def env() -> None:
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
 @click.option("--json", "as_json", is_flag=True, help="Write it for machines.")
 def doctor(files: tuple[str, ...], as_json: bool) -> None:
-    r"""Say who waits for whom, from the dumps of several ranks.
+    """Say who waits for whom, from the dumps of several ranks.
 
     FILEs are what `kill -USR1` of the ranks or kfcomm.dump(path) has written; patterns will do. The exit code is
     0 if nothing waits, 1 if something does, 2 if a file cannot be read.
 
     \b
       kfcomm doctor kfcomm-rank*.json
-    """
+    """  # noqa: D301  click wants the character, not its name
     import json
 
     from kfcomm.doctor import diagnose, read, report
