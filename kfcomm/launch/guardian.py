@@ -7,7 +7,8 @@ in one of these sessions or that carries ``KFCOMM_JOB=MARK`` in its environment:
 cleared their environment, the other those that made a session of their own, or were born while the launcher
 died. PR_SET_PDEATHSIG would do less: it reaches children only, not what they started.
 
-A process is killed through its descriptor, after a second look: its number cannot be another's by then.
+A process is killed through its descriptor, after a second look: its number cannot be another's by then. One that
+is about to run a program has no environment at that moment: while there are such, the guardian looks again.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from collections.abc import Iterator
 
 _ROUNDS = 60
 _ROUND_MS = 500
+_LOOKS = 40
+_LOOK_MS = 50
+_KERNEL_THREAD = 0x00200000
 
 
 def main() -> None:
@@ -30,8 +34,14 @@ def main() -> None:
     sessions = {int(line) for line in sys.stdin}
     mark = b"KFCOMM_JOB=" + sys.argv[1].encode()
     # a process that the kernel holds fast does not die; then there is nothing more to be done
-    for _ in range(_ROUNDS):
-        if not _kill_all(sessions, mark):
+    rounds, looks = _ROUNDS, _LOOKS
+    while rounds and looks:
+        if _kill_all(sessions, mark):
+            rounds -= 1
+        elif any(_is_bare(pid) for pid in _pids()):
+            looks -= 1
+            select.poll().poll(_LOOK_MS)
+        else:
             return
 
 
@@ -82,6 +92,19 @@ def _belongs(pid: int, sessions: set[int], mark: bytes) -> bool:
             return True
         with open(f"/proc/{pid}/environ", "rb") as file:
             return mark in file.read().split(b"\0")
+    except OSError:
+        return False
+
+
+def _is_bare(pid: int) -> bool:
+    """Whether it shows no environment, as between fork and exec; programs that really have none look the same."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state, *_, flags = file.read().rpartition(b")")[2].split()[:7]
+        if state in (b"Z", b"X") or int(flags) & _KERNEL_THREAD:
+            return False
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return not file.read(1)
     except OSError:
         return False
 
