@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kfcomm.dump.record import record_of
+from kfcomm.dump.record import record_of, steady
 from kfcomm.session import Session, open_sessions
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def dump(path: str | os.PathLike[str] | None = None) -> list[dict[str, Any]]:
     Raises:
         OSError: the file cannot be written; what it held before is still there.
     """
-    records = [record_of(session) for session in open_sessions()]
+    records = [record_of(session) for session in steady(open_sessions)]
     if path is not None:
         _write(Path(path), records)
     return records
@@ -70,14 +70,23 @@ class _Answer:
     folder: Path
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        for session in steady(open_sessions):
+            self._answer(session)
+
+    def _answer(self, session: Session) -> None:
+        path = self.folder / f"kfcomm-rank{session.rank}-pid{os.getpid()}.json"
         try:
-            for record in dump():
-                path = self.folder / f"kfcomm-rank{record['rank']}-pid{os.getpid()}.json"
-                _write(path, [record])
-                logger.info("rank %d wrote %s", record["rank"], path)
+            snapshot(session, path)
         except Exception as error:  # noqa: BLE001  it would come up anywhere in the program, or inside the engine
-            with contextlib.suppress(Exception):
-                logger.warning("no dump could be written to %s: %s", self.folder, error)
+            _log(session, logging.WARNING, f"rank {session.rank} could not write {path}: {error}")
+        else:
+            _log(session, logging.INFO, f"rank {session.rank} wrote {path}")
+
+
+def _log(session: Session, level: int, message: str) -> None:
+    """By way of the loop: the signal may have interrupted this thread in the very stream that is logged to."""
+    with contextlib.suppress(RuntimeError):  # the loop has just been closed
+        session.engine.loop.call_soon_threadsafe(logger.log, level, "%s", message)
 
 
 def _write(whole: Path, records: list[dict[str, Any]]) -> None:
