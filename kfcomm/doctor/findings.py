@@ -91,7 +91,7 @@ def _blocked(diagnosis: Diagnosis) -> Iterator[Finding]:
 def _other_names(diagnosis: Diagnosis) -> Iterator[Finding]:
     """Ranks that miss each other under two names that none of them uses both: misspelt, or in another group."""
     named = [wait for wait in diagnosis.waits if wait.verb not in ("recv", "send") and wait.key.name]
-    for one, other in combinations(named[:MAX_COMPARED], 2):
+    for one, other in combinations(sorted(named[:MAX_COMPARED], key=lambda wait: min(wait.waiting)), 2):
         apart = set(one.waiting) <= set(other.missing) and set(other.waiting) <= set(one.missing)
         if not apart:
             # in two groups, not all ranks are members of both
