@@ -28,7 +28,7 @@ def knock(target: Mapping[str, Any], impostor: Mapping[str, Any], count: int, se
         with contextlib.ExitStack() as stack:
             opened = [stack.enter_context(_connect(target, number)) for number in range(start, start + AT_ONCE)]
             for sock in opened:
-                with contextlib.suppress(ConnectionError):
+                with contextlib.suppress(OSError):  # the other end may be quicker to hang up
                     sock.sendall(next(kinds))
                     sock.shutdown(socket.SHUT_WR)
             for sock in opened:
