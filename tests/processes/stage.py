@@ -208,6 +208,7 @@ class Stage:
             hello = json.loads(_line(connection))
             actor = self._met[hello["label"]] = Actor(hello["label"], hello["pid"], connection)
             self._all.append(actor)
+            connection.sendall(b"!")
         return self._met.pop(label)
 
     def close(self) -> None:
