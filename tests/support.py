@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -51,6 +53,12 @@ async def _to_the_end(coro: Coroutine[Any, Any, T]) -> T:
         await asyncio.sleep(0)
     left = asyncio.all_tasks() - {asyncio.current_task()}
     raise LeftOnLoop("tasks left pending:\n  " + "\n  ".join(sorted(map(repr, left))))
+
+
+def half_close(sock: socket.socket) -> None:
+    """Says that nothing more will be sent; the other end may have been quicker to hang up, with or without a reset."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_WR)
 
 
 def _describe(context: dict[str, Any]) -> str:

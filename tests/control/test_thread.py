@@ -15,7 +15,7 @@ from kfcomm.core.handshake import Identity, Purpose
 from kfcomm.errors import LocalProtocolError
 from kfcomm.transports.sockets import DialRefused
 from tests.control.fakes import ABORT, LEAVE_S, Info, planes
-from tests.support import run
+from tests.support import half_close, run
 
 OPS = [(b"group", f"grad/{index}", 0) for index in range(150)]
 
@@ -367,7 +367,7 @@ def test_garbage_costs_its_connection_only(name):
                 with socket.create_connection(("127.0.0.1", world.infos[0].port)) as stranger:
                     stranger.setblocking(False)
                     await loop.sock_sendall(stranger, GARBAGE[name])
-                    stranger.shutdown(socket.SHUT_WR)
+                    half_close(stranger)
                     assert len(await closed(stranger)) < 1000
             await settled(world)
             assert not any(engine.lost or engine.adopted for engine in world.engines)

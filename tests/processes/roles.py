@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import hashlib
 import json
@@ -149,7 +150,8 @@ async def unplug(me: Actor) -> int:
     """Break every data connection of this rank, as a broken cable would; their number."""
     descriptors = me.comm._session.engine.ends.descriptors()
     for descriptor in descriptors:
-        with socket.socket(fileno=os.dup(descriptor)) as sock:
+        # The other end may have broken it already.
+        with socket.socket(fileno=os.dup(descriptor)) as sock, contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
     return len(descriptors)
 

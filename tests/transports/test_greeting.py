@@ -16,7 +16,7 @@ from kfcomm.transports import greeting
 from kfcomm.transports.greeting import answer, dial, serve
 from kfcomm.transports.sockets import DialRefused, Listener
 from kfcomm.transports.stream import StreamLink
-from tests.support import run
+from tests.support import half_close, run
 from tests.transports.streams import Notes, chunk, sockets
 
 ME, PEER = Identity(0, "uid-0"), Identity(1, "uid-1")
@@ -239,7 +239,7 @@ def test_garbage_costs_its_own_connection_only(data, error, plain):
             sock = socket.create_connection(reception.addresses[1])
             sock.setblocking(False)
             await loop.sock_sendall(sock, data)
-            sock.shutdown(socket.SHUT_WR)
+            half_close(sock)
             await reception.until(lambda reception: reception.refused)
             assert isinstance(reception.refused[0], error)
             with contextlib.suppress(ConnectionResetError):

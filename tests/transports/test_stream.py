@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kfcomm.core.frame import MAX_HEADER_NBYTES, MAX_PAYLOAD_NBYTES, PREFIX, make_encoder
 from kfcomm.errors import LocalProtocolError, RemoteProtocolError, TransportError
 from kfcomm.transports.stream import StreamLink, StreamOptions
-from tests.support import run
+from tests.support import half_close, run
 from tests.transports.streams import BUSY, KINDS, Notes, Owner, against_raw, chunk, linked, noise, sockets
 
 BYE = [7]
@@ -83,7 +83,7 @@ def test_a_peer_may_write_byte_by_byte(kind, plain):
             for header, body in [*frames, (BYE, b"")]:
                 for byte in encode(header, len(body)) + body:
                     await loop.sock_sendall(raw, bytes([byte]))
-            raw.shutdown(socket.SHUT_WR)
+            half_close(raw)
             await notes.until(lambda notes: notes.ends)
             assert notes.frames == frames
             assert notes.ends == [None]
