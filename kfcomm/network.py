@@ -1,7 +1,7 @@
 """The ways between processes: one listening port, a control thread, and stream links opened when they are used.
 
-Which kind of link an edge gets follows from where its ends are: a Unix socket on one host, TCP between hosts;
-``transport`` can forbid either.
+Which kind of link an edge gets follows from where its ends are: shared memory on one host (a Unix socket where that
+cannot be), TCP between hosts; ``transport`` can ask for one kind alone.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from kfcomm.rendezvous.interfaces import choose_address
 from kfcomm.rendezvous.join import close_store, join, open_store
 from kfcomm.rendezvous.settings import Settings, host_and_port
 from kfcomm.transports.greeting import dial
+from kfcomm.transports.shm.greeting import SharingRefused
+from kfcomm.transports.shm.sharing import Sharing
 from kfcomm.transports.sockets import Address, Listener
 from kfcomm.transports.stream import StreamLink
 from kfcomm.types import Layout
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from kfcomm.control.base import ControlEvents, ControlPlane, StatusSource
     from kfcomm.rendezvous.client import StoreClient
     from kfcomm.rendezvous.store import StoreServer
-    from kfcomm.transports.base import Inbound, Link
+    from kfcomm.transports.base import Link, Waiter
 
 logger = logging.getLogger("kfcomm")
 
@@ -38,7 +40,7 @@ DIAL_TIMEOUT_S = 30.0
 class Alone:
     """The network of a world of one: there is nobody to reach."""
 
-    def start(self, inbound: Inbound, events: ControlEvents, status: StatusSource) -> ControlPlane | None:
+    def start(self, inbound: Waiter, events: ControlEvents, status: StatusSource) -> ControlPlane | None:
         """See ``session.Network``."""
         return None
 
@@ -46,9 +48,12 @@ class Alone:
         """Never called: a world of one sends nothing."""
         raise ConfigError("a world of one has no peers")
 
-    def adopt(self, sock: socket.socket, peer: int) -> Link:
+    def adopt(self, sock: socket.socket, peer: int, purpose: Purpose) -> None:
         """Never called: nobody listens."""
         raise ConfigError("a world of one has no peers")
+
+    def forget(self, peer: int) -> None:
+        """Never called: there is nobody to lose."""
 
     def describe(self, peer: int) -> str:
         """See ``session.Network``."""
@@ -83,7 +88,9 @@ class SocketNetwork:
         self._server = server
         self._world = World(settings.rank, self.peers, settings.token or b"", 0)
         self._loop = asyncio.get_running_loop()
-        self._inbound: Inbound
+        self._inbound: Waiter
+        self._sharing: Sharing | None = None
+        self._fallback_said = False
         self._control: ControlThread | None = None
         self._watcher: asyncio.Task[None] | None = None
 
@@ -106,8 +113,8 @@ class SocketNetwork:
             listener = Listener(address, 0, unix=unix)
             me = PeerInfo.here(rank=settings.rank, address=address, port=listener.port, unix=unix)
             peers = await join(settings, me, client)
-            if settings.transport == "unix":
-                _check_one_host(peers)
+            if settings.transport in ("unix", "shm"):
+                _check_one_host(peers, settings.transport)
             return cls(settings, peers, listener, client, server)
         except BaseException:
             if listener is not None:
@@ -117,9 +124,13 @@ class SocketNetwork:
                 await server.close()
             raise
 
-    def start(self, inbound: Inbound, events: ControlEvents, status: StatusSource) -> ControlPlane | None:
+    def start(self, inbound: Waiter, events: ControlEvents, status: StatusSource) -> ControlPlane | None:
         """See ``session.Network``."""
         self._inbound = inbound
+        if self._settings.transport in ("auto", "shm"):
+            local = sum(self._is_here(peer) for peer in range(len(self.peers))) - 1
+            self._sharing = Sharing(self._loop, inbound, local)
+            inbound.attend = self._sharing.hub.wake
         self._control = ControlThread(self._world, self._listener, self._loop, events, status)
         self._control.start()
         self._watcher = self._loop.create_task(self._watch_exits(self._control), name="kfcomm exits")
@@ -127,41 +138,79 @@ class SocketNetwork:
 
     async def connect(self, peer: int) -> Link:
         """See ``session.Network``."""
-        world = self._world
-        dialled = await dial(
-            self._addresses(peer),
-            world.identity(world.rank),
-            world.identity(peer),
-            purpose=Purpose.DATA,
-            token=world.token,
-            epoch=world.epoch,
-            timeout_s=DIAL_TIMEOUT_S,
-        )
-        return StreamLink(dialled.sock, self._loop, self._inbound, peer)
+        if self._shares_with(peer) and self._sharing is not None:
+            try:
+                return await self._sharing.connect(await self._dial(peer, Purpose.SHARED_MEMORY), peer)
+            except SharingRefused as error:
+                if self._settings.transport == "shm":
+                    raise
+                self._say_fallback(peer, error)
+        return StreamLink(await self._dial(peer, Purpose.DATA), self._loop, self._inbound, peer)
 
-    def adopt(self, sock: socket.socket, peer: int) -> Link:
+    def adopt(self, sock: socket.socket, peer: int, purpose: Purpose) -> None:
         """See ``session.Network``."""
-        return StreamLink(sock, self._loop, self._inbound, peer)
+        if purpose is Purpose.SHARED_MEMORY and self._sharing is not None:
+            self._sharing.adopt(sock, peer)
+        elif purpose is Purpose.DATA:
+            self._inbound.opened(StreamLink(sock, self._loop, self._inbound, peer))
+        else:
+            sock.close()
+
+    def forget(self, peer: int) -> None:
+        """See ``session.Network``."""
+        if self._sharing is not None:
+            self._sharing.hub.reclaim(peer)
 
     def describe(self, peer: int) -> str:
         """See ``session.Network``."""
+        if self._shares_with(peer):
+            return "shared memory"
         nearest = self._addresses(peer)[0]
         return f"unix {nearest}" if isinstance(nearest, str) else f"tcp {nearest[0]}:{nearest[1]}"
 
     def descriptors(self) -> list[int]:
         """See ``session.Network``."""
-        return self._control.descriptors() if self._control is not None else []
+        shared = self._sharing.descriptors() if self._sharing is not None else []
+        return [*shared, *(self._control.descriptors() if self._control is not None else ())]
 
     async def close(self) -> None:
         """See ``session.Network``."""
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
+        if self._sharing is not None:
+            await self._sharing.close()
         await close_store(self._settings, self._me, self._client, self._server)
+
+    async def _dial(self, peer: int, purpose: Purpose) -> socket.socket:
+        world = self._world
+        addresses = self._addresses(peer)
+        dialled = await dial(
+            addresses[:1] if purpose is Purpose.SHARED_MEMORY else addresses,
+            world.identity(world.rank),
+            world.identity(peer),
+            purpose=purpose,
+            token=world.token,
+            epoch=world.epoch,
+            timeout_s=DIAL_TIMEOUT_S,
+        )
+        return dialled.sock
 
     def _addresses(self, peer: int) -> tuple[Address, ...]:
         addresses = addresses_of(self.peers[peer], seen_from=self._me)
-        return addresses[:1] if self._settings.transport == "unix" else addresses
+        return addresses[:1] if self._settings.transport in ("unix", "shm") else addresses
+
+    def _is_here(self, peer: int) -> bool:
+        return self.layout.hosts[peer] == self.layout.hosts[self._me.rank]
+
+    def _shares_with(self, peer: int) -> bool:
+        """Descriptors can be passed over Unix sockets only."""
+        return self._sharing is not None and isinstance(self._addresses(peer)[0], str)
+
+    def _say_fallback(self, peer: int, error: SharingRefused) -> None:
+        if not self._fallback_said:
+            self._fallback_said = True
+            logger.warning("rank %d and rank %d use Unix sockets, not shared memory: %s", self._me.rank, peer, error)
 
     async def _watch_exits(self, control: ControlThread) -> None:
         """The launcher sees processes end that leave their sockets open in a child of theirs."""
@@ -173,8 +222,9 @@ class SocketNetwork:
             logger.debug("rank %d hears no more of exits: %s", self._me.rank, error)
 
 
-def _check_one_host(peers: Sequence[PeerInfo]) -> None:
+def _check_one_host(peers: Sequence[PeerInfo], transport: str) -> None:
     here = host_id()
     others = [peer.rank for peer in peers if peer.host != here]
     if others:
-        raise ConfigError(f"transport 'unix' cannot reach ranks {others[:16]}, which are on other hosts; use 'auto'")
+        there = f"ranks {others[:16]}, which are on other hosts"
+        raise ConfigError(f"transport {transport!r} cannot reach {there}; use 'auto'")

@@ -24,9 +24,10 @@ from typing import Any, Protocol
 from kfcomm.control.base import ControlEvents, ControlPlane, StatusSource
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import GroupView
+from kfcomm.core.handshake import Purpose
 from kfcomm.errors import SessionClosed
 from kfcomm.runtime.engine import Engine
-from kfcomm.transports.base import Inbound, Link
+from kfcomm.transports.base import Link, Waiter
 from kfcomm.types import Layout
 
 logger = logging.getLogger("kfcomm")
@@ -41,7 +42,7 @@ LOAD_EVERY_S = 0.1
 class Network(Protocol):
     """The ways from one rank to all others."""
 
-    def start(self, inbound: Inbound, events: ControlEvents, status: StatusSource) -> ControlPlane | None:
+    def start(self, inbound: Waiter, events: ControlEvents, status: StatusSource) -> ControlPlane | None:
         """Begin; returns the control plane, or None in a world of one."""
 
     async def connect(self, peer: int) -> Link:
@@ -51,8 +52,11 @@ class Network(Protocol):
             TransportError: it cannot be reached.
         """
 
-    def adopt(self, sock: socket.socket, peer: int) -> Link:
-        """Make a link of a data connection that a peer opened."""
+    def adopt(self, sock: socket.socket, peer: int, purpose: Purpose) -> None:
+        """Make a link of a connection that a peer opened; ``Inbound.opened`` follows."""
+
+    def forget(self, peer: int) -> None:
+        """A peer is gone for good: what is kept for it is not needed any more."""
 
     def describe(self, peer: int) -> str:
         """The way to a peer, in words."""
@@ -116,12 +120,12 @@ class Session:
 
     # ---------------------------------------------------------------- ControlEvents
 
-    def adopt(self, sock: socket.socket, rank: int) -> None:
-        """A peer opened a data connection."""
+    def adopt(self, sock: socket.socket, rank: int, purpose: Purpose) -> None:
+        """A peer opened a connection for data."""
         if self._closed is not None:
             sock.close()
         else:
-            self.engine.opened(self.network.adopt(sock, rank))
+            self.network.adopt(sock, rank, purpose)
 
     def on_abort(self, group: bytes, key: str, seq: int, cause: list[Any]) -> None:
         """A collective failed elsewhere."""
@@ -132,6 +136,7 @@ class Session:
         logger.warning("rank %d: rank %d is lost: %s", self.rank, rank, reason)
         self.engine.recorder.note("lost", f"rank {rank}", -1, reason)
         self.engine.on_peer_lost(rank, reason)
+        self.network.forget(rank)
 
     def on_leaving(self, rank: int) -> None:
         """A rank posts nothing more: what it has not posted by now fails here."""

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kfcomm.core.gossip import Op
+from kfcomm.core.handshake import Purpose
 
 Answer = Callable[[int, list[bool], str], None]
 """``answer(rank, posted, activity)``: ``posted[i]`` is about the i-th op of the question."""
@@ -27,8 +28,8 @@ Answer = Callable[[int, list[bool], str], None]
 class ControlEvents(Protocol):
     """Who hears the news (the engine). All calls come on the engine's loop."""
 
-    def adopt(self, sock: socket.socket, rank: int) -> None:
-        """``rank`` has opened a data connection and proven who it is; the non-blocking socket is the engine's now."""
+    def adopt(self, sock: socket.socket, rank: int, purpose: Purpose) -> None:
+        """``rank`` has opened a connection for data and proven who it is; the socket is the engine's now."""
 
     def on_abort(self, group: bytes, key: str, seq: int, cause: list[Any]) -> None:
         """A collective failed elsewhere; ``cause`` is as in `kfcomm.core.cause.Cause.to_wire`."""

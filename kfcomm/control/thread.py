@@ -293,7 +293,7 @@ class ControlThread:
             if hello.purpose is Purpose.CONTROL:
                 node.links.add(hello.rank, sock)
             else:
-                self._upcalls.adopt(sock, hello.rank)
+                self._upcalls.adopt(sock, hello.rank, hello.purpose)
 
         await serve(self._listener, shake, welcome=welcome, refused=_log_refusal)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kfcomm.control.base import ControlEvents
+from kfcomm.core.handshake import Purpose
 
 _LOG = logging.getLogger("kfcomm.control")
 
@@ -26,12 +27,12 @@ class Upcalls:
         self._events = events
         self._closed = False
         self._numbers = itertools.count()
-        self._offered: dict[int, tuple[socket.socket, int]] = {}
+        self._offered: dict[int, tuple[socket.socket, int, Purpose]] = {}
 
-    def adopt(self, sock: socket.socket, rank: int) -> None:
+    def adopt(self, sock: socket.socket, rank: int, purpose: Purpose) -> None:
         """Hand a data connection over; it is closed if there is nobody to take it."""
         number = next(self._numbers)
-        self._offered[number] = (sock, rank)
+        self._offered[number] = (sock, rank, purpose)
         if not self.post(self._take, number):
             self._close_offered()
 
@@ -80,7 +81,7 @@ class Upcalls:
     def _close_offered(self) -> None:
         while self._offered:
             try:
-                _, (sock, _) = self._offered.popitem()
+                _, (sock, *_) = self._offered.popitem()
             except KeyError:  # the engine took the last one just now
                 return
             sock.close()

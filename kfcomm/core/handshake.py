@@ -47,6 +47,8 @@ class Purpose(IntEnum):
 
     DATA = 0
     CONTROL = 1
+    SHARED_MEMORY = 2
+    """Data that does not travel on the connection."""
 
 
 class Outcome(Enum):

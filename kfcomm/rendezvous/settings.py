@@ -19,7 +19,7 @@ from kfcomm.rendezvous.interfaces import LOOPBACK, is_loopback
 from kfcomm.rendezvous.token import HOW_TO_SET, given_token, user_token
 from kfcomm.rendezvous.worlds import FINDERS, Source, World
 
-TRANSPORTS = ("auto", "tcp", "unix")
+TRANSPORTS = ("auto", "tcp", "unix", "shm")
 
 
 class Arguments(TypedDict, total=False):

@@ -7,9 +7,12 @@ from the allocator, so that what was accepted can always be absorbed.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from kfcomm.transports.base import Link
 
 BLOCK_NBYTES = 1 << 20
 MAX_BLOCKS = 16
@@ -43,18 +46,20 @@ class Payload:
     Attributes:
         view: the bytes.
         owner: the operation whose memory ``view`` is part of, if it was placed in a result.
-        borrowed: ``view`` may be read during the current call only.
+        lender: the link on which it came, if ``view`` may be read during the current call only; else None.
         ticket: what the router said of the chunk, while it is still arriving.
     """
 
-    __slots__ = ("_block", "borrowed", "owner", "ticket", "view")
+    __slots__ = ("_block", "_loan", "_loaned_by", "lender", "owner", "ticket", "view")
 
-    def __init__(self, view: memoryview, *, owner: Any = None, borrowed: bool = False) -> None:
+    def __init__(self, view: memoryview, *, owner: Any = None, lender: Link | None = None) -> None:
         self.view = view
         self.owner = owner
-        self.borrowed = borrowed
+        self.lender = lender
         self.ticket: Any = None
         self._block: memoryview | None = None
+        self._loaned_by: Link | None = None
+        self._loan: Any = None
 
     @classmethod
     def held(cls, pool: BlockPool, nbytes: int) -> Payload:
@@ -64,15 +69,27 @@ class Payload:
         payload._block = block
         return payload
 
-    def keep(self) -> None:
-        """Make a borrowed payload last."""
-        if self.borrowed:
-            self.view = memoryview(bytes(self.view))
-            self.borrowed = False
+    def keep(self, pool: BlockPool) -> None:
+        """Make a borrowed payload last a little: by borrowing it for longer where that can be."""
+        if self.lender is not None:
+            self._loan = self.lender.lend()
+            if self._loan is None:
+                self.copy(pool)
+            else:
+                self._loaned_by, self.lender = self.lender, None
 
-    def forwarded(self) -> None:
+    def copy(self, pool: BlockPool) -> None:
+        """Make a borrowed payload last for as long as may be."""
+        if self.lender is not None:
+            self.lender = None
+            nbytes = len(self.view)
+            block = pool.take(nbytes)
+            block[:nbytes] = self.view
+            self.view, self._block = block[:nbytes], block
+
+    def forwarded(self, pool: BlockPool) -> None:
         """A link reads it from now on: its block cannot be used again."""
-        self.keep()
+        self.copy(pool)
         self._block = None
 
     def release(self, pool: BlockPool) -> None:
@@ -80,3 +97,6 @@ class Payload:
         if self._block is not None:
             pool.give(self._block)
             self._block = None
+        elif self._loaned_by is not None:
+            self._loaned_by.give_back(self._loan)
+            self._loaned_by = None

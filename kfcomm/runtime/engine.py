@@ -96,6 +96,7 @@ class Engine:
         self.receivers: list[Callable[[], list[dict[str, Any]]]] = []
         self.ends = Ends(connect, loop, self._link_broken)
         self.patience = Patience(rank, loop, stall_after_s, announce=self._announce, abort=self.abort)
+        self.attend: Callable[[], None] = _nothing
         self._pool = BlockPool()
         self._ended = ""
         self._warn_at = WARN_AT_NAMES
@@ -135,6 +136,7 @@ class Engine:
         self.patience.begin(operation, timeout_s)
         self._perform(effects)
         self.ends.flush_soon()
+        self.attend()
 
     def refuse(self, group: GroupView, name: str, message: str, *, seq: int | None = None) -> None:
         """A call failed its local checks: the other ranks' calls under this name fail too."""
@@ -177,6 +179,11 @@ class Engine:
         """Say goodbye on every link and wait, bounded, until the peers have; then close what is left."""
         self.patience.close()
         await self.ends.close(timeout_s)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something is in flight on this rank."""
+        return bool(self.router.live)
 
     @property
     def control(self) -> ControlPlane | None:
@@ -226,7 +233,7 @@ class Engine:
         kind = header[0]
         if type(state) is Incoming:
             if kind == CHUNK:
-                self._chunk(state, header, payload, effects)
+                self._chunk(link, state, header, payload, effects)
             elif kind == KEY:
                 self.router.define_key(state, header[1], header[2], header[3], effects)
             elif kind == SIGNATURE:
@@ -322,7 +329,7 @@ class Engine:
         elif tag == COPY:
             operation.copy(effect[2], effect[3])
         elif tag == HOLD:
-            effect[2].keep()
+            effect[2].keep(self._pool)
         elif tag == DONE:
             self._done(collective, operation)
 
@@ -354,7 +361,7 @@ class Engine:
         peer = collective.group.members[to]
         outlet = self.ends.to(peer)
         if source == PAYLOAD:
-            payload.forwarded()
+            payload.forwarded(self._pool)
             view = payload.view
         else:
             view = operation.bytes_of(lane, index, source)
@@ -365,7 +372,8 @@ class Engine:
         if header is None:
             return
         # Without payload too: who is done may block its loop or exit, so its frames must have left by then.
-        outlet.send(header, view if nbytes else None, operation)
+        if outlet.send(header, view if nbytes else None, operation):
+            self._sent(operation)
 
     def _done(self, collective: Collective, operation: Operation) -> None:
         self.router.complete(collective)
@@ -427,13 +435,13 @@ class Engine:
 
     # ---------------------------------------------------------------- chunks and links
 
-    def _chunk(self, state: Incoming, header: Header, view: memoryview, effects: Effects) -> None:
+    def _chunk(self, link: Link, state: Incoming, header: Header, view: memoryview, effects: Effects) -> None:
         ticket = self.router.match(state, header, len(view), effects)
         if ticket is None:
             return
-        payload = Payload(view, borrowed=True)
+        payload = Payload(view, lender=link)
         if type(ticket[0]) is Early:
-            payload.keep()
+            payload.copy(self._pool)  # nobody knows for how long: what is lent may hold up its sender
         self.router.arrived(ticket, payload, effects)
 
     def _room(self, ticket: Any, nbytes: int) -> Payload:
@@ -453,3 +461,7 @@ class Engine:
                 for header in self.router.announce(outlet.state, collective):
                     outlet.send(header)
         self.ends.flush_soon()
+
+
+def _nothing() -> None:
+    """Nobody has to be told."""

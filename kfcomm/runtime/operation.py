@@ -54,6 +54,7 @@ class Operation:
         "_in_view",
         "_item",
         "_kernel",
+        "_last",
         "_out",
         "_out_view",
         "_partial",
@@ -98,6 +99,7 @@ class Operation:
         self._in_view: memoryview | None = None
         self._partial_view: memoryview | None = None
         self._out_view: memoryview | None = None
+        self._last: tuple[Lane, int, int, memoryview] | None = None
 
     def sent(self) -> None:
         """A link no longer reads one of this operation's payloads."""
@@ -130,9 +132,15 @@ class Operation:
         self._chunk = collective.program.chunk_elements
 
     def bytes_of(self, lane: Lane, index: int, source: int) -> memoryview:
-        """The bytes of one chunk of the input, the partial result or the result."""
+        """The bytes of one chunk of the input, the partial result or the result.
+
+        The same view again when it was asked for last: by that links know that one copy serves several peers.
+        """
         if not lane.count:
             return _EMPTY
+        last = self._last
+        if last is not None and last[1] == index and last[0] is lane and last[2] == source:
+            return last[3]
         item = self._item
         if source == INPUT:
             view = self._in_view
@@ -150,7 +158,9 @@ class Operation:
         start = index * self._chunk
         stop = min(start + self._chunk, lane.count)
         offset = self._offset(lane, source)
-        return view[(offset + start) * item : (offset + stop) * item]
+        view = view[(offset + start) * item : (offset + stop) * item]
+        self._last = (lane, index, source, view)
+        return view
 
     def fold(self, lane: Lane, index: int, payload: Payload, first: bool) -> None:
         """Make the partial result: (input if first else partial) ∘ payload."""

@@ -24,23 +24,26 @@ class Outlet:
     def __init__(self, peer: int) -> None:
         self.state = Outgoing(peer)
         self.link: Link | None = None
-        self._backlog: list[tuple[Header, memoryview | None, Owner | None]] = []
+        self._backlog: list[tuple[Header, memoryview | None, Owner | None, int]] = []
 
     def attach(self, link: Link) -> None:
         """The link is open: send what has waited."""
         self.link = link
         link.state = self.state
         backlog, self._backlog = self._backlog, []
-        for header, payload, owner in backlog:
-            link.send(header, payload, owner)
+        for header, payload, owner, priority in backlog:
+            if link.send(header, payload, owner, priority) and owner is not None:
+                owner.sent()
         link.flush()
 
-    def send(self, header: Header, payload: memoryview | None = None, owner: Owner | None = None) -> None:
-        """Queue a frame; see ``Link.send``."""
+    def send(
+        self, header: Header, payload: memoryview | None = None, owner: Owner | None = None, priority: int = 0
+    ) -> bool:
+        """Send or queue a frame; see ``Link.send``."""
         if self.link is None:
-            self._backlog.append((header, payload, owner))
-        else:
-            self.link.send(header, payload, owner)
+            self._backlog.append((header, payload, owner, priority))
+            return False
+        return self.link.send(header, payload, owner, priority)
 
     def flush(self) -> None:
         """Move queued frames, if there is a link."""
@@ -51,6 +54,6 @@ class Outlet:
         """Forget an owner's memory; the headers of its frames that were dropped."""
         if self.link is not None:
             return list(self.link.withdraw(owner))
-        dropped = [header for header, _, other in self._backlog if other is owner]
+        dropped = [header for header, _, other, _ in self._backlog if other is owner]
         self._backlog = [frame for frame in self._backlog if frame[2] is not owner]
         return dropped

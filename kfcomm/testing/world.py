@@ -6,15 +6,16 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from kfcomm.communicator import Communicator
 from kfcomm.control import MemoryHub
 from kfcomm.control.base import ControlEvents, ControlPlane, StatusSource
+from kfcomm.core.handshake import Purpose
 from kfcomm.errors import TransportError
 from kfcomm.session import Session
-from kfcomm.transports.base import Inbound, Link
-from kfcomm.transports.memory import MemoryNetwork
+from kfcomm.testing.links import InMemory, InSharedMemory, Links
+from kfcomm.transports.base import Link, Waiter
 from kfcomm.types import Layout
 
 T = TypeVar("T")
@@ -23,24 +24,28 @@ T = TypeVar("T")
 class _Way:
     """The network of one rank; implements ``session.Network``."""
 
-    def __init__(self, rank: int, links: MemoryNetwork, hub: MemoryHub, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, rank: int, links: Links, hub: MemoryHub, loop: asyncio.AbstractEventLoop) -> None:
         self._rank = rank
         self._links = links
         self._hub = hub
         self._loop = loop
 
-    def start(self, inbound: Inbound, events: ControlEvents, status: StatusSource) -> ControlPlane | None:
+    def start(self, inbound: Waiter, events: ControlEvents, status: StatusSource) -> ControlPlane | None:
         """See ``session.Network``."""
         self._links.add(self._rank, inbound)
         return self._hub.join(self._rank, self._loop, events, status)
 
     async def connect(self, peer: int) -> Link:
         """See ``session.Network``."""
-        return self._links.connect(self._rank, peer)
+        return await self._links.connect(self._rank, peer)
 
-    def adopt(self, sock: socket.socket, peer: int) -> Link:
+    def adopt(self, sock: socket.socket, peer: int, purpose: Purpose) -> None:
         """Never called: there are no sockets."""
         raise TransportError("a world in memory has no sockets")
+
+    def forget(self, peer: int) -> None:
+        """See ``session.Network``."""
+        self._links.forget(self._rank, peer)
 
     def describe(self, peer: int) -> str:
         """See ``session.Network``."""
@@ -51,7 +56,8 @@ class _Way:
         return []
 
     async def close(self) -> None:
-        """Nothing to close."""
+        """See ``session.Network``."""
+        await self._links.close(self._rank)
 
 
 class MemoryWorld(Sequence[Communicator]):
@@ -63,6 +69,7 @@ class MemoryWorld(Sequence[Communicator]):
         strategy: see ``Communicator.set_strategy``.
         timeout_s: default timeout of the collectives, in seconds.
         stall_after_s: after how long a wait is reported, in seconds.
+        transport: ``memory``, or ``shm`` for links through shared memory, as processes of one host have them.
     """
 
     def __init__(
@@ -73,9 +80,10 @@ class MemoryWorld(Sequence[Communicator]):
         strategy: Any = "auto",
         timeout_s: float = 300.0,
         stall_after_s: float = 10.0,
+        transport: Literal["memory", "shm"] = "memory",
     ) -> None:
         loop = asyncio.get_running_loop()
-        self._links = MemoryNetwork(loop)
+        self._links: Links = InSharedMemory(loop, size) if transport == "shm" else InMemory(loop)
         self._hub = MemoryHub(size)
         layout = Layout.even(size, hosts)
         sessions = [
@@ -115,11 +123,9 @@ class MemoryWorld(Sequence[Communicator]):
 
 
 @asynccontextmanager
-async def world(
-    size: int, *, hosts: int = 1, strategy: Any = "auto", timeout_s: float = 300.0, stall_after_s: float = 10.0
-) -> AsyncIterator[MemoryWorld]:
-    """A world of ``size`` ranks in this process, on the running loop; closed at the end. See ``MemoryWorld``."""
-    made = MemoryWorld(size, hosts=hosts, strategy=strategy, timeout_s=timeout_s, stall_after_s=stall_after_s)
+async def world(size: int, **options: Any) -> AsyncIterator[MemoryWorld]:
+    """A world of ``size`` ranks in this process, on the running loop; closed at the end. Options: ``MemoryWorld``."""
+    made = MemoryWorld(size, **options)
     try:
         yield made
     finally:

@@ -14,7 +14,7 @@ What always holds:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kfcomm.core.frame import Header
@@ -42,8 +42,16 @@ class Link(Protocol):
     state: Any
     """A slot for the user of the link; the link never looks at it."""
 
-    def send(self, header: Header, payload: memoryview | None = None, owner: Owner | None = None) -> None:
-        """Queue a frame; ``owner.sent()`` is called when its payload is no longer read. Never blocks or raises."""
+    def send(
+        self, header: Header, payload: memoryview | None = None, owner: Owner | None = None, priority: int = 0
+    ) -> bool:
+        """Send a frame, or queue it: chunks of a larger ``priority`` first. Never blocks.
+
+        Returns:
+            True if the payload was read before the call returned. Else ``owner.sent()`` is called when it is no
+            longer read.
+        """
+        ...
 
     def flush(self) -> None:
         """Move queued frames as far as the peer takes them; the rest follows by itself."""
@@ -61,6 +69,15 @@ class Link(Protocol):
 
     def close(self) -> None:
         """Say goodbye after what is queued, then close. Calling it again does nothing."""
+
+    def lend(self) -> Any:
+        """Inside ``Inbound.receive``: keep the payload readable after the call, until ``give_back`` of this loan.
+
+        None: that cannot be; copy it.
+        """
+
+    def give_back(self, loan: Any) -> None:
+        """What was lent is read no more."""
 
     def descriptors(self) -> Sequence[int]:
         """File descriptors that a forked child must let go of."""
@@ -93,3 +110,17 @@ class Inbound(Protocol):
 
     def lost(self, link: Link, error: BaseException | None) -> None:
         """The link is gone: ``None`` after the peer's goodbye, else why. Nothing follows."""
+
+
+class Waiter(Inbound, Protocol):
+    """An ``Inbound`` that knows when it waits, for transports that look for arrivals.
+
+    Attributes:
+        attend: set by the transport; called when this rank begins to wait for something.
+    """
+
+    attend: Callable[[], None]
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something is in flight on this rank."""

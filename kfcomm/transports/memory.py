@@ -73,9 +73,12 @@ class MemoryLink:
         self._scheduled = False
         self._closing = False
 
-    def send(self, header: Header, payload: memoryview | None = None, owner: Owner | None = None) -> None:
+    def send(
+        self, header: Header, payload: memoryview | None = None, owner: Owner | None = None, priority: int = 0
+    ) -> bool:
         """See ``Link.send``."""
         self._queue.append((header, payload, owner))
+        return False
 
     def flush(self) -> None:
         """See ``Link.flush``."""
@@ -92,6 +95,12 @@ class MemoryLink:
 
     def disown(self, owner: object) -> None:
         """See ``Link.disown``; payloads are never placed here, so there is nothing to do."""
+
+    def lend(self) -> None:
+        """See ``Link.lend``: the sender's memory is free again after the call."""
+
+    def give_back(self, loan: None) -> None:
+        """Nothing is lent."""
 
     def close(self) -> None:
         """See ``Link.close``."""

@@ -137,7 +137,9 @@ class StreamLink:
 
     # Sending.
 
-    def send(self, header: Header, payload: memoryview | None = None, owner: Owner | None = None) -> None:
+    def send(
+        self, header: Header, payload: memoryview | None = None, owner: Owner | None = None, priority: int = 0
+    ) -> bool:
         """Queue a frame; ``payload`` is a contiguous view of bytes. On a closed link the frame is dropped.
 
         Raises:
@@ -149,6 +151,7 @@ class StreamLink:
         elif owner is not None:
             self._done.append(owner)
             self._loop.call_soon(self._tell_owners)
+        return False
 
     def flush(self) -> None:
         """Move queued frames as far as the kernel takes them; the rest follows by itself."""
@@ -357,6 +360,12 @@ class StreamLink:
         if not (self._writer_on or self._flushing):
             self._writer_on = True
             self._loop.add_writer(self._fd, self._drain)
+
+    def lend(self) -> None:
+        """See ``Link.lend``: what is whole on arrival is in the staging buffer, which is needed again at once."""
+
+    def give_back(self, loan: None) -> None:
+        """Nothing is lent."""
 
     def descriptors(self) -> tuple[int, ...]:
         """The socket's descriptor while the link is open."""

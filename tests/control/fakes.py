@@ -65,7 +65,7 @@ class Engine:
     answers: list[tuple[int, list[bool], str]] = field(default_factory=list)
     adopted: list[tuple[socket.socket, int]] = field(default_factory=list)
 
-    def adopt(self, sock: socket.socket, rank: int) -> None:
+    def adopt(self, sock: socket.socket, rank: int, purpose: Purpose) -> None:
         self.adopted.append((sock, rank))
         self.notes.changed()
 

@@ -28,7 +28,7 @@ STRATEGIES = (
     *("star", "ring", "clique", "tree", "binary_tree", "binary_tree_star"),
     *("multi_binary_tree_star", "multi_star", "binomial", "auto"),
 )
-TRANSPORTS = ("tcp", "unix", "auto")
+TRANSPORTS = ("tcp", "unix", "shm")
 APIS = ("async", "sync")
 DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),

@@ -33,7 +33,7 @@ def _sizes(comms: Any) -> list[dict[str, int]]:
             "slots": comm._blobs._num_slots,
             "outlets": len(comm._session.engine.ends._outlets),
             "incoming": len(comm._session.engine.ends._incoming),
-            "links": len(comms._links._links),
+            "links": len(comms._links._network._links),
         }
         for comm in comms
     ]

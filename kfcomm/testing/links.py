@@ -1,0 +1,113 @@
+"""The links of a world in one process: in memory, or through shared memory as between processes of one host."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from typing import Protocol
+
+from kfcomm.errors import TransportError
+from kfcomm.transports.base import Link, Waiter
+from kfcomm.transports.memory import MemoryNetwork
+from kfcomm.transports.shm.sharing import Sharing
+
+
+class Links(Protocol):
+    """What joins the ranks of a world."""
+
+    def add(self, rank: int, waiter: Waiter) -> None:
+        """``waiter`` hears what the others send to ``rank``."""
+
+    async def connect(self, rank: int, peer: int) -> Link:
+        """A link from ``rank`` to ``peer``."""
+
+    def cut(self, rank: int, *, reason: str) -> None:
+        """Break every link of ``rank``, as when its process dies; it can connect no more."""
+
+    def unplug(self, rank: int) -> None:
+        """Break every link of ``rank`` that is open now; new ones can be opened."""
+
+    def forget(self, rank: int, peer: int) -> None:
+        """``rank`` keeps nothing for ``peer`` any more."""
+
+    async def close(self, rank: int) -> None:
+        """``rank`` has ended its links."""
+
+
+class InMemory:
+    """Payloads are shown to the receiver in the sender's own memory."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._network = MemoryNetwork(loop)
+
+    def add(self, rank: int, waiter: Waiter) -> None:
+        """See `Links.add`."""
+        self._network.add(rank, waiter)
+
+    async def connect(self, rank: int, peer: int) -> Link:
+        """See `Links.connect`."""
+        return self._network.connect(rank, peer)
+
+    def cut(self, rank: int, *, reason: str) -> None:
+        """See `Links.cut`."""
+        self._network.cut(rank, reason=reason)
+
+    def unplug(self, rank: int) -> None:
+        """See `Links.unplug`."""
+        self._network.unplug(rank)
+
+    def forget(self, rank: int, peer: int) -> None:
+        """Nothing is kept."""
+
+    async def close(self, rank: int) -> None:
+        """Nothing to close."""
+
+
+class InSharedMemory:
+    """Everything as between processes: arenas, rings, and socket pairs in place of dialled connections."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, size: int) -> None:
+        self._loop = loop
+        self._size = size
+        self._ranks: dict[int, Sharing] = {}
+        self._cut: set[int] = set()
+
+    def add(self, rank: int, waiter: Waiter) -> None:
+        """See `Links.add`."""
+        sharing = self._ranks[rank] = Sharing(self._loop, waiter, self._size - 1)
+        waiter.attend = sharing.hub.wake
+
+    async def connect(self, rank: int, peer: int) -> Link:
+        """See `Links.connect`.
+
+        Raises:
+            TransportError: the peer is not there, or was cut off.
+        """
+        if peer in self._cut or rank in self._cut:
+            raise TransportError(f"rank {peer} is not in this world")
+        near, far = socket.socketpair()
+        near.setblocking(False)
+        far.setblocking(False)
+        self._ranks[peer].adopt(far, rank)
+        return await self._ranks[rank].connect(near, peer)
+
+    def cut(self, rank: int, *, reason: str) -> None:
+        """See `Links.cut`."""
+        self._cut.add(rank)
+        self.unplug(rank)
+
+    def unplug(self, rank: int) -> None:
+        """See `Links.unplug`."""
+        for descriptor in self._ranks[rank].hub.descriptors():
+            with socket.socket(fileno=os.dup(descriptor)) as sock, contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def forget(self, rank: int, peer: int) -> None:
+        """See `Links.forget`."""
+        self._ranks[rank].hub.reclaim(peer)
+
+    async def close(self, rank: int) -> None:
+        """See `Links.close`."""
+        await self._ranks[rank].close()

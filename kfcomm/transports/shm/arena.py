@@ -1,0 +1,106 @@
+"""The memory from which one process shows payloads to its peers: pieces, handed out and counted.
+
+The arena is cut into slabs, and a slab into pieces of one size when pieces of that size are first needed; a slab none
+of whose pieces is in use can be cut anew. The piece used last is handed out first, since it is still in the cache.
+
+What always holds: a piece is in use from ``publish`` until every reader has been released; its bytes do not change
+meanwhile. This module knows neither links nor what a payload means.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+
+from kfcomm.transports.shm.segment import create
+
+SLAB_NBYTES = 1 << 20
+PIECE_NBYTES = (8 << 10, 32 << 10, 128 << 10, 256 << 10, 512 << 10, SLAB_NBYTES)
+
+
+class Arena:
+    """Pieces of ``num_slabs`` MiB; closed by dropping it.
+
+    Attributes:
+        descriptor: of the segment, to be passed to peers.
+        nbytes: its size.
+    """
+
+    def __init__(self, num_slabs: int) -> None:
+        self.nbytes = num_slabs * SLAB_NBYTES
+        self.descriptor, mapping = create("kfcomm-arena", self.nbytes)
+        self._view = memoryview(mapping)
+        self._idle_slabs = list(range(num_slabs - 1, -1, -1))
+        self._free: tuple[list[int], ...] = tuple([] for _ in PIECE_NBYTES)
+        self._size_of_slab = [0] * num_slabs
+        self._used_of_slab = [0] * num_slabs
+        self._readers: dict[int, int] = {}
+        self._last: memoryview | None = None
+        self._last_piece = 0
+
+    @property
+    def pieces_in_use(self) -> int:
+        """Pieces that somebody may still read."""
+        return len(self._readers)
+
+    def publish(self, payload: memoryview) -> int | None:
+        """Copy a payload to a piece with one reader: its offset, or None if there is no room now.
+
+        The same view shown again while the piece is in use is not copied again: it gets one more reader.
+        """
+        if payload is self._last:
+            piece = self._last_piece
+            self._readers[piece] += 1
+            return piece
+        nbytes = len(payload)
+        size = bisect_left(PIECE_NBYTES, nbytes)
+        free = self._free[size]
+        if not free and not self._cut(size):
+            return None
+        piece = free.pop()
+        self._view[piece : piece + nbytes] = payload
+        self._used_of_slab[piece // SLAB_NBYTES] += 1
+        self._readers[piece] = 1
+        self._last, self._last_piece = payload, piece
+        return piece
+
+    def release(self, piece: int) -> None:
+        """One reader less."""
+        readers = self._readers
+        left = readers[piece] - 1
+        if left:
+            readers[piece] = left
+            return
+        del readers[piece]
+        if piece == self._last_piece:
+            self._last = None
+        slab = piece // SLAB_NBYTES
+        self._used_of_slab[slab] -= 1
+        self._free[self._size_of_slab[slab]].append(piece)
+
+    def close(self) -> None:
+        """Nothing more is published. The memory goes when the last view of it does."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+        self._last = None
+
+    def _cut(self, size: int) -> bool:
+        """Make pieces of one more slab; False if all are in use."""
+        if not self._idle_slabs:
+            self._gather_idle_slabs()
+            if not self._idle_slabs:
+                return False
+        slab = self._idle_slabs.pop()
+        self._size_of_slab[slab] = size
+        start = slab * SLAB_NBYTES
+        pieces = range(start, start + SLAB_NBYTES, PIECE_NBYTES[size])
+        self._free[size].extend(reversed(pieces))
+        return True
+
+    def _gather_idle_slabs(self) -> None:
+        """Take back slabs whose pieces are all free. Costs O(pieces), and comes when sizes change."""
+        idle = {slab for slab, used in enumerate(self._used_of_slab) if not used}
+        for free in self._free:
+            free[:] = [piece for piece in free if piece // SLAB_NBYTES not in idle]
+        self._idle_slabs = sorted(idle, reverse=True)

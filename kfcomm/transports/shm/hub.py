@@ -1,0 +1,128 @@
+"""All shared-memory links of one process: they are looked at together, and rest together.
+
+While something is in flight, or has just been, the hub looks at every ring again and again, and lets others run in
+between (sched_yield(2): it costs 1 µs where nobody else wants to, while any sleep would cost 50). After a while
+without news it *parks*: every link is told that its peer must ring from now on, and the loop has nothing more to do.
+So an idle process costs nothing.
+
+What always holds: before it rests, the hub looks once more, after all have been told; so no news is slept over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+
+from kfcomm.transports.shm.link import ShmLink
+from kfcomm.transports.shm.publisher import Publisher
+from kfcomm.transports.shm.shared import Fence
+
+SPIN_S = 1e-3
+"""Of fruitless looking before the hub parks while something is in flight; a wake-up costs up to a tenth of it."""
+LINGER_S = 2e-4
+"""The same when nothing is: the next collective of a loop comes soon."""
+LOOKS = 16
+"""Fruitless looks before the loop gets its turn."""
+BACKSTOP_S = 0.05
+"""No rest is longer than this while something is in flight."""
+
+
+class Hub:
+    """Looks after links; see the module.
+
+    Args:
+        loop: where everything here runs.
+        is_waiting: whether something is in flight on this rank.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, is_waiting: Callable[[], bool]) -> None:
+        self._loop = loop
+        self._is_waiting = is_waiting
+        self._links: tuple[ShmLink, ...] = ()
+        self._ended: list[Publisher] = []
+        self._fence = Fence()
+        self._is_awake = False
+        self._quiet_since_s = 0.0
+        self._backstop: asyncio.TimerHandle | None = None
+
+    def add(self, link: ShmLink) -> None:
+        """A new link."""
+        self._links = (*self._links, link)
+        if self._is_awake:
+            link.unpark()
+        self.wake()
+
+    def remove(self, link: ShmLink) -> None:
+        """A link has ended. What its peer may still read is kept until the peer has said that it does not."""
+        self._links = tuple(one for one in self._links if one is not link)
+        if isinstance(link, Publisher):
+            self._ended.append(link)
+            self.reclaim()
+
+    def reclaim(self, gone: int | None = None) -> None:
+        """Free what nobody reads any more; ``gone``: a peer that is known to have ended."""
+        for link in list(self._ended):
+            if link.peer == gone or link.may_reuse():
+                link.free_pieces()
+                self._ended.remove(link)
+
+    def wake(self) -> None:
+        """Something is in flight, or has arrived: look until it is quiet. Costs 0.1 µs when awake."""
+        self._quiet_since_s = 0.0
+        if not self._is_awake and self._links:
+            self._is_awake = True
+            for link in self._links:
+                link.unpark()
+            self._loop.call_soon(self._turn)
+
+    def progress(self) -> bool:
+        """Look at every link once; whether there was anything."""
+        moved = False
+        for link in self._links:
+            if link.poll():
+                moved = True
+        return moved
+
+    def descriptors(self) -> list[int]:
+        """Of all links."""
+        return [descriptor for link in self._links for descriptor in link.descriptors()]
+
+    def close(self) -> None:
+        """Look no more; the links must have ended."""
+        if self._backstop is not None:
+            self._backstop.cancel()
+
+    def _turn(self) -> None:
+        for _ in range(LOOKS):
+            if self.progress():
+                self._quiet_since_s = 0.0
+                self._loop.call_soon(self._turn)
+                return
+            os.sched_yield()
+        now_s = time.monotonic()
+        if not self._quiet_since_s:
+            self._quiet_since_s = now_s
+        elif now_s - self._quiet_since_s > (SPIN_S if self._is_waiting() else LINGER_S):
+            self._park()
+            return
+        self._loop.call_soon(self._turn)
+
+    def _park(self) -> None:
+        for link in self._links:
+            link.park()
+        self._fence()
+        if self.progress():
+            for link in self._links:
+                link.unpark()
+            self._quiet_since_s = 0.0
+            self._loop.call_soon(self._turn)
+            return
+        self._is_awake = False
+        if self._ended:
+            self.reclaim()
+        if self._is_waiting() and self._links:
+            if self._backstop is not None:
+                self._backstop.cancel()
+            self._backstop = self._loop.call_later(BACKSTOP_S, self.wake)

@@ -1,0 +1,248 @@
+"""What both ends of a shared-memory link have in common: the socket that wakes, and the end.
+
+The socket carries no data. A byte on it wakes a peer that has parked; its end is the end of the peer, after which
+what the ring still holds is read first. So a goodbye is a record (BYE), as on other links.
+
+What always holds:
+
+- Owners and ``Inbound`` are never called from inside ``send``, ``withdraw``, ``disown``, ``close`` or ``abort``. The
+  end of a link is always reported from the loop, once.
+- A side that sees a peer parked, after it has stored what the peer waits for, wakes it before it rests itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kfcomm.core.frame import PREFIX_NBYTES, Header, Kind, decode_header, make_encoder
+from kfcomm.errors import RemoteProtocolError, TransportError
+from kfcomm.transports.base import Inbound, Owner
+from kfcomm.transports.shm.ring import RingReader, RingWriter
+from kfcomm.transports.shm.shared import Fence, Parked, Shared, Word
+from kfcomm.transports.sockets import why
+
+BYE = int(Kind.BYE)
+_BELL = b"!"
+_FOR_ROOM = int(Parked.FOR_ROOM)
+_MAX_BELLS = 4096
+
+
+class Keeper(Protocol):
+    """Who looks after links: the hub."""
+
+    def wake(self) -> None:
+        """Something is going on: look at the rings until it is quiet."""
+
+    def remove(self, link: ShmLink) -> None:
+        """This link has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """What a link is made of, once both sides have mapped everything.
+
+    Attributes:
+        sock: connected to the peer.
+        loop: where everything runs.
+        inbound: who hears what arrives.
+        peer: world rank of the other end.
+        shared: the segment of this link.
+        keeper: who looks after it.
+    """
+
+    sock: socket.socket
+    loop: asyncio.AbstractEventLoop
+    inbound: Inbound
+    peer: int
+    shared: Shared
+    keeper: Keeper
+
+
+class ShmLink:
+    """One end; see `Publisher` and `Subscriber`. Made when both sides have mapped everything.
+
+    Attributes:
+        peer, state: see ``transports.base.Link``.
+    """
+
+    _near: Word
+    _far: Word
+
+    def __init__(self, wire: Wire, rings: tuple[RingWriter, RingReader]) -> None:
+        sock, loop = wire.sock, wire.loop
+        sock.setblocking(False)
+        self.peer = wire.peer
+        self.state: Any = None
+        self._sock = sock
+        self._fd = sock.fileno()
+        self._loop = loop
+        self._inbound = wire.inbound
+        self._words = wire.shared.words
+        self._returned = wire.shared.returned
+        self._out, self._into = rings
+        self._keeper = wire.keeper
+        self._encode = make_encoder()
+        self._fence = Fence()
+        self._owes_bell = False
+        self._closing = self._said_bye = self._heard_bye = False
+        loop.add_reader(self._fd, self._rung)
+
+    def __repr__(self) -> str:
+        now = "closed" if self._fd < 0 else "closing" if self._closing else "open"
+        return f"<{type(self).__name__} to rank {self.peer}, {now}>"
+
+    # What the two sides do differently.
+
+    def poll(self) -> bool:
+        """Look at what the peer has written, and move what waits; whether there was anything."""
+        raise NotImplementedError
+
+    def send(
+        self, header: Header, payload: memoryview | None = None, owner: Owner | None = None, priority: int = 0
+    ) -> bool:
+        """See ``Link.send``."""
+        raise NotImplementedError
+
+    def withdraw(self, owner: Owner) -> Sequence[Header]:
+        """See ``Link.withdraw``."""
+        raise NotImplementedError
+
+    def _advance(self) -> None:
+        """Move what waits, as far as there is room."""
+        raise NotImplementedError
+
+    def _is_idle(self) -> bool:
+        """Whether nothing waits to be sent."""
+        raise NotImplementedError
+
+    def _let_go(self) -> None:
+        """The link has ended: nothing of the peer's is read, and nothing is written for it any more."""
+
+    # What they have in common.
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether this side has said goodbye, or the link has ended."""
+        return self._closing or self._fd < 0
+
+    def flush(self) -> None:
+        """See ``Link.flush``: records are in the ring already; a peer that has parked is woken."""
+        if self._fd >= 0:
+            self._advance()
+            if self._owes_bell:
+                self.ring_bell()
+
+    def ring_bell(self) -> None:
+        """Wake the peer if it has parked and waits for what was stored before this call."""
+        self._fence()
+        parked = self._words[self._far]
+        if parked and (self._owes_bell or parked == _FOR_ROOM):
+            self._wake()
+        self._owes_bell = False
+
+    def park(self) -> None:
+        """From now on the peer has to wake this side; ``has_news`` must be looked at after this, and a fence."""
+        self._words[self._near] = Parked.FOR_RECORDS if self._is_idle() else Parked.FOR_ROOM
+
+    def unpark(self) -> None:
+        """This side looks by itself."""
+        self._words[self._near] = Parked.AWAKE
+
+    def lend(self) -> Any:
+        """See ``Link.lend``: answers have no payload to lend."""
+        return None
+
+    def give_back(self, loan: Any) -> None:
+        """See ``Link.give_back``."""
+
+    def disown(self, owner: object) -> None:
+        """See ``Link.disown``: payloads are never placed here, so there is nothing to do."""
+
+    def close(self) -> None:
+        """See ``Link.close``."""
+        if not self.is_closing:
+            self._closing = True
+            self._loop.call_soon(self._say_bye)
+
+    def descriptors(self) -> tuple[int, ...]:
+        """See ``Link.descriptors``."""
+        return (self._fd,) if self._fd >= 0 else ()
+
+    def abort(self) -> None:
+        """See ``Link.abort``."""
+        self._end_with(None)
+
+    def _say_bye(self) -> None:
+        """After all that waits; tried again whenever something has moved."""
+        if self._fd < 0 or self._said_bye:
+            return
+        self._advance()
+        if self._is_idle() and self._out.put_encoded(self._packed((BYE,))):
+            self._said_bye = True
+            try:
+                self._sock.shutdown(socket.SHUT_WR)
+            except OSError as error:
+                self._end_with(self._broken(error))
+
+    def _wake(self) -> None:
+        try:
+            self._sock.send(_BELL)
+        except (BlockingIOError, InterruptedError):
+            pass  # so many bells unheard: one more would say nothing new
+        except OSError as error:
+            if not self._said_bye:
+                self._end_with(self._broken(error))
+
+    def _rung(self) -> None:
+        try:
+            rung = self._sock.recv(_MAX_BELLS)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self._last_words(self._broken(error))
+            return
+        if rung:
+            self._keeper.wake()
+            self.poll()
+        else:
+            self._last_words(TransportError(f"rank {self.peer} closed its connection without a goodbye"))
+
+    def _last_words(self, error: TransportError | None) -> None:
+        """The peer is gone: read what it has left, and end."""
+        while self._fd >= 0 and self.poll():
+            pass
+        self._end_with(None if self._heard_bye or self._closing else error)
+
+    def _packed(self, header: Header) -> bytes:
+        return self._encode(header)[PREFIX_NBYTES:]
+
+    def _unpacked(self, data: memoryview) -> Header:
+        header = decode_header(data)
+        if self._heard_bye or header[0] == Kind.CHUNK:
+            name = Kind(header[0]).name
+            raise RemoteProtocolError(f"rank {self.peer} sent a {name} {'after its BYE' if self._heard_bye else ''}")
+        return header
+
+    def _broken(self, error: OSError) -> TransportError | None:
+        if self._heard_bye:
+            return None
+        failure = TransportError(f"the connection to rank {self.peer} broke: {why(error)}")
+        failure.__cause__ = error
+        return failure
+
+    def _end_with(self, error: BaseException | None) -> None:
+        if self._fd < 0:
+            return
+        self._loop.remove_reader(self._fd)
+        self._fd = -1
+        self._let_go()
+        self._sock.close()
+        self._keeper.remove(self)
+        self._loop.call_soon(self._report, error)
+
+    def _report(self, error: BaseException | None) -> None:
+        self._inbound.lost(self, error)

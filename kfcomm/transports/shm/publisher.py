@@ -1,0 +1,196 @@
+"""The end that opened a shared-memory link, and sends chunks.
+
+A chunk leaves as soon as there is room: its payload is copied to the ring or to a piece of the arena, and with that
+the caller's memory is free again. What finds no room waits, the most urgent first; so no more than a *window* of bytes
+is ever ahead of an urgent chunk.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from itertools import count
+
+from kfcomm.core.frame import Header, Kind
+from kfcomm.errors import LocalProtocolError, RemoteProtocolError
+from kfcomm.transports.base import Owner
+from kfcomm.transports.shm.arena import SLAB_NBYTES, Arena
+from kfcomm.transports.shm.link import BYE, ShmLink, Wire
+from kfcomm.transports.shm.shared import MAX_PIECES, Word
+
+INLINE_NBYTES = 1 << 12
+"""A payload up to this size travels in the ring: one copy, no piece to be returned."""
+WINDOW_NBYTES = 1 << 21
+"""Bytes in pieces under way to one peer."""
+
+_CHUNK = int(Kind.CHUNK)
+_Waiting = tuple[int, int, Header, "memoryview | None", "Owner | None"]
+
+
+class Publisher(ShmLink):
+    """Implements ``transports.base.Link``; ``arena`` holds what it shows."""
+
+    _near, _far = Word.SENDER_PARKED, Word.RECEIVER_PARKED
+
+    def __init__(self, wire: Wire, arena: Arena) -> None:
+        self._arena = arena
+        self._pieces: dict[int, int] = {}
+        self._window = WINDOW_NBYTES
+        self._num_returned = 0
+        self._definitions: deque[bytes] = deque()
+        self._waiting: list[_Waiting] = []
+        self._numbers = count()
+        self._done: deque[Owner] = deque()
+        super().__init__(wire, wire.shared.sender_rings())
+
+    def send(
+        self, header: Header, payload: memoryview | None = None, owner: Owner | None = None, priority: int = 0
+    ) -> bool:
+        """See ``Link.send``.
+
+        Raises:
+            LocalProtocolError: the payload is larger than a slab.
+        """
+        if self.is_closing:
+            return True
+        if header[0] != _CHUNK:
+            self._define(self._packed(header))
+            return True
+        if payload is not None and len(payload) > SLAB_NBYTES:
+            raise LocalProtocolError(f"a payload of {len(payload)} bytes ({SLAB_NBYTES} are allowed)")
+        waiting = self._waiting
+        if (not waiting or waiting[0][0] > -priority) and self._put(header, payload):
+            self._owes_bell = True
+            return True
+        heapq.heappush(waiting, (-priority, next(self._numbers), header, payload, owner))
+        self._keeper.wake()
+        return False
+
+    def withdraw(self, owner: Owner) -> Sequence[Header]:
+        """See ``Link.withdraw``."""
+        dropped = [entry for entry in self._waiting if entry[4] is owner]
+        if dropped:
+            self._waiting = [entry for entry in self._waiting if entry[4] is not owner]
+            heapq.heapify(self._waiting)
+        if self._done:
+            self._done = deque(other for other in self._done if other is not owner)
+        return [entry[2] for entry in sorted(dropped)]
+
+    def poll(self) -> bool:
+        """See `ShmLink.poll`."""
+        moved = False
+        try:
+            if self._words[Word.RETURNED] != self._num_returned:
+                self._take_back()
+                moved = True
+            if self._into.has_news:
+                self._hear()
+                moved = True
+        except RemoteProtocolError as error:
+            self._end_with(error)
+            return True
+        if self._waiting or self._definitions:
+            before = len(self._waiting)
+            self._advance()
+            if self._owes_bell:
+                self.ring_bell()
+            moved = moved or len(self._waiting) != before
+        if self._closing and not self._said_bye:
+            self._say_bye()
+        return moved
+
+    @property
+    def pieces(self) -> Sequence[int]:
+        """Pieces that the peer may still read."""
+        return tuple(self._pieces)
+
+    def _define(self, data: bytes) -> None:
+        """What later chunks need to be understood goes ahead of all that waits."""
+        if self._definitions or not self._out.put_encoded(data):
+            self._definitions.append(data)
+            self._keeper.wake()
+        self._owes_bell = True
+
+    def _put(self, header: Header, payload: memoryview | None) -> bool:
+        if self._definitions:
+            return False
+        if payload is None:
+            return self._out.put(header, 0, 0, None)
+        nbytes = len(payload)
+        if nbytes <= INLINE_NBYTES:
+            return self._out.put(header, 0, nbytes, payload)
+        if (nbytes > self._window and self._pieces) or len(self._pieces) >= MAX_PIECES:
+            return False
+        piece = self._arena.publish(payload)
+        if piece is None:
+            return False
+        if piece in self._pieces or not self._out.put(header, piece + 1, nbytes, None):
+            self._arena.release(piece)
+            return False
+        self._pieces[piece] = nbytes
+        self._window -= nbytes
+        return True
+
+    def _advance(self) -> None:
+        while self._definitions and self._out.put_encoded(self._definitions[0]):
+            self._definitions.popleft()
+            self._owes_bell = True
+        waiting = self._waiting
+        while waiting and self._put(waiting[0][2], waiting[0][3]):
+            owner = heapq.heappop(waiting)[4]
+            self._owes_bell = True
+            if owner is not None:
+                self._done.append(owner)
+        while self._done:
+            self._done.popleft().sent()
+
+    def _is_idle(self) -> bool:
+        return not (self._waiting or self._definitions)
+
+    def _take_back(self) -> None:
+        """The pieces that the peer has read."""
+        upto = self._words[Word.RETURNED]
+        if not 0 < upto - self._num_returned <= len(self._pieces):
+            raise RemoteProtocolError(f"rank {self.peer} returned {upto - self._num_returned} pieces")
+        for number in range(self._num_returned, upto):
+            piece = self._returned[number & (MAX_PIECES - 1)]
+            nbytes = self._pieces.pop(piece, 0)
+            if not nbytes:
+                raise RemoteProtocolError(f"rank {self.peer} returned a piece that it was not shown")
+            self._window += nbytes
+            self._arena.release(piece)
+        self._num_returned = upto
+
+    def _hear(self) -> None:
+        while self._fd >= 0 and (taken := self._into.take()) is not None:
+            record, payload = taken
+            if record[3] or payload is None:
+                raise RemoteProtocolError(f"rank {self.peer} sent a chunk to a sender of chunks")
+            header = self._unpacked(payload)
+            self._into.done(record[0])
+            if header[0] == BYE:
+                self._heard_bye = True
+            else:
+                self._inbound.receive(self, header, payload[:0])
+        self._inbound.burst_end(self)
+
+    def _let_go(self) -> None:
+        self._definitions.clear()
+        self._done.extend(entry[4] for entry in self._waiting if entry[4] is not None)
+        self._waiting.clear()
+
+    def may_reuse(self) -> bool:
+        """Whether the peer has said that it reads nothing of the arena any more; for a link that has ended."""
+        return bool(self._words[Word.CLOSED] == 1)
+
+    def free_pieces(self) -> None:
+        """The peer reads them no more: it has said so, or it is gone."""
+        for piece in self._pieces:
+            self._arena.release(piece)
+        self._pieces.clear()
+
+    def _report(self, error: BaseException | None) -> None:
+        while self._done:
+            self._done.popleft().sent()
+        super()._report(error)

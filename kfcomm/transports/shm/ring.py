@@ -1,0 +1,153 @@
+"""A ring of records from one process to another: one writes, one reads, and neither waits.
+
+::
+
+    control:  tail (bytes ever written) | head (bytes ever read), each in a cache line of its own
+    memory:   records, one after the other, each in one piece; the last before the end may leave room unused
+
+    record:   its size | place | payload nbytes | kind | seven integers | payload, if it travels here
+              (unsigned 64-bit words; 96 bytes with the padding; sizes are multiples of 64; 0: go to the start)
+
+``place`` is 0 for a payload in the ring, else one more than its offset in the sender's arena. A record of kind 0 holds
+an encoded header of ``core.frame``; a chunk's header goes in plain words, which saves 1 µs of msgpack.
+
+A record is complete before the tail that covers it is stored, and it is done with before the head is: on x86 other
+processors see stores in their order, and one item of a cast memoryview is one store.
+
+What always holds: nothing that the other side wrote is believed. Sizes, places and counters out of bounds raise
+``RemoteProtocolError``; each word is read once.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+from kfcomm.core.frame import Header
+from kfcomm.errors import RemoteProtocolError
+
+RECORD = struct.Struct("@11Q")
+HEAD_NBYTES = 96
+ALIGN_NBYTES = 64
+SLACK_NBYTES = 64
+"""Beyond the last record, so that a head can be read anywhere."""
+
+_NO_FIELDS = (0,) * 8
+
+
+class RingWriter:
+    """The writing side.
+
+    Args:
+        memory: ``nbytes`` (a power of two) and the slack.
+        control: 64-bit words shared with the reader.
+        tail: index of the word that this side writes.
+        head: index of the word that the reader writes.
+    """
+
+    __slots__ = ("_control", "_head", "_head_word", "_memory", "_nbytes", "_tail", "_tail_word", "_words")
+
+    def __init__(self, memory: memoryview, control: memoryview, *, tail: int, head: int) -> None:
+        self._memory = memory
+        self._words = memory.cast("Q")
+        self._control = control
+        self._nbytes = len(memory) - SLACK_NBYTES
+        self._tail_word, self._head_word = tail, head
+        self._tail = self._head = 0
+
+    def put(self, header: Header, place: int, nbytes: int, payload: memoryview | bytes | None) -> bool:
+        """Write a record whose header is eight integers; False if there is no room for it now.
+
+        Raises:
+            RemoteProtocolError: the reader's counter makes no sense.
+        """
+        size = 128 if payload is None else (HEAD_NBYTES + nbytes + ALIGN_NBYTES - 1) & -ALIGN_NBYTES
+        tail, capacity = self._tail, self._nbytes
+        at = tail & (capacity - 1)
+        unused = capacity - at
+        if unused >= size:
+            unused = 0
+        if tail + unused + size - self._head > capacity and not self._has_room(unused + size):
+            return False
+        if unused:
+            self._words[at >> 3] = 0
+            tail += unused
+            at = 0
+        RECORD.pack_into(self._memory, at, size, place, nbytes, *header)
+        if payload is not None:
+            self._memory[at + HEAD_NBYTES : at + HEAD_NBYTES + nbytes] = payload
+        tail += size
+        self._tail = tail
+        self._control[self._tail_word] = tail
+        return True
+
+    def put_encoded(self, data: bytes) -> bool:
+        """Write a record that holds an encoded header; False if there is no room for it now."""
+        return self.put(_NO_FIELDS, 0, len(data), data)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the reader has read all."""
+        return bool(self._control[self._head_word] == self._tail)
+
+    def _has_room(self, nbytes: int) -> bool:
+        head = self._control[self._head_word]
+        if not self._head <= head <= self._tail:
+            raise RemoteProtocolError(f"a ring whose reader is at {head}, where {self._tail} bytes were written")
+        self._head = head
+        return self._tail + nbytes - head <= self._nbytes
+
+
+class RingReader:
+    """The reading side; see `RingWriter`."""
+
+    __slots__ = ("_control", "_head", "_head_word", "_memory", "_nbytes", "_tail_word")
+
+    def __init__(self, memory: memoryview, control: memoryview, *, tail: int, head: int) -> None:
+        self._memory = memory
+        self._control = control
+        self._nbytes = len(memory) - SLACK_NBYTES
+        self._tail_word, self._head_word = tail, head
+        self._head = 0
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something to take."""
+        return bool(self._control[self._tail_word] != self._head)
+
+    def take(self) -> tuple[tuple[Any, ...], memoryview | None] | None:
+        """The next record and the payload in it, if any, to be read until ``done``; None if there is no record.
+
+        Raises:
+            RemoteProtocolError: the writer does not keep to the form.
+        """
+        left = self._control[self._tail_word] - self._head
+        if not left:
+            return None
+        capacity = self._nbytes
+        if not 0 < left <= capacity or left & (ALIGN_NBYTES - 1):
+            raise RemoteProtocolError(f"a ring with {left} of {capacity} bytes to read")
+        at = self._head & (capacity - 1)
+        record = RECORD.unpack_from(self._memory, at)
+        size = record[0]
+        if not size:
+            self._head += capacity - at
+            left -= capacity - at
+            at = 0
+            if left <= 0:
+                raise RemoteProtocolError("a ring that goes to its start beyond its end")
+            record = RECORD.unpack_from(self._memory, 0)
+            size = record[0]
+        if not HEAD_NBYTES <= size <= left or at + size > capacity or size & (ALIGN_NBYTES - 1):
+            raise RemoteProtocolError(f"a record of {size} bytes, with {left} to read")
+        if record[1]:
+            return record, None
+        nbytes = record[2]
+        if nbytes > size - HEAD_NBYTES:
+            raise RemoteProtocolError(f"a payload of {nbytes} bytes in a record of {size}")
+        return record, self._memory[at + HEAD_NBYTES : at + HEAD_NBYTES + nbytes]
+
+    def done(self, size: int) -> None:
+        """The record of this size was read: its room can be written again."""
+        self._head += size
+        self._control[self._head_word] = self._head

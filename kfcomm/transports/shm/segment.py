@@ -1,0 +1,90 @@
+"""Memory without a name that two processes share: made by one, handed over as a descriptor, mapped by both.
+
+What always holds: a segment never changes its size. It is sealed when it is made, and whoever maps one of a peer's
+looks at the seals first: a segment that shrank under a mapping would kill its reader with SIGBUS (memfd_create(2)).
+Nothing of it is on disk or below /dev/shm, and nothing is left behind by a crash.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import socket
+import sys
+
+from kfcomm.errors import RemoteProtocolError, TransportError
+
+_ORDERED_STORES = frozenset({"x86_64", "AMD64", "i686"})
+
+if sys.platform == "linux":
+    import fcntl
+
+    _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def why_unsupported() -> str | None:
+    """Why this process cannot share memory, or None if it can.
+
+    Other processors than x86 may show a peer the word that says "there is a record" before the record itself, and
+    plain Python has no store that is ordered.
+    """
+    if not hasattr(os, "memfd_create"):
+        return "this system has no memfd_create"
+    if not hasattr(socket, "send_fds"):
+        return "descriptors cannot be passed over sockets here"
+    if platform.machine() not in _ORDERED_STORES:
+        return f"stores are not ordered on {platform.machine()}"
+    try:
+        os.close(_make("kfcomm-probe", mmap.PAGESIZE))
+    except OSError as error:
+        return f"memfd_create does not work here: {error.strerror}"
+    return None
+
+
+def create(name: str, nbytes: int) -> tuple[int, mmap.mmap]:
+    """A new segment: its descriptor, which is the caller's to close, and its mapping.
+
+    Raises:
+        TransportError: the system does not give the memory.
+    """
+    try:
+        descriptor = _make(name, nbytes)
+        try:
+            return descriptor, mmap.mmap(descriptor, nbytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
+    except OSError as error:
+        raise TransportError(f"cannot share {nbytes} bytes of memory: {error.strerror}") from error
+
+
+def attach(descriptor: int, nbytes: int, *, writable: bool) -> mmap.mmap:
+    """Map a peer's segment of ``nbytes``; the descriptor stays the caller's.
+
+    Raises:
+        RemoteProtocolError: it is not a segment of that size, or could still change its size.
+        TransportError: it cannot be mapped.
+    """
+    try:
+        sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        size = os.fstat(descriptor).st_size
+    except OSError as error:
+        raise RemoteProtocolError(f"what was passed is no shared memory: {error.strerror}") from error
+    if sealed & _SEALS != _SEALS or size != nbytes or nbytes < 1:
+        raise RemoteProtocolError(f"shared memory of {size} bytes, seals {sealed:#x}, where {nbytes} were announced")
+    try:
+        return mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
+    except OSError as error:
+        raise TransportError(f"cannot map {nbytes} bytes of a peer's memory: {error.strerror}") from error
+
+
+def _make(name: str, nbytes: int) -> int:
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, nbytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor

@@ -1,0 +1,109 @@
+"""Shared memory as a transport: opens links to peers of the same host, and takes those that they open.
+
+It owns the arena, which is made with the first link that is opened here, and the hub. It knows sockets only after
+their handshake, and nothing of who may share with whom.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+
+from kfcomm.errors import KfcommError, TransportError
+from kfcomm.transports.base import Waiter
+from kfcomm.transports.shm.arena import Arena
+from kfcomm.transports.shm.greeting import SharingRefused, accept, offer
+from kfcomm.transports.shm.hub import Hub
+from kfcomm.transports.shm.link import ShmLink, Wire
+from kfcomm.transports.shm.publisher import Publisher
+from kfcomm.transports.shm.segment import why_unsupported
+from kfcomm.transports.shm.subscriber import Subscriber
+
+logger = logging.getLogger("kfcomm")
+
+GREETING_TIMEOUT_S = 10.0
+MIN_SLABS, MAX_SLABS = 16, 64
+"""Of 1 MiB: the memory that this rank shows to all its peers together. It is taken as it is used."""
+
+
+class Sharing:
+    """The shared-memory links of one process.
+
+    Args:
+        loop: where everything here runs.
+        inbound: who hears what arrives.
+        num_peers: ranks on this host, without this one.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, inbound: Waiter, num_peers: int) -> None:
+        self.hub = Hub(loop, lambda: inbound.is_waiting)
+        self._loop = loop
+        self._inbound = inbound
+        self._num_slabs = min(MAX_SLABS, max(MIN_SLABS, 4 * num_peers))
+        # Each piece lent may hold a slab: half of them must always come back at once.
+        self._max_lent = self._num_slabs // (2 * max(1, num_peers))
+        self._arena: Arena | None = None
+        self._greetings: set[asyncio.Task[None]] = set()
+
+    async def connect(self, sock: socket.socket, peer: int) -> ShmLink:
+        """A link to ``peer`` over a connection whose handshake is over; it is closed if this fails.
+
+        Raises:
+            SharingRefused: this process or the peer cannot share memory.
+            TransportError: the peer went away.
+        """
+        try:
+            unsupported = why_unsupported()
+            if unsupported is not None:
+                raise SharingRefused(unsupported)
+            if self._arena is None:
+                try:
+                    self._arena = Arena(self._num_slabs)
+                except TransportError as error:
+                    raise SharingRefused(str(error)) from error
+            shared = await offer(sock, self._arena, self._max_lent, GREETING_TIMEOUT_S)
+        except BaseException:
+            sock.close()
+            raise
+        link = Publisher(Wire(sock, self._loop, self._inbound, peer, shared, self.hub), self._arena)
+        self.hub.add(link)
+        return link
+
+    def adopt(self, sock: socket.socket, peer: int) -> None:
+        """A peer wants to share memory over this connection: ``Inbound.opened`` follows if that works."""
+        task = self._loop.create_task(self._adopt(sock, peer), name=f"kfcomm shares memory with rank {peer}")
+        self._greetings.add(task)
+        task.add_done_callback(lambda done: self._greeted(done, sock))
+
+    def descriptors(self) -> list[int]:
+        """Descriptors that a forked child must let go of, besides those of the links."""
+        return [self._arena.descriptor] if self._arena is not None and self._arena.descriptor >= 0 else []
+
+    async def close(self) -> None:
+        """The links must have ended; the memory goes with the last view of it."""
+        greetings = list(self._greetings)
+        for task in greetings:
+            task.cancel()
+        await asyncio.gather(*greetings, return_exceptions=True)
+        self.hub.close()
+        if self._arena is not None:
+            self._arena.close()
+
+    def _greeted(self, task: asyncio.Task[None], sock: socket.socket) -> None:
+        self._greetings.discard(task)
+        if task.cancelled():  # perhaps before its first step: then nobody else has closed the socket
+            sock.close()
+
+    async def _adopt(self, sock: socket.socket, peer: int) -> None:
+        try:
+            shared, arena, max_lent = await accept(sock, GREETING_TIMEOUT_S)
+        except BaseException as error:
+            sock.close()
+            if not isinstance(error, KfcommError):
+                raise
+            logger.debug("no memory is shared with rank %d: %s", peer, error)
+            return
+        link = Subscriber(Wire(sock, self._loop, self._inbound, peer, shared, self.hub), arena, max_lent)
+        self.hub.add(link)
+        self._inbound.opened(link)

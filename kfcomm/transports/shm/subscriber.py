@@ -1,0 +1,147 @@
+"""The end of a shared-memory link that a peer opened: it reads chunks where the peer has put them.
+
+A payload is shown to ``Inbound.receive`` in the peer's arena, and its piece goes back when the call returns, unless it
+was lent for longer. Not much is lent: as long as some always come back at once, no sender waits for a receiver that
+waits for another sender.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from kfcomm.core.frame import Header, Kind
+from kfcomm.errors import RemoteProtocolError
+from kfcomm.transports.base import Owner
+from kfcomm.transports.shm.link import BYE, ShmLink, Wire
+from kfcomm.transports.shm.publisher import WINDOW_NBYTES
+from kfcomm.transports.shm.shared import MAX_PIECES, Word
+
+_CHUNK = int(Kind.CHUNK)
+MAX_LENT_NBYTES = WINDOW_NBYTES // 2
+"""Of one peer's: the other half of its window always moves."""
+
+
+class Subscriber(ShmLink):
+    """Implements ``transports.base.Link``. ``arena`` is the peer's, ``max_lent`` how many of its pieces may be kept."""
+
+    _near, _far = Word.RECEIVER_PARKED, Word.SENDER_PARKED
+
+    def __init__(self, wire: Wire, arena: memoryview, max_lent: int) -> None:
+        self._arena = arena
+        self._max_lent = max_lent
+        self._lent: dict[int, int] = {}
+        self._lent_nbytes = 0
+        self._shown: tuple[int, int] | None = None
+        self._num_returned = 0
+        self._answers: deque[bytes] = deque()
+        super().__init__(wire, wire.shared.receiver_rings())
+
+    def send(
+        self, header: Header, payload: memoryview | None = None, owner: Owner | None = None, priority: int = 0
+    ) -> bool:
+        """See ``Link.send``; answers have no payload."""
+        if not self.is_closing:
+            data = self._packed(header)
+            if self._answers or not self._out.put_encoded(data):
+                self._answers.append(data)
+                self._keeper.wake()
+            self._owes_bell = True
+        return True
+
+    def withdraw(self, owner: Owner) -> Sequence[Header]:
+        """See ``Link.withdraw``: nothing here has an owner."""
+        return ()
+
+    def lend(self) -> int | None:
+        """See ``Link.lend``."""
+        if self._shown is None:
+            return None
+        piece, nbytes = self._shown
+        if self._lent_nbytes + nbytes > MAX_LENT_NBYTES or len(self._lent) >= self._max_lent:
+            return None
+        self._lent[piece] = nbytes
+        self._lent_nbytes += nbytes
+        return piece
+
+    def give_back(self, piece: int) -> None:
+        """See ``Link.give_back``."""
+        self._lent_nbytes -= self._lent.pop(piece)
+        if self._fd >= 0:
+            self._return(piece)
+            self.ring_bell()
+        elif not self._lent:
+            self._words[Word.CLOSED] = 1
+
+    def poll(self) -> bool:
+        """See `ShmLink.poll`."""
+        if self._answers:
+            self._advance()
+        if self._closing and not self._said_bye:
+            self._say_bye()
+        if not self._into.has_news:
+            return False
+        inbound, into = self._inbound, self._into
+        try:
+            while self._fd >= 0 and (taken := into.take()) is not None:
+                record, payload = taken
+                if record[3] == _CHUNK:
+                    self._chunk(record, payload)
+                elif record[3] or payload is None:
+                    raise RemoteProtocolError(f"rank {self.peer} sent a record of kind {record[3]}")
+                else:
+                    self._frame(self._unpacked(payload))
+                into.done(record[0])
+        except RemoteProtocolError as error:
+            self._end_with(error)
+        except BaseException as error:
+            self._end_with(error)
+            raise
+        finally:
+            inbound.burst_end(self)
+            if self._fd >= 0:
+                self.ring_bell()
+        return True
+
+    def _chunk(self, record: tuple[Any, ...], payload: memoryview | None) -> None:
+        if self._heard_bye:
+            raise RemoteProtocolError(f"rank {self.peer} sent a CHUNK after its BYE")
+        if payload is not None:
+            self._inbound.receive(self, record[3:], payload)
+            return
+        piece, nbytes = record[1] - 1, record[2]
+        if piece + nbytes > len(self._arena) or piece in self._lent:
+            raise RemoteProtocolError(f"rank {self.peer} sent a chunk of {nbytes} bytes at {piece}")
+        self._shown = piece, nbytes
+        try:
+            self._inbound.receive(self, record[3:], self._arena[piece : piece + nbytes])
+        finally:
+            self._shown = None
+        if piece not in self._lent and self._fd >= 0:
+            self._return(piece)
+
+    def _frame(self, header: Header) -> None:
+        if header[0] == BYE:
+            self._heard_bye = True
+        else:
+            self._inbound.receive(self, header, self._arena[:0])
+
+    def _return(self, piece: int) -> None:
+        number = self._num_returned
+        self._returned[number & (MAX_PIECES - 1)] = piece
+        self._num_returned = number + 1
+        self._words[Word.RETURNED] = number + 1
+
+    def _advance(self) -> None:
+        while self._answers and self._out.put_encoded(self._answers[0]):
+            self._answers.popleft()
+            self._owes_bell = True
+
+    def _is_idle(self) -> bool:
+        return not self._answers
+
+    def _let_go(self) -> None:
+        self._answers.clear()
+        if not self._lent:
+            self._words[Word.CLOSED] = 1
