@@ -303,7 +303,7 @@ class Engine:
                     if effect[0] >= ANSWER:
                         self._tell(effect)
                     elif not effect[1].context.failed:
-                        self._do(effect)
+                        self._do(effect, effects)
                 return
             except Exception as error:
                 logger.exception("rank %d could not carry out an effect", self.rank)
@@ -312,12 +312,12 @@ class Engine:
                 message = f"{type(error).__name__} on rank {self.rank}: {error}"
                 self.router.abort(effect[1], Cause(CauseKind.INTERNAL, self.rank, message), effects)
 
-    def _do(self, effect: Effect) -> None:
+    def _do(self, effect: Effect, effects: Effects) -> None:
         """Carry out an effect of a machine."""
         tag, collective = effect[0], effect[1]
         operation: Operation = collective.context
         if tag == SEND:
-            self._send(effect, collective, operation)
+            self._send(effect, collective, operation, effects)
         elif tag == FOLD:
             operation.fold(effect[2], effect[3], effect[4], effect[5])
         elif tag == RELEASE:
@@ -356,7 +356,7 @@ class Engine:
         elif tag == DROPPED:
             effect[1].release(self._pool)
 
-    def _send(self, effect: Effect, collective: Collective, operation: Operation) -> None:
+    def _send(self, effect: Effect, collective: Collective, operation: Operation, effects: Effects) -> None:
         _, _, to, lane, index, _, source, payload = effect
         peer = collective.group.members[to]
         outlet = self.ends.to(peer)
@@ -373,7 +373,7 @@ class Engine:
             return
         # Without payload too: who is done may block its loop or exit, so its frames must have left by then.
         if outlet.send(header, view if nbytes else None, operation):
-            self._sent(operation)
+            collective.sent(effects)  # and what follows from it, after the effects that are under way
 
     def _done(self, collective: Collective, operation: Operation) -> None:
         self.router.complete(collective)

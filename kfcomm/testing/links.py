@@ -76,7 +76,7 @@ class InSharedMemory:
 
     def add(self, rank: int, waiter: Waiter) -> None:
         """See `Links.add`."""
-        sharing = self._ranks[rank] = Sharing(self._loop, waiter, self._size - 1)
+        sharing = self._ranks[rank] = Sharing(self._loop, waiter, self._size - 1, looks=1)
         waiter.attend = sharing.hub.wake
 
     async def connect(self, rank: int, peer: int) -> Link:

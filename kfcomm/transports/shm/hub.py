@@ -24,7 +24,7 @@ SPIN_S = 1e-3
 LINGER_S = 2e-4
 """The same when nothing is: the next collective of a loop comes soon."""
 LOOKS = 16
-"""Fruitless looks before the loop gets its turn."""
+"""Fruitless looks before the loop gets its turn; 1 where the peers are on the same loop."""
 BACKSTOP_S = 0.05
 """No rest is longer than this while something is in flight."""
 
@@ -35,11 +35,13 @@ class Hub:
     Args:
         loop: where everything here runs.
         is_waiting: whether something is in flight on this rank.
+        looks: see ``LOOKS``.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, is_waiting: Callable[[], bool]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, is_waiting: Callable[[], bool], *, looks: int = LOOKS) -> None:
         self._loop = loop
         self._is_waiting = is_waiting
+        self._looks = looks
         self._links: tuple[ShmLink, ...] = ()
         self._ended: list[Publisher] = []
         self._fence = Fence()
@@ -95,7 +97,7 @@ class Hub:
             self._backstop.cancel()
 
     def _turn(self) -> None:
-        for _ in range(LOOKS):
+        for _ in range(self._looks):
             if self.progress():
                 self._quiet_since_s = 0.0
                 self._loop.call_soon(self._turn)

@@ -14,7 +14,7 @@ from kfcomm.errors import KfcommError, TransportError
 from kfcomm.transports.base import Waiter
 from kfcomm.transports.shm.arena import Arena
 from kfcomm.transports.shm.greeting import SharingRefused, accept, offer
-from kfcomm.transports.shm.hub import Hub
+from kfcomm.transports.shm.hub import LOOKS, Hub
 from kfcomm.transports.shm.link import ShmLink, Wire
 from kfcomm.transports.shm.publisher import Publisher
 from kfcomm.transports.shm.segment import why_unsupported
@@ -34,10 +34,11 @@ class Sharing:
         loop: where everything here runs.
         inbound: who hears what arrives.
         num_peers: ranks on this host, without this one.
+        looks: see `Hub`.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, inbound: Waiter, num_peers: int) -> None:
-        self.hub = Hub(loop, lambda: inbound.is_waiting)
+    def __init__(self, loop: asyncio.AbstractEventLoop, inbound: Waiter, num_peers: int, *, looks: int = LOOKS) -> None:
+        self.hub = Hub(loop, lambda: inbound.is_waiting, looks=looks)
         self._loop = loop
         self._inbound = inbound
         self._num_slabs = min(MAX_SLABS, max(MIN_SLABS, 4 * num_peers))
