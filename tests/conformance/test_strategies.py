@@ -14,6 +14,8 @@ from tests.conformance import oracle
 from tests.conformance.worlds import everywhere, on_loop, same_bits, world
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16)
+# Graphs are the same whatever the links; n ranks that share memory in one process have n² arenas and rings to make.
+WORLDS = [*(("memory", size) for size in SIZES), *(("shm", size) for size in (2, 4, 5))]
 HOSTS = (1, 2, 3)
 CHUNK = 16
 """Elements of float32 in the small chunks of these tests."""
@@ -35,10 +37,10 @@ def _check(what: str, results: list[Any], wanted: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("strategy", strategies.names())
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("links", "size"), WORLDS, indirect=["links"])
 @pytest.mark.usefixtures("small_chunks")
 @on_loop
-async def test_verbs_without_a_root(strategy: str, size: int) -> None:
+async def test_verbs_without_a_root(links: None, strategy: str, size: int) -> None:
     for hosts in (number for number in HOSTS if number <= size):
         await _all_without_a_root(strategy, size, hosts)
 
@@ -74,10 +76,10 @@ async def _all_without_a_root(strategy: str, size: int, hosts: int) -> None:
 
 
 @pytest.mark.parametrize("strategy", strategies.names())
-@pytest.mark.parametrize("size", SIZES[:-1])
+@pytest.mark.parametrize(("links", "size"), [world for world in WORLDS if world[1] < 16], indirect=["links"])
 @pytest.mark.usefixtures("small_chunks")
 @on_loop
-async def test_verbs_with_every_root(strategy: str, size: int) -> None:
+async def test_verbs_with_every_root(links: None, strategy: str, size: int) -> None:
     for hosts in [number for number in HOSTS if number <= size] if size < 6 else [2]:
         await _all_with_every_root(strategy, size, hosts)
 
