@@ -210,10 +210,14 @@ class Communicator(Messages):
 
 
 class Init:
-    """What ``kfcomm.init`` returns: await it, or use it in ``async with``."""
+    """What ``kfcomm.init`` returns: await it, or use it in ``async with``.
+
+    Attributes:
+        settings: what was found.
+    """
 
     def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+        self.settings = settings
         self._made: Communicator | None = None
 
     def __await__(self) -> Generator[Any, None, Communicator]:
@@ -230,7 +234,7 @@ class Init:
             await self._made.close()
 
     async def _begin(self) -> Communicator:
-        settings = self._settings
+        settings = self.settings
         loop = asyncio.get_running_loop()
         alone = settings.size == 1
         network = Alone() if alone else await SocketNetwork.join(settings)

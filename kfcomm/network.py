@@ -21,6 +21,7 @@ from kfcomm.rendezvous.join import close_store, join, open_store
 from kfcomm.rendezvous.settings import Settings, host_and_port
 from kfcomm.transports.greeting import dial
 from kfcomm.transports.shm.greeting import SharingRefused
+from kfcomm.transports.shm.hub import Hub
 from kfcomm.transports.shm.sharing import Sharing
 from kfcomm.transports.sockets import Address, Listener
 from kfcomm.transports.stream import StreamLink
@@ -54,6 +55,11 @@ class Alone:
 
     def forget(self, peer: int) -> None:
         """Never called: there is nobody to lose."""
+
+    @property
+    def hub(self) -> Hub | None:
+        """None: nothing arrives."""
+        return None
 
     def describe(self, peer: int) -> str:
         """See ``session.Network``."""
@@ -160,6 +166,13 @@ class SocketNetwork:
         """See ``session.Network``."""
         if self._sharing is not None:
             self._sharing.hub.reclaim(peer)
+
+    @property
+    def hub(self) -> Hub | None:
+        """See ``session.Network``."""
+        if self._sharing is None or self._fallback_said or self.layout.num_hosts > 1:
+            return None
+        return self._sharing.hub
 
     def describe(self, peer: int) -> str:
         """See ``session.Network``."""

@@ -28,6 +28,7 @@ from kfcomm.core.handshake import Purpose
 from kfcomm.errors import SessionClosed
 from kfcomm.runtime.engine import Engine
 from kfcomm.transports.base import Link, Waiter
+from kfcomm.transports.shm.hub import Hub
 from kfcomm.types import Layout
 
 logger = logging.getLogger("kfcomm")
@@ -57,6 +58,10 @@ class Network(Protocol):
 
     def forget(self, peer: int) -> None:
         """A peer is gone for good: what is kept for it is not needed any more."""
+
+    @property
+    def hub(self) -> Hub | None:
+        """What looks for all that arrives from every peer; None if some of it comes otherwise."""
 
     def describe(self, peer: int) -> str:
         """The way to a peer, in words."""
@@ -117,6 +122,25 @@ class Session:
     def layout_of(self, view: GroupView) -> Layout:
         """Hosts of the members of a group."""
         return Layout.of(self.layout.hosts[rank] for rank in view.members)
+
+    # ---------------------------------------------------------------- who runs the engine
+
+    @property
+    def hub(self) -> Hub | None:
+        """See ``Network.hub``."""
+        return self.network.hub
+
+    def stand_in(self) -> None:
+        """The caller runs the engine in place of the loop, which rests until ``step_back``."""
+        self.engine.ends.at_once = True
+        if self.hub is not None:
+            self.hub.stand_in()
+
+    def step_back(self) -> None:
+        """The loop runs the engine again."""
+        self.engine.ends.at_once = False
+        if self.hub is not None:
+            self.hub.step_back()
 
     # ---------------------------------------------------------------- ControlEvents
 

@@ -78,6 +78,11 @@ class Settings:
     reasons: tuple[str, ...] = ()
     serve: bool = False
 
+    @property
+    def may_share_memory(self) -> bool:
+        """Whether all ranks are said to be on this host, and nothing forbids them to share memory."""
+        return self.local_size == self.size and self.transport in ("auto", "shm")
+
 
 def detect(environ: Mapping[str, str], **arguments: Unpack[Arguments]) -> Settings:
     """Find out who this process is and how it shall communicate.

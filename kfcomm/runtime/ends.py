@@ -23,6 +23,10 @@ class Ends:
         connect: opens a link to a peer (by world rank); raises ``TransportError``.
         loop: where everything here runs.
         failed: called with a peer and a reason when a link to it cannot be opened.
+
+    Attributes:
+        closing: nothing more is opened.
+        at_once: what is queued does not wait for a turn of the loop.
     """
 
     def __init__(
@@ -32,6 +36,7 @@ class Ends:
         failed: Callable[[int, str], None],
     ) -> None:
         self.closing = False
+        self.at_once = False
         self._connect = connect
         self._loop = loop
         self._open_failed = failed
@@ -101,7 +106,9 @@ class Ends:
 
     def flush_soon(self) -> None:
         """Move what is queued in the next turn of the loop, with what else is queued until then."""
-        if not self._flush_scheduled:
+        if self.at_once:
+            self.flush()
+        elif not self._flush_scheduled:
             self._flush_scheduled = True
             self._loop.call_soon(self.flush)
 

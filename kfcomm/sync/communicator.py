@@ -36,7 +36,8 @@ class Communicator(Skin[Async]):
     """
 
     def __init__(self, io: IoThread, inner: Async, *, owns_io: bool = False) -> None:
-        super().__init__(io, inner)
+        session = inner._session
+        super().__init__(io, inner, session if inner.layout.size == 1 or session.hub is not None else None)
         self._owns_io = owns_io
         if owns_io:
             atexit.register(self._close_at_exit)
@@ -285,7 +286,7 @@ def init(**arguments: Unpack[Arguments]) -> Communicator:
         RendezvousError: the peers do not find or accept each other.
     """
     joining = async_init(**arguments)
-    io = IoThread()
+    io = IoThread(may_stand_in=joining.settings.may_share_memory)
     try:
         return Communicator(io, io.wait_for(lambda: joining), owns_io=True)
     except BaseException:

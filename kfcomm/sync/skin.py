@@ -10,12 +10,15 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from kfcomm.arrays import adapt
 from kfcomm.collectives.exchange import packed, unpacked
 from kfcomm.errors import KfcommError
 from kfcomm.sync.thread import Handle, IoThread
+
+if TYPE_CHECKING:
+    from kfcomm.session import Session
 
 A = TypeVar("A")
 P = ParamSpec("P")
@@ -70,11 +73,15 @@ OBJECTS = Given("values", _read_object)
 
 
 class Skin(Generic[A]):
-    """Something asynchronous, and the I/O thread on which it lives."""
+    """Something asynchronous, and the I/O thread on which it lives.
 
-    def __init__(self, io: IoThread, inner: A) -> None:
+    ``session``: whose work blocking calls may do themselves; None if they may not.
+    """
+
+    def __init__(self, io: IoThread, inner: A, session: Session | None = None) -> None:
         self._io = io
         self._inner = inner
+        self._session = session
 
     def _check_open(self) -> None:
         """Refuse at once, on the caller's thread, what a closed or inherited communicator would refuse."""
@@ -88,7 +95,7 @@ def blocking(
 
     def call(self: Skin[A], /, *args: P.args, **kwargs: P.kwargs) -> T:
         self._check_open()
-        return self._io.wait_for(_prepared(verb, given, self, args, kwargs))
+        return self._io.wait_for(_prepared(verb, given, self, args, kwargs), self._session)
 
     return _dressed(call, verb.__name__, verb, "Blocks until the result is there, and returns it.")
 

@@ -15,9 +15,14 @@ import os
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from kfcomm.errors import KfcommError, SessionClosed, WouldDeadlock
+from kfcomm.sync.baton import BatonLoop
+from kfcomm.sync.standin import StandIn
+
+if TYPE_CHECKING:
+    from kfcomm.session import Session
 
 LOOK_EVERY_S = 0.5
 """A signal that comes just before a thread falls asleep does not wake it: no wait is longer than this at a time."""
@@ -27,11 +32,15 @@ T = TypeVar("T")
 
 
 class IoThread:
-    """A running event loop, uvloop's where it exists. The thread is a daemon: it keeps no process alive."""
+    """A running event loop. The thread is a daemon: it keeps no process alive.
 
-    def __init__(self) -> None:
+    Args:
+        may_stand_in: the loop is one that callers can stand in for; else it is uvloop's, where that exists.
+    """
+
+    def __init__(self, *, may_stand_in: bool = False) -> None:
         self._pid = os.getpid()
-        self._loop = _new_loop()
+        self._loop = BatonLoop() if may_stand_in else _new_loop()
         self._stop = asyncio.Event()
         self._ended = False
         self._lock = threading.Lock()
@@ -92,12 +101,22 @@ class IoThread:
         self.post(handle.begin, call)
         return handle
 
-    def wait_for(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Start what ``call`` gives and wait for its result; an interruption of the wait cancels it."""
+    def wait_for(self, call: Callable[[], Awaitable[T]], session: Session | None = None) -> T:
+        """Start what ``call`` gives and wait for its result; an interruption of the wait cancels it.
+
+        Where it can, the caller stands in for the thread and does the work of ``session`` itself.
+        """
         self.may_block()
         handle: Handle[T] = Handle(self)
         try:
-            self.post(handle.begin, call)
+            if session is not None and isinstance(self._loop, BatonLoop):
+                begun = StandIn(self._loop, session).run(call)
+                if isinstance(begun, asyncio.Future) and begun.done():
+                    result: T = begun.result()
+                    return result
+                self.post(handle.begin, lambda: begun)
+            else:
+                self.post(handle.begin, call)
             return handle.result()
         except BaseException:
             # also where the interruption came between the post and the wait
@@ -139,6 +158,8 @@ class IoThread:
 
     def _run(self) -> None:
         runner = asyncio.Runner(loop_factory=lambda: self._loop)
+        if isinstance(self._loop, BatonLoop):
+            self._loop.baton.take()
         try:
             runner.run(self._until_stopped())
         finally:
@@ -148,6 +169,8 @@ class IoThread:
             # waited for elsewhere, and the loop is closed nevertheless.
             with contextlib.suppress(RuntimeError):
                 runner.close()
+            if isinstance(self._loop, BatonLoop):
+                self._loop.baton.lay_down()
             for handle in list(self._pending):
                 handle.abandon()
 

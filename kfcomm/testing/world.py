@@ -16,6 +16,7 @@ from kfcomm.errors import TransportError
 from kfcomm.session import Session
 from kfcomm.testing.links import InMemory, InSharedMemory, Links
 from kfcomm.transports.base import Link, Waiter
+from kfcomm.transports.shm.hub import Hub
 from kfcomm.types import Layout
 
 T = TypeVar("T")
@@ -46,6 +47,11 @@ class _Way:
     def forget(self, peer: int) -> None:
         """See ``session.Network``."""
         self._links.forget(self._rank, peer)
+
+    @property
+    def hub(self) -> Hub | None:
+        """None: the ranks of a world in one process share a loop, so that none can wait for another without it."""
+        return None
 
     def describe(self, peer: int) -> str:
         """See ``session.Network``."""

@@ -45,14 +45,15 @@ class Hub:
         self._links: tuple[ShmLink, ...] = ()
         self._ended: list[Publisher] = []
         self._fence = Fence()
-        self._is_awake = False
+        self.is_awake = False
+        self._is_scheduled = self._is_manned = False
         self._quiet_since_s = 0.0
         self._backstop: asyncio.TimerHandle | None = None
 
     def add(self, link: ShmLink) -> None:
         """A new link."""
         self._links = (*self._links, link)
-        if self._is_awake:
+        if self.is_awake:
             link.unpark()
         self.wake()
 
@@ -73,11 +74,24 @@ class Hub:
     def wake(self) -> None:
         """Something is in flight, or has arrived: look until it is quiet. Costs 0.1 µs when awake."""
         self._quiet_since_s = 0.0
-        if not self._is_awake and self._links:
-            self._is_awake = True
-            for link in self._links:
-                link.unpark()
-            self._loop.call_soon(self._turn)
+        if not self.is_awake and self._links:
+            self._unpark()
+            self._schedule()
+
+    def stand_in(self) -> None:
+        """The caller looks from now on, on whatever thread; the loop does not until it steps back."""
+        self._is_manned = True
+        if not self.is_awake:
+            self._unpark()
+
+    def step_back(self) -> None:
+        """The caller looks no more: the loop does, if there is anything to wait for."""
+        self._is_manned = False
+        if not self._is_scheduled:
+            if self._is_waiting():
+                self._schedule()
+            else:
+                self._park()
 
     def progress(self) -> bool:
         """Look at every link once; whether there was anything."""
@@ -96,11 +110,24 @@ class Hub:
         if self._backstop is not None:
             self._backstop.cancel()
 
+    def _schedule(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon(self._turn)
+
+    def _unpark(self) -> None:
+        self.is_awake = True
+        for link in self._links:
+            link.unpark()
+
     def _turn(self) -> None:
+        self._is_scheduled = False
+        if self._is_manned:
+            return
         for _ in range(self._looks):
             if self.progress():
                 self._quiet_since_s = 0.0
-                self._loop.call_soon(self._turn)
+                self._schedule()
                 return
             os.sched_yield()
         now_s = time.monotonic()
@@ -109,19 +136,19 @@ class Hub:
         elif now_s - self._quiet_since_s > (SPIN_S if self._is_waiting() else LINGER_S):
             self._park()
             return
-        self._loop.call_soon(self._turn)
+        self._schedule()
 
     def _park(self) -> None:
+        self.is_awake = False
         for link in self._links:
+            link.ring_bell()
             link.park()
         self._fence()
         if self.progress():
-            for link in self._links:
-                link.unpark()
             self._quiet_since_s = 0.0
-            self._loop.call_soon(self._turn)
+            self._unpark()
+            self._schedule()
             return
-        self._is_awake = False
         if self._ended:
             self.reclaim()
         if self._is_waiting() and self._links:

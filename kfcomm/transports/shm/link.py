@@ -8,6 +8,7 @@ What always holds:
 - Owners and ``Inbound`` are never called from inside ``send``, ``withdraw``, ``disown``, ``close`` or ``abort``. The
   end of a link is always reported from the loop, once.
 - A side that sees a peer parked, after it has stored what the peer waits for, wakes it before it rests itself.
+  A link that owes its peer a bell is looked at until it has settled that.
 """
 
 from __future__ import annotations
@@ -29,10 +30,17 @@ BYE = int(Kind.BYE)
 _BELL = b"!"
 _FOR_ROOM = int(Parked.FOR_ROOM)
 _MAX_BELLS = 4096
+_BELL_AFTER_LOOKS = 16
 
 
 class Keeper(Protocol):
-    """Who looks after links: the hub."""
+    """Who looks after links: the hub.
+
+    Attributes:
+        is_awake: it looks at every link again soon.
+    """
+
+    is_awake: bool
 
     def wake(self) -> None:
         """Something is going on: look at the rings until it is quiet."""
@@ -88,6 +96,7 @@ class ShmLink:
         self._encode = make_encoder()
         self._fence = Fence()
         self._owes_bell = False
+        self._bell_looks = 0
         self._closing = self._said_bye = self._heard_bye = False
         loop.add_reader(self._fd, self._rung)
 
@@ -134,15 +143,27 @@ class ShmLink:
         if self._fd >= 0:
             self._advance()
             if self._owes_bell:
-                self.ring_bell()
+                self._settle_bell()
 
     def ring_bell(self) -> None:
-        """Wake the peer if it has parked and waits for what was stored before this call."""
+        """Wake the peer now if it has parked and waits for what was stored before this call."""
         self._fence()
         parked = self._words[self._far]
         if parked and (self._owes_bell or parked == _FOR_ROOM):
             self._wake()
         self._owes_bell = False
+
+    def _settle_bell(self) -> None:
+        """Wake the peer if it stays parked for some looks: often it comes by itself, and a wake-up is dear."""
+        self._fence()
+        if not self._words[self._far]:
+            self._owes_bell = False
+        elif self._bell_looks < _BELL_AFTER_LOOKS and self._keeper.is_awake:
+            self._bell_looks += 1
+            return
+        else:
+            self.ring_bell()
+        self._bell_looks = 0
 
     def park(self) -> None:
         """From now on the peer has to wake this side; ``has_news`` must be looked at after this, and a fence."""

@@ -93,9 +93,9 @@ class Publisher(ShmLink):
         if self._waiting or self._definitions:
             before = len(self._waiting)
             self._advance()
-            if self._owes_bell:
-                self.ring_bell()
             moved = moved or len(self._waiting) != before
+        if self._owes_bell:
+            self._settle_bell()
         if self._closing and not self._said_bye:
             self._say_bye()
         return moved

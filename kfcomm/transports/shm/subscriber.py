@@ -81,6 +81,8 @@ class Subscriber(ShmLink):
         if self._closing and not self._said_bye:
             self._say_bye()
         if not self._into.has_news:
+            if self._owes_bell:
+                self._settle_bell()
             return False
         inbound, into = self._inbound, self._into
         try:
