@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kfcomm.arrays.dtypes import SUPPORTED_NAMES, dtype_of
 from kfcomm.errors import ConfigError
 from kfcomm.reduce import Kernel, float16, kernel, supports
+from kfcomm.reduce.base import BLOCK
 from kfcomm.types import Op
 
 INTEGERS = {"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
@@ -104,7 +105,7 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     return a.dtype == b.dtype and a.tobytes() == b.tobytes()
 
 
-@pytest.mark.parametrize("count", [0, 1, 8, 1000, float16.BLOCK + float16.SHORT + 5])
+@pytest.mark.parametrize("count", [0, 1, 8, 1000, BLOCK + float16.SHORT + 5])
 @pytest.mark.parametrize(("op", "name"), SUPPORTED)
 def test_reduction_is_numpys(op: Op, name: str, count: int) -> None:
     inputs = [numbers(name, count, seed) for seed in range(SIZE)]
