@@ -72,7 +72,8 @@ def narrow(single: Array, out: Array, magnitude: Array, units: Array, smallest: 
     Args:
         single: not modified.
         out: of the same length.
-        magnitude, units: float32 to work in, of the same length.
+        magnitude: float32 to work in, of the same length.
+        units: the same.
         smallest: as long, of `SMALLEST_NORMAL`: NumPy takes the maximum of two arrays in less than half the time of
             that of an array and a number.
 

@@ -96,5 +96,5 @@ class Wire:
 
 @cache
 def wire_of(op: Op | None, dtype: np.dtype[Any], wire_dtype: np.dtype[Any]) -> Wire:
-    """The two sides of a wire for a pair of dtypes that `wire_dtype_of` accepts, made once; no op: nothing is folded."""
+    """The wire for a pair of dtypes that `wire_dtype_of` accepts, made once; no op where nothing is folded."""
     return Wire(Op.SUM if op is None else op, dtype, wire_dtype)

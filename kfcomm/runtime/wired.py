@@ -8,7 +8,6 @@ rank makes its result of the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from kfcomm.core.program import Lane
 from kfcomm.runtime.operation import Array, Operation
 
 if TYPE_CHECKING:
-    from kfcomm.reduce import Kernel, Wire
+    from kfcomm.reduce import Wire
     from kfcomm.runtime.buffers import Payload
 
 _EMPTY = memoryview(b"")
@@ -28,28 +27,14 @@ class WiredOperation(Operation):
     """An operation that converts what it sends and what it gets.
 
     Args:
-        wire: converts, and folds in float32.
-        future, source, result, dtype, size, in_result, outcome: see ``Operation``; the kernel is the wire's.
+        wire: converts, and folds in float32: the kernel is not used.
+        future, in_result, others: see ``Operation``.
     """
 
     __slots__ = ("_converted", "_sent_up", "_wire")
 
-    def __init__(
-        self,
-        future: Any,
-        *,
-        wire: Wire,
-        source: Array,
-        result: Array | None,
-        kernel: Kernel | None,
-        size: int,
-        in_result: bool,
-        outcome: Callable[[], Any],
-    ) -> None:
-        super().__init__(
-            future, source=source, result=result, kernel=kernel, dtype=wire.dtype, size=size, in_result=in_result,
-            outcome=outcome,
-        )  # fmt: skip
+    def __init__(self, future: Any, *, wire: Wire, in_result: bool, **others: Any) -> None:
+        super().__init__(future, in_result=in_result, **others)
         self._partial_shared = in_result and wire.dtype == np.float32
         self._partial = self._out if self._partial_shared else None
         self._wire = wire
@@ -60,13 +45,19 @@ class WiredOperation(Operation):
         """The bytes of one chunk as it travels; what goes up is converted when it is first asked for."""
         if not lane.count:
             return _EMPTY
+        last = self._last
+        if last is not None and last[1] == index and last[0] is lane and last[2] == source:
+            return last[3]
         start, stop = self._bounds(lane, index)
         place = self._place(lane, start, stop)
         if source == PARTIAL or (source == INPUT and lane.up):
-            if lane.base + index not in self._sent_up:
-                self._sent_up.add(lane.base + index)
+            slot = lane.base + index
+            if slot not in self._sent_up:  # asked for again if its sender had to wait
+                self._sent_up.add(slot)
                 self._wire.encode(self._part(lane, source, start, stop), place)
-        return place.view(np.uint8).data
+        view = place.view(np.uint8).data
+        self._last = (lane, index, source, view)
+        return view
 
     def fold(self, lane: Lane, index: int, payload: Payload, first: bool) -> None:
         """Make the partial result: (input if first else partial) ∘ payload."""
