@@ -61,8 +61,9 @@ def numbers(name: str, count: int, seed: int) -> Array:
     return np.random.default_rng(seed).normal(1, 0.1, count).astype(dtype_of(name))
 
 
-def kernel_rates(name: str, op: str, count: int, chunk: int, size: int) -> tuple[float, float, float]:
+def kernel_rates(name: str, op: str, count: int, nbytes_of_chunk: int, size: int) -> tuple[float, float, float]:
     """Of fold, last and finish."""
+    chunk = nbytes_of_chunk // dtype_of(name).itemsize
     k = kernel(op, dtype_of(name))
     own, theirs = numbers(name, count, 1), numbers(name, count, 2)
     acc, out = own.astype(k.accumulate_dtype), np.empty_like(own)
@@ -86,23 +87,23 @@ def wire_rates(name: str, count: int, chunk: int, size: int) -> tuple[float, flo
 
 
 @click.command()
-@click.option("--mib", default=16, show_default=True, help="MiB of float32 that a buffer of as many elements has.")
-@click.option("--chunk", default=1 << 17, show_default=True, help="Elements of one call.")
+@click.option("--mib", default=4, show_default=True, help="MiB of float32 that a buffer of as many elements has.")
+@click.option("--chunk", default=1 << 19, show_default=True, help="Bytes of one call, of the caller's dtype.")
 @click.option("--size", default=3, show_default=True, help="Ranks, for averages.")
 def main(mib: int, chunk: int, size: int) -> None:
     """Print GB/s of the kernels."""
     count = mib << 18
     a, b = numbers("float32", count, 1), numbers("float32", count, 2)
     out = np.empty_like(a)
-    plain = rate(a.nbytes, in_chunks(count, chunk, lambda c: np.add(a[c], b[c], out[c])))
-    copy = rate(a.nbytes, in_chunks(count, chunk, lambda c: np.copyto(out[c], a[c])))
+    plain = rate(a.nbytes, in_chunks(count, chunk // 4, lambda c: np.add(a[c], b[c], out[c])))
+    copy = rate(a.nbytes, in_chunks(count, chunk // 4, lambda c: np.copyto(out[c], a[c])))
     print(f"{'np.add float32':24}{plain:8.2f} GB/s    copy {copy:.2f} GB/s\n")
     print(f"{'GB/s':24}{'fold':>8}{'last':>8}{'finish':>8}")
     for name, op in CASES:
         print(f"{name + ' ' + op:24}" + "".join(f"{one:8.2f}" for one in kernel_rates(name, op, count, chunk, size)))
     print(f"\n{'float32, wire_dtype':24}{'encode':>8}{'fold':>8}{'last':>8}")
     for name in WIRES:
-        print(f"{name:24}" + "".join(f"{one:8.2f}" for one in wire_rates(name, count, chunk, size)))
+        print(f"{name:24}" + "".join(f"{one:8.2f}" for one in wire_rates(name, count, chunk // 4, size)))
 
 
 if __name__ == "__main__":

@@ -17,8 +17,9 @@ import numpy as np
 
 from kfcomm.arrays.dtypes import checked
 from kfcomm.errors import ConfigError
-from kfcomm.reduce.base import FOLDS, Kernel
+from kfcomm.reduce.base import FOLDS, Kernel, workspace
 from kfcomm.reduce.halves import HALVES, half_kernel
+from kfcomm.reduce.ordered import ordered_kernel
 from kfcomm.reduce.plain import plain_kernel
 from kfcomm.reduce.wire import Wire, wire_dtype_of, wire_of
 from kfcomm.types import Op
@@ -42,9 +43,9 @@ def kernel(op: Op | str, dtype: np.dtype[Any]) -> Kernel:
     refusal = _refusal(op, dtype)
     if refusal is not None:
         raise ConfigError(refusal)
-    if op in _ACCUMULATING and dtype.name in HALVES:
-        return half_kernel(op, dtype)
-    return plain_kernel(op, dtype)
+    if dtype.name not in HALVES:
+        return plain_kernel(op, dtype)
+    return half_kernel(op, dtype) if op in _ACCUMULATING else ordered_kernel(op, dtype, workspace())
 
 
 def supports(op: Op | str, dtype: np.dtype[Any]) -> bool:

@@ -6,6 +6,7 @@ import contextvars
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -99,6 +100,12 @@ class Workspace(threading.local):
         if block is None:
             block = self._blocks[number] = np.empty(BLOCK, SINGLE)
         return block[:count]
+
+
+@cache
+def workspace() -> Workspace:
+    """One for all kernels: a thread does one thing at a time."""
+    return Workspace()
 
 
 def blocks(count: int, length: int = BLOCK) -> Iterator[slice]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from kfcomm.arrays.dtypes import Array
 from kfcomm.reduce import float16
-from kfcomm.reduce.base import BLOCK, FOLDS, SINGLE, Kernel, Quiet, Workspace, blocks, divide
+from kfcomm.reduce.base import BLOCK, FOLDS, SINGLE, Kernel, Quiet, blocks, divide, workspace
 from kfcomm.types import Op
 
 HALVES = frozenset({"float16", "bfloat16"})
@@ -59,7 +59,7 @@ class HalfMath:
     def __init__(self, op: Op) -> None:
         self._combine = FOLDS[op]
         self._is_average = op is Op.AVG
-        self._space = _workspace()
+        self._space = workspace()
         self._smallest = _smallest_normal()
 
     def fold(self, a: Array, b: Array, out: Array) -> None:
@@ -146,12 +146,6 @@ def _finite(x: Array) -> bool:
 def half_math(op: Op) -> HalfMath:
     """The arithmetic of ``op``, made once."""
     return HalfMath(op)
-
-
-@cache
-def _workspace() -> Workspace:
-    """One for all ops: a thread does one thing at a time."""
-    return Workspace()
 
 
 @cache

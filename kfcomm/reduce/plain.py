@@ -11,7 +11,7 @@ from kfcomm.reduce.base import FOLDS, Kernel, Quiet, blocks, divide
 from kfcomm.types import Op
 
 _COMPLEX_BLOCK = 8192  # elements multiplied at a time, so that the four products stay in the cache
-_BLOCK_NBYTES = 1 << 17  # folded and then divided, so that the quotient's input is still in the cache
+_BLOCK_NBYTES = 1 << 18  # folded and then divided, so that it is divided in the cache
 
 
 def plain_kernel(op: Op, dtype: np.dtype[Any]) -> Kernel:
@@ -34,10 +34,14 @@ def plain_kernel(op: Op, dtype: np.dtype[Any]) -> Kernel:
         quiet.run(divide, acc.view(part), size, out.view(part))
 
     def last(a: Array, b: Array, out: Array, size: int) -> None:
+        quiet.run(_last, a, b, out, size)
+
+    def _last(a: Array, b: Array, out: Array, size: int) -> None:
         for block in blocks(len(out), length):
             piece = out[block]
-            fold(a[block], b[block], piece)
-            finish(piece, piece, size)
+            combine(a[block], b[block], piece)
+            piece = piece.view(part)
+            divide(piece, size, piece)
 
     return Kernel(op, dtype, dtype, fold, finish, last, True)
 

@@ -185,6 +185,26 @@ def test_nan_wins(op: Op, name: str) -> None:
     assert np.isnan(reduce_all(kernel(op, dtype), [a, b])).all()
 
 
+@pytest.mark.parametrize("name", sorted(HALVES))
+@pytest.mark.parametrize("op", [Op.MIN, Op.MAX])
+def test_every_half_against_others(op: Op, name: str) -> None:
+    """By value, in float64; the first NaN wins, and -0 is less than 0."""
+    every = np.arange(2**16, dtype=np.uint16)
+    k = kernel(op, dtype_of(name))
+    for other in (every, np.roll(every, 1), np.roll(every, 12345), every[::-1].copy(), every ^ 0x8000):
+        a, b = every.view(k.dtype), other.view(k.dtype)
+        with np.errstate(invalid="ignore"):
+            x, y = a.astype(np.float64), b.astype(np.float64)
+        less = (x < y) | ((x == y) & np.signbit(x))
+        first = np.isnan(x) | (~np.isnan(y) & (less if op is Op.MIN else ~less))
+        out = np.empty_like(a)
+        k.fold(a, b, out)
+        assert out.tobytes() == np.where(first, every, other).tobytes()
+        into = b.copy()
+        k.last(a, into, into, 2)
+        assert same_bits(into, out)
+
+
 def test_integers_wrap_around() -> None:
     a = np.array([127, -128], np.int8)
     assert reduce_all(kernel("sum", a.dtype), [a, a]).tolist() == [-2, 0]
