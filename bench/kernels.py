@@ -65,12 +65,11 @@ def kernel_rates(name: str, op: str, count: int, nbytes_of_chunk: int, size: int
     """Of fold, last and finish."""
     chunk = nbytes_of_chunk // dtype_of(name).itemsize
     k = kernel(op, dtype_of(name))
-    own, theirs = numbers(name, count, 1), numbers(name, count, 2)
-    acc, out = own.astype(k.accumulate_dtype), np.empty_like(own)
-    once = np.ones_like(acc)  # of which products stay what they are
-    nbytes = own.nbytes
-    fold = rate(nbytes, in_chunks(count, chunk, lambda c: k.fold(once[c], theirs[c], acc[c])))
-    last = rate(nbytes, in_chunks(count, chunk, lambda c: k.last(once[c], theirs[c], out[c], size)))
+    theirs = np.ones(count, k.dtype)  # of which products stay what they are
+    acc, out = numbers(name, count, 1).astype(k.accumulate_dtype), np.empty_like(theirs)
+    nbytes = theirs.nbytes
+    fold = rate(nbytes, in_chunks(count, chunk, lambda c: k.fold(acc[c], theirs[c], acc[c])))
+    last = rate(nbytes, in_chunks(count, chunk, lambda c: k.last(acc[c], theirs[c], out[c], size)))
     finish = rate(nbytes, in_chunks(count, chunk, lambda c: k.finish(acc[c], out[c], size)))
     return fold, last, finish
 
@@ -95,7 +94,7 @@ def main(mib: int, chunk: int, size: int) -> None:
     count = mib << 18
     a, b = numbers("float32", count, 1), numbers("float32", count, 2)
     out = np.empty_like(a)
-    plain = rate(a.nbytes, in_chunks(count, chunk // 4, lambda c: np.add(a[c], b[c], out[c])))
+    plain = rate(a.nbytes, in_chunks(count, chunk // 4, lambda c: np.add(a[c], b[c], a[c])))
     copy = rate(a.nbytes, in_chunks(count, chunk // 4, lambda c: np.copyto(out[c], a[c])))
     print(f"{'np.add float32':24}{plain:8.2f} GB/s    copy {copy:.2f} GB/s\n")
     print(f"{'GB/s':24}{'fold':>8}{'last':>8}{'finish':>8}")
