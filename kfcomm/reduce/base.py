@@ -37,7 +37,8 @@ class Kernel:
             ``dtype`` or ``accumulate_dtype`` each, ``out`` of ``accumulate_dtype``; ``out`` may be ``a`` or ``b``.
             About 0.6 µs for a few elements of float32; for long buffers see the functions that make kernels.
         finish: ``finish(acc, out, size)`` writes the result into ``out`` (of ``dtype``) from ``acc``, what the
-            contributions of ``size`` ranks were folded into; ``out`` may be ``acc`` if their dtypes are equal.
+            contributions of ``size`` ranks were folded into, or one of ``dtype``; ``out`` may be ``acc`` if their
+            dtypes are equal.
         last: ``last(a, b, out, size)`` is ``fold``, then ``finish``, to the bit, block by block, so that what was
             folded is finished while it is in the cache. ``out`` is of ``dtype``; it may be ``a`` or ``b``.
         needs_finish: if False, what was folded is the result, and `finish` only copies.
