@@ -22,6 +22,7 @@ from kfcomm.collectives.plans import Plan, Planner, Plans, row_elements
 from kfcomm.collectives.verbs import Later, Verbs
 from kfcomm.core.chunk import split
 from kfcomm.errors import CollectiveError, CollectiveMismatch, ConfigError
+from kfcomm.reduce import wire_dtype_of
 from kfcomm.types import Verb
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -76,14 +77,19 @@ class Exchange(Verbs):
 
     def all_gather(
         self, x: Any, name: str | None = None, *, concat: bool = False, out: Any = None,
-        timeout: float | None = None, priority: int = 0,
+        timeout: float | None = None, priority: int = 0, wire_dtype: str | None = None,
     ) -> Handle[Any]:  # fmt: skip
-        """Every rank gets the arrays of all ranks; see ``gather``."""
+        """Every rank gets the arrays of all ranks; see ``gather``, and ``broadcast`` for ``wire_dtype``."""
         if not concat:
-            return self._all_gather_stacked(x, name, out, timeout)
+            return self._all_gather_stacked(x, name, out, timeout, wire_dtype)
+        wire: np.dtype[Any] | None = None
+        if wire_dtype is not None:
+            with self._checks(name, timeout, steps=2):
+                x = adapt(x)
+                wire = wire_dtype_of(wire_dtype, x.dtype)
 
         def plan(plans: Plans, array: HostArray, rows: tuple[int, ...]) -> Plan:
-            return plans.plan(Planner.all_gather, array.dtype, array.shape[1:], rows)
+            return plans.plan(Planner.all_gather, array.dtype, array.shape[1:], rows, wire)
 
         return self._concatenated(Verb.ALL_GATHER, -1, x, name, out, timeout, plan)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,6 +20,7 @@ from kfcomm.core.collective import GroupView, shown
 from kfcomm.errors import ConfigError
 from kfcomm.runtime.engine import Engine
 from kfcomm.runtime.operation import Operation
+from kfcomm.runtime.wired import WiredOperation
 from kfcomm.strategies import AnyStrategy, build
 from kfcomm.types import Layout
 
@@ -76,7 +78,8 @@ class Group:
         seq: int | None = None,
     ) -> Operation:
         """Begin a collective now; ``handle`` is resolved with ``outcome()``."""
-        operation = Operation(
+        make: Callable[..., Operation] = Operation if plan.wire is None else partial(WiredOperation, wire=plan.wire)
+        operation = make(
             handle, source=source, result=result, kernel=plan.kernel, dtype=plan.dtype, size=self.view.size,
             in_result=plan.in_result, outcome=outcome,
         )  # fmt: skip

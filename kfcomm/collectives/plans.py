@@ -7,8 +7,8 @@ tensors at every step makes each plan once.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from kfcomm.core.graph import GraphPair
 from kfcomm.core.program import Program
 from kfcomm.core.signature import Signature
 from kfcomm.errors import ConfigError
-from kfcomm.reduce import Kernel, kernel
+from kfcomm.reduce import Kernel, Wire, kernel, wire_of
 from kfcomm.strategies import AnyStrategy, Strategy
 from kfcomm.types import Op, Verb
 
@@ -29,6 +29,9 @@ CHUNK_NBYTES = 1 << 19
 
 
 MAX_PLANS = 4096
+
+WireDtype: TypeAlias = "np.dtype[Any] | None"
+"""In what numbers travel, where that is not what they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,7 @@ class Plan:
         dtype: of input and result; None where there is no data.
         result_count: elements of the result on this rank; -1 if it has none.
         in_result: see ``operation.Operation``.
+        wire: how it is converted on its way; None where it travels as it is.
     """
 
     signature: Signature
@@ -52,6 +56,7 @@ class Plan:
     dtype: np.dtype[Any] | None
     result_count: int
     in_result: bool = False
+    wire: Wire | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,40 +74,42 @@ class Planner:
     strategy: AnyStrategy
     generation: int
 
-    def num_ways(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
+    def num_ways(self, dtype: np.dtype[Any], shape: tuple[int, ...], wire: WireDtype = None) -> int:
         """How many ways an all_reduce may take as a whole: its key picks one. 1 for those that are shared out."""
-        count, _, graphs = self._prepare(dtype, shape)
+        count, _, graphs = self._prepare(dtype, shape, wire)
         return len(graphs.pairs) if count < WHOLE_BELOW else 1
 
-    def all_reduce(self, dtype: np.dtype[Any], shape: tuple[int, ...], op: Op, way: int) -> Plan:
+    def all_reduce(
+        self, dtype: np.dtype[Any], shape: tuple[int, ...], op: Op, way: int, wire: WireDtype = None
+    ) -> Plan:
         """Every rank gets the fold of all inputs; ``way`` is one of ``num_ways``."""
-        count, chunk, graphs = self._prepare(dtype, shape)
+        count, chunk, graphs = self._prepare(dtype, shape, wire)
         pairs: Sequence[GraphPair] = graphs.pairs
         if count < WHOLE_BELOW:
             pairs = (pairs[way],)
         program = programs.all_reduce(self.rank, pairs, count, chunk)
-        return self._folding(Verb.ALL_REDUCE, dtype, shape, op, -1, program, graphs, count, in_result=True)
+        return self._folding(Verb.ALL_REDUCE, dtype, shape, op, -1, program, graphs, count, wire, in_result=True)
 
-    def reduce(self, dtype: np.dtype[Any], shape: tuple[int, ...], op: Op, root: int) -> Plan:
+    def reduce(self, dtype: np.dtype[Any], shape: tuple[int, ...], op: Op, root: int, wire: WireDtype = None) -> Plan:
         """The root gets the fold of all inputs."""
-        count, chunk, graphs = self._prepare(dtype, shape)
+        count, chunk, graphs = self._prepare(dtype, shape, wire)
         program = programs.reduce(self.rank, graphs.rooted(root), count, chunk)
         kept = count if self.rank == root else -1
-        return self._folding(Verb.REDUCE, dtype, shape, op, root, program, graphs, kept, in_result=kept >= 0)
+        return self._folding(Verb.REDUCE, dtype, shape, op, root, program, graphs, kept, wire, in_result=kept >= 0)
 
-    def reduce_scatter(self, dtype: np.dtype[Any], shape: tuple[int, ...], op: Op) -> Plan:
+    def reduce_scatter(self, dtype: np.dtype[Any], shape: tuple[int, ...], op: Op, wire: WireDtype = None) -> Plan:
         """Rank r gets the r-th of ``size`` parts, along the first axis, of the fold of all inputs."""
-        _, chunk, graphs = self._prepare(dtype, shape)
+        _, chunk, graphs = self._prepare(dtype, shape, wire)
         row = row_elements(shape)
         counts = [rows * row for _, rows in split(shape[0], self.size)]
         program = programs.reduce_scatter(self.rank, graphs.rooted, counts, chunk)
-        return self._folding(Verb.REDUCE_SCATTER, dtype, shape, op, -1, program, graphs, counts[self.rank])
+        return self._folding(Verb.REDUCE_SCATTER, dtype, shape, op, -1, program, graphs, counts[self.rank], wire)
 
-    def broadcast(self, dtype: np.dtype[Any], shape: tuple[int, ...], root: int) -> Plan:
+    def broadcast(self, dtype: np.dtype[Any], shape: tuple[int, ...], root: int, wire: WireDtype = None) -> Plan:
         """Every rank gets the root's input."""
-        count, chunk, graphs = self._prepare(dtype, shape)
+        count, chunk, graphs = self._prepare(dtype, shape, wire)
         program = programs.broadcast(self.rank, graphs.rooted(root), count, chunk)
-        return self._moving(Verb.BROADCAST, dtype, shape, root, program, graphs, count)
+        return self._moving(Verb.BROADCAST, dtype, shape, root, program, graphs, count, wire=wire)
 
     def gather(self, dtype: np.dtype[Any], shape: tuple[int, ...], root: int, rows: tuple[int, ...] = ()) -> Plan:
         """The root gets all inputs in rank order; ``rows`` gives their first dimensions where they differ.
@@ -114,11 +121,13 @@ class Planner:
         kept = sum(counts) if self.rank == root else -1
         return self._moving(Verb.GATHER, dtype, shape, root, program, graphs, kept, rows)
 
-    def all_gather(self, dtype: np.dtype[Any], shape: tuple[int, ...], rows: tuple[int, ...] = ()) -> Plan:
+    def all_gather(
+        self, dtype: np.dtype[Any], shape: tuple[int, ...], rows: tuple[int, ...] = (), wire: WireDtype = None
+    ) -> Plan:
         """Every rank gets all inputs in rank order; see ``gather`` for ``rows``."""
-        counts, chunk, graphs = self._prepare_rows(dtype, shape, rows)
+        counts, chunk, graphs = self._prepare_rows(dtype, shape, rows, wire)
         program = programs.all_gather(self.rank, graphs.rooted, counts, chunk)
-        return self._moving(Verb.ALL_GATHER, dtype, shape, -1, program, graphs, sum(counts), rows)
+        return self._moving(Verb.ALL_GATHER, dtype, shape, -1, program, graphs, sum(counts), rows, wire)
 
     def scatter(self, dtype: np.dtype[Any], shape: tuple[int, ...], root: int, rows: tuple[int, ...]) -> Plan:
         """Rank r gets ``rows[r]`` rows, each of ``shape``, of the root's input."""
@@ -142,33 +151,37 @@ class Planner:
         signature = Signature(Verb.BARRIER, "", (), "", -1, graphs.name, self.generation, graphs.digest)
         return Plan(signature, program, ItemSizes(1, 1), None, None, -1)
 
-    def _prepare(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[int, int, Strategy]:
+    def _prepare(
+        self, dtype: np.dtype[Any], shape: tuple[int, ...], wire: WireDtype = None
+    ) -> tuple[int, int, Strategy]:
         count = _elements(shape)
-        return count, chunk_elements(dtype), self.strategy.select(count * dtype.itemsize)
+        return count, chunk_elements(dtype), self.strategy.select(count * (wire or dtype).itemsize)
 
     def _prepare_rows(
-        self, dtype: np.dtype[Any], shape: tuple[int, ...], rows: tuple[int, ...]
+        self, dtype: np.dtype[Any], shape: tuple[int, ...], rows: tuple[int, ...], wire: WireDtype = None
     ) -> tuple[list[int], int, Strategy]:
         row = _elements(shape)
         counts = [row * number for number in rows or (1,) * self.size]
         largest = max(counts)
-        return counts, chunk_elements(dtype), self.strategy.select(largest * dtype.itemsize)
+        return counts, chunk_elements(dtype), self.strategy.select(largest * (wire or dtype).itemsize)
 
     def _folding(
         self, verb: Verb, dtype: np.dtype[Any], shape: tuple[int, ...], op: Op, root: int, program: Program,
-        graphs: Strategy, result_count: int, *, in_result: bool = False,
+        graphs: Strategy, result_count: int, wire: WireDtype, *, in_result: bool = False,
     ) -> Plan:  # fmt: skip
         folds = kernel(op, dtype)
         sizes = ItemSizes(dtype.itemsize, folds.accumulate_dtype.itemsize)
         signature = self._sign(verb, dtype, shape, root, program, graphs)._replace(op=str(op))
-        return Plan(signature, program, sizes, folds, dtype, result_count, in_result)
+        plan = Plan(signature, program, sizes, folds, dtype, result_count, in_result)
+        return plan if wire is None else _wired(plan, wire_of(op, dtype, wire))
 
     def _moving(
         self, verb: Verb, dtype: np.dtype[Any], shape: tuple[int, ...], root: int, program: Program,
-        graphs: Strategy, result_count: int, counts: tuple[Any, ...] = (),
+        graphs: Strategy, result_count: int, counts: tuple[Any, ...] = (), wire: WireDtype = None,
     ) -> Plan:  # fmt: skip
         signature = self._sign(verb, dtype, shape, root, program, graphs)._replace(counts=counts)
-        return Plan(signature, program, ItemSizes(dtype.itemsize, dtype.itemsize), None, dtype, result_count)
+        plan = Plan(signature, program, ItemSizes(dtype.itemsize, dtype.itemsize), None, dtype, result_count)
+        return plan if wire is None else _wired(plan, wire_of(None, dtype, wire))
 
     def _sign(
         self, verb: Verb, dtype: np.dtype[Any], shape: tuple[int, ...], root: int, program: Program, graphs: Strategy
@@ -177,6 +190,13 @@ class Planner:
             str(verb), dtype_name(dtype), shape, "", root, graphs.name, self.generation, graphs.digest,
             program.chunk_elements,
         )  # fmt: skip
+
+
+def _wired(plan: Plan, wire: Wire) -> Plan:
+    """A plan whose chunks travel in another dtype."""
+    itemsize = wire.wire_dtype.itemsize
+    signature = plan.signature._replace(wire_dtype=dtype_name(wire.wire_dtype))
+    return replace(plan, signature=signature, sizes=ItemSizes(itemsize, itemsize), wire=wire)
 
 
 def agreement(rank: int, tree: GraphPair, strategy: AnyStrategy) -> Plan:
@@ -208,18 +228,20 @@ class Plans:
             plan = self._plans[key] = make(self.planner, *what)
         return plan
 
-    def all_reduce(self, dtype: np.dtype[Any], shape: tuple[int, ...], op: Op, key: str) -> Plan:
+    def all_reduce(
+        self, dtype: np.dtype[Any], shape: tuple[int, ...], op: Op, key: str, wire: WireDtype = None
+    ) -> Plan:
         """The plan for an all_reduce: one of several where the key decides which graph pair is taken."""
-        kind = (dtype, shape, op)
+        kind = (dtype, shape, op, wire)
         ways = self._ways.get(kind)
         if ways is None:
             if len(self._ways) >= MAX_PLANS:
                 self._ways.clear()
-            ways = self._ways[kind] = [None] * self.planner.num_ways(dtype, shape)
+            ways = self._ways[kind] = [None] * self.planner.num_ways(dtype, shape, wire)
         way = pair_of(key, len(ways)) if len(ways) > 1 else 0
         plan = ways[way]
         if plan is None:
-            plan = ways[way] = self.planner.all_reduce(dtype, shape, op, way)
+            plan = ways[way] = self.planner.all_reduce(dtype, shape, op, way, wire)
         return plan
 
 

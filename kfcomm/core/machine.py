@@ -7,7 +7,8 @@ The life of one chunk, on one rank (``P`` partial results folded so far out of `
     folding P<C   child P arrives          folding P+1   FOLD (and again for children held back)
     folding P<C   a later child arrives    folding P     HOLD
     folding P=C   (at once) not the root   waiting       SEND up
-    folding P=C   (at once) the root       complete      FINISH, SEND down to every target
+    folding C-1   the last arrives, root   complete      FOLD_LAST, SEND down to every target
+    folding 0=C   (at once) the root       complete      FINISH, SEND down to every target
     waiting       the result arrives       complete      STORE if kept, SEND down to every target
     any           anything else            the machine refuses it: the other side broke the protocol
 
@@ -53,7 +54,7 @@ class Do(IntEnum):
     HOLD = 2
     """[machine, payload]: keep this payload until a FOLD names it."""
     FINISH = 3
-    """[machine, lane, index, source]: result = the finished source, INPUT or PARTIAL."""
+    """[machine, lane, index]: result = the finished input: there is nothing to fold it with."""
     STORE = 4
     """[machine, lane, index, payload]: result = payload."""
     COPY = 5
@@ -62,11 +63,13 @@ class Do(IntEnum):
     """[machine, payload]: nothing reads this payload any more."""
     DONE = 7
     """[machine]: the result is complete, and no memory of the caller is in use."""
+    FOLD_LAST = 8
+    """[machine, lane, index, payload, first]: result = finished((input if first else partial) ∘ payload)."""
 
 
 UP, DOWN = int(Phase.UP), int(Phase.DOWN)
 INPUT, PARTIAL, RESULT, PAYLOAD = (int(source) for source in Source)
-SEND, FOLD, HOLD, FINISH, STORE, COPY, RELEASE, DONE = (int(do) for do in Do)
+SEND, FOLD, HOLD, FINISH, STORE, COPY, RELEASE, DONE, FOLD_LAST = (int(do) for do in Do)
 
 Effect = tuple[Any, ...]
 Effects = list[Effect]
@@ -161,7 +164,8 @@ class Machine:
         held = self._held
         while True:
             if lane.count:
-                effects.append((FOLD, self, lane, index, payload, folded == 0))
+                is_last = lane.parent == NOBODY and folded + 1 == len(lane.children)
+                effects.append((FOLD_LAST if is_last else FOLD, self, lane, index, payload, folded == 0))
             effects.append((RELEASE, self, payload))
             folded += 1
             if not held or (slot, folded) not in held:
@@ -178,8 +182,8 @@ class Machine:
             if not lane.down:
                 self._completed(lane, effects)
             return
-        if lane.count:
-            effects.append((FINISH, self, lane, index, source))
+        if lane.count and source == INPUT:
+            effects.append((FINISH, self, lane, index))
         self._folded[lane.base + index] += 1
         for target in lane.targets:
             self._send(target, lane, index, DOWN, RESULT, None, effects)

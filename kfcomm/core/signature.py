@@ -23,6 +23,7 @@ class Signature(NamedTuple):
     graphs: bytes = b""
     chunk_elements: int = 0
     counts: tuple[Any, ...] = ()
+    wire_dtype: str = ""
 
 
 def from_wire(fields: list[Any]) -> tuple[Any, ...]:
@@ -38,8 +39,10 @@ def describe(signature: Sequence[Any]) -> str:
     """A signature in words, bounded: it may come from a peer."""
     if len(signature) != len(Signature._fields):
         return f"something else: {reprlib.repr(signature)[:200]}"
-    verb, dtype, shape, op, root, strategy, generation, graphs, chunk_elements, counts = signature
+    verb, dtype, shape, op, root, strategy, generation, graphs, chunk_elements, counts, wire_dtype = signature
     words = [f"{verb} of {dtype} {shape}" if dtype else f"{verb}"]
+    if wire_dtype:
+        words.append(f"sent as {wire_dtype}")
     if op:
         words.append(f"op {op}")
     if root != -1:

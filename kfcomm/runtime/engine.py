@@ -25,6 +25,7 @@ from kfcomm.core.machine import (
     DOWN,
     FINISH,
     FOLD,
+    FOLD_LAST,
     HOLD,
     PAYLOAD,
     RELEASE,
@@ -320,12 +321,14 @@ class Engine:
             self._send(effect, collective, operation, effects)
         elif tag == FOLD:
             operation.fold(effect[2], effect[3], effect[4], effect[5])
+        elif tag == FOLD_LAST:
+            operation.fold_last(effect[2], effect[3], effect[4], effect[5])
         elif tag == RELEASE:
             effect[2].release(self._pool)
         elif tag == STORE:
             operation.store(effect[2], effect[3], effect[4])
         elif tag == FINISH:
-            operation.finish(effect[2], effect[3], effect[4])
+            operation.finish(effect[2], effect[3])
         elif tag == COPY:
             operation.copy(effect[2], effect[3])
         elif tag == HOLD:

@@ -164,24 +164,26 @@ class Operation:
 
     def fold(self, lane: Lane, index: int, payload: Payload, first: bool) -> None:
         """Make the partial result: (input if first else partial) ∘ payload."""
-        kernel = self._folding()
         start = index * self._chunk
         stop = min(start + self._chunk, lane.count)
         partial = self._part(lane, PARTIAL, start, stop)
         own = self._part(lane, INPUT, start, stop) if first else partial
-        view = payload.view
-        dtype = kernel.dtype if view.nbytes == (stop - start) * kernel.dtype.itemsize else kernel.accumulate_dtype
-        kernel.fold(own, np.frombuffer(view, dtype), partial)
+        self._folding().fold(own, self._contribution(payload, stop - start), partial)
 
-    def finish(self, lane: Lane, index: int, source: int) -> None:
-        """Make the result of the finished fold."""
-        kernel = self._folding()
-        if source == PARTIAL and self._partial_shared and not kernel.needs_finish:
-            return
+    def fold_last(self, lane: Lane, index: int, payload: Payload, first: bool) -> None:
+        """Make the result: (input if first else partial) ∘ payload, finished."""
         start = index * self._chunk
         stop = min(start + self._chunk, lane.count)
-        folded = self._part(lane, source, start, stop)
-        kernel.finish(folded, self._part(lane, RESULT, start, stop), self._size)
+        own = self._part(lane, INPUT if first else PARTIAL, start, stop)
+        result = self._part(lane, RESULT, start, stop)
+        self._folding().last(own, self._contribution(payload, stop - start), result, self._size)
+
+    def finish(self, lane: Lane, index: int) -> None:
+        """Make the result of the input, the only contribution."""
+        start = index * self._chunk
+        stop = min(start + self._chunk, lane.count)
+        source = self._part(lane, INPUT, start, stop)
+        self._folding().finish(source, self._part(lane, RESULT, start, stop), self._size)
 
     def store(self, lane: Lane, index: int, payload: Payload) -> None:
         """Make the result of a payload, unless it arrived there."""
@@ -191,6 +193,13 @@ class Operation:
     def copy(self, lane: Lane, index: int) -> None:
         """Make the result of the input."""
         self.bytes_of(lane, index, RESULT)[:] = self.bytes_of(lane, index, INPUT)
+
+    def _contribution(self, payload: Payload, count: int) -> Array:
+        """What ``count`` elements of a child are: its input, or a partial result."""
+        kernel = self._folding()
+        view = payload.view
+        dtype = kernel.dtype if view.nbytes == count * kernel.dtype.itemsize else kernel.accumulate_dtype
+        return np.frombuffer(view, dtype)
 
     def _folding(self) -> Kernel:
         if self._kernel is None:

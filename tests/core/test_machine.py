@@ -56,9 +56,8 @@ def test_the_root_folds_its_children_finishes_and_sends_down():
     assert bench.arrive("a", sender=1) == [(Do.FOLD, 0, 0, "a", True), (Do.RELEASE, "a")]
     assert bench.arrive("b", sender=2) == [(Do.FOLD, 0, 0, "b", False), (Do.RELEASE, "b")]
     assert bench.arrive("c", sender=3) == [
-        (Do.FOLD, 0, 0, "c", False),
+        (Do.FOLD_LAST, 0, 0, "c", False),
         (Do.RELEASE, "c"),
-        (Do.FINISH, 0, 0, PARTIAL),
         *((Do.SEND, target, 0, 0, DOWN, RESULT, None) for target in (1, 2, 3)),
     ]
     assert bench.machine.remaining == 1
@@ -69,8 +68,12 @@ def test_children_are_folded_in_order_whatever_the_order_in_which_they_arrive():
     for order in itertools.permutations((1, 2, 3)):
         bench = root()
         effects = [effect for sender in order for effect in bench.arrive(f"from {sender}", sender=sender)]
-        folds = [effect for effect in effects if effect[0] == Do.FOLD]
-        assert folds == [(Do.FOLD, 0, 0, f"from {sender}", sender == 1) for sender in (1, 2, 3)]
+        folds = [effect for effect in effects if effect[0] in (Do.FOLD, Do.FOLD_LAST)]
+        assert folds == [
+            (Do.FOLD, 0, 0, "from 1", True),
+            (Do.FOLD, 0, 0, "from 2", False),
+            (Do.FOLD_LAST, 0, 0, "from 3", False),
+        ]
         held = [effect[1] for effect in effects if effect[0] == Do.HOLD]
         released = [effect[1] for effect in effects if effect[0] == Do.RELEASE]
         assert sorted(released) == ["from 1", "from 2", "from 3"]
@@ -131,8 +134,8 @@ def test_gated_lanes_begin_when_all_others_are_complete():
 @pytest.mark.parametrize(
     ("program", "effects"),
     [
-        (programs.all_reduce(0, [GraphPair.of(Graph.from_fathers([0]))], 2, 4), [(Do.FINISH, 0, 0, INPUT)]),
-        (programs.reduce(0, GraphPair.of(Graph.from_fathers([0])), 2, 4), [(Do.FINISH, 0, 0, INPUT)]),
+        (programs.all_reduce(0, [GraphPair.of(Graph.from_fathers([0]))], 2, 4), [(Do.FINISH, 0, 0)]),
+        (programs.reduce(0, GraphPair.of(Graph.from_fathers([0])), 2, 4), [(Do.FINISH, 0, 0)]),
         (programs.broadcast(0, GraphPair.of(Graph.from_fathers([0])), 2, 4), [(Do.COPY, 1, 0)]),
         (programs.barrier(0, GraphPair.of(Graph.from_fathers([0]))), []),
     ],

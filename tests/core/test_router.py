@@ -172,7 +172,14 @@ def test_an_early_chunk_waits_and_its_credit_with_it():
     assert desk.router.expected(SUM.group_id, "grad") == SUM.signature
     assert desk.incoming[1].window.settle() is None
     collective = desk.post()
-    assert [effect[0] for effect in desk.take()] == [Do.FOLD, Do.RELEASE] * 2 + [Do.FINISH, Do.SEND, Do.SEND]
+    assert [effect[0] for effect in desk.take()] == [
+        Do.FOLD,
+        Do.RELEASE,
+        Do.FOLD_LAST,
+        Do.RELEASE,
+        Do.SEND,
+        Do.SEND,
+    ]
     assert collective.arrived_ranks() == RANKS
     assert desk.incoming[1].window._owed_headers == 1
     assert desk.router.expected(SUM.group_id, "grad") is None

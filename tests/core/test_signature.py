@@ -33,6 +33,8 @@ def test_words_hold_all_that_applies_and_no_more():
         "all_to_all of float32 (2, 3), op sum, root 1, strategy ring (generation 4, graphs abcdabcd), chunks of 128, "
         "counts ((1, 2), (3, 4))"
     )
+    wired = Signature("broadcast", "float32", (2,), root=0, strategy="ring", wire_dtype="float16")
+    assert describe(wired).startswith("broadcast of float32 (2,), sent as float16, root 0, strategy ring")
     assert describe(Signature("barrier", strategy="star")) == "barrier, strategy star (generation 0)"
 
 

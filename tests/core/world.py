@@ -563,9 +563,13 @@ class World:
                 memory.fold(*effect[2:])
             case Do.HOLD:
                 effect[2].held = True
+            case Do.FOLD_LAST:
+                memory.fold(*effect[2:])
+                _, _, lane, index, _, _ = effect
+                memory.part(lane, index, RESULT)[:] = memory.part(lane, index, PARTIAL)
             case Do.FINISH:
-                _, _, lane, index, source = effect
-                memory.part(lane, index, RESULT)[:] = memory.part(lane, index, source)
+                _, _, lane, index = effect
+                memory.part(lane, index, RESULT)[:] = memory.part(lane, index, INPUT)
             case Do.STORE:
                 memory.store(*effect[2:])
             case Do.COPY:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kfcomm.arrays.dtypes import SUPPORTED_NAMES, dtype_of
 from kfcomm.errors import ConfigError
 from kfcomm.reduce import Kernel, float16, kernel, supports
+from kfcomm.reduce.base import BLOCK, divide
 from kfcomm.types import Op
 
 INTEGERS = {"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
@@ -104,7 +105,7 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     return a.dtype == b.dtype and a.tobytes() == b.tobytes()
 
 
-@pytest.mark.parametrize("count", [0, 1, 8, 1000, float16.BLOCK + float16.SHORT + 5])
+@pytest.mark.parametrize("count", [0, 1, 8, 1000, BLOCK + float16.SHORT + 5])
 @pytest.mark.parametrize(("op", "name"), SUPPORTED)
 def test_reduction_is_numpys(op: Op, name: str, count: int) -> None:
     inputs = [numbers(name, count, seed) for seed in range(SIZE)]
@@ -182,6 +183,26 @@ def test_nan_wins(op: Op, name: str) -> None:
     a = np.array([np.nan, 1, -np.inf, np.nan], dtype)
     b = np.array([1, np.nan, np.nan, np.inf], dtype)
     assert np.isnan(reduce_all(kernel(op, dtype), [a, b])).all()
+
+
+@pytest.mark.parametrize("name", sorted(HALVES))
+@pytest.mark.parametrize("op", [Op.MIN, Op.MAX])
+def test_every_half_against_others(op: Op, name: str) -> None:
+    """By value, in float64; the first NaN wins, and -0 is less than 0."""
+    every = np.arange(2**16, dtype=np.uint16)
+    k = kernel(op, dtype_of(name))
+    for other in (every, np.roll(every, 1), np.roll(every, 12345), every[::-1].copy(), every ^ 0x8000):
+        a, b = every.view(k.dtype), other.view(k.dtype)
+        with np.errstate(invalid="ignore"):
+            x, y = a.astype(np.float64), b.astype(np.float64)
+        less = (x < y) | ((x == y) & np.signbit(x))
+        first = np.isnan(x) | (~np.isnan(y) & (less if op is Op.MIN else ~less))
+        out = np.empty_like(a)
+        k.fold(a, b, out)
+        assert out.tobytes() == np.where(first, every, other).tobytes()
+        into = b.copy()
+        k.last(a, into, into, 2)
+        assert same_bits(into, out)
 
 
 def test_integers_wrap_around() -> None:
@@ -296,3 +317,33 @@ def test_unknown_ops_and_dtypes() -> None:
 
 def test_a_kernel_is_made_once() -> None:
     assert kernel("sum", np.dtype("float32")) is kernel(Op.SUM, np.dtype(np.float32))
+
+
+@pytest.mark.parametrize("op", [Op.SUM, Op.AVG])
+@pytest.mark.parametrize("name", ["float32", "float64", "complex64", "float16", "bfloat16", "int32"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+def test_the_last_fold_is_a_fold_and_a_finish(name: str, op: Op, size: int) -> None:
+    """To the bit, also in place: an average divides in blocks what a pass of its own would divide."""
+    if name == "int32" and op is Op.AVG:
+        return
+    k = kernel(op, dtype_of(name))
+    rng = np.random.default_rng(size)
+    for count in (0, 3, 1000, BLOCK + 3, 3 * BLOCK):
+        a, b = (rng.normal(0, 1000, count).astype(k.dtype) for _ in range(2))
+        acc, expected, out = np.empty(count, k.accumulate_dtype), np.empty_like(a), np.empty_like(a)
+        k.fold(a, b, acc)
+        k.finish(acc, expected, size)
+        k.last(a, b, out, size)
+        assert out.tobytes() == expected.tobytes()
+        k.last(a, b, a, size)
+        assert a.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 1024])
+@pytest.mark.parametrize("name", ["float32", "float64"])
+def test_dividing_is_division_to_the_bit(name: str, size: int) -> None:
+    bits = np.random.default_rng(size).integers(0, 256, 80000, dtype=np.uint8).view(name)
+    out = np.empty_like(bits)
+    with np.errstate(all="ignore"):
+        divide(bits, size, out)
+        assert out.tobytes() == np.true_divide(bits, size).tobytes()
