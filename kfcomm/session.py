@@ -176,6 +176,7 @@ class Session:
             for collective, is_posted in zip(pending, posted, strict=False):
                 if not is_posted:
                     self.engine.abort(collective, cause)
+            self.engine.breaks.peer_settled(rank)
 
         control.query(ops, rank, answered)
 

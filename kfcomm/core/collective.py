@@ -131,12 +131,17 @@ class Early:
 
 
 class Incoming:
-    """The receiving end of a link from ``peer`` (world rank): its names, and its credit."""
+    """The receiving end of a link from ``peer`` (world rank): its names, and its credit.
 
-    __slots__ = ("asks", "keys", "peer", "signatures", "window")
+    Attributes:
+        number: what the peer calls this link; 0 until it has said so.
+    """
+
+    __slots__ = ("asks", "keys", "number", "peer", "signatures", "window")
 
     def __init__(self, peer: int, credit: Credit = DEFAULT_CREDIT) -> None:
         self.peer = peer
+        self.number = 0
         self.window = ReceiveWindow(credit)
         self.keys: dict[int, Key] = {}
         self.signatures: dict[int, AnySignature] = {}
@@ -144,14 +149,21 @@ class Incoming:
 
 
 class Outgoing:
-    """The sending end of a link to ``peer`` (world rank): what was defined on it, and our credit."""
+    """The sending end of a link to ``peer`` (world rank): what was defined on it, and our credit.
 
-    __slots__ = ("keys", "peer", "signatures", "window")
+    Attributes:
+        number: of all links to this peer.
+        former: keys that were defined on it, and whose numbers stand for others now.
+    """
 
-    def __init__(self, peer: int, credit: Credit = DEFAULT_CREDIT) -> None:
+    __slots__ = ("former", "keys", "number", "peer", "signatures", "window")
+
+    def __init__(self, peer: int, credit: Credit = DEFAULT_CREDIT, number: int = 0) -> None:
         self.peer = peer
+        self.number = number
         self.window = SendWindow(credit)
         self.keys: dict[int, Key] = {}
+        self.former: list[Key] = []
         self.signatures: dict[int, AnySignature] = {}
 
 

@@ -44,6 +44,7 @@ class Kind(IntEnum):
     POSTED = 5
     CREDIT = 6
     BYE = 7
+    OPEN = 8
     GOSSIP = 16
     PING = 17
     HELLO = 32
@@ -56,11 +57,12 @@ class Kind(IntEnum):
 SCHEMA: dict[int, tuple[type, ...]] = {
     Kind.CHUNK: (int, int, int, int, int, int, int),  # key id, seq, signature id, lane, phase, index, charged
     Kind.ASK: (int, int, int),  # key id, seq, signature id: tell me when this is posted
-    Kind.KEY: (int, bytes, str),  # key id, group id, name
+    Kind.KEY: (int, bytes, str, int),  # key id, group id, name, uses below this one may be lost: see core.links
     Kind.SIGNATURE: (int, list),  # signature id, fields
     Kind.POSTED: (int, int),  # key id of the receiver of this frame, seq
     Kind.CREDIT: (int, int),  # payload bytes and headers given back
     Kind.BYE: (),  # nothing follows on this link
+    Kind.OPEN: (int,),  # number of this link among those from its sender; comes first
     Kind.GOSSIP: (int, int, list),  # origin, number, message: see core.gossip
     Kind.PING: (),
     Kind.HELLO: (int, int, int, str, int, bytes),  # protocol, epoch, rank, uid, purpose, nonce

@@ -126,6 +126,16 @@ class Machine:
             return NOBODY
         return 0 if folded == len(lane.children) else NOBODY
 
+    def awaits(self, sender: int) -> bool:
+        """Whether a chunk of this rank is still to come. O(chunks)."""
+        for lane in self.program.lanes.values():
+            for index in range(lane.num_chunks):
+                if sender == lane.source and self._folded[lane.base + index] <= len(lane.children):
+                    return True
+                if self.accepts(lane, index, UP, sender) != NOBODY:
+                    return True
+        return False
+
     def arrived(self, lane: Lane, index: int, phase: int, position: int, payload: Any, effects: Effects) -> None:
         """A chunk is here; ``position`` is what ``accepts`` said of it.
 

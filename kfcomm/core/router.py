@@ -1,9 +1,9 @@
 """Who gets what arrives: collectives matched by (group, key, sequence of that key), never by order.
 
 The router of a rank holds every collective that is posted and not complete, and what came early for those
-that are not posted yet. It defines names on links, spends and returns credit, finds mismatches, and knows
-which collectives were aborted before they were posted (tombstones). Links bind to an epoch when they open,
-so an epoch never appears here.
+that are not posted yet. It spends and returns credit and finds mismatches; what is over before it has begun is known
+to ``tombstones``, what a broken link may have lost to ``links``. Links bind to an epoch when they open, so an epoch
+never appears here.
 
 What always holds:
 
@@ -35,23 +35,17 @@ from kfcomm.core.collective import (
     Outgoing,
     shown,
 )
+from kfcomm.core.credit import DEFAULT_CREDIT, Credit
 from kfcomm.core.frame import MAX_ID, Header, Kind
+from kfcomm.core.links import LINKS, Links, definitions
 from kfcomm.core.machine import UP, Effect, Effects
 from kfcomm.core.names import MAX_SIGNATURES, Names
 from kfcomm.core.program import NOBODY, Lane, Program
 from kfcomm.core.signature import Signature, describe, differing, from_wire
+from kfcomm.core.tombstones import Tombstones
 
-MAX_TOMBSTONES = 1 << 16
-"""Aborted collectives remembered until they are posted; the oldest are forgotten (most are not ours at all)."""
 MAX_ASKS = 1 << 17
 """More unanswered questions than this on one link are taken for an attack."""
-
-LINKS = b""
-"""In place of a group's id, in an abort: the link between ranks ``cause.rank`` and ``seq`` broke, says the former.
-
-A sender may notice last that a link broke, and have completed what it believes to be sent. No abort of its own
-would tell the receiver, which may have posted that after it noticed; the news that the sender knows does.
-"""
 
 
 class Tell(IntEnum):
@@ -69,12 +63,12 @@ class Tell(IntEnum):
     """[group id, name, seq, signature or None]: first sign of a collective that is not posted here."""
     DROPPED = 21
     """[payload]: nobody wants it."""
+    BROKEN = 22
+    """[peer, number, reason]: the peer says that this link to it is broken; it is, unless there is a newer one."""
 
 
-ANSWER, FLOOD, FAILED, VIOLATION, EARLY, DROPPED = (int(tell) for tell in Tell)
-CHUNK, ASK, KEY, SIGNATURE, POSTED, CREDIT = (
-    int(kind) for kind in (Kind.CHUNK, Kind.ASK, Kind.KEY, Kind.SIGNATURE, Kind.POSTED, Kind.CREDIT)
-)
+ANSWER, FLOOD, FAILED, VIOLATION, EARLY, DROPPED, BROKEN = (int(tell) for tell in Tell)
+CHUNK, ASK, POSTED = int(Kind.CHUNK), int(Kind.ASK), int(Kind.POSTED)
 
 
 Ticket = tuple[Any, ...]
@@ -87,10 +81,12 @@ class Router:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.live: dict[Collective, None] = {}
-        self.lost: dict[int, Cause] = {}
         self._names = Names()
-        self._groups: dict[bytes, GroupView] = {}
-        self._dead: dict[tuple[bytes, str, int], Cause] = {}
+        self._links = Links()
+        self._tombstones = Tombstones()
+        # The same tables, at hand for those who only ask whether there is anything in them.
+        self.lost = self._tombstones.lost
+        self._dead = self._tombstones.causes
 
     # ---------------------------------------------------------------- what this rank does
 
@@ -118,7 +114,7 @@ class Router:
         """
         key = self._names.key(group.id, name)
         self._names.number(key)
-        self._groups.setdefault(group.id, group)
+        self._tombstones.meet(group)
         if seq is not None:
             self._leave_out(key, seq, effects)
         cause = self._obstacle(group, key, overlapping, effects)
@@ -143,7 +139,7 @@ class Router:
         if seq is not None:
             self._leave_out(key, seq, effects)
         cause = Cause(CauseKind.REFUSED, self.rank, message)
-        self._dead.pop((key.group_id, key.name, key.next_seq), None)
+        self._tombstones.take(key, key.next_seq)
         self._bury(key, key.next_seq, effects)
         effects.append((FLOOD, key.group_id, key.name, key.next_seq, cause))
         key.next_seq += 1
@@ -169,7 +165,7 @@ class Router:
         A held-back effect comes again, through the effects of ``on_posted``, when its receiver has posted.
         """
         _, _, to, lane, index, phase, _, _ = effect
-        before = self._definitions(outgoing, collective)
+        before = definitions(outgoing, collective)
         key = collective.key
         number = collective.signature_id
         if collective.posted >> to & 1:
@@ -194,16 +190,41 @@ class Router:
         piece, so if each rank announces itself to its own, at least two that differ will meet.
         """
         ask = (ASK, collective.key.id, collective.seq, collective.signature_id)
-        return [*self._definitions(outgoing, collective), ask]
+        return [*definitions(outgoing, collective), ask]
+
+    def open(self, peer: int, credit: Credit = DEFAULT_CREDIT) -> tuple[Outgoing, list[Header]]:
+        """The sending end of a new link to a peer, and the frames that come first on it."""
+        return self._links.open(peer, credit)
+
+    def broke(self, outgoing: Outgoing) -> list[Collective]:
+        """A link that this rank opened is broken: what it has in flight that the link may have carried.
+
+        To be aborted; the peer is told of the rest by the next link, see ``owes``.
+        """
+        peer = outgoing.peer
+        if peer in self.lost:
+            return []
+        self._links.broke(outgoing)
+        return [one for one in self._exchanging(peer) if outgoing.keys.get(one.key.id) is one.key]
+
+    def owes(self, peer: int) -> bool:
+        """Whether a link to this peer should be opened even if there is nothing to send."""
+        return self._links.owes(peer)
 
     # ---------------------------------------------------------------- what peers do
 
-    def define_key(self, incoming: Incoming, number: int, group_id: bytes, name: str, effects: Effects) -> None:
-        """The peer will call this name by a number."""
+    def define_key(
+        self, incoming: Incoming, number: int, group_id: bytes, name: str, below: int, effects: Effects
+    ) -> None:
+        """The peer will call this name by a number; of its uses below another one, broken links may have lost some."""
         if number >= MAX_ID:
             effects.append((VIOLATION, incoming, f"key number {number}"))
-        else:
-            incoming.keys[number] = self._names.key(group_id, name)
+            return
+        key = incoming.keys[number] = self._names.key(group_id, name)
+        for collective in [one for seq, one in key.live.items() if seq < below]:
+            if self._awaits(collective, incoming.peer):
+                message = f"the link between ranks {incoming.peer} and {self.rank} broke, and what it carried is lost"
+                self.abort(collective, Cause(CauseKind.LINK, self.rank, message), effects)
 
     def define_signature(self, incoming: Incoming, number: int, fields: list[Any], effects: Effects) -> None:
         """The peer will call this signature by a number."""
@@ -264,7 +285,7 @@ class Router:
         collective = key.live.get(seq)
         if collective is not None:
             self._answer(collective, incoming, signature, header, effects)
-        elif not self._is_over(key, seq):
+        elif not self._tombstones.is_over(key, seq):
             incoming.asks += 1
             if incoming.asks > MAX_ASKS:
                 effects.append((VIOLATION, incoming, "too many questions"))
@@ -281,42 +302,40 @@ class Router:
     def on_abort(self, group_id: bytes, name: str, seq: int, cause: Cause, effects: Effects) -> None:
         """Another rank aborted a collective: it fails where it is pending, or as soon as it is posted."""
         if group_id == LINKS:
-            if seq == self.rank:
-                for carried in self.carried_by(cause.rank):
-                    self.abort(carried, cause, effects)
+            if name == str(self.rank):
+                effects.append((BROKEN, cause.rank, seq, cause.message))
             return
         key = self._names.find(group_id, name)
         collective = None if key is None else key.live.get(seq)
         if collective is not None:
             self._forget(collective, effects)
             effects.append((FAILED, collective, cause))
-        elif (group_id, name, seq) not in self._dead and (key is None or seq >= key.next_seq):
-            if len(self._dead) >= MAX_TOMBSTONES:
-                del self._dead[next(iter(self._dead))]
-            self._dead[group_id, name, seq] = cause
+        elif (key is None or seq >= key.next_seq) and self._tombstones.put(group_id, name, seq, cause):
             if key is not None:
                 self._bury(key, seq, effects)
             effects.append((EARLY, group_id, name, seq, None))
 
+    def on_peer_left(self, peer: int, cause: Cause) -> None:
+        """A peer posts nothing more: later posts that need it fail; what it has posted may still complete."""
+        self.lost.setdefault(peer, cause)
+        self._links.forget(peer)
+
     def on_peer_lost(self, peer: int, cause: Cause, effects: Effects) -> None:
         """A peer is gone: what it takes part in fails, now and from now on."""
-        self.lost.setdefault(peer, cause)
+        self.on_peer_left(peer, cause)
         for collective in [one for one in self.live if peer in one.group.index]:
             self._forget(collective, effects)
             effects.append((FAILED, collective, cause))
         for key in self._names:
-            if key.early and self._is_closed(key.group_id):
+            if key.early and self._tombstones.is_closed(key.group_id):
                 for seq in list(key.early):
                     self._bury(key, seq, effects)
 
     # ---------------------------------------------------------------- what others may ask
 
-    def carried_by(self, peer: int) -> list[Collective]:
-        """The collectives in flight that exchange chunks with a peer: a link to it that breaks may fail them.
-
-        The peer must be told too, see ``LINKS``, even if there are none.
-        """
-        return [one for one in self.live if peer in one.group.index and one.group.index[peer] in one.program.neighbours]
+    def awaiting(self, peer: int) -> list[Collective]:
+        """The collectives in flight to which a peer has yet to send something."""
+        return [one for one in self._exchanging(peer) if self._awaits(one, peer)]
 
     @property
     def num_keys(self) -> int:
@@ -348,15 +367,13 @@ class Router:
     # ---------------------------------------------------------------- inside
 
     def _obstacle(self, group: GroupView, key: Key, overlapping: bool, effects: Effects) -> Cause | None:
-        if self._dead:
-            cause = self._dead.pop((key.group_id, key.name, key.next_seq), None)
-            if cause is not None:
-                return cause
-        if self.lost:
-            for peer, cause in self.lost.items():
-                if peer in group.index:
-                    self._bury(key, key.next_seq, effects)
-                    return cause
+        cause = self._tombstones.take(key, key.next_seq) if self._dead else None
+        if cause is not None:
+            return cause
+        cause = self._tombstones.gone_from(group) if self.lost else None
+        if cause is not None:
+            self._bury(key, key.next_seq, effects)
+            return cause
         if key.live and not overlapping:
             cause = Cause(
                 CauseKind.REFUSED, self.rank, f"{shown(key.name)} was used again on rank {self.rank} in flight"
@@ -370,23 +387,10 @@ class Router:
         """The next use of this key is ``seq``: what is known of those before is of no use."""
         for skipped in range(key.next_seq, seq):
             if self._dead:
-                self._dead.pop((key.group_id, key.name, skipped), None)
+                self._tombstones.take(key, skipped)
             if key.early:
                 self._bury(key, skipped, effects)
         key.next_seq = max(key.next_seq, seq)
-
-    @staticmethod
-    def _definitions(outgoing: Outgoing, collective: Collective) -> list[Header]:
-        """What this link has to be told before it is sent anything of this collective."""
-        definitions: list[Header] = []
-        key, number = collective.key, collective.signature_id
-        if outgoing.keys.get(key.id) is not key:
-            outgoing.keys[key.id] = key
-            definitions.append((KEY, key.id, key.group_id, key.name))
-        if outgoing.signatures.get(number) is not collective.signature:
-            outgoing.signatures[number] = collective.signature
-            definitions.append((SIGNATURE, number, list(collective.signature)))
-        return definitions
 
     def _forget(self, collective: Collective, effects: Effects) -> bool:
         if self.live.pop(collective, 0) == 0:
@@ -396,15 +400,13 @@ class Router:
         effects.extend((DROPPED, payload) for payload in collective.take_held())
         return True
 
-    def _is_over(self, key: Key, seq: int) -> bool:
-        """Whether a collective that is not in flight here will never be: it was, or its end is known."""
-        if seq < key.next_seq or (self._dead and (key.group_id, key.name, seq) in self._dead):
-            return True
-        return bool(self.lost) and self._is_closed(key.group_id)
+    def _exchanging(self, peer: int) -> list[Collective]:
+        return [one for one in self.live if peer in one.group.index and one.group.index[peer] in one.program.neighbours]
 
-    def _is_closed(self, group_id: bytes) -> bool:
-        group = self._groups.get(group_id)
-        return group is not None and any(peer in group.index for peer in self.lost)
+    @staticmethod
+    def _awaits(collective: Collective, peer: int) -> bool:
+        sender = collective.group.index.get(peer)
+        return sender is not None and collective.awaits(sender)
 
     def _match_posted(
         self,
@@ -462,7 +464,7 @@ class Router:
         self, incoming: Incoming, key: Key, signature: AnySignature, header: Header, nbytes: int, effects: Effects
     ) -> Ticket | None:
         seq, charged = header[2], header[7]
-        if self._is_over(key, seq):
+        if self._tombstones.is_over(key, seq):
             if charged:
                 incoming.window.matched(nbytes)
             return None

@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator
 
-from kfcomm.core.collective import Incoming
+from kfcomm.core.collective import Incoming, Outgoing
+from kfcomm.core.frame import Header
 from kfcomm.errors import TransportError
 from kfcomm.runtime.outlet import Outlet
 from kfcomm.transports.base import Link, Owner
@@ -22,7 +23,8 @@ class Ends:
     Args:
         connect: opens a link to a peer (by world rank); raises ``TransportError``.
         loop: where everything here runs.
-        failed: called with a peer and a reason when a link to it cannot be opened.
+        begin: makes the sending end of a new link to a peer, and the frames that come first on it.
+        failed: called with such an end and a reason when its link cannot be opened.
 
     Attributes:
         closing: nothing more is opened.
@@ -33,12 +35,14 @@ class Ends:
         self,
         connect: Callable[[int], Awaitable[Link]],
         loop: asyncio.AbstractEventLoop,
-        failed: Callable[[int, str], None],
+        begin: Callable[[int], tuple[Outgoing, list[Header]]],
+        failed: Callable[[Outgoing, str], None],
     ) -> None:
         self.closing = False
         self.at_once = False
         self._connect = connect
         self._loop = loop
+        self._begin = begin
         self._open_failed = failed
         self._outlets: dict[int, Outlet] = {}
         self._incoming: dict[Incoming, Link] = {}
@@ -51,7 +55,7 @@ class Ends:
         """The end towards a peer, to be flushed soon; a link is opened if there is none."""
         outlet = self._outlets.get(peer)
         if outlet is None:
-            outlet = self._outlets[peer] = Outlet(peer)
+            outlet = self._outlets[peer] = Outlet(*self._begin(peer))
             task = self._loop.create_task(self._dial(outlet, peer), name=f"kfcomm dial rank {peer}")
             self._dials.add(task)
             task.add_done_callback(self._dials.discard)
@@ -66,11 +70,17 @@ class Ends:
         return link
 
     def opened(self, link: Link) -> None:
-        """A peer opened a link; an older one of the same peer ends, since a peer redials only what has broken."""
-        for older in [one for one in self._incoming.values() if one.peer == link.peer]:
-            older.abort()
+        """A peer opened a link."""
         link.state = Incoming(link.peer)
         self._incoming[link.state] = link
+
+    def numbered(self, incoming: Incoming, number: int) -> None:
+        """The peer says which link this is: only the newest is left, since a peer redials only what has broken."""
+        incoming.number = number
+        newest = max(one.number for one in self._incoming if one.peer == incoming.peer)
+        for one, link in list(self._incoming.items()):
+            if one.peer == incoming.peer and 0 < one.number < newest:
+                link.abort()
 
     def lost(self, link: Link) -> None:
         """A link has ended."""
@@ -88,6 +98,18 @@ class Ends:
         outlet = self._outlets.pop(peer, None)
         if outlet is not None and outlet.link is not None:
             outlet.link.abort()
+
+    def break_off(self, peer: int, number: int) -> Outgoing | None:
+        """The peer cannot hear the link of this number any more: its sending end, unless there is a newer one."""
+        outlet = self._outlets.get(peer)
+        if outlet is None or outlet.state.number != number:
+            return None
+        self.drop(peer)
+        return outlet.state
+
+    def hears(self, peer: int) -> bool:
+        """Whether a link is open on which this peer sends."""
+        return any(incoming.peer == peer for incoming in self._incoming)
 
     def goodbye(self, peer: int) -> None:
         """A peer leaves and waits for this side's goodbye: say it after what is queued."""
@@ -161,7 +183,7 @@ class Ends:
         except TransportError as error:
             if self._outlets.get(peer) is outlet:
                 del self._outlets[peer]
-            self._open_failed(peer, str(error))
+            self._open_failed(outlet.state, str(error))
             return
         if self._outlets.get(peer) is outlet:
             outlet.attach(link)

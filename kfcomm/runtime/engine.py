@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from kfcomm.core.cause import Cause, CauseKind
-from kfcomm.core.collective import Collective, Early, GroupView, Incoming, ItemSizes
+from kfcomm.core.collective import Collective, Early, GroupView, Incoming, ItemSizes, Outgoing
 from kfcomm.core.frame import Header, Kind
 from kfcomm.core.machine import (
     COPY,
@@ -36,9 +36,10 @@ from kfcomm.core.machine import (
     Effects,
 )
 from kfcomm.core.program import Program
-from kfcomm.core.router import ANSWER, DROPPED, EARLY, FAILED, FLOOD, LINKS, VIOLATION, Router
+from kfcomm.core.router import ANSWER, BROKEN, DROPPED, EARLY, FAILED, FLOOD, VIOLATION, Router
 from kfcomm.core.signature import Signature
 from kfcomm.errors import RemoteProtocolError, SessionClosed
+from kfcomm.runtime.breaks import Breaks
 from kfcomm.runtime.buffers import BlockPool, Payload
 from kfcomm.runtime.ends import Ends
 from kfcomm.runtime.failures import error_of
@@ -52,8 +53,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kfcomm")
 
-CHUNK, ASK, KEY, SIGNATURE, POSTED, CREDIT = (
-    int(kind) for kind in (Kind.CHUNK, Kind.ASK, Kind.KEY, Kind.SIGNATURE, Kind.POSTED, Kind.CREDIT)
+CHUNK, ASK, KEY, SIGNATURE, POSTED, CREDIT, OPEN = (
+    int(kind) for kind in (Kind.CHUNK, Kind.ASK, Kind.KEY, Kind.SIGNATURE, Kind.POSTED, Kind.CREDIT, Kind.OPEN)
 )
 
 MANY_NAMES = (
@@ -63,9 +64,6 @@ MANY_NAMES = (
 WARN_AT_NAMES = 100_000
 
 EarlyListener = Callable[[bytes, str, int, Any], None]
-
-VERDICT_WITHIN_S = 5.0
-"""How long a collective whose link broke waits for the word whether the peer is gone, or only the link."""
 
 
 class Engine:
@@ -95,7 +93,8 @@ class Engine:
         self.loss_listeners: list[Callable[[], None]] = []
         self.end_listeners: list[Callable[[], None]] = []
         self.receivers: list[Callable[[], list[dict[str, Any]]]] = []
-        self.ends = Ends(connect, loop, self._link_broken)
+        self.ends = Ends(connect, loop, self.router.open, self._link_failed)
+        self.breaks = Breaks(self.router, self.ends, loop, self.abort)
         self.patience = Patience(rank, loop, stall_after_s, announce=self._announce, abort=self.abort)
         self.attend: Callable[[], None] = _nothing
         self._pool = BlockPool()
@@ -179,6 +178,7 @@ class Engine:
     async def close(self, timeout_s: float) -> None:
         """Say goodbye on every link and wait, bounded, until the peers have; then close what is left."""
         self.patience.close()
+        self.breaks.close()
         await self.ends.close(timeout_s)
 
     @property
@@ -193,7 +193,7 @@ class Engine:
 
     @control.setter
     def control(self, control: ControlPlane | None) -> None:
-        self._control = self.patience.control = control
+        self._control = self.patience.control = self.breaks.control = control
 
     # ---------------------------------------------------------------- what the control plane tells
 
@@ -213,7 +213,7 @@ class Engine:
 
     def on_peer_left(self, peer: int, cause: Cause) -> None:
         """A peer posts nothing more: later posts that need it fail; what it has posted may still complete."""
-        self.router.lost.setdefault(peer, cause)
+        self.router.on_peer_left(peer, cause)
         self.ends.goodbye(peer)
         self._tell_losses()
 
@@ -236,11 +236,13 @@ class Engine:
             if kind == CHUNK:
                 self._chunk(link, state, header, payload, effects)
             elif kind == KEY:
-                self.router.define_key(state, header[1], header[2], header[3], effects)
+                self.router.define_key(state, header[1], header[2], header[3], header[4], effects)
             elif kind == SIGNATURE:
                 self.router.define_signature(state, header[1], header[2], effects)
             elif kind == ASK:
                 self.router.on_ask(state, header, effects)
+            elif kind == OPEN:
+                self.ends.numbered(state, header[1])
             else:
                 raise RemoteProtocolError(f"rank {link.peer} sent a {Kind(kind).name} to a receiver of chunks")
         elif kind == POSTED:
@@ -284,13 +286,20 @@ class Engine:
 
     def lost(self, link: Link, error: BaseException | None) -> None:
         """A link is gone; without a goodbye, what it may have carried fails, and the peer is looked after."""
-        peer = link.peer
+        peer, state = link.peer, link.state
         self.ends.lost(link)
+        self.breaks.look_if_in_vain(peer)
         if error is None or self.ends.closing or peer in self.router.lost:
             return
         if isinstance(error, RemoteProtocolError):
             logger.warning("rank %d closed a link from rank %d: %s", self.rank, peer, error)
-        self._link_broken(peer, str(error))
+        if type(state) is Incoming:
+            self.breaks.incoming_broke(state, str(error))
+        else:
+            self.breaks.outgoing_broke(state, str(error))
+
+    def _link_failed(self, outgoing: Outgoing, reason: str) -> None:
+        self.breaks.outgoing_broke(outgoing, reason)
 
     # ---------------------------------------------------------------- effects
 
@@ -358,6 +367,8 @@ class Engine:
                 self.loop.call_soon(listener, *effect[1:])
         elif tag == DROPPED:
             effect[1].release(self._pool)
+        elif tag == BROKEN:
+            self.breaks.peer_says(effect[1], effect[2], effect[3])
 
     def _send(self, effect: Effect, collective: Collective, operation: Operation, effects: Effects) -> None:
         _, _, to, lane, index, _, source, payload = effect
@@ -414,27 +425,7 @@ class Engine:
         if link is not None:
             logger.warning("rank %d closes a link from rank %d, which sent %s", self.rank, link.peer, reason)
             link.abort()
-            self._link_broken(link.peer, f"rank {link.peer} sent {reason}")
-
-    def _link_broken(self, peer: int, reason: str) -> None:
-        """What the link may have carried fails: by the loss of the peer if that is why, else once it has answered."""
-        if self.control is None:
-            return
-        message = f"the link between ranks {self.rank} and {peer} broke: {reason}"
-        self.control.suspect(peer, message)
-        self.control.abort(LINKS, "", peer, Cause(CauseKind.LINK, self.rank, message).to_wire())
-        carried = self.router.carried_by(peer)
-        if not carried:
-            return
-
-        def alive(*_: object) -> None:
-            for collective in carried:
-                self.abort(collective, Cause(CauseKind.LINK, self.rank, message))
-            carried.clear()
-
-        ops = [(one.key.group_id, one.key.name, one.seq) for one in carried]
-        self.control.query(ops, peer, alive)
-        self.loop.call_later(VERDICT_WITHIN_S, alive)
+            self.breaks.incoming_broke(incoming, f"rank {link.peer} sent {reason}")
 
     # ---------------------------------------------------------------- chunks and links
 

@@ -6,13 +6,15 @@ defined and spent on that link is gone with it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kfcomm.core.collective import Outgoing
 from kfcomm.core.frame import Header
 from kfcomm.transports.base import Link, Owner
 
 
 class Outlet:
-    """Sends to ``state.peer``, now or as soon as there is a link.
+    """Sends to ``state.peer``, now or as soon as there is a link: ``first`` before all else.
 
     Attributes:
         state: what the router knows of this end.
@@ -21,10 +23,12 @@ class Outlet:
 
     __slots__ = ("_backlog", "link", "state")
 
-    def __init__(self, peer: int) -> None:
-        self.state = Outgoing(peer)
+    def __init__(self, state: Outgoing, first: Sequence[Header]) -> None:
+        self.state = state
         self.link: Link | None = None
-        self._backlog: list[tuple[Header, memoryview | None, Owner | None, int]] = []
+        self._backlog: list[tuple[Header, memoryview | None, Owner | None, int]] = [
+            (header, None, None, 0) for header in first
+        ]
 
     def attach(self, link: Link) -> None:
         """The link is open: send what has waited."""

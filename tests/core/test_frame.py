@@ -106,8 +106,8 @@ def test_the_largest_lengths_are_taken():
         (msgpack.packb([Kind.CREDIT, 1, -1]), "CREDIT field 2 is not a valid int"),
         (msgpack.packb([Kind.CREDIT, True, 1]), "CREDIT field 1 is not a valid int"),
         (msgpack.packb([Kind.CREDIT, 1.0, 1]), "CREDIT field 1 is not a valid int"),
-        (msgpack.packb([Kind.KEY, 1, "", ""]), "KEY field 2 is not a valid bytes"),
-        (msgpack.packb([Kind.KEY, 1, b"", b""]), "KEY field 3 is not a valid str"),
+        (msgpack.packb([Kind.KEY, 1, "", "", 0]), "KEY field 2 is not a valid bytes"),
+        (msgpack.packb([Kind.KEY, 1, b"", b"", 0]), "KEY field 3 is not a valid str"),
         (msgpack.packb([Kind.SIGNATURE, 1, {}]), "SIGNATURE field 2 is not a valid list"),
     ],
 )

@@ -8,15 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kfcomm.core import names, tombstones
 from kfcomm.core import router as routers
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import Collective, GroupView, Incoming, Outgoing, shown
 from kfcomm.core.credit import Credit
 from kfcomm.core.frame import MAX_ID, SCHEMA, Kind
 from kfcomm.core.graph import Graph, GraphPair
+from kfcomm.core.links import LINKS
 from kfcomm.core.machine import DOWN, UP, Do
 from kfcomm.core.names import MAX_SIGNATURES
-from kfcomm.core.router import LINKS, Router, Tell
+from kfcomm.core.router import Router, Tell
 from kfcomm.types import Verb
 from tests.core import specs
 from tests.core.specs import ITEM, Spec
@@ -58,7 +60,7 @@ class Desk:
         return self.router.refuse(view, spec.name, "why", self.effects, **options)
 
     def define(self, peer, spec=SUM, number=0):
-        self.router.define_key(self.incoming[peer], number, spec.group_id, spec.name, self.effects)
+        self.router.define_key(self.incoming[peer], number, spec.group_id, spec.name, 0, self.effects)
         self.router.define_signature(self.incoming[peer], number, _listed(spec.signature), self.effects)
 
     def match(self, peer, seq=0, number=0, lane=0, phase=UP, index=0, charged=0, nbytes=NBYTES):
@@ -297,7 +299,7 @@ def test_the_first_news_of_an_abort_counts():
 
 
 def test_aborts_of_what_is_not_ours_leave_no_key_and_no_more_than_so_many_tombstones(monkeypatch):
-    monkeypatch.setattr(routers, "MAX_TOMBSTONES", 4)
+    monkeypatch.setattr(tombstones, "MAX_TOMBSTONES", 4)
     desk = Desk()
     for number in range(10):
         desk.told(spec=replace(SUM, name=f"key{number}"))
@@ -392,25 +394,84 @@ def test_a_lost_peer_closes_its_groups():
     assert isinstance(desk.post(replace(pair, name="next")), Collective)
 
 
-def test_only_a_neighbours_link_carries_a_collective():
-    desk = Desk(1)
-    collective = desk.post()
-    assert desk.router.carried_by(0) == [collective]
-    assert desk.router.carried_by(2) == []
-    assert desk.router.carried_by(4) == []
+# ---------------------------------------------------------------- broken links
 
 
-def test_the_news_of_a_broken_link_concerns_its_two_ends():
+def test_a_broken_link_may_have_carried_what_its_sender_has_posted_under_names_that_it_knew():
     desk = Desk(1)
+    outgoing, first = desk.router.open(0)
+    assert first == [(Kind.OPEN, 1)]
+    desk.outgoing[0] = outgoing
     collective = desk.post()
+    admit(desk, desk.take(Do.SEND)[0])
+    desk.post(replace(SUM, name="never sent"))
+    desk.post(replace(SUM, name="with others", members=(2, 1), pairs=specs.pairs(random.Random(1), 2)))
+    assert desk.router.broke(desk.outgoing[2]) == []
+    assert not desk.router.owes(2)
+    assert desk.router.broke(outgoing) == [collective]
+    assert desk.router.owes(0)
+    desk.post(replace(SUM, overlapping=True))  # later than the break: it is not concerned
+    again, first = desk.router.open(0)
+    assert first == [(Kind.OPEN, 2), (Kind.KEY, 0, SUM.group_id, "grad", 1)]
+    assert not desk.router.owes(0)
+    assert desk.router.broke(again) == [collective, *list(desk.router.live)[-1:]]  # of which nobody has told yet
+    assert desk.router.open(0)[1] == [(Kind.OPEN, 3), (Kind.KEY, 0, SUM.group_id, "grad", 2)]
+
+
+def test_a_name_that_lost_its_number_is_still_among_those_that_a_link_knew(monkeypatch):
+    monkeypatch.setattr(names, "MAX_ID", 1)
+    desk = Desk(1)
+    for name in "ab":
+        collective = desk.post(replace(SUM, name=name))
+        admit(desk, desk.take(Do.SEND)[0])
+        desk.router.abort(collective, TIMEOUT, desk.effects)
+        desk.take()
+    for _ in range(2):
+        desk.router.broke(desk.outgoing[0])
+        desk.outgoing[0], first = desk.router.open(0)
+        assert [(number, name, below) for _, number, _, name, below in first[1:]] == [(0, "a", 1), (0, "b", 1)]
+        assert desk.outgoing[0].keys[0].name == "b"
+
+
+def test_the_next_link_tells_the_receiver_whose_chunks_may_be_lost():
+    desk = Desk()
+    specs_ = [replace(SUM, overlapping=True, salt=number) for number in range(3)]
+    waiting, whole, later = [desk.post(one) for one in specs_]
+    desk.define(1)
+    desk.chunk(1, "x", seq=1)
     desk.take()
-    cause = Cause(CauseKind.LINK, 0, "broke")
-    desk.router.on_abort(LINKS, "", 2, cause, desk.effects)
+    for peer in (4, 1):  # rank 4 is not of the group
+        desk.router.define_key(desk.incoming[peer], 0, SUM.group_id, "grad", 2, desk.effects)
+    flood, failed = desk.take()
+    assert flood[:4] == (Tell.FLOOD, SUM.group_id, "grad", 0)
+    assert failed[:2] == (Tell.FAILED, waiting)
+    assert failed[2].kind is CauseKind.LINK
+    assert list(desk.router.live) == [whole, later]
+    assert desk.router.awaiting(1) == [later]
+    assert desk.router.awaiting(2) == [whole, later]
+    desk.router.define_key(desk.incoming[1], 0, SUM.group_id, "grad", 2, desk.effects)
     assert desk.take() == []
-    desk.router.on_abort(LINKS, "", 1, cause, desk.effects)
-    assert [effect[0] for effect in desk.take()] == [Tell.FLOOD, Tell.FAILED]
-    assert not desk.router.live
-    assert collective.name == "grad"
+
+
+def test_the_receiver_of_a_broken_link_asks_its_sender_to_notice():
+    desk = Desk(1)
+    cause = Cause(CauseKind.LINK, 0, "broke")
+    desk.router.on_abort(LINKS, "2", 7, cause, desk.effects)
+    assert desk.take() == []
+    desk.router.on_abort(LINKS, "1", 7, cause, desk.effects)
+    assert desk.take() == [(Tell.BROKEN, 0, 7, "broke")]
+
+
+def test_nobody_is_told_who_is_gone():
+    desk = Desk(1)
+    collective = desk.post()
+    admit(desk, desk.take(Do.SEND)[0])
+    desk.router.broke(desk.outgoing[0])
+    desk.router.on_peer_left(0, Cause(CauseKind.LOST, 0, "left"))
+    assert not desk.router.owes(0)
+    assert desk.router.broke(desk.outgoing[0]) == []
+    assert not desk.router.owes(0)
+    assert list(desk.router.live) == [collective]
 
 
 def test_keys_are_shown_as_people_know_them():
@@ -502,7 +563,7 @@ def test_a_rank_outside_the_group_that_was_early_is_found_out_late():
 def test_undefined_and_impossible_numbers():
     desk = Desk()
     desk.ask(1)
-    desk.router.define_key(desk.incoming[1], MAX_ID, b"group", "name", desk.effects)
+    desk.router.define_key(desk.incoming[1], MAX_ID, b"group", "name", 0, desk.effects)
     desk.router.define_signature(desk.incoming[1], MAX_SIGNATURES, ["barrier"], desk.effects)
     assert desk.reasons() == [
         "a question under a number that was never defined",
@@ -556,7 +617,7 @@ def hostile(rnd: random.Random, keys: list[Spec], victim: int) -> tuple[list, in
     place = rnd.randrange(len(keys))
     other = rnd.randrange(len(keys)) if rnd.random() < 0.1 else place
     huge = rnd.randrange(2**63)
-    match rnd.choice([Kind.CHUNK] * 6 + [Kind.ASK, Kind.KEY, Kind.SIGNATURE]):
+    match rnd.choice([Kind.CHUNK] * 12 + [Kind.ASK, Kind.KEY, Kind.SIGNATURE] * 2 + [Kind.OPEN]):
         case Kind.CHUNK:
             header, nbytes = _chunk_for(rnd, keys[place], victim)
             header[1], header[3] = place, other
@@ -567,7 +628,10 @@ def hostile(rnd: random.Random, keys: list[Spec], victim: int) -> tuple[list, in
             return [Kind.ASK, place, rnd.choice([0, 0, 1, huge]), other], 0
         case Kind.KEY:
             name = rnd.choice([keys[place].name, keys[place].name, "", "x" * 100])
-            return [Kind.KEY, rnd.choice([place, place, huge]), keys[other].group_id, name], 0
+            below = rnd.choice([0, 0, 1, huge])
+            return [Kind.KEY, rnd.choice([place, place, huge]), keys[other].group_id, name, below], 0
+        case Kind.OPEN:
+            return [Kind.OPEN, rnd.choice([0, 1, 2, huge])], 0
         case _:
             fields = _listed(keys[other].signature)
             if rnd.random() < 0.2:
@@ -609,7 +673,7 @@ def test_a_hostile_peer_never_raises_and_harms_only_what_it_takes_part_in(size, 
         if wire not in known:
             known.add(wire)
             for number, key in enumerate(keys):
-                world.send(wire, [Kind.KEY, number, key.group_id, key.name])
+                world.send(wire, [Kind.KEY, number, key.group_id, key.name, 0])
                 world.send(wire, [Kind.SIGNATURE, number, _listed(key.signature)])
         header, nbytes = hostile(rnd, keys, victim)
         assert all(type(field) is kind for field, kind in zip(header[1:], SCHEMA[header[0]], strict=True))

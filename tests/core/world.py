@@ -20,9 +20,10 @@ from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import Collective, Early, GroupView, Incoming, Outgoing
 from kfcomm.core.credit import DEFAULT_CREDIT, Credit
 from kfcomm.core.frame import Header, Kind, decode_header
+from kfcomm.core.links import LINKS
 from kfcomm.core.machine import DOWN, INPUT, PARTIAL, PAYLOAD, RESULT, Do, Effect
 from kfcomm.core.program import Lane
-from kfcomm.core.router import LINKS, Router, Tell
+from kfcomm.core.router import Router, Tell
 from tests.core.specs import ITEM, Spec
 
 MAX_STEPS = 1_000_000
@@ -122,7 +123,8 @@ class Wire:
     """A directed link, both ends of it.
 
     ``streaming`` is a chunk of which a part has arrived. A link that is broken takes what it is given until its
-    sender has ``noticed``.
+    sender has ``noticed``, and delivers what ``still`` arrives until its receiver is ``deaf`` to it. ``posted`` is how
+    often the sender had used each name when it noticed.
     """
 
     outgoing: Outgoing
@@ -132,7 +134,10 @@ class Wire:
     unsent: list[tuple[Memory, Effect]] = field(default_factory=list)
     streaming: tuple | None = None
     broken: bool = False
+    still: int = 0
     noticed: bool = False
+    deaf: bool = False
+    posted: dict[tuple[bytes, str], int] = field(default_factory=dict)
     chunks: int = 0
     nbytes: int = 0
 
@@ -279,25 +284,33 @@ class World:
         self.nodes[rank].dead = True
         for wire in self.wires:
             if rank in (wire.outgoing.peer, wire.incoming.peer) and not wire.broken:
-                self.break_wire(wire)
+                self.break_wire(wire, "both")
         for node in self.nodes:
             self.tokens.append((self._lost, node, rank))
 
-    def break_wire(self, wire: Wire) -> None:
-        """A link breaks in the middle; each end notices some time later."""
+    def break_wire(self, wire: Wire, noticed_by: str = "") -> None:
+        """A link breaks: some of what was sent still arrives. Both ends notice some time later, or one does."""
         wire.broken = True
-        self.tokens.append((self._broken_for_sender, wire))
-        self.tokens.append((self._broken_for_receiver, wire))
+        wire.still = self.random.randint(0, len(wire.queue) + (wire.streaming is not None))
+        choices = ["both", "both", "sender", "receiver"][: 4 if wire.incoming.number else 3]
+        noticed_by = noticed_by or self.random.choice(choices)
+        if noticed_by != "receiver":
+            self.tokens.append((self._broken_for_sender, wire))
+        if noticed_by != "sender":
+            self.tokens.append((self._broken_for_receiver, wire))
 
     def wire(self, source: int, target: int) -> Wire:
         """The link between two ranks, opened if need be."""
         wire = self.nodes[source].wires.get(target)
         if wire is None:
             credit = self.weather.credit
-            wire = self.nodes[source].wires[target] = Wire(Outgoing(target, credit), Incoming(source, credit))
+            outgoing, first = self.nodes[source].router.open(target, credit)
+            wire = self.nodes[source].wires[target] = Wire(outgoing, Incoming(source, credit))
             self.wires.append(wire)
+            for header in first:
+                self._send(wire, Frame(msgpack.packb(header)))
             if self.nodes[source].dead or self.nodes[target].dead:
-                self.break_wire(wire)
+                self.break_wire(wire, "both")
         return wire
 
     def receiver(self, incoming: Incoming) -> int:
@@ -406,8 +419,9 @@ class World:
 
     def _deliver(self, wire: Wire) -> None:
         node = self.nodes[wire.outgoing.peer]
-        if wire.broken or node.dead:
+        if wire.deaf or node.dead or (wire.broken and not wire.still):
             return
+        wire.still -= wire.broken
         effects: list[Effect] = []
         if wire.streaming is not None:
             ticket, payload = wire.streaming
@@ -427,6 +441,11 @@ class World:
         header = decode_header(frame.header)
         router = node.router
         match header[0]:
+            case Kind.OPEN:
+                wire.incoming.number = header[1]
+                for other in self._same_way(wire):
+                    if other.outgoing.number < wire.outgoing.number:
+                        self._deafen(other)
             case Kind.KEY:
                 router.define_key(wire.incoming, *header[1:], effects)
             case Kind.SIGNATURE:
@@ -515,23 +534,49 @@ class World:
         self.perform(node, effects)
 
     def _broken_for_sender(self, wire: Wire) -> None:
-        node = self.nodes[wire.incoming.peer]
+        node, peer = self.nodes[wire.incoming.peer], wire.outgoing.peer
+        if wire.noticed or node.dead:
+            return
+        if self.random.random() < 0.5:
+            self._let_go(wire)
         wire.noticed = True
-        if node.wires.get(wire.outgoing.peer) is wire:
-            del node.wires[wire.outgoing.peer]
-        self._link_broken(node, wire.outgoing.peer)
+        wire.posted = {(group_id, name): uses for group_id, name, uses in node.router.uses()}
+        if node.wires.get(peer) is wire:
+            del node.wires[peer]
+        carried = node.router.broke(wire.outgoing)
+        self.tokens.append((self._verdict, node, carried, Cause(CauseKind.LINK, node.rank, "no route")))
+        self.tokens.append((self._redial, node.rank, peer))
+
+    def _let_go(self, wire: Wire) -> None:
+        """The link ends: it tells the owners of what it did not send the same as of what it sent."""
+        for frame in [frame for frame in wire.queue if frame.is_view]:
+            self._take(wire, frame)
+        while wire.unsent:
+            self._sent(wire)
+
+    def _redial(self, rank: int, peer: int) -> None:
+        node = self.nodes[rank]
+        if not (node.dead or self.nodes[peer].dead) and node.router.owes(peer):
+            self.wire(rank, peer)
 
     def _broken_for_receiver(self, wire: Wire) -> None:
+        node, number = self.nodes[wire.outgoing.peer], wire.incoming.number
+        self._deafen(wire)
+        if number and not node.dead:
+            cause = Cause(CauseKind.LINK, node.rank, "no route")
+            for _ in range(self.random.randint(1, 2)):
+                self._tell(node, (Tell.FLOOD, LINKS, str(wire.incoming.peer), number, cause))
+
+    def _same_way(self, wire: Wire) -> list[Wire]:
+        ends = wire.incoming.peer, wire.outgoing.peer
+        return [other for other in self.wires if (other.incoming.peer, other.outgoing.peer) == ends]
+
+    @staticmethod
+    def _deafen(wire: Wire) -> None:
+        wire.deaf = True
         if wire.streaming is not None:
             wire.streaming[1].release()
             wire.streaming = None
-        self._link_broken(self.nodes[wire.outgoing.peer], wire.incoming.peer)
-
-    def _link_broken(self, node: Node, peer: int) -> None:
-        if not node.dead:
-            cause = Cause(CauseKind.LINK, node.rank, "no route")
-            self._tell(node, (Tell.FLOOD, LINKS, "", peer, cause))
-            self.tokens.append((self._verdict, node, node.router.carried_by(peer), cause))
 
     def _verdict(self, node: Node, carried: list[Collective], cause: Cause) -> None:
         """Time has shown that the peer lives (else they have failed by its loss): what the link carried fails."""
@@ -603,6 +648,10 @@ class World:
                 self.early.append((node.rank, *effect[1:]))
             case Tell.DROPPED:
                 effect[1].release()
+            case Tell.BROKEN:
+                wire = node.wires.get(effect[1])
+                if wire is not None and wire.outgoing.number == effect[2]:
+                    self._broken_for_sender(wire)
 
     def _carry(self, node: Node, memory: Memory, effect: Effect) -> None:
         _, collective, to, lane, index, phase, source, payload = effect

@@ -66,27 +66,13 @@ class Call:
             raise Failed(f"on {self.actor.label}: {answer['error']['kinds'][0]}: {answer['error']['message']}")
         return answer["ok"]
 
-    def failed(self) -> Failure | None:
-        """The error that the role ended with, if it did."""
-        error = self.actor.answer(self._number).get("error")
-        return None if error is None else Failure(tuple(error["kinds"]), error["message"], error["fields"])
-
     def failure(self, kind: type[BaseException] = KfcommError) -> Failure:
         """The error that the role ended with, which must be of this kind."""
-        failure = self.failed()
-        assert failure is not None, f"it succeeded on {self.actor.label}"
+        error = self.actor.answer(self._number).get("error")
+        assert error is not None, f"it succeeded on {self.actor.label}"
+        failure = Failure(tuple(error["kinds"]), error["message"], error["fields"])
         assert kind.__name__ in failure.kinds, failure
         return failure
-
-
-def works(calls: Sequence[Call]) -> bool:
-    """Whether all succeeded; those that did not must have failed by a broken link.
-
-    Until the news of a break has reached every rank, it may also fail what was posted after the break.
-    """
-    failures = [call.failed() for call in calls]
-    assert all(failure is None or "the link between ranks" in failure.message for failure in failures), failures
-    return not any(failures)
 
 
 class Actor:

@@ -1,0 +1,75 @@
+"""What the two ends of a data link tell each other beside chunks: what numbers stand for, and what was lost.
+
+A link that breaks loses frames, and neither end can say which. Its *sender* decides what that means, in the moment
+in which it learns of the break: all that it has posted by then under a name which the link knew may have been on it;
+nothing that it posts later can have been. What it has in flight of that, it fails. What it has completed may still be
+in flight at the receiver, who waits for a chunk that was lost: a collective that completes anywhere has been posted
+everywhere (see ``program``). So the next link begins by defining these names again, each with the sequence number
+below which a broken link may have lost something; the receiver fails those of them that wait for the sender.
+
+What always holds: when, how often and in which order the two ends hear of a break changes nothing. The receiver
+fails nothing by itself; if it is the first to notice, it asks the sender to notice too (``LINKS``), by the number
+of the link, so that late or repeated news never concerns a newer one.
+"""
+
+from __future__ import annotations
+
+from kfcomm.core.collective import Collective, Key, Outgoing
+from kfcomm.core.credit import DEFAULT_CREDIT, Credit
+from kfcomm.core.frame import Header, Kind
+
+LINKS = b""
+"""In place of a group's id, in an abort: link number ``seq`` from rank ``name`` to rank ``cause.rank`` is broken."""
+
+KEY, SIGNATURE, OPEN = int(Kind.KEY), int(Kind.SIGNATURE), int(Kind.OPEN)
+
+
+class Links:
+    """The links that one rank opens: it numbers them, and knows what the next one to each peer has to tell."""
+
+    __slots__ = ("_numbers", "_untold")
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+        self._untold: dict[int, dict[Key, int]] = {}
+
+    def open(self, peer: int, credit: Credit = DEFAULT_CREDIT) -> tuple[Outgoing, list[Header]]:
+        """The sending end of a new link, and the frames that come first on it. O(names that broken ones knew)."""
+        number = self._numbers[peer] = self._numbers.get(peer, 0) + 1
+        outgoing = Outgoing(peer, credit, number)
+        untold = self._untold.pop(peer, {})
+        return outgoing, [(OPEN, number), *(_define(outgoing, key, below) for key, below in untold.items())]
+
+    def broke(self, outgoing: Outgoing) -> None:
+        """A link is broken, or came to nothing: what this rank has posted under its names may have been on it."""
+        known = [*outgoing.former, *outgoing.keys.values()]
+        if known:
+            self._untold.setdefault(outgoing.peer, {}).update((key, key.next_seq) for key in known)
+
+    def owes(self, peer: int) -> bool:
+        """Whether the next link to a peer has something to tell, whether or not anything is sent on it."""
+        return peer in self._untold
+
+    def forget(self, peer: int) -> None:
+        """A peer is gone: there is nobody to tell."""
+        self._untold.pop(peer, None)
+
+
+def definitions(outgoing: Outgoing, collective: Collective) -> list[Header]:
+    """What a link has to be told before it is sent anything of this collective."""
+    defined: list[Header] = []
+    key, number = collective.key, collective.signature_id
+    if outgoing.keys.get(key.id) is not key:
+        defined.append(_define(outgoing, key, 0))
+    if outgoing.signatures.get(number) is not collective.signature:
+        outgoing.signatures[number] = collective.signature
+        defined.append((SIGNATURE, number, list(collective.signature)))
+    return defined
+
+
+def _define(outgoing: Outgoing, key: Key, below: int) -> Header:
+    former = outgoing.keys.get(key.id)
+    if former is not None:
+        outgoing.former.append(former)
+    outgoing.keys[key.id] = key
+    return (KEY, key.id, key.group_id, key.name, below)
