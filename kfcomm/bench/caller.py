@@ -5,6 +5,7 @@ A prepared run does the calls of a load once and returns their results; nothing 
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -14,6 +15,7 @@ import kfcomm.sync
 from kfcomm.bench.load import Call
 from kfcomm.bench.suite import Mode
 from kfcomm.communicator import init
+from kfcomm.rendezvous.settings import detect, host_and_port, store_url
 from kfcomm.types import Layout
 
 Run = Callable[[], Awaitable[Sequence[Any]]]
@@ -102,15 +104,28 @@ def _many(comm: Any, calls: Sequence[Call]) -> Callable[[], Any]:
 
 
 @asynccontextmanager
-async def opened(transport: str, *, blocking: bool) -> AsyncIterator[Caller]:
-    """Join the world of this process over one kind of links.
+async def opened(transport: str, number: int, *, blocking: bool) -> AsyncIterator[Caller]:
+    """Join the world of this process over one kind of links, for the ``number``-th time.
 
     Raises:
         ConfigError, RendezvousError: see ``kfcomm.init``.
     """
     if blocking:
-        with kfcomm.sync.init(transport=transport) as comm:
+        with kfcomm.sync.init(transport=transport, store=_store(number)) as comm:
             yield BlockingCaller(comm)
     else:
-        async with init(transport=transport) as comm:
+        async with init(transport=transport, store=_store(number)) as comm:
             yield AsyncCaller(comm)
+
+
+def _store(number: int) -> str | None:
+    """Where the world meets; None for where the environment says.
+
+    A store that rank 0 serves ends with each world. So that no rank, early for the next one, takes the last one's
+    for it, each is served at a port of its own.
+    """
+    settings = detect(os.environ)
+    if settings.store is None or not settings.serve:
+        return None
+    host, port = host_and_port(settings.store)
+    return store_url(host, port + number)

@@ -10,7 +10,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("kfcomm", "numpy", "msgpack", "uvloop")
+from kfcomm.version import __version__
+
+_PACKAGES = ("numpy", "msgpack", "uvloop")
 
 
 def describe() -> dict[str, Any]:
@@ -22,7 +24,11 @@ def describe() -> dict[str, Any]:
         "usable_cores": len(os.sched_getaffinity(0)),
         "memory_nbytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "versions": {
+            "kfcomm": __version__,
+            "python": platform.python_version(),
+            **{name: _version(name) for name in _PACKAGES},
+        },
     }
 
 

@@ -34,7 +34,7 @@ async def run(suite: Suite, emit: Emit) -> None:
         KfcommError: the world does not come about, or a collective failed.
     """
     for number, transport in enumerate(suite.transports):
-        async with opened(transport, blocking=suite.blocking) as caller:
+        async with opened(transport, number, blocking=suite.blocking) as caller:
             suite.check(caller.size)
             cases = suite.cases(caller.size)
             if number == 0:

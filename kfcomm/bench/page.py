@@ -35,7 +35,8 @@ section { background: #fff; border: 1px solid #dfe3e8; border-radius: 6px; paddi
 svg { max-width: 100%; height: auto; font-family: system-ui, sans-serif; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .15rem .8rem .15rem 0; text-align: right; white-space: nowrap; }
-th { border-bottom: 1px solid #b9c0c8; font-weight: 600; }
+th { font-weight: 600; }
+thead th { border-bottom: 1px solid #b9c0c8; }
 th small { font-weight: 400; color: #5b636d; }
 .word { text-align: left; }
 tbody tr:nth-child(even) { background: #f6f7f9; }

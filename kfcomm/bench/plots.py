@@ -6,21 +6,21 @@ Needs matplotlib, which is used without its global state: no window, no ``pyplot
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import matplotlib as mpl
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullLocator
 
 from kfcomm.bench.figures import Result
 from kfcomm.bench.sizes import show_size
 
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     # letters stay letters: small, searchable, and set in the reader's own font
     "svg.fonttype": "none",
     "font.family": "sans-serif",
@@ -77,7 +77,8 @@ def _series(results: Sequence[Result]) -> list[_Series]:
     varying = [len(set(values)) > 1 for values in zip(*groups, strict=True)]
     return [
         _Series(
-            ", ".join(part for part, varies in zip(key, varying, strict=True) if varies) or f"{key[0]}, {key[1]}",
+            ", ".join(part for part, varies in zip(key, varying, strict=True) if varies)
+            or f"strategy {key[0]}, transport {key[1]}",
             tuple(sorted(group, key=lambda result: result.case.nbytes)),
             _COLORS[number % len(_COLORS)],
             _MARKS[number // len(_COLORS) % len(_MARKS)],
@@ -95,43 +96,59 @@ def _over_sizes(results: Sequence[Result]) -> str:
             _draw_bandwidth(bandwidth, each)
             _draw_latency(latency, each)
         for axes, title, unit in (
-            (bandwidth, "Bandwidth at p50, band to p99", "GB/s"),
-            (latency, "Time at p50, band to p99", "µs"),
+            (bandwidth, "Bandwidth at p50, band to p99", "B/s"),
+            (latency, "Time at p50, band to p99", "s"),
         ):
             _scale(axes, sorted({result.case.nbytes for result in results}))
             axes.set_title(title, fontsize=10.5, loc="left")
-            axes.set_ylabel(unit)
+            _mark(axes.yaxis, unit)
         kinds = [
             Line2D([], [], color="#666666", linewidth=_LINE_WIDTH, label="busbw"),
-            Line2D([], [], color="#666666", linewidth=_LINE_WIDTH, linestyle=":", label="algbw"),
+            Line2D(
+                [],
+                [],
+                color="#666666",
+                linewidth=_LINE_WIDTH,
+                linestyle=":",
+                marker="o",
+                markersize=4,
+                markerfacecolor="white",
+                label="algbw",
+            ),
         ]
         bandwidth.legend(handles=kinds, loc="best", frameon=False, fontsize=9)
         handles = [
             Line2D([], [], color=each.color, marker=each.mark, markersize=4, linewidth=_LINE_WIDTH, label=each.label)
             for each in series
         ]
-        columns = max(1, min(len(handles), 130 // (10 + max(len(each.label) for each in series))))
-        figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False)
+        rows = math.ceil(len(handles) * (10 + max(len(each.label) for each in series)) / 130)
+        figure.legend(handles=handles, loc="outside lower center", ncols=math.ceil(len(handles) / rows), frameon=False)
         return _svg(figure, f"sizes {results[0].case.collective}")
 
 
 def _draw_bandwidth(axes: Any, series: _Series) -> None:
     sizes = [result.case.nbytes for result in series.results]
-    busbw = [result.busbw for result in series.results]
-    slow = [result.bandwidth(result.p99_s) * result.factor for result in series.results]
+    busbw = [result.busbw * 1e9 for result in series.results]
+    slow = [result.bandwidth(result.p99_s) * result.factor * 1e9 for result in series.results]
     axes.plot(sizes, busbw, color=series.color, marker=series.mark, markersize=3.5, linewidth=_LINE_WIDTH)
-    axes.fill_between(sizes, slow, busbw, color=series.color, alpha=_BAND, linewidth=0)
+    _draw_band(axes, sizes, slow, busbw, series.color)
     if any(result.factor != 1 for result in series.results):
-        algbw = [result.algbw for result in series.results]
-        axes.plot(sizes, algbw, color=series.color, linestyle=":", linewidth=_LINE_WIDTH)
+        algbw = [result.algbw * 1e9 for result in series.results]
+        axes.plot(sizes, algbw, f":{series.mark}", color=series.color, markersize=3, markerfacecolor="white")
 
 
 def _draw_latency(axes: Any, series: _Series) -> None:
     sizes = [result.case.nbytes for result in series.results]
-    p50 = [result.p50_s * 1e6 for result in series.results]
-    p99 = [result.p99_s * 1e6 for result in series.results]
+    p50 = [result.p50_s for result in series.results]
+    p99 = [result.p99_s for result in series.results]
     axes.plot(sizes, p50, color=series.color, marker=series.mark, markersize=3.5, linewidth=_LINE_WIDTH)
-    axes.fill_between(sizes, p50, p99, color=series.color, alpha=_BAND, linewidth=0)
+    _draw_band(axes, sizes, p50, p99, series.color)
+
+
+def _draw_band(axes: Any, sizes: Sequence[int], low: Sequence[float], high: Sequence[float], color: str) -> None:
+    axes.fill_between(sizes, low, high, color=color, alpha=_BAND, linewidth=0)
+    if len(sizes) == 1:
+        axes.vlines(sizes, low, high, color=color, linewidth=1)
 
 
 def _scale(axes: Any, sizes: Sequence[int]) -> None:
@@ -139,12 +156,23 @@ def _scale(axes: Any, sizes: Sequence[int]) -> None:
     axes.set_yscale("log")
     axes.xaxis.set_major_locator(LogLocator(base=2, numticks=9))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: show_size(round(value))))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.tick_params(axis="x", labelrotation=30)
-    axes.minorticks_off()
     axes.set_xlabel("size of the message")
     if len(sizes) == 1:
         axes.set_xlim(sizes[0] / 2, sizes[0] * 2)
+
+
+def _mark(axis: Any, unit: str) -> None:
+    """Ticks on a logarithmic axis: some however short it is, with 1, 2, 5 in each decade if there are few."""
+    low, high = axis.get_view_interval()
+    steps = (1.0, 2.0, 5.0) if high < 200 * low else (1.0,)
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = [step * 10.0**decade for decade in decades for step in steps]
+    below, above = [tick for tick in ticks if tick <= low], [tick for tick in ticks if tick >= high]
+    axis.set_view_interval(max(below, default=low), min(above, default=high), ignore=True)
+    axis.set_major_locator(LogLocator(subs=steps, numticks=12))
+    axis.set_major_formatter(EngFormatter(unit=unit))
+    axis.set_minor_locator(NullLocator())
 
 
 def _bars(results: Sequence[Result]) -> str:
@@ -170,8 +198,8 @@ def _bars(results: Sequence[Result]) -> str:
 def _svg(figure: Figure, salt: str) -> str:
     """The figure as an element: ids differ between figures, and nothing in it depends on when it was drawn."""
     text = io.StringIO()
-    with mpl.rc_context({"svg.hashsalt": salt}):
-        FigureCanvasSVG(figure).print_svg(text, metadata={"Date": None, "Creator": None})
+    with mpl.rc_context({**_STYLE, "svg.hashsalt": salt}):
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     element = text.getvalue()
     element = element[element.index("<svg") :]
     prefix = re.sub(r"\W+", "-", salt)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ class Files:
         for path in (self.json, self.html):
             if path is not None:
                 _try(path)
-        if self.html is not None and importlib.util.find_spec("matplotlib") is None:
+        if self.html is not None and find_spec("matplotlib") is None:
             raise ConfigError("--html draws with the package matplotlib: install kfcomm[bench]")
 
     def write(self, report: Report) -> None:

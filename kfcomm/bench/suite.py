@@ -173,9 +173,9 @@ class Suite:
         for workload in self.workloads:
             if workload not in WORKLOADS:
                 raise ConfigError(f"workload {workload!r} is unknown; known are {', '.join(WORKLOADS)}")
-        for dtype in map(dtype_of, self.dtypes):
+        for element in map(dtype_of, self.dtypes):
             if self.workloads or any(COLLECTIVES[verb].reduces for verb in self.collectives):
-                kernel(self.op, dtype)
+                kernel(self.op, element)
         for verb, nbytes, dtype in itertools.product(self.collectives, self.sizes, self.dtypes):
             if not _rounded(verb, nbytes, dtype, size):
                 parts = f" for each of {size} ranks" if COLLECTIVES[verb].shares else ""
@@ -219,15 +219,12 @@ class Suite:
     @classmethod
     def from_json(cls, text: str) -> Self:
         """The suite that `to_json` wrote."""
-        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in json.loads(text).items()}
-        return cls(
-            **{
-                **fields,
-                "collectives": tuple(map(Verb, fields["collectives"])),
-                "modes": tuple(map(Mode, fields["modes"])),
-                "op": Op(fields["op"]),
-            }
-        )
+        fields: dict[str, Any] = json.loads(text)
+        for name, kind in (("collectives", Verb), ("modes", Mode)):
+            fields[name] = map(kind, fields[name])
+        for name in ("collectives", "sizes", "workloads", "modes", "strategies", "transports", "dtypes"):
+            fields[name] = tuple(fields[name])
+        return cls(**{**fields, "op": Op(fields["op"])})
 
 
 def _rounded(verb: Verb, nbytes: int, dtype: str, size: int) -> int:

@@ -97,7 +97,9 @@ def is_word(column: Column) -> bool:
 
 
 def _number(value: float) -> str:
-    """Four digits: enough for what can be measured, and easy to compare down a column."""
+    """Four digits: enough for what can be measured, and easy to compare down a column; of small numbers, two."""
     if value >= 1000:
         return f"{value:.0f}"
+    if value < 0.01:
+        return f"{value:.2g}"
     return f"{value:.{3 if value < 10 else 2 if value < 100 else 1}f}"
