@@ -13,12 +13,18 @@ from kfcomm.errors import ConfigError, KfcommError
 
 
 def run_rank(suite: Suite, emit: Emit) -> int:
-    """Run this process's part of the benchmark; its exit code: 2 for wrong settings, 1 for another failure."""
+    """Run this process's part of the benchmark.
+
+    Returns:
+        Its exit code: 2 for wrong settings, 1 for another failure, 130 if it was interrupted.
+    """
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(run(suite, emit))
     except WrongResult:
         return 1  # rank 0 has told it
+    except KeyboardInterrupt:
+        return 130
     except KfcommError as error:
         sys.stderr.write(f"kfcomm: error: {error}\n")
         return 2 if isinstance(error, ConfigError) else 1

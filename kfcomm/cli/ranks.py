@@ -104,7 +104,8 @@ class _Relay:
         if (rank, stream) != (0, Stream.OUT):
             self._pass_on(rank, stream, data)
             return
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        # at the end, what was no whole line is one
+        *lines, self._rest = (self._rest + (data or (self._rest and b"\n"))).split(b"\n")
         for line in lines:
             event = from_line(line.decode(errors="replace"))
             if event is not None:
