@@ -16,6 +16,7 @@ from packaging.version import Version
 USES = {
     "core": ["kfcomm"],
     "build": ["editables", "hatchling"],
+    "bench": ["kfcomm[bench]"],
     "demo": ["kfcomm[demo]"],
     "test": ["kfcomm[test]"],
     "check": ["kfcomm[check]"],

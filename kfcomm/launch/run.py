@@ -13,7 +13,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from kfcomm.errors import ConfigError, RendezvousError
 from kfcomm.launch.hosts import Plan
@@ -34,8 +34,18 @@ _FAREWELL_S = 5.0
 _LAUNCHERS = "launchers"
 
 
-async def run(options: RunOptions, environ: Mapping[str, str]) -> int:
-    """Run a job to its end; returns the exit code.
+class Display(Protocol):
+    """Where the output of the ranks goes."""
+
+    async def feed(self, rank: int, stream: Stream, data: bytes) -> None:
+        """What a rank has written; nothing at the end of the stream."""
+
+    async def say(self, text: str) -> None:
+        """A line of the launcher's own."""
+
+
+async def run(options: RunOptions, environ: Mapping[str, str], display: Display | None = None) -> int:
+    """Run a job to its end; returns the exit code. Output goes to ``display``, else to the terminal, with prefixes.
 
     Raises:
         ConfigError: the options cannot work.
@@ -51,7 +61,7 @@ async def run(options: RunOptions, environ: Mapping[str, str]) -> int:
         environ=environ,
     )
     async with _opened_store(job, job.check()) as store:
-        return await _run_ranks(job, store)
+        return await _run_ranks(job, store, display)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +112,11 @@ async def _opened_store(job: _Job, settings: Settings) -> AsyncIterator[StoreSer
         await client.close()
 
 
-async def _run_ranks(job: _Job, store: StoreServer | StoreClient) -> int:
+async def _run_ranks(job: _Job, store: StoreServer | StoreClient, display: Display | None) -> int:
     """Start the ranks of this host, watch them to their end, and leave nothing of them behind."""
     children: dict[int, Child] = {}
     supervisor = Supervisor(job.plan.size, children, store, job.options.grace_s, job.options.keep_going)
-    output = Output(_screen(job), _descriptors(), lambda: supervisor.interrupt(signal.SIGPIPE))
+    output = display or Output(_screen(job), _descriptors(), lambda: supervisor.interrupt(signal.SIGPIPE))
     with contextlib.ExitStack() as stack:
         logs = {rank: stack.enter_context(_log(job.options.log_dir, rank)) for rank in job.plan.ranks}
         stack.enter_context(_hearing(supervisor.interrupt))
@@ -135,7 +145,7 @@ async def _run_ranks(job: _Job, store: StoreServer | StoreClient) -> int:
     return verdict.exit_code
 
 
-async def _relay(output: Output, log: BinaryIO | None, rank: int, stream: Stream, data: bytes) -> None:
+async def _relay(output: Display, log: BinaryIO | None, rank: int, stream: Stream, data: bytes) -> None:
     if log is not None:
         log.write(data)
     await output.feed(rank, stream, data)

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
 from kfcomm import __version__
-from kfcomm.errors import ConfigError, KfcommError
+from kfcomm.cli.bench import bench
+from kfcomm.cli.errors import reported_errors
+from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.settings import TRANSPORTS
 
 
@@ -25,14 +26,7 @@ def main() -> None:
     """Collective communication along graphs you choose."""
 
 
-@contextmanager
-def reported_errors() -> Iterator[None]:
-    """Turn the package's errors into one line and an exit code: 2 for wrong settings, else 1 or the error's own."""
-    try:
-        yield
-    except KfcommError as error:
-        click.echo(f"kfcomm: error: {error}", err=True)
-        sys.exit(getattr(error, "exit_code", 2 if isinstance(error, ConfigError) else 1))
+main.add_command(bench)
 
 
 @main.command(context_settings={"allow_interspersed_args": False})

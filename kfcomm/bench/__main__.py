@@ -1,0 +1,21 @@
+"""The program of one rank that `kfcomm bench` has started: ``python -m kfcomm.bench SUITE``, the suite as JSON.
+
+Rank 0 writes its events to standard output. A wrong result is told there, and by exit code 1.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from kfcomm.bench.events import Event, to_line
+from kfcomm.bench.rank import run_rank
+from kfcomm.bench.suite import Suite
+
+
+def _write(event: Event) -> None:
+    sys.stdout.write(f"{to_line(event)}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(run_rank(Suite.from_json(sys.argv[1]), _write))

@@ -1,0 +1,79 @@
+"""What rank 0 tells of a running benchmark, one line of JSON for each event, and the way back.
+
+A line that is no event, such as what a library prints, reads as None.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
+
+from kfcomm.bench.figures import Result
+from kfcomm.bench.suite import Case
+
+_TAG = "kfcomm-bench"
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The world is complete.
+
+    Attributes:
+        size: number of ranks.
+        total: number of cases.
+        hosts: descriptions of the hosts, each with the ``ranks`` on it.
+    """
+
+    size: int
+    total: int
+    hosts: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Starting:
+    """A case is about to be measured."""
+
+    case: Case
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A case has been measured, and its results were right."""
+
+    result: Result
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """It is over: a result was wrong."""
+
+    message: str
+
+
+Event: TypeAlias = Begun | Starting | Measured | Failed
+Emit: TypeAlias = Callable[[Event], None]
+
+
+def to_line(event: Event) -> str:
+    """The event as a line, without its end."""
+    return json.dumps({_TAG: type(event).__name__, **asdict(event)})
+
+
+def from_line(line: str) -> Event | None:
+    """The event of a line; None if it is another line."""
+    if not line.startswith('{"' + _TAG):
+        return None
+    fields = json.loads(line)
+    kind = fields.pop(_TAG)
+    match kind:
+        case "Begun":
+            return Begun(fields["size"], fields["total"], tuple(fields["hosts"]))
+        case "Starting":
+            return Starting(Case.from_wire(fields["case"]))
+        case "Measured":
+            result = fields["result"]
+            return Measured(Result(Case.from_wire(result["case"]), result["size"], tuple(result["times_s"])))
+        case _:
+            return Failed(fields["message"])

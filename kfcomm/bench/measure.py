@@ -1,0 +1,100 @@
+"""What every rank runs: the cases one after the other, timed together, every result compared.
+
+An iteration begins with a barrier and is timed on each rank; its time is that of the slowest. Results are looked at
+after every iteration, outside of the time. If one is wrong, on any rank, all ranks learn of it and raise.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from kfcomm.bench import machine
+from kfcomm.bench.caller import Caller, opened
+from kfcomm.bench.events import Begun, Emit, Failed, Measured, Starting
+from kfcomm.bench.figures import Result
+from kfcomm.bench.load import Load
+from kfcomm.bench.suite import Case, Suite
+from kfcomm.errors import KfcommError
+from kfcomm.types import Layout
+
+
+class WrongResult(KfcommError):
+    """A collective gave a wrong result, or changed its input, on some rank. Raised on every rank."""
+
+
+async def run(suite: Suite, emit: Emit) -> None:
+    """Measure all cases among the ranks of this world; rank 0 tells of them by ``emit``.
+
+    Raises:
+        ConfigError: the suite cannot work among so many ranks, or the settings of the process do not.
+        WrongResult: a result was wrong; ``emit`` has been told.
+        KfcommError: the world does not come about, or a collective failed.
+    """
+    for number, transport in enumerate(suite.transports):
+        async with opened(transport, number, blocking=suite.blocking) as caller:
+            suite.check(caller.size)
+            cases = suite.cases(caller.size)
+            if number == 0:
+                hosts = await _hosts(caller)
+                _tell(caller, emit, Begun(caller.size, len(cases), hosts))
+            await measure(caller, [case for case in cases if case.transport == transport], emit)
+
+
+async def measure(caller: Caller, cases: list[Case], emit: Emit) -> None:
+    """Measure the cases in the world of ``caller``.
+
+    Raises:
+        WrongResult: see `run`.
+    """
+    strategy = None
+    for case in cases:
+        _tell(caller, emit, Starting(case))
+        if case.strategy != strategy:
+            strategy = case.strategy
+            await caller.do("set_strategy", strategy)
+        _tell(caller, emit, Measured(await _measured(caller, case, emit)))
+
+
+async def _measured(caller: Caller, case: Case, emit: Emit) -> Result:
+    load = Load.of(case, caller.rank, caller.size)
+    run_once = caller.prepared(load.calls, case.mode)
+    times_s = np.empty(case.warmup + case.iterations)
+    fault = None
+    for number in range(len(times_s)):
+        load.spoil()
+        await caller.do("barrier")
+        began_s = time.perf_counter()
+        results = await run_once()
+        times_s[number] = time.perf_counter() - began_s
+        fault = fault or load.fault(results)
+    await _agree(caller, case, fault or load.input_fault(), emit)
+    slowest = await caller.do("all_reduce", times_s[case.warmup :], op="max")
+    return Result(case, caller.size, tuple(slowest.tolist()))
+
+
+async def _agree(caller: Caller, case: Case, fault: str | None, emit: Emit) -> None:
+    """Raise on every rank if there is a fault on any, once rank 0 has told of it."""
+    faults = await caller.do("all_gather_object", fault)
+    found = [f"rank {rank}: {each}" for rank, each in enumerate(faults) if each is not None]
+    if not found:
+        return
+    message = f"wrong result of {case.describe()}: {'; '.join(found)}"
+    _tell(caller, emit, Failed(message))
+    # whoever watches the ranks ends them all when the first has failed
+    await caller.do("barrier")
+    raise WrongResult(message)
+
+
+async def _hosts(caller: Caller) -> tuple[dict[str, Any], ...]:
+    """The description of each host, with the ranks on it."""
+    layout: Layout = caller.layout
+    described = await caller.do("all_gather_object", machine.describe())
+    return tuple({"ranks": layout.ranks_of(host), **described[master]} for host, master in enumerate(layout.masters))
+
+
+def _tell(caller: Caller, emit: Emit, event: Any) -> None:
+    if caller.rank == 0:
+        emit(event)

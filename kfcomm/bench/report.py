@@ -1,0 +1,139 @@
+"""The report of a benchmark: what has been measured so far, and its forms as text, JSON and page."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from kfcomm.bench.events import Begun, Event, Failed, Measured
+from kfcomm.bench.figures import Result
+from kfcomm.bench.suite import Suite
+from kfcomm.bench.table import Table
+from kfcomm.errors import ConfigError
+
+_FORMAT = 1
+
+
+@dataclass(slots=True)
+class Report:
+    """Gathers events.
+
+    Attributes:
+        suite: what was asked for.
+        begun: the world, once it is complete.
+        results: what has been measured.
+        failure: what was wrong, if something was.
+    """
+
+    suite: Suite
+    begun: Begun | None = None
+    results: list[Result] = field(default_factory=list)
+    failure: str | None = None
+
+    def note(self, event: Event) -> None:
+        """Take in an event."""
+        match event:
+            case Begun():
+                self.begun = event
+            case Measured(result):
+                self.results.append(result)
+            case Failed(message):
+                self.failure = message
+            case _:
+                pass
+
+    def world(self) -> str:
+        """Where it was measured, in a line."""
+        if self.begun is None:
+            return ""
+        hosts = self.begun.hosts
+        where = "1 host" if len(hosts) == 1 else f"{len(hosts)} hosts"
+        kinds = ", ".join(dict.fromkeys(f"{host['processor']}, {host['usable_cores']} cores" for host in hosts))
+        interface = "kfcomm.sync" if self.suite.blocking else "kfcomm, asynchronous"
+        return f"{self.begun.size} ranks on {where} ({kinds}); {interface}"
+
+    def as_text(self) -> str:
+        """World and table; nothing if nothing was measured."""
+        return f"{self.world()}\n{Table.of(self.results).as_text()}\n" if self.results else ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything: machine, versions, settings, and for each case its times and what follows from them."""
+        return {
+            "format": _FORMAT,
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "ranks": self.begun.size if self.begun else None,
+            "hosts": self.begun.hosts if self.begun else (),
+            "suite": asdict(self.suite),
+            "results": [_as_json(result) for result in self.results],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """Where a report is written; None for nowhere."""
+
+    json: Path | None = None
+    html: Path | None = None
+
+    def check(self) -> None:
+        """Refuse before anything is measured what could not be written afterwards.
+
+        Raises:
+            ConfigError: a file cannot be written, or what draws the page is not installed.
+        """
+        for path in (self.json, self.html):
+            if path is not None:
+                _try(path)
+        if self.html is not None and find_spec("matplotlib") is None:
+            raise ConfigError("--html draws with the package matplotlib: install kfcomm[bench]")
+
+    def write(self, report: Report) -> None:
+        """Write the report.
+
+        Raises:
+            ConfigError: a file cannot be written.
+        """
+        if self.json is not None:
+            _write(self.json, json.dumps(report.as_json(), indent=1) + "\n")
+        if self.html is not None:
+            from kfcomm.bench.page import page  # imports what draws
+
+            _write(self.html, page(report))
+
+
+def _try(path: Path) -> None:
+    is_new = not path.exists()
+    try:
+        with path.open("ab"):
+            pass
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{str(path)!r} cannot be written: {error.strerror}")
+
+
+def _as_json(result: Result) -> dict[str, Any]:
+    return {
+        **asdict(result.case),
+        "p50_s": result.p50_s,
+        "p99_s": result.p99_s,
+        "algbw_gb_per_s": result.algbw,
+        "busbw_gb_per_s": result.busbw,
+        "correct": True,
+        "times_s": result.times_s,
+    }

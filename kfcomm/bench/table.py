@@ -1,0 +1,105 @@
+"""The results as a table: the same cells for the terminal and for the page.
+
+What is the same in all lines is said once, above them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kfcomm.bench.figures import Result
+from kfcomm.bench.sizes import show_size
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column.
+
+    Attributes:
+        title: what it shows.
+        unit: of its numbers; empty for words.
+        cell: the text for a result.
+        is_setting: it says what was measured, not what came out.
+    """
+
+    title: str
+    unit: str
+    cell: Callable[[Result], str]
+    is_setting: bool = True
+
+
+COLUMNS: Final = (
+    Column("collective", "", lambda result: result.case.workload or result.case.collective.value),
+    Column("mode", "", lambda result: result.case.mode or ""),
+    Column("op", "", lambda result: result.case.op or ""),
+    Column("dtype", "", lambda result: result.case.dtype),
+    Column("strategy", "", lambda result: result.case.strategy),
+    Column("transport", "", lambda result: result.case.transport),
+    Column("size", "", lambda result: show_size(result.case.nbytes)),
+    Column("iterations", "", lambda result: str(result.case.iterations)),
+    Column("p50", "µs", lambda result: _number(result.p50_s * 1e6), is_setting=False),
+    Column("p99", "µs", lambda result: _number(result.p99_s * 1e6), is_setting=False),
+    Column("algbw", "GB/s", lambda result: _number(result.algbw), is_setting=False),
+    Column("busbw", "GB/s", lambda result: _number(result.busbw), is_setting=False),
+)
+_ALWAYS = ("size",)
+_WORDS = ("collective", "mode", "op", "dtype", "strategy", "transport")
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The cells.
+
+    Attributes:
+        common: title and value of each setting that is the same in all lines.
+        columns: the columns that are left.
+        rows: their texts, by line.
+    """
+
+    common: tuple[tuple[str, str], ...]
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def of(cls, results: Sequence[Result]) -> Table:
+        """The table of at least one result."""
+        common: list[tuple[str, str]] = []
+        columns: list[Column] = []
+        for column in COLUMNS:
+            cells = {column.cell(result) for result in results}
+            if len(cells) > 1 or not column.is_setting or column.title in _ALWAYS:
+                columns.append(column)
+            elif cells != {""}:
+                common.append((column.title, column.cell(results[0])))
+        rows = tuple(tuple(column.cell(result) for column in columns) for result in results)
+        return cls(tuple(common), tuple(columns), rows)
+
+    def as_text(self) -> str:
+        """Lines with words to the left, numbers to the right."""
+        heads = [tuple(column.title for column in self.columns), tuple(column.unit for column in self.columns)]
+        widths = [max(map(len, cells)) for cells in zip(*heads, *self.rows, strict=True)]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if is_word(column) else cell.rjust(width)
+                for cell, width, column in zip(cells, widths, self.columns, strict=True)
+            ).rstrip()
+            for cells in (*heads, *self.rows)
+        ]
+        above = ", ".join(f"{title} {value}" for title, value in self.common)
+        return "\n".join([above, *lines] if above else lines)
+
+
+def is_word(column: Column) -> bool:
+    """Whether a column shows words, which are set to the left."""
+    return column.title in _WORDS
+
+
+def _number(value: float) -> str:
+    """Four digits: enough for what can be measured, and easy to compare down a column; of small numbers, two."""
+    if value >= 1000:
+        return f"{value:.0f}"
+    if value < 0.01:
+        return f"{value:.2g}"
+    return f"{value:.{3 if value < 10 else 2 if value < 100 else 1}f}"

@@ -1,0 +1,156 @@
+"""`kfcomm bench`: brings together the launcher, which starts ranks, and the room that measures.
+
+In a job that has been started already, every rank of it runs this command, and takes part.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kfcomm.bench.report import Files
+from kfcomm.bench.sizes import parse_sizes
+from kfcomm.bench.suite import COLLECTIVES, Mode, Suite
+from kfcomm.bench.workloads import WORKLOADS
+from kfcomm.cli.errors import reported_errors
+from kfcomm.errors import ConfigError
+from kfcomm.rendezvous.settings import TRANSPORTS, Settings, detect
+from kfcomm.types import Op, Verb
+
+_CHOICES = tuple(verb.replace("_", "-") for verb in COLLECTIVES)
+_SIZES = "1KiB:64MiB"
+
+
+def _listed(names: Iterable[str]) -> str:
+    *most, last = names
+    return f"{', '.join(most)} or {last}"
+
+
+@click.command()
+@click.argument("collectives", nargs=-1, metavar="[COLLECTIVE]...", type=click.Choice(_CHOICES))
+@click.option(
+    "-n",
+    "--num-ranks",
+    type=click.IntRange(min=2),
+    metavar="N",
+    help="Ranks to start here; one per core, 2 to 8, by default.",
+)
+@click.option(
+    "--sizes",
+    default=_SIZES,
+    show_default=True,
+    metavar="SIZES",
+    help="Message sizes: a list, with ranges that double: 4B,1KiB:1MiB.",
+)
+@click.option(
+    "--workload",
+    "workloads",
+    multiple=True,
+    type=click.Choice(tuple(WORKLOADS)),
+    metavar="MODEL",
+    help=f"Reduce the gradients of {_listed(WORKLOADS)}. *",
+)
+@click.option(
+    "--mode",
+    "modes",
+    multiple=True,
+    type=click.Choice(tuple(map(str, Mode))),
+    metavar="MODE",
+    help=f"How a workload's tensors go: {_listed(Mode)}; all by default. *",
+)
+@click.option(
+    "--strategy", "strategies", multiple=True, metavar="NAME", help="Strategy, for example ring; auto by default. *"
+)
+@click.option(
+    "--transport",
+    "transports",
+    multiple=True,
+    type=click.Choice(TRANSPORTS),
+    metavar="NAME",
+    help=f"Kind of links: {_listed(TRANSPORTS)}; auto by default. *",
+)
+@click.option(
+    "--dtype", "dtypes", multiple=True, metavar="NAME", help="Element type, for example bfloat16; float32 by default. *"
+)
+@click.option(
+    "--op",
+    type=click.Choice(tuple(map(str, Op))),
+    default="sum",
+    show_default=True,
+    metavar="OP",
+    help=f"How values are combined: {_listed(Op)}.",
+)
+@click.option(
+    "--iterations",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Timed runs of each case; 10 to 200 by its size, by default.",
+)
+@click.option(
+    "--warmup", type=click.IntRange(min=0), default=3, show_default=True, metavar="N", help="Runs before those."
+)
+@click.option("--blocking", is_flag=True, help="Measure kfcomm.sync, not the asynchronous interface.")
+@click.option(
+    "--json",
+    "json_path",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write machine, settings and every time here.",
+)
+@click.option(
+    "--html",
+    "html_path",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write a page with plots here; needs kfcomm[bench].",
+)
+def bench(collectives: tuple[str, ...], **given: Any) -> None:
+    """Measure collectives on these machines, and check every result.
+
+    COLLECTIVE is all-reduce (by default), reduce, broadcast, gather, scatter, all-gather, all-to-all or
+    reduce-scatter. Options with * can be given again: every combination is measured. Ranks are started here; inside a
+    job (kfcomm run, torchrun, SLURM, MPI) those of the job are used.
+
+    \b
+      kfcomm bench -n 4
+      kfcomm bench all-reduce -n 4 --strategy ring --strategy clique --html report.html
+      kfcomm bench -n 4 --workload resnet50 --mode fused --transport tcp
+      kfcomm run -H 10.0.0.1:4,10.0.0.2:4 kfcomm bench all-gather       (on both hosts)
+
+    The exit code is 1 if a result is wrong, 2 if the options cannot work.
+    """  # noqa: D301  click wants the character, not its name
+    from kfcomm.cli.ranks import measure
+
+    with reported_errors():
+        settings = detect(os.environ)
+        suite = _suite(collectives, settings, given)
+        sys.exit(measure(suite, settings, given["num_ranks"], Files(given["json_path"], given["html_path"])))
+
+
+def _suite(collectives: tuple[str, ...], settings: Settings, given: dict[str, Any]) -> Suite:
+    """What the options ask for; what they leave out is as everywhere in this process."""
+    if given["modes"] and not given["workloads"]:
+        raise ConfigError("--mode is about the tensors of a workload: name one with --workload")
+    verbs = collectives or (() if given["workloads"] else (_CHOICES[0],))
+    return Suite(
+        collectives=tuple(Verb(name.replace("-", "_")) for name in _once(verbs)),
+        sizes=parse_sizes(given["sizes"]),
+        workloads=_once(given["workloads"]),
+        modes=tuple(map(Mode, _once(given["modes"]))) or tuple(Mode),
+        strategies=_once(given["strategies"]) or (settings.strategy,),
+        transports=_once(given["transports"]) or (settings.transport,),
+        dtypes=_once(given["dtypes"]) or ("float32",),
+        op=Op(given["op"]),
+        iterations=given["iterations"],
+        warmup=given["warmup"],
+        blocking=given["blocking"],
+    )
+
+
+def _once(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))

@@ -1,0 +1,124 @@
+"""The ranks of a benchmark: those of the job that this process belongs to, or new ones that the launcher starts.
+
+New ranks are programs (``python -m kfcomm.bench``); what rank 0 writes to its standard output are events, and the
+rest of what they write is passed on, with the rank before each line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import kfcomm
+from kfcomm.bench.events import from_line
+from kfcomm.bench.machine import available_nbytes
+from kfcomm.bench.rank import run_rank
+from kfcomm.bench.report import Files
+from kfcomm.bench.sizes import show_size
+from kfcomm.bench.suite import Suite
+from kfcomm.bench.watch import Watch
+from kfcomm.errors import ConfigError
+from kfcomm.launch.options import RunOptions
+from kfcomm.launch.run import run
+from kfcomm.launch.screen import Look, Screen, Stream
+from kfcomm.rendezvous.settings import Settings
+
+_MOST_RANKS = 8
+
+
+def measure(suite: Suite, settings: Settings, num_ranks: int | None, files: Files) -> int:
+    """Run a benchmark and report; returns the exit code.
+
+    Raises:
+        ConfigError: it cannot be run like this, or a file cannot be written.
+        KfcommError: the ranks cannot be started.
+    """
+    if settings.size == 1:
+        return _measure_new(suite, num_ranks or _default_ranks(), files)
+    if num_ranks is not None:
+        raise ConfigError(
+            f"-n {num_ranks} starts ranks, but this process is rank {settings.rank} of {settings.size} "
+            f"already ({settings.source}): leave it out"
+        )
+    return _measure_here(suite, settings, files)
+
+
+def _measure_here(suite: Suite, settings: Settings, files: Files) -> int:
+    """Take part as the rank that this process is; rank 0 reports."""
+    suite.check(settings.size)
+    watch = Watch(suite, files)
+    if settings.rank == 0:
+        files.check()
+    exit_code = run_rank(suite, watch.note)
+    return watch.finish(exit_code) if settings.rank == 0 else exit_code
+
+
+def _measure_new(suite: Suite, num_ranks: int, files: Files) -> int:
+    """Start ranks on this host, and report what rank 0 tells."""
+    suite.check(num_ranks)
+    files.check()
+    _check_memory(suite, num_ranks)
+    watch = Watch(suite, files)
+    options = RunOptions(command=_program(suite), num_ranks=num_ranks)
+    try:
+        exit_code = asyncio.run(run(options, os.environ, _Relay(watch, num_ranks)))
+    except KeyboardInterrupt:
+        # before any rank was started: from then on the job hears signals itself
+        exit_code = 130
+    return watch.finish(exit_code)
+
+
+def _program(suite: Suite) -> tuple[str, ...]:
+    """The command of every rank: this interpreter, this package, whatever lies in the working directory."""
+    is_here = Path(kfcomm.__file__).parents[1] == Path.cwd()
+    return (sys.executable, *(() if is_here else ("-P",)), "-m", "kfcomm.bench", suite.to_json())
+
+
+def _default_ranks() -> int:
+    return min(max(len(os.sched_getaffinity(0)), 2), _MOST_RANKS)
+
+
+def _check_memory(suite: Suite, num_ranks: int) -> None:
+    """Each rank has an input and a result of the largest case: refuse what would get ranks killed."""
+    needed = 2 * num_ranks * max(case.nbytes for case in suite.cases(num_ranks))
+    available = available_nbytes()
+    if available is not None and needed > available:
+        raise ConfigError(
+            f"{num_ranks} ranks need {show_size(needed)} for the largest case, and {show_size(available)} of memory "
+            "are available: take fewer ranks or smaller messages"
+        )
+
+
+class _Relay:
+    """What the ranks write: events of rank 0 to the watch, everything else to standard error."""
+
+    def __init__(self, watch: Watch, num_ranks: int) -> None:
+        self._watch = watch
+        self._screen = Screen(Look(num_ranks))
+        self._rest = b""
+
+    async def feed(self, rank: int, stream: Stream, data: bytes) -> None:
+        """See ``launch.run.Display``."""
+        if (rank, stream) != (0, Stream.OUT):
+            self._pass_on(rank, stream, data)
+            return
+        # at the end, what was no whole line is one
+        *lines, self._rest = (self._rest + (data or (self._rest and b"\n"))).split(b"\n")
+        for line in lines:
+            event = from_line(line.decode(errors="replace"))
+            if event is not None:
+                self._watch.note(event)
+            else:
+                self._pass_on(rank, stream, line + b"\n")
+
+    async def say(self, text: str) -> None:
+        """See ``launch.run.Display``. That ranks have failed is no news if it is known why."""
+        if not self._watch.has_failed:
+            self._watch.say(f"kfcomm: {text}")
+
+    def _pass_on(self, rank: int, stream: Stream, data: bytes) -> None:
+        writes = self._screen.feed(rank, stream, data) if data else self._screen.end(rank, stream)
+        for _, text in writes:
+            self._watch.say(text.decode(errors="replace").rstrip("\n"))

@@ -1,0 +1,146 @@
+"""Whole benchmarks in a world in memory: everything is measured, and nothing wrong goes unnoticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kfcomm.bench.caller import AsyncCaller, BlockingCaller
+from kfcomm.bench.events import Event, Failed, Measured, Starting
+from kfcomm.bench.load import Load
+from kfcomm.bench.measure import WrongResult, measure
+from kfcomm.bench.suite import COLLECTIVES, Mode, Suite
+from kfcomm.bench.workloads import WORKLOADS
+from kfcomm.testing import run_ranks, run_threads, sync_world, world
+from kfcomm.types import Op, Verb
+from tests.support import run
+
+TINY = {"iterations": 2, "warmup": 1}
+Wrap = Callable[[Any], Any]
+
+
+def measured(suite: Suite, size: int, wrap: Wrap = lambda comm: comm, events: list[Event] | None = None) -> list[Event]:
+    """The events of a benchmark in which each rank's communicator is ``wrap(comm)``."""
+    events = [] if events is None else events
+
+    async def main() -> None:
+        async with world(size) as comms:
+            await run_ranks(comms, lambda comm: measure(AsyncCaller(wrap(comm)), suite.cases(size), events.append))
+
+    run(main())
+    return events
+
+
+def results(events: list[Event]) -> list[Measured]:
+    return [event for event in events if isinstance(event, Measured)]
+
+
+@pytest.fixture
+def small_workload(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(WORKLOADS, "small", lambda: ((3, 5), (1,), (9000,), (2, 2, 2)))
+    return "small"
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("verb", COLLECTIVES)
+def test_every_collective_is_measured_and_right(verb: Verb, size: int) -> None:
+    suite = Suite((verb,), sizes=(240, 80_000), dtypes=("float32", "int16", "bfloat16"), **TINY)
+    found = results(measured(suite, size))
+    assert [event.result.case for event in found] == suite.cases(size)
+    assert all(len(event.result.times_s) == 2 and min(event.result.times_s) > 0 for event in found)
+
+
+@pytest.mark.parametrize("op", [op for op in Op if op is not Op.AVG])
+def test_every_op_is_right_on_integers(op: Op) -> None:
+    suite = Suite(
+        (Verb.ALL_REDUCE, Verb.REDUCE_SCATTER), sizes=(960,), dtypes=("int8", "uint64", "bool"), op=op, **TINY
+    )
+    if op in (Op.PROD, Op.SUM):
+        suite = Suite(suite.collectives, sizes=(960,), dtypes=("int8", "uint64"), op=op, **TINY)
+    assert len(results(measured(suite, 3))) == len(suite.cases(3))
+
+
+@pytest.mark.parametrize("op", [Op.SUM, Op.AVG, Op.PROD, Op.MIN, Op.MAX])
+def test_every_op_is_right_on_floating_point_numbers(op: Op) -> None:
+    suite = Suite(sizes=(960,), dtypes=("float16", "bfloat16", "float32", "float64"), op=op, **TINY)
+    assert len(results(measured(suite, 3))) == 4
+
+
+def test_workloads_in_every_mode_and_strategy(small_workload: str) -> None:
+    suite = Suite((), workloads=(small_workload,), strategies=("star", "ring"), **TINY)
+    found = results(measured(suite, 2))
+    assert [event.result.case.mode for event in found] == [*Mode, *Mode]
+    assert {event.result.case.nbytes for event in found} == {4 * 9024}
+
+
+def test_the_blocking_interface(small_workload: str) -> None:
+    suite = Suite(tuple(COLLECTIVES), sizes=(240,), workloads=(small_workload,), **TINY)
+    events: list[Event] = []
+    with sync_world(2) as comms:
+        run_threads(comms, lambda comm: run(measure(BlockingCaller(comm), suite.cases(2), events.append)))
+    assert [event.result.case for event in results(events)] == suite.cases(2)
+
+
+def test_events_tell_of_each_case_before_and_after() -> None:
+    events = measured(Suite(sizes=(4, 8), **TINY), 2)
+    assert [type(event) for event in events] == [Starting, Measured] * 2
+
+
+class Broken:
+    """A communicator whose all_reduce is wrong on rank 1: once, from its third call on, in one element."""
+
+    def __init__(self, comm: Any, spoil: Callable[[Any, Any], None]) -> None:
+        self._comm = comm
+        self._spoil = spoil
+        self._calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def all_reduce(self, x: Any, name: str | None = None, **options: Any) -> Any:
+        if name is None or self._comm.rank != 1:
+            return self._comm.all_reduce(x, name, **options)
+        return self._late(x, name, options)
+
+    async def _late(self, x: Any, name: str, options: dict[str, Any]) -> Any:
+        found = await self._comm.all_reduce(x, name, **options)
+        self._calls += 1
+        if self._calls == 3:
+            self._spoil(x, found)
+        return found
+
+
+def wrong_result(_: Any, found: Any) -> None:
+    found[17] += 1
+
+
+def changed_input(x: Any, _: Any) -> None:
+    x[18] += 1
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [(wrong_result, "rank 1: element 17 is"), (changed_input, "rank 1: the input was changed: element 18 is")],
+)
+def test_a_wrong_element_of_one_rank_in_one_iteration_is_an_error_on_all(
+    spoil: Callable[[Any, Any], None], words: str
+) -> None:
+    suite = Suite(sizes=(400, 800), iterations=3, warmup=0)
+    events: list[Event] = []
+    with pytest.raises(ExceptionGroup) as raised:
+        measured(suite, 2, lambda comm: Broken(comm, spoil), events)
+    assert [type(error) for error in raised.value.exceptions] == [WrongResult] * 2
+    assert not results(events)
+    assert isinstance(events[-1], Failed)
+    assert "all_reduce of 400 B (sum), float32" in events[-1].message
+    assert words in events[-1].message
+    assert len(events) == 2
+
+
+def test_a_result_of_another_length_is_wrong() -> None:
+    (case,) = Suite(sizes=(400,)).cases(2)
+    load = Load.of(case, 0, 2)
+    assert load.fault([np.zeros(99, np.float32)]) == "99 elements, must be 100"

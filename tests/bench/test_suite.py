@@ -1,0 +1,104 @@
+"""What is asked for becomes cases, the same ones in every process; what cannot work is refused."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import pytest
+
+from kfcomm.bench.suite import COLLECTIVES, Case, Mode, Suite
+from kfcomm.errors import ConfigError
+from kfcomm.rendezvous.settings import TRANSPORTS
+from kfcomm.types import Op, Verb
+
+FULL = Suite(
+    collectives=(Verb.ALL_REDUCE, Verb.ALL_GATHER),
+    sizes=(1000, 4096),
+    workloads=("resnet50",),
+    modes=(Mode.FUSED, Mode.ONE_BY_ONE),
+    strategies=("ring", "auto"),
+    transports=TRANSPORTS,
+    dtypes=("float32", "float64"),
+    op=Op.MAX,
+    iterations=7,
+    warmup=1,
+    blocking=True,
+)
+
+
+def test_every_combination_is_a_case_and_those_of_a_transport_follow_each_other() -> None:
+    cases = FULL.cases(3)
+    assert len(cases) == len(set(cases)) == len(TRANSPORTS) * 2 * 2 * (2 * 2 + 2)
+    assert tuple(dict.fromkeys(case.transport for case in cases)) == TRANSPORTS
+    changes = sum(one.transport != other.transport for one, other in zip(cases, cases[1:], strict=False))
+    assert changes == len(TRANSPORTS) - 1
+    assert {(case.iterations, case.warmup) for case in cases} == {(7, 1)}
+
+
+def test_a_size_is_cut_to_whole_elements_and_whole_parts() -> None:
+    sizes = {
+        (case.collective, case.dtype): case.nbytes
+        for case in FULL.cases(3)
+        if case.workload is None and case.nbytes < 1001
+    }
+    assert sizes == {
+        (Verb.ALL_REDUCE, "float32"): 1000,
+        (Verb.ALL_REDUCE, "float64"): 1000,
+        (Verb.ALL_GATHER, "float32"): 996,
+        (Verb.ALL_GATHER, "float64"): 984,
+    }
+
+
+def test_only_what_reduces_has_an_op() -> None:
+    assert {(case.collective, case.op) for case in FULL.cases(2)} == {
+        (Verb.ALL_REDUCE, Op.MAX),
+        (Verb.ALL_GATHER, None),
+    }
+
+
+def test_larger_messages_get_fewer_iterations() -> None:
+    cases = Suite(sizes=(4, 16 << 20, 1 << 30)).cases(2)
+    assert [case.iterations for case in cases] == [200, 32, 10]
+
+
+def test_suites_and_cases_survive_the_way_to_another_process() -> None:
+    assert Suite.from_json(FULL.to_json()) == FULL
+    assert [Case.from_wire(asdict(case)) for case in FULL.cases(2)] == FULL.cases(2)
+
+
+@pytest.mark.parametrize("size", [2, 4, 64])
+def test_factors_are_those_of_nccl_tests(size: int) -> None:
+    share = (size - 1) / size
+    assert {verb: traits.factor(size) for verb, traits in COLLECTIVES.items()} == {
+        Verb.ALL_REDUCE: 2 * share,
+        Verb.REDUCE: 1,
+        Verb.BROADCAST: 1,
+        Verb.GATHER: share,
+        Verb.ALL_GATHER: share,
+        Verb.SCATTER: share,
+        Verb.REDUCE_SCATTER: share,
+        Verb.ALL_TO_ALL: share,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"strategies": ("ringg",)}, "ringg"),
+        ({"transports": ("carrier",)}, "carrier"),
+        ({"workloads": ("alexnet",)}, "alexnet"),
+        ({"dtypes": ("float8",)}, "float8"),
+        ({"op": Op.AVG, "dtypes": ("int32",)}, "avg"),
+        ({"op": Op.XOR, "collectives": (), "workloads": ("vgg16",)}, "xor"),
+        ({"sizes": (3,)}, "3 B"),
+        ({"sizes": (12,)}, "each of 4 ranks"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_by_name(changes: dict[str, object], words: str) -> None:
+    FULL.check(4)
+    with pytest.raises(ConfigError, match=words):
+        replace(FULL, **changes).check(4)  # type: ignore[arg-type]
+
+
+def test_the_op_does_not_matter_where_nothing_is_reduced() -> None:
+    Suite(collectives=(Verb.BROADCAST,), op=Op.AVG, dtypes=("int32",)).check(2)
