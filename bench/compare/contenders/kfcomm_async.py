@@ -1,0 +1,94 @@
+"""kfcomm's asynchronous interface, on uvloop where it exists.
+
+The loop runs during the turns only; between them the worker sleeps in its blocking read like all the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import kfcomm
+from bench.compare.contenders.base import Contender, Stopwatch, WrongResultError
+from bench.compare.data import Array, Data, Tensors
+from bench.compare.works import Mode
+
+
+class Async(Contender):
+    """The world that ``kfcomm run`` has made; links and strategy are its settings."""
+
+    def __init__(self) -> None:
+        self._runner = asyncio.Runner(loop_factory=loop_factory())
+        self._comm = self._runner.run(_joined())
+        self.rank = self._comm.rank
+        self.size = self._comm.size
+
+    def turn(self, mode: Mode, data: Data, calls: int) -> Stopwatch:
+        """See the base class."""
+        sets = data.prepare(calls)
+        if mode is Mode.MANY:
+            watch, results = self._runner.run(self._many(sets))
+            right = all(one.holds(*data.sum_of_pattern(), arrays) for one, arrays in zip(sets, results, strict=True))
+        else:
+            watch = self._runner.run(self._in_place(mode, sets))
+            right = data.summed(calls)
+        if not right:
+            raise WrongResultError(f"{data.work.name}, {mode}: wrong sums on rank {self.rank}")
+        return watch
+
+    async def _in_place(self, mode: Mode, sets: list[Tensors]) -> Stopwatch:
+        named = [_named(one.arrays) for one in sets]
+        await self._comm.barrier("bench/meet")
+        with Stopwatch() as watch:
+            for items in named:
+                match mode:
+                    case Mode.ONE:
+                        for name, array in items:
+                            await self._comm.all_reduce(array, name, out=array)
+                    case Mode.ALL:
+                        await self._all(items)
+                    case _:
+                        raise ValueError(f"no mode {mode}")
+        await self._comm.barrier("bench/meet")
+        return watch
+
+    async def _all(self, items: Sequence[tuple[str, Array]]) -> None:
+        begin = self._comm.all_reduce
+        for pending in [begin(array, name, out=array) for name, array in items]:
+            await pending
+
+    async def _many(self, sets: list[Tensors]) -> tuple[Stopwatch, list[list[Array]]]:
+        named = [dict(_named(one.arrays)) for one in sets]
+        await self._comm.barrier("bench/meet")
+        with Stopwatch() as watch:
+            results = [await self._comm.all_reduce_many(items) for items in named]
+        await self._comm.barrier("bench/meet")
+        return watch, [list(result.values()) for result in results]
+
+    def versions(self) -> dict[str, str]:
+        """See the base class."""
+        return {"kfcomm": kfcomm.__version__, "loop": type(self._runner.get_loop()).__module__}
+
+    def close(self) -> None:
+        """See the base class."""
+        self._runner.run(self._comm.close())
+        self._runner.close()
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """What makes uvloop's loops where it exists; else None: asyncio's."""
+    if find_spec("uvloop") is None:
+        return None
+    from uvloop import new_event_loop
+
+    return new_event_loop
+
+
+async def _joined() -> kfcomm.Communicator:
+    return await kfcomm.init()
+
+
+def _named(arrays: Sequence[Array]) -> list[tuple[str, Any]]:
+    return [(f"bench/{number}", array) for number, array in enumerate(arrays)]

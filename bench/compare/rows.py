@@ -1,0 +1,197 @@
+"""What is compared with what, and what must be reached: the table's rows, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bench.compare.works import WORKS, Entry, Mode, Work
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """Who is compared with; of several entries the fastest counts.
+
+    Attributes:
+        title: for the table.
+        entries: who takes part for it.
+        minimum: least ratio (its time / kfcomm's time) that must be reached; None: shown without judgement.
+        aim: the ratio that is hoped for.
+        is_floor: the ratio is shown in percent: the share of the floor's rate.
+    """
+
+    title: str
+    entries: tuple[Entry, ...]
+    minimum: float | None = None
+    aim: float | None = None
+    is_floor: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One work of one entry of ours, against its rivals."""
+
+    title: str
+    work: Work
+    ranks: int
+    ours: Entry
+    rivals: tuple[Rival, ...]
+    note: str = ""
+
+
+def rival(title: str, contender: str, minimum: float | None = None, aim: float | None = None) -> Rival:
+    """A rival that calls one by one."""
+    return Rival(title, (Entry(contender),), minimum, aim)
+
+
+def best_of(
+    title: str, contender: str, modes: tuple[Mode, ...], minimum: float | None = None, aim: float | None = None
+) -> Rival:
+    """A rival with the fastest of several modes."""
+    return Rival(title, tuple(Entry(contender, mode) for mode in modes), minimum, aim)
+
+
+def floor(title: str, contender: str, minimum: float | None = None, aim: float | None = None) -> Rival:
+    """A floor."""
+    return Rival(title, (Entry(contender, Mode.FLOOR),), minimum, aim, is_floor=True)
+
+
+EVERY = (Mode.ONE, Mode.ALL, Mode.BUCKETS, Mode.VIEWS)
+FUSED = (Mode.BUCKETS, Mode.VIEWS)
+OURS, BLOCKING, OURS_TCP = Entry("kfcomm"), Entry("kfcomm-blocking"), Entry("kfcomm-tcp")
+ALL, ALL_TCP, MANY = Entry("kfcomm", Mode.ALL), Entry("kfcomm-tcp", Mode.ALL), Entry("kfcomm", Mode.MANY)
+GLOO, OPENMPI, MPICH = "Gloo", "Open MPI shared memory", "MPICH shared memory"
+BUCKETS = "Gloo in 25 MB buckets"
+QUOTED = "quoted, not measured here: KungFu's Go runtime is 15 times slower than Open MPI"
+
+ROWS = (
+    Row(
+        "one host, auto, 64 MiB",
+        WORKS["64MiB"],
+        4,
+        OURS,
+        (
+            rival(GLOO, "gloo", 4.5, 6),
+            rival(OPENMPI, "openmpi", 3.5, 5),
+            floor("copy floor", "copy", 0.45, 0.65),
+            rival(MPICH, "mpich"),
+        ),
+    ),
+    Row(
+        "one host, auto, 1 MiB",
+        WORKS["1MiB"],
+        4,
+        OURS,
+        (
+            rival(GLOO, "gloo", 20, 40),
+            rival(OPENMPI, "openmpi", 1.2, 2.5),
+            floor("copy floor", "copy"),
+            rival(MPICH, "mpich"),
+        ),
+    ),
+    Row(
+        "one host, auto, 1 KiB, blocking call",
+        WORKS["1KiB"],
+        4,
+        BLOCKING,
+        (rival(GLOO, "gloo", 60, 60), rival(OPENMPI, "openmpi", 0.25, 1), rival(MPICH, "mpich")),
+        QUOTED,
+    ),
+    Row(
+        "one host, auto, 1 KiB, awaited",
+        WORKS["1KiB"],
+        4,
+        OURS,
+        (rival(GLOO, "gloo"), rival(OPENMPI, "openmpi"), rival(MPICH, "mpich")),
+    ),
+    Row(
+        "one host, auto, 1 KiB, blocking call",
+        WORKS["1KiB"],
+        2,
+        BLOCKING,
+        (rival(GLOO, "gloo", 10, 30), rival(OPENMPI, "openmpi"), rival(MPICH, "mpich")),
+    ),
+    Row(
+        "one host, auto, 1 MiB",
+        WORKS["1MiB"],
+        2,
+        OURS,
+        (rival(GLOO, "gloo"), rival(OPENMPI, "openmpi"), floor("copy floor", "copy"), rival(MPICH, "mpich")),
+    ),
+    Row(
+        "one host, auto, 64 MiB",
+        WORKS["64MiB"],
+        2,
+        OURS,
+        (rival(GLOO, "gloo"), rival(OPENMPI, "openmpi"), floor("copy floor", "copy"), rival(MPICH, "mpich")),
+    ),
+    Row(
+        "one host, auto, ResNet-50 gradients all at once",
+        WORKS["resnet50"],
+        4,
+        ALL,
+        (
+            best_of(BUCKETS, "gloo", FUSED, 4, 6),
+            best_of("Open MPI shared memory, best mode", "openmpi", EVERY, 1.2, 2),
+            floor("copy floor", "copy"),
+            best_of("MPICH shared memory, best mode", "mpich", EVERY),
+        ),
+    ),
+    Row(
+        "TCP only, 64 MiB",
+        WORKS["64MiB"],
+        4,
+        OURS_TCP,
+        (
+            rival(GLOO, "gloo", 1.6, 2),
+            rival("Open MPI TCP", "openmpi-tcp", 1.6, 2),
+            floor("socket floor", "sockets", 0.7, 0.9),
+            rival("MPICH TCP", "mpich-tcp"),
+        ),
+    ),
+    Row(
+        "TCP only, ResNet-50 gradients all at once",
+        WORKS["resnet50"],
+        4,
+        ALL_TCP,
+        (
+            best_of(BUCKETS, "gloo", FUSED, 1.4, 2),
+            best_of("Open MPI TCP, best mode", "openmpi-tcp", EVERY, 1, 1.4),
+            floor("socket floor", "sockets"),
+            best_of("MPICH TCP, best mode", "mpich-tcp", EVERY),
+        ),
+    ),
+    Row(
+        "10,000 tensors of 8 float32, one collective each, all at once",
+        WORKS["10000x8"],
+        4,
+        ALL,
+        (best_of("Open MPI Iallreduce", "openmpi", (Mode.ALL,), 1, 3),),
+    ),
+    Row(
+        "the same through all_reduce_many",
+        WORKS["10000x8"],
+        4,
+        MANY,
+        (best_of("Open MPI Iallreduce", "openmpi", (Mode.ALL,), 5, 20),),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is measured together: everybody who does this work with so many ranks."""
+
+    work: Work
+    ranks: int
+    entries: tuple[Entry, ...]
+
+
+def cases(rows: tuple[Row, ...] = ROWS, without: frozenset[str] = frozenset()) -> list[Case]:
+    """The cases that the rows need, those of one number of ranks together; contenders in ``without`` left out."""
+    found: dict[tuple[int, str], dict[Entry, None]] = {}
+    for row in rows:
+        entries = [row.ours, *(entry for one in row.rivals for entry in one.entries)]
+        wanted = {entry: None for entry in entries if entry.contender not in without}
+        found.setdefault((row.ranks, row.work.name), {}).update(wanted)
+    keys = sorted(found, key=lambda key: -key[0])
+    return [Case(WORKS[name], ranks, tuple(found[ranks, name])) for ranks, name in keys]
