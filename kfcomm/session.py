@@ -219,6 +219,11 @@ class Session:
         if self._closed is not None:
             raise SessionClosed(self._closed)
 
+    def give_up(self, reason: str) -> None:
+        """Nothing can be posted any more; what was opened stays open until ``close``."""
+        self._closed = reason
+        self.engine.end(reason)
+
     async def close(self) -> None:
         """Fail what is in flight, say goodbye, and close everything. Bounded; calling it again waits for the first."""
         if self._closing is None:

@@ -32,7 +32,8 @@ class Communicator(Skin[Async]):
     ``kfcomm.sync.Handle`` instead of waiting. On the I/O thread itself (in a handle's callback) the blocking forms
     raise ``WouldDeadlock``; on a thread that runs an event loop of its own they block that loop.
 
-    Cost: 25 to 50 µs more than the async verb, for the way to the I/O thread and back.
+    Cost: where all ranks share memory, and in a world of one, the caller does the work itself; elsewhere 25 to 50 µs
+    more than the async verb, for the way to the I/O thread and back.
     """
 
     def __init__(self, io: IoThread, inner: Async, *, owns_io: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""From an asynchronous verb to its blocking forms: the signature is taken over, the work is handed to the I/O thread.
+"""From an asynchronous verb to its blocking forms: the signature is taken over, the work goes to the I/O thread.
 
 Arrays and objects are read on the caller's thread, so that the loop never waits for a device or a large copy, and
 what the caller changes after a ``*_async`` verb has returned is the caller's affair only where the async verb says so.

@@ -85,6 +85,6 @@ class StandIn:
     def _interrupted(self, error: BaseException, begun: Awaitable[T] | None) -> None:
         """Ctrl-C between two looks ends the call alone; in the midst of the work nobody knows what is left undone."""
         if self._works and not isinstance(error, Exception):
-            self._session.engine.end(f"the communicator was interrupted at its work by {type(error).__name__}")
+            self._session.give_up(f"the communicator was interrupted at its work by {type(error).__name__}")
         elif isinstance(begun, asyncio.Future):
             begun.cancel()
