@@ -22,6 +22,7 @@ class Links(Protocol):
 
     async def connect(self, rank: int, peer: int) -> Link:
         """A link from ``rank`` to ``peer``."""
+        ...
 
     def cut(self, rank: int, *, reason: str) -> None:
         """Break every link of ``rank``, as when its process dies; it can connect no more."""

@@ -92,7 +92,7 @@ def test_another_protocol_is_refused():
 
 @pytest.mark.parametrize(
     ("uid", "purpose", "nonce"),
-    [("u", 0, ONE[1:]), ("u", 2, ONE), ("ü" * (MAX_UID_NBYTES // 2 + 1), 0, ONE)],
+    [("u", 0, ONE[1:]), ("u", max(Purpose) + 1, ONE), ("ü" * (MAX_UID_NBYTES // 2 + 1), 0, ONE)],
     ids=["nonce", "purpose", "uid"],
 )
 def test_an_impossible_hello_is_broken_and_gets_no_reply(uid, purpose, nonce):
