@@ -200,3 +200,18 @@ def test_held_payloads_can_be_taken_back():
     bench.arrive("b", sender=2, index=1)
     assert bench.machine.take_held() == ["c", "b"]
     assert bench.machine.take_held() == []
+
+
+def test_who_still_has_to_send_is_awaited():
+    bench = root()  # of 6 elements in chunks of 4
+    assert [bench.machine.awaits(rank) for rank in range(4)] == [False, True, True, True]
+    bench.arrive("b", sender=2)
+    assert bench.machine.awaits(2)
+    bench.arrive("b", sender=2, index=1)
+    assert [bench.machine.awaits(rank) for rank in range(4)] == [False, True, False, True]
+    middle = Bench(programs.all_reduce(1, [CHAIN], 1, 1))
+    assert [middle.machine.awaits(rank) for rank in range(3)] == [True, False, True]
+    middle.arrive("c", sender=2)
+    assert [middle.machine.awaits(rank) for rank in range(3)] == [True, False, False]
+    middle.arrive("r", DOWN, 0)
+    assert not any(middle.machine.awaits(rank) for rank in range(3))

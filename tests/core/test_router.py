@@ -475,6 +475,7 @@ def test_nobody_is_told_who_is_gone():
 
 
 def test_keys_are_shown_as_people_know_them():
+    assert (Desk().post().name, Desk().post().title) == ("grad", "'grad'")
     assert shown("grad/0") == "'grad/0'"
     assert shown("grad/0\0data") == "'grad/0' (data)"
     assert shown("") == "an unnamed collective"
