@@ -22,6 +22,7 @@ from kfcomm.rendezvous.settings import Settings, host_and_port
 from kfcomm.transports.greeting import dial
 from kfcomm.transports.shm.greeting import SharingRefused
 from kfcomm.transports.shm.hub import Hub
+from kfcomm.transports.shm.segment import why_unsupported
 from kfcomm.transports.shm.sharing import Sharing
 from kfcomm.transports.sockets import Address, Listener
 from kfcomm.transports.stream import StreamLink
@@ -61,6 +62,9 @@ class Alone:
         """None: nothing arrives."""
         return None
 
+    def sever(self) -> None:
+        """Nothing is shared."""
+
     def describe(self, peer: int) -> str:
         """See ``session.Network``."""
         return "itself"
@@ -97,6 +101,7 @@ class SocketNetwork:
         self._inbound: Waiter
         self._sharing: Sharing | None = None
         self._fallback_said = False
+        self._unshared: set[int] = set()
         self._control: ControlThread | None = None
         self._watcher: asyncio.Task[None] | None = None
 
@@ -110,6 +115,8 @@ class SocketNetwork:
         """
         if settings.store is None:
             raise ConfigError("a world of one has no network")
+        if settings.transport == "shm" and (unsupported := why_unsupported()) is not None:
+            raise ConfigError(f"transport 'shm' cannot work here: {unsupported}; use 'auto'")
         client, server = await open_store(settings)
         listener: Listener | None = None
         try:
@@ -144,14 +151,19 @@ class SocketNetwork:
 
     async def connect(self, peer: int) -> Link:
         """See ``session.Network``."""
+        refusal = ""
         if self._shares_with(peer) and self._sharing is not None:
             try:
                 return await self._sharing.connect(await self._dial(peer, Purpose.SHARED_MEMORY), peer)
             except SharingRefused as error:
                 if self._settings.transport == "shm":
                     raise
-                self._say_fallback(peer, error)
-        return StreamLink(await self._dial(peer, Purpose.DATA), self._loop, self._inbound, peer)
+                refusal = str(error)
+        sock = await self._dial(peer, Purpose.DATA)
+        if refusal:  # not before the peer has been reached: one that dies refuses too
+            self._unshared.add(peer)
+            self._say_fallback(peer, refusal)
+        return StreamLink(sock, self._loop, self._inbound, peer)
 
     def adopt(self, sock: socket.socket, peer: int, purpose: Purpose) -> None:
         """See ``session.Network``."""
@@ -173,6 +185,11 @@ class SocketNetwork:
         if self._sharing is None or self._fallback_said or self.layout.num_hosts > 1:
             return None
         return self._sharing.hub
+
+    def sever(self) -> None:
+        """See ``session.Network``."""
+        if self._sharing is not None:
+            self._sharing.hub.sever()
 
     def describe(self, peer: int) -> str:
         """See ``session.Network``."""
@@ -218,12 +235,14 @@ class SocketNetwork:
 
     def _shares_with(self, peer: int) -> bool:
         """Descriptors can be passed over Unix sockets only."""
-        return self._sharing is not None and isinstance(self._addresses(peer)[0], str)
+        if self._sharing is None or peer in self._unshared:
+            return False
+        return isinstance(self._addresses(peer)[0], str)
 
-    def _say_fallback(self, peer: int, error: SharingRefused) -> None:
+    def _say_fallback(self, peer: int, reason: str) -> None:
         if not self._fallback_said:
             self._fallback_said = True
-            logger.warning("rank %d and rank %d use Unix sockets, not shared memory: %s", self._me.rank, peer, error)
+            logger.warning("rank %d and rank %d use Unix sockets, not shared memory: %s", self._me.rank, peer, reason)
 
     async def _watch_exits(self, control: ControlThread) -> None:
         """The launcher sees processes end that leave their sockets open in a child of theirs."""

@@ -63,6 +63,9 @@ class Network(Protocol):
     def hub(self) -> Hub | None:
         """What looks for all that arrives from every peer; None if some of it comes otherwise."""
 
+    def sever(self) -> None:
+        """In a forked child: from now on touch no memory that the parent shares with its peers."""
+
     def describe(self, peer: int) -> str:
         """The way to a peer, in words."""
 
@@ -96,6 +99,7 @@ class Session:
         self.engine = Engine(rank, network.connect, loop, stall_after_s=stall_after_s)
         self.network = network
         self._closed: str | None = None
+        self._manned: Hub | None = None
         self._closing: asyncio.Future[None] | None = None
         self.groups = {self.world.id: ("world", self.world.members)}
         self._groups: dict[bytes, int] = {}
@@ -133,14 +137,15 @@ class Session:
     def stand_in(self) -> None:
         """The caller runs the engine in place of the loop, which rests until ``step_back``."""
         self.engine.ends.at_once = True
-        if self.hub is not None:
-            self.hub.stand_in()
+        self._manned = self.hub
+        if self._manned is not None:
+            self._manned.stand_in()
 
     def step_back(self) -> None:
         """The loop runs the engine again."""
         self.engine.ends.at_once = False
-        if self.hub is not None:
-            self.hub.step_back()
+        if self._manned is not None:  # the same one: meanwhile something may have begun to come otherwise
+            self._manned.step_back()
 
     # ---------------------------------------------------------------- ControlEvents
 
@@ -250,6 +255,7 @@ class Session:
             "this communicator belongs to the parent process: after fork, a child has to call kfcomm.init() itself"
         )
         descriptors = [*self.network.descriptors(), *self.engine.ends.descriptors()]
+        self.network.sever()
         with contextlib.suppress(OSError):
             nothing = os.open(os.devnull, os.O_RDWR)
             for descriptor in descriptors:

@@ -80,15 +80,16 @@ class Payload:
 
     def copy(self, pool: BlockPool) -> None:
         """Make a borrowed payload last for as long as may be."""
-        if self.lender is not None:
-            self.lender = None
+        if self.lender is not None or self._loaned_by is not None:
             nbytes = len(self.view)
             block = pool.take(nbytes)
             block[:nbytes] = self.view
+            self.release(pool)
+            self.lender = None
             self.view, self._block = block[:nbytes], block
 
     def forwarded(self, pool: BlockPool) -> None:
-        """A link reads it from now on: its block cannot be used again."""
+        """A link reads it from now on: what is lent cannot go back, and its block cannot be used again."""
         self.copy(pool)
         self._block = None
 

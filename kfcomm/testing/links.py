@@ -33,6 +33,9 @@ class Links(Protocol):
     def forget(self, rank: int, peer: int) -> None:
         """``rank`` keeps nothing for ``peer`` any more."""
 
+    def sever(self, rank: int) -> None:
+        """In a forked child: ``rank`` touches no shared memory any more."""
+
     async def close(self, rank: int) -> None:
         """``rank`` has ended its links."""
 
@@ -61,6 +64,9 @@ class InMemory:
 
     def forget(self, rank: int, peer: int) -> None:
         """Nothing is kept."""
+
+    def sever(self, rank: int) -> None:
+        """Nothing is shared with other processes."""
 
     async def close(self, rank: int) -> None:
         """Nothing to close."""
@@ -108,6 +114,10 @@ class InSharedMemory:
     def forget(self, rank: int, peer: int) -> None:
         """See `Links.forget`."""
         self._ranks[rank].hub.reclaim(peer)
+
+    def sever(self, rank: int) -> None:
+        """See `Links.sever`."""
+        self._ranks[rank].hub.sever()
 
     async def close(self, rank: int) -> None:
         """See `Links.close`."""

@@ -53,6 +53,10 @@ class _Way:
         """None: the ranks of a world in one process share a loop, so that none can wait for another without it."""
         return None
 
+    def sever(self) -> None:
+        """See ``session.Network``."""
+        self._links.sever(self._rank)
+
     def describe(self, peer: int) -> str:
         """See ``session.Network``."""
         return "memory"

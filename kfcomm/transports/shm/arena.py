@@ -10,6 +10,7 @@ meanwhile. This module knows neither links nor what a payload means.
 from __future__ import annotations
 
 import os
+import weakref
 from bisect import bisect_left
 
 from kfcomm.transports.shm.segment import create
@@ -35,7 +36,7 @@ class Arena:
         self._size_of_slab = [0] * num_slabs
         self._used_of_slab = [0] * num_slabs
         self._readers: dict[int, int] = {}
-        self._last: memoryview | None = None
+        self._last: weakref.ref[memoryview] | None = None
         self._last_piece = 0
 
     @property
@@ -46,9 +47,10 @@ class Arena:
     def publish(self, payload: memoryview) -> int | None:
         """Copy a payload to a piece with one reader: its offset, or None if there is no room now.
 
-        The same view shown again while the piece is in use is not copied again: it gets one more reader.
+        The same view shown again while the piece is in use is not copied again: it gets one more reader. So until
+        then it must show the same bytes. It is not kept.
         """
-        if payload is self._last:
+        if self._last is not None and self._last() is payload:
             piece = self._last_piece
             self._readers[piece] += 1
             return piece
@@ -61,7 +63,7 @@ class Arena:
         self._view[piece : piece + nbytes] = payload
         self._used_of_slab[piece // SLAB_NBYTES] += 1
         self._readers[piece] = 1
-        self._last, self._last_piece = payload, piece
+        self._last, self._last_piece = weakref.ref(payload), piece
         return piece
 
     def release(self, piece: int) -> None:

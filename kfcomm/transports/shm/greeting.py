@@ -44,12 +44,14 @@ class Offer(NamedTuple):
     max_lent: int
 
 
-async def offer(sock: socket.socket, arena: Arena, max_lent: int, timeout_s: float) -> Shared:
+async def offer(sock: socket.socket, arena: Arena, max_lent: int) -> Shared:
     """Show the peer a new segment and the arena. The socket stays the caller's.
+
+    It waits for as long as the peer lives: that may be busy, and its loop has its turn late.
 
     Raises:
         SharingRefused: the peer or this process cannot.
-        TransportError: the peer went away or did not answer in time.
+        TransportError: the peer went away.
     """
     try:
         descriptor, mapping = create("kfcomm-link", SHARED_NBYTES)
@@ -58,11 +60,13 @@ async def offer(sock: socket.socket, arena: Arena, max_lent: int, timeout_s: flo
     try:
         message = _OFFER.pack(_MAGIC, SHARED_NBYTES, arena.nbytes, max_lent)
         socket.send_fds(sock, [message], [descriptor, arena.descriptor])
+    except ConnectionError as error:
+        raise TransportError(f"lost before memory was shared: {why(error)}") from error
     except OSError as error:
         raise SharingRefused(f"descriptors cannot be passed: {why(error)}") from error
     finally:
         os.close(descriptor)
-    answer = await _hear(sock, timeout_s)
+    answer = await _hear(sock)
     if answer[:1] != _YES:
         raise SharingRefused(answer[1:].decode(errors="replace") or "the peer closed the connection")
     return Shared(mapping)
@@ -110,15 +114,15 @@ def _map(message: bytes, descriptors: list[int]) -> Offer:
     return Offer(Shared(shared), memoryview(arena), max_lent)
 
 
-async def _hear(sock: socket.socket, timeout_s: float) -> bytes:
-    await _readable(sock, timeout_s)
+async def _hear(sock: socket.socket) -> bytes:
+    await _readable(sock, None)
     try:
         return sock.recv(1 + _MAX_REASON_NBYTES)
     except OSError as error:
         raise TransportError(f"lost before memory was shared: {why(error)}") from error
 
 
-async def _readable(sock: socket.socket, timeout_s: float) -> None:
+async def _readable(sock: socket.socket, timeout_s: float | None) -> None:
     loop = asyncio.get_running_loop()
     readable: asyncio.Future[None] = loop.create_future()
 

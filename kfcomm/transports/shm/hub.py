@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from kfcomm.transports.shm.link import ShmLink
 from kfcomm.transports.shm.publisher import Publisher
-from kfcomm.transports.shm.shared import Fence
+from kfcomm.transports.shm.shared import Fence, Parked
 
 SPIN_S = 1e-3
 """Of fruitless looking before the hub parks while something is in flight; a wake-up costs up to a tenth of it."""
@@ -44,6 +44,7 @@ class Hub:
         self._looks = looks
         self._links: tuple[ShmLink, ...] = ()
         self._ended: list[Publisher] = []
+        self._gone: set[int] = set()
         self._fence = Fence()
         self.is_awake = False
         self._is_scheduled = self._is_manned = False
@@ -65,9 +66,11 @@ class Hub:
             self.reclaim()
 
     def reclaim(self, gone: int | None = None) -> None:
-        """Free what nobody reads any more; ``gone``: a peer that is known to have ended."""
+        """Free what nobody reads any more; ``gone``: a peer that has ended, and opens no link again."""
+        if gone is not None:
+            self._gone.add(gone)
         for link in list(self._ended):
-            if link.peer == gone or link.may_reuse():
+            if link.peer in self._gone or link.may_reuse():
                 link.free_pieces()
                 self._ended.remove(link)
 
@@ -105,8 +108,17 @@ class Hub:
         """Of all links."""
         return [descriptor for link in self._links for descriptor in link.descriptors()]
 
+    def sever(self) -> None:
+        """In a forked child: look no more, and touch nothing that the parent shares with its peers."""
+        for link in self._links:
+            link.sever()
+        self._links = ()
+
     def close(self) -> None:
-        """Look no more; the links must have ended."""
+        """Look no more; a link that was opened too late for the goodbyes ends now."""
+        for link in self._links:
+            link.abort()
+        self._ended.clear()
         if self._backstop is not None:
             self._backstop.cancel()
 
@@ -124,6 +136,13 @@ class Hub:
         self._is_scheduled = False
         if self._is_manned:
             return
+        try:
+            self._look()
+        except BaseException:
+            self._schedule()  # one link has ended by it; the others go on
+            raise
+
+    def _look(self) -> None:
         for _ in range(self._looks):
             if self.progress():
                 self._quiet_since_s = 0.0
@@ -140,17 +159,19 @@ class Hub:
 
     def _park(self) -> None:
         self.is_awake = False
+        if self._ended:
+            self.reclaim()
+        # What waits on one link may wait for a piece that comes back on another.
+        what = Parked.FOR_RECORDS if all(link.is_idle for link in self._links) else Parked.FOR_ROOM
         for link in self._links:
             link.ring_bell()
-            link.park()
+            link.park(what)
         self._fence()
         if self.progress():
             self._quiet_since_s = 0.0
             self._unpark()
             self._schedule()
             return
-        if self._ended:
-            self.reclaim()
         if self._is_waiting() and self._links:
             if self._backstop is not None:
                 self._backstop.cancel()

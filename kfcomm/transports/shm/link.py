@@ -9,11 +9,13 @@ What always holds:
   end of a link is always reported from the loop, once.
 - A side that sees a peer parked, after it has stored what the peer waits for, wakes it before it rests itself.
   A link that owes its peer a bell is looked at until it has settled that.
+- A peer that does not keep to the form ends this link alone, wherever that is noticed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -124,8 +126,9 @@ class ShmLink:
         """Move what waits, as far as there is room."""
         raise NotImplementedError
 
-    def _is_idle(self) -> bool:
-        """Whether nothing waits to be sent."""
+    @property
+    def has_queue(self) -> bool:
+        """Whether something waits for room."""
         raise NotImplementedError
 
     def _let_go(self) -> None:
@@ -141,7 +144,10 @@ class ShmLink:
     def flush(self) -> None:
         """See ``Link.flush``: records are in the ring already; a peer that has parked is woken."""
         if self._fd >= 0:
-            self._advance()
+            try:
+                self._advance()
+            except RemoteProtocolError as error:
+                self._end_with(error)
             if self._owes_bell:
                 self._settle_bell()
 
@@ -165,9 +171,20 @@ class ShmLink:
             self.ring_bell()
         self._bell_looks = 0
 
-    def park(self) -> None:
-        """From now on the peer has to wake this side; ``has_news`` must be looked at after this, and a fence."""
-        self._words[self._near] = Parked.FOR_RECORDS if self._is_idle() else Parked.FOR_ROOM
+    def _tell_of_room(self) -> None:
+        """Wake the peer if it has parked for want of room: something that it wrote was read."""
+        self._fence()
+        if self._words[self._far] == _FOR_ROOM and self._fd >= 0:
+            self._wake()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is to be sent, a goodbye included."""
+        return not self.has_queue and (self._said_bye or not self._closing)
+
+    def park(self, what: Parked) -> None:
+        """From now on the peer has to wake this side; it must be polled after this, and a fence."""
+        self._words[self._near] = what
 
     def unpark(self) -> None:
         """This side looks by itself."""
@@ -187,7 +204,7 @@ class ShmLink:
         """See ``Link.close``."""
         if not self.is_closing:
             self._closing = True
-            self._loop.call_soon(self._say_bye)
+            self._loop.call_soon(self._say_bye_soon)
 
     def descriptors(self) -> tuple[int, ...]:
         """See ``Link.descriptors``."""
@@ -197,26 +214,37 @@ class ShmLink:
         """See ``Link.abort``."""
         self._end_with(None)
 
+    def sever(self) -> None:
+        """In a forked child: the link is the parent's. From now on nothing here touches its memory, or the loop."""
+        self._fd = -1
+        self._words = memoryview(bytearray(self._words.nbytes)).cast("Q")
+
+    def _say_bye_soon(self) -> None:
+        try:
+            self._say_bye()
+        except RemoteProtocolError as error:
+            self._end_with(error)
+        if not self._said_bye:
+            self._keeper.wake()
+
     def _say_bye(self) -> None:
-        """After all that waits; tried again whenever something has moved."""
+        """After all that waits; tried again whenever this side looks."""
         if self._fd < 0 or self._said_bye:
             return
         self._advance()
-        if self._is_idle() and self._out.put_encoded(self._packed((BYE,))):
-            self._said_bye = True
-            try:
-                self._sock.shutdown(socket.SHUT_WR)
-            except OSError as error:
-                self._end_with(self._broken(error))
+        if self.has_queue or not self._out.put_encoded(self._packed((BYE,))):
+            return
+        self._said_bye = True
+        with contextlib.suppress(OSError):  # the peer is gone: the loop will say so
+            self._sock.shutdown(socket.SHUT_WR)
 
     def _wake(self) -> None:
-        try:
+        """If the socket is full of bells, one more would say nothing new; if its peer is gone, the loop will say so.
+
+        What the peer has left in the ring is read then, so nothing ends here.
+        """
+        with contextlib.suppress(OSError):
             self._sock.send(_BELL)
-        except (BlockingIOError, InterruptedError):
-            pass  # so many bells unheard: one more would say nothing new
-        except OSError as error:
-            if not self._said_bye:
-                self._end_with(self._broken(error))
 
     def _rung(self) -> None:
         try:
@@ -242,7 +270,7 @@ class ShmLink:
         return self._encode(header)[PREFIX_NBYTES:]
 
     def _unpacked(self, data: memoryview) -> Header:
-        header = decode_header(data)
+        header = decode_header(bytes(data))  # the peer could change it while it is read
         if self._heard_bye or header[0] == Kind.CHUNK:
             name = Kind(header[0]).name
             raise RemoteProtocolError(f"rank {self.peer} sent a {name} {'after its BYE' if self._heard_bye else ''}")

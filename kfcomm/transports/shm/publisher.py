@@ -54,14 +54,18 @@ class Publisher(ShmLink):
         """
         if self.is_closing:
             return True
-        if header[0] != _CHUNK:
-            self._define(self._packed(header))
-            return True
         if payload is not None and len(payload) > SLAB_NBYTES:
             raise LocalProtocolError(f"a payload of {len(payload)} bytes ({SLAB_NBYTES} are allowed)")
         waiting = self._waiting
-        if (not waiting or waiting[0][0] > -priority) and self._put(header, payload):
-            self._owes_bell = True
+        try:
+            if header[0] != _CHUNK:
+                self._define(self._packed(header))
+                return True
+            if (not waiting or waiting[0][0] > -priority) and self._put(header, payload):
+                self._owes_bell = True
+                return True
+        except RemoteProtocolError as error:
+            self._end_with(error)
             return True
         heapq.heappush(waiting, (-priority, next(self._numbers), header, payload, owner))
         self._keeper.wake()
@@ -79,6 +83,8 @@ class Publisher(ShmLink):
 
     def poll(self) -> bool:
         """See `ShmLink.poll`."""
+        if self._fd < 0:
+            return False
         moved = False
         try:
             if self._words[Word.RETURNED] != self._num_returned:
@@ -86,18 +92,22 @@ class Publisher(ShmLink):
                 moved = True
             if self._into.has_news:
                 self._hear()
+                self._tell_of_room()
                 moved = True
+            if self._waiting or self._definitions:
+                before = len(self._waiting)
+                self._advance()
+                moved = moved or len(self._waiting) != before
+            if self._closing and not self._said_bye:
+                self._say_bye()
         except RemoteProtocolError as error:
             self._end_with(error)
             return True
-        if self._waiting or self._definitions:
-            before = len(self._waiting)
-            self._advance()
-            moved = moved or len(self._waiting) != before
-        if self._owes_bell:
+        except BaseException as error:
+            self._end_with(error)
+            raise
+        if self._owes_bell and self._fd >= 0:
             self._settle_bell()
-        if self._closing and not self._said_bye:
-            self._say_bye()
         return moved
 
     @property
@@ -125,10 +135,14 @@ class Publisher(ShmLink):
         piece = self._arena.publish(payload)
         if piece is None:
             return False
-        if piece in self._pieces or not self._out.put(header, piece + 1, nbytes, None):
+        if piece in self._pieces:
             self._arena.release(piece)
             return False
         self._pieces[piece] = nbytes
+        if not self._out.put(header, piece + 1, nbytes, None):
+            del self._pieces[piece]
+            self._arena.release(piece)
+            return False
         self._window -= nbytes
         return True
 
@@ -145,8 +159,10 @@ class Publisher(ShmLink):
         while self._done:
             self._done.popleft().sent()
 
-    def _is_idle(self) -> bool:
-        return not (self._waiting or self._definitions)
+    @property
+    def has_queue(self) -> bool:
+        """See `ShmLink.has_queue`."""
+        return bool(self._waiting or self._definitions)
 
     def _take_back(self) -> None:
         """The pieces that the peer has read."""
@@ -181,8 +197,8 @@ class Publisher(ShmLink):
         self._waiting.clear()
 
     def may_reuse(self) -> bool:
-        """Whether the peer has said that it reads nothing of the arena any more; for a link that has ended."""
-        return bool(self._words[Word.CLOSED] == 1)
+        """Whether the peer reads nothing of the arena any more, as it has said; for a link that has ended."""
+        return not self._pieces or bool(self._words[Word.CLOSED] == 1)
 
     def free_pieces(self) -> None:
         """The peer reads them no more: it has said so, or it is gone."""

@@ -15,7 +15,7 @@ import sys
 
 from kfcomm.errors import RemoteProtocolError, TransportError
 
-_ORDERED_STORES = frozenset({"x86_64", "AMD64", "i686"})
+_ORDERED_STORES = frozenset({"x86_64", "AMD64"})
 
 if sys.platform == "linux":
     import fcntl
@@ -27,7 +27,7 @@ def why_unsupported() -> str | None:
     """Why this process cannot share memory, or None if it can.
 
     Other processors than x86 may show a peer the word that says "there is a record" before the record itself, and
-    plain Python has no store that is ordered.
+    plain Python has no store that is ordered; 32-bit ones may show half a word.
     """
     if not hasattr(os, "memfd_create"):
         return "this system has no memfd_create"
@@ -35,6 +35,8 @@ def why_unsupported() -> str | None:
         return "descriptors cannot be passed over sockets here"
     if platform.machine() not in _ORDERED_STORES:
         return f"stores are not ordered on {platform.machine()}"
+    if sys.maxsize < 1 << 32:
+        return "a 64-bit Python is needed"
     try:
         os.close(_make("kfcomm-probe", mmap.PAGESIZE))
     except OSError as error:

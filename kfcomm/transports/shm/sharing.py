@@ -22,7 +22,8 @@ from kfcomm.transports.shm.subscriber import Subscriber
 
 logger = logging.getLogger("kfcomm")
 
-GREETING_TIMEOUT_S = 10.0
+OFFER_WITHIN_S = 10.0
+"""A peer offers its memory as soon as it has connected."""
 MIN_SLABS, MAX_SLABS = 16, 64
 """Of 1 MiB: the memory that this rank shows to all its peers together. It is taken as it is used."""
 
@@ -63,7 +64,7 @@ class Sharing:
                     self._arena = Arena(self._num_slabs)
                 except TransportError as error:
                     raise SharingRefused(str(error)) from error
-            shared = await offer(sock, self._arena, self._max_lent, GREETING_TIMEOUT_S)
+            shared = await offer(sock, self._arena, self._max_lent)
         except BaseException:
             sock.close()
             raise
@@ -82,7 +83,7 @@ class Sharing:
         return [self._arena.descriptor] if self._arena is not None and self._arena.descriptor >= 0 else []
 
     async def close(self) -> None:
-        """The links must have ended; the memory goes with the last view of it."""
+        """End what is left of links and greetings; the memory goes with the last view of it."""
         greetings = list(self._greetings)
         for task in greetings:
             task.cancel()
@@ -98,7 +99,7 @@ class Sharing:
 
     async def _adopt(self, sock: socket.socket, peer: int) -> None:
         try:
-            shared, arena, max_lent = await accept(sock, GREETING_TIMEOUT_S)
+            shared, arena, max_lent = await accept(sock, OFFER_WITHIN_S)
         except BaseException as error:
             sock.close()
             if not isinstance(error, KfcommError):

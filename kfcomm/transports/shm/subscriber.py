@@ -21,6 +21,8 @@ from kfcomm.transports.shm.shared import MAX_PIECES, Word
 _CHUNK = int(Kind.CHUNK)
 MAX_LENT_NBYTES = WINDOW_NBYTES // 2
 """Of one peer's: the other half of its window always moves."""
+BURST_RECORDS = 64
+"""Read before others get their turn: a peer may write as fast as this side reads."""
 
 
 class Subscriber(ShmLink):
@@ -42,12 +44,16 @@ class Subscriber(ShmLink):
         self, header: Header, payload: memoryview | None = None, owner: Owner | None = None, priority: int = 0
     ) -> bool:
         """See ``Link.send``; answers have no payload."""
-        if not self.is_closing:
-            data = self._packed(header)
+        if self.is_closing:
+            return True
+        data = self._packed(header)
+        try:
             if self._answers or not self._out.put_encoded(data):
                 self._answers.append(data)
                 self._keeper.wake()
             self._owes_bell = True
+        except RemoteProtocolError as error:
+            self._end_with(error)
         return True
 
     def withdraw(self, owner: Owner) -> Sequence[Header]:
@@ -61,6 +67,7 @@ class Subscriber(ShmLink):
         piece, nbytes = self._shown
         if self._lent_nbytes + nbytes > MAX_LENT_NBYTES or len(self._lent) >= self._max_lent:
             return None
+        self._shown = None
         self._lent[piece] = nbytes
         self._lent_nbytes += nbytes
         return piece
@@ -71,22 +78,38 @@ class Subscriber(ShmLink):
         if self._fd >= 0:
             self._return(piece)
             self.ring_bell()
-        elif not self._lent:
-            self._words[Word.CLOSED] = 1
+        else:
+            self._say_closed()
 
     def poll(self) -> bool:
         """See `ShmLink.poll`."""
-        if self._answers:
-            self._advance()
-        if self._closing and not self._said_bye:
-            self._say_bye()
-        if not self._into.has_news:
-            if self._owes_bell:
-                self._settle_bell()
+        if self._fd < 0:
             return False
-        inbound, into = self._inbound, self._into
         try:
-            while self._fd >= 0 and (taken := into.take()) is not None:
+            if self._answers:
+                self._advance()
+            if self._closing and not self._said_bye:
+                self._say_bye()
+            if self._into.has_news:
+                self._hear()
+                return True
+        except RemoteProtocolError as error:
+            self._end_with(error)
+            return True
+        except BaseException as error:
+            self._end_with(error)
+            raise
+        if self._owes_bell and self._fd >= 0:
+            self._settle_bell()
+        return False
+
+    def _hear(self) -> None:
+        into = self._into
+        try:
+            for _ in range(BURST_RECORDS):
+                taken = into.take() if self._fd >= 0 else None
+                if taken is None:
+                    break
                 record, payload = taken
                 if record[3] == _CHUNK:
                     self._chunk(record, payload)
@@ -95,16 +118,10 @@ class Subscriber(ShmLink):
                 else:
                     self._frame(self._unpacked(payload))
                 into.done(record[0])
-        except RemoteProtocolError as error:
-            self._end_with(error)
-        except BaseException as error:
-            self._end_with(error)
-            raise
         finally:
-            inbound.burst_end(self)
+            self._inbound.burst_end(self)
             if self._fd >= 0:
                 self.ring_bell()
-        return True
 
     def _chunk(self, record: tuple[Any, ...], payload: memoryview | None) -> None:
         if self._heard_bye:
@@ -119,8 +136,10 @@ class Subscriber(ShmLink):
         try:
             self._inbound.receive(self, record[3:], self._arena[piece : piece + nbytes])
         finally:
-            self._shown = None
-        if piece not in self._lent and self._fd >= 0:
+            is_lent, self._shown = self._shown is None, None
+            if self._fd < 0:
+                self._say_closed()
+        if not is_lent and self._fd >= 0:
             self._return(piece)
 
     def _frame(self, header: Header) -> None:
@@ -140,10 +159,16 @@ class Subscriber(ShmLink):
             self._answers.popleft()
             self._owes_bell = True
 
-    def _is_idle(self) -> bool:
-        return not self._answers
+    @property
+    def has_queue(self) -> bool:
+        """See `ShmLink.has_queue`."""
+        return bool(self._answers)
 
     def _let_go(self) -> None:
         self._answers.clear()
-        if not self._lent:
+        self._say_closed()
+
+    def _say_closed(self) -> None:
+        """The link has ended: once nothing of the peer's arena is read any more, it may use that again."""
+        if not self._lent and self._shown is None:
             self._words[Word.CLOSED] = 1
