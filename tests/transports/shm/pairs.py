@@ -1,0 +1,221 @@
+"""What the tests of shared-memory links share: two ends in one process, looked after by hubs as in two."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+
+from kfcomm.transports.shm.arena import Arena
+from kfcomm.transports.shm.hub import Hub
+from kfcomm.transports.shm.link import Wire
+from kfcomm.transports.shm.publisher import Publisher
+from kfcomm.transports.shm.segment import attach, create
+from kfcomm.transports.shm.shared import SHARED_NBYTES, Shared
+from kfcomm.transports.shm.subscriber import Subscriber
+from tests.transports.streams import Notes
+
+MIB = 1 << 20
+
+
+def segments():
+    """A segment of a link, mapped twice."""
+    descriptor, mapping = create("kfcomm-link", SHARED_NBYTES)
+    try:
+        return Shared(mapping), Shared(attach(descriptor, SHARED_NBYTES, writable=True))
+    finally:
+        os.close(descriptor)
+
+
+def never():
+    """Nothing is in flight: then no timer wakes a hub."""
+    return False
+
+
+class Process:
+    """One side of links: a hub, an arena, and the notes of each link.
+
+    Attributes:
+        hub, arena: as `Sharing` has them.
+    """
+
+    def __init__(self, loop, *, slabs=16, is_waiting=never):
+        self.loop = loop
+        self.hub = Hub(loop, is_waiting, looks=1)
+        self.arena = Arena(slabs)
+
+    def close(self):
+        self.hub.close()
+        self.arena.close()
+
+
+class Pair:
+    """A link from one process to another.
+
+    Attributes:
+        link, notes: the publisher, and what it hears.
+        other, heard: the subscriber, and what it hears.
+        words: the control words, as the subscriber's process has them mapped.
+        sock: of the subscriber.
+    """
+
+    def __init__(self, here, there, *, max_lent=8, peers=(1, 0), notes=Notes):
+        near, far = segments()
+        socks = socket.socketpair()
+        arena = memoryview(attach(here.arena.descriptor, here.arena.nbytes, writable=False))
+        self.notes, self.heard = notes(), notes()
+        self.link = Publisher(Wire(socks[0], here.loop, self.notes, peers[0], near, here.hub), here.arena)
+        self.other = Subscriber(Wire(socks[1], there.loop, self.heard, peers[1], far, there.hub), arena, max_lent)
+        self.words, self.shared = far.words, far
+        self.sock = socks[1]
+        here.hub.add(self.link)
+        there.hub.add(self.other)
+
+    async def ended(self):
+        """Wait until both ends have been reported."""
+        await self.notes.until(lambda notes: notes.ends)
+        await self.heard.until(lambda heard: heard.ends)
+
+    async def close(self):
+        """End what has not."""
+        self.link.abort()
+        self.other.abort()
+        await self.ended()
+
+
+@contextlib.asynccontextmanager
+async def processes(*, slabs=16, is_waiting=never):
+    """Two sides on one loop, without links yet."""
+    loop = asyncio.get_running_loop()
+    here, there = Process(loop, slabs=slabs, is_waiting=is_waiting), Process(loop, is_waiting=is_waiting)
+    try:
+        yield here, there
+    finally:
+        here.close()
+        there.close()
+
+
+@contextlib.asynccontextmanager
+async def linked(*, slabs=16, max_lent=8):
+    """A link from one side to another; at the end both ends have been reported once."""
+    async with processes(slabs=slabs) as (here, there):
+        pair = Pair(here, there, max_lent=max_lent)
+        try:
+            yield pair
+        finally:
+            await pair.close()
+            assert len(pair.notes.ends) == len(pair.heard.ends) == 1
+
+
+async def parked(*hubs):
+    """Turns of the loop until these hubs rest."""
+    while any(hub.is_awake for hub in hubs):  # noqa: ASYNC110  a hub that goes to rest tells nobody
+        await asyncio.sleep(0)
+
+
+async def turns(count=20):
+    """So many turns of the loop."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+class Threads:
+    """Two loops that a test steps one callback at a time, in any interleaving, down to what lies around a fence.
+
+    A side is never entered twice. Timers do not fire: nothing here may depend on the backstop.
+    """
+
+    def __init__(self, choose):
+        self.choose = choose
+        self.sides = (Loop(self), Loop(self))
+
+    def step(self, side):
+        """One callback of a side; whether there was one."""
+        loop = self.sides[side]
+        return not loop.busy and loop.step()
+
+    def run_side(self, side):
+        """One side, until it rests; whether it did anything."""
+        moved = False
+        while self.step(side):
+            moved = True
+        return moved
+
+    def run(self, *, in_turns=False):
+        """Both, until nothing is left to do; ``in_turns``: each goes to rest before the other begins."""
+        step = self.run_side if in_turns else self.step
+        while step(0) | step(1):
+            pass
+
+    def interleave(self, side, thing, name):
+        """Let the other side have some turns before and after this side calls that method of a thing."""
+        method = getattr(thing, name)
+
+        def others():
+            for _ in range(self.choose()):
+                self.step(1 - side)
+
+        def interleaved():
+            others()
+            method()
+            others()
+
+        setattr(thing, name, interleaved)
+
+
+class Loop:
+    """As much of an event loop as links and hubs use."""
+
+    def __init__(self, threads):
+        self.threads = threads
+        self.busy = False
+        self.ready = []
+        self.readers = {}
+
+    def call_soon(self, callback, *arguments):
+        self.ready.append((callback, arguments))
+
+    def call_later(self, delay_s, callback, *arguments):
+        return Timer()
+
+    def add_reader(self, descriptor, callback):
+        self.readers[descriptor] = callback
+
+    def remove_reader(self, descriptor):
+        del self.readers[descriptor]
+
+    def do(self, callback, *arguments):
+        """A callback of the program."""
+        self.busy = True
+        try:
+            return callback(*arguments)
+        finally:
+            self.busy = False
+
+    def step(self):
+        if self.ready:
+            callback, arguments = self.ready.pop(0)
+            self.do(callback, *arguments)
+            return True
+        for descriptor, callback in list(self.readers.items()):
+            if _readable(descriptor):
+                self.do(callback)
+                return True
+        return False
+
+
+class Timer:
+    def cancel(self):
+        pass
+
+
+def _readable(descriptor):
+    with socket.socket(fileno=os.dup(descriptor)) as sock:
+        try:
+            sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+    return True
