@@ -20,7 +20,7 @@ PIECE_NBYTES = (8 << 10, 32 << 10, 128 << 10, 256 << 10, 512 << 10, SLAB_NBYTES)
 
 
 class Arena:
-    """Pieces of ``num_slabs`` MiB; closed by dropping it.
+    """Pieces of ``num_slabs`` MiB.
 
     Attributes:
         descriptor: of the segment, to be passed to peers.
@@ -29,8 +29,8 @@ class Arena:
 
     def __init__(self, num_slabs: int) -> None:
         self.nbytes = num_slabs * SLAB_NBYTES
-        self.descriptor, mapping = create("kfcomm-arena", self.nbytes)
-        self._view = memoryview(mapping)
+        self.descriptor, self._mapping = create("kfcomm-arena", self.nbytes)
+        self._view = memoryview(self._mapping)
         self._idle_slabs = list(range(num_slabs - 1, -1, -1))
         self._free: tuple[list[int], ...] = tuple([] for _ in PIECE_NBYTES)
         self._size_of_slab = [0] * num_slabs
@@ -81,11 +81,12 @@ class Arena:
         self._free[self._size_of_slab[slab]].append(piece)
 
     def close(self) -> None:
-        """Nothing more is published. The memory goes when the last view of it does."""
+        """Nothing more is published, and this process has the memory no more; peers keep what they have mapped."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
-        self._last = None
+            self._view.release()
+            self._mapping.close()
 
     def _cut(self, size: int) -> bool:
         """Make pieces of one more slab; False if all are in use."""

@@ -1,0 +1,161 @@
+import gc
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from kfcomm.transports.shm.arena import PIECE_NBYTES, SLAB_NBYTES, Arena
+from kfcomm.transports.shm.segment import attach
+from tests.transports.streams import noise
+
+sizes = st.one_of(st.sampled_from([*PIECE_NBYTES, 1, 4097, SLAB_NBYTES - 1]), st.integers(1, SLAB_NBYTES))
+NOISE = memoryview(noise(2 * SLAB_NBYTES))
+
+
+def read(arena, piece, nbytes):
+    return bytes(arena._view[piece : piece + nbytes])
+
+
+class Pieces(RuleBasedStateMachine):
+    """An arena against what was put into it."""
+
+    shown = Bundle("shown")
+
+    def __init__(self):
+        super().__init__()
+        self.arena = Arena(3)
+        self.model = {}
+
+    def teardown(self):
+        for piece, (_, readers) in self.model.items():
+            for _ in range(readers):
+                self.arena.release(piece)
+        assert self.arena.pieces_in_use == 0
+        pieces = [self.arena.publish(NOISE[:SLAB_NBYTES]) for _ in range(4)]
+        assert sorted(pieces[:3]) == [0, SLAB_NBYTES, 2 * SLAB_NBYTES]  # all of it has come back, in any cut
+        assert pieces[3] is None
+        self.arena.close()
+
+    @rule(target=shown, nbytes=sizes, start=st.integers(0, SLAB_NBYTES), again=st.integers(0, 3))
+    def publish(self, nbytes, start, again):
+        payload = NOISE[start : start + nbytes]
+        piece = self.arena.publish(payload)
+        if piece is None:
+            assert self.model
+            return None
+        assert piece not in self.model
+        self.model[piece] = bytes(payload), 1
+        for _ in range(again):
+            assert self.arena.publish(payload) == piece
+            self.model[piece] = bytes(payload), self.model[piece][1] + 1
+        return piece
+
+    @rule(piece=consumes(shown))
+    def release(self, piece):
+        if piece in self.model:
+            for _ in range(self.model.pop(piece)[1]):
+                self.arena.release(piece)
+
+    @rule(piece=shown)
+    def release_one(self, piece):
+        if piece in self.model:
+            data, readers = self.model.pop(piece)
+            self.arena.release(piece)
+            if readers > 1:
+                self.model[piece] = data, readers - 1
+
+    @invariant()
+    def pieces_hold_what_they_held_and_do_not_overlap(self):
+        assert self.arena.pieces_in_use == len(self.model)
+        end = 0
+        for piece, (data, _) in sorted(self.model.items()):
+            assert piece >= end
+            end = piece + len(data)
+            assert end <= self.arena.nbytes
+            assert piece // SLAB_NBYTES == (end - 1) // SLAB_NBYTES
+            assert read(self.arena, piece, len(data)) == data
+
+
+TestPieces = Pieces.TestCase
+TestPieces.settings = settings(max_examples=40, stateful_step_count=30)
+
+
+@pytest.fixture
+def arena():
+    made = Arena(1)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("nbytes", PIECE_NBYTES)
+def test_a_slab_holds_as_many_pieces_as_fit(arena, nbytes):
+    views = [NOISE[index : index + nbytes] for index in range(SLAB_NBYTES // nbytes)]
+    pieces = [arena.publish(view) for view in views]
+    assert len(set(pieces)) == len(pieces)
+    assert all(read(arena, piece, nbytes) == view for piece, view in zip(pieces, views, strict=True))
+    assert arena.publish(NOISE[:nbytes]) is None
+    for piece in pieces:
+        arena.release(piece)
+
+
+@given(st.permutations(PIECE_NBYTES))
+def test_a_slab_is_cut_anew_when_it_is_not_in_use(order):
+    arena = Arena(1)
+    for nbytes in order:
+        piece = arena.publish(NOISE[:nbytes])
+        assert piece is not None
+        for other in set(order) - {nbytes}:
+            assert arena.publish(NOISE[:other]) is None
+        arena.release(piece)
+    arena.close()
+
+
+def test_the_piece_used_last_is_handed_out_first(arena):
+    pieces = [arena.publish(NOISE[index : index + 8000]) for index in range(5)]
+    arena.release(pieces[1])
+    arena.release(pieces[3])
+    assert arena.publish(NOISE[:5000]) == pieces[3]
+
+
+def test_one_copy_serves_all_who_are_shown_the_same_view(arena):
+    view = NOISE[:5000]
+    piece = arena.publish(view)
+    assert arena.publish(view) == piece
+    arena.release(piece)
+    assert arena.publish(view) == piece
+    arena.release(piece)
+    arena.release(piece)
+    assert arena.pieces_in_use == 0
+    # nobody reads it any more: the view may show other bytes now
+    other = arena.publish(NOISE[:6000])
+    assert arena.publish(view) != other
+
+
+def test_the_same_view_of_bytes_that_changed_is_copied_again_when_the_piece_came_back(arena):
+    memory = bytearray(b"a" * 5000)
+    view = memoryview(memory)
+    arena.release(arena.publish(view))
+    memory[:] = b"b" * 5000
+    assert read(arena, arena.publish(view), 5000) == memory
+
+
+def test_no_view_of_the_payload_is_kept(arena):
+    memory = noise(5000)
+    arena.publish(memoryview(memory))
+    memory.clear()  # raises BufferError while anybody holds a view
+    gc.collect()
+    again = noise(5000)
+    assert arena.publish(memoryview(again)) == arena._last_piece
+    assert arena.pieces_in_use == 2
+
+
+def test_closing_gives_back_the_memory_but_not_what_a_peer_has_mapped():
+    arena = Arena(1)
+    mapped = memoryview(attach(arena.descriptor, arena.nbytes, writable=False))
+    piece = arena.publish(NOISE[:5000])
+    arena.close()
+    arena.close()
+    assert mapped[piece : piece + 5000] == NOISE[:5000]
+    arena.release(piece)
+    assert arena.pieces_in_use == 0

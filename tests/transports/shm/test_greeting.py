@@ -1,0 +1,360 @@
+import array
+import asyncio
+import contextlib
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from kfcomm.errors import KfcommError, RemoteProtocolError, TransportError
+from kfcomm.transports.shm import greeting, segment, sharing
+from kfcomm.transports.shm.arena import Arena
+from kfcomm.transports.shm.greeting import SharingRefused, accept, offer
+from kfcomm.transports.shm.segment import create
+from kfcomm.transports.shm.shared import SHARED_NBYTES
+from kfcomm.transports.shm.sharing import Sharing
+from tests.leaks import descriptors
+from tests.support import run
+from tests.transports.shm.pairs import MIB, turns
+from tests.transports.streams import Notes, chunk, noise
+
+
+class Inbound(Notes):
+    """Notes of one process; its link, once a peer has opened one."""
+
+    def __init__(self):
+        super().__init__()
+        self.is_waiting = False
+        self.links = []
+
+    def opened(self, link):
+        self.links.append(link)
+        self._heard.set()
+
+
+@contextlib.asynccontextmanager
+async def two():
+    """Two processes' sharing, their inbounds, and connected sockets; afterwards nothing is open."""
+    loop = asyncio.get_running_loop()
+    inbounds = Inbound(), Inbound()
+    sharings = [Sharing(loop, inbound, 1, looks=1) for inbound in inbounds]
+    socks = socket.socketpair()
+    for sock in socks:
+        sock.setblocking(False)
+    try:
+        yield sharings, inbounds, socks
+    finally:
+        for one in sharings:
+            await one.close()
+        for sock in socks:
+            sock.close()
+        await turns(3)
+
+
+@contextlib.contextmanager
+def pair():
+    one, other = socket.socketpair()
+    one.setblocking(False)
+    other.setblocking(False)
+    with one, other:
+        yield one, other
+
+
+@contextlib.contextmanager
+def arena():
+    made = Arena(1)
+    yield made
+    made.close()
+
+
+def test_a_link_comes_about_and_works():
+    async def main():
+        async with two() as ((here, there), (notes, heard), (near, far)):
+            there.adopt(far, 0)
+            link = await here.connect(near, 1)
+            payload = noise(MIB)
+            link.send(chunk(1), memoryview(payload))
+            link.flush()
+            await heard.until(lambda heard: heard.frames)
+            assert heard.frames == [(chunk(1), bytes(payload))]
+            assert (link.peer, heard.links[0].peer) == (1, 0)
+            assert repr(link) == "<Publisher to rank 1, open>"
+            link.close()
+            assert repr(link) == "<Publisher to rank 1, closing>"
+            await notes.until(lambda notes: notes.ends)
+            await heard.until(lambda heard: heard.ends)
+            assert notes.ends == heard.ends == [None]
+            assert repr(heard.links[0]) == "<Subscriber to rank 0, closed>"
+
+    run(main())
+
+
+def in_dev_shm():
+    """What this process has open or mapped of the file system below /dev/shm."""
+    names = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            names.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return {name for name in names if name.startswith("/dev/shm")}
+
+
+def test_nothing_of_it_has_a_name():
+    async def main():
+        before = in_dev_shm()
+        async with two() as ((here, there), _, (near, far)):
+            there.adopt(far, 0)
+            await here.connect(near, 1)
+            assert in_dev_shm() == before
+            opened = [target for target in descriptors() if "memfd" in target]
+            assert opened
+            assert all("(deleted)" in target for target in opened)
+            assert here.descriptors()
+            assert not there.descriptors()
+
+    run(main())
+
+
+def test_links_that_came_too_late_for_a_goodbye_end_with_the_sharing():
+    async def main():
+        async with two() as ((here, there), (notes, heard), (near, far)):
+            there.adopt(far, 0)
+            link = await here.connect(near, 1)
+            await there.close()
+            await here.close()
+            await notes.until(lambda notes: notes.ends)
+            await heard.until(lambda heard: heard.ends)
+            assert link.is_closing
+            assert not here.descriptors()
+            assert here.hub.descriptors() == there.hub.descriptors() == []
+
+    run(main())
+
+
+# A process that cannot
+
+
+@pytest.mark.parametrize("unable", [0, 1])
+def test_where_one_side_cannot_the_other_is_told_why(unable, monkeypatch):
+    async def main():
+        async with two() as ((here, there), (_, heard), (near, far)):
+            answers = [lambda: "not on this host", lambda: None]
+            monkeypatch.setattr(sharing, "why_unsupported", answers[unable])
+            monkeypatch.setattr(greeting, "why_unsupported", answers[1 - unable])
+            there.adopt(far, 0)
+            with pytest.raises(SharingRefused, match="not on this host"):
+                await here.connect(near, 1)
+            assert near.fileno() < 0
+            while far.fileno() >= 0:  # noqa: ASYNC110  its task tells nobody
+                await asyncio.sleep(0)
+            assert not heard.links
+
+    run(main())
+
+
+@pytest.mark.parametrize("which", ["kfcomm-arena", "kfcomm-link"])
+def test_a_system_that_gives_no_memory(which, monkeypatch):
+    make = segment._make
+
+    def failing(name, nbytes):
+        if name == which:
+            raise OSError(12, "Cannot allocate memory")
+        return make(name, nbytes)
+
+    async def main():
+        monkeypatch.setattr(segment, "_make", failing)
+        async with two() as ((here, _), _, (near, _)):
+            with pytest.raises(SharingRefused, match="Cannot allocate memory"):
+                await here.connect(near, 1)
+            assert near.fileno() < 0
+
+    run(main())
+
+
+def test_sockets_that_pass_no_descriptors():
+    async def main():
+        async with two() as ((here, _), _, _):
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                sock = socket.create_connection(listener.getsockname())
+                sock.setblocking(False)
+                other, _ = listener.accept()
+                with other, pytest.raises(KfcommError):
+                    other.close()  # a TCP socket takes the message, and drops the descriptors
+                    await here.connect(sock, 1)
+                assert sock.fileno() < 0
+
+    run(main())
+
+
+# A peer that is no peer
+
+
+def memory(nbytes, sealed=True):
+    if sealed:
+        return create("kfcomm-link", nbytes)[0]
+    descriptor = os.memfd_create("kfcomm-link", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, nbytes)
+    return descriptor
+
+
+def message(*, magic=b"kfcomm 1", shared=SHARED_NBYTES, arena=MIB, max_lent=4):
+    return greeting._OFFER.pack(magic, shared, arena, max_lent)
+
+
+OFFERS = [
+    ("garbage", b"GET / HTTP/1.1\r\n\r\n", ()),
+    ("a short offer", message()[:20], (SHARED_NBYTES, MIB)),
+    ("no descriptors", message(), ()),
+    ("one descriptor", message(), (SHARED_NBYTES,)),
+    ("another magic", message(magic=b"kfcomm 9"), (SHARED_NBYTES, MIB)),
+    ("a segment of another size", message(shared=4096), (4096, MIB)),
+    ("a segment smaller than said", message(), (4096, MIB)),
+    ("an arena smaller than said", message(arena=2 * MIB), (SHARED_NBYTES, MIB)),
+    ("no arena", message(arena=0), (SHARED_NBYTES, MIB)),
+    ("a huge arena", message(arena=1 << 60), (SHARED_NBYTES, MIB)),
+    ("segments that may shrink", message(), (-SHARED_NBYTES, -MIB)),
+    ("an arena that may shrink", message(), (SHARED_NBYTES, -MIB)),
+]
+
+
+@pytest.mark.parametrize(("data", "sizes"), [pytest.param(*rest, id=name) for name, *rest in OFFERS])
+def test_what_is_no_offer_is_refused_and_leaves_nothing(data, sizes):
+    async def main():
+        with pair() as (sock, peer):
+            passed = [memory(abs(nbytes), sealed=nbytes > 0) for nbytes in sizes]
+            socket.send_fds(peer, [data], passed)
+            before = descriptors()
+            with pytest.raises(RemoteProtocolError):
+                await accept(sock, 60.0)
+            assert descriptors() == before
+            assert peer.recv(1000).startswith(b"n")
+            for descriptor in passed:
+                os.close(descriptor)
+
+    run(main())
+
+
+def test_descriptors_beyond_two_are_dropped():
+    async def main():
+        with pair() as (sock, peer):
+            passed = [memory(SHARED_NBYTES), memory(MIB), memory(4096), memory(4096)]
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", passed))
+            peer.sendmsg([message()], [rights])
+            before = sum(descriptors().values())
+            mapped = await accept(sock, 60.0)
+            assert sum(descriptors().values()) == before + 2  # each mapping holds one
+            assert (len(mapped.arena), mapped.max_lent) == (MIB, 4)
+            assert peer.recv(10) == b"y"
+            for descriptor in passed:
+                os.close(descriptor)
+
+    run(main())
+
+
+CLOSED = "the peer closed the connection"
+
+
+@pytest.mark.parametrize("answer", [b"n", b"nnot me", b"x", b"\xff\xfe", b""])
+def test_a_refusal_is_told_as_one(answer):
+    async def main():
+        with pair() as (sock, peer), arena() as mine:
+            peer.send(answer)
+            peer.shutdown(socket.SHUT_WR)
+            with pytest.raises(SharingRefused) as caught:
+                await offer(sock, mine, 4)
+            assert str(caught.value) == {b"nnot me": "not me", b"\xff\xfe": "\ufffd"}.get(answer, CLOSED)
+
+    run(main())
+
+
+def test_a_peer_that_is_gone_does_not_count_as_a_refusal():
+    async def main():
+        with pair() as (sock, peer), arena() as mine:
+            peer.close()
+            with pytest.raises(TransportError) as caught:
+                await offer(sock, mine, 4)
+            assert not isinstance(caught.value, SharingRefused)
+
+    run(main())
+
+
+def test_a_peer_that_goes_before_its_offer():
+    async def main():
+        with pair() as (sock, peer):
+            peer.close()
+            with pytest.raises(KfcommError):
+                await accept(sock, 60.0)
+
+    run(main())
+
+
+def test_a_peer_that_goes_after_its_offer_leaves_a_link_that_ends():
+    async def main():
+        async with two() as ((_, there), (_, heard), (near, far)):
+            with arena() as mine:
+                offering = asyncio.ensure_future(offer(near, mine, 4))
+                await asyncio.sleep(0)
+                there.adopt(far, 0)
+                await heard.until(lambda heard: heard.links)
+                await offering
+                near.close()
+                await heard.until(lambda heard: heard.ends)
+                assert "without a goodbye" in str(heard.ends[0])
+
+    run(main())
+
+
+def test_a_connection_without_an_offer_is_given_up():
+    async def main():
+        with pair() as (sock, peer):
+            with pytest.raises(TransportError, match="no word about shared memory within 0 s"):
+                await accept(sock, 0.0)
+            assert peer.recv(1000).startswith(b"nno word")
+
+    run(main())
+
+
+def test_who_offers_waits_for_as_long_as_the_peer_is_busy(monkeypatch):
+    async def main():
+        monkeypatch.setattr(sharing, "OFFER_WITHIN_S", 0.0)
+        with pair() as (sock, peer), arena() as mine:
+            offering = asyncio.ensure_future(offer(sock, mine, 4))
+            await turns(50)
+            assert not offering.done()
+            peer.send(b"y")
+            await offering
+
+    run(main())
+
+
+def test_greetings_under_way_end_with_the_sharing():
+    async def main():
+        async with two() as ((here, there), _, (near, far)):
+            there.adopt(far, 0)
+            await there.close()
+            assert far.fileno() < 0
+            connecting = asyncio.ensure_future(here.connect(near, 1))
+            await asyncio.sleep(0)
+            connecting.cancel()
+            with pytest.raises((asyncio.CancelledError, KfcommError)):
+                await connecting
+            assert near.fileno() < 0
+        async with two() as ((_, there), _, (_, far)):
+            there.adopt(far, 0)
+            await turns(3)  # its task has begun to wait
+            await there.close()
+            assert far.fileno() < 0
+
+    run(main())
+
+
+def test_the_more_peers_the_more_memory_and_the_less_is_lent():
+    async def main():
+        loop = asyncio.get_running_loop()
+        for peers in (0, 1, 3, 7, 31, 32, 63):
+            made = Sharing(loop, Inbound(), peers)
+            assert sharing.MIN_SLABS <= made._num_slabs <= sharing.MAX_SLABS
+            assert 2 * made._max_lent * peers <= made._num_slabs
+            await made.close()
+
+    run(main())
