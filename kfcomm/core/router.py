@@ -84,9 +84,10 @@ class Router:
         self._names = Names()
         self._links = Links()
         self._tombstones = Tombstones()
-        # The same tables, at hand for those who only ask whether there is anything in them.
+        # The same tables, at hand for every post, where a call costs more than a look.
         self.lost = self._tombstones.lost
         self._dead = self._tombstones.causes
+        self._groups = self._tombstones.groups
 
     # ---------------------------------------------------------------- what this rank does
 
@@ -114,7 +115,7 @@ class Router:
         """
         key = self._names.key(group.id, name)
         self._names.number(key)
-        self._tombstones.meet(group)
+        self._groups.setdefault(group.id, group)
         if seq is not None:
             self._leave_out(key, seq, effects)
         cause = self._obstacle(group, key, overlapping, effects)

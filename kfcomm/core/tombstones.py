@@ -19,18 +19,15 @@ class Tombstones:
     Attributes:
         causes: why a collective that is not posted yet is over, by group id, name and sequence number.
         lost: why a peer is gone, by world rank.
+        groups: those that this rank is a member of, by id, as far as it has used them.
     """
 
-    __slots__ = ("_groups", "causes", "lost")
+    __slots__ = ("causes", "groups", "lost")
 
     def __init__(self) -> None:
         self.causes: dict[tuple[bytes, str, int], Cause] = {}
         self.lost: dict[int, Cause] = {}
-        self._groups: dict[bytes, GroupView] = {}
-
-    def meet(self, group: GroupView) -> None:
-        """This rank is a member of a group."""
-        self._groups.setdefault(group.id, group)
+        self.groups: dict[bytes, GroupView] = {}
 
     def put(self, group_id: bytes, name: str, seq: int, cause: Cause) -> bool:
         """A collective that is not posted is aborted; False if that was known."""
@@ -54,7 +51,7 @@ class Tombstones:
 
     def is_closed(self, group_id: bytes) -> bool:
         """Whether a member is gone, of a group that this rank knows."""
-        group = self._groups.get(group_id)
+        group = self.groups.get(group_id)
         return group is not None and self.gone_from(group) is not None
 
     def is_over(self, key: Key, seq: int) -> bool:

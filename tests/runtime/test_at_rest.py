@@ -21,7 +21,7 @@ def _sizes(comms: Any) -> list[dict[str, int]]:
     return [
         {
             "keys": comm._session.engine.router.num_keys,
-            "groups": len(comm._session.engine.router._tombstones._groups),
+            "groups": len(comm._session.engine.router._groups),
             "early listeners": len(comm._session.engine.early_listeners),
             "loss listeners": len(comm._session.engine.loss_listeners),
             "end listeners": len(comm._session.engine.end_listeners),
