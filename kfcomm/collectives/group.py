@@ -29,6 +29,8 @@ Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 UNNAMED = ""
 STRATEGY_KEY = "\0strategy"
 MAX_NAME_NBYTES = 1024
+LEAST_URGENT, MOST_URGENT = -(1 << 15), (1 << 15) - 1
+"""The priorities that a call may have."""
 
 
 class Group:
@@ -74,6 +76,7 @@ class Group:
         result: Array | None,
         outcome: Callable[[], Any],
         timeout_s: float | None,
+        priority: int = 0,
         handle: Handle[Any],
         seq: int | None = None,
     ) -> Operation:
@@ -81,7 +84,7 @@ class Group:
         make: Callable[..., Operation] = Operation if plan.wire is None else partial(WiredOperation, wire=plan.wire)
         operation = make(
             handle, source=source, result=result, kernel=plan.kernel, dtype=plan.dtype, size=self.view.size,
-            in_result=plan.in_result, outcome=outcome,
+            in_result=plan.in_result, outcome=outcome, priority=priority,
         )  # fmt: skip
         self.engine.post(
             self.view, key, plan.signature, plan.program, plan.sizes, operation,
@@ -179,3 +182,14 @@ def check_timeout(timeout_s: Any) -> None:
     """
     if timeout_s is not None and not (isinstance(timeout_s, (int, float, np.number)) and timeout_s >= 0):
         raise ConfigError(f"a timeout is a number of seconds, not {timeout_s!r}")
+
+
+def check_priority(priority: Any) -> None:
+    """Refuse a priority that is none.
+
+    Raises:
+        ConfigError: it is not a whole number from -32768 to 32767.
+    """
+    if (type(priority) is int or isinstance(priority, np.integer)) and LEAST_URGENT <= priority <= MOST_URGENT:
+        return
+    raise ConfigError(f"a priority is a whole number from {LEAST_URGENT} to {MOST_URGENT}, not {priority!r}")

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kfcomm.arrays import HostArray, OutArray, adapt, adapt_out, overlaps, same_memory
-from kfcomm.collectives.group import UNNAMED, Group, check_name, check_timeout
+from kfcomm.collectives.group import UNNAMED, Group, check_name, check_priority, check_timeout
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.plans import Plan, Planner, Plans, row_elements
 from kfcomm.core.chunk import split
@@ -58,7 +58,9 @@ class Verbs:
             op: ``sum``, ``avg``, ``min``, ``max``, ``prod``, and for integers and bool ``and``, ``or``, ``xor``.
             out: where the result goes (may be ``x``); else it is a new array of the kind of ``x``.
             timeout: seconds; None for the communicator's.
-            priority: accepted for later use; larger is more urgent.
+            priority: -32768 to 32767, larger is more urgent: on every link this rank's chunks of a more urgent call go
+                before those of others, also of others that were under way first. It changes no result; see "Let
+                what is urgent go first".
             wire_dtype: ``"float16"`` or ``"bfloat16"``, the same on every rank: what travels is rounded to it, which
                 takes half the bytes of float32. For float32, float64, and that dtype itself. Sums, averages and
                 products are accumulated in float32, and every rank gets the same bits, rounded. With n ranks and
@@ -75,13 +77,13 @@ class Verbs:
 
         Cost: with n ranks and S bytes, ring: 2(n-1) steps, 2(n-1)/n·S bytes per rank; see "Algorithms".
         """
-        with self._checks(name, timeout):
+        with self._checks(name, timeout, priority):
             array = adapt(x)
             op = _checked_op(op, array.dtype)
             wire = None if wire_dtype is None else wire_dtype_of(wire_dtype, array.dtype)
             target = None if out is None else adapt_out(out, array.shape, array.dtype)
         return self._begin(
-            name, array, array.shape, target, timeout,
+            name, array, array.shape, target, timeout, priority,
             lambda plans: plans.all_reduce(array.dtype, array.shape, op, name or UNNAMED, wire), in_place=True,
         )  # fmt: skip
 
@@ -119,7 +121,7 @@ class Verbs:
 
         With a ``wire_dtype`` the result, which does not travel, is not rounded to it.
         """
-        with self._checks(name, timeout):
+        with self._checks(name, timeout, priority):
             root = self._check_rank("root", root)
             array = adapt(x)
             op = _checked_op(op, array.dtype)
@@ -129,7 +131,7 @@ class Verbs:
         def plan(plans: Plans) -> Plan:
             return plans.plan(Planner.reduce, array.dtype, array.shape, op, root, wire)
 
-        return self._begin(name, array, array.shape, target, timeout, plan, in_place=True)
+        return self._begin(name, array, array.shape, target, timeout, priority, plan, in_place=True)
 
     def broadcast(
         self, x: Any, root: int = 0, name: str | None = None, *, out: Any = None, timeout: float | None = None,
@@ -140,14 +142,14 @@ class Verbs:
         Args:
             x: an array of the same shape and dtype on every rank; only the root's values matter.
             root: rank in the group.
-            name: see ``all_reduce``, also for ``out``, ``timeout`` and ``priority``.
+            name: see ``all_reduce``, also for ``out`` and ``timeout``.
             out: where the result goes; may be ``x``.
             timeout: seconds; None for the communicator's.
-            priority: accepted for later use.
+            priority: see ``all_reduce``.
             wire_dtype: as in ``all_reduce``: every rank, the root included, gets each number rounded once, wrong by at
                 most abs(x)·u.
         """
-        with self._checks(name, timeout):
+        with self._checks(name, timeout, priority):
             root = self._check_rank("root", root)
             array = adapt(x)
             wire = None if wire_dtype is None else wire_dtype_of(wire_dtype, array.dtype)
@@ -156,10 +158,12 @@ class Verbs:
         def plan(plans: Plans) -> Plan:
             return plans.plan(Planner.broadcast, array.dtype, array.shape, root, wire)
 
-        return self._begin(name, array, array.shape, target, timeout, plan, in_place=True)
+        return self._begin(name, array, array.shape, target, timeout, priority, plan, in_place=True)
 
-    def _gather_stacked(self, x: Any, root: int, name: str | None, out: Any, timeout: float | None) -> Handle[Any]:
-        with self._checks(name, timeout):
+    def _gather_stacked(
+        self, x: Any, root: int, name: str | None, out: Any, timeout: float | None, priority: int
+    ) -> Handle[Any]:
+        with self._checks(name, timeout, priority):
             root = self._check_rank("root", root)
             array = adapt(x)
             shape = (self._group.view.size, *array.shape)
@@ -168,12 +172,12 @@ class Verbs:
         def plan(plans: Plans) -> Plan:
             return plans.plan(Planner.gather, array.dtype, array.shape, root)
 
-        return self._begin(name, array, shape, target, timeout, plan)
+        return self._begin(name, array, shape, target, timeout, priority, plan)
 
     def _all_gather_stacked(
-        self, x: Any, name: str | None, out: Any, timeout: float | None, wire_dtype: str | None = None
+        self, x: Any, name: str | None, out: Any, timeout: float | None, priority: int, wire_dtype: str | None = None
     ) -> Handle[Any]:
-        with self._checks(name, timeout):
+        with self._checks(name, timeout, priority):
             array = adapt(x)
             wire = None if wire_dtype is None else wire_dtype_of(wire_dtype, array.dtype)
             shape = (self._group.view.size, *array.shape)
@@ -182,7 +186,7 @@ class Verbs:
         def plan(plans: Plans) -> Plan:
             return plans.plan(Planner.all_gather, array.dtype, array.shape, (), wire)
 
-        return self._begin(name, array, shape, target, timeout, plan)
+        return self._begin(name, array, shape, target, timeout, priority, plan)
 
     def reduce_scatter(
         self, x: Any, name: str | None = None, *, op: Op | str = Op.SUM, out: Any = None,
@@ -193,7 +197,7 @@ class Verbs:
         Parts are as even as possible: the first ``len(x) % size`` are one row longer. See ``all_reduce``; with a
         ``wire_dtype`` the results, which do not travel, are not rounded to it.
         """
-        with self._checks(name, timeout):
+        with self._checks(name, timeout, priority):
             array = adapt(x)
             op = _checked_op(op, array.dtype)
             wire = None if wire_dtype is None else wire_dtype_of(wire_dtype, array.dtype)
@@ -205,10 +209,10 @@ class Verbs:
         def plan(plans: Plans) -> Plan:
             return plans.plan(Planner.reduce_scatter, array.dtype, array.shape, op, wire)
 
-        return self._begin(name, array, shape, target, timeout, plan)
+        return self._begin(name, array, shape, target, timeout, priority, plan)
 
-    def _all_to_all_even(self, x: Any, name: str | None, out: Any, timeout: float | None) -> Handle[Any]:
-        with self._checks(name, timeout):
+    def _all_to_all_even(self, x: Any, name: str | None, out: Any, timeout: float | None, priority: int) -> Handle[Any]:
+        with self._checks(name, timeout, priority):
             array = adapt(x)
             size = self._group.view.size
             row_elements(array.shape)
@@ -223,24 +227,25 @@ class Verbs:
         def plan(plans: Plans) -> Plan:
             return plans.plan(Planner.all_to_all, array.dtype, array.shape[1:], rows)
 
-        return self._begin(name, array, array.shape, target, timeout, plan)
+        return self._begin(name, array, array.shape, target, timeout, priority, plan)
 
-    def barrier(self, name: str | None = None, *, timeout: float | None = None) -> Handle[None]:
+    def barrier(self, name: str | None = None, *, timeout: float | None = None, priority: int = 0) -> Handle[None]:
         """Done when every rank has called it."""
-        with self._checks(name, timeout):
+        with self._checks(name, timeout, priority):
             pass
 
         def plan(plans: Plans) -> Plan:
             return plans.planner.barrier(name or UNNAMED)
 
-        return self._begin(name, None, (), None, timeout, plan)
+        return self._begin(name, None, (), None, timeout, priority, plan)
 
     # ---------------------------------------------------------------- shared by the verbs
 
     @contextmanager
     def _checks(
-        self, name: str | None, timeout_s: float | None = None, *, steps: int = 1, later: Later | None = None
-    ) -> Iterator[None]:
+        self, name: str | None, timeout_s: float | None = None, priority: int = 0, *, steps: int = 1,
+        later: Later | None = None,
+    ) -> Iterator[None]:  # fmt: skip
         """What fails in this block fails the other ranks' calls too; the error is this call's.
 
         ``steps``: of the call. ``later``: the block is about its later step, which fails at once; else the call
@@ -255,6 +260,7 @@ class Verbs:
             raise
         try:
             check_timeout(timeout_s)
+            check_priority(priority)
             yield
         except Exception as error:
             if later is None:
@@ -267,7 +273,7 @@ class Verbs:
 
     def _begin(
         self, name: str | None, array: HostArray | None, shape: Shape, target: OutArray | None,
-        timeout: float | None, plan: MakePlan, *, in_place: bool = False, later: Later | None = None,
+        timeout: float | None, priority: int, plan: MakePlan, *, in_place: bool = False, later: Later | None = None,
     ) -> Handle[Any]:  # fmt: skip
         """Post now, or after a verdict on the strategy, with room for a result of ``shape``.
 
@@ -292,7 +298,7 @@ class Verbs:
                 return
             group.post(
                 made, under, overlapping=name is None, source=None if array is None else array.flat, result=result,
-                outcome=outcome, timeout_s=timeout, handle=handle, seq=seq,
+                outcome=outcome, timeout_s=timeout, priority=priority, handle=handle, seq=seq,
             )  # fmt: skip
 
         if later is None:

@@ -386,7 +386,7 @@ class Engine:
         if header is None:
             return
         # Without payload too: who is done may block its loop or exit, so its frames must have left by then.
-        if outlet.send(header, view if nbytes else None, operation):
+        if outlet.send(header, view if nbytes else None, operation, operation.priority):
             collective.sent(effects)  # and what follows from it, after the effects that are under way
 
     def _done(self, collective: Collective, operation: Operation) -> None:

@@ -41,6 +41,7 @@ class Operation:
         size: number of contributions (for averages).
         in_result: this rank keeps every chunk that it folds, so that partial results may live in ``result``.
         outcome: makes what the caller gets.
+        priority: see ``transports.base.Link.send``.
 
     Attributes:
         collective: the machine; set when it is posted.
@@ -67,6 +68,7 @@ class Operation:
         "on_sent",
         "outcome",
         "posted_s",
+        "priority",
     )  # fmt: skip
 
     def __init__(
@@ -80,9 +82,11 @@ class Operation:
         size: int,
         in_result: bool,
         outcome: Callable[[], Any],
+        priority: int = 0,
     ) -> None:
         self.future = future
         self.outcome = outcome
+        self.priority = priority
         self.collective: Collective
         self.failed = False
         self.on_sent: Callable[[Operation], None]

@@ -45,7 +45,10 @@ class Link(Protocol):
     def send(
         self, header: Header, payload: memoryview | None = None, owner: Owner | None = None, priority: int = 0
     ) -> bool:
-        """Send a frame, or queue it: chunks of a larger ``priority`` first. Never blocks.
+        """Send a frame, or queue it. Never blocks.
+
+        Chunks leave by ``priority``, the larger first, and in the order of the calls within one; other frames before
+        all chunks, but for those that must not overtake any: see ``transports.order``.
 
         Returns:
             True if the payload was read before the call returned. Else ``owner.sent()`` is called when it is no
