@@ -5,7 +5,7 @@ small frames only (credit, "posted"). Nothing here waits: ``send`` queues, ``flu
 
 What always holds:
 
-- Frames of one link arrive whole and in order, or the link is lost.
+- Frames of one link arrive whole and in the order in which they leave (see ``Link.send``), or the link is lost.
 - A payload view handed to ``send`` is read until ``owner.sent()`` was called, or until ``withdraw(owner)``
   returned; never after that. No link keeps a view of the caller's memory for longer.
 - Incoming payload is written where ``Inbound.place`` says, or shown to ``Inbound.receive`` in place; a link

@@ -41,7 +41,10 @@ _CHUNK, _BYE = int(Kind.CHUNK), int(Kind.BYE)
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """Sizes in bytes, and counts. On loopback twice or half as much of any of them made no difference to be seen.
+    """Sizes in bytes, and counts. On loopback twice or half as much of any of them made no difference to throughput.
+
+    How long something urgent waits grows with ``burst_nbytes`` and ``gather_nbytes``, and with what the kernel takes
+    (see ``sockets.tune``): with these sizes the four together are below four chunks.
 
     Attributes:
         staging_nbytes: buffer for heads and small frames; at least one whole head fits.
@@ -57,8 +60,8 @@ class StreamOptions:
     staging_nbytes: int = 1 << 17
     read_nbytes: int = 1 << 14
     lookahead_nbytes: int = 1 << 12
-    burst_nbytes: int = 1 << 22
-    gather_nbytes: int = 1 << 21
+    burst_nbytes: int = 1 << 20
+    gather_nbytes: int = 1 << 19
     gather_frames: int = 256
     small_nbytes: int = 1 << 11
 
@@ -147,7 +150,7 @@ class StreamLink:
         """
         head = self._encode(header, 0 if payload is None else len(payload))
         if not self._closing and self._fd >= 0:
-            self._outbox.put(header, head, payload, owner)
+            self._outbox.put(header, head, payload, owner, priority)
         elif owner is not None:
             self._done.append(owner)
             self._loop.call_soon(self._tell_owners)
