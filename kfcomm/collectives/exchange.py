@@ -135,7 +135,7 @@ class Exchange(Verbs):
                 target = None if out is None else adapt_out(out, mine, dtype)
             return self._begin(
                 name, source, mine, target, timeout, priority,
-                lambda plans: plans.plan(Planner.scatter, dtype, shape, root, tuple(counts)), later=later,
+                (Plans.plan, Planner.scatter, dtype, shape, root, tuple(counts)), later=later,
             )  # fmt: skip
 
         return self._two_steps(name, first, second)
@@ -171,7 +171,7 @@ class Exchange(Verbs):
                 received = [line[self._group.view.rank] for line in table]
             whole = self._begin(
                 name, array, (sum(received), *array.shape[1:]), None, timeout, priority,
-                lambda plans: plans.plan(Planner.all_to_all, array.dtype, array.shape[1:], table), later=later,
+                (Plans.plan, Planner.all_to_all, array.dtype, array.shape[1:], table), later=later,
             )  # fmt: skip
             return mapped(whole, lambda joined: _cut(joined, received))
 
@@ -195,7 +195,7 @@ class Exchange(Verbs):
                 array = adapt(mine if self._group.view.rank == root else np.zeros(count, np.uint8))
             whole = self._begin(
                 name, array, array.shape, None, timeout, priority,
-                lambda plans: plans.plan(Planner.broadcast, array.dtype, array.shape, root), later=later,
+                (Plans.plan, Planner.broadcast, array.dtype, array.shape, root), later=later,
             )  # fmt: skip
             return mapped(whole, unpacked)
 
@@ -271,9 +271,7 @@ class Exchange(Verbs):
                 shape = (sum(rows), *array.shape[1:])
                 if out is not None:
                     target = adapt_out(out, shape, array.dtype)
-            return self._begin(
-                name, array, shape, target, timeout, priority, lambda plans: plan(plans, array, rows), later=later
-            )
+            return self._begin(name, array, shape, target, timeout, priority, (plan, array, rows), later=later)
 
         return self._two_steps(name, lambda: self._all_gather_stacked(record, name, None, timeout, priority), second)
 

@@ -84,7 +84,7 @@ class Mailbox:
         """Begin to send; done when the receiver has it."""
         handle: Handle[None] = Handle(loop=self._engine.loop)
         signature = _signature(array.dtype, array.shape)
-        operation = _operation(handle, array.flat, None, lambda: None, priority)
+        operation = _operation(handle, array.flat, None, None, priority)
         self._post(self._pair(self._view.rank, to), tag, signature, operation, timeout_s, handle)
         return handle
 
@@ -199,7 +199,7 @@ class Mailbox:
         dtype, shape, count = checked
         flat = np.empty(count, dtype) if wanted.out is None else wanted.out.flat
 
-        def outcome() -> Message:
+        def outcome(flat: Array) -> Message:
             return (NUMPY.restore(flat.reshape(shape)) if wanted.out is None else wanted.out.finish()), source
 
         operation = _operation(wanted.handle, None, flat, outcome, wanted.priority)
@@ -216,7 +216,9 @@ class Mailbox:
             ItemSizes(dtype.itemsize, dtype.itemsize), operation,
             timeout_s=self._timeout_s if timeout_s is None else timeout_s, overlapping=True,
         )  # fmt: skip
-        handle.posted(self._engine, operation, self._engine.router.num_uses(pair.id, tag) - 1)
+        handle.seq = self._engine.router.num_uses(pair.id, tag) - 1
+        if operation.future is not None:
+            handle.operation = operation
 
     def _expire(self, wanted: Wanted) -> None:
         message = f"no message with {wanted.tag} came from {wanted.whom} within {wanted.timeout_s:.1f} s"
@@ -268,13 +270,17 @@ async def _served(service: Service, source: int, message: Handle[Message]) -> No
 
 
 def _operation(
-    handle: Handle[Any], source: Array | None, result: Array | None, outcome: Callable[[], Any], priority: int
+    handle: Handle[Any],
+    source: Array | None,
+    result: Array | None,
+    outcome: Callable[[Array], Any] | None,
+    priority: int,
 ) -> Operation:
     array = source if source is not None else result
     dtype = None if array is None else array.dtype
     return Operation(
-        handle, source=source, result=result, kernel=None, dtype=dtype, size=2, in_result=False, outcome=outcome,
-        priority=priority,
+        handle, source=source, result=result, kernel=None, dtype=dtype, size=2, in_result=False, value=result,
+        outcome=outcome, priority=priority,
     )  # fmt: skip
 
 

@@ -131,10 +131,9 @@ class MemoryLink:
             if frame is None:
                 break
             _, payload, _, owner, header, _ = frame
-            if payload is None:
-                payload = _EMPTY
-            nbytes += len(payload)
-            far._inbound.receive(far, header, payload.toreadonly())
+            view = _EMPTY if payload is None else memoryview(payload).toreadonly()
+            nbytes += len(view)
+            far._inbound.receive(far, header, view)
             if owner is not None:
                 owner.sent()
         if self._queue and not self.is_closed:

@@ -27,8 +27,7 @@ from kfcomm.core.frame import (
     PREFIX_NBYTES,
     Header,
     Kind,
-    decode_header,
-    decode_prefix,
+    decode_head,
     make_encoder,
 )
 from kfcomm.errors import RemoteProtocolError, TransportError
@@ -299,13 +298,12 @@ class StreamLink:
         staging, inbound = self._staging, self._inbound
         if self._skip:
             self._skip_some()
-        while self._end - self._start >= PREFIX_NBYTES and self._fd >= 0:
-            start, end = self._start, self._end
-            header_nbytes, payload_nbytes = decode_prefix(staging, start)
-            body = start + PREFIX_NBYTES + header_nbytes
-            if body > end:
+        while self._fd >= 0:
+            end = self._end
+            head = decode_head(staging, self._start, end)
+            if head is None:
                 return
-            header = decode_header(staging[start + PREFIX_NBYTES : body])
+            header, payload_nbytes, body = head
             kind = header[0]
             if self._bye_received or (kind != _CHUNK and payload_nbytes):
                 raise self._unexpected(kind, payload_nbytes)
