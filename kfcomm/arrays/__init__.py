@@ -22,9 +22,9 @@ from kfcomm.errors import ConfigError
 __all__ = ["HostArray", "OutArray", "adapt", "adapt_out", "dtype_name", "dtype_of", "overlaps", "same_memory"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class HostArray:
-    """The caller's array as the runtime sees it.
+    """The caller's array as the runtime sees it. Never changed, but not frozen: that would cost 0.5 µs a call.
 
     Attributes:
         flat: the elements in C order, one-dimensional and contiguous; read-only where the caller's memory is.
@@ -103,6 +103,8 @@ def adapt(x: Any) -> HostArray:
         ConfigError: the dtype is not supported, the array is on a device, or ``x`` is no array.
     """
     if type(x) is np.ndarray:
+        if x.ndim == 1 and x.flags.c_contiguous and x.dtype is checked(x.dtype):  # the usual: 0.4 µs less than below
+            return HostArray(x, x.shape, NUMPY, True)
         return _packed(x, NUMPY, shared=True)
     if type(x) is HostArray:
         return x

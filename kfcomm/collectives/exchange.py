@@ -58,22 +58,22 @@ class Exchange(Verbs):
         Args:
             x: array; the same dtype everywhere, and the same shape unless ``concat``.
             root: rank in the group.
-            name: see ``all_reduce``, also for ``timeout`` and ``priority``.
+            name: see ``all_reduce``, also for ``timeout``.
             concat: join along the first axis, whose lengths may differ; else stack, with axis 0 the rank.
             out: where the root's result goes.
             timeout: seconds; None for the communicator's.
-            priority: accepted for later use.
+            priority: see ``all_reduce``.
         """
         if not concat:
-            return self._gather_stacked(x, root, name, out, timeout)
-        with self._checks(name, timeout, steps=2):
+            return self._gather_stacked(x, root, name, out, timeout, priority)
+        with self._checks(name, timeout, priority, steps=2):
             root = self._check_rank("root", root)
         is_root = self._group.view.rank == root
 
         def plan(plans: Plans, array: HostArray, rows: tuple[int, ...]) -> Plan:
             return plans.plan(Planner.gather, array.dtype, array.shape[1:], root, rows)
 
-        return self._concatenated(Verb.GATHER, root, x, name, out if is_root else None, timeout, plan)
+        return self._concatenated(Verb.GATHER, root, x, name, out if is_root else None, timeout, priority, plan)
 
     def all_gather(
         self, x: Any, name: str | None = None, *, concat: bool = False, out: Any = None,
@@ -81,17 +81,17 @@ class Exchange(Verbs):
     ) -> Handle[Any]:  # fmt: skip
         """Every rank gets the arrays of all ranks; see ``gather``, and ``broadcast`` for ``wire_dtype``."""
         if not concat:
-            return self._all_gather_stacked(x, name, out, timeout, wire_dtype)
+            return self._all_gather_stacked(x, name, out, timeout, priority, wire_dtype)
         wire: np.dtype[Any] | None = None
         if wire_dtype is not None:
-            with self._checks(name, timeout, steps=2):
+            with self._checks(name, timeout, priority, steps=2):
                 x = adapt(x)
                 wire = wire_dtype_of(wire_dtype, x.dtype)
 
         def plan(plans: Plans, array: HostArray, rows: tuple[int, ...]) -> Plan:
             return plans.plan(Planner.all_gather, array.dtype, array.shape[1:], rows, wire)
 
-        return self._concatenated(Verb.ALL_GATHER, -1, x, name, out, timeout, plan)
+        return self._concatenated(Verb.ALL_GATHER, -1, x, name, out, timeout, priority, plan)
 
     def scatter(
         self, x: Any = None, root: int = 0, name: str | None = None, *, out: Any = None,
@@ -104,17 +104,17 @@ class Exchange(Verbs):
                 a list of arrays, one for each rank, of one dtype and equal but for their first dimensions. The
                 other ranks' is ignored.
             root: rank in the group.
-            name: see ``all_reduce``, also for ``timeout`` and ``priority``.
+            name: see ``all_reduce``, also for ``timeout``.
             out: where the result goes.
             timeout: seconds; None for the communicator's.
-            priority: accepted for later use.
+            priority: see ``all_reduce``.
 
         Returns:
             A handle; elsewhere than on the root its result is a NumPy array.
         """
         size = self._group.view.size
         nbytes = RECORD_NBYTES + ROW_NBYTES * size
-        with self._checks(name, timeout, steps=2):
+        with self._checks(name, timeout, priority, steps=2):
             root = self._check_rank("root", root)
             array: HostArray | None = None
             rows: list[int] = []
@@ -124,7 +124,7 @@ class Exchange(Verbs):
             record = _record(fields, nbytes)
 
         def first() -> Handle[Any]:
-            return self.broadcast(record, root, name, timeout=timeout)
+            return self.broadcast(record, root, name, timeout=timeout, priority=priority)
 
         def second(told: Array, later: Later) -> Handle[Any]:
             with self._checks(name, later=later):
@@ -134,8 +134,8 @@ class Exchange(Verbs):
                 source = HostArray(np.empty(0, dtype), (0,), NUMPY, False) if array is None else array
                 target = None if out is None else adapt_out(out, mine, dtype)
             return self._begin(
-                name, source, mine, target, timeout,
-                lambda plans: plans.plan(Planner.scatter, dtype, shape, root, tuple(counts)), later=later,
+                name, source, mine, target, timeout, priority,
+                (Plans.plan, Planner.scatter, dtype, shape, root, tuple(counts)), later=later,
             )  # fmt: skip
 
         return self._two_steps(name, first, second)
@@ -149,15 +149,15 @@ class Exchange(Verbs):
             x: an array whose first dimension is a multiple of the group's size (the result has its shape), or a
                 list of arrays, one for each rank, of one dtype and equal but for their first dimensions (the
                 result is a list of arrays).
-            name: see ``all_reduce``, also for ``timeout`` and ``priority``.
+            name: see ``all_reduce``, also for ``timeout``.
             out: where the result goes; not for lists.
             timeout: seconds; None for the communicator's.
-            priority: accepted for later use.
+            priority: see ``all_reduce``.
         """
         if not isinstance(x, (list, tuple)):
-            return self._all_to_all_even(x, name, out, timeout)
+            return self._all_to_all_even(x, name, out, timeout, priority)
         size = self._group.view.size
-        with self._checks(name, timeout, steps=2):
+        with self._checks(name, timeout, priority, steps=2):
             if out is not None:
                 raise ConfigError("all_to_all of a list takes no out")
             array, rows = _parts(x, size)
@@ -170,20 +170,21 @@ class Exchange(Verbs):
                 table = tuple(tuple(one[2]) for one in said)
                 received = [line[self._group.view.rank] for line in table]
             whole = self._begin(
-                name, array, (sum(received), *array.shape[1:]), None, timeout,
-                lambda plans: plans.plan(Planner.all_to_all, array.dtype, array.shape[1:], table), later=later,
+                name, array, (sum(received), *array.shape[1:]), None, timeout, priority,
+                (Plans.plan, Planner.all_to_all, array.dtype, array.shape[1:], table), later=later,
             )  # fmt: skip
             return mapped(whole, lambda joined: _cut(joined, received))
 
-        return self._two_steps(name, lambda: self._all_gather_stacked(record, name, None, timeout), second)
+        return self._two_steps(name, lambda: self._all_gather_stacked(record, name, None, timeout, priority), second)
 
     # ---------------------------------------------------------------- objects
 
     def broadcast_object(
-        self, value: Any = None, root: int = 0, name: str | None = None, *, timeout: float | None = None
-    ) -> Handle[Any]:
+        self, value: Any = None, root: int = 0, name: str | None = None, *, timeout: float | None = None,
+        priority: int = 0,
+    ) -> Handle[Any]:  # fmt: skip
         """Every rank gets the root's ``value``: anything that msgpack can carry."""
-        with self._checks(name, timeout, steps=2):
+        with self._checks(name, timeout, priority, steps=2):
             root = self._check_rank("root", root)
             mine = packed(value if self._group.view.rank == root else None)
             record = _record([mine.size], RECORD_NBYTES)
@@ -193,41 +194,47 @@ class Exchange(Verbs):
                 (count,) = _fields(told)
                 array = adapt(mine if self._group.view.rank == root else np.zeros(count, np.uint8))
             whole = self._begin(
-                name, array, array.shape, None, timeout,
-                lambda plans: plans.plan(Planner.broadcast, array.dtype, array.shape, root), later=later,
+                name, array, array.shape, None, timeout, priority,
+                (Plans.plan, Planner.broadcast, array.dtype, array.shape, root), later=later,
             )  # fmt: skip
             return mapped(whole, unpacked)
 
-        return self._two_steps(name, lambda: self.broadcast(record, root, name, timeout=timeout), second)
+        return self._two_steps(
+            name, lambda: self.broadcast(record, root, name, timeout=timeout, priority=priority), second
+        )
 
-    def all_gather_object(self, value: Any, name: str | None = None, *, timeout: float | None = None) -> Handle[Any]:
+    def all_gather_object(
+        self, value: Any, name: str | None = None, *, timeout: float | None = None, priority: int = 0
+    ) -> Handle[Any]:
         """Every rank gets the list of all ranks' values."""
-        return self._gathered_objects(value, -1, name, timeout)
+        return self._gathered_objects(value, -1, name, timeout, priority)
 
     def gather_object(
-        self, value: Any, root: int = 0, name: str | None = None, *, timeout: float | None = None
+        self, value: Any, root: int = 0, name: str | None = None, *, timeout: float | None = None, priority: int = 0
     ) -> Handle[Any]:
         """Rank ``root`` gets the list of all ranks' values; the others get None."""
-        with self._checks(name, timeout, steps=2):
+        with self._checks(name, timeout, priority, steps=2):
             root = self._check_rank("root", root)
-        return self._gathered_objects(value, root, name, timeout)
+        return self._gathered_objects(value, root, name, timeout, priority)
 
     def scatter_object(
         self, values: Sequence[Any] | None = None, root: int = 0, name: str | None = None, *,
-        timeout: float | None = None,
+        timeout: float | None = None, priority: int = 0,
     ) -> Handle[Any]:  # fmt: skip
         """Rank r gets ``values[r]`` of the root's list; the other ranks' is ignored."""
-        with self._checks(name, timeout, steps=2):
+        with self._checks(name, timeout, priority, steps=2):
             root = self._check_rank("root", root)
             parts = None
             if self._group.view.rank == root:
                 if values is None or len(values) != self._group.view.size:
                     raise ConfigError(f"scatter_object needs one value for each of {self._group.view.size} ranks")
                 parts = [packed(value) for value in values]
-        return mapped(self.scatter(parts, root, name, timeout=timeout), unpacked)
+        return mapped(self.scatter(parts, root, name, timeout=timeout, priority=priority), unpacked)
 
-    def _gathered_objects(self, value: Any, root: int, name: str | None, timeout: float | None) -> Handle[Any]:
-        with self._checks(name, timeout, steps=2):
+    def _gathered_objects(
+        self, value: Any, root: int, name: str | None, timeout: float | None, priority: int
+    ) -> Handle[Any]:
+        with self._checks(name, timeout, priority, steps=2):
             mine = packed(value)
         lengths: list[int] = []
 
@@ -238,17 +245,17 @@ class Exchange(Verbs):
             return plans.plan(Planner.gather, array.dtype, (), root, rows)
 
         verb = Verb.ALL_GATHER if root == -1 else Verb.GATHER
-        joined = self._concatenated(verb, root, mine, name, None, timeout, plan)
+        joined = self._concatenated(verb, root, mine, name, None, timeout, priority, plan)
         return mapped(joined, lambda flat: None if flat is None else [unpacked(one) for one in _cut(flat, lengths)])
 
     # ---------------------------------------------------------------- two steps
 
     def _concatenated(
         self, verb: Verb, root: int, x: Any, name: str | None, out: Any, timeout: float | None,
-        plan: Callable[[Plans, HostArray, tuple[int, ...]], Plan],
+        priority: int, plan: Callable[[Plans, HostArray, tuple[int, ...]], Plan],
     ) -> Handle[Any]:  # fmt: skip
         """All ranks tell dtype, row shape and number of rows; then the rows move."""
-        with self._checks(name, timeout, steps=2):
+        with self._checks(name, timeout, priority, steps=2):
             array = adapt(x)
             row_elements(array.shape)
             record = _record(
@@ -264,9 +271,9 @@ class Exchange(Verbs):
                 shape = (sum(rows), *array.shape[1:])
                 if out is not None:
                     target = adapt_out(out, shape, array.dtype)
-            return self._begin(name, array, shape, target, timeout, lambda plans: plan(plans, array, rows), later=later)
+            return self._begin(name, array, shape, target, timeout, priority, (plan, array, rows), later=later)
 
-        return self._two_steps(name, lambda: self._all_gather_stacked(record, name, None, timeout), second)
+        return self._two_steps(name, lambda: self._all_gather_stacked(record, name, None, timeout, priority), second)
 
     def _two_steps(
         self, name: str | None, first: Callable[[], Handle[Any]], second: Callable[[Any, Later], Handle[Any]]

@@ -29,6 +29,8 @@ Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 UNNAMED = ""
 STRATEGY_KEY = "\0strategy"
 MAX_NAME_NBYTES = 1024
+LEAST_URGENT, MOST_URGENT = -(1 << 15), (1 << 15) - 1
+"""The priorities that a call may have."""
 
 
 class Group:
@@ -57,6 +59,11 @@ class Group:
         """The strategy in force."""
         return self.plans.planner.strategy
 
+    @property
+    def waits(self) -> bool:
+        """Whether a strategy is being agreed, so that posts have to wait."""
+        return self._waiting is not None
+
     def in_order(self, begin: Callable[[], None]) -> None:
         """Run ``begin`` now, or after the verdict on a strategy that is being agreed."""
         if self._waiting is None:
@@ -72,22 +79,29 @@ class Group:
         overlapping: bool = False,
         source: Array | None,
         result: Array | None,
-        outcome: Callable[[], Any],
+        value: Any = None,
+        outcome: Callable[[Any], Any] | None = None,
         timeout_s: float | None,
+        priority: int = 0,
         handle: Handle[Any],
         seq: int | None = None,
     ) -> Operation:
-        """Begin a collective now; ``handle`` is resolved with ``outcome()``."""
+        """Begin a collective now; see ``Operation`` for ``value`` and ``outcome``."""
         make: Callable[..., Operation] = Operation if plan.wire is None else partial(WiredOperation, wire=plan.wire)
         operation = make(
             handle, source=source, result=result, kernel=plan.kernel, dtype=plan.dtype, size=self.view.size,
-            in_result=plan.in_result, outcome=outcome,
+            in_result=plan.in_result, value=value, outcome=outcome, priority=priority,
         )  # fmt: skip
         self.engine.post(
             self.view, key, plan.signature, plan.program, plan.sizes, operation,
             timeout_s=self.timeout_s if timeout_s is None else timeout_s, overlapping=overlapping, seq=seq,
         )  # fmt: skip
-        handle.posted(self.engine, operation, self.last_seq(key) if operation.failed else operation.collective.seq)
+        if operation.failed:
+            handle.seq = self.last_seq(key)
+            return operation
+        handle.seq = operation.seq
+        if operation.future is not None:
+            handle.operation = operation
         return operation
 
     def refuse(self, key: str, error: BaseException, *, steps: int = 1) -> None:
@@ -125,9 +139,7 @@ class Group:
         tree = build("binary_tree", self.layout).select(0).pairs[0]
         plan = agreement(self.view.rank, tree, strategy)
         handle: Handle[None] = Handle(loop=self.engine.loop)
-        operation = self.post(
-            plan, STRATEGY_KEY, source=None, result=None, outcome=lambda: None, timeout_s=timeout_s, handle=handle
-        )
+        operation = self.post(plan, STRATEGY_KEY, source=None, result=None, timeout_s=timeout_s, handle=handle)
         handle.add_done_callback(lambda done: self._decide(strategy, operation, done, verdict))
         verdict.add_done_callback(lambda asked: handle.cancel() if asked.cancelled() else None)
 
@@ -137,7 +149,7 @@ class Group:
         error = asyncio.CancelledError() if done.cancelled() else done.exception()
         if error is None:
             # Not the number of those that were agreed: ranks that differ in that would never meet again.
-            generation = operation.collective.seq + 1
+            generation = operation.seq + 1
             self.plans = Plans(Planner(self.view.rank, self.view.size, strategy, generation))
         waiting, self._waiting = self._waiting, None
         for begin in waiting or ():
@@ -164,10 +176,11 @@ def check_name(name: Any) -> None:
         return
     if not isinstance(name, str) or not name or "\0" in name:
         raise ConfigError(f"a name is a string that is not empty and has no NUL, not {name!r}")
-    nbytes = len(name) if name.isascii() else len(name.encode(errors="surrogatepass"))
+    is_ascii = name.isascii()
+    nbytes = len(name) if is_ascii else len(name.encode(errors="surrogatepass"))
     if nbytes > MAX_NAME_NBYTES:
         raise ConfigError(f"a name has at most {MAX_NAME_NBYTES} bytes, {name[:32]!r}... has {nbytes}")
-    if any("\ud800" <= letter <= "\udfff" for letter in name if not name.isascii()):
+    if not is_ascii and any("\ud800" <= letter <= "\udfff" for letter in name):
         raise ConfigError(f"a name is valid Unicode, {name[:32]!r} is not")
 
 
@@ -179,3 +192,14 @@ def check_timeout(timeout_s: Any) -> None:
     """
     if timeout_s is not None and not (isinstance(timeout_s, (int, float, np.number)) and timeout_s >= 0):
         raise ConfigError(f"a timeout is a number of seconds, not {timeout_s!r}")
+
+
+def check_priority(priority: Any) -> None:
+    """Refuse a priority that is none.
+
+    Raises:
+        ConfigError: it is not a whole number from -32768 to 32767.
+    """
+    if (type(priority) is int or isinstance(priority, np.integer)) and LEAST_URGENT <= priority <= MOST_URGENT:
+        return
+    raise ConfigError(f"a priority is a whole number from {LEAST_URGENT} to {MOST_URGENT}, not {priority!r}")

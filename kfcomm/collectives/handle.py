@@ -6,7 +6,6 @@ import asyncio
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from kfcomm.runtime.engine import Engine
     from kfcomm.runtime.operation import Operation
 
 T = TypeVar("T")
@@ -19,27 +18,28 @@ class Handle(asyncio.Future[T]):
     ``CollectiveAborted``. Cancelling the task that awaits a handle cancels the handle.
 
     Attributes:
-        seq: which use of its name it is, once it has begun or was refused; before that, -1.
+        operation: what is under way, for as long as there is something to cancel.
     """
 
-    __slots__ = ("_engine", "_operation", "seq")
+    # Neither is set from the start: an ``__init__`` of its own would double the time it takes to make a future.
+    __slots__ = ("_seq", "operation")
 
-    def __init__(self, *, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(loop=loop)
-        self.seq = -1
-        self._operation: Operation | None = None
-        self._engine: Engine | None = None
+    operation: Operation | None
 
-    def posted(self, engine: Engine, operation: Operation, seq: int) -> None:
-        """The collective has begun: from now on there is something to cancel."""
-        self.seq = seq
-        self._engine = engine
-        self._operation = operation
+    @property
+    def seq(self) -> int:
+        """Which use of its name it is, once it has begun or was refused; before that, -1."""
+        return getattr(self, "_seq", -1)
+
+    @seq.setter
+    def seq(self, seq: int) -> None:
+        self._seq = seq
 
     def cancel(self, msg: Any | None = None) -> bool:
         """End the collective everywhere; False if it is complete already."""
         if not super().cancel(msg):
             return False
-        if self._operation is not None and self._engine is not None:
-            self._engine.cancel(self._operation)
+        operation = getattr(self, "operation", None)
+        if operation is not None:
+            operation.engine.cancel(operation)
         return True

@@ -53,6 +53,7 @@ class Wanted:
     out: OutArray | None
     handle: Handle[Message]
     timeout_s: float
+    priority: int
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
     since_s: float = field(default_factory=time.monotonic)
 
@@ -79,11 +80,11 @@ class Mailbox:
             if source != view.rank:
                 engine.early_listeners[self._pair(source, view.rank).id] = self._listener(source)
 
-    def send(self, array: HostArray, to: int, tag: str, timeout_s: float | None) -> Handle[None]:
+    def send(self, array: HostArray, to: int, tag: str, timeout_s: float | None, priority: int = 0) -> Handle[None]:
         """Begin to send; done when the receiver has it."""
         handle: Handle[None] = Handle(loop=self._engine.loop)
         signature = _signature(array.dtype, array.shape)
-        operation = _operation(handle, array.flat, None, lambda: None)
+        operation = _operation(handle, array.flat, None, None, priority)
         self._post(self._pair(self._view.rank, to), tag, signature, operation, timeout_s, handle)
         return handle
 
@@ -91,10 +92,12 @@ class Mailbox:
         """A message that was to come or go does not: its other end, now or later, raises ``CollectiveAborted``."""
         self._engine.refuse(self._pair(source, to), tag, reason)
 
-    def recv(self, source: int | None, tag: str, out: OutArray | None, timeout_s: float | None) -> Handle[Message]:
+    def recv(
+        self, source: int | None, tag: str, out: OutArray | None, timeout_s: float | None, priority: int = 0
+    ) -> Handle[Message]:
         """The next message of ``source`` (None: of any rank) with this tag."""
         handle: Handle[Message] = Handle(loop=self._engine.loop)
-        wanted = Wanted(source, tag, out, handle, self._timeout_s if timeout_s is None else timeout_s)
+        wanted = Wanted(source, tag, out, handle, self._timeout_s if timeout_s is None else timeout_s, priority)
         lost = self._lost_source(source)
         if lost is not None:
             handle.set_exception(error_of(lost, tag))
@@ -196,10 +199,10 @@ class Mailbox:
         dtype, shape, count = checked
         flat = np.empty(count, dtype) if wanted.out is None else wanted.out.flat
 
-        def outcome() -> Message:
+        def outcome(flat: Array) -> Message:
             return (NUMPY.restore(flat.reshape(shape)) if wanted.out is None else wanted.out.finish()), source
 
-        operation = _operation(wanted.handle, None, flat, outcome)
+        operation = _operation(wanted.handle, None, flat, outcome, wanted.priority)
         self._post(pair, wanted.tag, _signature(dtype, shape), operation, wanted.timeout_s, wanted.handle)
 
     def _post(
@@ -213,7 +216,9 @@ class Mailbox:
             ItemSizes(dtype.itemsize, dtype.itemsize), operation,
             timeout_s=self._timeout_s if timeout_s is None else timeout_s, overlapping=True,
         )  # fmt: skip
-        handle.posted(self._engine, operation, self._engine.router.num_uses(pair.id, tag) - 1)
+        handle.seq = self._engine.router.num_uses(pair.id, tag) - 1
+        if operation.future is not None:
+            handle.operation = operation
 
     def _expire(self, wanted: Wanted) -> None:
         message = f"no message with {wanted.tag} came from {wanted.whom} within {wanted.timeout_s:.1f} s"
@@ -265,13 +270,18 @@ async def _served(service: Service, source: int, message: Handle[Message]) -> No
 
 
 def _operation(
-    handle: Handle[Any], source: Array | None, result: Array | None, outcome: Callable[[], Any]
+    handle: Handle[Any],
+    source: Array | None,
+    result: Array | None,
+    outcome: Callable[[Array], Any] | None,
+    priority: int,
 ) -> Operation:
     array = source if source is not None else result
     dtype = None if array is None else array.dtype
     return Operation(
-        handle, source=source, result=result, kernel=None, dtype=dtype, size=2, in_result=False, outcome=outcome
-    )
+        handle, source=source, result=result, kernel=None, dtype=dtype, size=2, in_result=False, value=result,
+        outcome=outcome, priority=priority,
+    )  # fmt: skip
 
 
 def _signature(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Signature:

@@ -11,7 +11,7 @@ import numpy as np
 from kfcomm.arrays import adapt, adapt_out
 from kfcomm.collectives.blobs import Blobs, check_version
 from kfcomm.collectives.exchange import Exchange, Steps, mapped, packed, unpacked
-from kfcomm.collectives.group import check_name, check_timeout
+from kfcomm.collectives.group import check_name, check_priority, check_timeout
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.mailbox import Mailbox
 from kfcomm.errors import CollectiveTimeout, ConfigError
@@ -33,34 +33,50 @@ class Messages(Exchange):
             to: rank in the group, not this one.
             tag: tells kinds of messages apart; those with one tag arrive in the order of the calls.
             timeout: seconds; None for the communicator's.
-            priority: accepted for later use.
+            priority: see ``all_reduce``.
         """
-        return self._send(x, to, _key(tag), timeout)
+        return self._send(x, to, _key(tag), timeout, priority)
 
     def recv(
-        self, source: int | None = None, tag: Tag = 0, *, out: Any = None, timeout: float | None = None
-    ) -> Handle[Any]:
+        self, source: int | None = None, tag: Tag = 0, *, out: Any = None, timeout: float | None = None,
+        priority: int = 0,
+    ) -> Handle[Any]:  # fmt: skip
         """The next message with this tag from rank ``source``, or from any rank.
+
+        Args:
+            source: rank in the group, not this one; None: any.
+            tag: see ``send``.
+            out: where the message goes.
+            timeout: seconds; None for the communicator's.
+            priority: of what tells the sender that the message is here; see ``all_reduce``.
 
         Returns:
             A handle; its result is a NumPy array of the sender's shape and dtype, or ``out``, which must have them
             (else ``CollectiveMismatch`` on both ranks).
         """
-        return mapped(self.recv_any(source, tag, out=out, timeout=timeout), lambda message: message[0])
+        return mapped(
+            self.recv_any(source, tag, out=out, timeout=timeout, priority=priority), lambda message: message[0]
+        )
 
     def recv_any(
-        self, source: int | None = None, tag: Tag = 0, *, out: Any = None, timeout: float | None = None
-    ) -> Handle[tuple[Any, int]]:
+        self, source: int | None = None, tag: Tag = 0, *, out: Any = None, timeout: float | None = None,
+        priority: int = 0,
+    ) -> Handle[tuple[Any, int]]:  # fmt: skip
         """As ``recv``; the result is ``(array, rank of the sender)``."""
-        return self._recv(source, _key(tag), out, timeout)
+        return self._recv(source, _key(tag), out, timeout, priority)
 
-    def send_object(self, value: Any, to: int, tag: Tag = 0, *, timeout: float | None = None) -> Handle[None]:
+    def send_object(
+        self, value: Any, to: int, tag: Tag = 0, *, timeout: float | None = None, priority: int = 0
+    ) -> Handle[None]:
         """Send anything that msgpack can carry to rank ``to``, for its ``recv_object``."""
-        return self._send(packed(value), to, _key(tag, "object "), timeout)
+        return self._send(packed(value), to, _key(tag, "object "), timeout, priority)
 
-    def recv_object(self, source: int | None = None, tag: Tag = 0, *, timeout: float | None = None) -> Handle[Any]:
+    def recv_object(
+        self, source: int | None = None, tag: Tag = 0, *, timeout: float | None = None, priority: int = 0
+    ) -> Handle[Any]:
         """The next object with this tag from rank ``source``, or from any rank."""
-        return mapped(self._recv(source, _key(tag, "object "), None, timeout), lambda message: unpacked(message[0]))
+        received = self._recv(source, _key(tag, "object "), None, timeout, priority)
+        return mapped(received, lambda message: unpacked(message[0]))
 
     def queue(self, name: str, source: int, target: int, *, capacity: int = 16) -> Queue:
         """An ordered queue of arrays from rank ``source`` to rank ``target``; both make their end of it.
@@ -98,18 +114,19 @@ class Messages(Exchange):
         check_timeout(timeout)
         return await self._blobs.request(name, self._check_rank("source", source), version, timeout)
 
-    def consensus(self, x: Any, name: str | None = None, *, timeout: float | None = None) -> Steps:
+    def consensus(self, x: Any, name: str | None = None, *, timeout: float | None = None, priority: int = 0) -> Steps:
         """Whether all ranks hold the same bytes, shape and dtype; a handle of a bool. Cost: 32 bytes per rank."""
-        with self._checks(name, timeout):
+        with self._checks(name, timeout, priority):
             array = adapt(x)
             about = f"{array.dtype.name} {array.shape}".encode()
             digest = hashlib.blake2b(array.flat.view(np.uint8).data, digest_size=32, key=hashlib.sha256(about).digest())
-        everyone = self._all_gather_stacked(np.frombuffer(digest.digest(), np.uint8), name, None, timeout)
+        everyone = self._all_gather_stacked(np.frombuffer(digest.digest(), np.uint8), name, None, timeout, priority)
         return mapped(everyone, lambda table: bool((table == table[0]).all()))
 
-    def _send(self, x: Any, to: int, key: str, timeout: float | None) -> Handle[None]:
+    def _send(self, x: Any, to: int, key: str, timeout: float | None, priority: int = 0) -> Handle[None]:
         self._check_open()
         check_timeout(timeout)
+        check_priority(priority)
         to = self._check_other("to", to)
         try:
             array = adapt(x)
@@ -117,18 +134,21 @@ class Messages(Exchange):
             mine = self._group.view.rank
             self._mailbox.refuse(mine, to, key, f"rank {mine} could not send a message with {key}: {error}")
             raise
-        return self._mailbox.send(array, to, key, timeout)
+        return self._mailbox.send(array, to, key, timeout, priority)
 
-    def _recv(self, source: int | None, key: str, out: Any, timeout: float | None) -> Handle[tuple[Any, int]]:
+    def _recv(
+        self, source: int | None, key: str, out: Any, timeout: float | None, priority: int = 0
+    ) -> Handle[tuple[Any, int]]:
         self._check_open()
         check_timeout(timeout)
+        check_priority(priority)
         if source is not None:
             source = self._check_other("source", source)
         target = None
         if out is not None:
             like = adapt(out)
             target = adapt_out(out, like.shape, like.dtype)
-        return self._mailbox.recv(source, key, target, timeout)
+        return self._mailbox.recv(source, key, target, timeout, priority)
 
     def _check_other(self, what: str, rank: Any) -> int:
         number = self._check_rank(what, rank)

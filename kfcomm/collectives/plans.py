@@ -228,6 +228,17 @@ class Plans:
             plan = self._plans[key] = make(self.planner, *what)
         return plan
 
+    def barrier(self, name: str) -> Plan:
+        """The plan for a barrier, made at each."""
+        return self.planner.barrier(name)
+
+    def known(self, dtype: np.dtype[Any], shape: tuple[int, ...], op: Op | str, key: str) -> Plan | None:
+        """The plan for an all_reduce, if it was made before: then the dtype is supported, and the op has a meaning."""
+        ways = self._ways.get((dtype, shape, op, None))
+        if ways is None:
+            return None
+        return ways[0] if len(ways) == 1 else ways[pair_of(key, len(ways))]
+
     def all_reduce(
         self, dtype: np.dtype[Any], shape: tuple[int, ...], op: Op, key: str, wire: WireDtype = None
     ) -> Plan:

@@ -67,18 +67,23 @@ class ItemSizes:
 class Collective(Machine):
     """A machine with a name: posted, and not complete.
 
+    Whoever posts may derive from it and hand in what is still to ``begin``, so that effects name their own.
+
     Attributes:
         posted: bit r is set once group rank r is known to have posted it.
         deferred: by rank, sends that wait for the word that it has posted; None while nothing ever waited.
-        context: a slot for whoever posted it.
     """
 
-    __slots__ = ("context", "deferred", "group", "key", "posted", "seq", "signature", "signature_id", "sizes")
+    __slots__ = ("deferred", "group", "key", "posted", "seq", "signature", "signature_id", "sizes")
 
-    def __init__(
+    def __init__(self) -> None:
+        """Nothing yet: see ``begin``."""
+
+    def begin(
         self, program: Program, group: GroupView, key: Key, signature: tuple[int, AnySignature], sizes: ItemSizes
     ) -> None:
-        super().__init__(program)
+        """Take the name, and the number that is the key's next."""
+        self.reset(program)
         self.group = group
         self.key = key
         self.seq = key.next_seq
@@ -86,7 +91,6 @@ class Collective(Machine):
         self.sizes = sizes
         self.posted = 1 << group.rank
         self.deferred: dict[int, list[Effect]] | None = None
-        self.context: Any = None
 
     @property
     def name(self) -> str:
@@ -125,7 +129,7 @@ class Early:
     def __init__(self, signature: AnySignature | None) -> None:
         self.signature = signature
         self.items: list[EarlyItem] = []
-        self.asks: list[tuple[Incoming, AnySignature, Header]] = []
+        self.asks: list[tuple[Incoming, AnySignature, Header]] | None = None
         self.collective: Collective | None = None
         self.dropped = False
 

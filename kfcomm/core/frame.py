@@ -8,7 +8,8 @@
     +----------------+-----------------+---------------------+------------------+
 
 This module codes prefixes and headers only; payload bytes pass it by. A header is an array whose first
-element is the kind and whose other fields have the types of ``SCHEMA``. Nothing that arrives is trusted:
+element is the kind and whose other fields have the types of ``SCHEMA``. That of a CHUNK, which is what travels, is
+packed as ``CHUNK_HEADER`` instead: no msgpack array begins with its kind. Nothing that arrives is trusted:
 lengths are bounded before anything is allocated, and a header that does not fit its row of the schema is
 refused with ``RemoteProtocolError``. Names travel once per link: ``KEY`` and ``SIGNATURE`` give them small
 integers, which the frames after them use.
@@ -28,6 +29,10 @@ from kfcomm.errors import LocalProtocolError, RemoteProtocolError
 PROTOCOL_VERSION = 1
 PREFIX = struct.Struct("<II")
 PREFIX_NBYTES = PREFIX.size
+CHUNK_HEADER = struct.Struct("<BIQIIBIB")
+"""Packed or unpacked in 0.1 µs; as msgpack, with a look at each field, it takes 0.3 and 0.7."""
+CHUNK_FRAME = struct.Struct(PREFIX.format + CHUNK_HEADER.format[1:])
+"""The prefix and the header of a CHUNK."""
 MAX_HEADER_NBYTES = 1 << 16
 MAX_PAYLOAD_NBYTES = 1 << 26
 MAX_ID = 1 << 20
@@ -82,21 +87,52 @@ MAX_FIELD_NBYTES = 1 << 12
 Header = tuple[Any, ...] | list[Any]
 
 
+_CHUNK = int(Kind.CHUNK)
+
+
 def make_encoder() -> Callable[..., bytes]:
     """An encoder of frame heads: ``encode(header, payload_nbytes=0) -> bytes`` (prefix and header).
 
-    Each holds a packer of its own, since packers must not be shared between threads; one call is about 0.5 µs.
+    Each holds a packer of its own, since packers must not be shared between threads; one call is about 0.5 µs, and
+    0.3 µs for a CHUNK.
     """
     pack_header = msgpack.Packer(autoreset=True).pack
     pack_prefix = PREFIX.pack
+    pack_chunk, chunk_nbytes = CHUNK_FRAME.pack, CHUNK_HEADER.size
 
     def encode(header: Sequence[Any], payload_nbytes: int = 0) -> bytes:
+        if header[0] == _CHUNK and payload_nbytes <= MAX_PAYLOAD_NBYTES:
+            try:
+                return pack_chunk(chunk_nbytes, payload_nbytes, *header)
+            except struct.error:
+                pass  # a number that is larger than any in use: msgpack has room for it
         packed: bytes = pack_header(header)
         if len(packed) > MAX_HEADER_NBYTES or payload_nbytes > MAX_PAYLOAD_NBYTES:
             raise LocalProtocolError(f"frame too large: header {len(packed)} bytes, payload {payload_nbytes} bytes")
         return pack_prefix(len(packed), payload_nbytes) + packed
 
     return encode
+
+
+def decode_head(data: memoryview, start: int, end: int) -> tuple[Header, int, int] | None:
+    """Header, payload nbytes and payload offset of the frame at ``start``; None if not all of that is before ``end``.
+
+    About 0.3 µs for a CHUNK.
+
+    Raises:
+        RemoteProtocolError: see ``decode_prefix`` and ``decode_header``.
+    """
+    if end - start >= CHUNK_FRAME.size:
+        fields = CHUNK_FRAME.unpack_from(data, start)
+        if fields[2] == _CHUNK and fields[0] == CHUNK_HEADER.size and fields[1] <= MAX_PAYLOAD_NBYTES:
+            return fields[2:], fields[1], start + CHUNK_FRAME.size
+    elif end - start < PREFIX_NBYTES:
+        return None
+    header_nbytes, payload_nbytes = decode_prefix(data, start)
+    body = start + PREFIX_NBYTES + header_nbytes
+    if body > end:
+        return None
+    return decode_header(data[start + PREFIX_NBYTES : body]), payload_nbytes, body
 
 
 def decode_prefix(data: bytes | bytearray | memoryview, offset: int = 0) -> tuple[int, int]:
@@ -119,6 +155,8 @@ def decode_header(data: bytes | bytearray | memoryview) -> Header:
     Raises:
         RemoteProtocolError: not msgpack, an unknown kind, or fields that do not fit.
     """
+    if len(data) == CHUNK_HEADER.size and data[0] == _CHUNK:
+        return CHUNK_HEADER.unpack(data)
     try:
         header = msgpack.unpackb(data, use_list=True, max_str_len=MAX_FIELD_NBYTES, max_bin_len=MAX_FIELD_NBYTES)
     except Exception as error:  # msgpack raises many types, also plain ValueError and RecursionError

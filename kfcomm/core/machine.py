@@ -50,21 +50,21 @@ class Do(IntEnum):
     SEND = 0
     """[machine, destination, lane, index, phase, source, payload]: payload is None unless source is PAYLOAD."""
     FOLD = 1
-    """[machine, lane, index, payload, first]: partial = (input if first else partial) ∘ payload."""
+    """[machine, lane, index, payload, first]: partial = (input if first else partial) ∘ payload; then release it."""
     HOLD = 2
-    """[machine, payload]: keep this payload until a FOLD names it."""
+    """[machine, payload]: keep this payload until a FOLD or RELEASE names it."""
     FINISH = 3
     """[machine, lane, index]: result = the finished input: there is nothing to fold it with."""
     STORE = 4
-    """[machine, lane, index, payload]: result = payload."""
+    """[machine, lane, index, payload]: result = payload; then release it."""
     COPY = 5
     """[machine, lane, index]: result = input."""
     RELEASE = 6
-    """[machine, payload]: nothing reads this payload any more."""
+    """[machine, payload]: nothing reads this payload any more; said of those only that are neither folded nor stored."""
     DONE = 7
     """[machine]: the result is complete, and no memory of the caller is in use."""
     FOLD_LAST = 8
-    """[machine, lane, index, payload, first]: result = finished((input if first else partial) ∘ payload)."""
+    """[machine, lane, index, payload, first]: as FOLD, but result = finished(...): it was the last."""
 
 
 UP, DOWN = int(Phase.UP), int(Phase.DOWN)
@@ -81,20 +81,24 @@ class Machine:
     Attributes:
         program: what this rank does.
         remaining: chunks that are not complete.
-        sends: payloads handed out by SEND whose ``sent`` event has not come.
+        sends: payloads handed out by SEND of which ``was_read`` has not told.
         finished: DONE was emitted.
     """
 
     __slots__ = ("_folded", "_gate", "_held", "finished", "program", "remaining", "sends")
 
     def __init__(self, program: Program) -> None:
+        self.reset(program)
+
+    def reset(self, program: Program) -> None:
+        """Nothing has happened yet."""
         self.program = program
         self.remaining = program.num_slots
         self.sends = 0
         self.finished = False
         self._gate = program.gate
         # Children folded per chunk; one more than there are children once the result is here.
-        self._folded = [0] * program.num_slots
+        self._folded = program.counters()
         self._held: dict[tuple[int, int], Any] | None = None
 
     def start(self, effects: Effects) -> None:
@@ -117,14 +121,15 @@ class Machine:
             return NOBODY
         slot = lane.base + index
         folded = self._folded[slot]
+        children = lane.children
         if phase == UP:
-            if sender not in lane.children:
+            if sender not in children:
                 return NOBODY
-            position = lane.children.index(sender)
+            position = children.index(sender)
             return NOBODY if position < folded or (self._held and (slot, position) in self._held) else position
         if phase != DOWN or not lane.down or sender != lane.source:
             return NOBODY
-        return 0 if folded == len(lane.children) else NOBODY
+        return 0 if folded == len(children) else NOBODY
 
     def awaits(self, sender: int) -> bool:
         """Whether a chunk of this rank is still to come. O(chunks)."""
@@ -146,7 +151,8 @@ class Machine:
             self._arrived_up(lane, index, position, payload, effects)
         else:
             self._arrived_down(lane, index, payload, effects)
-        self._check(effects)
+        if not self.remaining:
+            self._check(effects)
 
     def take_held(self) -> list[Any]:
         """Give up the payloads that are held: the machine will not run any more."""
@@ -154,10 +160,11 @@ class Machine:
         self._held = None
         return held
 
-    def sent(self, effects: Effects) -> None:
-        """One payload of this collective is no longer read."""
+    def was_read(self, effects: Effects) -> None:
+        """One payload that SEND handed out is no longer read."""
         self.sends -= 1
-        self._check(effects)
+        if not (self.remaining or self.sends):
+            self._check(effects)
 
     def _arrived_up(self, lane: Lane, index: int, position: int, payload: Any, effects: Effects) -> None:
         slot = lane.base + index
@@ -176,7 +183,8 @@ class Machine:
             if lane.count:
                 is_last = lane.parent == NOBODY and folded + 1 == len(lane.children)
                 effects.append((FOLD_LAST if is_last else FOLD, self, lane, index, payload, folded == 0))
-            effects.append((RELEASE, self, payload))
+            else:
+                effects.append((RELEASE, self, payload))
             folded += 1
             if not held or (slot, folded) not in held:
                 break
@@ -213,12 +221,14 @@ class Machine:
             effects.append((RELEASE, self, payload))
             return
         self._folded[lane.base + index] += 1
-        source, passed_on = (RESULT, None) if lane.keeps else (PAYLOAD, payload)
         if lane.keeps:
             effects.append((STORE, self, lane, index, payload))
-        for target in lane.targets:
-            self._send(target, lane, index, DOWN, source, passed_on, effects)
-        effects.append((RELEASE, self, payload))
+            for target in lane.targets:
+                self._send(target, lane, index, DOWN, RESULT, None, effects)
+        else:
+            for target in lane.targets:
+                self._send(target, lane, index, DOWN, PAYLOAD, payload, effects)
+            effects.append((RELEASE, self, payload))
         self._completed(lane, effects)
 
     def _send(self, to: int, lane: Lane, index: int, phase: int, source: int, payload: Any, effects: Effects) -> None:

@@ -22,13 +22,22 @@ UNNUMBERED = -1
 class Names:
     """The names of one rank in one epoch."""
 
-    __slots__ = ("_by_name", "_next_id", "_next_signature", "_numbered", "_owners", "_signatures")
+    __slots__ = (
+        "_by_identity",
+        "_by_name",
+        "_next_id",
+        "_next_signature",
+        "_numbered",
+        "_owners",
+        "_signatures",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self._by_name: dict[tuple[bytes, str], Key] = {}
         self._owners: dict[int, Key] = {}
         self._next_id = 0
         self._signatures: dict[AnySignature, tuple[int, AnySignature]] = {}
+        self._by_identity: dict[int, tuple[int, AnySignature]] = {}
         self._numbered: dict[int, AnySignature] = {}
         self._next_signature = 0
 
@@ -49,14 +58,21 @@ class Names:
             key = self._by_name[group_id, name] = Key(UNNUMBERED, group_id, name)
         return key
 
-    def number(self, key: Key) -> None:
-        """See that a key which is about to be used owns its number. O(1), however often numbers were used again.
+    def used(self, group_id: bytes, name: str) -> Key:
+        """The key of this name, which is about to be used and owns its number.
 
         Raises:
             LocalProtocolError: every number belongs to a key in flight.
         """
-        if self._owners.get(key.id) is key:
-            return
+        key = self._by_name.get((group_id, name))
+        if key is None:
+            key = self.key(group_id, name)
+        if self._owners.get(key.id) is not key:
+            self._number(key)
+        return key
+
+    def _number(self, key: Key) -> None:
+        """Give a key a number that no other in flight has. O(1), however often numbers were used again."""
         for number in range(self._next_id, self._next_id + MAX_ID):
             owner = self._owners.get(number % MAX_ID)
             if owner is None or not owner.live:
@@ -68,6 +84,10 @@ class Names:
 
     def signature(self, signature: AnySignature) -> tuple[int, AnySignature]:
         """The number of a signature, and the one value that stands for all that are equal to it."""
+        # The very object that stands for it is known by its address: 0.1 µs, where hashing a signature takes 0.5.
+        known = self._by_identity.get(id(signature))
+        if known is not None:
+            return known
         known = self._signatures.get(signature)
         if known is None:
             number = self._next_signature
@@ -75,8 +95,9 @@ class Names:
             old = self._numbered.get(number)
             if old is not None:
                 del self._signatures[old]
+                del self._by_identity[id(old)]
             self._numbered[number] = signature
-            known = self._signatures[signature] = (number, signature)
+            known = self._signatures[signature] = self._by_identity[id(signature)] = (number, signature)
         return known
 
     def same(self, signature: AnySignature) -> AnySignature:

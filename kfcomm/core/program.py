@@ -29,13 +29,14 @@ history, so it can be used again for every collective of the same kind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 
 from kfcomm.core.chunk import num_chunks, split
 from kfcomm.core.graph import GraphPair
 
 NOBODY = -1
+MAX_BYTE = 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,7 @@ class Program:
         num_slots: chunks of all lanes together: how many times something must complete.
         gate: chunks that must complete before gated lanes begin (0: none begin here).
         neighbours: ranks with which this rank exchanges chunks.
+        small_counts: no lane has more children than a byte can count.
     """
 
     lanes: dict[int, Lane]
@@ -87,6 +89,18 @@ class Program:
     num_slots: int
     gate: int
     neighbours: frozenset[int] = field(default_factory=frozenset)
+    small_counts: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        most = max((len(lane.children) for lane in self.lanes.values()), default=0)
+        object.__setattr__(self, "small_counts", most < MAX_BYTE)
+
+    def counters(self) -> MutableSequence[int]:
+        """A zero for each slot, to count up to one more than any lane has children.
+
+        Bytes where they suffice: unlike a list they are nothing that the garbage collector has to look at.
+        """
+        return bytearray(self.num_slots) if self.small_counts else [0] * self.num_slots
 
 
 class Builder:

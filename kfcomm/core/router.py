@@ -40,7 +40,7 @@ from kfcomm.core.frame import MAX_ID, Header, Kind
 from kfcomm.core.links import LINKS, Links, definitions
 from kfcomm.core.machine import UP, Effect, Effects
 from kfcomm.core.names import MAX_SIGNATURES, Names
-from kfcomm.core.program import NOBODY, Lane, Program
+from kfcomm.core.program import NOBODY, Program
 from kfcomm.core.signature import Signature, describe, differing, from_wire
 from kfcomm.core.tombstones import Tombstones
 
@@ -101,29 +101,31 @@ class Router:
         effects: Effects,
         *,
         overlapping: bool = False,
-        context: Any = None,
         seq: int | None = None,
+        collective: Collective | None = None,
     ) -> Collective | Cause:
         """Begin a collective under the key's next sequence number, or say why it cannot begin.
 
         ``overlapping``: further uses of the key may begin before earlier ones are complete; otherwise a
         second use while the first is in flight fails on every rank, and the first goes on.
         ``seq``: take this number, which is not below the next, and leave out those before it.
+        ``collective``: what is to begin; a new one if left out.
 
         Raises:
             LocalProtocolError: 2**20 names are in flight.
         """
-        key = self._names.key(group.id, name)
-        self._names.number(key)
+        key = self._names.used(group.id, name)
         self._groups.setdefault(group.id, group)
         if seq is not None:
             self._leave_out(key, seq, effects)
-        cause = self._obstacle(group, key, overlapping, effects)
-        if cause is not None:
-            key.next_seq += 1
-            return cause
-        collective = Collective(program, group, key, self._names.signature(signature), sizes)
-        collective.context = context
+        if self._dead or self.lost or (key.live and not overlapping):
+            cause = self._obstacle(group, key, overlapping, effects)
+            if cause is not None:
+                key.next_seq += 1
+                return cause
+        if collective is None:
+            collective = Collective()
+        collective.begin(program, group, key, self._names.signature(signature), sizes)
         key.live[key.next_seq] = collective
         self.live[collective] = None
         key.next_seq += 1
@@ -156,7 +158,8 @@ class Router:
 
     def complete(self, collective: Collective) -> None:
         """A DONE effect was carried out: the router forgets the collective."""
-        self._forget(collective, [])
+        if self.live.pop(collective, 0) is None:
+            del collective.key.live[collective.seq]
 
     def admit(
         self, outgoing: Outgoing, effect: Effect, collective: Collective, nbytes: int
@@ -166,9 +169,11 @@ class Router:
         A held-back effect comes again, through the effects of ``on_posted``, when its receiver has posted.
         """
         _, _, to, lane, index, phase, _, _ = effect
-        before = definitions(outgoing, collective)
         key = collective.key
         number = collective.signature_id
+        before: list[Header] = []
+        if outgoing.keys.get(key.id) is not key or outgoing.signatures.get(number) is not collective.signature:
+            before = definitions(outgoing, collective)
         if collective.posted >> to & 1:
             charged = 0
         elif not (collective.deferred and to in collective.deferred) and outgoing.window.take(nbytes):
@@ -260,7 +265,7 @@ class Router:
     def arrived(self, ticket: Ticket, payload: Any, effects: Effects) -> None:
         """The payload of a matched chunk is complete."""
         target = ticket[0]
-        if type(target) is Collective:
+        if type(target) is not Early:
             if target.key.live.get(target.seq) is target:
                 _, lane, index, phase, position = ticket
                 target.arrived(lane, index, phase, position, payload, effects)
@@ -291,7 +296,10 @@ class Router:
             if incoming.asks > MAX_ASKS:
                 effects.append((VIOLATION, incoming, "too many questions"))
             else:
-                self._early(key, seq, signature, effects).asks.append((incoming, signature, header))
+                early = self._early(key, seq, signature, effects)
+                if early.asks is None:
+                    early.asks = []
+                early.asks.append((incoming, signature, header))
 
     def on_posted(self, outgoing: Outgoing, number: int, seq: int, effects: Effects) -> None:
         """The peer has posted a collective that we asked about."""
@@ -398,7 +406,7 @@ class Router:
             return False
         del collective.key.live[collective.seq]
         collective.deferred = None
-        effects.extend((DROPPED, payload) for payload in collective.take_held())
+        effects += [(DROPPED, payload) for payload in collective.take_held()]
         return True
 
     def _exchanging(self, peer: int) -> list[Collective]:
@@ -425,24 +433,20 @@ class Router:
         if signature is not collective.signature and not self._agrees(sender, collective, signature, effects):
             return None
         _, _, _, _, number, phase, index, _ = header
-        lane = collective.program.lanes.get(number)
+        program, sizes = collective.program, collective.sizes
+        lane = program.lanes.get(number)
         position = NOBODY if lane is None else collective.accepts(lane, index, phase, sender)
         if lane is None or position == NOBODY:
             effects.append((VIOLATION, incoming, f"a chunk of {collective.title} that does not belong there"))
             return None
-        if nbytes != self._expected(collective, lane, index, phase, position):
+        chunk = program.chunk_elements
+        count = lane.count if lane.num_chunks == 1 else min(chunk, lane.count - index * chunk)
+        if nbytes != count * (sizes.item if phase != UP or lane.leaf_children[position] else sizes.partial):
             effects.append((VIOLATION, incoming, f"a chunk of {collective.title} of {nbytes} bytes"))
             return None
         if not collective.posted >> sender & 1:
             self._saw(collective, sender, effects)
         return (collective, lane, index, phase, position)
-
-    @staticmethod
-    def _expected(collective: Collective, lane: Lane, index: int, phase: int, position: int) -> int:
-        chunk = collective.program.chunk_elements
-        count = min(chunk, lane.count - index * chunk)
-        sizes = collective.sizes
-        return count * (sizes.partial if phase == UP and not lane.leaf_children[position] else sizes.item)
 
     def _agrees(self, sender: int, collective: Collective, signature: AnySignature, effects: Effects) -> bool:
         if signature == collective.signature:
@@ -493,7 +497,7 @@ class Router:
 
     def _replay(self, early: Early, collective: Collective, effects: Effects) -> None:
         early.collective = collective
-        for incoming, signature, header in early.asks:
+        for incoming, signature, header in early.asks or ():
             incoming.asks -= 1
             if collective in self.live:
                 self._answer(collective, incoming, signature, header, effects)
@@ -524,5 +528,5 @@ class Router:
             early.dropped = True
             for item in early.items:
                 self._discard(item, effects)
-            for incoming, _, _ in early.asks:
+            for incoming, _, _ in early.asks or ():
                 incoming.asks -= 1

@@ -26,17 +26,22 @@ class Due(Enum):
     EXPIRED = "expired"
 
 
+STAGES = tuple(Due)
+
+
 class Watch(Generic[T]):
     """Deadlines of any hashable things. Adding and dropping cost O(1); a look costs the number of things.
 
     ``next_s`` is when to look again at the latest; looking earlier does no harm.
     """
 
-    __slots__ = ("_entries", "next_s")
+    __slots__ = ("_entries", "_last", "_last_times", "next_s")
 
     def __init__(self) -> None:
         # Times only, -1 when they have passed: a tuple of numbers costs the garbage collector nothing.
         self._entries: dict[T, tuple[float, float, float, float]] = {}
+        self._last: tuple[float, float, float] = (-1.0, -1.0, -1.0)
+        self._last_times = (0.0, 0.0, 0.0, 0.0)
         self.next_s = float("inf")
 
     def __len__(self) -> int:
@@ -44,12 +49,21 @@ class Watch(Generic[T]):
 
     def add(self, what: T, now_s: float, timeout_s: float, stall_after_s: float) -> bool:
         """Begin to watch; True if ``next_s`` came nearer."""
+        given = (now_s, timeout_s, stall_after_s)
+        if given == self._last:  # the usual: many are posted in one turn of the loop, whose clock stands still
+            self._entries[what] = self._last_times
+            return self._note(self._last_times)
+        self._last = given
         expired_s = now_s + timeout_s
         stalled_s = now_s + stall_after_s if stall_after_s < timeout_s else -1.0
         ask_s = expired_s - min(ASK_BEFORE_S, timeout_s / 4)
         quiet_s = min((now_s * 4 // 1 + 1) / 4 + QUIET_AFTER_S, ask_s)
-        self._entries[what] = (quiet_s, stalled_s, ask_s, expired_s)
-        first_s = min(stalled_s, quiet_s) if stalled_s >= 0 else quiet_s
+        self._entries[what] = self._last_times = (quiet_s, stalled_s, ask_s, expired_s)
+        return self._note(self._last_times)
+
+    def _note(self, times: tuple[float, float, float, float]) -> bool:
+        quiet_s, stalled_s, _, _ = times
+        first_s = stalled_s if 0 <= stalled_s < quiet_s else quiet_s
         if first_s < self.next_s:
             self.next_s = first_s
             return True
@@ -64,7 +78,7 @@ class Watch(Generic[T]):
         due: list[tuple[float, int, T, Due]] = []
         next_s = float("inf")
         for what, times in list(self._entries.items()):
-            for time_s, stage in zip(times, Due, strict=True):
+            for time_s, stage in zip(times, STAGES, strict=True):
                 if 0 <= time_s <= now_s:
                     due.append((time_s, len(due), what, stage))
                 elif time_s >= 0:

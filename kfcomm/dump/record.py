@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kfcomm.dump.whereabouts import tasks, threads
 
 if TYPE_CHECKING:
-    from kfcomm.core.collective import Collective
+    from kfcomm.runtime.operation import Operation
     from kfcomm.session import Session
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ def record_of(session: Session) -> dict[str, Any]:
             group_id.hex(): {"name": name, "members": list(members)}
             for group_id, (name, members) in steady(lambda: dict(session.groups)).items()
         },
-        "waiting": [_waiting(collective) for collective in steady(lambda: list(engine.router.live))],
+        "waiting": [_waiting(operation) for operation in steady(engine.in_flight)],
         "receiving": [one for waits in steady(lambda: list(engine.receivers)) for one in steady(waits)],
         "uses": _uses(steady(engine.router.uses)),
         "events": steady(engine.recorder.as_list),
@@ -75,19 +75,19 @@ def steady(copy: Callable[[], T]) -> T:
     return copy()
 
 
-def _waiting(collective: Collective) -> dict[str, Any]:
-    members = collective.group.members
+def _waiting(operation: Operation) -> dict[str, Any]:
+    members = operation.group.members
     return {
-        "group": collective.key.group_id.hex(),
+        "group": operation.key.group_id.hex(),
         "members": list(members),
-        "name": collective.name,
-        "seq": collective.seq,
-        "verb": collective.signature[0],
-        "waited_s": round(collective.context.waited_s(), 3),
-        "arrived": [members[rank] for rank in collective.arrived_ranks()],
-        "not_heard_from": [members[rank] for rank in collective.missing_ranks()],
-        "chunks_missing": collective.remaining,
-        "sends_pending": collective.sends,
+        "name": operation.name,
+        "seq": operation.seq,
+        "verb": operation.signature[0],
+        "waited_s": round(operation.waited_s(), 3),
+        "arrived": [members[rank] for rank in operation.arrived_ranks()],
+        "not_heard_from": [members[rank] for rank in operation.missing_ranks()],
+        "chunks_missing": operation.remaining,
+        "sends_pending": operation.sends,
     }
 
 

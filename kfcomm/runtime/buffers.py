@@ -52,14 +52,15 @@ class Payload:
 
     __slots__ = ("_block", "_loan", "_loaned_by", "lender", "owner", "ticket", "view")
 
-    def __init__(self, view: memoryview, *, owner: Any = None, lender: Link | None = None) -> None:
+    def __init__(self, view: memoryview, owner: Any = None, lender: Link | None = None) -> None:
         self.view = view
         self.owner = owner
         self.lender = lender
-        self.ticket: Any = None
-        self._block: memoryview | None = None
-        self._loaned_by: Link | None = None
-        self._loan: Any = None
+        self.ticket: Any
+        self._loan: Any
+        self._block: memoryview | None
+        self._loaned_by: Link | None
+        self.ticket = self._block = self._loaned_by = self._loan = None
 
     @classmethod
     def held(cls, pool: BlockPool, nbytes: int) -> Payload:
@@ -82,6 +83,9 @@ class Payload:
         """Make a borrowed payload last for as long as may be."""
         if self.lender is not None or self._loaned_by is not None:
             nbytes = len(self.view)
+            if nbytes <= BLOCK_NBYTES // 16:
+                self.view = memoryview(bytes(self.view))
+                return
             block = pool.take(nbytes)
             block[:nbytes] = self.view
             self.release(pool)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import Collective, Early, GroupView, Incoming, ItemSizes, Outgoing
@@ -122,21 +122,22 @@ class Engine:
             return
         effects: Effects = []
         outcome = self.router.post(
-            group, name, signature, program, sizes, effects, overlapping=overlapping, context=operation, seq=seq
+            group, name, signature, program, sizes, effects, overlapping=overlapping, seq=seq, collective=operation
         )
         if isinstance(outcome, Cause):
             self._reject(operation, name, outcome, effects)
             return
-        self.recorder.note("posted", name, outcome.seq, signature.verb)
-        if self.router.num_keys >= self._warn_at:
+        self.recorder.note("posted", name, operation.seq, signature.verb)
+        if not operation.seq and self.router.num_keys >= self._warn_at:
             self._warn_at *= 10
             logger.warning(MANY_NAMES, self.rank, self.router.num_keys, name)
-        operation.bind(outcome)
-        operation.on_sent = self._sent
-        self.patience.begin(operation, timeout_s)
-        self._perform(effects)
-        self.ends.flush_soon()
-        self.attend()
+        operation.engine = self
+        if effects:
+            self._perform(effects)
+            self.ends.flush_soon()
+        if operation.future is not None:
+            self.patience.begin(operation, timeout_s)
+            self.attend()
 
     def refuse(self, group: GroupView, name: str, message: str, *, seq: int | None = None) -> None:
         """A call failed its local checks: the other ranks' calls under this name fail too."""
@@ -148,11 +149,8 @@ class Engine:
 
     def cancel(self, operation: Operation) -> None:
         """The caller does not want it any more: it ends on every rank where it is not complete."""
-        if operation.failed:
-            return
-        collective = operation.collective
-        message = f"{collective.title} was cancelled on rank {collective.group.rank}"
-        self.abort(collective, Cause(CauseKind.CANCELLED, self.rank, message))
+        message = f"{operation.title} was cancelled on rank {operation.group.rank}"
+        self.abort(operation, Cause(CauseKind.CANCELLED, self.rank, message))
 
     def abort(self, collective: Collective, cause: Cause) -> None:
         """Fail a collective here and on every other rank."""
@@ -174,6 +172,10 @@ class Engine:
         for collective in list(self.router.live):
             if group_ids is None or collective.group.id in group_ids:
                 self.abort(collective, cause)
+
+    def in_flight(self) -> list[Operation]:
+        """What is posted and not over."""
+        return cast("list[Operation]", list(self.router.live))
 
     async def close(self, timeout_s: float) -> None:
         """Say goodbye on every link and wait, bounded, until the peers have; then close what is left."""
@@ -231,28 +233,37 @@ class Engine:
         """A whole frame; ``payload`` may be read during this call only."""
         effects: Effects = []
         state = link.state
-        kind = header[0]
-        if type(state) is Incoming:
-            if kind == CHUNK:
-                self._chunk(link, state, header, payload, effects)
-            elif kind == KEY:
-                self.router.define_key(state, header[1], header[2], header[3], header[4], effects)
-            elif kind == SIGNATURE:
-                self.router.define_signature(state, header[1], header[2], effects)
-            elif kind == ASK:
-                self.router.on_ask(state, header, effects)
-            elif kind == OPEN:
-                self.ends.numbered(state, header[1])
-            else:
-                raise RemoteProtocolError(f"rank {link.peer} sent a {Kind(kind).name} to a receiver of chunks")
-        elif kind == POSTED:
+        if header[0] == CHUNK and type(state) is Incoming:
+            ticket = self.router.match(state, header, len(payload), effects)
+            if ticket is not None:
+                chunk = Payload(payload, None, link)
+                if type(ticket[0]) is Early:
+                    chunk.copy(self._pool)  # nobody knows for how long: what is lent may hold up its sender
+                self.router.arrived(ticket, chunk, effects)
+        elif type(state) is Incoming:
+            self._hear(link, state, header, effects)
+        elif header[0] == POSTED:
             self.router.on_posted(state, header[1], header[2], effects)
-        elif kind == CREDIT:
+        elif header[0] == CREDIT:
             state.window.give(header[1], header[2])
         else:
-            raise RemoteProtocolError(f"rank {link.peer} sent a {Kind(kind).name} to a sender of chunks")
+            raise RemoteProtocolError(f"rank {link.peer} sent a {Kind(header[0]).name} to a sender of chunks")
         if effects:
             self._perform(effects)
+
+    def _hear(self, link: Link, state: Incoming, header: Header, effects: Effects) -> None:
+        """A frame without payload from a sender of chunks."""
+        kind = header[0]
+        if kind == KEY:
+            self.router.define_key(state, header[1], header[2], header[3], header[4], effects)
+        elif kind == SIGNATURE:
+            self.router.define_signature(state, header[1], header[2], effects)
+        elif kind == ASK:
+            self.router.on_ask(state, header, effects)
+        elif kind == OPEN:
+            self.ends.numbered(state, header[1])
+        else:
+            raise RemoteProtocolError(f"rank {link.peer} sent a {Kind(kind).name} to a receiver of chunks")
 
     def place(self, link: Link, header: Header, nbytes: int) -> Payload:
         """Where a large payload goes: into the result if it is one, else into a block."""
@@ -310,10 +321,22 @@ class Engine:
         while True:
             try:
                 for effect in queue:
-                    if effect[0] >= ANSWER:
+                    tag = effect[0]
+                    if tag >= ANSWER:
                         self._tell(effect)
-                    elif not effect[1].context.failed:
-                        self._do(effect, effects)
+                        continue
+                    operation: Operation = effect[1]
+                    if operation.failed:
+                        continue
+                    if tag == SEND:  # what small collectives are made of: a call saved for each
+                        self._send(effect, operation, effects)
+                    elif tag == FOLD_LAST:
+                        operation.fold_last(effect[2], effect[3], effect[4], effect[5])
+                        effect[4].release(self._pool)
+                    elif tag == DONE:
+                        self._done(operation)
+                    else:
+                        self._do(effect, operation)
                 return
             except Exception as error:
                 logger.exception("rank %d could not carry out an effect", self.rank)
@@ -322,28 +345,23 @@ class Engine:
                 message = f"{type(error).__name__} on rank {self.rank}: {error}"
                 self.router.abort(effect[1], Cause(CauseKind.INTERNAL, self.rank, message), effects)
 
-    def _do(self, effect: Effect, effects: Effects) -> None:
-        """Carry out an effect of a machine."""
-        tag, collective = effect[0], effect[1]
-        operation: Operation = collective.context
-        if tag == SEND:
-            self._send(effect, collective, operation, effects)
-        elif tag == FOLD:
+    def _do(self, effect: Effect, operation: Operation) -> None:
+        """Carry out one of a machine's other effects."""
+        tag = effect[0]
+        if tag == FOLD:
             operation.fold(effect[2], effect[3], effect[4], effect[5])
-        elif tag == FOLD_LAST:
-            operation.fold_last(effect[2], effect[3], effect[4], effect[5])
-        elif tag == RELEASE:
-            effect[2].release(self._pool)
+            effect[4].release(self._pool)
         elif tag == STORE:
             operation.store(effect[2], effect[3], effect[4])
+            effect[4].release(self._pool)
         elif tag == FINISH:
             operation.finish(effect[2], effect[3])
+        elif tag == RELEASE:
+            effect[2].release(self._pool)
         elif tag == COPY:
             operation.copy(effect[2], effect[3])
         elif tag == HOLD:
             effect[2].keep(self._pool)
-        elif tag == DONE:
-            self._done(collective, operation)
 
     def _tell(self, effect: Effect) -> None:
         """Carry out an effect of the router's own."""
@@ -370,36 +388,34 @@ class Engine:
         elif tag == BROKEN:
             self.breaks.peer_says(effect[1], effect[2], effect[3])
 
-    def _send(self, effect: Effect, collective: Collective, operation: Operation, effects: Effects) -> None:
+    def _send(self, effect: Effect, operation: Operation, effects: Effects) -> None:
         _, _, to, lane, index, _, source, payload = effect
-        peer = collective.group.members[to]
-        outlet = self.ends.to(peer)
+        outlet = self.ends.to(operation.group.members[to])
         if source == PAYLOAD:
             payload.forwarded(self._pool)
-            view = payload.view
+            data = payload.view
         else:
-            view = operation.bytes_of(lane, index, source)
-        nbytes = len(view)
-        before, header = self.router.admit(outlet.state, effect, collective, nbytes)
+            data = operation.to_send(lane, index, source)
+        nbytes = len(data)
+        before, header = self.router.admit(outlet.state, effect, operation, nbytes)
         for definition in before:
             outlet.send(definition)
-        if header is None:
-            return
         # Without payload too: who is done may block its loop or exit, so its frames must have left by then.
-        if outlet.send(header, view if nbytes else None, operation):
-            collective.sent(effects)  # and what follows from it, after the effects that are under way
+        if header is not None and outlet.send(header, data if nbytes else None, operation, operation.priority):
+            operation.was_read(effects)  # and what follows from it, after the effects that are under way
 
-    def _done(self, collective: Collective, operation: Operation) -> None:
-        self.router.complete(collective)
-        self.patience.end(operation)
-        self.recorder.note("completed", collective.key.name, collective.seq)
-        operation.resolve()
-
-    def _sent(self, operation: Operation) -> None:
+    def sent(self, operation: Operation) -> None:
+        """A link no longer reads one of its payloads."""
         effects: Effects = []
-        operation.collective.sent(effects)
+        operation.was_read(effects)
         if effects:
             self._perform(effects)
+
+    def _done(self, operation: Operation) -> None:
+        self.router.complete(operation)
+        self.patience.end(operation)
+        self.recorder.note("completed", operation.key.name, operation.seq)
+        operation.resolve()
 
     # ---------------------------------------------------------------- failures
 
@@ -409,7 +425,7 @@ class Engine:
         self._perform(effects)
 
     def _failed(self, collective: Collective, cause: Cause) -> None:
-        operation: Operation = collective.context
+        operation = cast("Operation", collective)
         self.patience.end(operation)
         self.recorder.note("failed", collective.name, collective.seq, cause.message)
         for outlet in self.ends.outlets():
@@ -429,21 +445,11 @@ class Engine:
 
     # ---------------------------------------------------------------- chunks and links
 
-    def _chunk(self, link: Link, state: Incoming, header: Header, view: memoryview, effects: Effects) -> None:
-        ticket = self.router.match(state, header, len(view), effects)
-        if ticket is None:
-            return
-        payload = Payload(view, lender=link)
-        if type(ticket[0]) is Early:
-            payload.copy(self._pool)  # nobody knows for how long: what is lent may hold up its sender
-        self.router.arrived(ticket, payload, effects)
-
     def _room(self, ticket: Any, nbytes: int) -> Payload:
-        if ticket is not None and type(ticket[0]) is Collective:
-            collective, lane, index, phase, _ = ticket
+        if ticket is not None and type(ticket[0]) is not Early:
+            operation, lane, index, phase, _ = ticket
             if phase == DOWN and lane.keeps:
-                operation = collective.context
-                return Payload(operation.bytes_of(lane, index, RESULT), owner=operation)
+                return Payload(operation.bytes_of(lane, index, RESULT), operation)
         return Payload.held(self._pool, nbytes)
 
     def _announce(self, collective: Collective) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kfcomm.core.cause import Cause, CauseKind
-from kfcomm.core.collective import Collective
+from kfcomm.runtime.operation import Operation
 
 if TYPE_CHECKING:
     from kfcomm.control import ControlPlane
@@ -25,8 +25,8 @@ MAX_NAMED = 16
 class Inquiry:
     """What is known of one waiting collective: from its chunks, and from what the other ranks answer."""
 
-    def __init__(self, collective: Collective, rank: int) -> None:
-        self._collective = collective
+    def __init__(self, operation: Operation, rank: int) -> None:
+        self._operation = operation
         self._rank = rank
         self._answers: dict[int, tuple[bool, str]] = {}
         self._unanswered: set[int] = set()
@@ -35,11 +35,11 @@ class Inquiry:
 
     def ask(self, control: ControlPlane | None, loop: asyncio.AbstractEventLoop, *, report: bool) -> None:
         """Ask every rank whether it has posted the collective; ``report`` logs the answers when they are in."""
-        key = self._collective.key
+        key = self._operation.key
         self._asked_s = loop.time()
-        self._unanswered = set(range(self._collective.group.size)) - {self._collective.group.rank}
+        self._unanswered = set(range(self._operation.group.size)) - {self._operation.group.rank}
         if control is not None:
-            control.query([(key.group_id, key.name, self._collective.seq)], -1, self._answered)
+            control.query([(key.group_id, key.name, self._operation.seq)], -1, self._answered)
         if report:
             loop.call_later(ANSWER_WITHIN_S, self._report)
 
@@ -65,45 +65,45 @@ class Inquiry:
     def timed_out(self) -> Cause:
         """The cause of a timeout, with all that is known."""
         arrived, missing = self._arrived_and_missing()
-        waited_s = self._collective.context.waited_s()
+        waited_s = self._operation.waited_s()
         message = (
-            f"{self._collective.title} did not finish on rank {self._collective.group.rank} "
+            f"{self._operation.title} did not finish on rank {self._operation.group.rank} "
             f"within {waited_s:.1f} s: {self._words(arrived, missing)}"
         )
         return Cause(CauseKind.TIMEOUT, self._rank, message, tuple(arrived), tuple(missing))
 
     def _answered(self, rank: int, posted: list[bool], activity: str) -> None:
-        if posted and rank in self._collective.group.index:
-            member = self._collective.group.index[rank]
+        if posted and rank in self._operation.group.index:
+            member = self._operation.group.index[rank]
             self._answers[member] = (posted[0], activity)
             self._unanswered.discard(member)
             if not self._unanswered:
                 self._concluded()
 
     def _report(self) -> None:
-        collective = self._collective
-        if collective.finished or collective.context.failed:
+        operation = self._operation
+        if operation.finished or operation.failed:
             return
         arrived, missing = self._arrived_and_missing()
         logger.warning(
             "rank %d has waited %.1f s for %s (#%d, group of %d): %s",
-            collective.group.rank,
-            collective.context.waited_s(),
-            collective.title,
-            collective.seq,
-            collective.group.size,
+            operation.group.rank,
+            operation.waited_s(),
+            operation.title,
+            operation.seq,
+            operation.group.size,
             self._words(arrived, missing),
         )
 
     def _arrived_and_missing(self) -> tuple[list[int], list[int]]:
-        here = set(self._collective.arrived_ranks())
+        here = set(self._operation.arrived_ranks())
         here |= {rank for rank, (posted, _) in self._answers.items() if posted}
-        ranks = range(self._collective.group.size)
+        ranks = range(self._operation.group.size)
         return [rank for rank in ranks if rank in here], [rank for rank in ranks if rank not in here]
 
     def _words(self, arrived: list[int], missing: list[int]) -> str:
         if not missing:
-            silent = [rank for rank in arrived if rank not in self._answers and rank != self._collective.group.rank]
+            silent = [rank for rank in arrived if rank not in self._answers and rank != self._operation.group.rank]
             tail = f"; no answer from ranks {_ranks(silent)} (stopped or unreachable)" if silent else ""
             return f"all ranks have posted it, the data is still under way{tail}"
         last = "; ".join(f"rank {rank} {self._activity(rank)}" for rank in missing[:MAX_NAMED])

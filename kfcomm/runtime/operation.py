@@ -1,4 +1,4 @@
-"""The memory of one collective in flight: the caller's input, the partial result and the result.
+"""One collective in flight, with its memory: the caller's input, the partial result and the result.
 
 An operation carries out what its machine decides: it folds, stores and copies chunks, and shows links the
 bytes to send. Partial results are kept in the result's own memory where that can be (the same dtype, and the
@@ -22,34 +22,41 @@ if TYPE_CHECKING:
 
     from kfcomm.reduce import Kernel
     from kfcomm.runtime.buffers import Payload
+    from kfcomm.runtime.engine import Engine
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+
+COPIED_NBYTES = 1 << 11
+"""A chunk up to this size is sent from a copy: 0.1 µs, where a view costs 0.3 and the garbage collector two objects."""
 
 _NOTHING = np.empty(0, np.uint8)
 _EMPTY = memoryview(b"")
 
 
-class Operation:
-    """One posted collective and its memory. It owns what links read for it: see ``transports.base.Owner``.
+class Operation(Collective):
+    """A collective and its memory. It owns what links read for it: see ``transports.base.Owner``.
+
+    It is one object with its machine, and it and its future let go of each other at the end: ten thousand of them in
+    flight are half the work for the garbage collector, and no work at all when they are over.
 
     Args:
-        future: resolved with ``outcome()``, or rejected; anything with the methods of a future.
+        future: resolved with what the caller gets, or rejected. Its slot ``operation`` is emptied at the end.
         source: flat input, or None where this rank gives nothing.
         result: flat memory of the result, or None where this rank keeps nothing.
         kernel: how contributions are folded, or None for verbs that only move data.
         dtype: of both, or None where there is no data.
         size: number of contributions (for averages).
         in_result: this rank keeps every chunk that it folds, so that partial results may live in ``result``.
-        outcome: makes what the caller gets.
+        value: what the caller gets.
+        outcome: if given, the caller gets ``outcome(value)``.
+        priority: see ``transports.base.Link.send``.
 
     Attributes:
-        collective: the machine; set when it is posted.
+        engine: set when it is posted.
         failed: an error was raised for it; nothing touches its memory any more.
     """
 
     __slots__ = (
-        "_chunk",
-        "_dtype",
         "_in",
         "_in_view",
         "_item",
@@ -61,12 +68,13 @@ class Operation:
         "_partial_shared",
         "_partial_view",
         "_size",
-        "collective",
+        "engine",
         "failed",
         "future",
-        "on_sent",
         "outcome",
         "posted_s",
+        "priority",
+        "value",
     )  # fmt: skip
 
     def __init__(
@@ -79,60 +87,73 @@ class Operation:
         dtype: np.dtype[Any] | None,
         size: int,
         in_result: bool,
-        outcome: Callable[[], Any],
+        value: Any = None,
+        outcome: Callable[[Any], Any] | None = None,
+        priority: int = 0,
     ) -> None:
         self.future = future
+        self.value = value
         self.outcome = outcome
-        self.collective: Collective
+        self.priority = priority
+        self.engine: Engine
         self.failed = False
-        self.on_sent: Callable[[Operation], None]
         self.posted_s = time.monotonic()
         self._in = _NOTHING if source is None else source
         self._out = _NOTHING if result is None else result
-        self._dtype = dtype
         self._item = 1 if dtype is None else dtype.itemsize
         self._kernel = kernel
         self._size = size
-        self._chunk = 0
         self._partial_shared = in_result and kernel is not None and kernel.accumulate_dtype == kernel.dtype
         self._partial: Array | None = self._out if self._partial_shared else None
-        self._in_view: memoryview | None = None
-        self._partial_view: memoryview | None = None
-        self._out_view: memoryview | None = None
-        self._last: tuple[Lane, int, int, memoryview] | None = None
+        self._in_view: memoryview | None
+        self._partial_view: memoryview | None
+        self._out_view: memoryview | None
+        self._last: tuple[Lane, int, int, memoryview] | None
+        self._in_view = self._partial_view = self._out_view = self._last = None
 
     def sent(self) -> None:
         """A link no longer reads one of this operation's payloads."""
-        self.on_sent(self)
+        self.engine.sent(self)
 
     def waited_s(self) -> float:
         """Seconds since it was posted."""
         return time.monotonic() - self.posted_s
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it is complete or has failed."""
+        return self.future is None
+
     def resolve(self) -> None:
         """It is complete: hand the outcome to whoever waits."""
-        if self.future.done():
+        future, self.future = self.future, None
+        future.operation = None
+        if future.done():
             return
         try:
-            outcome = self.outcome()
+            outcome = self.value if self.outcome is None else self.outcome(self.value)
         except Exception as error:  # noqa: BLE001  of the caller's array library: it belongs to the caller, not to this loop
-            self.future.set_exception(error)
+            future.set_exception(error)
         else:
-            self.future.set_result(outcome)
+            future.set_result(outcome)
 
     def reject(self, error: BaseException) -> None:
         """It failed: tell whoever waits, and touch no memory any more."""
         self.failed = True
-        if not self.future.done():
-            self.future.set_exception(error)
+        future, self.future = self.future, None
+        future.operation = None
+        if not future.done():
+            future.set_exception(error)
 
-    def bind(self, collective: Collective) -> None:
-        """Take the collective that was posted for this operation."""
-        self.collective = collective
-        self._chunk = collective.program.chunk_elements
+    def to_send(self, lane: Lane, index: int, source: int) -> memoryview | bytes:
+        """The bytes of one chunk, to be read by a link: a copy of them if they are few."""
+        start, stop = self._bounds(lane, index)
+        if (stop - start) * self._item > COPIED_NBYTES:
+            return self.bytes_of(lane, index, source)
+        return self._part(lane, source, start, stop).tobytes() if stop else _EMPTY
 
     def bytes_of(self, lane: Lane, index: int, source: int) -> memoryview:
-        """The bytes of one chunk of the input, the partial result or the result.
+        """The memory of one chunk of the input, the partial result or the result.
 
         The same view again when it was asked for last: by that links know that one copy serves several peers.
         """
@@ -155,8 +176,7 @@ class Operation:
             view = self._partial_view
             if view is None:
                 view = self._partial_view = self._array(PARTIAL).view(np.uint8).data
-        start = index * self._chunk
-        stop = min(start + self._chunk, lane.count)
+        start, stop = self._bounds(lane, index)
         offset = self._offset(lane, source)
         view = view[(offset + start) * item : (offset + stop) * item]
         self._last = (lane, index, source, view)
@@ -164,35 +184,44 @@ class Operation:
 
     def fold(self, lane: Lane, index: int, payload: Payload, first: bool) -> None:
         """Make the partial result: (input if first else partial) ∘ payload."""
-        start = index * self._chunk
-        stop = min(start + self._chunk, lane.count)
+        start, stop = self._bounds(lane, index)
         partial = self._part(lane, PARTIAL, start, stop)
         own = self._part(lane, INPUT, start, stop) if first else partial
         self._folding().fold(own, self._contribution(payload, stop - start), partial)
 
     def fold_last(self, lane: Lane, index: int, payload: Payload, first: bool) -> None:
         """Make the result: (input if first else partial) ∘ payload, finished."""
-        start = index * self._chunk
-        stop = min(start + self._chunk, lane.count)
+        start, stop = self._bounds(lane, index)
         own = self._part(lane, INPUT if first else PARTIAL, start, stop)
         result = self._part(lane, RESULT, start, stop)
         self._folding().last(own, self._contribution(payload, stop - start), result, self._size)
 
     def finish(self, lane: Lane, index: int) -> None:
         """Make the result of the input, the only contribution."""
-        start = index * self._chunk
-        stop = min(start + self._chunk, lane.count)
+        start, stop = self._bounds(lane, index)
         source = self._part(lane, INPUT, start, stop)
         self._folding().finish(source, self._part(lane, RESULT, start, stop), self._size)
 
     def store(self, lane: Lane, index: int, payload: Payload) -> None:
         """Make the result of a payload, unless it arrived there."""
-        if payload.owner is not self:
-            self.bytes_of(lane, index, RESULT)[:] = payload.view
+        if payload.owner is not self and lane.count:
+            start, stop = self._bounds(lane, index)
+            result = self._part(lane, RESULT, start, stop)
+            result[:] = np.frombuffer(payload.view, result.dtype)
 
     def copy(self, lane: Lane, index: int) -> None:
         """Make the result of the input."""
-        self.bytes_of(lane, index, RESULT)[:] = self.bytes_of(lane, index, INPUT)
+        if lane.count:
+            start, stop = self._bounds(lane, index)
+            self._part(lane, RESULT, start, stop)[:] = self._part(lane, INPUT, start, stop)
+
+    def _bounds(self, lane: Lane, index: int) -> tuple[int, int]:
+        """The elements of a chunk, counted from the beginning of its lane."""
+        if lane.num_chunks == 1:
+            return 0, lane.count
+        chunk = self.program.chunk_elements
+        start = index * chunk
+        return start, min(start + chunk, lane.count)
 
     def _contribution(self, payload: Payload, count: int) -> Array:
         """What ``count`` elements of a child are: its input, or a partial result."""
@@ -221,5 +250,8 @@ class Operation:
         return lane.result_offset
 
     def _part(self, lane: Lane, source: int, start: int, stop: int) -> Array:
+        array = self._array(source)
+        if stop - start == array.size:  # all of it: a slice costs 0.15 µs
+            return array
         offset = self._offset(lane, source)
-        return self._array(source)[offset + start : offset + stop]
+        return array[offset + start : offset + stop]

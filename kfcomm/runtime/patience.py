@@ -74,7 +74,7 @@ class Patience:
             if operation.failed:
                 continue
             if due is Due.QUIET:
-                self._announce(operation.collective)
+                self._announce(operation)
             elif due is Due.EXPIRED:
                 inquiry = self._inquiry(operation)
                 inquiry.conclude(self.control, self._loop, partial(self._expired, operation, inquiry))
@@ -83,11 +83,11 @@ class Patience:
         self._set_timer()
 
     def _expired(self, operation: Operation, inquiry: Inquiry) -> None:
-        if not operation.failed and not operation.collective.finished:
-            self._abort(operation.collective, inquiry.timed_out())
+        if not operation.failed and not operation.finished:
+            self._abort(operation, inquiry.timed_out())
 
     def _inquiry(self, operation: Operation) -> Inquiry:
         inquiry = self._inquiries.get(operation)
         if inquiry is None:
-            inquiry = self._inquiries[operation] = Inquiry(operation.collective, self._rank)
+            inquiry = self._inquiries[operation] = Inquiry(operation, self._rank)
         return inquiry

@@ -41,6 +41,10 @@ class WiredOperation(Operation):
         self._converted: Array | None = None
         self._sent_up: set[int] = set()
 
+    def to_send(self, lane: Lane, index: int, source: int) -> memoryview:
+        """See ``Operation.to_send``: what is shown is a copy already."""
+        return self.bytes_of(lane, index, source)
+
     def bytes_of(self, lane: Lane, index: int, source: int) -> memoryview:
         """The bytes of one chunk as it travels; what goes up is converted when it is first asked for."""
         if not lane.count:
@@ -94,10 +98,6 @@ class WiredOperation(Operation):
         place = self._place(lane, start, stop)
         self._wire.encode(self._part(lane, INPUT, start, stop), place)
         self._wire.decode(place, self._part(lane, RESULT, start, stop))
-
-    def _bounds(self, lane: Lane, index: int) -> tuple[int, int]:
-        start = index * self._chunk
-        return start, min(start + self._chunk, lane.count)
 
     def _arrived(self, payload: Payload) -> Array:
         return np.frombuffer(payload.view, self._wire.wire_dtype)

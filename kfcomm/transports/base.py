@@ -5,7 +5,7 @@ small frames only (credit, "posted"). Nothing here waits: ``send`` queues, ``flu
 
 What always holds:
 
-- Frames of one link arrive whole and in order, or the link is lost.
+- Frames of one link arrive whole and in the order in which they leave (see ``Link.send``), or the link is lost.
 - A payload view handed to ``send`` is read until ``owner.sent()`` was called, or until ``withdraw(owner)``
   returned; never after that. No link keeps a view of the caller's memory for longer.
 - Incoming payload is written where ``Inbound.place`` says, or shown to ``Inbound.receive`` in place; a link
@@ -45,7 +45,10 @@ class Link(Protocol):
     def send(
         self, header: Header, payload: memoryview | None = None, owner: Owner | None = None, priority: int = 0
     ) -> bool:
-        """Send a frame, or queue it: chunks of a larger ``priority`` first. Never blocks.
+        """Send a frame, or queue it. Never blocks.
+
+        Chunks leave by ``priority``, the larger first, and in the order of the calls within one; other frames before
+        all chunks, but for those that must not overtake any: see ``transports.order``.
 
         Returns:
             True if the payload was read before the call returned. Else ``owner.sent()`` is called when it is no

@@ -1,20 +1,23 @@
 """Links inside one process: a whole world of ranks on one event loop, for tests and for trying things out.
 
 A payload is shown to the receiver in the sender's own memory and is free again when the receiver has seen it.
-Delivery happens in a later turn of the loop than sending, so that the order of events is that of a network.
+Delivery happens in a later turn of the loop than sending, and little in one turn, so that the order of events is that
+of a network, and what is urgent can overtake what is under way.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from kfcomm.core.frame import Header
 from kfcomm.errors import TransportError
 from kfcomm.transports.base import Inbound, Owner
+from kfcomm.transports.order import Order
 
+TURN_NBYTES = 1 << 20
+"""Payload after which a link delivers no further frame in the same turn of the loop."""
 _EMPTY = memoryview(b"")
 
 
@@ -69,7 +72,7 @@ class MemoryLink:
         self.is_closed = False
         self._loop = loop
         self._inbound = inbound
-        self._queue: deque[tuple[Header, memoryview | None, Owner | None]] = deque()
+        self._queue = Order()
         self._scheduled = False
         self._closing = False
 
@@ -77,7 +80,7 @@ class MemoryLink:
         self, header: Header, payload: memoryview | None = None, owner: Owner | None = None, priority: int = 0
     ) -> bool:
         """See ``Link.send``."""
-        self._queue.append((header, payload, owner))
+        self._queue.add((b"", payload, 0, owner, header, self._queue.make_way(header, priority)))
         return False
 
     def flush(self) -> None:
@@ -88,10 +91,7 @@ class MemoryLink:
 
     def withdraw(self, owner: Owner) -> Sequence[Header]:
         """See ``Link.withdraw``; nothing is ever half sent here."""
-        dropped = [header for header, _, other in self._queue if other is owner]
-        if dropped:
-            self._queue = deque(frame for frame in self._queue if frame[2] is not owner)
-        return dropped
+        return [frame[4] for frame in self._queue.drop(owner)]
 
     def disown(self, owner: object) -> None:
         """See ``Link.disown``; payloads are never placed here, so there is nothing to do."""
@@ -125,16 +125,24 @@ class MemoryLink:
     def _deliver(self) -> None:
         self._scheduled = False
         far = self.far
-        while self._queue and not self.is_closed:
-            header, payload, owner = self._queue.popleft()
-            far._inbound.receive(far, header, _EMPTY if payload is None else payload.toreadonly())
+        nbytes = 0
+        while nbytes < TURN_NBYTES and not self.is_closed:
+            frame = self._queue.take()
+            if frame is None:
+                break
+            _, payload, _, owner, header, _ = frame
+            view = _EMPTY if payload is None else memoryview(payload).toreadonly()
+            nbytes += len(view)
+            far._inbound.receive(far, header, view)
             if owner is not None:
                 owner.sent()
-        if self._closing:
+        if self._queue and not self.is_closed:
+            self.flush()
+        elif self._closing:
             self.end(None)
         if not far.is_closed:
             far._inbound.burst_end(far)
 
     def _report(self, error: BaseException | None) -> None:
-        self._queue.clear()
+        self._queue.empty()
         self._inbound.lost(self, error)

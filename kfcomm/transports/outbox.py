@@ -1,11 +1,10 @@
-"""What a stream link still has to send: whole frames in a queue, and at most one that is cut.
+"""What a stream link still has to send: whole frames in their order, and at most one that is cut.
 
-A frame is *cut* when the kernel took a part of it. Whole frames may be dropped at any time; a cut one must be
-finished, or the peer could not find the next frame. So withdrawing an owner drops its whole frames and copies
-the unsent bytes of a cut one: afterwards nothing here refers to that owner's memory.
+A frame is *cut* when the kernel took a part of it. Whole frames may be dropped or overtaken at any time; a cut one
+must be finished first, or the peer could not find the next frame. So withdrawing an owner drops its whole frames and
+copies the unsent bytes of a cut one: afterwards nothing here refers to that owner's memory.
 
-This module moves no bytes and tells no owners; the link does both. The order of sending is decided in ``put``
-and ``gather`` alone.
+This module moves no bytes and tells no owners; the link does both. Which frame is next is decided in ``Order``.
 """
 
 from __future__ import annotations
@@ -16,12 +15,10 @@ from typing import Any
 
 from kfcomm.core.frame import Header
 from kfcomm.transports.base import Owner
-
-Frame = tuple[Any, Any, int, Any, Any]
-"""Head bytes, payload view or None, bytes of both, owner or None, header (None in a cut frame)."""
+from kfcomm.transports.order import Frame, Order
 
 
-class Outbox:
+class Outbox(Order):
     """The frames that one link has yet to send.
 
     Args:
@@ -30,11 +27,11 @@ class Outbox:
         small_nbytes: a payload up to this size is copied beside its head.
     """
 
-    __slots__ = ("_cut", "_frames", "_gather_frames", "_gather_nbytes", "_small_nbytes", "nbytes")
+    __slots__ = ("_cut", "_gather_frames", "_gather_nbytes", "_small_nbytes", "nbytes")
 
     def __init__(self, gather_nbytes: int, gather_frames: int, small_nbytes: int) -> None:
+        super().__init__()
         self.nbytes = 0
-        self._frames: deque[Frame] = deque()
         self._cut: Frame | None = None
         self._gather_nbytes = gather_nbytes
         self._gather_frames = gather_frames
@@ -44,13 +41,18 @@ class Outbox:
         return self.nbytes > 0
 
     def __len__(self) -> int:
-        return len(self._frames) + (self._cut is not None)
+        return super().__len__() + (self._cut is not None)
 
-    def put(self, header: Header, head: bytes, payload: memoryview | None, owner: Owner | None) -> None:
-        """Queue a frame; ``payload`` is a contiguous view of bytes."""
+    def put(
+        self, header: Header, head: bytes, payload: memoryview | None, owner: Owner | None, priority: int = 0
+    ) -> None:
+        """Queue a frame; ``payload`` is a contiguous view of bytes. Only chunks have owners."""
         nbytes = len(head) if payload is None else len(head) + len(payload)
         self.nbytes += nbytes
-        self._frames.append((head, payload, nbytes, owner, header))
+        if owner is not None and priority == self._level:  # the common case, without looking at the header
+            self._chunks.append((head, payload, nbytes, owner, header, priority))
+        else:
+            self.add((head, payload, nbytes, owner, header, self.make_way(header, priority)))
 
     def gather(self) -> tuple[list[Frame], list[Any], int]:
         """The next frames, their buffers for one system call, and the bytes in them.
@@ -58,23 +60,28 @@ class Outbox:
         The frames are off the queue until ``advance`` says how far the kernel took them. Runs of small parts are
         joined: up to 2 KiB a copy costs less than one more buffer (16 frames of 1 KiB: 6.4 µs instead of 7.8).
         """
-        frames, limit, small = self._frames, self._gather_nbytes, self._small_nbytes
-        if len(frames) == 1 and self._cut is None:  # what a single small call does: 0.3 µs less than below
-            frame = frames.popleft()
-            head, payload, nbytes, _, _ = frame
+        front, chunks, limit, small = self._front, self._chunks, self._gather_nbytes, self._small_nbytes
+        if self._cut is not None:
+            front.appendleft(self._cut)
+            self._cut = None
+        elif len(chunks) == 1 and not (front or self._less_urgent):  # what a small call does: 0.3 µs less than below
+            frame = chunks.popleft()
+            head, payload, nbytes, _, _, _ = frame
             if payload is None:
                 return [frame], [head], nbytes
             return [frame], [head + payload] if len(payload) <= small else [head, payload], nbytes
-        if self._cut is not None:
-            frames.appendleft(self._cut)
-            self._cut = None
         batch: list[Frame] = []
         buffers: list[Any] = []
         parts: list[Any] = []
         total = 0
-        while frames and total < limit and len(batch) < self._gather_frames:
-            frame = frames.popleft()
-            head, payload, nbytes, _, _ = frame
+        queue = front or chunks
+        while total < limit and len(batch) < self._gather_frames:
+            if not queue:
+                if not (self._chunks or self._descend()):
+                    break
+                queue = self._chunks
+            frame = queue.popleft()
+            head, payload, nbytes, _, _, _ = frame
             batch.append(frame)
             total += nbytes
             parts.append(head)
@@ -93,12 +100,12 @@ class Outbox:
     def advance(self, batch: Sequence[Frame], moved: int, done: deque[Owner]) -> int:
         """The kernel took the first ``moved`` bytes of ``batch``: the number of frames that are finished.
 
-        Their owners are appended to ``done``; what is left of ``batch`` goes back to the front of the queue.
+        Their owners are appended to ``done``; what is left of ``batch`` goes back to the front of its level.
         """
         self.nbytes -= moved
         for index, frame in enumerate(batch):
             if moved < frame[2]:
-                self._frames.extendleft(reversed(batch[index + 1 :]))
+                self._put_back_all(batch[index + 1 :])
                 self._keep(frame, moved)
                 return index
             moved -= frame[2]
@@ -106,31 +113,36 @@ class Outbox:
                 done.append(frame[3])
         return len(batch)
 
+    def _put_back_all(self, frames: Sequence[Frame]) -> None:
+        if frames and frames[0][5] == frames[-1][5] == self._level:  # then all of them are
+            self._chunks.extendleft(reversed(frames))
+            return
+        for frame in reversed(frames):
+            self.put_back(frame)
+
     def _keep(self, frame: Frame, moved: int) -> None:
-        head, payload, nbytes, owner, header = frame
+        head, payload, nbytes, owner, header, level = frame
         if moved == 0 and header is not None:
-            self._frames.appendleft(frame)
+            self.put_back(frame)
         elif moved < len(head) or moved == 0:
-            self._cut = (head[moved:], payload, nbytes - moved, owner, None)
+            self._cut = (head[moved:], payload, nbytes - moved, owner, None, level)
         else:
-            self._cut = (b"", payload[moved - len(head) :], nbytes - moved, owner, None)
+            self._cut = (b"", payload[moved - len(head) :], nbytes - moved, owner, None, level)
 
     def withdraw(self, owner: Owner) -> list[Header]:
         """Forget this owner's memory: the headers of its frames that are dropped, in order. Cost: the queue."""
         cut = self._cut
         if cut is not None and cut[3] is owner:
-            self._cut = (cut[0], bytes(cut[1]), cut[2], None, None)
-        dropped = [frame for frame in self._frames if frame[3] is owner]
-        if dropped:
-            self._frames = deque(frame for frame in self._frames if frame[3] is not owner)
-            self.nbytes -= sum(frame[2] for frame in dropped)
+            self._cut = (cut[0], bytes(cut[1]), cut[2], None, None, cut[5])
+        dropped = self.drop(owner)
+        self.nbytes -= sum(frame[2] for frame in dropped)
         return [frame[4] for frame in dropped]
 
     def clear(self, done: deque[Owner]) -> None:
         """Drop everything; the owners are appended to ``done``."""
         if self._cut is not None:
-            self._frames.appendleft(self._cut)
+            self._front.appendleft(self._cut)
             self._cut = None
-        done.extend(frame[3] for frame in self._frames if frame[3] is not None)
-        self._frames.clear()
+        done.extend(frame[3] for frame in self if frame[3] is not None)
+        self.empty()
         self.nbytes = 0

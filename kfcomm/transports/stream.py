@@ -27,8 +27,7 @@ from kfcomm.core.frame import (
     PREFIX_NBYTES,
     Header,
     Kind,
-    decode_header,
-    decode_prefix,
+    decode_head,
     make_encoder,
 )
 from kfcomm.errors import RemoteProtocolError, TransportError
@@ -41,7 +40,10 @@ _CHUNK, _BYE = int(Kind.CHUNK), int(Kind.BYE)
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """Sizes in bytes, and counts. On loopback twice or half as much of any of them made no difference to be seen.
+    """Sizes in bytes, and counts. On loopback twice or half as much of any of them made no difference to throughput.
+
+    How long something urgent waits grows with ``burst_nbytes`` and ``gather_nbytes``, and with what the kernel takes
+    (see ``sockets.tune``): with these sizes the four together are below four chunks.
 
     Attributes:
         staging_nbytes: buffer for heads and small frames; at least one whole head fits.
@@ -57,8 +59,8 @@ class StreamOptions:
     staging_nbytes: int = 1 << 17
     read_nbytes: int = 1 << 14
     lookahead_nbytes: int = 1 << 12
-    burst_nbytes: int = 1 << 22
-    gather_nbytes: int = 1 << 21
+    burst_nbytes: int = 1 << 20
+    gather_nbytes: int = 1 << 19
     gather_frames: int = 256
     small_nbytes: int = 1 << 11
 
@@ -147,7 +149,7 @@ class StreamLink:
         """
         head = self._encode(header, 0 if payload is None else len(payload))
         if not self._closing and self._fd >= 0:
-            self._outbox.put(header, head, payload, owner)
+            self._outbox.put(header, head, payload, owner, priority)
         elif owner is not None:
             self._done.append(owner)
             self._loop.call_soon(self._tell_owners)
@@ -296,13 +298,12 @@ class StreamLink:
         staging, inbound = self._staging, self._inbound
         if self._skip:
             self._skip_some()
-        while self._end - self._start >= PREFIX_NBYTES and self._fd >= 0:
-            start, end = self._start, self._end
-            header_nbytes, payload_nbytes = decode_prefix(staging, start)
-            body = start + PREFIX_NBYTES + header_nbytes
-            if body > end:
+        while self._fd >= 0:
+            end = self._end
+            head = decode_head(staging, self._start, end)
+            if head is None:
                 return
-            header = decode_header(staging[start + PREFIX_NBYTES : body])
+            header, payload_nbytes, body = head
             kind = header[0]
             if self._bye_received or (kind != _CHUNK and payload_nbytes):
                 raise self._unexpected(kind, payload_nbytes)

@@ -4,6 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfcomm.core.frame import (
+    CHUNK_FRAME,
+    CHUNK_HEADER,
     MAX_FIELD_NBYTES,
     MAX_HEADER_NBYTES,
     MAX_PAYLOAD_NBYTES,
@@ -11,6 +13,7 @@ from kfcomm.core.frame import (
     PREFIX_NBYTES,
     SCHEMA,
     Kind,
+    decode_head,
     decode_header,
     decode_prefix,
     make_encoder,
@@ -34,7 +37,7 @@ def headers(draw):
 def decode(head):
     header_nbytes, payload_nbytes = decode_prefix(head)
     assert PREFIX_NBYTES + header_nbytes == len(head)
-    return decode_header(memoryview(head)[PREFIX_NBYTES:]), payload_nbytes
+    return list(decode_header(memoryview(head)[PREFIX_NBYTES:])), payload_nbytes
 
 
 @given(st.lists(st.tuples(headers(), st.integers(0, MAX_PAYLOAD_NBYTES)), max_size=5))
@@ -43,6 +46,11 @@ def test_what_is_encoded_comes_back(frames):
     for header, payload_nbytes in frames:
         assert decode(encode(header, payload_nbytes)) == (header, payload_nbytes)
         assert decode(encode(tuple(header))) == (header, 0)
+        head = encode(header, payload_nbytes)
+        among = memoryview(b"x" + head + b"y" * 40)
+        fields, nbytes, offset = decode_head(among, 1, len(among))
+        assert (list(fields), nbytes, offset) == (header, payload_nbytes, 1 + len(head))
+        assert all(decode_head(among, 1, 1 + part) is None for part in range(len(head)))
 
 
 @given(headers(), st.integers(0, 100))
@@ -123,6 +131,27 @@ def test_garbage_is_refused_or_fits_its_row(garbage):
     except RemoteProtocolError:
         return
     assert [type(field) for field in header[1:]] == list(SCHEMA[header[0]])
+
+
+@given(st.lists(st.integers(0, 255), min_size=7, max_size=7), st.integers(0, MAX_PAYLOAD_NBYTES))
+def test_the_header_of_a_chunk_is_packed(fields, payload_nbytes):
+    head = make_encoder()([Kind.CHUNK, *fields], payload_nbytes)
+    assert head == CHUNK_FRAME.pack(CHUNK_HEADER.size, payload_nbytes, Kind.CHUNK, *fields)
+    assert decode(head) == ([Kind.CHUNK, *fields], payload_nbytes)
+
+
+@pytest.mark.parametrize(
+    ("head", "why"),
+    [
+        (CHUNK_FRAME.pack(CHUNK_HEADER.size, MAX_PAYLOAD_NBYTES + 1, Kind.CHUNK, 1, 1, 1, 1, 1, 1, 1), "payload of"),
+        (CHUNK_FRAME.pack(0, 1, Kind.CHUNK, 1, 1, 1, 1, 1, 1, 1), "header of"),
+        (CHUNK_FRAME.pack(CHUNK_HEADER.size - 1, 1, Kind.CHUNK, 1, 1, 1, 1, 1, 1, 1), "not msgpack"),
+        (CHUNK_FRAME.pack(CHUNK_HEADER.size, 1, Kind.ASK, 1, 1, 1, 1, 1, 1, 1), "not msgpack"),
+    ],
+)
+def test_a_packed_header_that_is_none_is_refused(head, why):
+    with pytest.raises(RemoteProtocolError, match=why):
+        decode_head(memoryview(head), 0, len(head))
 
 
 @given(st.binary(min_size=PREFIX_NBYTES, max_size=PREFIX_NBYTES))

@@ -17,7 +17,7 @@ def few(monkeypatch):
 
 def numbered(known, *keys):
     for name in keys:
-        known.number(known.key(b"group", name))
+        known.used(b"group", name)
     return [known.key(b"group", name).id for name in keys]
 
 
@@ -46,7 +46,7 @@ def test_the_number_of_a_key_in_flight_is_not_taken(few):
     for name in "de":
         few.key(b"group", name).live[0] = object()
     with pytest.raises(LocalProtocolError, match="more than 3 names in flight"):
-        few.number(few.key(b"group", "f"))
+        few.used(b"group", "f")
     few.key(b"group", "d").live.clear()
     assert numbered(few, "f") == [1]
 

@@ -174,14 +174,7 @@ def test_an_early_chunk_waits_and_its_credit_with_it():
     assert desk.router.expected(SUM.group_id, "grad") == SUM.signature
     assert desk.incoming[1].window.settle() is None
     collective = desk.post()
-    assert [effect[0] for effect in desk.take()] == [
-        Do.FOLD,
-        Do.RELEASE,
-        Do.FOLD_LAST,
-        Do.RELEASE,
-        Do.SEND,
-        Do.SEND,
-    ]
+    assert [effect[0] for effect in desk.take()] == [Do.FOLD, Do.FOLD_LAST, Do.SEND, Do.SEND]
     assert collective.arrived_ranks() == RANKS
     assert desk.incoming[1].window._owed_headers == 1
     assert desk.router.expected(SUM.group_id, "grad") is None
@@ -194,7 +187,7 @@ def test_a_chunk_that_is_still_arriving_when_its_collective_is_posted_joins_it()
     collective = desk.post()
     desk.take()
     desk.router.arrived(ticket, "x", desk.effects)
-    assert [effect[0] for effect in desk.take()] == [Do.FOLD, Do.RELEASE]
+    assert [effect[0] for effect in desk.take()] == [Do.FOLD]
     assert desk.incoming[1].window._owed_headers == 1
     assert collective.arrived_ranks() == (0, 1)
 

@@ -196,6 +196,7 @@ class World:
         self.nodes = [Node(rank, self.weather.num_blocks) for rank in range(size)]
         self.tokens: list[tuple] = []
         self.memories: dict[tuple[Spec, int, int], Memory | Cause] = {}
+        self.memory_of: dict[Collective, Memory] = {}
         self.wires: list[Wire] = []
         self.violations: list[tuple[Incoming, str]] = []
         self.early: list[tuple] = []
@@ -248,13 +249,14 @@ class World:
         seq = self.seq(rank, spec)
         outcome = node.router.post(
             group, spec.name, spec.signature, spec.program(group.rank), spec.sizes, effects,
-            overlapping=spec.overlapping, context=memory,
+            overlapping=spec.overlapping,
         )  # fmt: skip
         assert node.router.is_posted(spec.group_id, spec.name, seq)
         posted: Memory | Cause = outcome if isinstance(outcome, Cause) else memory
         if isinstance(outcome, Collective):
             assert outcome.seq == seq
             memory.collective = outcome
+            self.memory_of[outcome] = memory
         self.memories[spec, seq, rank] = posted
         self.perform(node, effects)
         return posted
@@ -474,7 +476,7 @@ class World:
         if isinstance(ticket[0], Early):
             return Payload(node, data, -1, None)
         collective, lane, index, phase, position = ticket
-        memory: Memory = collective.context
+        memory = self.memory_of[collective]
         if phase == DOWN and lane.keeps:
             return Payload(node, data, -1, memory)
         block = node.block()
@@ -516,7 +518,7 @@ class World:
         memory, effect = wire.unsent.pop(self.random.randrange(len(wire.unsent)))
         self._read_no_more(memory, effect)
         effects: list[Effect] = []
-        memory.collective.sent(effects)
+        memory.collective.was_read(effects)
         self.perform(self.nodes[wire.incoming.peer], effects)
 
     def _heard(self, rank: int, group_id: bytes, name: str, seq: int, cause: list) -> None:
@@ -593,11 +595,13 @@ class World:
             if effect[0] >= Tell.ANSWER:
                 self._tell(node, effect)
                 continue
-            memory: Memory = effect[1].context
+            memory = self.memory_of[effect[1]]
+            if memory.cause is None:
+                self._do(node, memory, effect)
             if effect[0] == Do.RELEASE:
                 effect[2].release()
-            elif memory.cause is None:
-                self._do(node, memory, effect)
+            elif effect[0] in (Do.FOLD, Do.FOLD_LAST, Do.STORE):
+                effect[4].release()
 
     def _do(self, node: Node, memory: Memory, effect: Effect) -> None:
         assert not memory.done
@@ -633,7 +637,7 @@ class World:
                 wire = next(wire for wire in self.wires if wire.incoming is effect[1])
                 self.answer(wire, effect[2])
             case Tell.FAILED:
-                self._failed(node, effect[1].context, effect[2])
+                self._failed(node, self.memory_of[effect[1]], effect[2])
             case Tell.FLOOD:
                 _, group_id, name, seq, cause = effect
                 for other in self.nodes:

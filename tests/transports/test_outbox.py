@@ -20,7 +20,10 @@ class Owner:
 
 
 class Sender:
-    """An outbox, what the kernel took from it, and what should have been taken."""
+    """An outbox, what the kernel took from it, and what should have been taken, in order.
+
+    What is cut leads what waits; the rest is by priority. ``expected`` has what was begun; `move` fills it.
+    """
 
     def __init__(self, **sizes):
         self.outbox = Outbox(**({"gather_nbytes": 1000, "gather_frames": 4, "small_nbytes": 20} | sizes))
@@ -28,12 +31,13 @@ class Sender:
         self.wire = bytearray()
         self.done = deque()
         self.expected = []
+        self.waiting = []
 
-    def put(self, index, payload, owner=None):
+    def put(self, index, payload, owner=None, priority=0):
         header = (int(Kind.CHUNK), index, 0, 0, 0, 0, 0, 0)
         view = None if payload is None else memoryview(payload)
-        self.outbox.put(header, self.encode(header, len(payload or b"")), view, owner)
-        self.expected.append((index, bytes(payload or b""), owner))
+        self.outbox.put(header, self.encode(header, len(payload or b"")), view, owner, priority)
+        self.waiting.append((-priority, index, bytes(payload or b""), owner))
 
     def move(self, share=1.0):
         batch, buffers, nbytes = self.outbox.gather()
@@ -41,16 +45,20 @@ class Sender:
         assert len(data) == nbytes
         moved = int(nbytes * share)
         self.wire += data[:moved]
-        return self.outbox.advance(batch, moved, self.done), len(batch)
+        finished = self.outbox.advance(batch, moved, self.done)
+        begun = finished + (moved > sum(frame[2] for frame in batch[:finished]))
+        fresh = begun - (batch[0][4] is None and begun > 0)  # the first may have been cut, and is expected already
+        self.waiting.sort(key=lambda frame: frame[:2])
+        self.expected += [frame[1:] for frame in self.waiting[:fresh]]
+        del self.waiting[:fresh]
+        return finished, len(batch)
 
     def withdraw(self, owner):
         dropped = [header[1] for header in self.outbox.withdraw(owner)]
-        assert all(self.owner_of(index) is owner for index in dropped)
-        self.expected = [frame for frame in self.expected if frame[0] not in dropped]
+        self.waiting.sort(key=lambda frame: frame[:2])
+        assert dropped == [frame[1] for frame in self.waiting if frame[3] is owner]
+        self.waiting = [frame for frame in self.waiting if frame[3] is not owner]
         return dropped
-
-    def owner_of(self, index):
-        return next(frame[2] for frame in self.expected if frame[0] == index)
 
     def received(self):
         frames, at = [], 0
@@ -68,7 +76,7 @@ shares = st.one_of(st.just(1.0), st.just(0.0), st.floats(0, 1))
 payloads = st.one_of(st.none(), st.integers(0, 30), st.integers(0, 3000))
 steps = st.lists(
     st.one_of(
-        st.tuples(st.just("put"), payloads, st.integers(0, 2)),
+        st.tuples(st.just("put"), payloads, st.integers(0, 2), st.sampled_from([0, 0, 0, -7, 1, 2])),
         st.tuples(st.just("move"), shares),
         st.tuples(st.just("withdraw"), st.integers(0, 2)),
     ),
@@ -77,18 +85,18 @@ steps = st.lists(
 
 
 @given(steps, st.integers(1, 5), st.integers(1, 5000), st.integers(0, 50))
-def test_whatever_is_taken_and_withdrawn_the_frames_arrive_whole_and_in_order(script, frames, nbytes, small):
+def test_whatever_is_taken_and_withdrawn_the_frames_arrive_whole_and_by_urgency(script, frames, nbytes, small):
     sender = Sender(gather_nbytes=nbytes, gather_frames=frames, small_nbytes=small)
     owners = [Owner(0), Owner(1), None]
     memory = {}
     for index, (verb, *arguments) in enumerate(script):
         match verb:
             case "put":
-                length, which = arguments
+                length, which, priority = arguments
                 payload = None if length is None else bytearray([index % 256]) * length
                 owner = None if payload is None else owners[which]
                 memory.setdefault(owner, []).append(payload)
-                sender.put(index, payload, owner)
+                sender.put(index, payload, owner, priority)
             case "move" if sender.outbox:
                 sender.move(arguments[0])
             case "withdraw" if owners[arguments[0]] is not None:
@@ -101,6 +109,7 @@ def test_whatever_is_taken_and_withdrawn_the_frames_arrive_whole_and_in_order(sc
     while sender.outbox:
         sender.move()
     assert sender.received() == [frame[:2] for frame in sender.expected]
+    assert not sender.waiting
     assert len(sender.outbox) == sender.outbox.nbytes == 0
 
 

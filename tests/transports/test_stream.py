@@ -21,6 +21,15 @@ def plain(request):
     return request.param
 
 
+async def kernel_is_full(link):
+    """Turns of the loop until the kernel has taken nothing more for some of them: nobody reads at the other end."""
+    taken, turns = -1, 0
+    while turns < 20:
+        turns = 0 if link.bytes_out != taken else turns + 1
+        taken = link.bytes_out
+        await asyncio.sleep(0)
+
+
 lengths = st.one_of(st.integers(0, 40), st.integers(0, 5000), st.sampled_from([65_000, 65_536, 200_000]))
 
 
@@ -105,6 +114,36 @@ def test_a_huge_payload_fits_through_tiny_buffers(kind, plain):
             assert owner.times == 1
             assert other.frames_in == 2
             assert heard.bursts > 1
+
+    run(main(), plain=plain)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_urgent_overtakes_all_that_the_kernel_has_not_taken(kind, plain):
+    async def main():
+        async with against_raw(kind, buffer_nbytes=1 << 14) as (link, _, raw):
+            payload = noise(1 << 16)
+            for index in range(20):
+                link.send(chunk(index), memoryview(payload))
+            link.flush()
+            await kernel_is_full(link)
+            taken = link.frames_out
+            is_cut = link.bytes_out > taken * (len(payload) + len(make_encoder()(chunk(), len(payload))))
+            first = taken + is_cut
+            assert first < 20
+            link.send(chunk(100), memoryview(b"a little urgent"), priority=1)
+            link.send(chunk(101), memoryview(b"very urgent"), priority=32767)
+            link.send([3, 1, b"", "a name"])
+            link.send(chunk(102), memoryview(b"can wait"), priority=-32768)
+            link.close()
+
+            loop, notes = asyncio.get_running_loop(), Notes()
+            reader = StreamLink(raw.dup(), loop, notes, 0)
+            await notes.until(lambda notes: notes.ends)
+            await reader.wait_closed()
+            arrived = [header[3] if header[0] == 3 else header[1] for header, _ in notes.frames]
+            assert arrived == [*range(first), "a name", 101, 100, *range(first, 20), 102]
+            assert notes.ends == [None]
 
     run(main(), plain=plain)
 

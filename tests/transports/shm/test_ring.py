@@ -90,7 +90,9 @@ def test_an_encoded_header_is_a_record_of_kind_0():
 
 # What the other side must not do
 
-words = st.one_of(st.integers(0, MAX), st.integers(0, 3 * NBYTES), st.sampled_from([0, 1, 63, 64, 96, 128, NBYTES, MAX]))
+words = st.one_of(
+    st.integers(0, MAX), st.integers(0, 3 * NBYTES), st.sampled_from([0, 1, 63, 64, 96, 128, NBYTES, MAX])
+)
 
 
 def drain(ring, limit=200):

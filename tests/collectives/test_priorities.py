@@ -1,0 +1,178 @@
+"""What is urgent goes first, on every link; the results are what they would be anyway."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kfcomm import Communicator
+from kfcomm.errors import CollectiveAborted, ConfigError
+from kfcomm.runtime.outlet import Outlet
+from kfcomm.transports.memory import TURN_NBYTES
+from tests.conformance.worlds import ends, everywhere, on_loop, same_bits, turns, world
+from tests.support import run
+
+X = np.arange(6.0)
+LARGE = np.ones(8 * TURN_NBYTES, np.uint8)
+
+CALLS: dict[str, Any] = {
+    "all_reduce": lambda comm, **how: comm.all_reduce(X, "k", **how),
+    "all_reduce_many": lambda comm, **how: comm.all_reduce_many({"k": X, "l": X}, **how),
+    "reduce": lambda comm, **how: comm.reduce(X, 1, "k", **how),
+    "broadcast": lambda comm, **how: comm.broadcast(X, 1, "k", **how),
+    "gather": lambda comm, **how: comm.gather(X, 1, "k", **how),
+    "gather, joined": lambda comm, **how: comm.gather(X[comm.rank :], 1, "k", concat=True, **how),
+    "all_gather": lambda comm, **how: comm.all_gather(X, "k", **how),
+    "all_gather, joined": lambda comm, **how: comm.all_gather(X[comm.rank :], "k", concat=True, **how),
+    "scatter": lambda comm, **how: comm.scatter(X, 1, "k", **how),
+    "reduce_scatter": lambda comm, **how: comm.reduce_scatter(X, "k", **how),
+    "all_to_all": lambda comm, **how: comm.all_to_all(X, "k", **how),
+    "all_to_all of lists": lambda comm, **how: comm.all_to_all([X] * comm.size, "k", **how),
+    "barrier": lambda comm, **how: comm.barrier("k", **how),
+    "consensus": lambda comm, **how: comm.consensus(X, "k", **how),
+    "broadcast_object": lambda comm, **how: comm.broadcast_object([1, "a"], 1, "k", **how),
+    "all_gather_object": lambda comm, **how: comm.all_gather_object([1, "a"], "k", **how),
+    "gather_object": lambda comm, **how: comm.gather_object([1, "a"], 1, "k", **how),
+    "scatter_object": lambda comm, **how: comm.scatter_object([comm.rank] * comm.size, 1, "k", **how),
+}
+MESSAGES: dict[str, Any] = {
+    "send": (lambda comm, **how: comm.send(X, 1, **how), lambda comm, **how: comm.recv(0, **how)),
+    "recv_any": (lambda comm, **how: comm.send(X, 1, **how), lambda comm, **how: comm.recv_any(**how)),
+    "send_object": (lambda comm, **how: comm.send_object(1, 1, **how), lambda comm, **how: comm.recv_object(0, **how)),
+}
+BAD = [None, 1.0, "high", True, 1 << 15, -(1 << 15) - 1, np.int64(1 << 15), np.float32(1)]
+
+
+def test_every_verb_is_tried() -> None:
+    takes = {
+        name
+        for name, verb in inspect.getmembers(Communicator, inspect.isfunction)
+        if "priority" in inspect.signature(verb).parameters and not name.startswith("_")
+    }
+    tried = {name.split(",")[0].split(" of")[0] for name in CALLS}
+    assert takes == tried | {"send", "send_object", "recv", "recv_any", "recv_object"}
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """The priorities of all chunks that were handed to links."""
+    priorities: set[int] = set()
+    original = Outlet.send
+
+    def send(self: Outlet, header: Any, payload: Any = None, owner: Any = None, priority: int = 0) -> bool:
+        if owner is not None:
+            priorities.add(priority)
+        return original(self, header, payload, owner, priority)
+
+    monkeypatch.setattr(Outlet, "send", send)
+    return priorities
+
+
+@pytest.mark.parametrize("verb", CALLS)
+def test_every_chunk_of_a_call_has_its_priority(verb: str, seen: set[int]) -> None:
+    async def main() -> None:
+        async with world(3) as comms:
+            plain = await everywhere(comms, CALLS[verb])
+            assert seen == {0}
+            seen.clear()
+            urgent = await everywhere(comms, lambda comm: CALLS[verb](comm, priority=np.int32(7)))
+            assert seen == {7}
+            assert repr(plain) == repr(urgent)
+
+    run(main())
+
+
+@pytest.mark.parametrize("verb", MESSAGES)
+def test_every_chunk_of_a_message_has_the_priority_of_its_sender_or_receiver(verb: str, seen: set[int]) -> None:
+    send, receive = MESSAGES[verb]
+
+    async def main() -> None:
+        async with world(2) as comms:
+            await asyncio.gather(send(comms[0], priority=3), receive(comms[1], priority=-4))
+            assert seen == {3, -4}
+
+    run(main())
+
+
+@pytest.mark.parametrize("bad", BAD, ids=repr)
+@on_loop
+async def test_a_priority_that_is_none(bad: Any) -> None:
+    async with world(2) as comms:
+        for verb, call in CALLS.items():
+            handles = [call(comms[0])]
+            with pytest.raises(ConfigError, match="whole number from -32768 to 32767"):
+                call(comms[1], priority=bad)
+            for error in await asyncio.gather(*handles, return_exceptions=True):
+                assert isinstance(error, CollectiveAborted), verb
+        for call in (one for pair in MESSAGES.values() for one in pair):
+            with pytest.raises(ConfigError, match="whole number"):
+                call(comms[0], priority=bad)
+        assert await ends(comms, lambda comm: comm.barrier(priority=32767)) == [None, None]
+
+
+@pytest.mark.parametrize("strategy", ["ring", "clique", "star"])
+@on_loop
+async def test_what_is_urgent_overtakes_what_is_under_way(strategy: str) -> None:
+    async with world(3, strategy=strategy) as comms:
+        await everywhere(comms, lambda comm: comm.all_reduce(X, "warm"))
+        for priority, order in ((1, ["small"] * 3 + ["large"] * 3), (-1, ["large"] * 3 + ["small"] * 3)):
+            done: list[str] = []
+
+            def call(comm: Communicator, x: Any, name: str, priority: int, done: list[str] = done) -> Any:
+                handle = comm.all_reduce(x, name, op="max", priority=priority)
+                handle.add_done_callback(lambda _: done.append(name))
+                return handle
+
+            large = [call(comm, LARGE, "large", 0) for comm in comms]
+            await turns(3)
+            assert not done
+            small = [call(comm, X, "small", priority) for comm in comms]
+            await asyncio.gather(*large, *small)
+            assert done == order
+
+
+@on_loop
+async def test_many_levels_leave_from_the_most_urgent_down() -> None:
+    async with world(2, strategy="star") as comms:
+        await everywhere(comms, lambda comm: comm.barrier())
+        done: tuple[list[int], list[int]] = ([], [])
+        handles = []
+        for level in (3, -1, 7, 0, 5, -9, 2):
+            for comm, mine in zip(comms, done, strict=True):
+                handle = comm.all_reduce(X, f"level {level}", priority=level)
+                handle.add_done_callback(lambda _, level=level, mine=mine: mine.append(level))
+                handles.append(handle)
+        await asyncio.gather(*handles)
+        assert done == ([7, 5, 3, 2, 0, -1, -9],) * 2
+
+
+@settings(max_examples=20)
+@given(st.integers(2, 4), st.sampled_from(["ring", "clique", "binary_tree_star"]), st.integers(0, 99), st.data())
+def test_the_bits_are_the_same_whatever_the_priorities(
+    size: int, strategy: str, seed: int, data: st.DataObject
+) -> None:
+    levels = data.draw(st.lists(st.lists(st.integers(-3, 3), min_size=size, max_size=size), min_size=1, max_size=12))
+    rng = np.random.default_rng(seed)
+    lengths = [int(10 ** rng.uniform(0, 5)) for _ in levels]
+    inputs = [[rng.standard_normal(length).astype(np.float32) for _ in range(size)] for length in lengths]
+
+    async def results(comms: Any, factor: int) -> list[Any]:
+        handles = [
+            comm.all_reduce(inputs[number][comm.rank], f"tensor/{number}", priority=of[comm.rank] * factor)
+            for comm in comms
+            for number, of in enumerate(levels)
+        ]
+        return await asyncio.gather(*handles)
+
+    async def main() -> None:
+        async with world(size, strategy=strategy) as comms:
+            plain, mixed = await results(comms, 0), await results(comms, 1)
+            assert all(same_bits(one, other) for one, other in zip(plain, mixed, strict=True))
+
+    run(main())
