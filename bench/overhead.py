@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
+import importlib.util
 import json
 import statistics
 import subprocess
@@ -100,11 +102,9 @@ def processes(size: int, transport: str, options: argparse.Namespace) -> Figures
 
 def run(main: Coroutine[Any, Any, Any]) -> Any:
     """Run it on uvloop where that exists."""
-    try:
-        from uvloop import new_event_loop
-    except ImportError:
-        from asyncio import new_event_loop
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+    found = importlib.util.find_spec("uvloop") is not None
+    factory = importlib.import_module("uvloop").new_event_loop if found else asyncio.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
         return runner.run(main)
 
 

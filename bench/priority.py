@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
+import importlib.util
 import statistics
 import sys
 import time
@@ -22,11 +24,6 @@ import numpy as np
 
 import kfcomm
 from kfcomm.collectives.plans import CHUNK_NBYTES
-
-try:
-    import uvloop
-except ImportError:
-    uvloop = None
 
 URGENT_NBYTES = 4 << 10
 BEGIN_AT = 0.15
@@ -122,7 +119,7 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    if uvloop is not None:
-        uvloop.run(main())
-    else:
-        asyncio.run(main())
+    found = importlib.util.find_spec("uvloop") is not None
+    factory = importlib.import_module("uvloop").new_event_loop if found else None
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(main())

@@ -60,7 +60,7 @@ class Do(IntEnum):
     COPY = 5
     """[machine, lane, index]: result = input."""
     RELEASE = 6
-    """[machine, payload]: nothing reads this payload any more; said of those only that are neither folded nor stored."""
+    """[machine, payload]: nothing reads this payload any more; only of those that are neither folded nor stored."""
     DONE = 7
     """[machine]: the result is complete, and no memory of the caller is in use."""
     FOLD_LAST = 8

@@ -178,8 +178,8 @@ def test_sockets_that_pass_no_descriptors():
                 sock = socket.create_connection(listener.getsockname())
                 sock.setblocking(False)
                 other, _ = listener.accept()
-                with other, pytest.raises(KfcommError):
-                    other.close()  # a TCP socket takes the message, and drops the descriptors
+                other.close()  # a TCP socket takes the message, and drops the descriptors
+                with pytest.raises(KfcommError):
                     await here.connect(sock, 1)
                 assert sock.fileno() < 0
 

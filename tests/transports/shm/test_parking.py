@@ -90,7 +90,7 @@ actions = st.one_of(
 
 
 @given(st.lists(actions, max_size=40), st.booleans(), st.booleans(), st.lists(st.integers(0, 3), max_size=200))
-def test_whatever_is_sent_arrives_though_both_sides_rest_whenever_they_can(script, closing, in_turns, choices):
+def test_whatever_is_sent_arrives_though_both_sides_rest_whenever_they_can(script, closing, in_turns, choices):  # noqa: C901  one story
     picks = iter(choices)
     sent, answered = ([], []), ([], [])
     with stepped(lambda: next(picks, 0), links=2, slabs=2) as (threads, here, there, pairs):
@@ -102,7 +102,7 @@ def test_whatever_is_sent_arrives_though_both_sides_rest_whenever_they_can(scrip
                 near.do(pair.link.send, chunk(len(sent[which])), BIG[:number])
                 near.call_soon(pair.link.flush)
             elif verb == "define":
-                near.do(pair.link.send, [3, 1, b"", "k" * number])
+                near.do(pair.link.send, [3, 1, b"", "k" * number, 0])
                 near.call_soon(pair.link.flush)
             elif verb == "answers":
                 for _ in range(number):
