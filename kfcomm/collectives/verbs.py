@@ -25,6 +25,7 @@ from kfcomm.collectives.group import (
     check_timeout,
 )
 from kfcomm.collectives.handle import Handle
+from kfcomm.collectives.packing import Unit, many_key, post_units
 from kfcomm.collectives.plans import Plan, Planner, Plans, row_elements
 from kfcomm.core.chunk import split
 from kfcomm.errors import ConfigError, KfcommError
@@ -129,26 +130,49 @@ class Verbs:
         self, arrays: Mapping[str, Any], *, op: Op | str = Op.SUM, timeout: float | None = None, priority: int = 0,
         wire_dtype: str | None = None,
     ) -> Handle[dict[str, Any]]:  # fmt: skip
-        """``all_reduce`` of every value under its key as the name; all at once.
+        """``all_reduce`` of every value of a mapping in few collectives: small arrays travel together.
+
+        Every rank gives the same names, each with the same shape and dtype; the order of the mapping does not matter.
+        It meets calls of ``all_reduce_many`` alone, never an ``all_reduce`` of one of the names.
 
         Returns:
-            A handle whose result maps the same keys to the results. If one fails, its error is raised once all have
-            ended; cancelling it cancels all.
+            A handle whose result maps the same names to the results, in the order of ``arrays``; those of small arrays
+            share memory. If a part fails, the whole does; cancelling it cancels all.
 
         Raises:
-            ConfigError: one of them cannot work; the others have begun, so that no rank waits for them in vain.
+            ConfigError: one of them cannot work (also for the other ranks' calls: ``CollectiveAborted``).
+
+        Cost: per array about 2 µs and two copies where it has up to 64 KiB; else as ``all_reduce``.
         """
-        parts: dict[str, Handle[Any]] = {}
-        refused: ConfigError | None = None
-        for name, x in arrays.items():
-            try:
-                parts[name] = self.all_reduce(x, name, op=op, timeout=timeout, priority=priority, wire_dtype=wire_dtype)
-            except ConfigError as error:
-                refused = refused or error
-        whole = _joined(parts, self._group)
-        if refused is not None:
-            whole.add_done_callback(_ignore)
-            raise refused
+        whole: Handle[dict[str, Any]] = Handle(loop=self._group.engine.loop)
+        if not arrays:
+            self._check_open()
+            whole.set_result({})
+            return whole
+        group = self._group
+        for name in arrays:
+            check_name(name)
+        names = sorted(arrays)
+        self._check_open()
+        with Checks(group, many_key(names), 1, None):
+            check_timeout(timeout)
+            check_priority(priority)
+            adapted = [adapt(arrays[name]) for name in names]
+            ops = {one.dtype: _checked_op(op, one.dtype) for one in adapted}
+            wires = {} if wire_dtype is None else {dtype: wire_dtype_of(wire_dtype, dtype) for dtype in ops}
+
+        def plan(plans: Plans, unit: Unit, key: str) -> Plan:
+            first = unit.arrays[0]
+            shape = first.shape if len(unit.arrays) == 1 else (sum(one.size for one in unit.arrays),)
+            return plans.all_reduce(first.dtype, shape, ops[first.dtype], key, wires.get(first.dtype))
+
+        def begin() -> None:
+            if whole.cancelled():
+                whole.seq = group.refuse_now(many_key(names), asyncio.CancelledError())
+            else:
+                post_units(group, names, adapted, plan, whole, arrays, timeout_s=timeout, priority=priority)
+
+        group.in_order(begin)
         return whole
 
     def reduce(
@@ -287,7 +311,7 @@ class Verbs:
                 self._group.refuse_now(later.key, error, seq=later.seq)
             raise
         checks = Checks(self._group, name or UNNAMED, steps, later)
-        if timeout_s is not None or priority:
+        if timeout_s is not None or type(priority) is not int or priority:
             with checks:
                 check_timeout(timeout_s)
                 check_priority(priority)
@@ -407,43 +431,3 @@ def _room(
 
         return scratch, target, copied
     return flat, target, OutArray.finish
-
-
-def _joined(parts: Mapping[str, Handle[Any]], group: Group) -> Handle[dict[str, Any]]:
-    """One handle for several: done when all are."""
-    whole: Handle[dict[str, Any]] = Handle(loop=group.engine.loop)
-    left = len(parts)
-
-    def one_done(_: Any) -> None:
-        nonlocal left
-        left -= 1
-        if left:
-            return
-        errors = [part.exception() for part in parts.values() if not part.cancelled()]
-        first = next((error for error in errors if error is not None), None)
-        if whole.done():
-            return
-        if first is not None:
-            whole.set_exception(first)
-        elif len(errors) < len(parts):
-            whole.cancel()
-        else:
-            whole.set_result({name: part.result() for name, part in parts.items()})
-
-    def give_up(done: Any) -> None:
-        if done.cancelled():
-            for part in parts.values():
-                part.cancel()
-
-    whole.add_done_callback(give_up)
-    for part in parts.values():
-        part.add_done_callback(one_done)
-    if not parts:
-        whole.set_result({})
-    return whole
-
-
-def _ignore(done: asyncio.Future[Any]) -> None:
-    """Nobody waits for this one: asyncio is not to complain that its error was never looked at."""
-    if not done.cancelled():
-        done.exception()

@@ -160,7 +160,7 @@ async def test_many_at_once() -> None:
 
 @on_loop
 async def test_one_of_many_fails() -> None:
-    """Its error is raised; the others were done; and all names work afterwards."""
+    """The whole fails, everywhere, and all names work afterwards."""
     async with world(3) as comms:
         for bad, kinds in (
             (X[:2], (CollectiveMismatch,) * 3),

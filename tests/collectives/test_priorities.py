@@ -116,9 +116,10 @@ async def test_a_priority_that_is_none(bad: Any) -> None:
         assert await ends(comms, lambda comm: comm.barrier(priority=32767)) == [None, None]
 
 
+@pytest.mark.parametrize("links", ["memory"], indirect=True)  # whose turns can be counted
 @pytest.mark.parametrize("strategy", ["ring", "clique", "star"])
 @on_loop
-async def test_what_is_urgent_overtakes_what_is_under_way(strategy: str) -> None:
+async def test_what_is_urgent_overtakes_what_is_under_way(links: None, strategy: str) -> None:
     async with world(3, strategy=strategy) as comms:
         await everywhere(comms, lambda comm: comm.all_reduce(X, "warm"))
         for priority, order in ((1, ["small"] * 3 + ["large"] * 3), (-1, ["large"] * 3 + ["small"] * 3)):
@@ -137,8 +138,9 @@ async def test_what_is_urgent_overtakes_what_is_under_way(strategy: str) -> None
             assert done == order
 
 
+@pytest.mark.parametrize("links", ["memory"], indirect=True)
 @on_loop
-async def test_many_levels_leave_from_the_most_urgent_down() -> None:
+async def test_many_levels_leave_from_the_most_urgent_down(links: None) -> None:
     async with world(2, strategy="star") as comms:
         await everywhere(comms, lambda comm: comm.barrier())
         done: tuple[list[int], list[int]] = ([], [])

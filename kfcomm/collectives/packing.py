@@ -1,0 +1,148 @@
+"""``all_reduce_many``: many arrays in few collectives, by a plan that every rank derives alone.
+
+The names are sorted. Small arrays of one dtype are laid one after the other and travel as one; large ones travel by
+themselves, uncopied. Each of these *units* has a key made of the first name, and a signature that holds a digest of all
+names and shapes: ranks that pack differently get ``CollectiveMismatch``. The first unit takes the next sequence number
+of its key, and the others take the same, so that a call which fails on one rank leaves all ranks in step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kfcomm.arrays import HostArray
+from kfcomm.collectives.group import Group
+from kfcomm.collectives.handle import Handle
+from kfcomm.collectives.plans import Plan, Plans
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+
+PACK_NBYTES = 1 << 16
+"""Arrays up to this size are packed: copied twice, which costs less than a collective of their own."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unit:
+    """What travels as one.
+
+    Attributes:
+        names: of the arrays in it.
+        arrays: one large one, or any number of small ones of one dtype.
+    """
+
+    names: tuple[str, ...]
+    arrays: tuple[HostArray, ...]
+
+    def source(self) -> Array:
+        """All elements in a row; the caller's memory if there is one array."""
+        return self.arrays[0].flat if len(self.arrays) == 1 else np.concatenate([one.flat for one in self.arrays])
+
+    def results(self, flat: Array) -> dict[str, Any]:
+        """The results by name, of the callers' kinds; they share the memory of ``flat``."""
+        found: dict[str, Any] = {}
+        at = 0
+        for name, array in zip(self.names, self.arrays, strict=True):
+            found[name] = array.restore(flat[at : at + array.size])
+            at += array.size
+        return found
+
+
+def many_key(names: Sequence[str]) -> str:
+    """The key of the first unit of these names, which are sorted; later ones append their number."""
+    return names[0] + "\0many"
+
+
+def units_of(names: Sequence[str], arrays: Sequence[HostArray]) -> list[Unit]:
+    """The units, the same on every rank: small ones by dtype, then large ones by name."""
+    small: dict[str, tuple[list[str], list[HostArray]]] = {}
+    large = []
+    for name, array in zip(names, arrays, strict=True):
+        if array.nbytes > PACK_NBYTES:
+            large.append(Unit((name,), (array,)))
+        else:
+            packed = small.setdefault(array.dtype.str + array.dtype.name, ([], []))
+            packed[0].append(name)
+            packed[1].append(array)
+    return [*(Unit(tuple(small[key][0]), tuple(small[key][1])) for key in sorted(small)), *large]
+
+
+def digest_of(names: Sequence[str], arrays: Sequence[HostArray]) -> tuple[int, bytes]:
+    """What all ranks must agree on besides dtypes: how many arrays, and a digest of their names and shapes."""
+    digest = hashlib.blake2b("\0".join(names).encode(), digest_size=8)
+    digest.update(repr([array.shape for array in arrays]).encode())
+    return len(names), digest.digest()
+
+
+def post_units(
+    group: Group, names: Sequence[str], arrays: Sequence[HostArray], plan: Callable[[Plans, Unit, str], Plan],
+    whole: Handle[dict[str, Any]], order: Mapping[str, Any], *, timeout_s: float | None, priority: int,
+) -> None:  # fmt: skip
+    """Begin all units; ``whole`` gets the results in the ``order`` of the caller's mapping.
+
+    If one fails, the others are given up, and its error is raised once all have ended.
+    """
+    key, told = many_key(names), digest_of(names, arrays)
+    units = units_of(names, arrays)
+    handles: list[Handle[Any]] = []
+    seq = None
+    try:
+        for number, unit in enumerate(units):
+            handle: Handle[Any] = Handle(loop=group.engine.loop)
+            under = f"{key} {number}" if number else key
+            made = plan(group.plans, unit, under)
+            made = replace(made, signature=made.signature._replace(counts=told))
+            result = np.empty(made.result_count, made.dtype)
+            group.post(
+                made, under, source=unit.source(), result=result, value=result, timeout_s=timeout_s, priority=priority,
+                handle=handle, seq=seq,
+            )  # fmt: skip
+            seq = whole.seq = handle.seq
+            handles.append(handle)
+    except Exception as error:  # noqa: BLE001  no memory, perhaps: the other ranks are told by the first unit
+        if not handles:
+            whole.seq = group.refuse_now(key, error)
+        for handle in handles:
+            handle.cancel()
+        whole.set_exception(error)
+        return
+    _join(units, handles, whole, order)
+
+
+def _join(
+    units: Sequence[Unit], handles: Sequence[Handle[Any]], whole: Handle[dict[str, Any]], order: Mapping[str, Any]
+) -> None:
+    left = len(handles)
+    errors: list[BaseException] = []
+
+    def one_done(done: Any) -> None:
+        nonlocal left
+        left -= 1
+        if not done.cancelled() and done.exception() is not None:
+            errors.append(done.exception())
+            give_up()
+        if not left and not whole.done():
+            finish()
+
+    def finish() -> None:
+        if errors:
+            whole.set_exception(errors[0])
+        elif any(handle.cancelled() for handle in handles):
+            whole.cancel()
+        else:
+            results: dict[str, Any] = {}
+            for unit, handle in zip(units, handles, strict=True):
+                results.update(unit.results(handle.result()))
+            whole.set_result({name: results[name] for name in order})
+
+    def give_up() -> None:
+        for handle in handles:
+            handle.cancel()
+
+    whole.add_done_callback(lambda done: give_up() if done.cancelled() else None)
+    for handle in handles:
+        handle.add_done_callback(one_done)
