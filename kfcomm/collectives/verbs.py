@@ -287,7 +287,7 @@ class Verbs:
                 self._group.refuse_now(later.key, error, seq=later.seq)
             raise
         checks = Checks(self._group, name or UNNAMED, steps, later)
-        if timeout_s is not None or priority:
+        if timeout_s is not None or priority or type(priority) is not int:
             with checks:
                 check_timeout(timeout_s)
                 check_priority(priority)
