@@ -311,7 +311,7 @@ class Verbs:
                 self._group.refuse_now(later.key, error, seq=later.seq)
             raise
         checks = Checks(self._group, name or UNNAMED, steps, later)
-        if timeout_s is not None or type(priority) is not int or priority:
+        if timeout_s is not None or priority or type(priority) is not int:
             with checks:
                 check_timeout(timeout_s)
                 check_priority(priority)

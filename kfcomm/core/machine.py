@@ -22,6 +22,7 @@ cost nine times as much, and a chunk makes two to five of them).
 
 from __future__ import annotations
 
+from collections.abc import MutableSequence
 from enum import IntEnum
 from typing import Any
 
@@ -98,7 +99,9 @@ class Machine:
         self.finished = False
         self._gate = program.gate
         # Children folded per chunk; one more than there are children once the result is here.
-        self._folded = program.counters()
+        # Bytes where they suffice: unlike a list they are nothing that the garbage collector has to look at.
+        num_slots = program.num_slots
+        self._folded: MutableSequence[int] = bytearray(num_slots) if program.small_counts else [0] * num_slots
         self._held: dict[tuple[int, int], Any] | None = None
 
     def start(self, effects: Effects) -> None:

@@ -29,7 +29,7 @@ history, so it can be used again for every collective of the same kind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kfcomm.core.chunk import num_chunks, split
@@ -94,13 +94,6 @@ class Program:
     def __post_init__(self) -> None:
         most = max((len(lane.children) for lane in self.lanes.values()), default=0)
         object.__setattr__(self, "small_counts", most < MAX_BYTE)
-
-    def counters(self) -> MutableSequence[int]:
-        """A zero for each slot, to count up to one more than any lane has children.
-
-        Bytes where they suffice: unlike a list they are nothing that the garbage collector has to look at.
-        """
-        return bytearray(self.num_slots) if self.small_counts else [0] * self.num_slots
 
 
 class Builder:

@@ -209,3 +209,13 @@ def test_who_still_has_to_send_is_awaited():
     assert [middle.machine.awaits(rank) for rank in range(3)] == [True, False, False]
     middle.arrive("r", DOWN, 0)
     assert not any(middle.machine.awaits(rank) for rank in range(3))
+
+
+@pytest.mark.parametrize("size", [255, 256, 300])
+def test_a_root_may_have_more_children_than_a_byte_can_count(size):
+    star = GraphPair.of(Graph.from_fathers([0] * size))
+    bench = Bench(programs.all_reduce(0, [star], 1, 1))
+    effects = [effect for sender in range(1, size) for effect in bench.arrive(sender, sender=sender)]
+    assert [effect[0] for effect in effects] == [Do.FOLD] * (size - 2) + [Do.FOLD_LAST] + [Do.SEND] * (size - 1)
+    assert bench.machine.accepts(bench.lanes[0], 0, UP, 1) == NOBODY
+    assert bench.sent(size - 1) == [(Do.DONE,)]

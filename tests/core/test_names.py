@@ -51,6 +51,14 @@ def test_the_number_of_a_key_in_flight_is_not_taken(few):
     assert numbered(few, "f") == [1]
 
 
+def test_a_signature_that_was_replaced_is_not_known_by_its_address(few):
+    signatures = [Signature("send", shape=(length,)) for length in range(4)]
+    numbers = [few.signature(one)[0] for one in signatures]
+    assert numbers == [0, 1, 2, 0]
+    assert [few.signature(one)[0] for one in signatures] == [1, 2, 0, 1]
+    assert few.signature(signatures[3]) == few.signature(Signature("send", shape=(3,))) == (1, signatures[3])
+
+
 def test_equal_signatures_are_one_value_and_one_number():
     known = Names()
     one = known.signature(Signature("barrier"))

@@ -265,6 +265,13 @@ def test_questions_and_chunks_for_what_is_aborted_before_it_is_posted_are_buried
     assert isinstance(desk.post(), Collective)
 
 
+def test_what_is_aborted_hinders_nothing_else():
+    desk = Desk()
+    desk.told()
+    assert isinstance(desk.post(replace(SUM, name="other")), Collective)
+    assert desk.post() == TIMEOUT
+
+
 def test_after_a_mismatch_nobody_is_answered():
     desk = Desk()
     desk.define(1, replace(SUM, generation=9))

@@ -26,6 +26,16 @@ def test_what_is_posted_together_is_quiet_together() -> None:
     assert watch.look(7.75) == [("a", Due.QUIET), ("b", Due.QUIET)]
 
 
+def test_what_is_posted_at_one_time_has_stages_of_its_own() -> None:
+    watch: Watch[str] = Watch()
+    assert watch.add("a", 7.0, 300.0, 0.1)
+    assert not watch.add("b", 7.0, 300.0, 0.1)
+    assert watch.look(7.2) == [("a", Due.STALLED), ("b", Due.STALLED)]
+    watch.drop("a")
+    assert watch.add("c", 7.0, 300.0, 0.1)
+    assert watch.look(7.8) == [("c", Due.STALLED), ("b", Due.QUIET), ("c", Due.QUIET)]
+
+
 def test_a_short_timeout_is_asked_about_in_its_last_quarter_and_never_stalls() -> None:
     watch: Watch[str] = Watch()
     watch.add("a", 0.0, 0.4, 10.0)
