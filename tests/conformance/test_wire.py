@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kfcomm.collectives.packing import many_key
 from kfcomm.collectives import plans
+from kfcomm.collectives.packing import many_key
 from kfcomm.core.chunk import WHOLE_BELOW, pair_of, split
 from kfcomm.core.graph import Graph
 from kfcomm.errors import CollectiveAborted, CollectiveMismatch, ConfigError

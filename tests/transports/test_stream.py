@@ -86,7 +86,7 @@ def test_a_peer_may_write_byte_by_byte(kind, plain):
             (chunk(2), bytes(payload)),
             ([6, 1, 1], b""),
             (chunk(3), b"x"),
-            ([3, 1, b"", "k"], b""),
+            ([3, 1, b"", "k", 0], b""),
         ]
         async with against_raw(kind) as (_, notes, raw):
             for header, body in [*frames, (BYE, b"")]:
@@ -133,7 +133,7 @@ def test_what_is_urgent_overtakes_all_that_the_kernel_has_not_taken(kind, plain)
             assert first < 20
             link.send(chunk(100), memoryview(b"a little urgent"), priority=1)
             link.send(chunk(101), memoryview(b"very urgent"), priority=32767)
-            link.send([3, 1, b"", "a name"])
+            link.send([3, 1, b"", "a name", 0])
             link.send(chunk(102), memoryview(b"can wait"), priority=-32768)
             link.close()
 
