@@ -167,11 +167,12 @@ class Hub:
             link.ring_bell()
             link.park(what)
         self._fence()
-        if self.progress():
-            self._quiet_since_s = 0.0
-            self._unpark()
-            self._schedule()
-            return
+        # What came in between is often the next collective's, which this rank has yet to post: no reason to stay up.
+        while self.progress():
+            if self._is_waiting() or not all(link.is_idle for link in self._links):
+                self.wake()
+            if self.is_awake:
+                return
         if self._is_waiting() and self._links:
             if self._backstop is not None:
                 self._backstop.cancel()
