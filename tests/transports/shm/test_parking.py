@@ -89,33 +89,52 @@ actions = st.one_of(
 )
 
 
-@given(st.lists(actions, max_size=40), st.booleans(), st.booleans(), st.lists(st.integers(0, 3), max_size=200))
-def test_whatever_is_sent_arrives_though_both_sides_rest_whenever_they_can(script, closing, in_turns, choices):  # noqa: C901  one story
-    picks = iter(choices)
-    sent, answered = ([], []), ([], [])
-    with stepped(lambda: next(picks, 0), links=2, slabs=2) as (threads, here, there, pairs):
-        near, far = threads.sides
-        for verb, which, number in script:
-            pair = pairs[which]
-            if verb == "send":
-                sent[which].append(number)
-                near.do(pair.link.send, chunk(len(sent[which])), BIG[:number])
+class Script:
+    """What programs do on both sides, and what must come of it, for each link."""
+
+    def __init__(self, threads, pairs):
+        self.threads = threads
+        self.pairs = pairs
+        self.sent, self.answered = [[] for _ in pairs], [[] for _ in pairs]
+
+    def act(self, verb, which, number):
+        near, far = self.threads.sides
+        pair = self.pairs[which]
+        match verb:
+            case "send":
+                self.sent[which].append(number)
+                near.do(pair.link.send, chunk(len(self.sent[which])), BIG[:number])
                 near.call_soon(pair.link.flush)
-            elif verb == "define":
-                near.do(pair.link.send, [3, 1, b"", "k" * number, 0])
+            case "define":
+                near.do(pair.link.send, [4, 1, ["k" * number]])
                 near.call_soon(pair.link.flush)
-            elif verb == "answers":
+            case "answers":
+                self.answered[which] += [number] * number
                 for _ in range(number):
-                    answered[which].append(number)
                     far.do(pair.other.send, [6, number, 0])
                 far.call_soon(pair.other.flush)
-            elif verb == "keep":
+            case "keep":
                 pair.heard.keep, pair.heard.answer = bool(number), True
-            elif verb == "let go":
+            case "let go":
                 far.do(pair.heard.let_go)
-            else:
+            case "step":
                 for _ in range(number):
-                    threads.step(which)
+                    self.threads.step(which)
+
+    def check(self):
+        for pair, chunks, answers in zip(self.pairs, self.sent, self.answered, strict=True):
+            assert [size for header, size in pair.heard.frames if header[0] == 1] == chunks
+            assert [header[1] for header, _ in pair.notes.frames if not header[2]] == answers
+
+
+@given(st.lists(actions, max_size=40), st.booleans(), st.booleans(), st.lists(st.integers(0, 3), max_size=200))
+def test_whatever_is_sent_arrives_though_both_sides_rest_whenever_they_can(actions, closing, in_turns, choices):
+    picks = iter(choices)
+    with stepped(lambda: next(picks, 0), links=2, slabs=2) as (threads, here, there, pairs):
+        near, far = threads.sides
+        script = Script(threads, pairs)
+        for action in actions:
+            script.act(*action)
         threads.run(in_turns=in_turns)
         for pair in pairs:
             far.do(pair.heard.let_go)
@@ -124,9 +143,8 @@ def test_whatever_is_sent_arrives_though_both_sides_rest_whenever_they_can(scrip
             for pair in pairs:
                 near.do(pair.link.close)
             threads.run()
-        for pair, chunks, answers in zip(pairs, sent, answered, strict=True):
-            assert [size for header, size in pair.heard.frames if header[0] == 1] == chunks
-            assert [header[1] for header, _ in pair.notes.frames if not header[2]] == answers
+        script.check()
+        for pair in pairs:
             assert pair.notes.ends == pair.heard.ends == [None] * closing
         assert not here.hub.is_awake
         assert not there.hub.is_awake
