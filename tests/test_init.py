@@ -19,6 +19,17 @@ def test_an_unknown_strategy_is_refused_at_once(init) -> None:
         init(rank=1, size=2, store="http://127.0.0.1:1", token="0123456789abcdef", strategy="rign")
 
 
+def test_shared_memory_is_refused_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+
+    async def main() -> None:
+        # nobody serves this store either
+        await kfcomm.init(rank=1, size=2, store="http://127.0.0.1:1", token="0123456789abcdef", transport="shm")
+
+    with pytest.raises(kfcomm.ConfigError, match="'shm' cannot work here: this system has no memfd_create"):
+        run(main())
+
+
 @pytest.fixture
 def own_signal() -> Iterator[None]:
     """SIGUSR1 as a fresh process has it."""

@@ -13,6 +13,7 @@ from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.rendezvous.identity import host_id, versions
 from kfcomm.rendezvous.interfaces import choose_address, interfaces
 from kfcomm.rendezvous.settings import Settings, detect, host_and_port
+from kfcomm.transports.shm.segment import why_unsupported
 
 Row = tuple[str, str]
 
@@ -36,7 +37,8 @@ def explain(environ: Mapping[str, str]) -> tuple[str, int]:
         _section("interfaces", _interfaces(address)),
         *fixed,
     ]
-    return "\n".join(shown), 0 if address else 2
+    works = address is not None and (settings.transport != "shm" or why_unsupported() is None)
+    return "\n".join(shown), 0 if works else 2
 
 
 def _section(title: str, rows: Iterable[Row]) -> str:
@@ -66,12 +68,21 @@ def _store(settings: Settings) -> str:
 def _settings(settings: Settings) -> list[Row]:
     return [
         ("strategy", settings.strategy),
-        ("transport", settings.transport),
+        ("transport", _transport(settings.transport)),
         ("timeout", f"{settings.timeout_s:g} s"),
         ("stall after", f"{settings.stall_after_s:g} s"),
         ("interface", settings.interface or "by the route to the store"),
         ("dumps to", settings.dump_dir),
     ]
+
+
+def _transport(asked: str) -> str:
+    """What was asked for, and what that means here. A peer that cannot share memory gets Unix sockets all the same."""
+    unsupported = why_unsupported()
+    if asked == "auto":
+        within = "shared memory" if unsupported is None else f"Unix sockets ({unsupported})"
+        return f"auto: {within} within a host, TCP between hosts"
+    return asked if asked != "shm" or unsupported is None else f"shm: cannot work ({unsupported}); use auto"
 
 
 def _address(settings: Settings) -> tuple[str | None, str]:
@@ -98,9 +109,11 @@ class _Link:
 
 
 def _links() -> list[Row]:
+    unsupported = why_unsupported()
     links = (
         _Link("tcp", True, "between any hosts"),
         _Link("unix", hasattr(socket, "AF_UNIX"), "between processes of one host"),
+        _Link("shm", unsupported is None, unsupported or "between processes of one host, through memory of both"),
     )
     return [(link.name, f"{'yes' if link.works else 'no ':3}  {link.what}") for link in links]
 

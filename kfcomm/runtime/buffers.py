@@ -81,16 +81,19 @@ class Payload:
 
     def copy(self, pool: BlockPool) -> None:
         """Make a borrowed payload last for as long as may be."""
-        if self.lender is not None or self._loaned_by is not None:
-            nbytes = len(self.view)
-            if nbytes <= BLOCK_NBYTES // 16:
-                self.view = memoryview(bytes(self.view))
-                return
+        if self.lender is None and self._loaned_by is None:
+            return
+        nbytes = len(self.view)
+        block: memoryview | None = None
+        if nbytes <= BLOCK_NBYTES // 16:
+            view = memoryview(bytes(self.view))
+        else:
             block = pool.take(nbytes)
-            block[:nbytes] = self.view
-            self.release(pool)
-            self.lender = None
-            self.view, self._block = block[:nbytes], block
+            view = block[:nbytes]
+            view[:] = self.view
+        self.release(pool)
+        self.lender = None
+        self.view, self._block = view, block
 
     def forwarded(self, pool: BlockPool) -> None:
         """A link reads it from now on: what is lent cannot go back, and its block cannot be used again."""

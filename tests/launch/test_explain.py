@@ -1,3 +1,7 @@
+import os
+
+import pytest
+
 from kfcomm.launch.explain import explain
 from tests.launch.launched import TOKEN, command, environ, finished
 
@@ -44,6 +48,31 @@ def test_links_and_versions_are_listed() -> None:
     text, _ = explain({})
     for word in ("tcp ", "unix", "numpy", "python", "protocol"):
         assert word in text
+
+
+def row(text: str, name: str) -> str:
+    """What stands after this name."""
+    (line,) = [line for line in text.splitlines() if line.split()[:1] == [name]]
+    return line.split(None, 1)[1]
+
+
+def test_what_auto_takes_within_a_host_is_told() -> None:
+    text, _ = explain({})
+    assert row(text, "transport") == "auto: shared memory within a host, TCP between hosts"
+    assert row(text, "shm") == "yes  between processes of one host, through memory of both"
+
+
+def test_why_memory_cannot_be_shared_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    reason = "this system has no memfd_create"
+    text, code = explain({})
+    assert code == 0
+    assert row(text, "transport") == f"auto: Unix sockets ({reason}) within a host, TCP between hosts"
+    assert row(text, "shm") == f"no   {reason}"
+    text, code = explain({"KFCOMM_TRANSPORT": "shm"})
+    assert code == 2
+    assert row(text, "transport") == f"shm: cannot work ({reason}); use auto"
+    assert row(explain({"KFCOMM_TRANSPORT": "tcp"})[0], "transport") == "tcp"
 
 
 def test_columns_are_aligned() -> None:
