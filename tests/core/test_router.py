@@ -272,6 +272,17 @@ def test_what_is_aborted_hinders_nothing_else():
     assert desk.post() == TIMEOUT
 
 
+def test_what_begins_may_be_the_callers_own():
+    class Own(Collective):
+        pass
+
+    desk = Desk(1)
+    own = Own()
+    assert desk.post(collective=own) is own
+    assert [effect[1] for effect in desk.take(Do.SEND)] == [own]
+    assert list(desk.router.live) == [own]
+
+
 def test_after_a_mismatch_nobody_is_answered():
     desk = Desk()
     desk.define(1, replace(SUM, generation=9))
