@@ -23,8 +23,9 @@ from typing import Any, Protocol
 from kfcomm.core.frame import MAX_HEADER_NBYTES, PREFIX_NBYTES, Header, Kind
 from kfcomm.errors import RemoteProtocolError
 from kfcomm.transports.base import Link
+from kfcomm.transports.options import StreamOptions
 from kfcomm.transports.sockets import DialRefused, watch
-from kfcomm.transports.stream import StreamLink, StreamOptions
+from kfcomm.transports.stream import StreamLink
 
 MAX_LINKS_PER_PEER = 2
 MAX_QUEUED_NBYTES = 4 << 20

@@ -29,6 +29,7 @@ class Ends:
     Attributes:
         closing: nothing more is opened.
         at_once: what is queued does not wait for a turn of the loop.
+        are_prompt: links hand over little at a time.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Ends:
     ) -> None:
         self.closing = False
         self.at_once = False
+        self.are_prompt = False
         self._connect = connect
         self._loop = loop
         self._begin = begin
@@ -73,6 +75,8 @@ class Ends:
         """A peer opened a link."""
         link.state = Incoming(link.peer)
         self._incoming[link.state] = link
+        if self.are_prompt:
+            link.be_prompt()
 
     def numbered(self, incoming: Incoming, number: int) -> None:
         """The peer says which link this is: only the newest is left, since a peer redials only what has broken."""
@@ -125,6 +129,12 @@ class Ends:
         """Nothing that arrives is written to this owner's memory any more."""
         for link in self._incoming.values():
             link.disown(owner)
+
+    def be_prompt(self) -> None:
+        """Calls differ in urgency from now on: see ``Link.be_prompt``."""
+        self.are_prompt = True
+        for link in self._links():
+            link.be_prompt()
 
     def flush_soon(self) -> None:
         """Move what is queued in the next turn of the loop, with what else is queued until then."""
@@ -186,6 +196,8 @@ class Ends:
             self._open_failed(outlet.state, str(error))
             return
         if self._outlets.get(peer) is outlet:
+            if self.are_prompt:
+                link.be_prompt()
             outlet.attach(link)
         else:
             link.state = outlet.state

@@ -132,6 +132,8 @@ class Engine:
             self._warn_at *= 10
             logger.warning(MANY_NAMES, self.rank, self.router.num_keys, name)
         operation.engine = self
+        if operation.priority and not self.ends.are_prompt:
+            self.ends.be_prompt()
         if effects:
             self._perform(effects)
             self.ends.flush_soon()

@@ -56,6 +56,12 @@ class Link(Protocol):
         """
         ...
 
+    def be_prompt(self) -> None:
+        """From now on hand over, and take, little at a time, so that what is urgent soon overtakes the rest.
+
+        Never undone. It costs some throughput, and is asked for when the first priority is used.
+        """
+
     def flush(self) -> None:
         """Move queued frames as far as the peer takes them; the rest follows by itself."""
 

@@ -83,6 +83,9 @@ class MemoryLink:
         self._queue.add((b"", payload, 0, owner, header, self._queue.make_way(header, priority)))
         return False
 
+    def be_prompt(self) -> None:
+        """See ``Link.be_prompt``: it always is."""
+
     def flush(self) -> None:
         """See ``Link.flush``."""
         if (self._queue or self._closing) and not self._scheduled:

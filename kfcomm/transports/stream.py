@@ -17,14 +17,12 @@ It knows nothing of keys, credit and collectives, and opens no connection (see `
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 from kfcomm.core.frame import (
-    MAX_HEADER_NBYTES,
-    PREFIX_NBYTES,
     Header,
     Kind,
     decode_head,
@@ -32,46 +30,11 @@ from kfcomm.core.frame import (
 )
 from kfcomm.errors import RemoteProtocolError, TransportError
 from kfcomm.transports.base import Inbound, Owner
+from kfcomm.transports.options import StreamOptions
 from kfcomm.transports.outbox import Outbox
-from kfcomm.transports.sockets import why
+from kfcomm.transports.sockets import hold_little, why
 
 _CHUNK, _BYE = int(Kind.CHUNK), int(Kind.BYE)
-
-
-@dataclass(frozen=True, slots=True)
-class StreamOptions:
-    """Sizes in bytes, and counts. On loopback twice or half as much of any of them made no difference to throughput.
-
-    How long something urgent waits grows with ``burst_nbytes`` and ``gather_nbytes``, and with what the kernel takes
-    (see ``sockets.tune``): with these sizes the four together are below four chunks.
-
-    Attributes:
-        staging_nbytes: buffer for heads and small frames; at least one whole head fits.
-        read_nbytes: how much is read at once while no large payload is under way; the beginning of the next one is
-            copied once more for it.
-        lookahead_nbytes: how much beyond the end of a large payload is read along with it.
-        burst_nbytes: bytes moved in one direction before the loop gets its turn.
-        gather_nbytes: see `Outbox`.
-        gather_frames: see `Outbox`; at most 500, since the kernel takes 1024 buffers.
-        small_nbytes: see `Outbox`.
-    """
-
-    staging_nbytes: int = 1 << 17
-    read_nbytes: int = 1 << 14
-    lookahead_nbytes: int = 1 << 12
-    burst_nbytes: int = 1 << 20
-    gather_nbytes: int = 1 << 19
-    gather_frames: int = 256
-    small_nbytes: int = 1 << 11
-
-    def __post_init__(self) -> None:
-        if self.staging_nbytes < PREFIX_NBYTES + MAX_HEADER_NBYTES:
-            raise ValueError(f"staging_nbytes={self.staging_nbytes} does not hold a whole head")
-        if not (0 < self.lookahead_nbytes <= self.staging_nbytes and 0 < self.read_nbytes <= self.staging_nbytes):
-            reads = f"lookahead_nbytes={self.lookahead_nbytes} or read_nbytes={self.read_nbytes}"
-            raise ValueError(f"{reads} is outside 1..staging_nbytes")
-        if not 1 <= self.gather_frames <= 500:
-            raise ValueError(f"gather_frames={self.gather_frames} is outside 1..500")
 
 
 class StreamLink:
@@ -108,6 +71,7 @@ class StreamLink:
         self.state: Any = None
         self.bytes_in = self.bytes_out = self.frames_in = self.frames_out = 0
         self._options = options = options or StreamOptions()
+        self._burst_nbytes = options.burst_nbytes
         self._sock = sock
         self._fd = sock.fileno()
         self._loop = loop
@@ -155,6 +119,14 @@ class StreamLink:
             self._loop.call_soon(self._tell_owners)
         return False
 
+    def be_prompt(self) -> None:
+        """See ``Link.be_prompt``."""
+        self._burst_nbytes = min(self._options.burst_nbytes, self._options.prompt_nbytes)
+        self._outbox.gather_nbytes = min(self._options.gather_nbytes, self._options.prompt_nbytes)
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):  # a dead connection: reading tells so
+                hold_little(self._sock)
+
     def flush(self) -> None:
         """Move queued frames as far as the kernel takes them; the rest follows by itself."""
         if not (self._writer_on or self._flushing or self._fd < 0):
@@ -173,7 +145,7 @@ class StreamLink:
 
     def _drain(self) -> None:
         self._flushing = True
-        budget = self._options.burst_nbytes
+        budget = self._burst_nbytes
         try:
             while budget > 0 and self._outbox.nbytes:
                 moved = self._send_some()
@@ -236,7 +208,7 @@ class StreamLink:
             self._rest = self._placement = None
 
     def _readable(self) -> None:
-        budget = self._options.burst_nbytes
+        budget = self._burst_nbytes
         try:
             while budget > 0 and self._fd >= 0:
                 moved, wanted = self._receive_some()

@@ -12,14 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kfcomm import Communicator
+from kfcomm.core import names
 from kfcomm.errors import CollectiveAborted, ConfigError
 from kfcomm.runtime.outlet import Outlet
-from kfcomm.transports.memory import TURN_NBYTES
+from kfcomm.transports.memory import MemoryLink
 from tests.conformance.worlds import ends, everywhere, on_loop, same_bits, turns, world
 from tests.support import run
 
 X = np.arange(6.0)
-LARGE = np.ones(8 * TURN_NBYTES, np.uint8)
+LARGE = np.ones(32 << 20, np.uint8)
+"""Far more than any link has under way."""
 
 CALLS: dict[str, Any] = {
     "all_reduce": lambda comm, **how: comm.all_reduce(X, "k", **how),
@@ -122,20 +124,37 @@ async def test_a_priority_that_is_none(bad: Any) -> None:
 async def test_what_is_urgent_overtakes_what_is_under_way(links: None, strategy: str) -> None:
     async with world(3, strategy=strategy) as comms:
         await everywhere(comms, lambda comm: comm.all_reduce(X, "warm"))
-        for priority, order in ((1, ["small"] * 3 + ["large"] * 3), (-1, ["large"] * 3 + ["small"] * 3)):
-            done: list[str] = []
+        done: list[str] = []
 
-            def call(comm: Communicator, x: Any, name: str, priority: int, done: list[str] = done) -> Any:
-                handle = comm.all_reduce(x, name, op="max", priority=priority)
-                handle.add_done_callback(lambda _: done.append(name))
-                return handle
+        def call(comm: Communicator, x: Any, name: str, priority: int) -> Any:
+            handle = comm.all_reduce(x, name, op="max", priority=priority)
+            handle.add_done_callback(lambda _: done.append(name))
+            return handle
 
-            large = [call(comm, LARGE, "large", 0) for comm in comms]
-            await turns(3)
-            assert not done
-            small = [call(comm, X, "small", priority) for comm in comms]
-            await asyncio.gather(*large, *small)
-            assert done == order
+        large = [call(comm, LARGE, "large", 0) for comm in comms]
+        await turns(3)
+        assert not done
+        small = [call(comm, X, "small", 1) for comm in comms]
+        await asyncio.gather(*large, *small)
+        assert done == ["small"] * 3 + ["large"] * 3
+
+
+@pytest.mark.parametrize("links", ["memory"], indirect=True)
+@on_loop
+async def test_links_are_prompt_from_the_first_priority_on(links: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt: set[MemoryLink] = set()
+    monkeypatch.setattr(MemoryLink, "be_prompt", lambda link: prompt.add(link))
+    async with world(3, strategy="star") as comms:
+
+        def open_links() -> set[Any]:
+            return {link for comm in comms for link in comm._session.engine.ends._links()}
+
+        await everywhere(comms, lambda comm: comm.all_reduce(X))
+        assert not prompt
+        await everywhere(comms, lambda comm: comm.all_reduce(X, priority=-1))
+        assert prompt == open_links()
+        await asyncio.gather(comms[1].send(X, 2), comms[2].recv(1))
+        assert prompt == open_links()
 
 
 @pytest.mark.parametrize("links", ["memory"], indirect=True)
@@ -152,6 +171,21 @@ async def test_many_levels_leave_from_the_most_urgent_down(links: None) -> None:
                 handles.append(handle)
         await asyncio.gather(*handles)
         assert done == ([7, 5, 3, 2, 0, -1, -9],) * 2
+
+
+@on_loop
+async def test_numbers_of_signatures_change_their_meaning_while_chunks_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names, "MAX_SIGNATURES", 2)
+    lengths = [(1 << 18) + 1000 * number for number in range(30)]
+    async with world(2) as comms:
+        await everywhere(comms, lambda comm: comm.barrier())
+        handles = [
+            comm.all_reduce(np.full(length, 1.0 + comm.rank), f"tensor/{length}", priority=length % 7 - 3)
+            for length in lengths
+            for comm in comms
+        ]
+        results = await asyncio.gather(*handles)
+        assert all((result == 3.0).all() for result in results)
 
 
 @settings(max_examples=20)

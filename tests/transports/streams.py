@@ -8,7 +8,8 @@ import os
 import socket
 import uuid
 
-from kfcomm.transports.stream import StreamLink, StreamOptions
+from kfcomm.transports.options import StreamOptions
+from kfcomm.transports.stream import StreamLink
 
 KINDS = ("pair", "tcp", "unix")
 BUSY = StreamOptions(

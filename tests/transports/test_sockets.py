@@ -7,7 +7,17 @@ import pytest
 
 from kfcomm.errors import ConfigError, TransportError
 from kfcomm.transports import sockets
-from kfcomm.transports.sockets import DialRefused, Listener, connect, describe, nobody_listens, tune, watch, why
+from kfcomm.transports.sockets import (
+    DialRefused,
+    Listener,
+    connect,
+    describe,
+    hold_little,
+    nobody_listens,
+    tune,
+    watch,
+    why,
+)
 from tests.support import run
 from tests.transports import streams
 
@@ -224,6 +234,25 @@ def test_only_tcp_is_watched_for_silence(kind):
     finally:
         for sock in pair:
             sock.close()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "unix"])
+def test_the_kernel_can_be_told_to_hold_little(kind):
+    pair = streams.sockets(kind)
+    try:
+        before, after = (limits(pair[0], kind, change) for change in (tune, hold_little))
+        assert after < before
+    finally:
+        for sock in pair:
+            sock.close()
+
+
+def limits(sock, kind, change):
+    """What the kernel holds of a connection at most, after a change."""
+    change(sock)
+    if kind == "unix":
+        return sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) or 1 << 32  # 0: what all have
 
 
 def test_addresses_as_people_write_them():

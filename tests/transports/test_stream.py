@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from kfcomm.core.frame import MAX_HEADER_NBYTES, MAX_PAYLOAD_NBYTES, PREFIX, make_encoder
 from kfcomm.errors import LocalProtocolError, RemoteProtocolError, TransportError
-from kfcomm.transports.stream import StreamLink, StreamOptions
+from kfcomm.transports.options import StreamOptions
+from kfcomm.transports.stream import StreamLink
 from tests.support import half_close, run
 from tests.transports.streams import BUSY, KINDS, Notes, Owner, against_raw, chunk, linked, noise, sockets
 
@@ -144,6 +145,23 @@ def test_what_is_urgent_overtakes_all_that_the_kernel_has_not_taken(kind, plain)
             arrived = [header[3] if header[0] == 3 else header[1] for header, _ in notes.frames]
             assert arrived == [*range(first), "a name", 101, 100, *range(first, 20), 102]
             assert notes.ends == [None]
+
+    run(main(), plain=plain)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_link_may_become_prompt_while_it_is_busy(kind, plain):
+    async def main():
+        async with linked(kind) as (link, _, other, heard):
+            payloads = [noise(3 << 20) for _ in range(3)]
+            for index, payload in enumerate(payloads):
+                link.send(chunk(index), memoryview(payload))
+            link.flush()
+            for end in (link, other):
+                end.be_prompt()
+            await heard.until(lambda heard: len(heard.frames) == 3)
+            assert heard.frames == [(chunk(index), bytes(payload)) for index, payload in enumerate(payloads)]
+        link.be_prompt()
 
     run(main(), plain=plain)
 

@@ -141,6 +141,9 @@ class ShmLink:
         """Whether this side has said goodbye, or the link has ended."""
         return self._closing or self._fd < 0
 
+    def be_prompt(self) -> None:
+        """See ``Link.be_prompt``: answers are small."""
+
     def flush(self) -> None:
         """See ``Link.flush``: records are in the ring already; a peer that has parked is woken."""
         if self._fd >= 0:

@@ -1,0 +1,42 @@
+"""Sizes that a stream link works with, and which of them fit together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kfcomm.core.frame import MAX_HEADER_NBYTES, PREFIX_NBYTES
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """Sizes in bytes, and counts. On loopback twice or half as much of any of them made no difference to be seen.
+
+    Attributes:
+        staging_nbytes: buffer for heads and small frames; at least one whole head fits.
+        read_nbytes: how much is read at once while no large payload is under way; the beginning of the next one is
+            copied once more for it.
+        lookahead_nbytes: how much beyond the end of a large payload is read along with it.
+        burst_nbytes: bytes moved in one direction before the loop gets its turn.
+        gather_nbytes: see `Outbox`.
+        gather_frames: see `Outbox`; at most 500, since the kernel takes 1024 buffers.
+        small_nbytes: see `Outbox`.
+        prompt_nbytes: at most so much is a burst, and is gathered, on a link that is to be prompt.
+    """
+
+    staging_nbytes: int = 1 << 17
+    read_nbytes: int = 1 << 14
+    lookahead_nbytes: int = 1 << 12
+    burst_nbytes: int = 1 << 22
+    gather_nbytes: int = 1 << 21
+    gather_frames: int = 256
+    small_nbytes: int = 1 << 11
+    prompt_nbytes: int = 1 << 19
+
+    def __post_init__(self) -> None:
+        if self.staging_nbytes < PREFIX_NBYTES + MAX_HEADER_NBYTES:
+            raise ValueError(f"staging_nbytes={self.staging_nbytes} does not hold a whole head")
+        if not (0 < self.lookahead_nbytes <= self.staging_nbytes and 0 < self.read_nbytes <= self.staging_nbytes):
+            reads = f"lookahead_nbytes={self.lookahead_nbytes} or read_nbytes={self.read_nbytes}"
+            raise ValueError(f"{reads} is outside 1..staging_nbytes")
+        if not 1 <= self.gather_frames <= 500:
+            raise ValueError(f"gather_frames={self.gather_frames} is outside 1..500")
