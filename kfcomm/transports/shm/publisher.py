@@ -1,8 +1,8 @@
 """The end that opened a shared-memory link, and sends chunks.
 
 A chunk leaves as soon as there is room: its payload is copied to the ring or to a piece of the arena, and with that
-the caller's memory is free again. What finds no room waits, the most urgent first; so no more than a *window* of bytes
-is ever ahead of an urgent chunk.
+the caller's memory is free again. What finds no room waits, in the order that ``transports.order`` describes; so no
+more than a *window* of bytes is ever ahead of an urgent chunk.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import heapq
 from collections import deque
 from collections.abc import Sequence
 from itertools import count
+from typing import Any
 
 from kfcomm.core.frame import Header, Kind
 from kfcomm.errors import LocalProtocolError, RemoteProtocolError
@@ -29,7 +30,9 @@ PROMPT_WINDOW_NBYTES = 1 << 19
 there and back, not 8. With twice as many ranks as cores it costs up to a third of the throughput."""
 
 _CHUNK, _SIGNATURE = int(Kind.CHUNK), int(Kind.SIGNATURE)
-_Waiting = tuple[int, int, Header, "memoryview | None", "Owner | None"]
+_FRONT = -FRONT
+_Waiting = tuple[int, int, Any, "memoryview | None", "Owner | None"]
+"""Minus its level, a number, header (encoded unless it is a chunk's), payload, owner."""
 
 
 class Publisher(ShmLink):
@@ -43,7 +46,6 @@ class Publisher(ShmLink):
         self._window = WINDOW_NBYTES
         self._is_prompt = False
         self._num_returned = 0
-        self._definitions: deque[bytes] = deque()
         self._defined: set[int] = set()
         self._waiting: list[_Waiting] = []
         self._numbers = count()
@@ -65,7 +67,7 @@ class Publisher(ShmLink):
         waiting = self._waiting
         try:
             if header[0] != _CHUNK:
-                self._define(header)
+                self._say(header)
                 return True
             if (not waiting or waiting[0][0] > -priority) and self._put(header, payload):
                 self._owes_bell = True
@@ -106,7 +108,7 @@ class Publisher(ShmLink):
                 self._hear()
                 self._tell_of_room()
                 moved = True
-            if self._waiting or self._definitions:
+            if self._waiting:
                 before = len(self._waiting)
                 self._advance()
                 moved = moved or len(self._waiting) != before
@@ -127,31 +129,26 @@ class Publisher(ShmLink):
         """Pieces that the peer may still read."""
         return tuple(self._pieces)
 
-    def _define(self, header: Header) -> None:
-        """What later chunks need to be understood goes ahead of all that waits.
-
-        But for a signature's number that gets another meaning, see ``transports.order``: that goes after all that
-        waits, and before what comes later.
-        """
-        if header[0] == _SIGNATURE:
-            if self._waiting and header[1] in self._defined:
-                self._waiting = [(-FRONT, next(self._numbers), *entry[2:]) for entry in sorted(self._waiting)]
-            self._defined.add(header[1])
-        if self._waiting and self._waiting[0][0] == -FRONT:
-            heapq.heappush(self._waiting, (-FRONT, next(self._numbers), header, None, None))
-            return
+    def _say(self, header: Header) -> None:
+        """Send what is no chunk, ahead of all chunks that wait."""
         data = self._packed(header)
-        if self._definitions or not self._out.put_encoded(data):
-            self._definitions.append(data)
+        if header[0] == _SIGNATURE:
+            if header[1] in self._defined:
+                self._hold_all_behind()
+            self._defined.add(header[1])
+        if (self._waiting and self._waiting[0][0] == _FRONT) or not self._out.put_encoded(data):
+            heapq.heappush(self._waiting, (_FRONT, next(self._numbers), data, None, None))
             self._keeper.wake()
         self._owes_bell = True
 
-    def _put(self, header: Header, payload: memoryview | None) -> bool:
-        if self._definitions:
-            return False
+    def _hold_all_behind(self) -> None:
+        """What comes later overtakes nothing of what waits now: a number gets another meaning."""
+        self._waiting = [(_FRONT, next(self._numbers), *entry[2:]) for entry in sorted(self._waiting)]
+
+    def _put(self, header: Any, payload: memoryview | None) -> bool:
+        if type(header) is bytes:
+            return self._out.put_encoded(header)
         if payload is None:
-            if header[0] != _CHUNK:
-                return self._out.put_encoded(self._packed(header))
             return self._out.put(header, 0, 0, None)
         nbytes = len(payload)
         if nbytes <= INLINE_NBYTES:
@@ -173,9 +170,6 @@ class Publisher(ShmLink):
         return True
 
     def _advance(self) -> None:
-        while self._definitions and self._out.put_encoded(self._definitions[0]):
-            self._definitions.popleft()
-            self._owes_bell = True
         waiting = self._waiting
         while waiting and self._put(waiting[0][2], waiting[0][3]):
             owner = heapq.heappop(waiting)[4]
@@ -188,7 +182,7 @@ class Publisher(ShmLink):
     @property
     def has_queue(self) -> bool:
         """See `ShmLink.has_queue`."""
-        return bool(self._waiting or self._definitions)
+        return bool(self._waiting)
 
     def _take_back(self) -> None:
         """The pieces that the peer has read."""
@@ -218,7 +212,6 @@ class Publisher(ShmLink):
         self._inbound.burst_end(self)
 
     def _let_go(self) -> None:
-        self._definitions.clear()
         self._done.extend(entry[4] for entry in self._waiting if entry[4] is not None)
         self._waiting.clear()
 

@@ -239,6 +239,27 @@ def test_what_chunks_need_to_be_understood_goes_ahead_of_them():
     run(main())
 
 
+def test_a_number_that_gets_another_meaning_overtakes_nothing_that_knows_the_old_one():
+    async def main():
+        async with linked() as pair:
+            first, second, question = [4, 1, ["first"]], [4, 1, ["second"]], [2, 0, 0, 1]
+            pair.link.send(first)
+            count = fill(pair.link)
+            for index, priority in enumerate([0, 5, 0]):
+                assert not pair.link.send(chunk(100 + index), memoryview(HALF), Owner(), priority)
+            assert pair.link.send(second)
+            assert pair.link.send(question)
+            assert not pair.link.send(chunk(200), memoryview(b"small"), Owner(), 9)
+            assert pair.link.send(second)
+            assert not pair.link.send(chunk(201), memoryview(b"small"), Owner(), 10)
+            pair.link.flush()
+            await pair.heard.until(lambda heard: len(heard.frames) == count + 9)
+            rest = [chunk(101), chunk(100), chunk(102), second, question, chunk(200), second, chunk(201)]
+            assert [header for header, _ in pair.heard.frames] == [first, *(chunk(i) for i in range(count)), *rest]
+
+    run(main())
+
+
 def test_a_payload_or_frame_too_large_is_a_misuse():
     async def main():
         async with linked() as pair:
