@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -15,11 +16,20 @@ from hypothesis import HealthCheck, settings
 from tests.leaks import Snapshot, left_since
 from tests.support import loop_factory
 
-# Examples have no time limit: on a loaded machine that would only find the load.
-settings.register_profile("kfcomm", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+# Examples have no time limit: on a loaded machine that would only find the load. How large they are is left to chance.
+UNCHECKED = [HealthCheck.too_slow, HealthCheck.data_too_large]
+settings.register_profile("kfcomm", deadline=None, print_blob=True, suppress_health_check=UNCHECKED)
 # Under the coverage gate the same examples come up every time, so that the gate never depends on chance.
 settings.register_profile("coverage", settings.get_profile("kfcomm"), derandomize=True, max_examples=20, database=None)
 settings.load_profile("kfcomm")
+
+
+def pytest_configure() -> None:
+    """Signals are heard, here and in what is started, also under nohup or in the background of a shell."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -84,20 +83,6 @@ class Launcher:
 
 
 @contextlib.contextmanager
-def no_signal_ignored() -> Iterator[None]:
-    """What is started here hears every signal, also where the tests run under nohup or in a shell's background."""
-    numbers = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
-    ignored = [number for number in numbers if signal.getsignal(number) is signal.SIG_IGN]
-    for number in ignored:
-        signal.signal(number, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        for number in ignored:
-            signal.signal(number, signal.SIG_IGN)
-
-
-@contextlib.contextmanager
 def launched(folder: Path, *arguments: str, env: Mapping[str, str] | None = None) -> Iterator[Launcher]:
     """`kfcomm run` with these arguments; its ranks find the pipe's name in ``HELD``."""
     name = folder / "held"
@@ -105,15 +90,14 @@ def launched(folder: Path, *arguments: str, env: Mapping[str, str] | None = None
     reader = os.open(name, os.O_RDONLY | os.O_NONBLOCK)
     bridge = os.open(name, os.O_WRONLY)
     os.set_blocking(reader, True)
-    with no_signal_ignored():
-        process = subprocess.Popen(
-            command("run", *arguments),
-            env={**(env or environ()), "HELD": str(name)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    process = subprocess.Popen(
+        command("run", *arguments),
+        env={**(env or environ()), "HELD": str(name)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     launcher = Launcher(process, reader, bridge)
     try:
         yield launcher
