@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import math
 import os
 import threading
@@ -107,6 +108,7 @@ class IoThread:
         Where it can, the caller stands in for the thread and does the work of ``session`` itself.
         """
         self.may_block()
+        begun: Awaitable[T] | None = None
         handle: Handle[T] = Handle(self)
         try:
             if session is not None and isinstance(self._loop, BatonLoop):
@@ -114,13 +116,15 @@ class IoThread:
                 if isinstance(begun, asyncio.Future) and begun.done():
                     result: T = begun.result()
                     return result
-                self.post(handle.begin, lambda: begun)
+                self.post(handle.begin, functools.partial(_itself, begun))
             else:
                 self.post(handle.begin, call)
             return handle.result()
         except BaseException:
             # also where the interruption came between the post and the wait
             handle.give_up()
+            if isinstance(begun, asyncio.Future) and not begun.done():
+                self.post(begun.cancel)
             raise
 
     def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -297,6 +301,10 @@ class Handle(concurrent.futures.Future[T]):
             self.set_running_or_notify_cancel()
         else:
             self.abandon()
+
+
+def _itself(begun: Awaitable[T]) -> Awaitable[T]:
+    return begun
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

@@ -27,7 +27,7 @@ WINDOW_NBYTES = 1 << 21
 """Bytes in pieces under way to one peer."""
 PROMPT_WINDOW_NBYTES = 1 << 19
 """The same on a link that is to be prompt: one large piece, so that something urgent waits for 2 chunks on its way
-there and back, not 8. With twice as many ranks as cores it costs up to a third of the throughput."""
+there and back, not 8. With more ranks than cores it costs throughput: see "Priorities"."""
 
 _CHUNK, _SIGNATURE = int(Kind.CHUNK), int(Kind.SIGNATURE)
 _FRONT = -FRONT
