@@ -136,10 +136,13 @@ class Engine:
             self.ends.be_prompt()
         if effects:
             self._perform(effects)
+        if operation.future is None:  # it is over, and its caller may go on without a turn of the loop
+            self.ends.flush()
+            return
+        if effects:
             self.ends.flush_soon()
-        if operation.future is not None:
-            self.patience.begin(operation, timeout_s)
-            self.attend()
+        self.patience.begin(operation, timeout_s)
+        self.attend()
 
     def refuse(self, group: GroupView, name: str, message: str, *, seq: int | None = None) -> None:
         """A call failed its local checks: the other ranks' calls under this name fail too."""

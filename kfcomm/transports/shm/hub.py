@@ -74,6 +74,11 @@ class Hub:
                 link.free_pieces()
                 self._ended.remove(link)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something is in flight on this rank."""
+        return self._is_waiting()
+
     def wake(self) -> None:
         """Something is in flight, or has arrived: look until it is quiet. Costs 0.1 µs when awake."""
         self._quiet_since_s = 0.0
@@ -91,7 +96,7 @@ class Hub:
         """The caller looks no more: the loop does, if there is anything to wait for."""
         self._is_manned = False
         if not self._is_scheduled:
-            if self._is_waiting():
+            if self.is_waiting:
                 self._schedule()
             else:
                 self._park()
@@ -127,6 +132,11 @@ class Hub:
             self._is_scheduled = True
             self._loop.call_soon(self._turn)
 
+    def _ring_bells(self) -> None:
+        for link in self._links:
+            if link.owes_bell:
+                link.ring_bell()
+
     def _unpark(self) -> None:
         self.is_awake = True
         for link in self._links:
@@ -147,12 +157,15 @@ class Hub:
             if self.progress():
                 self._quiet_since_s = 0.0
                 self._schedule()
+                if not self.is_waiting:  # what was waited for is there, and the program may be long at its work now
+                    self._ring_bells()
                 return
             os.sched_yield()
+        self._ring_bells()
         now_s = time.monotonic()
         if not self._quiet_since_s:
             self._quiet_since_s = now_s
-        elif now_s - self._quiet_since_s > (SPIN_S if self._is_waiting() else LINGER_S):
+        elif now_s - self._quiet_since_s > (SPIN_S if self.is_waiting else LINGER_S):
             self._park()
             return
         self._schedule()
@@ -169,11 +182,11 @@ class Hub:
         self._fence()
         # What came in between is often the next collective's, which this rank has yet to post: no reason to stay up.
         while self.progress():
-            if self._is_waiting() or not all(link.is_idle for link in self._links):
+            if self.is_waiting or not all(link.is_idle for link in self._links):
                 self.wake()
             if self.is_awake:
                 return
-        if self._is_waiting() and self._links:
+        if self.is_waiting and self._links:
             if self._backstop is not None:
                 self._backstop.cancel()
             self._backstop = self._loop.call_later(BACKSTOP_S, self.wake)

@@ -44,6 +44,10 @@ class Keeper(Protocol):
 
     is_awake: bool
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something is in flight on this rank; else its program may well let nobody look for long."""
+
     def wake(self) -> None:
         """Something is going on: look at the rings until it is quiet."""
 
@@ -154,6 +158,11 @@ class ShmLink:
             if self._owes_bell:
                 self._settle_bell()
 
+    @property
+    def owes_bell(self) -> bool:
+        """Whether the peer may sleep over something that was stored."""
+        return self._owes_bell
+
     def ring_bell(self) -> None:
         """Wake the peer now if it has parked and waits for what was stored before this call."""
         self._fence()
@@ -167,7 +176,7 @@ class ShmLink:
         self._fence()
         if not self._words[self._far]:
             self._owes_bell = False
-        elif self._bell_looks < _BELL_AFTER_LOOKS and self._keeper.is_awake:
+        elif self._bell_looks < _BELL_AFTER_LOOKS and self._keeper.is_awake and self._keeper.is_waiting:
             self._bell_looks += 1
             return
         else:

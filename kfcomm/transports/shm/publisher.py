@@ -19,12 +19,12 @@ from kfcomm.transports.base import Owner
 from kfcomm.transports.order import FRONT
 from kfcomm.transports.shm.arena import SLAB_NBYTES, Arena
 from kfcomm.transports.shm.link import BYE, ShmLink, Wire
-from kfcomm.transports.shm.shared import MAX_PIECES, Word
+from kfcomm.transports.shm.shared import MAX_LENT_NBYTES, MAX_PIECES, Word
 
 INLINE_NBYTES = 1 << 12
 """A payload up to this size travels in the ring: one copy, no piece to be returned."""
 WINDOW_NBYTES = 1 << 21
-"""Bytes in pieces under way to one peer."""
+"""Bytes in pieces under way to one peer, those not counted that it has read and keeps for longer."""
 PROMPT_WINDOW_NBYTES = 1 << 19
 """The same on a link that is to be prompt: one large piece, so that something urgent waits for 2 chunks on its way
 there and back, not 8. With more ranks than cores it costs throughput: see "Priorities"."""
@@ -44,7 +44,7 @@ class Publisher(ShmLink):
         self._arena = arena
         self._pieces: dict[int, int] = {}
         self._window = WINDOW_NBYTES
-        self._is_prompt = False
+        self._nbytes = 0
         self._num_returned = 0
         self._defined: set[int] = set()
         self._waiting: list[_Waiting] = []
@@ -81,9 +81,7 @@ class Publisher(ShmLink):
 
     def be_prompt(self) -> None:
         """See ``Link.be_prompt``."""
-        if not self._is_prompt:
-            self._is_prompt = True
-            self._window -= WINDOW_NBYTES - PROMPT_WINDOW_NBYTES  # less than none, perhaps, until pieces have come back
+        self._window = PROMPT_WINDOW_NBYTES
 
     def withdraw(self, owner: Owner) -> Sequence[Header]:
         """See ``Link.withdraw``."""
@@ -153,7 +151,7 @@ class Publisher(ShmLink):
         nbytes = len(payload)
         if nbytes <= INLINE_NBYTES:
             return self._out.put(header, 0, nbytes, payload)
-        if (nbytes > self._window and self._pieces) or len(self._pieces) >= MAX_PIECES:
+        if (self._nbytes + nbytes > self._window and self._is_full(nbytes)) or len(self._pieces) >= MAX_PIECES:
             return False
         piece = self._arena.publish(payload)
         if piece is None:
@@ -166,8 +164,13 @@ class Publisher(ShmLink):
             del self._pieces[piece]
             self._arena.release(piece)
             return False
-        self._window -= nbytes
+        self._nbytes += nbytes
         return True
+
+    def _is_full(self, nbytes: int) -> bool:
+        """Whether so many bytes have to wait until others have been read; what is not read alone may be of any size."""
+        unread = self._nbytes - min(self._words[Word.LENT], MAX_LENT_NBYTES)
+        return unread > 0 and unread + nbytes > self._window
 
     def _advance(self) -> None:
         waiting = self._waiting
@@ -194,7 +197,7 @@ class Publisher(ShmLink):
             nbytes = self._pieces.pop(piece, 0)
             if not nbytes:
                 raise RemoteProtocolError(f"rank {self.peer} returned a piece that it was not shown")
-            self._window += nbytes
+            self._nbytes -= nbytes
             self._arena.release(piece)
         self._num_returned = upto
 

@@ -22,6 +22,8 @@ _LINE = 8  # words
 
 MAX_PIECES = 1024
 """Pieces under way on one link; a power of two."""
+MAX_LENT_NBYTES = 1 << 20
+"""Of one peer's pieces, kept for longer. They do not count in its window, so that always moves."""
 FORTH_NBYTES = 1 << 18
 BACK_NBYTES = 1 << 16
 
@@ -40,6 +42,8 @@ class Word(IntEnum):
     RECEIVER_PARKED = 6 * _LINE
     CLOSED = 7 * _LINE
     """1 once the receiver reads the sender's arena no more."""
+    LENT = 8 * _LINE
+    """Bytes in pieces that the receiver has borrowed for longer."""
 
 
 class Parked(IntEnum):
@@ -51,7 +55,7 @@ class Parked(IntEnum):
     """Also pieces that come back, and room in the ring."""
 
 
-_RETURNED_AT = 8 * _LINE * 8
+_RETURNED_AT = len(Word) * _LINE * 8
 _FORTH_AT = _RETURNED_AT + MAX_PIECES * 8
 _BACK_AT = _FORTH_AT + FORTH_NBYTES + SLACK_NBYTES
 SHARED_NBYTES = -(-(_BACK_AT + BACK_NBYTES + SLACK_NBYTES) // mmap.PAGESIZE) * mmap.PAGESIZE

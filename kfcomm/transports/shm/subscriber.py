@@ -15,12 +15,9 @@ from kfcomm.core.frame import Header, Kind
 from kfcomm.errors import RemoteProtocolError
 from kfcomm.transports.base import Owner
 from kfcomm.transports.shm.link import BYE, ShmLink, Wire
-from kfcomm.transports.shm.publisher import WINDOW_NBYTES
-from kfcomm.transports.shm.shared import MAX_PIECES, Word
+from kfcomm.transports.shm.shared import MAX_LENT_NBYTES, MAX_PIECES, Word
 
 _CHUNK = int(Kind.CHUNK)
-MAX_LENT_NBYTES = WINDOW_NBYTES // 2
-"""Of one peer's: the other half of its window always moves."""
 BURST_RECORDS = 64
 """Read before others get their turn: a peer may write as fast as this side reads."""
 
@@ -70,11 +67,13 @@ class Subscriber(ShmLink):
         self._shown = None
         self._lent[piece] = nbytes
         self._lent_nbytes += nbytes
+        self._words[Word.LENT] = self._lent_nbytes
         return piece
 
     def give_back(self, piece: int) -> None:
         """See ``Link.give_back``."""
         self._lent_nbytes -= self._lent.pop(piece)
+        self._words[Word.LENT] = self._lent_nbytes
         if self._fd >= 0:
             self._return(piece)
             self.ring_bell()

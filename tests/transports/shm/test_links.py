@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from kfcomm.core.frame import MAX_HEADER_NBYTES
 from kfcomm.errors import LocalProtocolError, RemoteProtocolError, TransportError
-from kfcomm.transports.shm import subscriber
 from kfcomm.transports.shm.arena import SLAB_NBYTES
-from kfcomm.transports.shm.publisher import INLINE_NBYTES, WINDOW_NBYTES
+from kfcomm.transports.shm.publisher import INLINE_NBYTES, PROMPT_WINDOW_NBYTES, WINDOW_NBYTES
+from kfcomm.transports.shm.shared import MAX_LENT_NBYTES, Word
 from tests.support import run
 from tests.transports.shm.pairs import MIB, Pair, linked, processes, turns
 from tests.transports.streams import Owner, chunk, noise
@@ -297,7 +297,7 @@ class Keeping:
             self.link.give_back(self.loans.pop())
 
 
-def test_half_a_window_is_lent_and_the_other_half_goes_on():
+def test_some_pieces_are_lent_and_a_window_of_others_goes_on():
     async def main():
         async with linked() as pair:
             keeping = Keeping(pair)
@@ -305,11 +305,45 @@ def test_half_a_window_is_lent_and_the_other_half_goes_on():
                 pair.link.send(chunk(index), memoryview(HALF)[:])
             pair.link.flush()
             await pair.heard.until(lambda heard: len(heard.frames) == 40)
-            assert len(keeping.loans) == subscriber.MAX_LENT_NBYTES // len(HALF)
+            assert len(keeping.loans) == MAX_LENT_NBYTES // len(HALF)
             assert keeping.refused == 40 - len(keeping.loans)
             keeping.give_back()
             await settled(pair)
             assert fill(pair.link) == WINDOW_NBYTES // len(HALF)
+
+    run(main())
+
+
+def test_what_is_lent_does_not_stop_what_follows_on_a_prompt_link():
+    async def main():
+        async with linked() as pair:
+            keeping = Keeping(pair)
+            pair.link.be_prompt()
+            pair.link.be_prompt()
+            for index in range(20):
+                pair.link.send(chunk(index), memoryview(HALF)[:])
+            pair.link.send(chunk(20), memoryview(noise(SLAB_NBYTES)))  # more than the window
+            pair.link.flush()
+            await pair.heard.until(lambda heard: len(heard.frames) == 21)
+            assert len(keeping.loans) == 2
+            keeping.give_back()
+            await settled(pair)
+
+    run(main())
+
+
+def test_no_more_than_a_small_window_is_ahead_on_a_prompt_link():
+    async def main():
+        async with linked() as pair:
+            count = fill(pair.link)
+            pair.link.be_prompt()  # from now on: what was sent has to be read first
+            assert not pair.link.send(chunk(100), memoryview(HALF), Owner())
+            await pair.heard.until(lambda heard: len(heard.frames) == count + 1)
+            await settled(pair)
+            assert fill(pair.link) == PROMPT_WINDOW_NBYTES // len(HALF)
+            pair.words[Word.LENT] = (1 << 64) - 1  # believed only as far as may be
+            assert fill(pair.link) <= MAX_LENT_NBYTES // len(HALF)
+            pair.words[Word.LENT] = 0
 
     run(main())
 

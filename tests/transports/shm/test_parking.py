@@ -4,6 +4,7 @@ The timers of the hubs never fire here, and nothing is ever in flight for them, 
 """
 
 import contextlib
+import socket
 
 import pytest
 from hypothesis import given
@@ -251,6 +252,55 @@ def test_a_hub_that_waits_for_something_looks_again_by_itself():
             pair.link.flush()
             await pair.heard.until(lambda heard: heard.frames)
             hub._is_waiting = lambda: False
+
+    run(main())
+
+
+def rung(pair):
+    """Whether a bell lies in the subscriber's socket."""
+    try:
+        return pair.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b"!"
+    except BlockingIOError:
+        return False
+
+
+def test_a_bell_is_put_off_only_while_something_is_in_flight():
+    async def main():
+        async with linked() as pair:
+            here, there = pair.link._keeper, pair.other._keeper
+            await parked(here, there)
+            in_flight = True
+            here._is_waiting = lambda: in_flight
+            here.wake()
+            pair.link.send(chunk(1))
+            pair.link.flush()
+            assert not rung(pair)  # the other side may be about to look
+            here._turn()
+            assert rung(pair)  # it was not
+            await pair.heard.until(lambda heard: heard.frames)
+
+            await parked(there)
+            here.wake()
+            pair.link.send(chunk(2))
+            pair.link.flush()
+            assert not rung(pair)
+
+            def over(link, header):
+                nonlocal in_flight
+                in_flight = False
+
+            pair.notes.on_frame = over
+            assert pair.other._out.put_encoded(b"\x93\x06\x01\x01")  # CREDIT, while its hub rests
+            here._turn()
+            assert rung(pair)  # nobody knows when this side has its next turn
+            await pair.heard.until(lambda heard: len(heard.frames) == 2)
+
+            await parked(there)
+            here.wake()
+            pair.link.send(chunk(3))
+            pair.link.flush()
+            assert rung(pair)
+            await pair.heard.until(lambda heard: len(heard.frames) == 3)
 
     run(main())
 
