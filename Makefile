@@ -6,6 +6,8 @@ PINS := $(wildcard requirements/*.txt)
 CONSTRAINTS := $(addprefix -c ,$(PINS))
 # The CPU build is the same release; a range would bring in whatever is newest.
 TORCH := torch==2.13.0
+# Processes that share the tests, by module: most tests wait more than they work.
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -26,7 +28,7 @@ coverage: $(VENV)/test/.ready ## core and strategies at 100 % of branches, by th
 	$(<D)/bin/python -m coverage report
 
 suite: $(VENV)/test/.ready
-	$(<D)/bin/python -m pytest --ignore=tests/frameworks $(ARGS)
+	$(<D)/bin/python -m pytest --ignore=tests/frameworks -n $(WORKERS) --dist loadscope $(ARGS)
 
 test-frameworks: $(VENV)/frameworks/.ready ## run the tests that need torch and JAX
 	$(<D)/bin/python -m pytest tests/frameworks $(ARGS)
