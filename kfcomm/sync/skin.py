@@ -7,6 +7,7 @@ what the caller changes after a ``*_async`` verb has returned is the caller's af
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -72,7 +73,7 @@ OBJECT = Given("value", _read_object)
 OBJECTS = Given("values", _read_object)
 
 
-class Skin(Generic[A_co]):
+class Skin(ABC, Generic[A_co]):
     """Something asynchronous, and the I/O thread on which it lives.
 
     ``session``: whose work blocking calls may do themselves; None if they may not.
@@ -83,9 +84,9 @@ class Skin(Generic[A_co]):
         self._inner = inner
         self._session = session
 
+    @abstractmethod
     def _check_open(self) -> None:
         """Refuse at once, on the caller's thread, what a closed or inherited communicator would refuse."""
-        raise NotImplementedError
 
 
 def blocking(

@@ -242,6 +242,13 @@ def why(error: OSError) -> str:
     return str(error.strerror or error)
 
 
+def broken(peer: int, error: OSError) -> TransportError:
+    """What a link tells of a connection to rank ``peer`` that failed."""
+    failure = TransportError(f"the connection to rank {peer} broke: {why(error)}")
+    failure.__cause__ = error
+    return failure
+
+
 def nobody_listens(errors: Sequence[OSError]) -> bool:
     """Whether these failures to connect, one per address, say that the process is gone."""
     gone = {errno.ECONNREFUSED, errno.ENOENT}

@@ -32,7 +32,7 @@ from kfcomm.errors import RemoteProtocolError, TransportError
 from kfcomm.transports.base import Inbound, Owner
 from kfcomm.transports.options import StreamOptions
 from kfcomm.transports.outbox import Outbox
-from kfcomm.transports.sockets import hold_little, why
+from kfcomm.transports.sockets import broken, hold_little
 
 _CHUNK, _BYE = int(Kind.CHUNK), int(Kind.BYE)
 
@@ -359,11 +359,7 @@ class StreamLink:
             self._end_with(TransportError(f"rank {self.peer} closed its connection without a goodbye"))
 
     def _broken(self, error: OSError) -> TransportError | None:
-        if self._bye_received:
-            return None
-        failure = TransportError(f"the connection to rank {self.peer} broke: {why(error)}")
-        failure.__cause__ = error
-        return failure
+        return None if self._bye_received else broken(self.peer, error)
 
     def _end_with(self, error: BaseException | None) -> None:
         if self._fd < 0:

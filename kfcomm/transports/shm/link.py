@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -26,7 +27,7 @@ from kfcomm.errors import RemoteProtocolError, TransportError
 from kfcomm.transports.base import Inbound, Owner
 from kfcomm.transports.shm.ring import RingReader, RingWriter
 from kfcomm.transports.shm.shared import Fence, Parked, Shared, Word
-from kfcomm.transports.sockets import why
+from kfcomm.transports.sockets import broken
 
 BYE = int(Kind.BYE)
 _BELL = b"!"
@@ -76,7 +77,7 @@ class Wire:
     keeper: Keeper
 
 
-class ShmLink:
+class ShmLink(ABC):
     """One end; see `Publisher` and `Subscriber`. Made when both sides have mapped everything.
 
     Attributes:
@@ -112,29 +113,42 @@ class ShmLink:
 
     # What the two sides do differently.
 
+    @abstractmethod
     def poll(self) -> bool:
         """Look at what the peer has written, and move what waits; whether there was anything."""
-        raise NotImplementedError
 
+    @abstractmethod
     def send(
         self, header: Header, payload: memoryview | None = None, owner: Owner | None = None, priority: int = 0
     ) -> bool:
         """See ``Link.send``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def withdraw(self, owner: Owner) -> Sequence[Header]:
         """See ``Link.withdraw``."""
-        raise NotImplementedError
 
+    @abstractmethod
+    def be_prompt(self) -> None:
+        """See ``Link.be_prompt``."""
+
+    @abstractmethod
+    def lend(self) -> Any:
+        """See ``Link.lend``."""
+
+    @abstractmethod
+    def give_back(self, loan: Any) -> None:
+        """See ``Link.give_back``."""
+
+    @abstractmethod
     def _advance(self) -> None:
         """Move what waits, as far as there is room."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def has_queue(self) -> bool:
         """Whether something waits for room."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _let_go(self) -> None:
         """The link has ended: nothing of the peer's is read, and nothing is written for it any more."""
 
@@ -144,9 +158,6 @@ class ShmLink:
     def is_closing(self) -> bool:
         """Whether this side has said goodbye, or the link has ended."""
         return self._closing or self._fd < 0
-
-    def be_prompt(self) -> None:
-        """See ``Link.be_prompt``: answers are small."""
 
     def flush(self) -> None:
         """See ``Link.flush``: records are in the ring already; a peer that has parked is woken."""
@@ -202,14 +213,7 @@ class ShmLink:
         """This side looks by itself."""
         self._words[self._near] = Parked.AWAKE
 
-    def lend(self) -> Any:
-        """See ``Link.lend``: answers have no payload to lend."""
-        return None
-
-    def give_back(self, loan: Any) -> None:
-        """See ``Link.give_back``."""
-
-    def disown(self, owner: object) -> None:
+    def disown(self, owner: object) -> None:  # noqa: B027  not left out: no placement is ever given out here
         """See ``Link.disown``: payloads are never placed here, so there is nothing to do."""
 
     def close(self) -> None:
@@ -289,11 +293,7 @@ class ShmLink:
         return header
 
     def _broken(self, error: OSError) -> TransportError | None:
-        if self._heard_bye:
-            return None
-        failure = TransportError(f"the connection to rank {self.peer} broke: {why(error)}")
-        failure.__cause__ = error
-        return failure
+        return None if self._heard_bye else broken(self.peer, error)
 
     def _end_with(self, error: BaseException | None) -> None:
         if self._fd < 0:

@@ -83,6 +83,12 @@ class Publisher(ShmLink):
         """See ``Link.be_prompt``."""
         self._window = PROMPT_WINDOW_NBYTES
 
+    def lend(self) -> None:
+        """See ``Link.lend``: answers have no payload to lend."""
+
+    def give_back(self, loan: None) -> None:
+        """Nothing is lent."""
+
     def withdraw(self, owner: Owner) -> Sequence[Header]:
         """See ``Link.withdraw``."""
         dropped = [entry for entry in self._waiting if entry[4] is owner]

@@ -57,6 +57,9 @@ class Subscriber(ShmLink):
         """See ``Link.withdraw``: nothing here has an owner."""
         return ()
 
+    def be_prompt(self) -> None:
+        """See ``Link.be_prompt``: answers are small."""
+
     def lend(self) -> int | None:
         """See ``Link.lend``."""
         if self._shown is None:
