@@ -1,10 +1,10 @@
 """The guardian: a process that outlives the launcher for as long as it takes to leave no orphan.
 
 It is run by path, on its own (``python -I -S guardian.py MARK``), and imports nothing of the package. Its
-standard input is a pipe whose other end the launcher alone holds; on it come the session ids of the ranks, one
+standard input is a pipe whose other end the launcher alone holds; on it come the process groups of the ranks, one
 a line. When the pipe ends, the launcher is gone, in whatever way, and the guardian kills every process that is
-in one of these sessions or that carries ``KFCOMM_JOB=MARK`` in its environment: the one finds programs that
-cleared their environment, the other those that made a session of their own, or were born while the launcher
+in one of these groups or that carries ``KFCOMM_JOB=MARK`` in its environment: the one finds programs that
+cleared their environment, the other those that made a group of their own, or were born while the launcher
 died. PR_SET_PDEATHSIG would do less: it reaches children only, not what they started.
 
 A process is killed through its descriptor, after a second look: its number cannot be another's by then. One that
@@ -28,15 +28,15 @@ _KERNEL_THREAD = 0x00200000
 
 
 def main() -> None:
-    """Read the sessions until the pipe ends, then leave none of their processes alive."""
+    """Read the groups until the pipe ends, then leave none of their processes alive."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    sessions = {int(line) for line in sys.stdin}
+    groups = {int(line) for line in sys.stdin}
     mark = b"KFCOMM_JOB=" + sys.argv[1].encode()
     # a process that the kernel holds fast does not die; then there is nothing more to be done
     rounds, looks = _ROUNDS, _LOOKS
     while rounds and looks:
-        if _kill_all(sessions, mark):
+        if _kill_all(groups, mark):
             rounds -= 1
         elif any(_is_bare(pid) for pid in _pids()):
             looks -= 1
@@ -45,9 +45,9 @@ def main() -> None:
             return
 
 
-def _kill_all(sessions: set[int], mark: bytes) -> bool:
+def _kill_all(groups: set[int], mark: bytes) -> bool:
     """Kill what belongs to the job and wait for its end; whether there was anything."""
-    descriptors = [descriptor for pid in _pids() for descriptor in _opened(pid, sessions, mark)]
+    descriptors = [descriptor for pid in _pids() for descriptor in _opened(pid, groups, mark)]
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
@@ -63,15 +63,15 @@ def _kill_all(sessions: set[int], mark: bytes) -> bool:
     return bool(descriptors)
 
 
-def _opened(pid: int, sessions: set[int], mark: bytes) -> Iterator[int]:
+def _opened(pid: int, groups: set[int], mark: bytes) -> Iterator[int]:
     """A descriptor of the process, if it belongs to the job."""
-    if not _belongs(pid, sessions, mark):
+    if not _belongs(pid, groups, mark):
         return
     try:
         descriptor = os.pidfd_open(pid)
     except OSError:
         return
-    if _belongs(pid, sessions, mark):
+    if _belongs(pid, groups, mark):
         yield descriptor
     else:
         os.close(descriptor)
@@ -81,14 +81,14 @@ def _pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdecimal() and int(name) != os.getpid()]
 
 
-def _belongs(pid: int, sessions: set[int], mark: bytes) -> bool:
+def _belongs(pid: int, groups: set[int], mark: bytes) -> bool:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # after the command in parentheses: state, parent, group, session
-            state, _, _, session = file.read().rpartition(b")")[2].split()[:4]
+            # after the command in parentheses: state, parent, group
+            state, _, group = file.read().rpartition(b")")[2].split()[:3]
         if state in (b"Z", b"X"):
             return False
-        if int(session) in sessions:
+        if int(group) in groups:
             return True
         with open(f"/proc/{pid}/environ", "rb") as file:
             return mark in file.read().split(b"\0")

@@ -1,8 +1,12 @@
-"""One rank as a process of its own session, watched through its descriptor.
+"""One rank as a process with a process group of its own, watched through its descriptor.
 
-The session makes one signal reach whatever the rank has started. An ended rank is left unreaped until the job is
-over: as long as it is, its number, which is also that of its session and group, can be nobody else's, so that a
-signal to the group cannot hit a stranger. Watching needs no thread (pidfd_open(2), waitid(2) with WNOWAIT).
+The group makes one signal reach whatever the rank has started. An ended rank is left unreaped until the job is
+over: as long as it is, its number, which is also that of its group, can be nobody else's, so that a signal to the
+group cannot hit a stranger. Watching needs no thread (pidfd_open(2), waitid(2) with WNOWAIT).
+
+The ranks share the launcher's session: Linux shares out the processor among sessions first (sched(7), "autogroup"),
+so that a rank which looks for news and yields would yield to nobody outside of its own, and take as much time from
+the rank that it waits for as that one has used (half of the processor, measured).
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,7 +79,7 @@ class Child:
 
     @classmethod
     def start(cls, program: str, command: Sequence[str], environ: Mapping[str, str]) -> Child:
-        """Start ``command`` in a session of its own, with nothing to read.
+        """Start ``command`` in a process group of its own, with nothing to read, from a terminal neither.
 
         Raises:
             CommandError: the kernel does not run the file.
@@ -83,15 +87,16 @@ class Child:
         out, out_end = os.pipe()
         err, err_end = os.pipe()
         try:
-            popen = subprocess.Popen(
-                command,
-                executable=program,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=out_end,
-                stderr=err_end,
-                start_new_session=True,
-            )
+            with _ignored(signal.SIGTTIN, signal.SIGTTOU):
+                popen = subprocess.Popen(
+                    command,
+                    executable=program,
+                    env=environ,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out_end,
+                    stderr=err_end,
+                    process_group=0,
+                )
         except OSError as error:
             os.close(out)
             os.close(err)
@@ -103,7 +108,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Number of the process, its group and its session."""
+        """Number of the process and its group."""
         return self.popen.pid
 
     async def ended(self) -> int:
@@ -164,6 +169,17 @@ class Guardian:
         finally:
             os.close(descriptor)
             self._popen.wait()
+
+
+@contextlib.contextmanager
+def _ignored(*numbers: signal.Signals) -> Iterator[None]:
+    """What is started in the block ignores these signals: a rank that asks the terminal gets an error, and no stop."""
+    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 async def readable(descriptor: int) -> None:

@@ -109,20 +109,21 @@ class IoThread:
         """
         self.may_block()
         begun: Awaitable[T] | None = None
-        handle: Handle[T] = Handle(self)
+        handle: Handle[T] | None = None
         try:
             if session is not None and isinstance(self._loop, BatonLoop):
                 begun = StandIn(self._loop, session).run(call)
                 if isinstance(begun, asyncio.Future) and begun.done():
                     result: T = begun.result()
                     return result
-                self.post(handle.begin, functools.partial(_itself, begun))
-            else:
-                self.post(handle.begin, call)
+                call = functools.partial(_itself, begun)
+            handle = Handle(self)
+            self.post(handle.begin, call)
             return handle.result()
         except BaseException:
             # also where the interruption came between the post and the wait
-            handle.give_up()
+            if handle is not None:
+                handle.give_up()
             if isinstance(begun, asyncio.Future) and not begun.done():
                 self.post(begun.cancel)
             raise

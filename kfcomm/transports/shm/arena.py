@@ -16,6 +16,9 @@ from bisect import bisect_left
 from kfcomm.transports.shm.segment import create
 
 SLAB_NBYTES = 1 << 20
+SKEW_NBYTES = 2 << 10
+"""Where the first piece begins. Large arrays begin near the start of a page; pieces that did so too would be read and
+written at the same places within their pages, which processors mistake for the same memory: 15 to 60 % more time."""
 PIECE_NBYTES = (8 << 10, 32 << 10, 128 << 10, 256 << 10, 512 << 10, SLAB_NBYTES)
 
 
@@ -28,9 +31,9 @@ class Arena:
     """
 
     def __init__(self, num_slabs: int) -> None:
-        self.nbytes = num_slabs * SLAB_NBYTES
+        self.nbytes = num_slabs * SLAB_NBYTES + 2 * SKEW_NBYTES
         self.descriptor, self._mapping = create("kfcomm-arena", self.nbytes)
-        self._view = memoryview(self._mapping)
+        self._view = memoryview(self._mapping)[SKEW_NBYTES:]
         self._idle_slabs = list(range(num_slabs - 1, -1, -1))
         self._free: tuple[list[int], ...] = tuple([] for _ in PIECE_NBYTES)
         self._size_of_slab = [0] * num_slabs

@@ -82,10 +82,13 @@ class ShmLink(ABC):
 
     Attributes:
         peer, state: see ``transports.base.Link``.
+        news: where the peer counts what it has written (words, index), and what counts how much of it was read.
+        is_restless: it is to be polled also without news, until a look has found nothing left to do.
     """
 
     _near: Word
     _far: Word
+    _tail: Word
 
     def __init__(self, wire: Wire, rings: tuple[RingWriter, RingReader]) -> None:
         sock, loop = wire.sock, wire.loop
@@ -99,6 +102,8 @@ class ShmLink(ABC):
         self._words = wire.shared.words
         self._returned = wire.shared.returned
         self._out, self._into = rings
+        self.news = (self._words, int(self._tail), self._into)
+        self.is_restless = False
         self._keeper = wire.keeper
         self._encode = make_encoder()
         self._fence = Fence()
@@ -189,6 +194,7 @@ class ShmLink(ABC):
             self._owes_bell = False
         elif self._bell_looks < _BELL_AFTER_LOOKS and self._keeper.is_awake and self._keeper.is_waiting:
             self._bell_looks += 1
+            self.is_restless = True
             return
         else:
             self.ring_bell()
@@ -206,7 +212,13 @@ class ShmLink(ABC):
         return not self.has_queue and (self._said_bye or not self._closing)
 
     def park(self, what: Parked) -> None:
-        """From now on the peer has to wake this side; it must be polled after this, and a fence."""
+        """From now on the peer has to wake this side; it must be polled after this, and a fence.
+
+        A peer that has not read everything may be one that nobody looks for: it is woken, parked or not.
+        """
+        if not self._out.is_empty:
+            self._wake()
+        self.ring_bell()
         self._words[self._near] = what
 
     def unpark(self) -> None:
@@ -219,7 +231,7 @@ class ShmLink(ABC):
     def close(self) -> None:
         """See ``Link.close``."""
         if not self.is_closing:
-            self._closing = True
+            self._closing = self.is_restless = True
             self._loop.call_soon(self._say_bye_soon)
 
     def descriptors(self) -> tuple[int, ...]:

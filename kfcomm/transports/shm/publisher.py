@@ -38,7 +38,7 @@ _Waiting = tuple[int, int, Any, "memoryview | None", "Owner | None"]
 class Publisher(ShmLink):
     """Implements ``transports.base.Link``; ``arena`` holds what it shows."""
 
-    _near, _far = Word.SENDER_PARKED, Word.RECEIVER_PARKED
+    _near, _far, _tail = Word.SENDER_PARKED, Word.RECEIVER_PARKED, Word.BACK_TAIL
 
     def __init__(self, wire: Wire, arena: Arena) -> None:
         self._arena = arena
@@ -70,12 +70,13 @@ class Publisher(ShmLink):
                 self._say(header)
                 return True
             if (not waiting or waiting[0][0] > -priority) and self._put(header, payload):
-                self._owes_bell = True
+                self._owes_bell = self.is_restless = True
                 return True
         except RemoteProtocolError as error:
             self._end_with(error)
             return True
         heapq.heappush(waiting, (-priority, next(self._numbers), header, payload, owner))
+        self.is_restless = True
         self._keeper.wake()
         return False
 
@@ -126,6 +127,7 @@ class Publisher(ShmLink):
             raise
         if self._owes_bell and self._fd >= 0:
             self._settle_bell()
+        self.is_restless = bool(self._pieces or self._waiting or self._owes_bell or self._closing)
         return moved
 
     @property
@@ -143,7 +145,7 @@ class Publisher(ShmLink):
         if (self._waiting and self._waiting[0][0] == _FRONT) or not self._out.put_encoded(data):
             heapq.heappush(self._waiting, (_FRONT, next(self._numbers), data, None, None))
             self._keeper.wake()
-        self._owes_bell = True
+        self._owes_bell = self.is_restless = True
 
     def _hold_all_behind(self) -> None:
         """What comes later overtakes nothing of what waits now: a number gets another meaning."""

@@ -99,21 +99,25 @@ class RingWriter:
 
 
 class RingReader:
-    """The reading side; see `RingWriter`."""
+    """The reading side; see `RingWriter`.
 
-    __slots__ = ("_control", "_head", "_head_word", "_memory", "_nbytes", "_tail_word")
+    Attributes:
+        head: bytes ever read.
+    """
+
+    __slots__ = ("_control", "_head_word", "_memory", "_nbytes", "_tail_word", "head")
 
     def __init__(self, memory: memoryview, control: memoryview, *, tail: int, head: int) -> None:
         self._memory = memory
         self._control = control
         self._nbytes = len(memory) - SLACK_NBYTES
         self._tail_word, self._head_word = tail, head
-        self._head = 0
+        self.head = 0
 
     @property
     def has_news(self) -> bool:
         """Whether there is something to take."""
-        return bool(self._control[self._tail_word] != self._head)
+        return bool(self._control[self._tail_word] != self.head)
 
     def take(self) -> tuple[tuple[Any, ...], memoryview | None] | None:
         """The next record and the payload in it, if any, to be read until ``done``; None if there is no record.
@@ -121,17 +125,17 @@ class RingReader:
         Raises:
             RemoteProtocolError: the writer does not keep to the form.
         """
-        left = self._control[self._tail_word] - self._head
+        left = self._control[self._tail_word] - self.head
         if not left:
             return None
         capacity = self._nbytes
         if not 0 < left <= capacity or left & (ALIGN_NBYTES - 1):
             raise RemoteProtocolError(f"a ring with {left} of {capacity} bytes to read")
-        at = self._head & (capacity - 1)
+        at = self.head & (capacity - 1)
         record = RECORD.unpack_from(self._memory, at)
         size = record[0]
         if not size:
-            self._head += capacity - at
+            self.head += capacity - at
             left -= capacity - at
             at = 0
             if left <= 0:
@@ -149,5 +153,5 @@ class RingReader:
 
     def done(self, size: int) -> None:
         """The record of this size was read: its room can be written again."""
-        self._head += size
-        self._control[self._head_word] = self._head
+        self.head += size
+        self._control[self._head_word] = self.head

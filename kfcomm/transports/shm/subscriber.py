@@ -25,7 +25,7 @@ BURST_RECORDS = 64
 class Subscriber(ShmLink):
     """Implements ``transports.base.Link``. ``arena`` is the peer's, ``max_lent`` how many of its pieces may be kept."""
 
-    _near, _far = Word.RECEIVER_PARKED, Word.SENDER_PARKED
+    _near, _far, _tail = Word.RECEIVER_PARKED, Word.SENDER_PARKED, Word.FORTH_TAIL
 
     def __init__(self, wire: Wire, arena: memoryview, max_lent: int) -> None:
         self._arena = arena
@@ -48,7 +48,7 @@ class Subscriber(ShmLink):
             if self._answers or not self._out.put_encoded(data):
                 self._answers.append(data)
                 self._keeper.wake()
-            self._owes_bell = True
+            self._owes_bell = self.is_restless = True
         except RemoteProtocolError as error:
             self._end_with(error)
         return True
@@ -103,6 +103,7 @@ class Subscriber(ShmLink):
             raise
         if self._owes_bell and self._fd >= 0:
             self._settle_bell()
+        self.is_restless = bool(self._answers or self._owes_bell or self._closing)
         return False
 
     def _hear(self) -> None:

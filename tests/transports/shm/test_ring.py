@@ -172,7 +172,7 @@ def test_a_record_beyond_the_end_of_the_ring_is_refused():
         ring.writer.put(header(0), 1, 0, None)
     assert not drain(ring)
     last = NBYTES - 128
-    ring.reader._head = last
+    ring.reader.head = last
     ring.control[TAIL] = last + 256
     RECORD.pack_into(ring.memory, last, 256, 1, 0, *header(0))
     assert drain(ring)
