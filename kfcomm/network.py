@@ -90,7 +90,7 @@ class SocketNetwork:
         server: StoreServer | None,
     ) -> None:  # fmt: skip
         self.peers = tuple(peers)
-        self.layout = Layout.of(peer.host for peer in peers)
+        self.layout = Layout.of((peer.host for peer in peers), min(peer.num_cpus for peer in peers))
         self._me = self.peers[settings.rank]
         self._settings = settings
         self._listener = listener
@@ -101,6 +101,7 @@ class SocketNetwork:
         self._inbound: Waiter
         self._sharing: Sharing | None = None
         self._fallback_said = False
+        self._is_one_host = self.layout.num_hosts == 1
         self._unshared: set[int] = set()
         self._control: ControlThread | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -182,7 +183,7 @@ class SocketNetwork:
     @property
     def hub(self) -> Hub | None:
         """See ``session.Network``."""
-        if self._sharing is None or self._fallback_said or self.layout.num_hosts > 1:
+        if self._sharing is None or self._fallback_said or not self._is_one_host:
             return None
         return self._sharing.hub
 

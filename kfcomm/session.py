@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from kfcomm.control.base import ControlEvents, ControlPlane, StatusSource
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import GroupView
+from kfcomm.core.credit import credit_of
 from kfcomm.core.handshake import Purpose
 from kfcomm.errors import SessionClosed
 from kfcomm.runtime.engine import Engine
@@ -96,7 +97,7 @@ class Session:
         self.timeout_s = timeout_s
         self.epoch = epoch
         self.world = GroupView(b"world", tuple(range(layout.size)), rank)
-        self.engine = Engine(rank, network.connect, loop, stall_after_s=stall_after_s)
+        self.engine = Engine(rank, network.connect, loop, stall_after_s=stall_after_s, credit=credit_of(layout.size))
         self.network = network
         self._closed: str | None = None
         self._manned: Hub | None = None
@@ -125,7 +126,7 @@ class Session:
 
     def layout_of(self, view: GroupView) -> Layout:
         """Hosts of the members of a group."""
-        return Layout.of(self.layout.hosts[rank] for rank in view.members)
+        return Layout.of((self.layout.hosts[rank] for rank in view.members), self.layout.num_cpus)
 
     # ---------------------------------------------------------------- who runs the engine
 

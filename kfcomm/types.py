@@ -44,9 +44,14 @@ class Layout:
     """Where the ranks of a group are: ``hosts[r]`` is the host of rank ``r``.
 
     Hosts are numbered 0, 1, 2, ... in the order in which the ranks first mention them.
+
+    Attributes:
+        hosts: by rank.
+        num_cpus: processors of a host, of the one that has the fewest; 0 if that is not known.
     """
 
     hosts: tuple[int, ...]
+    num_cpus: int = 0
 
     def __post_init__(self) -> None:
         if not self.hosts:
@@ -58,17 +63,17 @@ class Layout:
             seen = max(seen, host + 1)
 
     @classmethod
-    def of(cls, names: Iterable[object]) -> Layout:
+    def of(cls, names: Iterable[object], num_cpus: int = 0) -> Layout:
         """The layout of ranks whose hosts have these names (any hashable)."""
         numbers: dict[object, int] = {}
-        return cls(tuple(numbers.setdefault(name, len(numbers)) for name in names))
+        return cls(tuple(numbers.setdefault(name, len(numbers)) for name in names), num_cpus)
 
     @classmethod
-    def even(cls, size: int, hosts: int = 1) -> Layout:
+    def even(cls, size: int, hosts: int = 1, num_cpus: int = 0) -> Layout:
         """``size`` ranks dealt out in blocks, as evenly as possible, over ``hosts`` hosts."""
         if not 1 <= hosts <= size:
             raise ValueError(f"{size} ranks cannot occupy {hosts} hosts")
-        return cls(tuple(rank * hosts // size for rank in range(size)))
+        return cls(tuple(rank * hosts // size for rank in range(size)), num_cpus)
 
     @property
     def size(self) -> int:

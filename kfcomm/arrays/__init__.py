@@ -66,7 +66,9 @@ class HostArray:
             for their like if the result has one axis. No copy, except for JAX, ``bytes``, ``bytearray`` and
             ``array.array``, whose memory cannot be made from outside.
         """
-        return self.kind.restore(flat.reshape(self.shape if shape is None else shape))
+        if shape is None:
+            shape = self.shape
+        return self.kind.restore(flat if flat.shape == shape else flat.reshape(shape))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -47,8 +47,9 @@ class Unit:
         found: dict[str, Any] = {}
         at = 0
         for name, array in zip(self.names, self.arrays, strict=True):
-            found[name] = array.restore(flat[at : at + array.size])
-            at += array.size
+            end = at + array.flat.size
+            found[name] = array.restore(flat[at:end])
+            at = end
         return found
 
 
@@ -59,16 +60,20 @@ def many_key(names: Sequence[str]) -> str:
 
 def units_of(names: Sequence[str], arrays: Sequence[HostArray]) -> list[Unit]:
     """The units, the same on every rank: small ones by dtype, then large ones by name."""
-    small: dict[str, tuple[list[str], list[HostArray]]] = {}
+    small: dict[np.dtype[Any], tuple[list[str], list[HostArray]]] = {}
     large = []
     for name, array in zip(names, arrays, strict=True):
-        if array.nbytes > PACK_NBYTES:
+        flat = array.flat
+        if flat.nbytes > PACK_NBYTES:
             large.append(Unit((name,), (array,)))
-        else:
-            packed = small.setdefault(array.dtype.str + array.dtype.name, ([], []))
-            packed[0].append(name)
-            packed[1].append(array)
-    return [*(Unit(tuple(small[key][0]), tuple(small[key][1])) for key in sorted(small)), *large]
+            continue
+        packed = small.get(flat.dtype)
+        if packed is None:
+            packed = small[flat.dtype] = ([], [])
+        packed[0].append(name)
+        packed[1].append(array)
+    dtypes = sorted(small, key=lambda dtype: dtype.str + dtype.name)
+    return [*(Unit(tuple(small[dtype][0]), tuple(small[dtype][1])) for dtype in dtypes), *large]
 
 
 def digest_of(names: Sequence[str], arrays: Sequence[HostArray]) -> tuple[int, bytes]:
@@ -134,10 +139,10 @@ def _join(
         elif any(handle.cancelled() for handle in handles):
             whole.cancel()
         else:
-            results: dict[str, Any] = {}
+            results: dict[str, Any] = dict.fromkeys(order)
             for unit, handle in zip(units, handles, strict=True):
                 results.update(unit.results(handle.result()))
-            whole.set_result({name: results[name] for name in order})
+            whole.set_result(results)
 
     def give_up() -> None:
         for handle in handles:

@@ -77,7 +77,7 @@ class Planner:
     def num_ways(self, dtype: np.dtype[Any], shape: tuple[int, ...], wire: WireDtype = None) -> int:
         """How many ways an all_reduce may take as a whole: its key picks one. 1 for those that are shared out."""
         count, _, graphs = self._prepare(dtype, shape, wire)
-        return len(graphs.pairs) if count < WHOLE_BELOW else 1
+        return len(graphs.pairs) if graphs.is_whole or count < WHOLE_BELOW else 1
 
     def all_reduce(
         self, dtype: np.dtype[Any], shape: tuple[int, ...], op: Op, way: int, wire: WireDtype = None
@@ -85,7 +85,7 @@ class Planner:
         """Every rank gets the fold of all inputs; ``way`` is one of ``num_ways``."""
         count, chunk, graphs = self._prepare(dtype, shape, wire)
         pairs: Sequence[GraphPair] = graphs.pairs
-        if count < WHOLE_BELOW:
+        if graphs.is_whole or count < WHOLE_BELOW:
             pairs = (pairs[way],)
         program = programs.all_reduce(self.rank, pairs, count, chunk)
         return self._folding(Verb.ALL_REDUCE, dtype, shape, op, -1, program, graphs, count, wire, in_result=True)

@@ -112,8 +112,8 @@ class Verbs:
 
         Cost: with n ranks and S bytes, ring: 2(n-1) steps, 2(n-1)/n·S bytes per rank; see "Algorithms".
         """
-        if type(x) is np.ndarray and out is None and wire_dtype is None:
-            handle = self._again(x, name, op, timeout, priority)
+        if type(x) is np.ndarray and wire_dtype is None:
+            handle = self._again(x, name, op, out, timeout, priority)
             if handle is not None:
                 return handle
         with self._checks(name, timeout, priority):
@@ -158,7 +158,7 @@ class Verbs:
             check_timeout(timeout)
             check_priority(priority)
             adapted = [adapt(arrays[name]) for name in names]
-            ops = {one.dtype: _checked_op(op, one.dtype) for one in adapted}
+            ops = {dtype: _checked_op(op, dtype) for dtype in dict.fromkeys(one.flat.dtype for one in adapted)}
             wires = {} if wire_dtype is None else {dtype: wire_dtype_of(wire_dtype, dtype) for dtype in ops}
 
         def plan(plans: Plans, unit: Unit, key: str) -> Plan:
@@ -318,7 +318,7 @@ class Verbs:
         return checks
 
     def _again(
-        self, x: Array, name: str | None, op: Op | str, timeout: float | None, priority: int
+        self, x: Array, name: str | None, op: Op | str, out: Any, timeout: float | None, priority: int
     ) -> Handle[Any] | None:
         """An all_reduce of a kind that this group has done before, and has nothing to wait for or to look at twice.
 
@@ -332,10 +332,15 @@ class Verbs:
         plan = group.plans.known(x.dtype, x.shape, op, name or UNNAMED)
         if plan is None or not x.flags.c_contiguous or not LEAST_URGENT <= priority <= MOST_URGENT:
             return None
-        try:
-            value = np.empty(x.shape, x.dtype)
-        except MemoryError:
-            return None
+        if out is not None:
+            if not _can_take(out, x):
+                return None
+            value = out
+        else:
+            try:
+                value = np.empty(x.shape, x.dtype)
+            except MemoryError:
+                return None
         source, result = (x, value) if x.ndim == 1 else (x.reshape(-1), value.reshape(-1))
         handle: Handle[Any] = Handle(loop=group.engine.loop)
         group.post(
@@ -380,6 +385,15 @@ class Verbs:
         if not isinstance(rank, (int, np.integer)) or not 0 <= rank < size:
             raise ConfigError(f"{what} {rank!r} is not a rank of this group (0 to {size - 1})")
         return int(rank)
+
+
+def _can_take(out: Any, x: Array) -> bool:
+    """Whether a result like ``x`` may go straight to ``out``; what cannot, or not so, is for others to say."""
+    if out is x:
+        return bool(x.flags.writeable)
+    if type(out) is not np.ndarray or out.shape != x.shape or out.dtype is not x.dtype:
+        return False
+    return bool(out.flags.c_contiguous and out.flags.writeable and not np.may_share_memory(out, x))
 
 
 def _checked_op(op: Op | str, dtype: np.dtype[Any]) -> Op:

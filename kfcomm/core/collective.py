@@ -10,8 +10,8 @@ from typing import Any
 
 from kfcomm.core.credit import DEFAULT_CREDIT, Credit, ReceiveWindow, SendWindow
 from kfcomm.core.frame import Header
-from kfcomm.core.machine import UP, Effect, Machine
-from kfcomm.core.program import Program
+from kfcomm.core.machine import UP, Effect, Effects, Machine
+from kfcomm.core.program import NOBODY, Lane, Program
 
 AnySignature = tuple[Any, ...]
 """A ``Signature``, or whatever a peer sent in its place."""
@@ -101,6 +101,25 @@ class Collective(Machine):
     def title(self) -> str:
         """The name, for people."""
         return shown(self.key.name)
+
+    def take(
+        self, number: int, index: int, phase: int, sender: int, nbytes: int, payload: Any, effects: Effects
+    ) -> bool:
+        """A chunk is here as a whole: take it if it may come now (see ``accepts``) and has the right size."""
+        lane = self.program.lanes.get(number)
+        if lane is None:
+            return False
+        position = self.accepts(lane, index, phase, sender)
+        if position == NOBODY or nbytes != self.nbytes_expected(lane, index, phase, position):
+            return False
+        self.arrived(lane, index, phase, position, payload, effects)
+        return True
+
+    def nbytes_expected(self, lane: Lane, index: int, phase: int, position: int) -> int:
+        """Size of a chunk that comes from the child at ``position``, or down."""
+        chunk = self.program.chunk_elements
+        count = lane.count if lane.num_chunks == 1 else min(chunk, lane.count - index * chunk)
+        return count * (self.sizes.item if phase != UP or lane.leaf_children[position] else self.sizes.partial)
 
     def nbytes_sent(self, number: int, index: int, phase: int) -> int:
         """Size of a chunk that this rank sends on lane ``number``."""

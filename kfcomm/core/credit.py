@@ -22,7 +22,19 @@ class Credit:
 
 
 DEFAULT_CREDIT = Credit(nbytes=4 << 20, headers=8192)
-"""Per link: what 16 peers can pile up here stays under 64 MiB."""
+"""Per link, among many ranks."""
+ALL_CREDIT_NBYTES = 64 << 20
+"""What all peers together can pile up here, while that leaves each the default."""
+
+
+def credit_of(size: int) -> Credit:
+    """The credit of each link in a world of ``size`` ranks; the two ends come to the same by themselves.
+
+    Few peers get more each: who posts a whole model's gradients at once runs out of little credit, and a chunk that
+    has to be asked for costs three times as much as another.
+    """
+    nbytes = ALL_CREDIT_NBYTES // max(1, size - 1)
+    return Credit(max(DEFAULT_CREDIT.nbytes, nbytes), DEFAULT_CREDIT.headers)
 
 
 class SendWindow:
@@ -70,6 +82,14 @@ class ReceiveWindow:
         """A charged chunk needs no room any more: its credit is owed back."""
         self._owed_nbytes += nbytes
         self._owed_headers += 1
+
+    def pass_on(self, nbytes: int) -> bool:
+        """``charge`` and ``matched`` of a chunk that needs no room."""
+        self._spent_nbytes += nbytes
+        self._spent_headers += 1
+        self._owed_nbytes += nbytes
+        self._owed_headers += 1
+        return self._spent_nbytes <= self._credit.nbytes and self._spent_headers <= self._credit.headers
 
     def settle(self) -> Credit | None:
         """What to give back now: all that is owed, once it is a quarter of the window (fewer, larger answers).

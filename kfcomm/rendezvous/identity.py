@@ -37,6 +37,7 @@ class PeerInfo:
         host: see `host_id`.
         hostname: for messages only.
         pid: for messages only.
+        num_cpus: processors of its host; 0 if that is not known.
         versions: version of kfcomm, number of the protocol.
     """
 
@@ -48,6 +49,7 @@ class PeerInfo:
     host: str
     hostname: str
     pid: int
+    num_cpus: int
     versions: tuple[str, int]
 
     @classmethod
@@ -62,6 +64,7 @@ class PeerInfo:
             host=host_id(),
             hostname=socket.gethostname(),
             pid=os.getpid(),
+            num_cpus=os.cpu_count() or 0,
             versions=versions(),
         )
 
@@ -102,6 +105,7 @@ def _check(
     host: object,
     hostname: object,
     pid: object,
+    num_cpus: object,
     versions: object,
 ) -> None:
     """Check the fields of a `PeerInfo`, in their order."""
@@ -114,6 +118,7 @@ def _check(
     _check_text("host", host, 128)
     _check_text("hostname", hostname, 255)
     _check_integer("pid", pid, 1, 2**31 - 1)
+    _check_integer("number of processors", num_cpus, 0, 2**31 - 1)
     if not isinstance(versions, tuple) or len(versions) != 2:
         raise RemoteProtocolError("versions of a peer must be a version and a protocol number")
     _check_text("version", versions[0], 64)

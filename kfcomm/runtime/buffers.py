@@ -48,40 +48,39 @@ class Payload:
         owner: the operation whose memory ``view`` is part of, if it was placed in a result.
         lender: the link on which it came, if ``view`` may be read during the current call only; else None.
         ticket: what the router said of the chunk, while it is still arriving.
+        home: where ``release`` has to bring something back: a block to the pool, or ``(link, loan)``; else None.
     """
 
-    __slots__ = ("_block", "_loan", "_loaned_by", "lender", "owner", "ticket", "view")
+    __slots__ = ("home", "lender", "owner", "ticket", "view")
+
+    ticket: Any
 
     def __init__(self, view: memoryview, owner: Any = None, lender: Link | None = None) -> None:
         self.view = view
         self.owner = owner
         self.lender = lender
-        self.ticket: Any
-        self._loan: Any
-        self._block: memoryview | None
-        self._loaned_by: Link | None
-        self.ticket = self._block = self._loaned_by = self._loan = None
+        self.home: memoryview | tuple[Link, Any] | None = None
 
     @classmethod
     def held(cls, pool: BlockPool, nbytes: int) -> Payload:
         """Room for ``nbytes`` that are still to come."""
         block = pool.take(nbytes)
         payload = cls(block[:nbytes])
-        payload._block = block
+        payload.home = block
         return payload
 
     def keep(self, pool: BlockPool) -> None:
         """Make a borrowed payload last a little: by borrowing it for longer where that can be."""
         if self.lender is not None:
-            self._loan = self.lender.lend()
-            if self._loan is None:
+            loan = self.lender.lend()
+            if loan is None:
                 self.copy(pool)
             else:
-                self._loaned_by, self.lender = self.lender, None
+                self.home, self.lender = (self.lender, loan), None
 
     def copy(self, pool: BlockPool) -> None:
         """Make a borrowed payload last for as long as may be."""
-        if self.lender is None and self._loaned_by is None:
+        if self.lender is None and type(self.home) is not tuple:
             return
         nbytes = len(self.view)
         block: memoryview | None = None
@@ -93,18 +92,17 @@ class Payload:
             view[:] = self.view
         self.release(pool)
         self.lender = None
-        self.view, self._block = view, block
+        self.view, self.home = view, block
 
     def forwarded(self, pool: BlockPool) -> None:
         """A link reads it from now on: what is lent cannot go back, and its block cannot be used again."""
         self.copy(pool)
-        self._block = None
+        self.home = None
 
     def release(self, pool: BlockPool) -> None:
         """Nothing reads it any more."""
-        if self._block is not None:
-            pool.give(self._block)
-            self._block = None
-        elif self._loaned_by is not None:
-            self._loaned_by.give_back(self._loan)
-            self._loaned_by = None
+        home, self.home = self.home, None
+        if isinstance(home, tuple):
+            home[0].give_back(home[1])
+        elif home is not None:
+            pool.give(home)

@@ -24,6 +24,7 @@ class Ends:
         connect: opens a link to a peer (by world rank); raises ``TransportError``.
         loop: where everything here runs.
         begin: makes the sending end of a new link to a peer, and the frames that come first on it.
+        accept: makes the receiving end of a link that a peer opened.
         failed: called with such an end and a reason when its link cannot be opened.
 
     Attributes:
@@ -37,6 +38,7 @@ class Ends:
         connect: Callable[[int], Awaitable[Link]],
         loop: asyncio.AbstractEventLoop,
         begin: Callable[[int], tuple[Outgoing, list[Header]]],
+        accept: Callable[[int], Incoming],
         failed: Callable[[Outgoing, str], None],
     ) -> None:
         self.closing = False
@@ -45,6 +47,7 @@ class Ends:
         self._connect = connect
         self._loop = loop
         self._begin = begin
+        self._accept = accept
         self._open_failed = failed
         self._outlets: dict[int, Outlet] = {}
         self._incoming: dict[Incoming, Link] = {}
@@ -73,7 +76,7 @@ class Ends:
 
     def opened(self, link: Link) -> None:
         """A peer opened a link."""
-        link.state = Incoming(link.peer)
+        link.state = self._accept(link.peer)
         self._incoming[link.state] = link
         if self.are_prompt:
             link.be_prompt()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import Collective, Early, GroupView, Incoming, ItemSizes, Outgoing
+from kfcomm.core.credit import DEFAULT_CREDIT, Credit
 from kfcomm.core.frame import Header, Kind
 from kfcomm.core.machine import (
     COPY,
@@ -57,6 +58,8 @@ CHUNK, ASK, KEY, SIGNATURE, POSTED, CREDIT, OPEN = (
     int(kind) for kind in (Kind.CHUNK, Kind.ASK, Kind.KEY, Kind.SIGNATURE, Kind.POSTED, Kind.CREDIT, Kind.OPEN)
 )
 
+TAKES = (FOLD, FOLD_LAST, STORE)
+
 MANY_NAMES = (
     "rank %d has used %d different names, the last one %r: each is remembered for good, "
     "so give collectives names that come again, not new ones at every step"
@@ -74,6 +77,7 @@ class Engine:
         connect: opens a link to a peer (by world rank); raises ``TransportError``.
         loop: where everything here runs.
         stall_after_s: after how long a wait is reported.
+        credit: of every link; the same on every rank.
     """
 
     def __init__(
@@ -83,9 +87,10 @@ class Engine:
         loop: asyncio.AbstractEventLoop,
         *,
         stall_after_s: float,
+        credit: Credit = DEFAULT_CREDIT,
     ) -> None:
         self.rank = rank
-        self.router = Router(rank)
+        self.router = Router(rank, credit)
         self.recorder = Recorder()
         self.loop = loop
         self._control: ControlPlane | None = None
@@ -93,7 +98,7 @@ class Engine:
         self.loss_listeners: list[Callable[[], None]] = []
         self.end_listeners: list[Callable[[], None]] = []
         self.receivers: list[Callable[[], list[dict[str, Any]]]] = []
-        self.ends = Ends(connect, loop, self.router.open, self._link_failed)
+        self.ends = Ends(connect, loop, self.router.open, self.router.opened, self._link_failed)
         self.breaks = Breaks(self.router, self.ends, loop, self.abort)
         self.patience = Patience(rank, loop, stall_after_s, announce=self._announce, abort=self.abort)
         self.attend: Callable[[], None] = _nothing
@@ -239,12 +244,9 @@ class Engine:
         effects: Effects = []
         state = link.state
         if header[0] == CHUNK and type(state) is Incoming:
-            ticket = self.router.match(state, header, len(payload), effects)
-            if ticket is not None:
-                chunk = Payload(payload, None, link)
-                if type(ticket[0]) is Early:
-                    chunk.copy(self._pool)  # nobody knows for how long: what is lent may hold up its sender
-                self.router.arrived(ticket, chunk, effects)
+            chunk = Payload(payload, None, link)
+            if self.router.receive(state, header, len(payload), chunk, effects):
+                chunk.copy(self._pool)  # nobody knows for how long: what is lent may hold up its sender
         elif type(state) is Incoming:
             self._hear(link, state, header, effects)
         elif header[0] == POSTED:
@@ -335,9 +337,8 @@ class Engine:
                         continue
                     if tag == SEND:  # what small collectives are made of: a call saved for each
                         self._send(effect, operation, effects)
-                    elif tag == FOLD_LAST:
-                        operation.fold_last(effect[2], effect[3], effect[4], effect[5])
-                        effect[4].release(self._pool)
+                    elif tag in TAKES:
+                        self._take(effect, operation)
                     elif tag == DONE:
                         self._done(operation)
                     else:
@@ -350,16 +351,22 @@ class Engine:
                 message = f"{type(error).__name__} on rank {self.rank}: {error}"
                 self.router.abort(effect[1], Cause(CauseKind.INTERNAL, self.rank, message), effects)
 
+    def _take(self, effect: Effect, operation: Operation) -> None:
+        """Fold or store a payload, with which the operation is done then."""
+        tag, _, lane, index, payload, *first = effect
+        if tag == STORE:
+            operation.store(lane, index, payload)
+        elif tag == FOLD:
+            operation.fold(lane, index, payload, first[0])
+        else:
+            operation.fold_last(lane, index, payload, first[0])
+        if payload.home is not None:
+            payload.release(self._pool)
+
     def _do(self, effect: Effect, operation: Operation) -> None:
         """Carry out one of a machine's other effects."""
         tag = effect[0]
-        if tag == FOLD:
-            operation.fold(effect[2], effect[3], effect[4], effect[5])
-            effect[4].release(self._pool)
-        elif tag == STORE:
-            operation.store(effect[2], effect[3], effect[4])
-            effect[4].release(self._pool)
-        elif tag == FINISH:
+        if tag == FINISH:
             operation.finish(effect[2], effect[3])
         elif tag == RELEASE:
             effect[2].release(self._pool)
@@ -405,8 +412,11 @@ class Engine:
         before, header = self.router.admit(outlet.state, effect, operation, nbytes)
         for definition in before:
             outlet.send(definition)
+        if header is None:
+            return
         # Without payload too: who is done may block its loop or exit, so its frames must have left by then.
-        if header is not None and outlet.send(header, data if nbytes else None, operation, operation.priority):
+        link = outlet.link or outlet
+        if link.send(header, data if nbytes else None, operation, operation.priority):
             operation.was_read(effects)  # and what follows from it, after the effects that are under way
 
     def sent(self, operation: Operation) -> None:

@@ -57,6 +57,7 @@ class Operation(Collective):
     """
 
     __slots__ = (
+        "_copied",
         "_in",
         "_in_view",
         "_item",
@@ -109,7 +110,8 @@ class Operation(Collective):
         self._partial_view: memoryview | None
         self._out_view: memoryview | None
         self._last: tuple[Lane, int, int, memoryview] | None
-        self._in_view = self._partial_view = self._out_view = self._last = None
+        self._copied: tuple[Lane, int, int, bytes] | None
+        self._in_view = self._partial_view = self._out_view = self._last = self._copied = None
 
     def sent(self) -> None:
         """A link no longer reads one of this operation's payloads."""
@@ -147,10 +149,16 @@ class Operation(Collective):
 
     def to_send(self, lane: Lane, index: int, source: int) -> memoryview | bytes:
         """The bytes of one chunk, to be read by a link: a copy of them if they are few."""
+        copied = self._copied
+        if copied is not None and copied[1] == index and copied[0] is lane and copied[2] == source:
+            return copied[3]
         start, stop = self._bounds(lane, index)
         if (stop - start) * self._item > COPIED_NBYTES:
             return self.bytes_of(lane, index, source)
-        return self._part(lane, source, start, stop).tobytes() if stop else _EMPTY
+        data = self._part(lane, source, start, stop).tobytes() if stop else b""
+        if lane.targets:
+            self._copied = (lane, index, source, data)
+        return data
 
     def bytes_of(self, lane: Lane, index: int, source: int) -> memoryview:
         """The memory of one chunk of the input, the partial result or the result.
@@ -187,7 +195,7 @@ class Operation(Collective):
         start, stop = self._bounds(lane, index)
         partial = self._part(lane, PARTIAL, start, stop)
         own = self._part(lane, INPUT, start, stop) if first else partial
-        kernel = self._folding()
+        kernel = self._kernel or self._folding()
         kernel.fold(own, self._contribution(kernel, payload, stop - start), partial)
 
     def fold_last(self, lane: Lane, index: int, payload: Payload, first: bool) -> None:
@@ -195,7 +203,7 @@ class Operation(Collective):
         start, stop = self._bounds(lane, index)
         own = self._part(lane, INPUT if first else PARTIAL, start, stop)
         result = self._part(lane, RESULT, start, stop)
-        kernel = self._folding()
+        kernel = self._kernel or self._folding()
         kernel.last(own, self._contribution(kernel, payload, stop - start), result, self._size)
 
     def finish(self, lane: Lane, index: int) -> None:

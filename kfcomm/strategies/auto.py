@@ -6,6 +6,7 @@ depends on the layout and the constants alone, so that all ranks come to the sam
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from kfcomm.strategies.base import SizedStrategy, Strategy
@@ -23,7 +24,9 @@ def auto(layout: Layout, network: Network | None = None) -> SizedStrategy:
     """The cheapest strategy for each message size, by ``predict_seconds`` at 64 B, 128 B, ... 1 GiB.
 
     Few steps and messages win for short messages, an idle busiest port for long ones, and little traffic
-    between hosts where there are several. Strategies with a pair for each rank are left out above 128 ranks.
+    between hosts where there are several; where processors are fewer than ranks, few messages win for longer. Short
+    messages go whole along one pair of several, picked by their key, so that all ranks get their share of the work of
+    roots. Strategies with a pair for each rank are left out above 128 ranks.
     """
     candidates = _candidates(layout)
     profiles = [Profile.of(strategy, layout) for strategy in candidates]
@@ -40,4 +43,7 @@ def auto(layout: Layout, network: Network | None = None) -> SizedStrategy:
 
 def _candidates(layout: Layout) -> list[Strategy]:
     small = layout.size <= _MAX_RANKS_WITH_PAIR_EACH
-    return [algorithm.build(layout) for algorithm in ALGORITHMS if small or not algorithm.pair_per_rank]
+    built = [algorithm.build(layout) for algorithm in ALGORITHMS if small or not algorithm.pair_per_rank]
+    # Messages that go whole spread themselves over the pairs by their keys: where two cost the same, the more pairs.
+    whole = [replace(strategy, is_whole=True) for strategy in built if len(strategy.pairs) > 1]
+    return [*sorted(whole, key=lambda strategy: -len(strategy.pairs)), *built]

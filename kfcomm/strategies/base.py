@@ -24,6 +24,8 @@ class Strategy:
     Attributes:
         name: for people; it is no part of the digest.
         pairs: at least one, all of one size.
+        is_whole: no message is shared out: an all_reduce goes whole along one of the pairs, which its key picks. Else
+            only those of few elements do (``core.chunk.WHOLE_BELOW``).
 
     Raises:
         ConfigError: no pair, or pairs of different sizes.
@@ -31,6 +33,7 @@ class Strategy:
 
     name: str
     pairs: tuple[GraphPair, ...]
+    is_whole: bool = False
 
     def __post_init__(self) -> None:
         if not self.pairs:
@@ -73,8 +76,9 @@ class Strategy:
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes that differ if any graph, or the order of the pairs, differs."""
-        return hashlib.blake2b(b"".join(pair.digest for pair in self.pairs), digest_size=16).digest()
+        """16 bytes that differ if any graph, the order of the pairs, or what is left whole differs."""
+        data = b"".join(pair.digest for pair in self.pairs)
+        return hashlib.blake2b(data, digest_size=16, person=b"whole" if self.is_whole else b"").digest()
 
 
 @dataclass(frozen=True)

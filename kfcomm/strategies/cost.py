@@ -8,20 +8,23 @@ compares. Both look at graphs and layouts only; neither knows links, clocks, or 
 The model is the Hockney (alpha-beta) model with LogGP's overhead for each message and the work of reduction:
 
     seconds = longest way's alphas
-            + overhead * messages that the busiest rank sends and receives
-            + gamma * bytes that the busiest rank folds
-            + max(chain, busiest rank's local bytes * beta, busiest host's bytes * beta)
+            + max(overhead * messages that the busiest rank sends and receives
+                  + gamma * bytes that the busiest rank folds
+                  + max(chain, busiest rank's local bytes * beta, busiest host's bytes * beta),
+                  (overhead * messages + gamma * bytes folded + beta * local bytes, all of the busiest host)
+                  / processors of a host)
 
 where a way goes from a leaf to the root and on to a leaf, and *chain* is the time in which one chunk passes
 along it: chunks follow each other (pipelining), so that neither the chain nor the busiest port can be beaten,
-and links come near the slower of the two. A host has one network port for all its ranks; ports are full
+and links come near the slower of the two. Where a host has fewer processors than ranks, all that they do together
+counts: then few messages beat idle ports. A host has one network port for all its ranks; ports are full
 duplex. Sources: R. Hockney, "The communication challenge for MPP" (1994); A. Alexandrov et al., "LogGP" (1995).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from fractions import Fraction
 
 from kfcomm.core.graph import Graph, GraphPair
@@ -48,7 +51,8 @@ class Cost:
 class Network:
     """The constants of the time model, for edges inside a host and between hosts.
 
-    The defaults are those of shared memory on a small server and of TCP over 10 Gbit/s Ethernet.
+    The defaults are those of shared memory on a small server, measured (see "Performance"), and of TCP over 10 Gbit/s
+    Ethernet.
 
     Attributes:
         local_alpha_s: latency of an edge inside a host, in seconds.
@@ -60,13 +64,13 @@ class Network:
         chunk_nbytes: the largest part of a message that travels as one.
     """
 
-    local_alpha_s: float = 4e-6
-    local_beta_s_per_byte: float = 2.5e-10
+    local_alpha_s: float = 1.5e-5
+    local_beta_s_per_byte: float = 2e-10
     cross_alpha_s: float = 5e-5
     cross_beta_s_per_byte: float = 8e-10
-    overhead_s: float = 3e-6
+    overhead_s: float = 1e-5
     gamma_s_per_byte: float = 1e-10
-    chunk_nbytes: int = 1 << 20
+    chunk_nbytes: int = 1 << 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,8 @@ class Profile:
         folds: parts that the busiest rank folds into its own.
         local_parts: parts that the busiest rank sends or receives inside its host.
         cross_parts: parts that the busiest host sends or receives through its network port.
+        crowd: messages, folds and local parts of the busiest host's ranks together.
+        num_cpus: processors that they share; 0 if each has enough.
     """
 
     num_pairs: int
@@ -88,22 +94,50 @@ class Profile:
     folds: int
     local_parts: int
     cross_parts: int
+    crowd: tuple[int, int, int]
+    num_cpus: int
 
     @classmethod
     def of(cls, strategy: Strategy, layout: Layout) -> Profile:
         """Walk all graphs once: O(pairs x ranks)."""
+        if strategy.is_whole:
+            return cls._of_the_worst([cls.of(alone, layout) for alone in _alone(strategy)])
         hosts = layout.hosts
         ways = {way for pair in strategy.pairs for way in _ways(pair, hosts)}
         sends = list(_sends(strategy.pairs))
         local = [(a, b) for a, b in sends if hosts[a] == hosts[b]]
         cross = [(hosts[a], hosts[b]) for a, b in sends if hosts[a] != hosts[b]]
+        messages = list(map(sum, zip(*_ports(layout.size, sends), strict=True)))
+        folds = list(map(sum, zip(*(map(len, pair.reduce.children) for pair in strategy.pairs), strict=True)))
         return cls(
             num_pairs=len(strategy.pairs),
             ways=_longest(ways),
-            messages=max(map(sum, zip(*_ports(layout.size, sends), strict=True))),
-            folds=max(map(sum, zip(*(map(len, pair.reduce.children) for pair in strategy.pairs), strict=True))),
+            messages=max(messages),
+            folds=max(folds),
             local_parts=_busiest(layout.size, local),
             cross_parts=_busiest(layout.num_hosts, cross),
+            crowd=(
+                max(_by_host(layout, messages)),
+                max(_by_host(layout, folds)),
+                max(_by_host(layout, _ports(layout.size, local)[0])),
+            ),
+            num_cpus=layout.num_cpus,
+        )
+
+    @classmethod
+    def _of_the_worst(cls, ones: Sequence[Profile]) -> Profile:
+        """Of messages each of which goes one of these ways."""
+        crowds = zip(*(one.crowd for one in ones), strict=True)
+        most_messages, most_folds, most_parts = map(max, crowds)
+        return cls(
+            num_pairs=1,
+            ways=_longest(way for one in ones for way in one.ways),
+            messages=max(one.messages for one in ones),
+            folds=max(one.folds for one in ones),
+            local_parts=max(one.local_parts for one in ones),
+            cross_parts=max(one.cross_parts for one in ones),
+            crowd=(most_messages, most_folds, most_parts),
+            num_cpus=ones[0].num_cpus,
         )
 
     def seconds(self, nbytes: int, network: Network) -> float:
@@ -111,16 +145,24 @@ class Profile:
         part = nbytes / self.num_pairs
         chunk = min(part, network.chunk_nbytes)
         chunks_per_part = max(1, -(-nbytes // (self.num_pairs * network.chunk_nbytes)))
+        overhead_s, fold_s = chunks_per_part * network.overhead_s, part * network.gamma_s_per_byte
         local_s, cross_s = network.local_beta_s_per_byte, network.cross_beta_s_per_byte
         latency = max(near * network.local_alpha_s + far * network.cross_alpha_s for near, far in self.ways)
         chain = max(near * chunk * local_s + far * chunk * cross_s for near, far in self.ways)
         ports = max(self.local_parts * part * local_s, self.cross_parts * part * cross_s)
-        work = self.messages * chunks_per_part * network.overhead_s + self.folds * part * network.gamma_s_per_byte
-        return latency + work + max(chain, ports)
+        rank_s = self.messages * overhead_s + self.folds * fold_s + max(chain, ports)
+        if not self.num_cpus:
+            return latency + rank_s
+        messages, folds, parts = self.crowd
+        host_s = (messages * overhead_s + folds * fold_s + parts * part * local_s) / self.num_cpus
+        return latency + max(rank_s, host_s)
 
 
 def measure(strategy: Strategy, layout: Layout | None = None) -> Cost:
     """Count the cost of a strategy on its graphs; without a layout all ranks are on one host."""
+    if strategy.is_whole:
+        costs = [measure(alone, layout) for alone in _alone(strategy)]
+        return Cost(*(max(values) for values in zip(*map(astuple, costs), strict=True)))
     hosts = layout.hosts if layout is not None else (0,) * strategy.size
     sends = list(_sends(strategy.pairs))
     between = [(hosts[a], hosts[b]) for a, b in sends if hosts[a] != hosts[b]]
@@ -145,6 +187,19 @@ def busiest_crossing(layout: Layout, edges: Iterable[tuple[int, int]]) -> int:
     for a, b in edges:
         counts[layout.hosts[a]] += layout.hosts[a] != layout.hosts[b]
     return max(counts)
+
+
+def _alone(strategy: Strategy) -> list[Strategy]:
+    """Each pair as a strategy of its own."""
+    return [Strategy(strategy.name, (pair,)) for pair in strategy.pairs]
+
+
+def _by_host(layout: Layout, counts: Sequence[int]) -> list[int]:
+    """What the ranks of each host count together."""
+    sums = [0] * layout.num_hosts
+    for host, count in zip(layout.hosts, counts, strict=True):
+        sums[host] += count
+    return sums
 
 
 def _sends(pairs: Sequence[GraphPair]) -> Iterator[tuple[int, int]]:

@@ -20,6 +20,7 @@ __all__ = ["as_svg", "as_text", "summary"]
 
 _WIDTH: Final = 100
 _LABEL: Final = 12
+_WHOLE: Final = ", each message whole along one"
 
 
 def as_text(strategy: AnyStrategy, layout: Layout, pair: int | None = None) -> str:
@@ -48,7 +49,7 @@ def summary(strategy: Strategy, layout: Layout) -> list[str]:
     who = f"{_count(layout.size, 'rank')} on {_count(layout.num_hosts, 'host')}"
     moved = f"the busiest rank moves {cost.bytes}, the busiest host {cost.cross_host_bytes}"
     lines = [
-        f"{strategy.name}: {who}, {_count(len(strategy.pairs), 'graph pair')}",
+        f"{strategy.name}: {who}, {_count(len(strategy.pairs), 'graph pair')}{_WHOLE if strategy.is_whole else ''}",
         f"all_reduce: {_count(cost.steps, 'step')}; per byte of message {moved}",
     ]
     return lines + _wrapped(f"host {host}: {_ranges(layout.ranks_of(host))}  " for host in range(layout.num_hosts))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -95,7 +96,7 @@ class MemoryWorld(Sequence[Communicator]):
         loop = asyncio.get_running_loop()
         self._links: Links = InSharedMemory(loop, size) if transport == "shm" else InMemory(loop)
         self._hub = MemoryHub(size)
-        layout = Layout.even(size, hosts)
+        layout = Layout.even(size, hosts, os.cpu_count() or 0)
         sessions = [
             Session(
                 rank,

@@ -16,6 +16,7 @@ from kfcomm.core import names
 from kfcomm.errors import CollectiveAborted, ConfigError
 from kfcomm.runtime.outlet import Outlet
 from kfcomm.transports.memory import MemoryLink
+from kfcomm.transports.shm.publisher import Publisher
 from tests.conformance.worlds import ends, everywhere, on_loop, same_bits, turns, world
 from tests.support import run
 
@@ -65,14 +66,19 @@ def test_every_verb_is_tried() -> None:
 def seen(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """The priorities of all chunks that were handed to links."""
     priorities: set[int] = set()
-    original = Outlet.send
 
-    def send(self: Outlet, header: Any, payload: Any = None, owner: Any = None, priority: int = 0) -> bool:
-        if owner is not None:
-            priorities.add(priority)
-        return original(self, header, payload, owner, priority)
+    def spy(kind: Any) -> None:
+        original = kind.send
 
-    monkeypatch.setattr(Outlet, "send", send)
+        def send(self: Any, header: Any, payload: Any = None, owner: Any = None, priority: int = 0) -> bool:
+            if owner is not None:
+                priorities.add(priority)
+            return bool(original(self, header, payload, owner, priority))
+
+        monkeypatch.setattr(kind, "send", send)
+
+    for kind in (Outlet, MemoryLink, Publisher):
+        spy(kind)
     return priorities
 
 

@@ -108,7 +108,7 @@ def all_reduced(op: str, inputs: Sequence[Array], strategy: AnyStrategy, name: s
     flats = [np.ascontiguousarray(one).reshape(-1) for one in inputs]
     graphs = strategy.select(flats[0].nbytes)
     count = flats[0].size
-    if count < WHOLE_BELOW:
+    if graphs.is_whole or count < WHOLE_BELOW:
         pair = graphs.pairs[pair_of(name or "", len(graphs.pairs))]
         return folded(op, pair.reduce, flats).reshape(shape)
     parts = [

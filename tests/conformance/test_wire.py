@@ -59,8 +59,9 @@ def result(op: str, graph: Graph, inputs: Sequence[Array], wire: str) -> Array:
 
 def all_reduced(op: str, inputs: Sequence[Array], strategy: AnyStrategy, name: str, wire: str) -> Array:
     count = inputs[0].size
-    pairs = strategy.select(2 * count).pairs
-    if count < WHOLE_BELOW:
+    graphs = strategy.select(2 * count)
+    pairs = graphs.pairs
+    if graphs.is_whole or count < WHOLE_BELOW:
         pairs = (pairs[pair_of(name, len(pairs))],)
     parts = [
         result(op, pair.reduce, [x[at : at + length] for x in inputs], wire)

@@ -16,7 +16,7 @@ import numpy as np
 
 from kfcomm import testing
 from kfcomm.communicator import Communicator
-from kfcomm.core.credit import DEFAULT_CREDIT
+from kfcomm.core.credit import credit_of
 from kfcomm.testing import MemoryWorld
 from tests.support import run
 
@@ -104,6 +104,7 @@ def leftovers(comms: Sequence[Communicator], *, tombstones: bool = False) -> lis
             "live under keys": sum(len(key.live) for key in router._names),
             "tombstones": 0 if tombstones else len(router._dead),
             "asks": sum(incoming.asks for incoming in engine.ends._incoming),
+            "serving": len(comm._mailbox._serving),
             "backlogs": sum(len(outlet._backlog) for outlet in engine.ends._outlets.values()),
             "queued": sum(_queued(outlet.link) for outlet in engine.ends._outlets.values() if outlet.link),
         }
@@ -119,6 +120,7 @@ def _queued(link: Any) -> int:
 def _credit_missing(comm: Communicator, comms: Sequence[Communicator]) -> list[str]:
     """The ways from ``comm`` on which some credit is neither here nor about to be given back."""
     missing = []
+    whole = credit_of(len(comms))
     by_rank = {one._session.rank: one for one in comms}
     for peer, outlet in comm._session.engine.ends._outlets.items():
         link: Any = outlet.link
@@ -130,8 +132,8 @@ def _credit_missing(comm: Communicator, comms: Sequence[Communicator]) -> list[s
         window = other.window
         here = outlet.state.window
         if (here.nbytes + window._owed_nbytes, here.headers + window._owed_headers) != (
-            DEFAULT_CREDIT.nbytes,
-            DEFAULT_CREDIT.headers,
+            whole.nbytes,
+            whole.headers,
         ):
             missing.append(
                 f"rank {comm.rank}: {here.nbytes} bytes and {here.headers} headers of credit to rank {peer}, which "

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfcomm.core.credit import Credit, ReceiveWindow, SendWindow
+from kfcomm.core.credit import ALL_CREDIT_NBYTES, DEFAULT_CREDIT, Credit, ReceiveWindow, SendWindow, credit_of
 
 amounts = st.builds(Credit, nbytes=st.integers(0, 100), headers=st.integers(0, 10))
 
@@ -70,3 +70,10 @@ def test_an_honest_sender_is_never_taken_for_another_and_no_credit_is_lost(credi
         sender.give(owed.nbytes, owed.headers)
     assert credit.nbytes - sender.nbytes <= credit.nbytes / 4
     assert credit.headers - sender.headers <= credit.headers / 4
+
+
+def test_few_peers_share_what_may_pile_up_and_many_have_the_default_each():
+    for size in (1, 2, 3, 4, 17):
+        assert credit_of(size).nbytes * max(1, size - 1) <= ALL_CREDIT_NBYTES
+    assert credit_of(1) == credit_of(2)
+    assert credit_of(17) == credit_of(1000) == DEFAULT_CREDIT

@@ -12,7 +12,7 @@ from kfcomm.core import names, tombstones
 from kfcomm.core import router as routers
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import Collective, GroupView, Incoming, Outgoing, shown
-from kfcomm.core.credit import Credit
+from kfcomm.core.credit import Credit, ReceiveWindow
 from kfcomm.core.frame import MAX_ID, SCHEMA, Kind
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.core.links import LINKS
@@ -66,6 +66,10 @@ class Desk:
     def match(self, peer, seq=0, number=0, lane=0, phase=UP, index=0, charged=0, nbytes=NBYTES):
         header = [Kind.CHUNK, number, seq, number, lane, phase, index, charged]
         return self.router.match(self.incoming[peer], header, nbytes, self.effects)
+
+    def receive(self, peer, payload="x", seq=0, number=0, lane=0, phase=UP, index=0, charged=0, nbytes=NBYTES):
+        header = [Kind.CHUNK, number, seq, number, lane, phase, index, charged]
+        return self.router.receive(self.incoming[peer], header, nbytes, payload, self.effects)
 
     def chunk(self, peer, payload, **fields):
         ticket = self.match(peer, **fields)
@@ -524,7 +528,36 @@ def test_a_chunk_that_breaks_a_rule_breaks_its_link_only(fields, reason):
     desk = posted_desk()
     assert desk.match(1, **fields) is None
     assert desk.reasons() == [reason]
+    assert desk.receive(1, **fields) is False
+    assert desk.reasons() == [reason]
     assert len(desk.router.live) == 1
+
+
+@pytest.mark.parametrize("charged", [0, 1])
+def test_a_whole_chunk_is_taken_at_once_and_owes_its_credit_back(charged):
+    desk = posted_desk()
+    (collective,) = desk.router.live
+    assert not desk.receive(1, "x", charged=charged)
+    assert [effect[4] for effect in desk.take(Do.FOLD, Do.FOLD_LAST)] == ["x"]
+    assert collective.missing_ranks() == (2,)
+    window = desk.incoming[1].window
+    window.matched(1000)  # enough to be worth an answer
+    assert window.settle() == Credit(1000 + charged * NBYTES, 1 + charged)
+
+
+def test_a_whole_chunk_beyond_the_credit_breaks_its_link():
+    desk = posted_desk()
+    desk.incoming[1].window = ReceiveWindow(Credit(NBYTES - 1, 10))
+    assert not desk.receive(1, charged=1)
+    assert desk.reasons() == ["more chunks than it had credit for"]
+
+
+def test_a_whole_chunk_that_came_early_is_kept():
+    desk = Desk()
+    desk.define(1)
+    assert desk.receive(1, "x", charged=1)
+    desk.post()
+    assert [effect[4] for effect in desk.take(Do.FOLD)] == ["x"]
 
 
 def test_a_chunk_comes_once():
@@ -543,6 +576,16 @@ def test_a_chunk_that_comes_on_two_links_at_a_time_counts_once():
     desk.take()
     desk.router.arrived(first, "again", desk.effects)
     assert [(effect[0], effect[2]) for effect in desk.take()] == [(Do.RELEASE, "again")]
+
+
+def test_a_rank_outside_the_group_is_not_taken_for_the_source_that_a_root_lacks():
+    broadcast = replace(SUM, verb=Verb.BROADCAST, name="b")
+    desk = posted_desk()
+    desk.post(broadcast)
+    desk.define(4, broadcast, number=1)
+    for phase, lane in ((UP, 0), (DOWN, 0), (UP, 1), (DOWN, 1)):
+        assert not desk.receive(4, number=1, lane=lane, phase=phase)
+        assert desk.reasons() == ["a chunk of 'b', where it takes no part"]
 
 
 @pytest.mark.parametrize("spec", [SUM, replace(SUM, generation=1), replace(SUM, verb=Verb.BROADCAST)])

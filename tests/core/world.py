@@ -305,9 +305,9 @@ class World:
         """The link between two ranks, opened if need be."""
         wire = self.nodes[source].wires.get(target)
         if wire is None:
-            credit = self.weather.credit
-            outgoing, first = self.nodes[source].router.open(target, credit)
-            wire = self.nodes[source].wires[target] = Wire(outgoing, Incoming(source, credit))
+            self.nodes[source].router.credit = self.nodes[target].router.credit = self.weather.credit
+            outgoing, first = self.nodes[source].router.open(target)
+            wire = self.nodes[source].wires[target] = Wire(outgoing, self.nodes[target].router.opened(source))
             self.wires.append(wire)
             for header in first:
                 self._send(wire, Frame(msgpack.packb(header)))
@@ -459,13 +459,19 @@ class World:
 
     def _chunk(self, wire: Wire, node: Node, header: Header, data: np.ndarray | None, effects: list[Effect]) -> None:
         nbytes = 0 if data is None else data.nbytes
+        if self.random.random() >= self.weather.streamed:
+            shown = Payload(node, np.empty(0, ITEM) if data is None else data, -1, None)
+            is_early = node.router.receive(wire.incoming, header, nbytes, shown, effects)
+            if not is_early and not any(shown in effect for effect in effects):
+                shown.release()  # nobody's
+            return
         ticket = node.router.match(wire.incoming, header, nbytes, effects)
         self.perform(node, effects)
         effects.clear()
         if ticket is None:
             return
         payload = self._room(node, ticket, np.empty(0, ITEM) if data is None else data)
-        if nbytes and self.random.random() < self.weather.streamed:
+        if nbytes:
             wire.streaming = (ticket, payload)
             self.tokens.append((self._deliver, wire))
         else:

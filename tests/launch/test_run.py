@@ -13,6 +13,14 @@ from tests.launch.launched import TOKEN, command, environ, finished, launched, w
 READY = 'exec 9> "$HELD"; echo "$KFCOMM_RANK $$" >&9; '
 
 
+def by_rank(output: str, size: int) -> list[list[str]]:
+    """The lines of each rank, without what tells them apart."""
+    return [
+        [line.removeprefix(f"[{rank}] ") for line in output.splitlines() if line.startswith(f"[{rank}]")]
+        for rank in range(size)
+    ]
+
+
 def bash(program: str) -> list[str]:
     return ["bash", "-c", program]
 
@@ -161,6 +169,17 @@ def test_when_nobody_reads_the_output_the_job_ends(tmp_path: Path) -> None:
         job.process.stdout.close()
         job.wait_for_the_last_holder()
         assert job.process.wait() == 128 + signal.SIGPIPE
+
+
+def test_ranks_share_the_launchers_session_and_have_a_group_each() -> None:
+    """Linux shares out processors among sessions first, and a rank that waits yields within its own."""
+    shown = "ps -o pid=,pgid=,sid= -p $$; ps -o sid= -p $PPID; grep SigIgn /proc/$$/status"
+    for text in by_rank(finished("run", "-n", "2", *bash(shown)).stdout, 2):
+        pid, group, session, launchers, _, ignored = " ".join(text).split()
+        assert pid == group != session == launchers
+        # A rank in the background of a terminal gets an error from it, and is not stopped.
+        assert int(ignored, 16) & (1 << (signal.SIGTTIN - 1))
+        assert int(ignored, 16) & (1 << (signal.SIGTTOU - 1))
 
 
 def test_large_output_arrives_whole() -> None:

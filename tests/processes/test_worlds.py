@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from kfcomm import testing
-from kfcomm.core.credit import DEFAULT_CREDIT
+from kfcomm.core.credit import credit_of
 from kfcomm.errors import CollectiveError
 from tests.processes import covering, roles
 from tests.processes.covering import APIS, DTYPES, KINDS, STRATEGIES, TRANSPORTS
@@ -59,7 +59,7 @@ def test_a_thousand_names_in_different_orders_at_once(world: World) -> None:
     world.do(roles.show, seed=0, names=10, elements=elements)
     before = world.do(roles.memory, reset=True)
     assert world.do(roles.show, seed=1, names=names, elements=elements) == [0] * SIZE
-    early = (SIZE - 1) * DEFAULT_CREDIT.nbytes
+    early = (SIZE - 1) * credit_of(SIZE).nbytes
     inputs_and_results = 2 * names * elements * 4
     for rank, after in enumerate(world.do(roles.memory)):
         grown = after["peak"] - before[rank]["now"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kfcomm.collectives import plans
-from kfcomm.core.credit import DEFAULT_CREDIT
+from kfcomm.core.credit import credit_of
 from kfcomm.errors import CollectiveAborted, CollectiveTimeout, ConfigError
 from tests.conformance.worlds import assert_kinds, ends, everywhere, on_loop, settled, turns, works, world
 
@@ -106,8 +106,8 @@ async def test_rounds_of_everything_and_of_failures_leave_nothing() -> None:
 async def test_credit_is_whole_after_posts_that_came_too_early() -> None:
     """Spent to the last byte, kept back, aborted half-way: all of it comes back. See ``settled``."""
     async with world(2, strategy="star", timeout_s=60.0) as comms:
-        big = np.ones(400_000)
-        assert big.nbytes * 4 > DEFAULT_CREDIT.nbytes
+        big = np.ones(2_000_000)
+        assert big.nbytes * 6 > credit_of(2).nbytes
         for number in range(6):
             early = [comms[1].all_reduce(big, f"k{place}") for place in range(6)]
             await turns(30)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -125,18 +126,19 @@ def test_auto_is_never_slower_by_the_model_than_another_choice(layout: Layout) -
     profiles = {algorithm.name: Profile.of(algorithm.build(layout), layout) for algorithm in ALGORITHMS}
     for nbytes in GRID:
         seconds = {name: profile.seconds(nbytes, Network()) for name, profile in profiles.items()}
-        assert seconds[chosen.select(nbytes).name] == min(seconds.values())
-    used = [strategy.name for _, strategy in chosen.rules]
+        choice = chosen.select(nbytes)
+        assert Profile.of(choice, layout).seconds(nbytes, Network()) <= min(seconds.values())
+    used = [(strategy.name, strategy.is_whole) for _, strategy in chosen.rules]
     assert all(one != two for one, two in zip(used, used[1:], strict=False))
 
 
 def test_auto_prefers_few_steps_for_short_and_idle_ports_for_long_messages() -> None:
     for layout in (Layout.even(4), Layout.even(8), Layout.even(16)):
-        short, long = (by_name(auto(layout).select(nbytes).name).cost(layout) for nbytes in (64, 1 << 28))
+        short, long = (measure(auto(layout).select(nbytes), layout) for nbytes in (64, 1 << 28))
         assert long.bytes == Fraction(2 * (layout.size - 1), layout.size) < short.bytes
     for layout in (Layout.even(16, 4), Layout.even(24, 3), Layout.of([0, 1] * 8)):
         few, many = (auto(layout).select(nbytes).name for nbytes in (64, 1 << 28))
-        assert few in {"tree", "binary_tree_star", "multi_star", "multi_binary_tree_star"}
+        assert few in {"tree", "binary_tree_star", "multi_star", "multi_binary_tree_star", "binomial"}
         hosts = layout.num_hosts
         assert by_name(many).cost(layout).cross_host_bytes == Fraction(2 * (hosts - 1), hosts)
 
@@ -144,10 +146,40 @@ def test_auto_prefers_few_steps_for_short_and_idle_ports_for_long_messages() -> 
 def test_auto_follows_the_constants() -> None:
     layout = Layout.even(16)
     costly_messages = auto(layout, Network(overhead_s=1.0))
-    assert costly_messages.select(1 << 20).name == "binary_tree"
+    assert costly_messages.select(1 << 20) == replace(build("ring", layout).select(0), is_whole=True)
     assert auto(layout).select(1 << 20).name == "clique"
     free_messages = auto(layout, Network(overhead_s=0.0))
-    assert free_messages.rules == ((None, build("clique", layout)),)
+    assert free_messages.select(1 << 20) == build("clique", layout)
+
+
+def test_a_message_left_whole_costs_what_its_pair_does() -> None:
+    for layout in (Layout.even(5), Layout.even(6, 2), Layout.even(7, 3, num_cpus=2)):
+        star, clique = build("star", layout).select(0), build("clique", layout).select(0)
+        whole = replace(clique, is_whole=True)
+        alone = [Strategy("one", (pair,)) for pair in clique.pairs]
+        assert measure(whole, layout).bytes == max(measure(one, layout).bytes for one in alone) == layout.size - 1
+        for nbytes in (64, 1 << 24):
+            worst = max(predict_seconds(one, layout, nbytes) for one in alone)
+            assert predict_seconds(whole, layout, nbytes) >= worst >= predict_seconds(star, layout, nbytes)
+        assert whole.digest != clique.digest
+
+
+def test_where_processors_are_few_all_that_a_host_does_counts() -> None:
+    clique = build("clique", Layout.even(4))
+    # 48 messages, 12 folds and 24 local parts of 4 bytes among 2 processors; see the test above for one rank's.
+    crowded = 2 + (48 * 0.25 + 12 * 4 * 0.125 + 24 * 4 * 0.5) / 2
+    assert predict_seconds(clique, Layout.even(4, num_cpus=2), 16, EXACT) == crowded
+    assert predict_seconds(clique, Layout.even(4, num_cpus=64), 16, EXACT) == predict_seconds(
+        clique, Layout.even(4), 16, EXACT
+    )
+
+
+def test_auto_leaves_messages_whole_for_longer_where_processors_are_few() -> None:
+    whole = [
+        max(nbytes for nbytes in GRID if auto(Layout.even(4, num_cpus=cpus)).select(nbytes).is_whole)
+        for cpus in (0, 4, 2)
+    ]
+    assert whole[0] == whole[1] < whole[2]
 
 
 def test_auto_makes_no_pair_for_each_of_many_ranks() -> None:

@@ -122,7 +122,7 @@ def test_a_sized_strategy_is_drawn_for_each_size() -> None:
     layout = Layout.even(4)
     auto = build("auto", layout)
     text = as_text(auto, layout)
-    assert re.search(r"^auto, 0 to \d+ bytes:\nstar: 4 ranks", text)
+    assert re.search(r"^auto, 0 to \d+ bytes:\nclique: 4 ranks.*, each message whole along one", text)
     assert re.search(r"\nauto, from \d+ bytes:\nclique: 4 ranks", text)
 
 

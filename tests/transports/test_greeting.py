@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kfcomm.core.frame import PREFIX, make_encoder
+from kfcomm.core.frame import PREFIX, PROTOCOL_VERSION, make_encoder
 from kfcomm.core.handshake import MAX_HEADER_NBYTES, Hello, Identity, Purpose
 from kfcomm.errors import ConfigError, InternalError, RemoteProtocolError, TransportError
 from kfcomm.transports import greeting
@@ -226,8 +226,8 @@ def garbage():
     yield "no msgpack", PREFIX.pack(3, 0) + b"\xc1\xc1\xc1", RemoteProtocolError
     yield "a chunk", encode(chunk()), RemoteProtocolError
     yield "a proof first", encode([34, b"x" * 32]), RemoteProtocolError
-    yield "an impossible hello", encode([32, 1, 4, 0, "uid-0", 9, b""]), RemoteProtocolError
-    yield "half a message", encode([32, 1, 4, 0, "uid-0", 0, b""])[:-1], TransportError
+    yield "an impossible hello", encode([32, PROTOCOL_VERSION, 4, 0, "uid-0", 9, b""]), RemoteProtocolError
+    yield "half a message", encode([32, PROTOCOL_VERSION, 4, 0, "uid-0", 0, b""])[:-1], TransportError
     yield "nothing", b"", TransportError
 
 

@@ -9,6 +9,7 @@ meanwhile. This module knows neither links nor what a payload means.
 
 from __future__ import annotations
 
+import mmap
 import os
 import weakref
 from bisect import bisect_left
@@ -22,18 +23,23 @@ written at the same places within their pages, which processors mistake for the 
 PIECE_NBYTES = (8 << 10, 32 << 10, 128 << 10, 256 << 10, 512 << 10, SLAB_NBYTES)
 
 
+def pieces_in(mapping: mmap.mmap) -> memoryview:
+    """The part of an arena's segment that holds pieces; where a piece is counts from its start."""
+    return memoryview(mapping)[SKEW_NBYTES:-SKEW_NBYTES]
+
+
 class Arena:
     """Pieces of ``num_slabs`` MiB.
 
     Attributes:
         descriptor: of the segment, to be passed to peers.
-        nbytes: its size.
+        nbytes: the size of the segment.
     """
 
     def __init__(self, num_slabs: int) -> None:
         self.nbytes = num_slabs * SLAB_NBYTES + 2 * SKEW_NBYTES
         self.descriptor, self._mapping = create("kfcomm-arena", self.nbytes)
-        self._view = memoryview(self._mapping)[SKEW_NBYTES:]
+        self._view = pieces_in(self._mapping)
         self._idle_slabs = list(range(num_slabs - 1, -1, -1))
         self._free: tuple[list[int], ...] = tuple([] for _ in PIECE_NBYTES)
         self._size_of_slab = [0] * num_slabs

@@ -20,7 +20,7 @@ import struct
 from typing import NamedTuple
 
 from kfcomm.errors import KfcommError, RemoteProtocolError, TransportError
-from kfcomm.transports.shm.arena import SKEW_NBYTES, Arena
+from kfcomm.transports.shm.arena import Arena, pieces_in
 from kfcomm.transports.shm.segment import attach, create, why_unsupported
 from kfcomm.transports.shm.shared import SHARED_NBYTES, Shared
 from kfcomm.transports.sockets import why
@@ -111,7 +111,7 @@ def _map(message: bytes, descriptors: list[int]) -> Offer:
         raise RemoteProtocolError(f"an offer of another kind ({magic!r}, {shared_nbytes} and {arena_nbytes} bytes)")
     shared = attach(descriptors[0], shared_nbytes, writable=True)
     arena = attach(descriptors[1], arena_nbytes, writable=False)
-    return Offer(Shared(shared), memoryview(arena)[SKEW_NBYTES:], max_lent)
+    return Offer(Shared(shared), pieces_in(arena), max_lent)
 
 
 async def _hear(sock: socket.socket) -> bytes:

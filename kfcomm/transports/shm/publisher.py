@@ -60,10 +60,8 @@ class Publisher(ShmLink):
         Raises:
             LocalProtocolError: the payload is larger than a slab.
         """
-        if self.is_closing:
+        if self._closing or self._fd < 0:
             return True
-        if payload is not None and len(payload) > SLAB_NBYTES:
-            raise LocalProtocolError(f"a payload of {len(payload)} bytes ({SLAB_NBYTES} are allowed)")
         waiting = self._waiting
         try:
             if header[0] != _CHUNK:
@@ -159,6 +157,8 @@ class Publisher(ShmLink):
         nbytes = len(payload)
         if nbytes <= INLINE_NBYTES:
             return self._out.put(header, 0, nbytes, payload)
+        if nbytes > SLAB_NBYTES:
+            raise LocalProtocolError(f"a payload of {nbytes} bytes ({SLAB_NBYTES} are allowed)")
         if (self._nbytes + nbytes > self._window and self._is_full(nbytes)) or len(self._pieces) >= MAX_PIECES:
             return False
         piece = self._arena.publish(payload)
@@ -215,7 +215,6 @@ class Publisher(ShmLink):
             if record[3] or payload is None:
                 raise RemoteProtocolError(f"rank {self.peer} sent a chunk to a sender of chunks")
             header = self._unpacked(payload)
-            self._into.done(record[0])
             if header[0] == BYE:
                 self._heard_bye = True
             else:

@@ -102,17 +102,17 @@ class RingReader:
     """The reading side; see `RingWriter`.
 
     Attributes:
-        head: bytes ever read.
+        head: bytes whose room may be written again.
     """
 
-    __slots__ = ("_control", "_head_word", "_memory", "_nbytes", "_tail_word", "head")
+    __slots__ = ("_control", "_head_word", "_memory", "_nbytes", "_next", "_tail_word", "head")
 
     def __init__(self, memory: memoryview, control: memoryview, *, tail: int, head: int) -> None:
         self._memory = memory
         self._control = control
         self._nbytes = len(memory) - SLACK_NBYTES
         self._tail_word, self._head_word = tail, head
-        self.head = 0
+        self.head = self._next = 0
 
     @property
     def has_news(self) -> bool:
@@ -120,38 +120,37 @@ class RingReader:
         return bool(self._control[self._tail_word] != self.head)
 
     def take(self) -> tuple[tuple[Any, ...], memoryview | None] | None:
-        """The next record and the payload in it, if any, to be read until ``done``; None if there is no record.
+        """The next record and the payload in it, if any; None if there is none. The one before is done with.
 
         Raises:
             RemoteProtocolError: the writer does not keep to the form.
         """
-        left = self._control[self._tail_word] - self.head
+        control, memory, capacity = self._control, self._memory, self._nbytes
+        head = self._next
+        if head != self.head:
+            self.head = control[self._head_word] = head
+        left = control[self._tail_word] - head
         if not left:
             return None
-        capacity = self._nbytes
         if not 0 < left <= capacity or left & (ALIGN_NBYTES - 1):
             raise RemoteProtocolError(f"a ring with {left} of {capacity} bytes to read")
-        at = self.head & (capacity - 1)
-        record = RECORD.unpack_from(self._memory, at)
+        at = head & (capacity - 1)
+        record = RECORD.unpack_from(memory, at)
         size = record[0]
         if not size:
-            self.head += capacity - at
+            head += capacity - at
             left -= capacity - at
             at = 0
             if left <= 0:
                 raise RemoteProtocolError("a ring that goes to its start beyond its end")
-            record = RECORD.unpack_from(self._memory, 0)
+            record = RECORD.unpack_from(memory, 0)
             size = record[0]
         if not HEAD_NBYTES <= size <= left or at + size > capacity or size & (ALIGN_NBYTES - 1):
             raise RemoteProtocolError(f"a record of {size} bytes, with {left} to read")
+        self._next = head + size
         if record[1]:
             return record, None
         nbytes = record[2]
         if nbytes > size - HEAD_NBYTES:
             raise RemoteProtocolError(f"a payload of {nbytes} bytes in a record of {size}")
-        return record, self._memory[at + HEAD_NBYTES : at + HEAD_NBYTES + nbytes]
-
-    def done(self, size: int) -> None:
-        """The record of this size was read: its room can be written again."""
-        self.head += size
-        self._control[self._head_word] = self.head
+        return record, memory[at + HEAD_NBYTES : at + HEAD_NBYTES + nbytes]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 from kfcomm.core.frame import Header, Kind
 from kfcomm.errors import RemoteProtocolError
@@ -107,37 +106,38 @@ class Subscriber(ShmLink):
         return False
 
     def _hear(self) -> None:
-        into = self._into
+        take, receive = self._into.take, self._inbound.receive
         try:
             for _ in range(BURST_RECORDS):
-                taken = into.take() if self._fd >= 0 else None
+                taken = take()
                 if taken is None:
                     break
                 record, payload = taken
                 if record[3] == _CHUNK:
-                    self._chunk(record, payload)
+                    if self._heard_bye:
+                        raise RemoteProtocolError(f"rank {self.peer} sent a CHUNK after its BYE")
+                    if payload is None:
+                        self._show(record[1] - 1, record[2], record[3:])
+                    else:
+                        receive(self, record[3:], payload)
                 elif record[3] or payload is None:
                     raise RemoteProtocolError(f"rank {self.peer} sent a record of kind {record[3]}")
                 else:
                     self._frame(self._unpacked(payload))
-                into.done(record[0])
+                if self._fd < 0:
+                    break
         finally:
             self._inbound.burst_end(self)
             if self._fd >= 0:
                 self.ring_bell()
 
-    def _chunk(self, record: tuple[Any, ...], payload: memoryview | None) -> None:
-        if self._heard_bye:
-            raise RemoteProtocolError(f"rank {self.peer} sent a CHUNK after its BYE")
-        if payload is not None:
-            self._inbound.receive(self, record[3:], payload)
-            return
-        piece, nbytes = record[1] - 1, record[2]
+    def _show(self, piece: int, nbytes: int, header: Header) -> None:
+        """A chunk in the peer's arena."""
         if piece + nbytes > len(self._arena) or piece in self._lent:
             raise RemoteProtocolError(f"rank {self.peer} sent a chunk of {nbytes} bytes at {piece}")
         self._shown = piece, nbytes
         try:
-            self._inbound.receive(self, record[3:], self._arena[piece : piece + nbytes])
+            self._inbound.receive(self, header, self._arena[piece : piece + nbytes])
         finally:
             is_lent, self._shown = self._shown is None, None
             if self._fd < 0:

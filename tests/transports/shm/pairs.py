@@ -7,7 +7,7 @@ import contextlib
 import os
 import socket
 
-from kfcomm.transports.shm.arena import Arena
+from kfcomm.transports.shm.arena import Arena, pieces_in
 from kfcomm.transports.shm.hub import Hub
 from kfcomm.transports.shm.link import Wire
 from kfcomm.transports.shm.publisher import Publisher
@@ -63,7 +63,7 @@ class Pair:
     def __init__(self, here, there, *, max_lent=8, peers=(1, 0), notes=Notes):
         near, far = segments()
         socks = socket.socketpair()
-        arena = memoryview(attach(here.arena.descriptor, here.arena.nbytes, writable=False))
+        arena = pieces_in(attach(here.arena.descriptor, here.arena.nbytes, writable=False))
         self.notes, self.heard = notes(), notes()
         self.link = Publisher(Wire(socks[0], here.loop, self.notes, peers[0], near, here.hub), here.arena)
         self.other = Subscriber(Wire(socks[1], there.loop, self.heard, peers[1], far, there.hub), arena, max_lent)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from kfcomm.transports.shm.arena import PIECE_NBYTES, SLAB_NBYTES, Arena
+from kfcomm.transports.shm.arena import PIECE_NBYTES, SLAB_NBYTES, Arena, pieces_in
 from kfcomm.transports.shm.segment import attach
 from tests.transports.streams import noise
 
@@ -152,7 +152,7 @@ def test_no_view_of_the_payload_is_kept(arena):
 
 def test_closing_gives_back_the_memory_but_not_what_a_peer_has_mapped():
     arena = Arena(1)
-    mapped = memoryview(attach(arena.descriptor, arena.nbytes, writable=False))
+    mapped = pieces_in(attach(arena.descriptor, arena.nbytes, writable=False))
     piece = arena.publish(NOISE[:5000])
     arena.close()
     arena.close()

@@ -9,7 +9,7 @@ import pytest
 
 from kfcomm.errors import KfcommError, RemoteProtocolError, TransportError
 from kfcomm.transports.shm import greeting, segment, sharing
-from kfcomm.transports.shm.arena import Arena
+from kfcomm.transports.shm.arena import SKEW_NBYTES, Arena
 from kfcomm.transports.shm.greeting import SharingRefused, accept, offer
 from kfcomm.transports.shm.segment import create
 from kfcomm.transports.shm.shared import SHARED_NBYTES
@@ -243,7 +243,7 @@ def test_descriptors_beyond_two_are_dropped():
             before = sum(descriptors().values())
             mapped = await accept(sock, 60.0)
             assert sum(descriptors().values()) == before + 2  # each mapping holds one
-            assert (len(mapped.arena), mapped.max_lent) == (MIB, 4)
+            assert (len(mapped.arena), mapped.max_lent) == (MIB - 2 * SKEW_NBYTES, 4)
             assert peer.recv(10) == b"y"
             for descriptor in passed:
                 os.close(descriptor)
