@@ -34,6 +34,7 @@ class Arena:
     Attributes:
         descriptor: of the segment, to be passed to peers.
         nbytes: the size of the segment.
+        num_freed: pieces that ever came free.
     """
 
     def __init__(self, num_slabs: int) -> None:
@@ -45,6 +46,7 @@ class Arena:
         self._size_of_slab = [0] * num_slabs
         self._used_of_slab = [0] * num_slabs
         self._readers: dict[int, int] = {}
+        self.num_freed = 0
         self._last: weakref.ref[memoryview] | None = None
         self._last_piece = 0
 
@@ -83,6 +85,7 @@ class Arena:
             readers[piece] = left
             return
         del readers[piece]
+        self.num_freed += 1
         if piece == self._last_piece:
             self._last = None
         slab = piece // SLAB_NBYTES

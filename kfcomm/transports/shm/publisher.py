@@ -48,6 +48,7 @@ class Publisher(ShmLink):
         self._num_returned = 0
         self._defined: set[int] = set()
         self._waiting: list[_Waiting] = []
+        self._stuck: tuple[int, int, int, int] | None = None
         self._numbers = count()
         self._done: deque[Owner] = deque()
         super().__init__(wire, wire.shared.sender_rings())
@@ -74,6 +75,7 @@ class Publisher(ShmLink):
             self._end_with(error)
             return True
         heapq.heappush(waiting, (-priority, next(self._numbers), header, payload, owner))
+        self._stuck = None
         self.is_restless = True
         self._keeper.wake()
         return False
@@ -94,6 +96,7 @@ class Publisher(ShmLink):
         if dropped:
             self._waiting = [entry for entry in self._waiting if entry[4] is not owner]
             heapq.heapify(self._waiting)
+            self._stuck = None
         if self._done:
             self._done = deque(other for other in self._done if other is not owner)
         return [entry[2] for entry in sorted(dropped)]
@@ -111,7 +114,7 @@ class Publisher(ShmLink):
                 self._hear()
                 self._tell_of_room()
                 moved = True
-            if self._waiting:
+            if self._waiting and self._stuck != self._room():
                 before = len(self._waiting)
                 self._advance()
                 moved = moved or len(self._waiting) != before
@@ -142,6 +145,7 @@ class Publisher(ShmLink):
             self._defined.add(header[1])
         if (self._waiting and self._waiting[0][0] == _FRONT) or not self._out.put_encoded(data):
             heapq.heappush(self._waiting, (_FRONT, next(self._numbers), data, None, None))
+            self._stuck = None
             self._keeper.wake()
         self._owes_bell = self.is_restless = True
 
@@ -180,8 +184,15 @@ class Publisher(ShmLink):
         unread = self._nbytes - min(self._words[Word.LENT], MAX_LENT_NBYTES)
         return unread > 0 and unread + nbytes > self._window
 
+    def _room(self) -> tuple[int, int, int, int]:
+        """What has to change before there is room for what found none: trying again would cost ten times as much."""
+        words = self._words
+        return words[Word.LENT], words[Word.FORTH_HEAD], self._num_returned, self._arena.num_freed
+
     def _advance(self) -> None:
         waiting = self._waiting
+        if waiting:
+            self._stuck = self._room()
         while waiting and self._put(waiting[0][2], waiting[0][3]):
             owner = heapq.heappop(waiting)[4]
             self._owes_bell = True

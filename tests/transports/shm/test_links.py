@@ -750,3 +750,29 @@ def test_a_severed_link_touches_neither_the_memory_nor_the_loop():
                 link._sock.close()
 
     run(main())
+
+
+def test_a_window_that_opens_though_no_piece_came_free_is_used():
+    """A piece with two readers: one is done with it, and what waits for that one goes on."""
+
+    async def main():
+        async with processes(slabs=16) as (here, there):
+            first, second = Pair(here, there, peers=(1, 0)), Pair(here, there, peers=(2, 0))
+            kept = []
+            second.heard.on_frame = lambda link, header: kept.append((link, link.lend()))
+            shown = memoryview(noise(MIB))
+            for pair in (first, second):
+                assert pair.link.send(chunk(0), shown)
+            rest = [memoryview(noise(MIB)) for _ in range(2)]
+            owners = [first.link.send(chunk(number + 1), view, Owner()) for number, view in enumerate(rest)]
+            assert owners == [True, False]  # the window is two pieces
+            for pair in (first, second):
+                pair.link.flush()
+            await first.heard.until(lambda heard: len(heard.frames) == 3)
+            await second.heard.until(lambda heard: heard.frames)
+            for link, loan in kept:
+                link.give_back(loan)
+            await first.close()
+            await second.close()
+
+    run(main())
