@@ -121,7 +121,7 @@ class World:
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=log,
-                        start_new_session=True,
+                        process_group=0,  # not a session: ranks that yield would yield to their own session alone
                     )
                 )
 

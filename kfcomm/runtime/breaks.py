@@ -8,7 +8,7 @@ the first one notices too.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kfcomm.core.cause import Cause, CauseKind
@@ -100,15 +100,19 @@ class Breaks:
         return Cause(CauseKind.LINK, rank, f"the link between ranks {rank} and {peer} broke: {reason}")
 
     def _fail_unless_lost(self, control: ControlPlane, peer: int, carried: list[Collective], cause: Cause) -> None:
-        """If the peer is lost they fail by that; else they fail as soon as it has answered."""
+        """If the peer is lost they fail by that; else they fail as soon as it has answered.
 
-        def alive(*_: object) -> None:
-            for collective in carried:
-                self._abort(collective, cause)
+        What a peer that leaves has not posted fails by its leaving: its closing of the link may be heard of first.
+        """
+
+        def answered(_: int, posted: Sequence[bool], __: str) -> None:
+            left = self._router.lost.get(peer, cause)
+            for collective, is_posted in zip(carried, posted, strict=False):
+                self._abort(collective, cause if is_posted else left)
             carried.clear()
 
-        control.query([(one.key.group_id, one.key.name, one.seq) for one in carried], peer, alive)
-        self._loop.call_later(VERDICT_WITHIN_S, alive)
+        control.query([(one.key.group_id, one.key.name, one.seq) for one in carried], peer, answered)
+        self._loop.call_later(VERDICT_WITHIN_S, answered, peer, [True] * len(carried), "")
 
     def _pause_s(self, peer: int) -> float:
         """Longer with every break, so that a peer which breaks every link at once is not kept busy by it."""
