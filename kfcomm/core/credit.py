@@ -31,7 +31,7 @@ def credit_of(size: int) -> Credit:
     """The credit of each link in a world of ``size`` ranks; the two ends come to the same by themselves.
 
     Few peers get more each: who posts a whole model's gradients at once runs out of little credit, and a chunk that
-    has to be asked for costs three times as much as another.
+    has to be asked for takes a question, an answer and a second try.
     """
     nbytes = ALL_CREDIT_NBYTES // max(1, size - 1)
     return Credit(max(DEFAULT_CREDIT.nbytes, nbytes), DEFAULT_CREDIT.headers)

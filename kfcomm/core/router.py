@@ -251,7 +251,7 @@ class Router:
             incoming.signatures[number] = signature
 
     def receive(self, incoming: Incoming, header: Header, nbytes: int, payload: Any, effects: Effects) -> bool:
-        """A chunk that is here as a whole: what ``match`` and ``arrived`` do, in a third of the time where all is well.
+        """A chunk that is here as a whole: what ``match`` and ``arrived`` do, in one step where all is well.
 
         Returns:
             Whether the payload is kept for what is not posted yet.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
 from kfcomm.core.cause import Cause, CauseKind
@@ -107,12 +108,12 @@ class Breaks:
 
         def answered(_: int, posted: Sequence[bool], __: str) -> None:
             left = self._router.lost.get(peer, cause)
-            for collective, is_posted in zip(carried, posted, strict=False):
+            for collective, is_posted in zip(carried, chain(posted, repeat(True)), strict=False):
                 self._abort(collective, cause if is_posted else left)
             carried.clear()
 
         control.query([(one.key.group_id, one.key.name, one.seq) for one in carried], peer, answered)
-        self._loop.call_later(VERDICT_WITHIN_S, answered, peer, [True] * len(carried), "")
+        self._loop.call_later(VERDICT_WITHIN_S, answered, peer, (), "")
 
     def _pause_s(self, peer: int) -> float:
         """Longer with every break, so that a peer which breaks every link at once is not kept busy by it."""

@@ -63,6 +63,8 @@ class Publisher(ShmLink):
         """
         if self._closing or self._fd < 0:
             return True
+        if payload is not None and len(payload) > SLAB_NBYTES:
+            raise LocalProtocolError(f"a payload of {len(payload)} bytes ({SLAB_NBYTES} are allowed)")
         waiting = self._waiting
         try:
             if header[0] != _CHUNK:
@@ -161,8 +163,6 @@ class Publisher(ShmLink):
         nbytes = len(payload)
         if nbytes <= INLINE_NBYTES:
             return self._out.put(header, 0, nbytes, payload)
-        if nbytes > SLAB_NBYTES:
-            raise LocalProtocolError(f"a payload of {nbytes} bytes ({SLAB_NBYTES} are allowed)")
         if (self._nbytes + nbytes > self._window and self._is_full(nbytes)) or len(self._pieces) >= MAX_PIECES:
             return False
         piece = self._arena.publish(payload)

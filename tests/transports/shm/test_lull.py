@@ -14,16 +14,21 @@ def called(hub):
     hub.step_back()
 
 
+async def in_a_lull(pair):
+    """The hub of the receiver, which was called and is not looked after."""
+    hub = pair.other._keeper
+    await parked(hub)
+    called(hub)
+    assert hub.is_awake
+    return hub
+
+
 def test_a_rank_that_is_not_called_again_parks(monkeypatch):
     monkeypatch.setattr(hubs, "LULL_S", 0.0)
 
     async def main():
         async with linked() as pair:
-            hub = pair.other._keeper
-            await parked(hub)
-            called(hub)
-            assert hub.is_awake
-            await parked(hub)
+            await parked(await in_a_lull(pair))
 
     run(main())
 
@@ -33,9 +38,7 @@ def test_a_lull_begins_anew_with_every_call(monkeypatch):
 
     async def main():
         async with linked() as pair:
-            hub = pair.other._keeper
-            await parked(hub)
-            called(hub)
+            hub = await in_a_lull(pair)
             called(hub)
             hub._after_lull()  # the first is over
             assert hub.is_awake
@@ -55,9 +58,7 @@ def test_a_peer_that_parks_rings_who_has_not_read(monkeypatch):
 
     async def main():
         async with linked() as pair:
-            hub = pair.other._keeper
-            await parked(hub)
-            called(hub)
+            await in_a_lull(pair)
             pair.link.send(chunk(0))
             pair.link.flush()
             assert not pair.link.owes_bell  # to one who says that it looks
