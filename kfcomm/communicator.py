@@ -7,6 +7,7 @@ without one. Sub-groups are communicators too, over the same session.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Generator, Iterable
 from types import TracebackType
@@ -20,13 +21,11 @@ from kfcomm.core.collective import GroupView
 from kfcomm.dump import install_signal, snapshot
 from kfcomm.errors import ConfigError, SessionClosed
 from kfcomm.network import Alone, SocketNetwork
+from kfcomm.plugins import build, check
 from kfcomm.rendezvous.settings import Arguments, Settings, detect
 from kfcomm.session import Session
-from kfcomm.strategies import AnyStrategy, build, names
+from kfcomm.strategies import AnyStrategy, StrategySpec
 from kfcomm.types import Layout
-
-StrategySpec = Any
-"""A name, a ``Strategy``, a ``GraphPair`` or a ``Graph``: see ``kfcomm.strategies.build``."""
 
 
 class Communicator(Messages):
@@ -96,7 +95,8 @@ class Communicator(Messages):
         small collective.
 
         Args:
-            strategy: a name, a ``Strategy``, a ``GraphPair`` or a ``Graph``; the same graphs on every rank.
+            strategy: a name, rules by size (``{"<=64KiB": "star", "else": "ring"}``), a ``Strategy``, a
+                ``GraphPair`` or a ``Graph``; the same graphs on every rank.
             timeout: seconds; None for the communicator's.
 
         Returns:
@@ -153,8 +153,10 @@ class Communicator(Messages):
     def _strategy_below(self) -> str:
         """The name of the strategy in force, if another group can have it, too."""
         mine = self.strategy
-        is_named = mine.name in names() and build(mine.name, self.layout).digest == mine.digest
-        return mine.name if is_named else "auto"
+        with contextlib.suppress(ConfigError):
+            if build(mine.name, self.layout).digest == mine.digest:
+                return mine.name
+        return "auto"
 
     async def split(
         self, color: int | str | None, key: int = 0, name: str = "split", *, timeout: float | None = None
@@ -256,6 +258,6 @@ def init(**arguments: Unpack[Arguments]) -> Init:
         RendezvousError: when awaited, if the peers do not find or accept each other.
     """
     settings = detect(os.environ, **arguments)
-    build(settings.strategy, Layout((0,)))  # an unknown name is refused before anything is open
+    check(settings.strategy)  # an unknown name is refused before anything is open
     install_signal(settings.dump_dir)
     return Init(settings)

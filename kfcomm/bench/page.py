@@ -11,8 +11,8 @@ from string import Template
 from typing import TYPE_CHECKING
 
 from kfcomm.bench.plots import drawings
-from kfcomm.bench.sizes import show_size
 from kfcomm.bench.table import Table, is_word
+from kfcomm.sizes import show_size
 
 if TYPE_CHECKING:
     from kfcomm.bench.report import Report

@@ -18,7 +18,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullLocator
 
 from kfcomm.bench.figures import Result
-from kfcomm.bench.sizes import show_size
+from kfcomm.sizes import show_size
 
 _STYLE: dict[Any, Any] = {
     # letters stay letters: small, searchable, and set in the reader's own font

@@ -14,13 +14,13 @@ from enum import StrEnum
 from typing import Any, Final, Self
 
 from kfcomm.arrays.dtypes import dtype_of
-from kfcomm.bench.sizes import show_size
 from kfcomm.bench.workloads import WORKLOADS, Shape, num_parameters
 from kfcomm.errors import ConfigError
+from kfcomm.plugins import check
 from kfcomm.reduce import kernel
 from kfcomm.rendezvous.settings import TRANSPORTS
-from kfcomm.strategies import build
-from kfcomm.types import Layout, Op, Verb
+from kfcomm.sizes import show_size
+from kfcomm.types import Op, Verb
 
 _MOST_ITERATIONS = 200
 _FEWEST_ITERATIONS = 10
@@ -166,7 +166,7 @@ class Suite:
             ConfigError: a name is unknown, the op does not suit a dtype, or a size leaves a rank without an element.
         """
         for strategy in self.strategies:
-            build(strategy, Layout((0,)))
+            check(strategy)
         for transport in self.transports:
             if transport not in TRANSPORTS:
                 raise ConfigError(f"transport {transport!r} is unknown; known are {', '.join(TRANSPORTS)}")

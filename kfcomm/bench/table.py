@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kfcomm.bench.figures import Result
-from kfcomm.bench.sizes import show_size
+from kfcomm.sizes import show_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,10 +145,12 @@ def topology() -> None:
 @topology.command("list")
 def list_strategies() -> None:
     """List the strategies and what an all_reduce costs with each."""
+    from kfcomm.plugins import found
     from kfcomm.strategies.auto import FORMULA
     from kfcomm.strategies.registry import ALGORITHMS
 
-    for name, formula in [*((algorithm.name, algorithm.formula) for algorithm in ALGORITHMS), ("auto", FORMULA)]:
+    own = [*((algorithm.name, algorithm.formula) for algorithm in ALGORITHMS), ("auto", FORMULA)]
+    for name, formula in [*own, *((name, plugin.origin) for name, plugin in sorted(found().items()))]:
         click.echo(f"{name:<24}{formula}")
     click.echo("\nn ranks on h hosts, at most p on one, p₀ on the first; at most c links from a host to others.")
     click.echo("Bytes of the busiest rank, and between hosts of the busiest host, per byte of message.")
@@ -170,7 +172,7 @@ def show(
       kfcomm topology show ring -n 8 --hosts 2
       kfcomm topology show tree -n 16 --hosts 4 -o tree.svg
     """  # noqa: D301  click wants the character, not its name
-    from kfcomm.strategies import build
+    from kfcomm.plugins import build
     from kfcomm.strategies.draw import as_svg, as_text
     from kfcomm.types import Layout
 

@@ -14,12 +14,12 @@ from typing import Any
 import click
 
 from kfcomm.bench.report import Files
-from kfcomm.bench.sizes import parse_sizes
 from kfcomm.bench.suite import COLLECTIVES, Mode, Suite
 from kfcomm.bench.workloads import WORKLOADS
 from kfcomm.cli.errors import reported_errors
 from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.settings import TRANSPORTS, Settings, detect
+from kfcomm.sizes import parse_sizes
 from kfcomm.types import Op, Verb
 
 _CHOICES = tuple(verb.replace("_", "-") for verb in COLLECTIVES)

@@ -16,7 +16,6 @@ from kfcomm.bench.events import from_line
 from kfcomm.bench.machine import available_nbytes
 from kfcomm.bench.rank import run_rank
 from kfcomm.bench.report import Files
-from kfcomm.bench.sizes import show_size
 from kfcomm.bench.suite import Suite
 from kfcomm.bench.watch import Watch
 from kfcomm.errors import ConfigError
@@ -24,6 +23,7 @@ from kfcomm.launch.options import RunOptions
 from kfcomm.launch.run import run
 from kfcomm.launch.screen import Look, Screen, Stream
 from kfcomm.rendezvous.settings import Settings
+from kfcomm.sizes import show_size
 
 _MOST_RANKS = 8
 

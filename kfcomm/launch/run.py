@@ -22,13 +22,12 @@ from kfcomm.launch.output import Output, Pump
 from kfcomm.launch.process import Child, Guardian, describe_exit, find_program
 from kfcomm.launch.screen import Look, Screen, Stream
 from kfcomm.launch.supervisor import Supervisor, Verdict
+from kfcomm.plugins import check
 from kfcomm.rendezvous.client import StoreClient
 from kfcomm.rendezvous.interfaces import choose_address
 from kfcomm.rendezvous.settings import Settings, detect, store_url
 from kfcomm.rendezvous.store import StoreServer
 from kfcomm.rendezvous.worlds import DEFAULT_PORT
-from kfcomm.strategies import build
-from kfcomm.types import Layout
 
 _FAREWELL_S = 5.0
 _LAUNCHERS = "launchers"
@@ -84,7 +83,7 @@ class _Job:
         store = self.plan.hosts[0].address, self.options.store_port() or DEFAULT_PORT
         settings = detect(self.environ_of(self.plan.ranks.start, store_url(*store)))
         choose_address(settings.interface, store)
-        build(settings.strategy, Layout((0,)))
+        check(settings.strategy)
         return settings
 
 

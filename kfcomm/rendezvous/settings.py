@@ -32,7 +32,7 @@ class Arguments(TypedDict, total=False):
     store: str | None
     serve: bool | None
     token: bytes | str | None
-    strategy: str | None
+    strategy: str | Mapping[str, str] | None
     transport: str | None
     timeout: float | None
     stall_after: float | None
@@ -51,7 +51,7 @@ class Settings:
         local_size: number of ranks on this host as the launcher says; 1 if it does not.
         store: ``http://host:port`` of the store; None for a world of one.
         token: the secret of the job; None for a world of one.
-        strategy: name of the strategy.
+        strategy: name of the strategy, or rules by size.
         transport: one of `TRANSPORTS`.
         timeout_s: after this a wait fails.
         stall_after_s: after this a wait is reported.
@@ -98,6 +98,8 @@ def detect(environ: Mapping[str, str], **arguments: Unpack[Arguments]) -> Settin
     given: dict[str, Any] = {name: value for name, value in arguments.items() if value is not None}
     if unknown := sorted(given.keys() - Arguments.__annotations__.keys()):
         raise ConfigError(f"unknown settings {', '.join(unknown)}; there are {', '.join(Arguments.__annotations__)}")
+    if isinstance(rules := given.get("strategy"), Mapping):
+        given["strategy"] = ", ".join(f"{condition}: {name}" for condition, name in rules.items())
     reader = _Reader(environ, given)
     reasons: list[str] = []
     world = _find_world(reader, reasons)

@@ -8,44 +8,61 @@ ranks that agree on name and layout have the same graphs.
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.errors import ConfigError
 from kfcomm.strategies import auto as _auto
 from kfcomm.strategies.base import AnyStrategy, SizedStrategy, Strategy, from_edges, from_fathers
 from kfcomm.strategies.registry import ALGORITHMS
+from kfcomm.strategies.rules import from_rules, is_rules, parse_rules
 from kfcomm.types import Layout
 
 __all__ = [
     "AnyStrategy",
+    "Builder",
     "SizedStrategy",
     "Strategy",
+    "StrategySpec",
     "build",
     "from_edges",
     "from_fathers",
     "names",
 ]
 
+StrategySpec: TypeAlias = "str | Mapping[str, StrategySpec] | AnyStrategy | GraphPair | Graph"
+"""What means a strategy: see `build`."""
+Builder: TypeAlias = Callable[[Layout], StrategySpec]
+"""Makes a strategy for any layout."""
+
 
 def names() -> tuple[str, ...]:
-    """The names that `build` knows."""
+    """The names that `build` knows by itself."""
     return (*(algorithm.name for algorithm in ALGORITHMS), "auto")
 
 
-def build(spec: str | AnyStrategy | Graph | GraphPair, layout: Layout) -> AnyStrategy:
+def build(spec: StrategySpec, layout: Layout, others: Callable[[], Mapping[str, Builder]] = dict) -> AnyStrategy:
     """The strategy that ``spec`` means for ranks laid out like this.
 
     Args:
-        spec: a name of `names`, or a ready-made strategy, graph pair or graph (then it must have the layout's
-            size; a graph is used in both directions).
+        spec: a name, of `names` or of ``others``; rules by size, as a mapping (``{"<=64KiB": "star", "else": "ring"}``)
+            or as text (``"<=64KiB: star, else: ring"``); or a ready-made strategy, graph pair or graph, which must have
+            the layout's size (a graph is used in both directions).
         layout: where the ranks are.
+        others: tells of further names, and how each is built; asked only for a name that is not of `names`.
 
     Raises:
-        ConfigError: an unknown name (the message suggests the nearest), a wrong size, or something else.
+        ConfigError: an unknown name (the message suggests the nearest), rules that cannot be, a wrong size, or
+            something else.
     """
     match spec:
+        case str() if is_rules(spec):
+            return build(parse_rules(spec), layout, others)
         case str():
-            return _named(spec, layout)
+            return _named(spec, layout, others)
+        case Mapping():
+            return from_rules(spec, lambda one: build(one, layout, others))
         case Strategy() | SizedStrategy():
             ready: AnyStrategy = spec
         case GraphPair():
@@ -53,18 +70,24 @@ def build(spec: str | AnyStrategy | Graph | GraphPair, layout: Layout) -> AnyStr
         case Graph():
             ready = Strategy("custom", (GraphPair.of(spec),))
         case _:
-            raise ConfigError(f"a strategy is a name, a Strategy, a GraphPair or a Graph, not {type(spec).__name__}")
+            raise ConfigError(
+                f"a strategy is a name, rules by size, a Strategy, a GraphPair or a Graph, not {type(spec).__name__}"
+            )
     if ready.size != layout.size:
         raise ConfigError(f"strategy {ready.name!r} is for {ready.size} ranks, not for {layout.size}")
     return ready
 
 
-def _named(name: str, layout: Layout) -> AnyStrategy:
+def _named(name: str, layout: Layout, others: Callable[[], Mapping[str, Builder]]) -> AnyStrategy:
     if name == "auto":
         return _auto.auto(layout)
     for algorithm in ALGORITHMS:
         if algorithm.name == name:
             return algorithm.build(layout)
-    near = difflib.get_close_matches(name.lower().replace("-", "_"), names(), n=3, cutoff=0.5)
+    more = others()
+    if name in more:
+        return build(more[name](layout), layout)
+    known = [*names(), *sorted(more)]
+    near = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}? (" if near else "("
-    raise ConfigError(f"unknown strategy {name!r}; {hint}known are: {', '.join(names())})")
+    raise ConfigError(f"unknown strategy {name!r}; {hint}known are: {', '.join(known)})")

@@ -15,11 +15,10 @@ from typing import Any, Self, Unpack
 
 from kfcomm.collectives.messages import Queue as AsyncQueue
 from kfcomm.communicator import Communicator as Async
-from kfcomm.communicator import StrategySpec
 from kfcomm.communicator import init as async_init
 from kfcomm.errors import KfcommError, SessionClosed
 from kfcomm.rendezvous.settings import Arguments
-from kfcomm.strategies import AnyStrategy
+from kfcomm.strategies import AnyStrategy, StrategySpec
 from kfcomm.sync.skin import ARRAY, MANY, OBJECT, OBJECTS, PARTS, PLAIN, Skin, begun, blocking, plain
 from kfcomm.sync.thread import IoThread
 from kfcomm.types import Layout

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfcomm.bench.sizes import parse_sizes, show_size
 from kfcomm.errors import ConfigError
+from kfcomm.sizes import parse_sizes, show_size
 
 
 @pytest.mark.parametrize(

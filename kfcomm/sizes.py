@@ -1,4 +1,4 @@
-"""Sizes of messages as people write and read them: ``1KiB:64MiB`` and back."""
+"""Sizes of messages as people write and read them: ``64KiB``, ``1KiB:64MiB``, and back."""
 
 from __future__ import annotations
 
@@ -10,6 +10,22 @@ _UNITS = {"": 1, "B": 1, "K": 1 << 10, "KIB": 1 << 10, "M": 1 << 20, "MIB": 1 <<
 _SIZE = re.compile(r"\s*(\d{1,18})\s*([a-z]*)\s*", re.IGNORECASE)
 _HELP = "sizes are like 64KiB, 1KiB,1MiB or 1KiB:64MiB, which doubles"
 _MAX_NBYTES = 1 << 40
+
+
+def parse_size(word: str) -> int:
+    """Bytes of one size: a whole number with B, KiB, MiB, GiB, or their first letters, or nothing.
+
+    Raises:
+        ConfigError: it is no size, or larger than a TiB.
+    """
+    match = _SIZE.fullmatch(word)
+    scale = _UNITS.get(match[2].upper()) if match else None
+    if match is None or scale is None:
+        raise ConfigError(f"{word.strip()!r} is no size; {_HELP}")
+    nbytes = int(match[1]) * scale
+    if nbytes > _MAX_NBYTES:
+        raise ConfigError(f"{word.strip()!r} is more than {show_size(_MAX_NBYTES)}")
+    return nbytes
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
@@ -41,11 +57,10 @@ def show_size(nbytes: int) -> str:
 
 
 def _parse(word: str, text: str) -> int:
-    match = _SIZE.fullmatch(word)
-    scale = _UNITS.get(match[2].upper()) if match else None
-    if match is None or scale is None:
-        raise ConfigError(f"sizes {text!r}: {word.strip()!r} is no size; {_HELP}")
-    nbytes = int(match[1]) * scale
-    if not 0 < nbytes <= _MAX_NBYTES:
-        raise ConfigError(f"sizes {text!r}: {word.strip()!r} must be between 1 B and {show_size(_MAX_NBYTES)}")
+    try:
+        nbytes = parse_size(word)
+    except ConfigError as error:
+        raise ConfigError(f"sizes {text!r}: {error}") from None
+    if not nbytes:
+        raise ConfigError(f"sizes {text!r}: {word.strip()!r} must be at least 1 B")
     return nbytes
