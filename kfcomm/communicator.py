@@ -39,8 +39,8 @@ class Communicator(Messages):
         self._session = session
         self._left = False
         layout = session.layout_of(view)
-        chosen = build(strategy, layout)
-        self._group = Group(session.engine, view, layout, chosen, session.timeout_s)
+        self._named: dict[str, AnyStrategy] = {}
+        self._group = Group(session.engine, view, layout, self._build(strategy, layout), session.timeout_s)
         self._mailbox = Mailbox(session.engine, view, session.timeout_s)
         self._blobs = Blobs(self._mailbox, view.rank)
         session.engine.end_listeners.append(self._leave)
@@ -111,11 +111,20 @@ class Communicator(Messages):
         self._check_open()
         try:
             check_timeout(timeout)
-            chosen = build(strategy, self._group.layout)
+            chosen = self._build(strategy, self._group.layout)
         except Exception as error:
             self._group.refuse(STRATEGY_KEY, error)
             raise
         return self._group.swap(chosen, timeout)
+
+    def _build(self, spec: StrategySpec, layout: Layout) -> AnyStrategy:
+        """The strategy that is meant. A name means the same one whenever it comes again."""
+        if not isinstance(spec, str):
+            return build(spec, layout)
+        built = self._named.get(spec)
+        if built is None:
+            built = self._named[spec] = build(spec, layout)
+        return built
 
     async def group(
         self, ranks: Iterable[int], name: str = "group", *, strategy: StrategySpec | None = None,

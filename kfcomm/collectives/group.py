@@ -13,15 +13,16 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from kfcomm.collectives.generations import Generations
 from kfcomm.collectives.handle import Handle
-from kfcomm.collectives.plans import Plan, Planner, Plans, agreement
+from kfcomm.collectives.plans import Plan
 from kfcomm.collectives.turns import Turns
 from kfcomm.core.collective import GroupView, shown
 from kfcomm.errors import ConfigError
 from kfcomm.runtime.engine import Engine
 from kfcomm.runtime.operation import Operation
 from kfcomm.runtime.wired import WiredOperation
-from kfcomm.strategies import AnyStrategy, build
+from kfcomm.strategies import AnyStrategy
 from kfcomm.types import Layout
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -50,7 +51,8 @@ class Group:
         self.view = view
         self.layout = layout
         self.timeout_s = timeout_s
-        self.plans = Plans(Planner(view.rank, view.size, strategy, 0))
+        self._generations = Generations(view.rank, layout)
+        self.plans = self._generations.plans(strategy, 0)
         self.turns = Turns()
         self._waiting: list[Callable[[], None]] | None = None
 
@@ -136,8 +138,7 @@ class Group:
     def _ask(self, strategy: AnyStrategy, timeout_s: float | None, verdict: asyncio.Future[None]) -> None:
         """One barrier whose signature holds the graphs' digest: who has others fails it for all."""
         self._waiting = []
-        tree = build("binary_tree", self.layout).select(0).pairs[0]
-        plan = agreement(self.view.rank, tree, strategy)
+        plan = self._generations.agreement(strategy)
         handle: Handle[None] = Handle(loop=self.engine.loop)
         operation = self.post(plan, STRATEGY_KEY, source=None, result=None, timeout_s=timeout_s, handle=handle)
         handle.add_done_callback(lambda done: self._decide(strategy, operation, done, verdict))
@@ -149,8 +150,7 @@ class Group:
         error = asyncio.CancelledError() if done.cancelled() else done.exception()
         if error is None:
             # Not the number of those that were agreed: ranks that differ in that would never meet again.
-            generation = operation.seq + 1
-            self.plans = Plans(Planner(self.view.rank, self.view.size, strategy, generation))
+            self.plans = self._generations.plans(strategy, operation.seq + 1)
         waiting, self._waiting = self._waiting, None
         for begin in waiting or ():
             self.in_order(begin)

@@ -1,7 +1,8 @@
 """From a verb and its arguments to what the engine runs: a signature, a program, kernels and sizes.
 
 A plan does not depend on the key or the data, so the plans that were made are kept: a loop that exchanges the same
-tensors at every step makes each plan once.
+tensors at every step makes each plan once. But for the generation in its signature it does not depend on when its
+strategy came into force either, so that a strategy which comes again finds its plans again.
 """
 
 from __future__ import annotations
@@ -61,18 +62,16 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Makes the plans of one group under one strategy.
+    """Makes the plans of one group under one strategy, of generation 0.
 
     Attributes:
         rank, size: of the group.
         strategy: the graphs.
-        generation: which of the group's strategies this is; 0 for the first.
     """
 
     rank: int
     size: int
     strategy: AnyStrategy
-    generation: int
 
     def num_ways(self, dtype: np.dtype[Any], shape: tuple[int, ...], wire: WireDtype = None) -> int:
         """How many ways an all_reduce may take as a whole: its key picks one. 1 for those that are shared out."""
@@ -148,7 +147,7 @@ class Planner:
         """No data."""
         graphs = self.strategy.select(0)
         program = programs.barrier(self.rank, graphs.pairs[pair_of(name, len(graphs.pairs))])
-        signature = Signature(Verb.BARRIER, "", (), "", -1, graphs.name, self.generation, graphs.digest)
+        signature = Signature(Verb.BARRIER, "", (), "", -1, graphs.name, 0, graphs.digest)
         return Plan(signature, program, ItemSizes(1, 1), None, None, -1)
 
     def _prepare(
@@ -187,9 +186,8 @@ class Planner:
         self, verb: Verb, dtype: np.dtype[Any], shape: tuple[int, ...], root: int, program: Program, graphs: Strategy
     ) -> Signature:
         return Signature(
-            str(verb), dtype_name(dtype), shape, "", root, graphs.name, self.generation, graphs.digest,
-            program.chunk_elements,
-        )  # fmt: skip
+            str(verb), dtype_name(dtype), shape, "", root, graphs.name, 0, graphs.digest, program.chunk_elements
+        )
 
 
 def _wired(plan: Plan, wire: Wire) -> Plan:
@@ -209,14 +207,25 @@ def agreement(rank: int, tree: GraphPair, strategy: AnyStrategy) -> Plan:
 
 
 class Plans:
-    """The plans that were made under one strategy. What began under it goes on with it, whatever follows."""
+    """The plans of one generation of a group's strategies. What began under it goes on with it, whatever follows.
 
-    __slots__ = ("_plans", "_ways", "planner")
+    Attributes:
+        planner: makes what is missing.
+        generation: which of the group's strategies this is; 0 for the first.
+    """
 
-    def __init__(self, planner: Planner) -> None:
+    __slots__ = ("_drafts", "_plans", "_ways", "generation", "planner")
+
+    def __init__(self, planner: Planner, generation: int = 0, drafts: dict[Hashable, Plan] | None = None) -> None:
         self.planner = planner
+        self.generation = generation
+        self._drafts: dict[Hashable, Plan] = {} if drafts is None else drafts
         self._plans: dict[Hashable, Plan] = {}
         self._ways: dict[Hashable, list[Plan | None]] = {}
+
+    def again(self, generation: int) -> Plans:
+        """The plans of a later generation of the same strategy."""
+        return Plans(self.planner, generation, self._drafts)
 
     def plan(self, make: Callable[..., Plan], *what: Hashable) -> Plan:
         """The plan ``make(planner, *what)``, made when it is first needed."""
@@ -225,12 +234,12 @@ class Plans:
         if plan is None:
             if len(self._plans) >= MAX_PLANS:
                 self._plans.clear()
-            plan = self._plans[key] = make(self.planner, *what)
+            plan = self._plans[key] = self._signed(make, *what)
         return plan
 
     def barrier(self, name: str) -> Plan:
         """The plan for a barrier, made at each."""
-        return self.planner.barrier(name)
+        return self._sign(self.planner.barrier(name))
 
     def known(self, dtype: np.dtype[Any], shape: tuple[int, ...], op: Op | str, key: str) -> Plan | None:
         """The plan for an all_reduce, if it was made before: then the dtype is supported, and the op has a meaning."""
@@ -252,8 +261,20 @@ class Plans:
         way = pair_of(key, len(ways)) if len(ways) > 1 else 0
         plan = ways[way]
         if plan is None:
-            plan = ways[way] = self.planner.all_reduce(dtype, shape, op, way, wire)
+            plan = ways[way] = self._signed(Planner.all_reduce, dtype, shape, op, way, wire)
         return plan
+
+    def _signed(self, make: Callable[..., Plan], *what: Hashable) -> Plan:
+        key = (make, *what)
+        draft = self._drafts.get(key)
+        if draft is None:
+            if len(self._drafts) >= MAX_PLANS:
+                self._drafts.clear()
+            draft = self._drafts[key] = make(self.planner, *what)
+        return self._sign(draft)
+
+    def _sign(self, draft: Plan) -> Plan:
+        return replace(draft, signature=draft.signature._replace(generation=self.generation))
 
 
 def chunk_elements(dtype: np.dtype[Any]) -> int:

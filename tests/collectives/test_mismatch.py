@@ -121,7 +121,7 @@ async def test_different_strategies_from_the_start() -> None:
                 from kfcomm.strategies import build
 
                 graphs = build(strategy, comms[rank].layout)
-                comms[rank]._group.plans = Plans(Planner(rank, 3, graphs, 0))
+                comms[rank]._group.plans = Plans(Planner(rank, 3, graphs))
         for verb in ("all_reduce", "broadcast", "reduce", "all_gather"):
             outcomes = await ends(comms, lambda comm, verb=verb: getattr(comm, verb)(X, name="k"))
             assert_kinds(outcomes, CollectiveMismatch)

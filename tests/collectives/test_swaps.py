@@ -28,7 +28,7 @@ SHORT_S = 0.05
 
 
 def _generation(comm: Any) -> int:
-    return int(comm._group.plans.planner.generation)
+    return int(comm._group.plans.generation)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
