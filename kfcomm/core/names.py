@@ -11,10 +11,16 @@ from collections.abc import Iterator
 
 from kfcomm.core.collective import AnySignature, Key
 from kfcomm.core.frame import MAX_ID
+from kfcomm.core.signature import Signature
 from kfcomm.errors import LocalProtocolError
 
 MAX_SIGNATURES = 1 << 12
-"""Signatures are numbered below this. The oldest gives up its number to a new one, so memory stays bounded."""
+"""Signatures are numbered below this. The oldest gives up its number to a new one, so memory stays bounded.
+
+Signatures that differ in nothing but the generation of their strategy share two numbers, for even generations and odd
+ones: a program that changes its strategy again and again needs no more of them, and two generations that are in flight
+at a time do not take one number from each other by turns.
+"""
 
 UNNUMBERED = -1
 
@@ -29,6 +35,7 @@ class Names:
         "_next_signature",
         "_numbered",
         "_owners",
+        "_roles",
         "_signatures",
     )  # fmt: skip
 
@@ -39,6 +46,7 @@ class Names:
         self._signatures: dict[AnySignature, tuple[int, AnySignature]] = {}
         self._by_identity: dict[int, tuple[int, AnySignature]] = {}
         self._numbered: dict[int, AnySignature] = {}
+        self._roles: dict[AnySignature, int] = {}
         self._next_signature = 0
 
     def __iter__(self) -> Iterator[Key]:
@@ -90,8 +98,7 @@ class Names:
             return known
         known = self._signatures.get(signature)
         if known is None:
-            number = self._next_signature
-            self._next_signature = (number + 1) % MAX_SIGNATURES
+            number = self._number_of(_role(signature))
             old = self._numbered.get(number)
             if old is not None:
                 del self._signatures[old]
@@ -99,6 +106,18 @@ class Names:
             self._numbered[number] = signature
             known = self._signatures[signature] = self._by_identity[id(signature)] = (number, signature)
         return known
+
+    def _number_of(self, role: AnySignature) -> int:
+        """The number of the last but one generation of a signature, if it is still that; else the next."""
+        number = self._roles.get(role)
+        if number is None:
+            number = self._next_signature
+            self._next_signature = (number + 1) % MAX_SIGNATURES
+            old = self._numbered.get(number)
+            if old is not None:
+                del self._roles[_role(old)]
+            self._roles[role] = number
+        return number
 
     def same(self, signature: AnySignature) -> AnySignature:
         """The value that stands for this signature, or itself if this rank has not used it (lately).
@@ -108,3 +127,10 @@ class Names:
         """
         known = self._signatures.get(signature)
         return signature if known is None else known[1]
+
+
+def _role(signature: AnySignature) -> AnySignature:
+    """What signatures have in common that share a number."""
+    if isinstance(signature, Signature):
+        return signature._replace(generation=signature.generation % 2)
+    return signature

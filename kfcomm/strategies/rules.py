@@ -81,15 +81,9 @@ def _within(strategy: AnyStrategy, floor: int, bound: int | None) -> list[tuple[
     """The rules of a strategy for messages above ``floor`` and up to ``bound``."""
     if isinstance(strategy, Strategy):
         return [(bound, strategy)]
-    kept: list[tuple[int | None, Strategy]] = []
-    for own, inner in strategy.rules:
-        if own is not None and own <= floor:
-            continue
-        if own is None or (bound is not None and own >= bound):
-            kept.append((bound, inner))
-            break
-        kept.append((own, inner))
-    return kept
+    rules = [(own, inner) for own, inner in strategy.rules if own is None or own > floor]
+    last = next(place for place, (own, _) in enumerate(rules) if own is None or (bound is not None and own >= bound))
+    return [*rules[:last], (bound, rules[last][1])]
 
 
 def _bound(condition: Any) -> int | None:

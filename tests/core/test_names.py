@@ -71,8 +71,25 @@ def test_equal_signatures_are_one_value_and_one_number():
 
 
 def test_the_oldest_signature_gives_up_its_number(few):
-    signatures = [Signature("send", generation=number) for number in range(5)]
+    signatures = [Signature("send", root=number) for number in range(5)]
     assert [few.signature(one)[0] for one in signatures] == [0, 1, 2, 0, 1]
     assert few.signature(signatures[2])[0] == 2
     assert few.signature(signatures[0])[0] == 2
     assert len(few._signatures) == len(few._numbered) == 3
+
+
+def test_later_generations_take_the_number_of_the_last_but_one() -> None:
+    known = Names()
+    first, other = Signature("all_reduce", generation=1), Signature("barrier", generation=1)
+    assert [known.signature(one)[0] for one in (first, other)] == [0, 1]
+    generations = [first._replace(generation=number) for number in range(2, 9)]
+    assert [known.signature(one)[0] for one in generations] == [2, 0, 2, 0, 2, 0, 2]
+    assert known.same(generations[-1]) is generations[-1]
+    assert known.signature(other) == (1, other)
+
+
+def test_a_number_that_went_to_another_signature_is_not_taken_back(few) -> None:
+    first = Signature("send", generation=1)
+    assert few.signature(first)[0] == 0
+    assert [few.signature(Signature("send", shape=(length,)))[0] for length in range(3)] == [1, 2, 0]
+    assert few.signature(first._replace(generation=3))[0] == 1

@@ -44,6 +44,15 @@ def test_whatever_has_graphs_may_stand_in_a_rule() -> None:
     ]  # fmt: skip
 
 
+def test_a_rule_within_rules_ends_where_the_outer_one_does() -> None:
+    inner = {"<=2KiB": "star", "<=8KiB": "tree", "else": "ring"}
+    for bound in (8192, 8000):
+        built = build({"<=1KiB": "clique", f"<={bound}": inner, "else": "auto"}, FOUR)
+        assert isinstance(built, SizedStrategy)
+        names_of = [(edge, one.name) for edge, one in built.rules[:3]]
+        assert names_of == [(1024, "clique"), (2048, "star"), (bound, "tree")]
+
+
 @given(st.integers(0, 1 << 40))
 def test_sizes_are_read_as_they_are_shown(nbytes: int) -> None:
     assert parse_size(show_exactly(nbytes)) == nbytes
