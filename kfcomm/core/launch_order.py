@@ -1,0 +1,345 @@
+"""One order for operations that arrive in any: what libraries need whose collectives match by order, not by name.
+
+NCCL runs the n-th collective that a rank of a communicator launches with the n-th of every other. Named collectives are
+posted in any order, so the ranks of a group agree on one, as KungFu's scheduler does (Mai et al., OSDI 2020): *learned*
+from one rank, the leader, in the first pass, then *followed* without a message.
+
+Every use of a key takes one *place* in the order, and a rank launches its own use there and no later one before it. The
+life of the order, on every rank::
+
+    mode       a use arrives                        a message comes                        next
+    ---------  -----------------------------------  -------------------------------------  ---------
+    learning   the leader gives it the next place,  TOLD: this key has the next place      learning
+               and tells
+    learning   the leader finds that a pass is      FIXED: so many of the latest places    following
+               over, and a second one begins        are one pass, which repeats itself
+    following  its place comes when it comes        (none)                                 following
+    following  it is in no place of the pass; or    STUCK, to the leader                   frozen
+               none has come for a while where one
+               is due, and others wait
+    any                                             FREEZE: launch nothing, say how far    frozen
+                                                    you are (FROZEN, to the leader)
+    frozen                                          RESUME: all launch what any rank has   learning
+                                                    launched; the rest is learned anew
+
+So a key that is new, that comes no more, or that comes twice in a pass costs an agreement of 3 messages for each rank,
+and never a hang. Whatever becomes of a use, it takes its place: see ``withdraw``. What a rank never posts is missed at
+its place, by name.
+
+What this cannot mend: what is launched is on a device, and what follows waits behind it. So uses in flight at a
+time may be posted in any order, but uses of which one is waited for before the next is posted must have that order on
+all ranks. And steps may run into each other only as long as they repeat themselves: where they change, a rank that
+launches a use of the next step, because a pass that no longer holds says that it is due, may have it wait for one that
+another rank posts only when this step is over.
+
+Between the leader and each rank messages come in the order in which they were sent. Time is an argument; nothing here
+knows what is launched. For what comes from a peer no method raises.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Sequence
+from enum import IntEnum, StrEnum
+from typing import Any, Final
+
+from kfcomm.core.cycles import MAX_CYCLE, Cycles
+
+LEADER: Final = 0
+"""Group rank from whose arrivals the order is learned."""
+PATIENCE_S: Final = 1.0
+MOST_PATIENT_S: Final = 64.0
+
+Effects = list[tuple[Any, ...]]
+
+
+class Order(IntEnum):
+    """Tags of effects; the fields after the tag are in brackets."""
+
+    LAUNCH = 0
+    """[token]: launch this now, after all that was launched before."""
+    TELL = 1
+    """[message]: send it to every other rank. Only the leader does."""
+    ASK = 2
+    """[message]: send it to the leader. Only the others do."""
+    VIOLATION = 3
+    """[rank, reason]: a message that cannot be."""
+
+
+class Mode(StrEnum):
+    """What decides which use is next."""
+
+    LEARNING = "learning"
+    FOLLOWING = "following"
+    FROZEN = "frozen"
+
+
+LAUNCH, TELL, ASK, VIOLATION = (int(order) for order in Order)
+TOLD, FIXED, FREEZE, FROZEN, RESUME, STUCK = range(6)
+
+_NOTHING: Final = object()
+
+
+class LaunchOrder(ABC):
+    """The order of one group as one of its ranks sees it. Made by ``launch_order``.
+
+    Attributes:
+        mode: see the table above.
+        num_messages: sent by this rank so far; one to every other rank counts as one.
+    """
+
+    def __init__(self, rank: int, size: int, patience_s: float) -> None:
+        self.mode = Mode.LEARNING
+        self.num_messages = 0
+        self._rank = rank
+        self._size = size
+        self._patience_s = patience_s
+        self._era = 0
+        self._waiting: dict[str, deque[Any]] = {}
+        self._done = 0  # places where this rank has launched
+        self._ahead: deque[str] = deque()  # whose the next places are, before any pass
+        self._num_ahead: Counter[str] = Counter()
+        self._history: deque[str] = deque(maxlen=MAX_CYCLE)
+        self._pass: tuple[str, ...] = ()
+        self._pass_begins = 0
+        self._in_pass: frozenset[str] = frozenset()
+        self._due_s: float | None = None
+
+    # ---------------------------------------------------------------- what this rank does
+
+    def arrived(self, key: str, token: Any, now_s: float, effects: Effects) -> None:
+        """This rank uses a key: ``token`` is to be launched at its place."""
+        self._waiting.setdefault(key, deque()).append(token)
+        if self.mode is Mode.LEARNING:
+            self._claim(key, effects)
+        elif self.mode is Mode.FOLLOWING and self._has_no_place(key):
+            self._doubt(effects)
+        self._advance(now_s, effects)
+
+    def missed(self, key: str, now_s: float, effects: Effects) -> None:
+        """A use of a key failed before it arrived here, and on all other ranks: its place is passed in silence."""
+        self.arrived(key, _NOTHING, now_s, effects)
+
+    def withdraw(self, key: str, token: Any) -> bool:
+        """A use that has arrived failed, here and on all other ranks: its place is passed in silence.
+
+        Returns:
+            Whether that was in time; else it has been launched.
+        """
+        waiting = self._waiting.get(key, deque())
+        for index, one in enumerate(waiting):
+            if one is token:
+                waiting[index] = _NOTHING
+                return True
+        return False
+
+    def deadline_s(self) -> float | None:
+        """When ``handle_timer`` wants to be called; None for not at all."""
+        return self._due_s
+
+    def handle_timer(self, now_s: float, effects: Effects) -> None:
+        """The deadline has passed: what is due has not come for a while, and others wait."""
+        if self._due_s is not None and now_s >= self._due_s:
+            self._due_s = None
+            # The next time it waits longer: the program may just be slow here.
+            self._patience_s = min(2 * self._patience_s, MOST_PATIENT_S)
+            self._doubt(effects)
+            self._advance(now_s, effects)
+
+    def missing(self) -> str | None:
+        """The key whose place has come and which this rank has not posted, while others wait behind it."""
+        due = self._next()
+        return due if self._waiting and due is not None and due not in self._waiting else None
+
+    # ---------------------------------------------------------------- what others say
+
+    def received(self, sender: int, message: Sequence[Any], now_s: float, effects: Effects) -> None:
+        """A message of another rank."""
+        try:
+            kind, era, *fields = message
+            self._hear(sender, kind, era, fields, effects)
+        except (TypeError, ValueError, IndexError) as error:
+            effects.append((VIOLATION, sender, f"a message about the order that cannot be: {error}"))
+        else:
+            self._advance(now_s, effects)
+
+    @abstractmethod
+    def _hear(self, sender: int, kind: int, era: int, fields: list[Any], effects: Effects) -> None:
+        """Carry out a message.
+
+        Raises:
+            ValueError, TypeError, IndexError: it cannot be.
+        """
+
+    @abstractmethod
+    def _claim(self, key: str, effects: Effects) -> None:
+        """While learning: see to places for uses of this key that have none."""
+
+    @abstractmethod
+    def _doubt(self, effects: Effects) -> None:
+        """The pass is not what comes."""
+
+    # ---------------------------------------------------------------- places
+
+    def _has_no_place(self, key: str) -> bool:
+        return key not in self._in_pass and len(self._waiting[key]) > self._num_ahead[key]
+
+    def _give(self, key: str) -> None:
+        """The next place belongs to this key."""
+        self._history.append(key)
+        self._ahead.append(key)
+        self._num_ahead[key] += 1
+
+    def _fix(self, length: int, effects: Effects) -> None:
+        """The keys of so many of the latest places come again and again."""
+        if not 0 < length <= len(self._history):
+            raise ValueError(f"a pass of {length} places, of {len(self._history)}")
+        self._pass = tuple(self._history)[-length:]
+        self._pass_begins = self._done + len(self._ahead)
+        self._in_pass = frozenset(self._pass)
+        self._history.clear()
+        self.mode = Mode.FOLLOWING
+        if any(map(self._has_no_place, self._waiting)):
+            self._doubt(effects)
+
+    def _freeze(self, era: int) -> None:
+        self._era = era
+        self.mode = Mode.FROZEN
+        self._due_s = None
+
+    def _resume(self, done: Sequence[int], effects: Effects) -> None:
+        """Every rank has said how far it is: what any has launched, all will; the rest is learned anew."""
+        if len(done) != self._size or max(done) < self._done:
+            raise ValueError(f"so far are the ranks: {done}")
+        owed = [self._at(place) for place in range(self._done, max(done))]
+        self._ahead, self._num_ahead = deque(owed), Counter(owed)
+        self._history.clear()
+        self._pass, self._in_pass = (), frozenset()
+        self.mode = Mode.LEARNING
+        for key in list(self._waiting):
+            self._claim(key, effects)
+
+    def _at(self, place: int) -> str:
+        """Whose a place is that this rank has yet to come to."""
+        ahead = place - self._done
+        if ahead < len(self._ahead):
+            return self._ahead[ahead]
+        return self._pass[(place - self._pass_begins) % len(self._pass)]
+
+    def _next(self) -> str | None:
+        return self._at(self._done) if self._ahead or self._pass else None
+
+    def _advance(self, now_s: float, effects: Effects) -> None:
+        """Launch whatever has its turn."""
+        while self.mode is not Mode.FROZEN:
+            due = self._next()
+            waiting = None if due is None else self._waiting.get(due)
+            if due is None or not waiting:
+                break
+            token = waiting.popleft()
+            if not waiting:
+                del self._waiting[due]
+            if self._ahead:
+                self._num_ahead[self._ahead.popleft()] -= 1
+            self._done += 1
+            self._due_s = None
+            if token is not _NOTHING:
+                effects.append((LAUNCH, token))
+        if self.mode is not Mode.FOLLOWING or not self._waiting:
+            self._due_s = None
+        elif self._due_s is None:
+            self._due_s = now_s + self._patience_s
+
+
+class _Follower(LaunchOrder):
+    """Any rank but the leader."""
+
+    def _hear(self, sender: int, kind: int, era: int, fields: list[Any], effects: Effects) -> None:
+        if sender != LEADER:
+            raise ValueError(f"rank {sender} does not lead")
+        if kind == TOLD:
+            self._give(fields[0])
+        elif kind == FIXED:
+            self._fix(fields[0], effects)
+        elif kind == FREEZE:
+            self._freeze(era)
+            self._ask((FROZEN, era, self._done), effects)
+        elif kind == RESUME:
+            self._resume(fields[0], effects)
+        else:
+            raise ValueError(f"kind {kind!r}")
+
+    def _claim(self, key: str, effects: Effects) -> None:
+        """The leader's own use decides."""
+
+    def _doubt(self, effects: Effects) -> None:
+        self._freeze(self._era)  # at once: what a wrong pass makes due must not be launched
+        self._ask((STUCK, self._era), effects)
+
+    def _ask(self, message: tuple[Any, ...], effects: Effects) -> None:
+        self.num_messages += 1
+        effects.append((ASK, message))
+
+
+class _Leader(LaunchOrder):
+    """The rank whose arrivals are the order."""
+
+    def __init__(self, rank: int, size: int, patience_s: float) -> None:
+        super().__init__(rank, size, patience_s)
+        self._cycles: Cycles[str] = Cycles()
+        self._frozen: dict[int, int] = {}
+
+    def _hear(self, sender: int, kind: int, era: int, fields: list[Any], effects: Effects) -> None:
+        if era != self._era:
+            return  # said before that rank heard of this era
+        if kind == STUCK:
+            self._doubt(effects)
+        elif kind == FROZEN:
+            self._frozen[sender] = int(fields[0])
+            self._resume_if_all(effects)
+        else:
+            raise ValueError(f"kind {kind!r}")
+
+    def _claim(self, key: str, effects: Effects) -> None:
+        while self.mode is Mode.LEARNING and len(self._waiting[key]) > self._num_ahead[key]:
+            num_before = len(self._cycles.names)
+            length = self._cycles.add(key)
+            if not length or len(self._cycles.names) > num_before:  # else it is the first of a second pass
+                self._give(key)
+                self._tell((TOLD, self._era, key), effects)
+            if length:
+                self._tell((FIXED, self._era, length), effects)
+                self._fix(length, effects)
+
+    def _doubt(self, effects: Effects) -> None:
+        if self.mode is Mode.FROZEN:
+            return
+        has_held = self._done >= self._pass_begins + len(self._pass)
+        self._cycles = Cycles(is_first=False, shortest=1 if has_held else len(self._pass) + 1)
+        self._freeze(self._era + 1)
+        self._frozen = {LEADER: self._done}
+        self._tell((FREEZE, self._era), effects)
+        self._resume_if_all(effects)
+
+    def _resume_if_all(self, effects: Effects) -> None:
+        if len(self._frozen) == self._size:
+            done = [self._frozen[rank] for rank in range(self._size)]
+            self._tell((RESUME, self._era, done), effects)
+            self._resume(done, effects)
+
+    def _tell(self, message: tuple[Any, ...], effects: Effects) -> None:
+        self.num_messages += 1
+        effects.append((TELL, message))
+
+
+def launch_order(rank: int, size: int, patience_s: float = PATIENCE_S) -> LaunchOrder:
+    """The order of a group as one of its ranks sees it.
+
+    Args:
+        rank: in the group.
+        size: of the group.
+        patience_s: how long a use is waited for where its place has come and others wait, before the pass is doubted.
+            It doubles each time, up to a minute.
+    """
+    return (_Leader if rank == LEADER else _Follower)(rank, size, patience_s)
