@@ -78,6 +78,16 @@ class Network(Protocol):
         """Close everything that is still open."""
 
 
+class Service(Protocol):
+    """Something besides that is open for as long as the session is, on threads of its own."""
+
+    def descriptors(self) -> list[int]:
+        """Descriptors that a forked child must let go of."""
+
+    def stop(self) -> None:
+        """Close everything; may wait a moment. Not called on the session's loop."""
+
+
 class Session:
     """One epoch's world, as this rank sees it. Implements ``ControlEvents`` and ``StatusSource``.
 
@@ -87,6 +97,7 @@ class Session:
         engine: what runs the collectives.
         world: all ranks as a group.
         groups: name and members, by world rank, of every group that this rank is in, by id.
+        services: what is to be stopped when the session is closed.
     """
 
     def __init__(
@@ -107,6 +118,7 @@ class Session:
         self._manned: Hub | None = None
         self._closing: asyncio.Future[None] | None = None
         self.groups = {self.world.id: ("world", self.world.members)}
+        self.services: list[Service] = []
         self._groups: dict[bytes, int] = {}
         self._lag_s = 0.0
         self._lag_seen_s = math.inf  # for ever up to date where nobody measures: in a world of one
@@ -249,6 +261,8 @@ class Session:
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
+        for service in self.services:
+            await _in_a_thread(service.stop)
         control = self.engine.control
         if control is not None:
             await control.leave(LEAVE_WITHIN_S)
@@ -266,6 +280,7 @@ class Session:
             "this communicator belongs to the parent process: after fork, a child has to call kfcomm.init() itself"
         )
         descriptors = [*self.network.descriptors(), *self.engine.ends.descriptors()]
+        descriptors += [descriptor for service in self.services for descriptor in service.descriptors()]
         self.network.sever()
         with contextlib.suppress(OSError):
             nothing = os.open(os.devnull, os.O_RDWR)
