@@ -40,9 +40,8 @@ class Attendant:
         self._thread.start()
 
     def descriptors(self) -> list[int]:
-        """See ``session.Service``."""
-        with self._lock:
-            found = [self._listener.fileno(), *(sock.fileno() for sock in self._open)]
+        """See ``session.Service``. Takes no lock: a forked child has no thread that could ever give it back."""
+        found = [self._listener.fileno(), *(sock.fileno() for sock in list(self._open))]
         return [descriptor for descriptor in found if descriptor >= 0]
 
     def stop(self) -> None:
