@@ -38,6 +38,8 @@ class Arguments(TypedDict, total=False):
     stall_after: float | None
     interface: str | None
     dump_dir: str | None
+    monitor: bool | None
+    metrics_port: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +59,12 @@ class Settings:
         stall_after_s: after this a wait is reported.
         interface: name, address or network (CIDR) to listen at; None to go by the route.
         dump_dir: folder of the dumps that a signal asks for.
+        monitor: whether bytes, calls and waits are counted.
+        metrics_port: where local rank 0 answers Prometheus, the others at the ports after it; None not to.
         source: where rank and size come from.
         reasons: lines that explain to a person what was found.
         serve: whether rank 0 starts the store; otherwise the launcher has.
+        job: what the launcher calls this job on this host; None without one.
     """
 
     rank: int = 0
@@ -74,9 +79,12 @@ class Settings:
     stall_after_s: float = 10.0
     interface: str | None = None
     dump_dir: str = "."
+    monitor: bool = True
+    metrics_port: int | None = None
     source: str = Source.ALONE
     reasons: tuple[str, ...] = ()
     serve: bool = False
+    job: str | None = None
 
     @property
     def may_share_memory(self) -> bool:
@@ -120,9 +128,12 @@ def detect(environ: Mapping[str, str], **arguments: Unpack[Arguments]) -> Settin
         stall_after_s=reader.seconds("stall_after", 10.0),
         interface=reader.optional("interface"),
         dump_dir=reader.text("dump_dir", "."),
+        monitor=reader.flag("monitor", default=True),
+        metrics_port=reader.port("metrics_port"),
         source=world.source,
         reasons=tuple(reasons),
         serve=store is not None and reader.flag("serve", default=True),
+        job=environ.get("KFCOMM_JOB") or None,
     )
 
 
@@ -262,6 +273,16 @@ class _Reader:
         if value not in (True, False, "0", "1"):
             raise ConfigError(f"{self.name(setting)}={value!r} must be 0 or 1")
         return value in (True, "1")
+
+    def port(self, setting: str) -> int | None:
+        value = self.raw(setting)
+        try:
+            port = None if value is None else int(value)
+        except (TypeError, ValueError):
+            port = 0
+        if port is not None and (isinstance(value, (bool, float)) or not 0 < port < 1 << 16):
+            raise ConfigError(f"{self.name(setting)}={value!r} must be a port, from 1 to 65535")
+        return port
 
     def seconds(self, setting: str, default: float) -> float:
         value = self.raw(setting)
