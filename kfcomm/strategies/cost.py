@@ -1,7 +1,7 @@
 """What a strategy costs: counted on its graphs, and foretold in seconds.
 
 Two measures. `Cost` is exact and free of hardware: steps and bytes of one all_reduce whose message is shared
-out evenly among the pairs. Every strategy file states the same `Cost` as a closed formula of the layout; that
+out among the pairs. Every strategy file states the same `Cost` as a closed formula of the layout; that
 the two agree is a test. `predict_seconds` turns counts into time with a `Network`, which is what ``auto``
 compares. Both look at graphs and layouts only; neither knows links, clocks, or how a message is really cut.
 
@@ -75,12 +75,14 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """All that the time model needs of a strategy on a layout; counts are of pair-sized parts of the message.
+    """All that the time model needs of a strategy on a layout; counts are of equal parts of the message.
 
     Attributes:
-        num_pairs: into how many parts the message is cut.
+        num_pairs: among how many pairs the message is shared out.
+        num_parts: of how many parts it consists: one for each pair, or the sum of the shares.
+        largest: parts of the pair that has most.
         ways: ``(local hops, cross-host hops)`` of the longest ways, none of which is at least another in both.
-        messages: parts that the busiest rank sends and receives.
+        messages: what the busiest rank sends and receives, whatever its size.
         folds: parts that the busiest rank folds into its own.
         local_parts: parts that the busiest rank sends or receives inside its host.
         cross_parts: parts that the busiest host sends or receives through its network port.
@@ -89,6 +91,8 @@ class Profile:
     """
 
     num_pairs: int
+    num_parts: int
+    largest: int
     ways: tuple[tuple[int, int], ...]
     messages: int
     folds: int
@@ -104,13 +108,19 @@ class Profile:
             return cls._of_the_worst([cls.of(alone, layout) for alone in _alone(strategy)])
         hosts = layout.hosts
         ways = {way for pair in strategy.pairs for way in _ways(pair, hosts)}
-        sends = list(_sends(strategy.pairs))
-        local = [(a, b) for a, b in sends if hosts[a] == hosts[b]]
-        cross = [(hosts[a], hosts[b]) for a, b in sends if hosts[a] != hosts[b]]
-        messages = list(map(sum, zip(*_ports(layout.size, sends), strict=True)))
-        folds = list(map(sum, zip(*(map(len, pair.reduce.children) for pair in strategy.pairs), strict=True)))
+        shares = _shares(strategy)
+        sends = list(_sends(strategy.pairs, shares))
+        local = [(a, b, parts) for a, b, parts in sends if hosts[a] == hosts[b]]
+        cross = [(hosts[a], hosts[b], parts) for a, b, parts in sends if hosts[a] != hosts[b]]
+        messages = list(map(sum, zip(*_ports(layout.size, [(a, b, 1) for a, b, _ in sends]), strict=True)))
+        folds = [0] * layout.size
+        for pair, parts in zip(strategy.pairs, shares, strict=True):
+            for rank, children in enumerate(pair.reduce.children):
+                folds[rank] += parts * len(children)
         return cls(
             num_pairs=len(strategy.pairs),
+            num_parts=sum(shares),
+            largest=max(shares),
             ways=_longest(ways),
             messages=max(messages),
             folds=max(folds),
@@ -131,6 +141,8 @@ class Profile:
         most_messages, most_folds, most_parts = map(max, crowds)
         return cls(
             num_pairs=1,
+            num_parts=1,
+            largest=1,
             ways=_longest(way for one in ones for way in one.ways),
             messages=max(one.messages for one in ones),
             folds=max(one.folds for one in ones),
@@ -142,8 +154,8 @@ class Profile:
 
     def seconds(self, nbytes: int, network: Network) -> float:
         """The time model of the module's docstring."""
-        part = nbytes / self.num_pairs
-        chunk = min(part, network.chunk_nbytes)
+        part = nbytes / self.num_parts
+        chunk = min(part * self.largest, network.chunk_nbytes)
         chunks_per_part = max(1, -(-nbytes // (self.num_pairs * network.chunk_nbytes)))
         overhead_s, fold_s = chunks_per_part * network.overhead_s, part * network.gamma_s_per_byte
         local_s, cross_s = network.local_beta_s_per_byte, network.cross_beta_s_per_byte
@@ -164,12 +176,13 @@ def measure(strategy: Strategy, layout: Layout | None = None) -> Cost:
         costs = [measure(alone, layout) for alone in _alone(strategy)]
         return Cost(*(max(values) for values in zip(*map(astuple, costs), strict=True)))
     hosts = layout.hosts if layout is not None else (0,) * strategy.size
-    sends = list(_sends(strategy.pairs))
-    between = [(hosts[a], hosts[b]) for a, b in sends if hosts[a] != hosts[b]]
+    shares = _shares(strategy)
+    sends = list(_sends(strategy.pairs, shares))
+    between = [(hosts[a], hosts[b], parts) for a, b, parts in sends if hosts[a] != hosts[b]]
     return Cost(
         steps=max(pair.reduce.depth + pair.broadcast.depth for pair in strategy.pairs),
-        bytes=Fraction(_busiest(strategy.size, sends), len(strategy.pairs)),
-        cross_host_bytes=Fraction(_busiest(max(hosts) + 1, between), len(strategy.pairs)),
+        bytes=Fraction(_busiest(strategy.size, sends), sum(shares)),
+        cross_host_bytes=Fraction(_busiest(max(hosts) + 1, between), sum(shares)),
     )
 
 
@@ -202,23 +215,28 @@ def _by_host(layout: Layout, counts: Sequence[int]) -> list[int]:
     return sums
 
 
-def _sends(pairs: Sequence[GraphPair]) -> Iterator[tuple[int, int]]:
-    """``(from, to)`` of every part that moves in an all_reduce."""
-    for pair in pairs:
-        yield from ((child, father) for father, child in pair.reduce.edges)
-        yield from pair.broadcast.edges
+def _shares(strategy: Strategy) -> tuple[int, ...]:
+    """Of each pair."""
+    return strategy.shares or (1,) * len(strategy.pairs)
 
 
-def _ports(size: int, sends: Iterable[tuple[int, int]]) -> tuple[list[int], list[int]]:
+def _sends(pairs: Sequence[GraphPair], shares: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """``(from, to, parts)`` of everything that moves in an all_reduce."""
+    for pair, parts in zip(pairs, shares, strict=True):
+        yield from ((child, father, parts) for father, child in pair.reduce.edges)
+        yield from ((father, child, parts) for father, child in pair.broadcast.edges)
+
+
+def _ports(size: int, sends: Iterable[tuple[int, int, int]]) -> tuple[list[int], list[int]]:
     """How much each of ``size`` places sends, and how much it receives."""
     out, into = [0] * size, [0] * size
-    for a, b in sends:
-        out[a] += 1
-        into[b] += 1
+    for a, b, parts in sends:
+        out[a] += parts
+        into[b] += parts
     return out, into
 
 
-def _busiest(size: int, sends: Iterable[tuple[int, int]]) -> int:
+def _busiest(size: int, sends: Iterable[tuple[int, int, int]]) -> int:
     return max(map(max, _ports(size, sends)))
 
 
