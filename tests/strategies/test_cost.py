@@ -105,7 +105,7 @@ def test_shares_weigh_what_each_pair_costs() -> None:
     assert measure(replace(shared, is_whole=True)) == measure(replace(clique, is_whole=True))
 
 
-@given(LAYOUTS, st.sampled_from(ALGORITHMS), st.integers(1, 5), st.integers(0, 1 << 24))
+@given(LAYOUTS, st.sampled_from(ALGORITHMS), st.integers(1, 5), st.integers(1 << 10, 1 << 24))
 def test_a_share_of_several_parts_is_as_many_pairs(
     layout: Layout, algorithm: Algorithm, times: int, nbytes: int
 ) -> None:
