@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from kfcomm.bench.sizes import parse_sizes, show_size
+
 from kfcomm.errors import ConfigError
 
 
