@@ -15,9 +15,9 @@ of a million chunks. Here each event concerns one port, and costs O(log flows in
 of its flows was given (virtual time, of which the heap below holds the ends), and needs one event, for its next end.
 Flows whose narrowest port is the same are treated exactly, and in the long run the others nearly so: a flow that is
 narrower elsewhere has a chunk here for a part of the time only, and leaves the rest of the rate to those that are
-narrowest here. In 396 of 400 random networks every flow ended within 15 % of where max-min fairness has it (once 41 %
-were missed), and in all of them the last one did exactly. That fairness hop by hop under a window tends to max-min
-fairness is due to Hahne; virtual time to Parekh and Gallager.
+narrowest here. In 400 random networks every flow ended within 21 % of where max-min fairness has it (the worst flow of
+a network: 0.5 % in the median, 15 % at the 99th percentile), and the last one within 0.2 %. That fairness hop by hop
+under a window tends to max-min fairness is due to Hahne; virtual time to Parekh and Gallager.
 
 Sources: E. Hahne, "Round-robin scheduling for max-min fairness in data networks" (1991); A. Parekh and R. Gallager,
 "A generalized processor sharing approach to flow control in integrated services networks" (1993).

@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from kfcomm.arrays.dtypes import dtype_of
-from kfcomm.collectives.plans import Plan, Planner
-from kfcomm.core.chunk import pair_of
+from kfcomm.collectives.plans import Plan, Planner, Plans
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.errors import ConfigError, InternalError
 from kfcomm.simulate.agenda import Agenda
@@ -85,9 +84,8 @@ def _plans(strategy: AnyStrategy, size: int, nbytes: int, dtype: str, key: str) 
     if nbytes < element.itemsize:
         raise ConfigError(f"a message of {nbytes} bytes has no room for one {element}")
     shape = (nbytes // element.itemsize,)
-    planners = [Planner(rank, size, strategy, 0) for rank in range(size)]
-    way = pair_of(key, planners[0].num_ways(element, shape))
-    return [planner.all_reduce(element, shape, Op.SUM, way) for planner in planners]
+    plans = (Plans(Planner(rank, size, strategy, 0)) for rank in range(size))
+    return [each.all_reduce(element, shape, Op.SUM, key) for each in plans]
 
 
 def _ranks(

@@ -137,5 +137,5 @@ def test_rates_are_near_those_of_max_min_fairness(seed):
         for _ in range(chunks):
             flow.send(number, 64)
     found, due = wires.run(), end_times(rates, ways, [64 * chunks for chunks in num_chunks])
-    assert max(found.values()) == pytest.approx(max(due), rel=1e-6)
-    assert [found[number] for number in range(len(ways))] == pytest.approx(due, rel=0.3)
+    assert max(found.values()) == pytest.approx(max(due), rel=0.01)
+    assert [found[number] for number in range(len(ways))] == pytest.approx(due, rel=0.25)
