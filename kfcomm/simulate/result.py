@@ -29,6 +29,7 @@ class Result:
 
     Attributes:
         strategy: its name.
+        graphs: the name of the graphs that it took for this size: another one where it is a rule by size.
         size: number of ranks.
         num_hosts: on how many hosts.
         nbytes: of the message.
@@ -40,6 +41,7 @@ class Result:
     """
 
     strategy: str
+    graphs: str
     size: int
     num_hosts: int
     nbytes: int
@@ -68,6 +70,7 @@ class Result:
         """Everything but the times of single ranks."""
         return {
             "strategy": self.strategy,
+            "graphs": self.graphs,
             "ranks": self.size,
             "hosts": self.num_hosts,
             "nbytes": self.nbytes,

@@ -65,7 +65,7 @@ def simulate(
         for rank in ranks:
             rank.post()
         agenda.run()
-    return _result(built.select(nbytes).name, layout, nbytes, agenda, routes, ranks)
+    return _result((built.name, built.select(nbytes).name), layout, nbytes, agenda, routes, ranks)
 
 
 def _matched(network: Network, layout: Layout) -> Network:
@@ -116,14 +116,17 @@ def _processors(network: Network, layout: Layout) -> list[Processors | None]:
     ]
 
 
-def _result(name: str, layout: Layout, nbytes: int, agenda: Agenda, routes: Routes, ranks: list[Rank]) -> Result:
+def _result(
+    names: tuple[str, str], layout: Layout, nbytes: int, agenda: Agenda, routes: Routes, ranks: list[Rank]
+) -> Result:
     times_s = tuple(rank.done_s for rank in ranks if rank.done_s is not None)
     if len(times_s) < len(ranks):
         stuck = [rank.number for rank in ranks if rank.done_s is None]
         raise InternalError(f"nothing is left to happen, and ranks {stuck} are not done")
     busiest = max(routes.ports(), key=lambda port: port.busy_s)
     return Result(
-        strategy=name,
+        strategy=names[0],
+        graphs=names[1],
         size=layout.size,
         num_hosts=layout.num_hosts,
         nbytes=nbytes,

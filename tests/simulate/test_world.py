@@ -108,8 +108,8 @@ def test_the_same_input_gives_the_same_result():
 def test_a_strategy_by_size_is_the_one_for_this_size():
     layout = Layout.even(4, 4)
     sized = SizedStrategy("mine", ((NBYTES, build("star", layout)), (None, build("ring", layout))))
-    assert simulate(sized, layout, NBYTES, network()).strategy == "star"
-    assert simulate(sized, layout, NBYTES + 4, network()).strategy == "ring"
+    assert simulate(sized, layout, NBYTES, network()).graphs == "star"
+    assert simulate(sized, layout, NBYTES + 4, network()).graphs == "ring"
 
 
 def test_what_goes_whole_takes_the_way_that_its_key_picks():
