@@ -1,6 +1,6 @@
 """`kfcomm simulate`: strategies on a network that need not exist.
 
-Owns the options and what they mean; `simulated_world` and `Asked` also serve ``kfcomm bench topologies --simulate``.
+Owns the options and what they mean; what is public here also serves ``kfcomm bench topologies --simulate``.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def simulate(
         network, source = network_of(network_path)
         simulations = Simulations(network, source, dtype)
         worlds = parse_worlds(hosts)
-        for result in simulated(names_of(strategies), worlds, parse_sizes(sizes), network, dtype, _say):
+        for result in simulated(names_of(strategies), worlds, parse_sizes(sizes), network, dtype, tell):
             simulations.results.append(result)
         click.echo(simulations.as_text(), nl=False)
         files.write(simulations)
@@ -167,6 +167,7 @@ def simulated(
                 yield result
 
 
-def _say(text: str) -> None:
+def tell(text: str) -> None:
+    """Say how far it is."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
