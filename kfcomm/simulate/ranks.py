@@ -1,7 +1,8 @@
 """A rank of a simulation: a core machine, and the processor time that its effects take.
 
 What always holds: a rank does one thing at a time, in the order in which chunks arrive, as the runtime's event loop
-does. Each message that it sends or receives takes ``overhead_s``, each fold the time of its bytes. What a chunk makes
+does. Each message that it sends or receives takes ``overhead_s``, and the time of its bytes if it crosses hosts; each
+fold takes that of its bytes. What a chunk makes
 it send leaves when all that the chunk made it do is done, like the frames of a burst; within one flow, chunks leave in
 the order in which the machine emitted them.
 
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kfcomm.core.collective import ItemSizes
-from kfcomm.core.machine import DONE, FOLD, FOLD_LAST, SEND, UP, Effect, Effects, Machine
+from kfcomm.core.machine import FOLD, FOLD_LAST, SEND, UP, Effect, Effects, Machine
 from kfcomm.core.program import NOBODY, Lane, Program
 from kfcomm.errors import InternalError
 from kfcomm.simulate.agenda import Agenda
@@ -40,13 +41,23 @@ class Work:
 
     Attributes:
         overhead_s: of each message that it sends or receives.
+        copy_s_per_byte: of sending to another host, and of receiving from there.
         fold_s_per_byte: of folding.
         sizes: bytes per element.
+        hosts: by rank.
     """
 
     overhead_s: float
+    copy_s_per_byte: float
     fold_s_per_byte: float
     sizes: ItemSizes
+    hosts: tuple[int, ...]
+
+    def message_s(self, rank: int, other: int, nbytes: int) -> float:
+        """What it costs ``rank`` to exchange a message with another."""
+        if self.hosts[rank] == self.hosts[other]:
+            return self.overhead_s
+        return self.overhead_s + self.copy_s_per_byte * nbytes
 
 
 Carry = Callable[[int, Effect], Any]
@@ -143,7 +154,8 @@ class Rank:
         effects: Effects = []
         self._machine.was_read(effects)
         if effects:
-            self._perform(effects, self._agenda.now_s)
+            self._perform(effects)
+            self.done_s = self._agenda.now_s
 
     def work(self) -> None:
         """Do what is next; a processor is there."""
@@ -158,9 +170,11 @@ class Rank:
             if position == NOBODY:
                 raise InternalError(f"rank {self._rank} was sent a chunk that its machine does not take: {chunk}")
             self._machine.arrived(lane, chunk.number, chunk.phase, position, chunk.payload, effects)
-            busy_s = self._work.overhead_s
-        busy_s += self._cost_s(effects)
-        sends = self._perform(effects, self._agenda.now_s + busy_s)
+            busy_s = self._work.message_s(self._rank, chunk.sender, chunk.nbytes)
+        sends, for_effects_s = self._perform(effects)
+        busy_s += for_effects_s
+        if self._machine.finished and self.done_s is None:
+            self.done_s = self._agenda.now_s + busy_s
         if busy_s:
             self._agenda.at(self._agenda.now_s + busy_s, self._finish, sends)
         else:
@@ -190,31 +204,23 @@ class Rank:
         else:
             self._is_busy = False
 
-    def _cost_s(self, effects: Effects) -> float:
-        work, seconds = self._work, 0.0
+    def _perform(self, effects: Effects) -> tuple[list[tuple[int, Chunk]], float]:
+        """Carry out effects; returns what is to be sent after them, and how long all that takes."""
+        work, rank, carry = self._work, self._rank, self._carry
+        sends: list[tuple[int, Chunk]] = []
+        seconds = 0.0
         for effect in effects:
             tag = effect[0]
-            if tag == SEND:
-                seconds += work.overhead_s
-            elif tag in (FOLD, FOLD_LAST):
-                seconds += work.fold_s_per_byte * self._elements(effect[2], effect[3]) * work.sizes.partial
-        return seconds
-
-    def _perform(self, effects: Effects, done_s: float) -> list[tuple[int, Chunk]]:
-        """Carry out effects that are over at ``done_s``; returns what is to be sent then."""
-        sends = []
-        for effect in effects:
-            tag = effect[0]
-            carried = None if self._carry is None else self._carry(self._rank, effect)
+            carried = None if carry is None else carry(rank, effect)
             if tag == SEND:
                 _, _, to, lane, index, phase, _, _ = effect
-                sizes = self._work.sizes
-                itemsize = sizes.partial if phase == UP and lane.children else sizes.item
+                itemsize = work.sizes.partial if phase == UP and lane.children else work.sizes.item
                 nbytes = self._elements(lane, index) * itemsize
-                sends.append((to, Chunk(lane.number, index, phase, self._rank, nbytes, carried)))
-            elif tag == DONE:
-                self.done_s = done_s
-        return sends
+                sends.append((to, Chunk(lane.number, index, phase, rank, nbytes, carried)))
+                seconds += work.message_s(rank, to, nbytes)
+            elif tag in (FOLD, FOLD_LAST):
+                seconds += work.fold_s_per_byte * self._elements(effect[2], effect[3]) * work.sizes.partial
+        return sends, seconds
 
     def _elements(self, lane: Lane, index: int) -> int:
         """Of one chunk."""

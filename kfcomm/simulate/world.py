@@ -92,7 +92,8 @@ def _ranks(
     agenda: Agenda, routes: Routes, network: Network, layout: Layout, plans: list[Plan], carry: Carry | None
 ) -> list[Rank]:
     local = network.local
-    work = Work(local.overhead_s, 1 / local.fold, plans[0].sizes)
+    copy_s_per_byte = 1 / local.copy if local.copy else 0.0
+    work = Work(local.overhead_s, copy_s_per_byte, 1 / local.fold, plans[0].sizes, layout.hosts)
     processors = _processors(network, layout)
     ranks: list[Rank] = []
 
@@ -106,7 +107,9 @@ def _ranks(
 
 
 def _processors(network: Network, layout: Layout) -> list[Processors | None]:
-    """Those of each host, if its ranks have to share them."""
+    """Those of each host, if its ranks have to share them; on a test bed, the same for all."""
+    if network.cpus:
+        return [Processors(network.cpus)] * layout.num_hosts
     num_ranks = [0] * layout.num_hosts
     for host in layout.hosts:
         num_ranks[host] += 1
