@@ -9,8 +9,9 @@ A file describes it, in TOML::
     efficiency = 0.956          # of the bandwidth, what is left for payloads under Ethernet, IP and TCP headers
 
     [local]                     # inside a host
-    bandwidth = "5 GB/s"        # of its memory, shared by its ranks
+    bandwidth = "5 GB/s"        # of each rank, to the others of its host and from them
     latency = "15 us"
+    memory = "40 GB/s"          # between all ranks of a host together; left out: no limit
     overhead = "10 us"          # processor time of each message that a rank sends or receives
     fold = "10 GB/s"            # at which a rank folds what it received into its own
     copy = "2 GB/s"             # at which it hands to other hosts, and takes from them; left out: at once
@@ -99,10 +100,11 @@ class Local:
     """What is inside a host, and what a rank costs.
 
     Attributes:
-        bandwidth: bytes per second between its ranks, all together.
+        bandwidth: bytes per second that a rank sends to the others of its host, and as many that it receives from them.
         latency_s: one way.
         overhead_s: processor time for each message that a rank sends or receives.
         fold: bytes per second that a rank folds.
+        memory: bytes per second between all ranks of a host together; None for no limit.
         copy: bytes per second that a rank's processor sends to other hosts or receives from them; None for no end.
     """
 
@@ -110,6 +112,7 @@ class Local:
     latency_s: float = _COSTS.local_alpha_s
     overhead_s: float = _COSTS.overhead_s
     fold: float = 1 / _COSTS.gamma_s_per_byte
+    memory: float | None = None
     copy: float | None = None
 
 
@@ -234,6 +237,7 @@ def _defaults(document: Document) -> tuple[Host, float, Local]:
         latency_s=inside.time_s("latency", within.latency_s),
         overhead_s=inside.time_s("overhead", within.overhead_s),
         fold=inside.rate("fold", within.fold),
+        memory=inside.maybe_rate("memory"),
         copy=inside.maybe_rate("copy"),
     )
     table.end()

@@ -28,7 +28,10 @@ class Routes:
         self._network = network
         self._at = layout.hosts
         hosts = network.hosts
-        self._memories = [Port(agenda, f"memory of {host.name}", network.local.bandwidth) for host in hosts]
+        local = network.local
+        self._local_out = [Port(agenda, f"rank {rank} local out", local.bandwidth) for rank in range(layout.size)]
+        self._local_in = [Port(agenda, f"rank {rank} local in", local.bandwidth) for rank in range(layout.size)]
+        self._memories = [Port(agenda, f"memory of {host.name}", local.memory) for host in hosts if local.memory]
         self._out = [self._port(f"{host.name} out", host.bandwidth) for host in hosts]
         self._into = [self._port(f"{host.name} in", host.bandwidth) for host in hosts]
         self._switches = [network.switch_of(number) for number in range(len(hosts))]
@@ -46,7 +49,8 @@ class Routes:
         here, there = self._at[source], self._at[target]
         network = self._network
         if here == there:
-            return (self._memories[here],), network.local.latency_s
+            memory = self._memories[here : here + 1]
+            return (self._local_out[source], *memory, self._local_in[target]), network.local.latency_s
         ends = network.hosts[here], network.hosts[there]
         latency_s = (ends[0].latency_s + ends[1].latency_s) / 2
         link, port = self._links.get((ends[0].name, ends[1].name), (None, None))
@@ -58,7 +62,8 @@ class Routes:
     def ports(self) -> Iterator[Port]:
         """All of them."""
         links = (port for _, port in self._links.values() if port is not None)
-        return chain(self._out, self._into, self._up.values(), self._down.values(), links, self._memories)
+        between = chain(self._out, self._into, self._up.values(), self._down.values(), links)
+        return chain(between, self._memories, self._local_out, self._local_in)
 
     def _across(self, here: int, there: int) -> Iterator[Port]:
         up, down = self._switches[here], self._switches[there]

@@ -70,13 +70,19 @@ def test_folds_of_one_rank_follow_each_other():
     assert seconds("star", 4, on=network(local=local)) == arrived + 3 * fold + 3 * NBYTES / RATE
 
 
-def test_ranks_of_a_host_share_its_memory_and_its_port():
+def test_ranks_of_a_host_share_its_port():
     on = network(local=Local(bandwidth=4 * RATE, latency_s=0.0, overhead_s=0.0, fold=float("inf")))
     result = simulate("star", Layout.even(4, 2), NBYTES, on)
     assert (result.busiest.port, result.busiest.nbytes) == ("h0 out", 2 * NBYTES)
-    # two flows into h0 and one through its memory, all at once; then the same back
+    # two flows into h0 and one inside of it, all at once; then the same back
     assert result.seconds == 4 * NBYTES / RATE
     assert result.bound_s == 2 * NBYTES / RATE
+
+
+def test_ranks_of_a_host_share_its_memory():
+    limited = replace(FREE, memory=RATE)
+    assert seconds("clique", 4, hosts=1) == 6 * (NBYTES / 4) / RATE
+    assert seconds("clique", 4, hosts=1, on=network(local=limited)) == 24 * (NBYTES / 4) / RATE
 
 
 def test_ranks_that_share_processors_take_turns():
