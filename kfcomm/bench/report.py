@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from kfcomm.bench.events import Begun, Event, Failed, Measured
 from kfcomm.bench.figures import Result
 from kfcomm.bench.suite import Suite
-from kfcomm.bench.table import Table
+from kfcomm.bench.table import COLUMNS, Table
 from kfcomm.errors import ConfigError
 
 _FORMAT = 1
@@ -58,7 +58,7 @@ class Report:
 
     def as_text(self) -> str:
         """World and table; nothing if nothing was measured."""
-        return f"{self.world()}\n{Table.of(self.results).as_text()}\n" if self.results else ""
+        return f"{self.world()}\n{Table.of(self.results, COLUMNS).as_text()}\n" if self.results else ""
 
     def as_json(self) -> dict[str, Any]:
         """Everything: machine, versions, settings, and for each case its times and what follows from them."""
@@ -70,6 +70,22 @@ class Report:
             "suite": asdict(self.suite),
             "results": [_as_json(result) for result in self.results],
         }
+
+    def as_html(self) -> str:
+        """The page."""
+        from kfcomm.bench.page import page  # imports what draws
+
+        return page(self)
+
+
+class Shown(Protocol):
+    """What can be written into files."""
+
+    def as_json(self) -> dict[str, Any]:
+        """For machines."""
+
+    def as_html(self) -> str:
+        """A page, for which matplotlib is needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +107,8 @@ class Files:
         if self.html is not None and find_spec("matplotlib") is None:
             raise ConfigError("--html draws with the package matplotlib: install kfcomm[bench]")
 
-    def write(self, report: Report) -> None:
-        """Write the report.
+    def write(self, report: Shown) -> None:
+        """Write a report.
 
         Raises:
             ConfigError: a file cannot be written.
@@ -100,9 +116,7 @@ class Files:
         if self.json is not None:
             _write(self.json, json.dumps(report.as_json(), indent=1) + "\n")
         if self.html is not None:
-            from kfcomm.bench.page import page  # imports what draws
-
-            _write(self.html, page(report))
+            _write(self.html, report.as_html())
 
 
 def _try(path: Path) -> None:

@@ -7,14 +7,13 @@ import sys
 from kfcomm.bench.events import Event
 from kfcomm.bench.progress import Progress
 from kfcomm.bench.report import Files, Report
-from kfcomm.bench.suite import Suite
 
 
 class Watch:
     """Progress goes to standard error, the table to standard output, the rest to files."""
 
-    def __init__(self, suite: Suite, files: Files) -> None:
-        self._report = Report(suite)
+    def __init__(self, report: Report, files: Files) -> None:
+        self._report = report
         self._files = files
         self._progress = Progress(sys.stderr)
 

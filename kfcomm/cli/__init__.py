@@ -17,6 +17,7 @@ from kfcomm import __version__
 from kfcomm.cli.bench import bench
 from kfcomm.cli.errors import reported_errors
 from kfcomm.cli.probe import probe
+from kfcomm.cli.simulate import simulate
 from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.settings import TRANSPORTS
 
@@ -29,6 +30,7 @@ def main() -> None:
 
 main.add_command(bench)
 main.add_command(probe)
+main.add_command(simulate)
 
 
 @main.command(context_settings={"allow_interspersed_args": False})

@@ -17,6 +17,7 @@ from kfcomm.bench.report import Files
 from kfcomm.bench.suite import COLLECTIVES, Mode, Suite
 from kfcomm.bench.workloads import WORKLOADS
 from kfcomm.cli.errors import reported_errors
+from kfcomm.cli.topologies import topologies
 from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.settings import TRANSPORTS, Settings, detect
 from kfcomm.sizes import parse_sizes
@@ -31,7 +32,18 @@ def _listed(names: Iterable[str]) -> str:
     return f"{', '.join(most)} or {last}"
 
 
-@click.command()
+class _Bench(click.Command):
+    """A command with a word of its own for one thing that it does quite differently."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        if args and args[0] == topologies.name:
+            return topologies.make_context(f"{info_name} {topologies.name}", args[1:], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+
+@click.command(cls=_Bench)
 @click.argument("collectives", nargs=-1, metavar="[COLLECTIVE]...", type=click.Choice(_CHOICES))
 @click.option(
     "-n",
@@ -122,7 +134,8 @@ def bench(collectives: tuple[str, ...], **given: Any) -> None:
       kfcomm bench -n 4 --workload resnet50 --mode fused --transport tcp
       kfcomm run -H 10.0.0.1:4,10.0.0.2:4 kfcomm bench all-gather       (on both hosts)
 
-    The exit code is 1 if a result is wrong, 2 if the options cannot work.
+    The exit code is 1 if a result is wrong, 2 if the options cannot work. Which strategy is fastest at which size is
+    found by kfcomm bench topologies, which has options of its own (--help).
     """  # noqa: D301  click wants the character, not its name
     from kfcomm.cli.ranks import measure
 

@@ -15,11 +15,11 @@ from typing import Any
 import click
 
 from kfcomm.bench.report import Files
-from kfcomm.bench.sizes import parse_sizes
 from kfcomm.cli.errors import reported_errors
 from kfcomm.errors import ConfigError
 from kfcomm.launch.screen import Look, Screen, Stream
 from kfcomm.rendezvous.settings import TRANSPORTS, Settings, detect
+from kfcomm.sizes import parse_sizes
 
 
 @click.command()

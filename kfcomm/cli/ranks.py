@@ -15,7 +15,7 @@ import kfcomm
 from kfcomm.bench.events import from_line
 from kfcomm.bench.machine import available_nbytes
 from kfcomm.bench.rank import run_rank
-from kfcomm.bench.report import Files
+from kfcomm.bench.report import Files, Report
 from kfcomm.bench.suite import Suite
 from kfcomm.bench.watch import Watch
 from kfcomm.errors import ConfigError
@@ -28,39 +28,38 @@ from kfcomm.sizes import show_size
 _MOST_RANKS = 8
 
 
-def measure(suite: Suite, settings: Settings, num_ranks: int | None, files: Files) -> int:
-    """Run a benchmark and report; returns the exit code.
+def measure(suite: Suite, settings: Settings, num_ranks: int | None, files: Files, report: Report | None = None) -> int:
+    """Run a benchmark and report, by a report of the caller's kind if there is one; returns the exit code.
 
     Raises:
         ConfigError: it cannot be run like this, or a file cannot be written.
         KfcommError: the ranks cannot be started.
     """
+    watch = Watch(report or Report(suite), files)
     if settings.size == 1:
-        return _measure_new(suite, num_ranks or _default_ranks(), files)
+        return _measure_new(suite, num_ranks or default_ranks(), files, watch)
     if num_ranks is not None:
         raise ConfigError(
             f"-n {num_ranks} starts ranks, but this process is rank {settings.rank} of {settings.size} "
             f"already ({settings.source}): leave it out"
         )
-    return _measure_here(suite, settings, files)
+    return _measure_here(suite, settings, files, watch)
 
 
-def _measure_here(suite: Suite, settings: Settings, files: Files) -> int:
+def _measure_here(suite: Suite, settings: Settings, files: Files, watch: Watch) -> int:
     """Take part as the rank that this process is; rank 0 reports."""
     suite.check(settings.size)
-    watch = Watch(suite, files)
     if settings.rank == 0:
         files.check()
     exit_code = run_rank(suite, watch.note)
     return watch.finish(exit_code) if settings.rank == 0 else exit_code
 
 
-def _measure_new(suite: Suite, num_ranks: int, files: Files) -> int:
+def _measure_new(suite: Suite, num_ranks: int, files: Files, watch: Watch) -> int:
     """Start ranks on this host, and report what rank 0 tells."""
     suite.check(num_ranks)
     files.check()
     _check_memory(suite, num_ranks)
-    watch = Watch(suite, files)
     options = RunOptions(command=own_module("kfcomm.bench", suite.to_json()), num_ranks=num_ranks)
     try:
         exit_code = asyncio.run(run(options, os.environ, _Relay(watch, num_ranks)))
@@ -76,7 +75,8 @@ def own_module(module: str, *arguments: str) -> tuple[str, ...]:
     return (sys.executable, *(() if is_here else ("-P",)), "-m", module, *arguments)
 
 
-def _default_ranks() -> int:
+def default_ranks() -> int:
+    """How many to start where nobody says."""
     return min(max(len(os.sched_getaffinity(0)), 2), _MOST_RANKS)
 
 

@@ -1,5 +1,11 @@
-"""The same core machines over simulated links, in virtual time: how long a strategy takes on a network."""
+"""The same core machines over simulated links, in virtual time: how long a strategy takes on a network.
+
+`simulate` runs one all_reduce. A `Network` says what the ranks run on; it can be read from a file, by ``Network.load``.
+Thousands of ranks are simulated in minutes, on one processor.
+"""
 
 from kfcomm.simulate.network import Host, Link, Local, Network, Switch
+from kfcomm.simulate.result import Result, Use
+from kfcomm.simulate.world import simulate
 
-__all__ = ["Host", "Link", "Local", "Network", "Switch"]
+__all__ = ["Host", "Link", "Local", "Network", "Result", "Switch", "Use", "simulate"]

@@ -9,11 +9,16 @@ A file describes it, in TOML::
     efficiency = 0.956          # of the bandwidth, what is left for payloads under Ethernet, IP and TCP headers
 
     [local]                     # inside a host
-    bandwidth = "5 GB/s"        # of its memory, shared by its ranks
+    bandwidth = "5 GB/s"        # of each rank, to the others of its host and from them
     latency = "15 us"
+    memory = "40 GB/s"          # between all ranks of a host together; left out: no limit
     overhead = "10 us"          # processor time of each message that a rank sends or receives
     fold = "10 GB/s"            # at which a rank folds what it received into its own
+    copy = "2 GB/s"             # at which it hands to other hosts, and takes from them; left out: at once
     cpus = 2                    # processors that the ranks of a host share; 0: each has its own
+
+    [testbed]                   # hosts that are namespaces on one machine
+    cpus = 2                    # processors that all ranks share
 
     [[host]]                    # any number; they are called h0, h1, ... unless they have names
     bandwidth = "50 Mbit/s"     # also: name, latency, ranks, cpus
@@ -95,16 +100,20 @@ class Local:
     """What is inside a host, and what a rank costs.
 
     Attributes:
-        bandwidth: bytes per second between its ranks, all together.
+        bandwidth: bytes per second that a rank sends to the others of its host, and as many that it receives from them.
         latency_s: one way.
         overhead_s: processor time for each message that a rank sends or receives.
         fold: bytes per second that a rank folds.
+        memory: bytes per second between all ranks of a host together; None for no limit.
+        copy: bytes per second that a rank's processor sends to other hosts or receives from them; None for no end.
     """
 
     bandwidth: float = 1 / _COSTS.local_beta_s_per_byte
     latency_s: float = _COSTS.local_alpha_s
     overhead_s: float = _COSTS.overhead_s
     fold: float = 1 / _COSTS.gamma_s_per_byte
+    memory: float | None = None
+    copy: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +129,7 @@ class Network:
         hosts_per_switch: in place of ``switches``: as many hosts, in order, behind each one; 0 for none.
         uplink: of those.
         efficiency: of a bandwidth between hosts, the share that carries payload.
+        cpus: processors that the ranks of all hosts share, on a test bed; 0 if hosts are machines.
     """
 
     hosts: tuple[Host, ...] = ()
@@ -130,6 +140,7 @@ class Network:
     hosts_per_switch: int = 0
     uplink: float = 0.0
     efficiency: float = 1.0
+    cpus: int = 0
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
@@ -162,8 +173,11 @@ class Network:
             hosts_per_switch, uplink = _even_switches(document.table("switch"))
         else:
             switches = tuple(_switches(document, names))
+        testbed = document.table("testbed")
+        cpus = testbed.count("cpus", 0, least=0)
+        testbed.end()
         document.end()
-        return cls(hosts, default, local, links, switches, hosts_per_switch, uplink, efficiency)
+        return cls(hosts, default, local, links, switches, hosts_per_switch, uplink, efficiency, cpus)
 
     def of_hosts(self, num_hosts: int | None = None, ranks: int | None = None) -> Self:
         """The network with ``num_hosts`` hosts: those that it lists come first, further ones are like the default.
@@ -223,6 +237,8 @@ def _defaults(document: Document) -> tuple[Host, float, Local]:
         latency_s=inside.time_s("latency", within.latency_s),
         overhead_s=inside.time_s("overhead", within.overhead_s),
         fold=inside.rate("fold", within.fold),
+        memory=inside.maybe_rate("memory"),
+        copy=inside.maybe_rate("copy"),
     )
     table.end()
     inside.end()

@@ -17,7 +17,7 @@ from kfcomm.bench.page import page
 from kfcomm.bench.progress import Progress
 from kfcomm.bench.report import Files, Report
 from kfcomm.bench.suite import Suite
-from kfcomm.bench.table import Table
+from kfcomm.bench.table import COLUMNS, Table
 from kfcomm.errors import ConfigError
 from kfcomm.types import Verb
 
@@ -76,7 +76,7 @@ def test_other_lines_are_no_events(line: str) -> None:
 
 
 def test_the_table_says_once_what_is_the_same_everywhere() -> None:
-    table = Table.of(results(Suite(sizes=(1 << 10, 1 << 20), iterations=20)))
+    table = Table.of(results(Suite(sizes=(1 << 10, 1 << 20), iterations=20)), COLUMNS)
     settings = {"op": "sum", "dtype": "float32", "strategy": "auto", "transport": "auto", "iterations": "20"}
     assert dict(table.common) == {"collective": "all_reduce", **settings}
     assert [column.title for column in table.columns] == ["size", "p50", "p99", "algbw", "busbw"]
@@ -89,7 +89,7 @@ def test_the_table_says_once_what_is_the_same_everywhere() -> None:
 
 
 def test_the_table_has_a_column_for_what_differs() -> None:
-    titles = [column.title for column in Table.of(results()).columns]
+    titles = [column.title for column in Table.of(results(), COLUMNS).columns]
     assert titles[:5] == ["collective", "mode", "op", "strategy", "size"]
 
 

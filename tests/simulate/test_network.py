@@ -18,7 +18,12 @@ bandwidth = "5 GB/s"
 latency = "15 us"
 overhead = "20 us"
 fold = "10 GB/s"
+copy = "2 GB/s"
+memory = "40 GB/s"
 cpus = 4
+
+[testbed]
+cpus = 3
 
 [[host]]
 name = "slow"
@@ -76,7 +81,8 @@ def test_a_file_says_all_that_there_is():
     assert network.hosts == (slow, Host("h1", 25e6, 1e-4, 2, 4), Host("h2", 25e6, 1e-4, 2, 4))
     assert network.links == (Link(("slow", "h2"), None, 5e-3),)
     assert network.switches == (Switch(("slow", "h1"), 125e6),)
-    assert (network.local.overhead_s, network.local.fold) == (2e-5, 1e10)
+    assert (network.local.overhead_s, network.local.fold, network.local.copy) == (2e-5, 1e10, 2e9)
+    assert (network.local.memory, network.cpus) == (4e10, 3)
     assert network.efficiency == TCP_EFFICIENCY
     assert network.layout.hosts == (0, 1, 1, 2, 2)
     assert network.layout.num_cpus == 4

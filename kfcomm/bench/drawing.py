@@ -1,0 +1,85 @@
+"""What all figures have in common: their looks, their axes, and how they become SVG elements.
+
+Needs matplotlib, which is used without its global state: no window, no ``pyplot``.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullLocator
+
+from kfcomm.sizes import show_size
+
+STYLE: dict[Any, Any] = {
+    # letters stay letters: small, searchable, and set in the reader's own font
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 10.0,
+    "axes.grid": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": "#e3e6ea",
+    "axes.edgecolor": "#8a9099",
+}
+# told apart also by those who do not see all colours (Okabe and Ito 2008), then again with other marks
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#444444")
+MARKS = ("o", "s", "^", "D", "v", "P", "X")
+LINE_WIDTH = 1.6
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """A figure.
+
+    Attributes:
+        title: what it shows.
+        svg: the element, to be put into a page.
+    """
+
+    title: str
+    svg: str
+
+
+def size_axis(axes: Any, sizes: Sequence[int]) -> None:
+    """Logarithmic axes, the x axis of these sizes in bytes."""
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_locator(LogLocator(base=2, numticks=9))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: show_size(round(value))))
+    axes.tick_params(axis="x", labelrotation=30)
+    axes.set_xlabel("size of the message")
+    if len(sizes) == 1:
+        axes.set_xlim(sizes[0] / 2, sizes[0] * 2)
+
+
+def mark_axis(axis: Any, unit: str) -> None:
+    """Ticks on a logarithmic axis: some however short it is, with 1, 2, 5 in each decade if there are few."""
+    low, high = axis.get_view_interval()
+    steps = (1.0, 2.0, 5.0) if high < 200 * low else (1.0,)
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = [step * 10.0**decade for decade in decades for step in steps]
+    below, above = [tick for tick in ticks if tick <= low], [tick for tick in ticks if tick >= high]
+    axis.set_view_interval(max(below, default=low), min(above, default=high), ignore=True)
+    axis.set_major_locator(LogLocator(subs=steps, numticks=12))
+    axis.set_major_formatter(EngFormatter(unit=unit))
+    axis.set_minor_locator(NullLocator())
+
+
+def as_svg(figure: Figure, salt: str) -> str:
+    """The figure as an element: ids differ between figures, and nothing in it depends on when it was drawn."""
+    text = io.StringIO()
+    with mpl.rc_context({**STYLE, "svg.hashsalt": salt}):
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    element = text.getvalue()
+    element = element[element.index("<svg") :]
+    prefix = re.sub(r"\W+", "-", salt)
+    element = re.sub(r"<metadata>.*?</metadata>", "", element, flags=re.DOTALL)
+    return re.sub(r'(\bid="|"#|url\(#)', rf"\g<1>{prefix}-", element)

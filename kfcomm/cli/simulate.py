@@ -1,0 +1,173 @@
+"""`kfcomm simulate`: strategies on a network that need not exist.
+
+Owns the options and what they mean; what is public here also serves ``kfcomm bench topologies --simulate``.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import click
+
+from kfcomm.bench.report import Files
+from kfcomm.bench.simulated import Simulations
+from kfcomm.cli.errors import reported_errors
+from kfcomm.errors import ConfigError
+from kfcomm.simulate import Network, Result
+from kfcomm.simulate import simulate as simulate_one
+from kfcomm.sizes import parse_sizes, show_size
+from kfcomm.strategies import build
+
+_HOSTS = re.compile(r"\s*(\d{1,6})\s*(?:[xX×]\s*(\d{1,6}))?\s*")
+_HOSTS_HELP = "write HOSTSxRANKS, as in 8x1 or 512x8"
+
+World = tuple[int | None, int | None]
+"""Number of hosts and of ranks on each; None for what the network says."""
+
+
+@click.command()
+@click.option(
+    "--strategy",
+    "strategies",
+    multiple=True,
+    required=True,
+    metavar="NAMES",
+    help="Strategies, with commas between them: ring,tree. *",
+)
+@click.option(
+    "--hosts",
+    metavar="HxR,...",
+    help="Hosts and ranks on each, for example 512x8 or 8x1,16x1,32x1; those of the network by default.",
+)
+@click.option(
+    "--size",
+    "sizes",
+    default="100MiB",
+    show_default=True,
+    metavar="SIZES",
+    help="Message sizes: a list, with ranges that double: 4B,1KiB:1MiB.",
+)
+@click.option(
+    "--network",
+    "network_path",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Hosts, links and switches; 10 Gbit/s Ethernet by default.",
+)
+@click.option("--dtype", default="float32", show_default=True, metavar="NAME", help="Element type.")
+@click.option(
+    "--json", "json_path", type=click.Path(path_type=Path), metavar="FILE", help="Write network and results here."
+)
+@click.option(
+    "--html",
+    "html_path",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write a page with plots here; needs kfcomm[bench].",
+)
+def simulate(
+    strategies: tuple[str, ...],
+    hosts: str | None,
+    sizes: str,
+    network_path: Path | None,
+    dtype: str,
+    json_path: Path | None,
+    html_path: Path | None,
+) -> None:
+    """Simulate all_reduce on a network, in virtual time.
+
+    The machines and graphs are those of real ranks; links and processors are simulated. Every combination of strategy,
+    hosts and size is run. Options with * can be given again.
+
+    \b
+      kfcomm simulate --strategy ring,tree --hosts 64x8 --size 100MiB
+      kfcomm simulate --strategy ring,star --hosts 8x1,16x1,32x1 --size 1KiB:64MiB --html times.html
+      kfcomm simulate --strategy ring --network cluster.toml
+    """  # noqa: D301  click wants the character, not its name
+    with reported_errors():
+        files = Files(json_path, html_path)
+        files.check()
+        network, source = network_of(network_path)
+        simulations = Simulations(network, source, dtype)
+        worlds = parse_worlds(hosts)
+        for result in simulated(names_of(strategies), worlds, parse_sizes(sizes), network, dtype, tell):
+            simulations.results.append(result)
+        click.echo(simulations.as_text(), nl=False)
+        files.write(simulations)
+
+
+def network_of(path: Path | None) -> tuple[Network, str]:
+    """The network of a file, or the default, and how it is called.
+
+    Raises:
+        ConfigError: see ``Network.load``.
+    """
+    if path is None:
+        return Network(), "10 Gbit/s Ethernet, shared memory inside of hosts"
+    return Network.load(path), str(path)
+
+
+def names_of(strategies: Sequence[str]) -> tuple[str, ...]:
+    """Names given with commas between them, or by several options; a rule by size may have commas of its own."""
+    found = (name.strip() for given in strategies for name in ([given] if ":" in given else given.split(",")))
+    return tuple(dict.fromkeys(found))
+
+
+def parse_worlds(text: str | None) -> tuple[World, ...]:
+    """Worlds of a text such as ``8x1,16x1``; without one, that of the network.
+
+    Raises:
+        ConfigError: one of them is none.
+    """
+    if text is None:
+        return ((None, None),)
+    return tuple(dict.fromkeys(_world(word, text) for word in text.split(",")))
+
+
+def _world(word: str, text: str) -> World:
+    match = _HOSTS.fullmatch(word)
+    if match is None:
+        raise ConfigError(f"hosts {text!r}: {word.strip()!r} is no number of hosts and ranks; {_HOSTS_HELP}")
+    hosts, ranks = int(match[1]), int(match[2]) if match[2] else None
+    if not hosts or ranks == 0:
+        raise ConfigError(f"hosts {text!r}: {word.strip()!r} has no ranks; {_HOSTS_HELP}")
+    return hosts, ranks
+
+
+def simulated(
+    strategies: Sequence[str],
+    worlds: Sequence[World],
+    sizes: Sequence[int],
+    network: Network,
+    dtype: str,
+    say: Callable[[str], None],
+) -> Iterator[Result]:
+    """Simulate every combination, and tell of each.
+
+    Raises:
+        ConfigError: a strategy is unknown, a world does not fit the network, or a message has no element.
+    """
+    sized = [network.of_hosts(*world) for world in worlds]
+    for each in sized:
+        layout = each.layout
+        for strategy in strategies:
+            built = build(strategy, layout)
+            for nbytes in sizes:
+                began_s = time.perf_counter()
+                result = simulate_one(built, layout, nbytes, each, dtype=dtype)
+                took_s = time.perf_counter() - began_s
+                say(
+                    f"{strategy}, {layout.size} ranks on {layout.num_hosts} hosts, {show_size(nbytes)}: "
+                    f"{result.seconds * 1e3:.4g} ms (simulated in {took_s:.1f} s)"
+                )
+                yield result
+
+
+def tell(text: str) -> None:
+    """Say how far it is."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,159 @@
+"""Ports, whose rate is shared fairly among what passes, and flows, each of which passes several at once.
+
+A *flow* is what one rank sends to another: chunks, one after the other. On its way lie *ports*: out of the host,
+perhaps up to a core of the network and down again, into the other host; or the memory inside one. What always holds:
+
+- A port divides its rate equally among the flows that have a chunk in it, at every moment. Two flows that share a
+  port for as long get half each.
+- A chunk is in all ports of its way at once (it is cut through, not stored and forwarded), and has passed when the
+  slowest has let it through. Then the flow's next chunk follows, and ``latency_s`` later the other side has it.
+- A flow does not begin a chunk before the last one has passed. So what a distant port holds up does not pile up before
+  it: it leaves the nearer ports to others, as a window of the transport does.
+
+Why so. Exact rates (max-min fairness over all ports, recomputed whenever a flow begins or ends) cost O(flows) for each
+of a million chunks. Here each event concerns one port, and costs O(log flows in it): a port counts the bytes that each
+of its flows was given (virtual time, of which the heap below holds the ends), and needs one event, for its next end.
+Flows whose narrowest port is the same are treated exactly, and in the long run the others nearly so: a flow that is
+narrower elsewhere has a chunk here for a part of the time only, and leaves the rest of the rate to those that are
+narrowest here. In 400 random networks every flow ended within 21 % of where max-min fairness has it (the worst flow of
+a network: 0.5 % in the median, 15 % at the 99th percentile), and the last one within 0.2 %. That fairness hop by hop
+under a window tends to max-min fairness is due to Hahne; virtual time to Parekh and Gallager.
+
+Sources: E. Hahne, "Round-robin scheduling for max-min fairness in data networks" (1991); A. Parekh and R. Gallager,
+"A generalized processor sharing approach to flow control in integrated services networks" (1993).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from typing import Any
+
+from kfcomm.simulate.agenda import Agenda
+
+_NO_BYTES = 1e-3
+"""What is left of a chunk when only rounding is."""
+
+
+class Port:
+    """A place through which ``rate`` bytes pass in a second.
+
+    Attributes:
+        name: for people.
+        rate: bytes per second, of all flows together.
+        nbytes: how much has been sent through it.
+    """
+
+    __slots__ = ("_agenda", "_due_s", "_ends", "_given", "_since_s", "name", "nbytes", "rate")
+
+    def __init__(self, agenda: Agenda, name: str, rate: float) -> None:
+        self.name = name
+        self.rate = rate
+        self.nbytes = 0
+        self._agenda = agenda
+        # Bytes that each flow in here was given until _since_s, and at how many of them the flows' chunks end.
+        self._given = 0.0
+        self._since_s = 0.0
+        self._ends: list[tuple[float, int, Flow]] = []
+        self._due_s = math.inf
+
+    @property
+    def busy_s(self) -> float:
+        """How long it takes at least for what was sent through it."""
+        return self.nbytes / self.rate
+
+    def enter(self, flow: Flow, nbytes: int) -> None:
+        """A chunk of ``flow`` begins; ``flow.passed()`` is called when it is through."""
+        agenda, ends = self._agenda, self._ends
+        now_s = agenda.now_s
+        if ends:
+            self._given += (now_s - self._since_s) * self.rate / len(ends)
+        else:
+            self._given = 0.0  # small numbers are exact ones
+        self._since_s = now_s
+        self.nbytes += nbytes
+        heappush(ends, (self._given + nbytes, agenda.num_events, flow))
+        agenda.num_events += 1
+        self._plan()
+
+    def _plan(self) -> None:
+        """Be called when the next chunk is through. Called too early, because others came, it plans again."""
+        due_s = self._since_s + (self._ends[0][0] - self._given) * len(self._ends) / self.rate
+        if due_s < self._due_s:
+            self._due_s = due_s
+            self._agenda.at(due_s, self._let_through, due_s)
+
+    def _let_through(self, due_s: float) -> None:
+        if due_s != self._due_s:
+            return  # planned earlier since
+        self._due_s = math.inf
+        ends = self._ends
+        self._given += (due_s - self._since_s) * self.rate / len(ends)
+        self._since_s = due_s
+        left = ends[0][0] - self._given
+        if left > _NO_BYTES and due_s + left * len(ends) / self.rate > due_s:
+            self._plan()
+            return
+        self._given = ends[0][0]
+        through = [heappop(ends)[2]]
+        while ends and ends[0][0] - self._given <= _NO_BYTES:
+            through.append(heappop(ends)[2])
+        for flow in through:
+            flow.passed()
+        if ends:
+            self._plan()
+
+
+class Flow:
+    """What one rank sends to another.
+
+    Args:
+        agenda: virtual time.
+        ports: those on its way, at least one.
+        latency_s: how long after a chunk has passed it is there.
+        arrived: told of each chunk that is there.
+        was_read: told when a chunk has left the sender's memory.
+    """
+
+    __slots__ = ("_agenda", "_arrived", "_in_ports", "_latency_s", "_ports", "_waiting", "_was_read")
+
+    def __init__(
+        self,
+        agenda: Agenda,
+        ports: Sequence[Port],
+        latency_s: float,
+        arrived: Callable[[Any], None],
+        was_read: Callable[[], None],
+    ) -> None:
+        self._agenda = agenda
+        self._ports = ports
+        self._latency_s = latency_s
+        self._arrived = arrived
+        self._was_read = was_read
+        self._waiting: deque[tuple[Any, int]] = deque()
+        self._in_ports = 0
+
+    def send(self, chunk: Any, nbytes: int) -> None:
+        """Send a chunk, after those before it."""
+        self._waiting.append((chunk, nbytes))
+        if not self._in_ports:
+            self._begin()
+
+    def passed(self) -> None:
+        """One of the ports has let the present chunk through."""
+        self._in_ports -= 1
+        if self._in_ports:
+            return
+        chunk, _ = self._waiting.popleft()
+        self._agenda.at(self._agenda.now_s + self._latency_s, self._arrived, chunk)
+        if self._waiting:
+            self._begin()
+        self._was_read()
+
+    def _begin(self) -> None:
+        nbytes = self._waiting[0][1]
+        self._in_ports = len(self._ports)
+        for port in self._ports:
+            port.enter(self, nbytes)

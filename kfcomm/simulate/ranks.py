@@ -1,0 +1,228 @@
+"""A rank of a simulation: a core machine, and the processor time that its effects take.
+
+What always holds: a rank does one thing at a time, in the order in which chunks arrive, as the runtime's event loop
+does. Each message that it sends or receives takes ``overhead_s``, and the time of its bytes if it crosses hosts; each
+fold takes that of its bytes. What a chunk makes
+it send leaves when all that the chunk made it do is done, like the frames of a burst; within one flow, chunks leave in
+the order in which the machine emitted them.
+
+Where the ranks of a host are more than its processors, they take turns: whoever waits longest is next.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kfcomm.core.collective import ItemSizes
+from kfcomm.core.machine import FOLD, FOLD_LAST, SEND, UP, Effect, Effects, Machine
+from kfcomm.core.program import NOBODY, Lane, Program
+from kfcomm.errors import InternalError
+from kfcomm.simulate.agenda import Agenda
+from kfcomm.simulate.ports import Flow
+
+
+class Chunk(NamedTuple):
+    """A chunk on its way: what its frame says of it."""
+
+    lane: int
+    number: int
+    phase: int
+    sender: int
+    nbytes: int
+    payload: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What it costs a rank to take part.
+
+    Attributes:
+        overhead_s: of each message that it sends or receives.
+        copy_s_per_byte: of sending to another host, and of receiving from there.
+        fold_s_per_byte: of folding.
+        sizes: bytes per element.
+        hosts: by rank.
+    """
+
+    overhead_s: float
+    copy_s_per_byte: float
+    fold_s_per_byte: float
+    sizes: ItemSizes
+    hosts: tuple[int, ...]
+
+    def message_s(self, rank: int, other: int, nbytes: int) -> float:
+        """What it costs ``rank`` to exchange a message with another."""
+        if self.hosts[rank] == self.hosts[other]:
+            return self.overhead_s
+        return self.overhead_s + self.copy_s_per_byte * nbytes
+
+
+Carry = Callable[[int, Effect], Any]
+"""Called with a rank and each effect of its machine, before its time is counted; what it returns for a SEND travels as
+that chunk's payload. By it the data of a collective can be carried along."""
+
+
+class Processors:
+    """Those that some ranks share."""
+
+    __slots__ = ("_free", "_waiting")
+
+    def __init__(self, number: int) -> None:
+        self._free = number
+        self._waiting: deque[Rank] = deque()
+
+    def take(self, rank: Rank) -> bool:
+        """Whether ``rank`` may work now; if not, it will be told when."""
+        if self._free:
+            self._free -= 1
+            return True
+        self._waiting.append(rank)
+        return False
+
+    def give(self) -> None:
+        """A rank has finished what it did."""
+        if self._waiting:
+            self._waiting.popleft().work()
+        else:
+            self._free += 1
+
+
+class Rank:
+    """One rank.
+
+    Args:
+        agenda: virtual time.
+        rank: its number.
+        program: what its machine does.
+        flow_to: the flow to another rank.
+        work: what it costs.
+        processors: those that it shares with others; None if it has its own.
+        carry: see ``Carry``.
+
+    Attributes:
+        done_s: when the collective was complete here; None while it is not.
+        num_messages: how many it has sent.
+    """
+
+    __slots__ = (
+        "_agenda", "_carry", "_flow_to", "_flows", "_inbox", "_is_busy", "_machine", "_processors", "_program", "_rank",
+        "_work", "done_s", "num_messages",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        agenda: Agenda,
+        rank: int,
+        program: Program,
+        flow_to: Callable[[Rank, int], Flow],
+        work: Work,
+        processors: Processors | None,
+        carry: Carry | None,
+    ) -> None:
+        self._agenda = agenda
+        self._rank = rank
+        self._program = program
+        self._machine = Machine(program)
+        self._flow_to = flow_to
+        self._flows: dict[int, Flow] = {}
+        self._work = work
+        self._processors = processors
+        self._carry = carry
+        self._inbox: deque[Chunk | None] = deque()
+        self._is_busy = False
+        self.done_s: float | None = None
+        self.num_messages = 0
+
+    @property
+    def number(self) -> int:
+        """Which one it is."""
+        return self._rank
+
+    def post(self) -> None:
+        """The caller posts the collective."""
+        self._hear(None)
+
+    def arrived(self, chunk: Chunk) -> None:
+        """A chunk is here; it is looked at when there is time."""
+        self._hear(chunk)
+
+    def was_read(self) -> None:
+        """A chunk has left this rank's memory."""
+        effects: Effects = []
+        self._machine.was_read(effects)
+        if effects:
+            self._perform(effects)
+            self.done_s = self._agenda.now_s
+
+    def work(self) -> None:
+        """Do what is next; a processor is there."""
+        chunk = self._inbox.popleft()
+        effects: Effects = []
+        if chunk is None:
+            self._machine.start(effects)
+            busy_s = 0.0
+        else:
+            lane = self._program.lanes[chunk.lane]
+            position = self._machine.accepts(lane, chunk.number, chunk.phase, chunk.sender)
+            if position == NOBODY:
+                raise InternalError(f"rank {self._rank} was sent a chunk that its machine does not take: {chunk}")
+            self._machine.arrived(lane, chunk.number, chunk.phase, position, chunk.payload, effects)
+            busy_s = self._work.message_s(self._rank, chunk.sender, chunk.nbytes)
+        sends, for_effects_s = self._perform(effects)
+        busy_s += for_effects_s
+        if self._machine.finished and self.done_s is None:
+            self.done_s = self._agenda.now_s + busy_s
+        if busy_s:
+            self._agenda.at(self._agenda.now_s + busy_s, self._finish, sends)
+        else:
+            self._finish(sends)
+
+    def _hear(self, chunk: Chunk | None) -> None:
+        self._inbox.append(chunk)
+        if not self._is_busy:
+            self._is_busy = True
+            self._go_on()
+
+    def _go_on(self) -> None:
+        if self._processors is None or self._processors.take(self):
+            self.work()
+
+    def _finish(self, sends: list[tuple[int, Chunk]]) -> None:
+        for to, chunk in sends:
+            flow = self._flows.get(to)
+            if flow is None:
+                flow = self._flows[to] = self._flow_to(self, to)
+            flow.send(chunk, chunk.nbytes)
+        self.num_messages += len(sends)
+        if self._processors is not None:
+            self._processors.give()
+        if self._inbox:
+            self._go_on()
+        else:
+            self._is_busy = False
+
+    def _perform(self, effects: Effects) -> tuple[list[tuple[int, Chunk]], float]:
+        """Carry out effects; returns what is to be sent after them, and how long all that takes."""
+        work, rank, carry = self._work, self._rank, self._carry
+        sends: list[tuple[int, Chunk]] = []
+        seconds = 0.0
+        for effect in effects:
+            tag = effect[0]
+            carried = None if carry is None else carry(rank, effect)
+            if tag == SEND:
+                _, _, to, lane, index, phase, _, _ = effect
+                itemsize = work.sizes.partial if phase == UP and lane.children else work.sizes.item
+                nbytes = self._elements(lane, index) * itemsize
+                sends.append((to, Chunk(lane.number, index, phase, rank, nbytes, carried)))
+                seconds += work.message_s(rank, to, nbytes)
+            elif tag in (FOLD, FOLD_LAST):
+                seconds += work.fold_s_per_byte * self._elements(effect[2], effect[3]) * work.sizes.partial
+        return sends, seconds
+
+    def _elements(self, lane: Lane, index: int) -> int:
+        """Of one chunk."""
+        chunk: int = self._program.chunk_elements
+        return lane.count if lane.num_chunks == 1 else min(chunk, lane.count - index * chunk)

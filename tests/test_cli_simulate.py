@@ -1,0 +1,116 @@
+"""`kfcomm simulate` as its users have it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kfcomm.cli import main
+from kfcomm.simulate import Network, simulate
+
+NETWORK = """\
+[defaults]
+bandwidth = "200 Mbit/s"
+[[host]]
+count = 3
+[[host]]
+name = "slow"
+bandwidth = "50 Mbit/s"
+"""
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["simulate", *arguments])
+
+
+def test_every_combination_is_simulated() -> None:
+    done = run("--strategy", "ring,tree", "--strategy", "star", "--hosts", "2x2, 4x1", "--size", "1KiB,1MiB")
+    assert done.exit_code == 0, done.output
+    assert len(done.stderr.splitlines()) == 3 * 2 * 2
+    lines = done.stdout.splitlines()
+    assert lines[0] == "simulated all_reduce of float32; network: 10 Gbit/s Ethernet, shared memory inside of hosts"
+    assert len(lines) == 2 + 2 + 3 * 2 * 2
+    # four ranks either way, so that this is no column
+    assert lines[1] == "ranks 4"
+    assert lines[2].split() == [
+        *("strategy", "hosts", "size", "time", "algbw", "busbw", "bound", "bound/time", "busiest", "port"),
+        *("messages", "events"),
+    ]
+
+
+def test_the_same_call_gives_the_same_files(tmp_path: Path) -> None:
+    network = tmp_path / "net.toml"
+    network.write_text(NETWORK)
+    for name in ("a", "b"):
+        done = run(
+            "--strategy", "ring", "--size", "1MiB:4MiB", "--network", str(network),
+            "--json", str(tmp_path / f"{name}.json"), "--html", str(tmp_path / f"{name}.html"),
+        )  # fmt: skip
+        assert done.exit_code == 0, done.output
+    data = (tmp_path / "a.json").read_text()
+    assert data == (tmp_path / "b.json").read_text()
+    assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
+    found = json.loads(data)
+    expected = simulate("ring", Network.load(network).layout, 1 << 20, Network.load(network))
+    assert found["results"][0]["seconds"] == expected.seconds
+    assert found["results"][0]["busiest_port"] == "slow out"
+    assert found["network"]["hosts"][3]["name"] == "slow"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "sizes", "figures"), [("2x1", "1KiB", 1), ("2x1", "1KiB:8KiB", 1), ("2x1,4x1,8x2", "1KiB:8KiB", 3 + 3)]
+)
+def test_the_page_shows_time_over_size_and_over_ranks(hosts: str, sizes: str, figures: int, tmp_path: Path) -> None:
+    page = tmp_path / "x.html"
+    done = run("--strategy", "ring,auto", "--hosts", hosts, "--size", sizes, "--html", str(page))
+    assert done.exit_code == 0, done.output
+    text = page.read_text("utf-8")
+    assert text.count("<svg") == figures
+    assert "http" not in text.replace("http://www.w3.org", "")
+
+
+def test_a_rule_by_size_says_which_graphs_it_took() -> None:
+    done = run("--strategy", "auto", "--hosts", "4x1", "--size", "64MiB")
+    assert "strategy auto: " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--strategy", "rign", "--hosts", "2x1"], "unknown strategy 'rign'; did you mean ring"),
+        (["--strategy", "ring"], "the network lists no [[host]]: say how many there are, for example --hosts 8x1"),
+        (["--strategy", "ring", "--hosts", "8*1"], "hosts '8*1': '8*1' is no number of hosts and ranks"),
+        (["--strategy", "ring", "--hosts", "4x1,0x1"], "hosts '4x1,0x1': '0x1' has no ranks"),
+        (["--strategy", "ring", "--hosts", "1x1"], "one rank alone communicates nothing"),
+        (["--strategy", "ring", "--hosts", "2x1", "--size", "2B"], "has no room for one float32"),
+        (["--strategy", "ring", "--hosts", "2x1", "--size", "x"], "'x' is no size"),
+        (["--strategy", "ring", "--hosts", "2x1", "--dtype", "float31"], "float31"),
+        (["--strategy", "ring", "--hosts", "2x1", "--network", "/none.toml"], "'/none.toml' cannot be read"),
+        (["--strategy", "ring", "--hosts", "2x1", "--json", "/none/x.json"], "'/none/x.json' cannot be written"),
+    ],
+)
+def test_what_cannot_work_is_one_line(arguments: list[str], message: str) -> None:
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert done.stderr.startswith("kfcomm: error: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_malformed_network_names_file_line_and_field(tmp_path: Path) -> None:
+    network = tmp_path / "net.toml"
+    network.write_text('[[host]]\nname = "a"\nbandwith = "1 GB/s"\n')
+    done = run("--strategy", "ring", "--network", str(network))
+    assert done.exit_code == 2
+    assert f"{network}:3: host.bandwith: is unknown; did you mean bandwidth?" in done.stderr
+
+
+def test_a_network_of_more_hosts_than_asked_for(tmp_path: Path) -> None:
+    network = tmp_path / "net.toml"
+    network.write_text(NETWORK)
+    done = run("--strategy", "ring", "--hosts", "3x1", "--network", str(network))
+    assert done.exit_code == 2
+    assert "3 hosts are too few: the network lists 4 of them" in done.stderr
