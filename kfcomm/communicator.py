@@ -19,6 +19,7 @@ from kfcomm.collectives.messages import Messages
 from kfcomm.core.collective import GroupView
 from kfcomm.dump import install_signal, snapshot
 from kfcomm.errors import ConfigError, SessionClosed
+from kfcomm.monitor.timeline import Timeline, check_folder
 from kfcomm.network import Alone, SocketNetwork
 from kfcomm.rendezvous.settings import Arguments, Settings, detect
 from kfcomm.session import Session
@@ -242,6 +243,12 @@ class Init:
         session = Session(
             settings.rank, layout, network, loop, timeout_s=settings.timeout_s, stall_after_s=settings.stall_after_s
         )
+        if settings.timeline is not None:
+            try:
+                Timeline.of(session, settings.timeline)
+            except BaseException:
+                await session.close()
+                raise
         return Communicator(session, session.world, settings.strategy)
 
 
@@ -257,5 +264,7 @@ def init(**arguments: Unpack[Arguments]) -> Init:
     """
     settings = detect(os.environ, **arguments)
     build(settings.strategy, Layout((0,)))  # an unknown name is refused before anything is open
+    if settings.timeline is not None:
+        check_folder(settings.timeline)
     install_signal(settings.dump_dir)
     return Init(settings)

@@ -16,6 +16,7 @@ import click
 from kfcomm import __version__
 from kfcomm.cli.bench import bench
 from kfcomm.cli.errors import reported_errors
+from kfcomm.cli.timeline import timeline
 from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.settings import TRANSPORTS
 
@@ -27,6 +28,7 @@ def main() -> None:
 
 
 main.add_command(bench)
+main.add_command(timeline)
 
 
 @main.command(context_settings={"allow_interspersed_args": False})
@@ -44,6 +46,7 @@ main.add_command(bench)
 )
 @click.option("--interface", metavar="NAME", help="Interface, address or network (CIDR) to listen at.")
 @click.option("--dump-dir", metavar="PATH", help="Folder for the dumps that SIGUSR1 asks for.")
+@click.option("--timeline", metavar="DIR", help="Record a timeline of each rank here.")
 @click.option(
     "--token-file",
     type=click.Path(path_type=Path),
@@ -101,7 +104,7 @@ def run(command: tuple[str, ...], **given: Any) -> None:
 
 def _settings(given: Mapping[str, Any]) -> dict[str, str]:
     """The variables that carry the settings which were given as options."""
-    names = ("strategy", "transport", "timeout", "stall_after", "interface", "dump_dir")
+    names = ("strategy", "transport", "timeout", "stall_after", "interface", "dump_dir", "timeline")
     return {f"KFCOMM_{name.upper()}": str(given[name]) for name in names if given[name] is not None}
 
 

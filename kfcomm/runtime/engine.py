@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import TYPE_CHECKING, Any, cast
 
 from kfcomm.core.cause import Cause, CauseKind
-from kfcomm.core.collective import Collective, Early, GroupView, Incoming, ItemSizes, Outgoing
+from kfcomm.core.collective import Collective, Early, GroupView, Incoming, ItemSizes, Outgoing, shown
 from kfcomm.core.credit import DEFAULT_CREDIT, Credit
 from kfcomm.core.frame import Header, Kind
 from kfcomm.core.machine import (
@@ -51,6 +51,7 @@ from kfcomm.transports.base import Link
 
 if TYPE_CHECKING:
     from kfcomm.control import ControlPlane
+    from kfcomm.runtime.tracer import Tracer
 
 logger = logging.getLogger("kfcomm")
 
@@ -78,6 +79,9 @@ class Engine:
         loop: where everything here runs.
         stall_after_s: after how long a wait is reported.
         credit: of every link; the same on every rank.
+
+    Attributes:
+        tracer: records a timeline, if one is wanted.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class Engine:
         self.rank = rank
         self.router = Router(rank, credit)
         self.recorder = Recorder()
+        self.tracer: Tracer | None = None
         self.loop = loop
         self._control: ControlPlane | None = None
         self.early_listeners: dict[bytes, EarlyListener] = {}
@@ -133,6 +138,8 @@ class Engine:
             self._reject(operation, name, outcome, effects)
             return
         self.recorder.note("posted", name, operation.seq, signature.verb)
+        if self.tracer is not None:
+            self.tracer.posted(operation)
         if not operation.seq and self.router.num_keys >= self._warn_at:
             self._warn_at *= 10
             logger.warning(MANY_NAMES, self.rank, self.router.num_keys, name)
@@ -153,6 +160,8 @@ class Engine:
         """A call failed its local checks: the other ranks' calls under this name fail too."""
         if self._ended:
             return
+        if self.tracer is not None:
+            self.tracer.instant("refused", collective=shown(name), reason=message)
         effects: Effects = []
         self.router.refuse(group, name, message, effects, seq=seq)
         self._perform(effects)
@@ -245,6 +254,10 @@ class Engine:
         state = link.state
         if header[0] == CHUNK and type(state) is Incoming:
             chunk = Payload(payload, None, link)
+            if self.tracer is not None:
+                key = state.keys.get(header[1])
+                if key is not None:
+                    self.tracer.arrived(link.peer, key, header[2], len(payload))
             if self.router.receive(state, header, len(payload), chunk, effects):
                 chunk.copy(self._pool)  # nobody knows for how long: what is lent may hold up its sender
         elif type(state) is Incoming:
@@ -281,6 +294,8 @@ class Engine:
         self._perform(effects)
         payload = self._room(ticket, nbytes)
         payload.ticket = ticket
+        if self.tracer is not None:
+            self.tracer.arriving(link.peer)
         return payload
 
     def arrived(self, link: Link, placement: Payload) -> None:
@@ -288,6 +303,8 @@ class Engine:
         if placement.ticket is None:
             placement.release(self._pool)
             return
+        if self.tracer is not None:
+            self._trace_arrival(link.peer, placement)
         effects: Effects = []
         self.router.arrived(placement.ticket, placement, effects)
         self._perform(effects)
@@ -416,6 +433,8 @@ class Engine:
             return
         # Without payload too: who is done may block its loop or exit, so its frames must have left by then.
         link = outlet.link or outlet
+        if self.tracer is not None:
+            self.tracer.sent(operation.group.members[to], operation, nbytes)
         if link.send(header, data if nbytes else None, operation, operation.priority):
             operation.was_read(effects)  # and what follows from it, after the effects that are under way
 
@@ -430,12 +449,16 @@ class Engine:
         self.router.complete(operation)
         self.patience.end(operation)
         self.recorder.note("completed", operation.key.name, operation.seq)
+        if self.tracer is not None:
+            self.tracer.ended(operation)
         operation.resolve()
 
     # ---------------------------------------------------------------- failures
 
     def _reject(self, operation: Operation, name: str, cause: Cause, effects: Effects) -> None:
         self.recorder.note("rejected", name, -1, cause.message)
+        if self.tracer is not None:
+            self.tracer.instant("rejected", collective=shown(name), reason=cause.message)
         operation.reject(error_of(cause, name))
         self._perform(effects)
 
@@ -443,6 +466,8 @@ class Engine:
         operation = cast("Operation", collective)
         self.patience.end(operation)
         self.recorder.note("failed", collective.name, collective.seq, cause.message)
+        if self.tracer is not None:
+            self.tracer.ended(operation, cause.message)
         for outlet in self.ends.outlets():
             for header in outlet.withdraw(operation):
                 if header[7]:
@@ -466,6 +491,18 @@ class Engine:
             if phase == DOWN and lane.keeps:
                 return Payload(operation.bytes_of(lane, index, RESULT), operation)
         return Payload.held(self._pool, nbytes)
+
+    def _trace_arrival(self, peer: int, placement: Payload) -> None:
+        ticket, tracer = placement.ticket, self.tracer
+        if tracer is None:
+            return
+        if type(ticket[0]) is not Early:
+            tracer.arrived(peer, ticket[0].key, ticket[0].seq, len(placement.view))
+            return
+        _, incoming, _, header, nbytes = ticket
+        key = incoming.keys.get(header[1])
+        if key is not None:
+            tracer.arrived(peer, key, header[2], nbytes)
 
     def _announce(self, collective: Collective) -> None:
         """Show those that it waits for what it is: ranks that disagree may have no chunk to show it."""

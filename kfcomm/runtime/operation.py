@@ -113,6 +113,11 @@ class Operation(Collective):
         self._copied: tuple[Lane, int, int, bytes] | None
         self._in_view = self._partial_view = self._out_view = self._last = self._copied = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank gives, or, where it gives none, gets."""
+        return self._in.nbytes or self._out.nbytes
+
     def sent(self) -> None:
         """A link no longer reads one of this operation's payloads."""
         self.engine.sent(self)

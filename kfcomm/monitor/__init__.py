@@ -1,0 +1,1 @@
+"""What watches a running job: its statistics and its timeline."""
