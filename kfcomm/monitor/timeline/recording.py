@@ -4,8 +4,9 @@ What always holds: the engine's side appends a tuple and waits for nothing; what
 what does not fit is counted and left out, chunks before whole collectives; a file that cannot be written, or has
 become too large, ends the timeline and not the job. The file is whole after every write (see `layout`).
 
-Cost, on the machine of the project's records: 0.4 µs for a note on the engine's thread, and about 3 µs for a line on
-the writer's, with the interpreter's lock held for no more than a few hundred lines at a time.
+A note costs 0.4 to 0.7 µs on the engine's thread, 4 µs on the writer's, which holds the interpreter's lock for no more
+than a few hundred lines at a time, and 210 bytes of the file. A step of ResNet-50's gradients, 214 collectives on four
+ranks, makes 1,650 notes on each.
 """
 
 from __future__ import annotations

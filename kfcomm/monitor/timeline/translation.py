@@ -61,6 +61,7 @@ class Translator:
         self._pid = process_of(rank)
         self._tracks: dict[str, int] = {}
         self._names: dict[Key, str] = {}
+        self._begins: dict[tuple[int, int, Key], str] = {}
         self._kinds: dict[tuple[Signature, bytes], str] = {}
         self._open: dict[Use, tuple[str, str, dict[int, int]]] = {}
         self._early: dict[Use, dict[int, int]] = {}
@@ -118,28 +119,36 @@ class Translator:
     # ---------------------------------------------------------------- chunks
 
     def _sent(self, lines: list[str], ns: int, peer: int, key: Key, seq: int, nbytes: int) -> None:
-        track = self._track(lines, f"to rank {peer}", 4 + 3 * peer)
+        begin = self._begins.get((SENT, peer, key)) or self._begin(lines, SENT, peer, key)
         lines.append(
-            f'{{"ph":"i","s":"t","cat":"sent","name":{self._name(key)},"pid":{self._pid},"tid":{track},'
-            f'"ts":{microseconds(ns)},"args":{{"seq":{seq},"bytes":{nbytes}}}}}'
+            f'{{"ph":"i","s":"t",{begin}{ns // 1000}.{ns % 1000:03d},"args":{{"seq":{seq},"bytes":{nbytes}}}}}'
         )
 
     def _arrived(self, lines: list[str], ns: int, since_ns: int, peer: int, key: Key, seq: int, nbytes: int) -> None:
-        track, name = self._track(lines, f"from rank {peer}", 3 + 3 * peer), self._name(key)
+        begin = self._begins.get((ARRIVED, peer, key)) or self._begin(lines, ARRIVED, peer, key)
         if since_ns:
-            how = f'"ph":"X","dur":{microseconds(ns - since_ns)}'
+            how, from_ns = f'"ph":"X","dur":{microseconds(ns - since_ns)}', since_ns
         else:
-            how, since_ns = '"ph":"i","s":"t"', ns
-        lines.append(
-            f'{{{how},"cat":"arrived","name":{name},"pid":{self._pid},"tid":{track},"ts":{microseconds(since_ns)},'
-            f'"args":{{"seq":{seq},"bytes":{nbytes}}}}}'
-        )
+            how, from_ns = '"ph":"i","s":"t"', ns
+        lines.append(f'{{{how},{begin}{from_ns // 1000}.{from_ns % 1000:03d},"args":{{"seq":{seq},"bytes":{nbytes}}}}}')
         found = self._open.get((key, seq))
         if found is not None:
             if _take(found[2], peer, 1):
-                self._has(lines, ns, peer, name)
+                self._has(lines, ns, peer, found[1])
         else:
             self._note_early((key, seq), peer)
+
+    def _begin(self, lines: list[str], kind: int, peer: int, key: Key) -> str:
+        """What the chunks of one name have in common, up to the time: half of the work of a line."""
+        if len(self._begins) >= MAX_REMEMBERED:
+            self._begins.clear()
+        if kind == SENT:
+            category, track = "sent", self._track(lines, f"to rank {peer}", 4 + 3 * peer)
+        else:
+            category, track = "arrived", self._track(lines, f"from rank {peer}", 3 + 3 * peer)
+        begin = f'"cat":"{category}","name":{self._name(key)},"pid":{self._pid},"tid":{track},"ts":'
+        self._begins[kind, peer, key] = begin
+        return begin
 
     def _note_early(self, use: Use, peer: int) -> None:
         early = self._early.get(use)
