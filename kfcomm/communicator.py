@@ -15,10 +15,12 @@ from typing import Any, Self, Unpack
 from kfcomm.collectives.blobs import Blobs
 from kfcomm.collectives.group import STRATEGY_KEY, Group, check_name, check_timeout
 from kfcomm.collectives.mailbox import Mailbox
-from kfcomm.collectives.messages import Messages
+from kfcomm.collectives.monitored import Monitored
 from kfcomm.core.collective import GroupView
 from kfcomm.dump import install_signal, snapshot
 from kfcomm.errors import ConfigError, SessionClosed
+from kfcomm.monitor import Statistics, serving
+from kfcomm.monitor.statistics import statistics_of
 from kfcomm.monitor.timeline import Timeline, check_folder
 from kfcomm.network import Alone, SocketNetwork
 from kfcomm.rendezvous.settings import Arguments, Settings, detect
@@ -30,7 +32,7 @@ StrategySpec = Any
 """A name, a ``Strategy``, a ``GraphPair`` or a ``Graph``: see ``kfcomm.strategies.build``."""
 
 
-class Communicator(Messages):
+class Communicator(Monitored):
     """The collectives of one group of ranks. Made by ``kfcomm.init``, ``group`` and ``split``.
 
     Use it on its own event loop only. Every verb returns a handle of a collective that is already under way.
@@ -176,6 +178,17 @@ class Communicator(Messages):
         """What this process did last and waits for, as a JSON-able record; written to ``path`` if given."""
         return snapshot(self._session, path)
 
+    def statistics(self) -> Statistics:
+        """What was counted and timed so far: bytes by peer and link, calls by key, who is waited for.
+
+        Keys and strategies are those of this group, peers those of the process. It can be read at any time, on any
+        thread, also after the end; reading changes nothing that others read. Cost: some 2 µs per key.
+
+        Raises:
+            ConfigError: monitoring is off.
+        """
+        return statistics_of(self._session, self._group, self._mailbox.group_ids)
+
     async def close(self) -> None:
         """End it: of the world, everything is closed; of a sub-group, only this view of it. Never hangs.
 
@@ -241,15 +254,18 @@ class Init:
         network = Alone() if alone else await SocketNetwork.join(settings)
         layout = Layout((0,)) if isinstance(network, Alone) else network.layout
         session = Session(
-            settings.rank, layout, network, loop, timeout_s=settings.timeout_s, stall_after_s=settings.stall_after_s
-        )
-        if settings.timeline is not None:
-            try:
+            settings.rank, layout, network, loop, timeout_s=settings.timeout_s, stall_after_s=settings.stall_after_s,
+            monitor=settings.monitor,
+        )  # fmt: skip
+        comm = Communicator(session, session.world, settings.strategy)
+        try:
+            if settings.timeline is not None:
                 Timeline.of(session, settings.timeline)
-            except BaseException:
-                await session.close()
-                raise
-        return Communicator(session, session.world, settings.strategy)
+            serving.attend(session, settings, comm.statistics)
+        except BaseException:
+            await session.close()
+            raise
+        return comm
 
 
 def init(**arguments: Unpack[Arguments]) -> Init:
@@ -266,5 +282,6 @@ def init(**arguments: Unpack[Arguments]) -> Init:
     build(settings.strategy, Layout((0,)))  # an unknown name is refused before anything is open
     if settings.timeline is not None:
         check_folder(settings.timeline)
+    serving.check(settings)
     install_signal(settings.dump_dir)
     return Init(settings)

@@ -28,6 +28,7 @@ from kfcomm.core.credit import credit_of
 from kfcomm.core.handshake import Purpose
 from kfcomm.errors import SessionClosed
 from kfcomm.runtime.engine import Engine
+from kfcomm.runtime.meter import Meter
 from kfcomm.transports.base import Link, Waiter
 from kfcomm.transports.shm.hub import Hub
 from kfcomm.types import Layout
@@ -81,6 +82,16 @@ class Network(Protocol):
         """Close everything that is still open."""
 
 
+class Service(Protocol):
+    """Something besides that is open for as long as the session is, on threads of its own."""
+
+    def descriptors(self) -> list[int]:
+        """Descriptors that a forked child must let go of."""
+
+    def stop(self) -> None:
+        """Close everything; may wait a moment. Not called on the session's loop."""
+
+
 class Session:
     """One epoch's world, as this rank sees it. Implements ``ControlEvents`` and ``StatusSource``.
 
@@ -90,23 +101,28 @@ class Session:
         engine: what runs the collectives.
         world: all ranks as a group.
         groups: name and members, by world rank, of every group that this rank is in, by id.
+        services: what is to be stopped when the session is closed.
     """
 
     def __init__(
         self, rank: int, layout: Layout, network: Network, loop: asyncio.AbstractEventLoop, *,
-        timeout_s: float, stall_after_s: float, epoch: int = 0,
+        timeout_s: float, stall_after_s: float, epoch: int = 0, monitor: bool = True,
     ) -> None:  # fmt: skip
         self.rank = rank
         self.layout = layout
         self.timeout_s = timeout_s
         self.epoch = epoch
         self.world = GroupView(b"world", tuple(range(layout.size)), rank)
-        self.engine = Engine(rank, network.connect, loop, stall_after_s=stall_after_s, credit=credit_of(layout.size))
+        self.engine = Engine(
+            rank, network.connect, loop, stall_after_s=stall_after_s, credit=credit_of(layout.size),
+            meter=Meter(layout.size) if monitor else None,
+        )  # fmt: skip
         self.network = network
         self._closed: str | None = None
         self._manned: Hub | None = None
         self._closing: asyncio.Future[None] | None = None
         self.groups = {self.world.id: ("world", self.world.members)}
+        self.services: list[Service] = []
         self._groups: dict[bytes, int] = {}
         self._lag_s = 0.0
         self._lag_seen_s = math.inf  # for ever up to date where nobody measures: in a world of one
@@ -210,12 +226,18 @@ class Session:
         """For how long the event loop has not had a turn, in seconds; asked on any thread."""
         return max(0.0, time.monotonic() - self._lag_seen_s - LOAD_EVERY_S)
 
+    def lag_s(self) -> float:
+        """How late the event loop is, in seconds: at the last look, or by now; 0 in a world of one. On any thread."""
+        return max(self._lag_s, self.blocked_s())
+
     def _measure_lag(self, due_s: float) -> None:
         loop = self.engine.loop
         self._lag_s = max(0.0, loop.time() - due_s)
         self._lag_seen_s = time.monotonic()
         if self.engine.tracer is not None:
             self.engine.tracer.counter("loop lag", "ms", self._lag_s * 1e3)
+        if self.engine.meter is not None:
+            self.engine.ends.traffic.mark(self._lag_seen_s)
         next_s = loop.time() + LOAD_EVERY_S
         self._lag_timer = loop.call_at(next_s, self._measure_lag, next_s)
 
@@ -252,6 +274,8 @@ class Session:
         tracer, self.engine.tracer = self.engine.tracer, None
         if tracer is not None:
             await tracer.close()
+        for service in self.services:
+            await _in_a_thread(service.stop)
         control = self.engine.control
         if control is not None:
             await control.leave(LEAVE_WITHIN_S)
@@ -272,6 +296,7 @@ class Session:
             self.engine.tracer.forked()
             self.engine.tracer = None
         descriptors = [*self.network.descriptors(), *self.engine.ends.descriptors()]
+        descriptors += [descriptor for service in self.services for descriptor in service.descriptors()]
         self.network.sever()
         with contextlib.suppress(OSError):
             nothing = os.open(os.devnull, os.O_RDWR)

@@ -47,6 +47,13 @@ main.add_command(timeline)
 @click.option("--interface", metavar="NAME", help="Interface, address or network (CIDR) to listen at.")
 @click.option("--dump-dir", metavar="PATH", help="Folder for the dumps that SIGUSR1 asks for.")
 @click.option("--timeline", metavar="DIR", help="Record a timeline of each rank here.")
+@click.option("--monitor/--no-monitor", default=None, help="Count and time what the ranks do; on by default.")
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(1, 65535),
+    metavar="PORT",
+    help="Port for Prometheus; local rank r takes the r-th after it.",
+)
 @click.option(
     "--token-file",
     type=click.Path(path_type=Path),
@@ -104,8 +111,11 @@ def run(command: tuple[str, ...], **given: Any) -> None:
 
 def _settings(given: Mapping[str, Any]) -> dict[str, str]:
     """The variables that carry the settings which were given as options."""
-    names = ("strategy", "transport", "timeout", "stall_after", "interface", "dump_dir", "timeline")
-    return {f"KFCOMM_{name.upper()}": str(given[name]) for name in names if given[name] is not None}
+    names = ("strategy", "transport", "timeout", "stall_after", "interface", "dump_dir", "timeline", "metrics_port")
+    found = {f"KFCOMM_{name.upper()}": str(given[name]) for name in names if given[name] is not None}
+    if given["monitor"] is not None:
+        found["KFCOMM_MONITOR"] = "1" if given["monitor"] else "0"
+    return found
 
 
 @main.command()

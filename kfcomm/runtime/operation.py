@@ -54,6 +54,8 @@ class Operation(Collective):
     Attributes:
         engine: set when it is posted.
         failed: an error was raised for it; nothing touches its memory any more.
+        posted_s: when it was made, by the monotonic clock.
+        heard_s: when a chunk for it came last, or else it was posted; kept up by the meter alone.
     """
 
     __slots__ = (
@@ -72,6 +74,7 @@ class Operation(Collective):
         "engine",
         "failed",
         "future",
+        "heard_s",
         "outcome",
         "posted_s",
         "priority",
@@ -98,7 +101,7 @@ class Operation(Collective):
         self.priority = priority
         self.engine: Engine
         self.failed = False
-        self.posted_s = time.monotonic()
+        self.posted_s = self.heard_s = time.monotonic()
         self._in = _NOTHING if source is None else source
         self._out = _NOTHING if result is None else result
         self._item = 1 if dtype is None else dtype.itemsize
@@ -113,11 +116,6 @@ class Operation(Collective):
         self._copied: tuple[Lane, int, int, bytes] | None
         self._in_view = self._partial_view = self._out_view = self._last = self._copied = None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that this rank gives, or, where it gives none, gets."""
-        return self._in.nbytes or self._out.nbytes
-
     def sent(self) -> None:
         """A link no longer reads one of this operation's payloads."""
         self.engine.sent(self)
@@ -125,6 +123,11 @@ class Operation(Collective):
     def waited_s(self) -> float:
         """Seconds since it was posted."""
         return time.monotonic() - self.posted_s
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the result on this rank, or of the input where it gets none."""
+        return self._out.nbytes or self._in.nbytes
 
     @property
     def is_over(self) -> bool:
