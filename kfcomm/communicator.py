@@ -22,6 +22,7 @@ from kfcomm.dump import install_signal, snapshot
 from kfcomm.errors import ConfigError, SessionClosed
 from kfcomm.monitor import Statistics, serving
 from kfcomm.monitor.statistics import statistics_of
+from kfcomm.monitor.timeline import Timeline, check_folder
 from kfcomm.network import Alone, SocketNetwork
 from kfcomm.plugins import build, check
 from kfcomm.probe import Probe, Prober
@@ -301,6 +302,8 @@ class Init:
         )  # fmt: skip
         comm = Communicator(session, session.world, settings.strategy)
         try:
+            if settings.timeline is not None:
+                Timeline.of(session, settings.timeline)
             serving.attend(session, settings, comm.statistics)
         except BaseException:
             await session.close()
@@ -320,6 +323,8 @@ def init(**arguments: Unpack[Arguments]) -> Init:
     """
     settings = detect(os.environ, **arguments)
     check(settings.strategy)  # an unknown name is refused before anything is open
+    if settings.timeline is not None:
+        check_folder(settings.timeline)
     serving.check(settings)
     install_signal(settings.dump_dir)
     return Init(settings)

@@ -71,6 +71,10 @@ class Network(Protocol):
     def describe(self, peer: int) -> str:
         """The way to a peer, in words."""
 
+    @property
+    def job(self) -> str:
+        """The same text on all ranks of this world, and on those of no other."""
+
     def descriptors(self) -> list[int]:
         """Descriptors that a forked child must let go of."""
 
@@ -181,6 +185,8 @@ class Session:
         """A rank is gone without a goodbye."""
         logger.warning("rank %d: rank %d is lost: %s", self.rank, rank, reason)
         self.engine.recorder.note("lost", f"rank {rank}", -1, reason)
+        if self.engine.tracer is not None:
+            self.engine.tracer.instant("peer lost", rank=rank, reason=reason)
         self.engine.on_peer_lost(rank, reason)
         self.network.forget(rank)
 
@@ -189,6 +195,8 @@ class Session:
         control = self.engine.control
         if control is None:
             return
+        if self.engine.tracer is not None:
+            self.engine.tracer.left(rank)
         pending = [one for one in self.engine.router.live if rank in one.group.index]
         ops = [(one.key.group_id, one.name, one.seq) for one in pending]
         cause = Cause(CauseKind.LOST, rank, f"rank {rank} has left (it closed its communicator)")
@@ -226,6 +234,8 @@ class Session:
         loop = self.engine.loop
         self._lag_s = max(0.0, loop.time() - due_s)
         self._lag_seen_s = time.monotonic()
+        if self.engine.tracer is not None:
+            self.engine.tracer.counter("loop lag", "ms", self._lag_s * 1e3)
         if self.engine.meter is not None:
             self.engine.ends.traffic.mark(self._lag_seen_s)
         next_s = loop.time() + LOAD_EVERY_S
@@ -261,6 +271,9 @@ class Session:
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
+        tracer, self.engine.tracer = self.engine.tracer, None
+        if tracer is not None:
+            await tracer.close()
         for service in self.services:
             await _in_a_thread(service.stop)
         control = self.engine.control
@@ -279,6 +292,9 @@ class Session:
         self._closed = (
             "this communicator belongs to the parent process: after fork, a child has to call kfcomm.init() itself"
         )
+        if self.engine.tracer is not None:
+            self.engine.tracer.forked()
+            self.engine.tracer = None
         descriptors = [*self.network.descriptors(), *self.engine.ends.descriptors()]
         descriptors += [descriptor for service in self.services for descriptor in service.descriptors()]
         self.network.sever()

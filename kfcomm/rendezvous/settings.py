@@ -38,6 +38,7 @@ class Arguments(TypedDict, total=False):
     stall_after: float | None
     interface: str | None
     dump_dir: str | None
+    timeline: str | None
     monitor: bool | None
     metrics_port: int | None
 
@@ -59,6 +60,7 @@ class Settings:
         stall_after_s: after this a wait is reported.
         interface: name, address or network (CIDR) to listen at; None to go by the route.
         dump_dir: folder of the dumps that a signal asks for.
+        timeline: folder for a trace of each rank; None for none.
         monitor: whether bytes, calls and waits are counted.
         metrics_port: where local rank 0 answers Prometheus, the others at the ports after it; None not to.
         source: where rank and size come from.
@@ -79,6 +81,7 @@ class Settings:
     stall_after_s: float = 10.0
     interface: str | None = None
     dump_dir: str = "."
+    timeline: str | None = None
     monitor: bool = True
     metrics_port: int | None = None
     source: str = Source.ALONE
@@ -128,6 +131,7 @@ def detect(environ: Mapping[str, str], **arguments: Unpack[Arguments]) -> Settin
         stall_after_s=reader.seconds("stall_after", 10.0),
         interface=reader.optional("interface"),
         dump_dir=reader.text("dump_dir", "."),
+        timeline=reader.optional("timeline"),
         monitor=reader.flag("monitor", default=True),
         metrics_port=reader.port("metrics_port"),
         source=world.source,

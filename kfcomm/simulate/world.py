@@ -84,7 +84,7 @@ def _plans(strategy: AnyStrategy, size: int, nbytes: int, dtype: str, key: str) 
     if nbytes < element.itemsize:
         raise ConfigError(f"a message of {nbytes} bytes has no room for one {element}")
     shape = (nbytes // element.itemsize,)
-    plans = (Plans(Planner(rank, size, strategy, 0)) for rank in range(size))
+    plans = (Plans(Planner(rank, size, strategy)) for rank in range(size))
     return [each.all_reduce(element, shape, Op.SUM, key) for each in plans]
 
 
