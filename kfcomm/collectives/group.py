@@ -162,11 +162,11 @@ class Group:
                 verdict.set_exception(error)
 
     def _trace_swap(self, strategy: AnyStrategy, error: BaseException | None) -> None:
-        tracer, planner = self.engine.tracer, self.plans.planner
+        tracer = self.engine.tracer
         if tracer is None:
             return
         if error is None:
-            tracer.instant("strategy", now=strategy.name, generation=planner.generation, ranks=self.view.size)
+            tracer.instant("strategy", now=strategy.name, generation=self.plans.generation, ranks=self.view.size)
         else:
             reason = str(error) or type(error).__name__
             tracer.instant("strategy refused", asked=strategy.name, reason=reason, ranks=self.view.size)
