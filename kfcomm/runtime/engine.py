@@ -51,6 +51,7 @@ from kfcomm.transports.base import Link
 
 if TYPE_CHECKING:
     from kfcomm.control import ControlPlane
+    from kfcomm.runtime.load import Load
 
 logger = logging.getLogger("kfcomm")
 
@@ -102,6 +103,7 @@ class Engine:
         self.breaks = Breaks(self.router, self.ends, loop, self.abort)
         self.patience = Patience(rank, loop, stall_after_s, announce=self._announce, abort=self.abort)
         self.attend: Callable[[], None] = _nothing
+        self.load: Load | None = None
         self._pool = BlockPool()
         self._ended = ""
         self._warn_at = WARN_AT_NAMES
@@ -431,6 +433,8 @@ class Engine:
         self.patience.end(operation)
         self.recorder.note("completed", operation.key.name, operation.seq)
         operation.resolve()
+        if self.load is not None:
+            self.load.ended(operation, is_last=not self.router.live)
 
     # ---------------------------------------------------------------- failures
 
@@ -450,6 +454,8 @@ class Engine:
         self.ends.disown(operation)
         story = self.recorder.story(collective.name) if cause.kind is CauseKind.INTERNAL else ()
         operation.reject(error_of(cause, collective.name, story))
+        if self.load is not None:
+            self.load.ended(operation, is_last=not self.router.live)
 
     def _violated(self, incoming: Incoming, reason: str) -> None:
         link = self.ends.back(incoming)

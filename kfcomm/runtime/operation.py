@@ -122,6 +122,11 @@ class Operation(Collective):
         return time.monotonic() - self.posted_s
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the result on this rank, or of the input where it gets none."""
+        return self._out.nbytes or self._in.nbytes
+
+    @property
     def is_over(self) -> bool:
         """Whether it is complete or has failed."""
         return self.future is None
