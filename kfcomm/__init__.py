@@ -30,6 +30,7 @@ from kfcomm.errors import (
     TransportError,
     WouldDeadlock,
 )
+from kfcomm.monitor import Statistics
 from kfcomm.types import Layout, Op
 from kfcomm.version import __version__
 
@@ -51,6 +52,7 @@ __all__ = [
     "Queue",
     "RendezvousError",
     "SessionClosed",
+    "Statistics",
     "TransportError",
     "WouldDeadlock",
     "__version__",

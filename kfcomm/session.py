@@ -28,6 +28,7 @@ from kfcomm.core.credit import credit_of
 from kfcomm.core.handshake import Purpose
 from kfcomm.errors import SessionClosed
 from kfcomm.runtime.engine import Engine
+from kfcomm.runtime.meter import Meter
 from kfcomm.transports.base import Link, Waiter
 from kfcomm.transports.shm.hub import Hub
 from kfcomm.types import Layout
@@ -90,14 +91,17 @@ class Session:
 
     def __init__(
         self, rank: int, layout: Layout, network: Network, loop: asyncio.AbstractEventLoop, *,
-        timeout_s: float, stall_after_s: float, epoch: int = 0,
+        timeout_s: float, stall_after_s: float, epoch: int = 0, monitor: bool = True,
     ) -> None:  # fmt: skip
         self.rank = rank
         self.layout = layout
         self.timeout_s = timeout_s
         self.epoch = epoch
         self.world = GroupView(b"world", tuple(range(layout.size)), rank)
-        self.engine = Engine(rank, network.connect, loop, stall_after_s=stall_after_s, credit=credit_of(layout.size))
+        self.engine = Engine(
+            rank, network.connect, loop, stall_after_s=stall_after_s, credit=credit_of(layout.size),
+            meter=Meter(layout.size) if monitor else None,
+        )  # fmt: skip
         self.network = network
         self._closed: str | None = None
         self._manned: Hub | None = None
@@ -202,10 +206,16 @@ class Session:
         """For how long the event loop has not had a turn, in seconds; asked on any thread."""
         return max(0.0, time.monotonic() - self._lag_seen_s - LOAD_EVERY_S)
 
+    def lag_s(self) -> float:
+        """How late the event loop is, in seconds: at the last look, or by now; 0 in a world of one. On any thread."""
+        return max(self._lag_s, self.blocked_s())
+
     def _measure_lag(self, due_s: float) -> None:
         loop = self.engine.loop
         self._lag_s = max(0.0, loop.time() - due_s)
         self._lag_seen_s = time.monotonic()
+        if self.engine.meter is not None:
+            self.engine.ends.traffic.mark(self._lag_seen_s)
         next_s = loop.time() + LOAD_EVERY_S
         self._lag_timer = loop.call_at(next_s, self._measure_lag, next_s)
 

@@ -44,6 +44,7 @@ main.add_command(bench)
 )
 @click.option("--interface", metavar="NAME", help="Interface, address or network (CIDR) to listen at.")
 @click.option("--dump-dir", metavar="PATH", help="Folder for the dumps that SIGUSR1 asks for.")
+@click.option("--monitor/--no-monitor", default=None, help="Count and time what the ranks do; on by default.")
 @click.option(
     "--token-file",
     type=click.Path(path_type=Path),
@@ -102,7 +103,10 @@ def run(command: tuple[str, ...], **given: Any) -> None:
 def _settings(given: Mapping[str, Any]) -> dict[str, str]:
     """The variables that carry the settings which were given as options."""
     names = ("strategy", "transport", "timeout", "stall_after", "interface", "dump_dir")
-    return {f"KFCOMM_{name.upper()}": str(given[name]) for name in names if given[name] is not None}
+    found = {f"KFCOMM_{name.upper()}": str(given[name]) for name in names if given[name] is not None}
+    if given["monitor"] is not None:
+        found["KFCOMM_MONITOR"] = "1" if given["monitor"] else "0"
+    return found
 
 
 @main.command()

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kfcomm.dump.record import record_of, steady
+from kfcomm.dump.record import record_of
+from kfcomm.runtime.steady import steady
 from kfcomm.session import Session, open_sessions
 
 if TYPE_CHECKING:

@@ -19,22 +19,18 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from kfcomm.dump.whereabouts import tasks, threads
+from kfcomm.runtime.steady import steady
 
 if TYPE_CHECKING:
     from kfcomm.runtime.operation import Operation
     from kfcomm.session import Session
 
-T = TypeVar("T")
-
 FORMAT = 1
 MAX_USES = 10_000
-TRIES = 100
-"""How often a copy of something that other threads change is tried; each takes microseconds."""
 
 
 def record_of(session: Session) -> dict[str, Any]:
@@ -63,16 +59,6 @@ def record_of(session: Session) -> dict[str, Any]:
         "threads": steady(threads),
         "tasks": steady(lambda: tasks(engine.loop)),
     }
-
-
-def steady(copy: Callable[[], T]) -> T:
-    """What ``copy`` returns, tried again while what it reads changes under its hands."""
-    for _ in range(TRIES):
-        try:
-            return copy()
-        except RuntimeError:  # changed size during iteration
-            continue
-    return copy()
 
 
 def _waiting(operation: Operation) -> dict[str, Any]:

@@ -38,6 +38,7 @@ class Arguments(TypedDict, total=False):
     stall_after: float | None
     interface: str | None
     dump_dir: str | None
+    monitor: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class Settings:
         stall_after_s: after this a wait is reported.
         interface: name, address or network (CIDR) to listen at; None to go by the route.
         dump_dir: folder of the dumps that a signal asks for.
+        monitor: whether bytes, calls and waits are counted.
         source: where rank and size come from.
         reasons: lines that explain to a person what was found.
         serve: whether rank 0 starts the store; otherwise the launcher has.
@@ -74,6 +76,7 @@ class Settings:
     stall_after_s: float = 10.0
     interface: str | None = None
     dump_dir: str = "."
+    monitor: bool = True
     source: str = Source.ALONE
     reasons: tuple[str, ...] = ()
     serve: bool = False
@@ -118,6 +121,7 @@ def detect(environ: Mapping[str, str], **arguments: Unpack[Arguments]) -> Settin
         stall_after_s=reader.seconds("stall_after", 10.0),
         interface=reader.optional("interface"),
         dump_dir=reader.text("dump_dir", "."),
+        monitor=reader.flag("monitor", default=True),
         source=world.source,
         reasons=tuple(reasons),
         serve=store is not None and reader.flag("serve", default=True),

@@ -14,6 +14,7 @@ from kfcomm.core.collective import Incoming, Outgoing
 from kfcomm.core.frame import Header
 from kfcomm.errors import TransportError
 from kfcomm.runtime.outlet import Outlet
+from kfcomm.runtime.traffic import Traffic
 from kfcomm.transports.base import Link, Owner
 
 
@@ -31,6 +32,7 @@ class Ends:
         closing: nothing more is opened.
         at_once: what is queued does not wait for a turn of the loop.
         are_prompt: links hand over little at a time.
+        traffic: what all links have moved, those that have ended included.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Ends:
         self.closing = False
         self.at_once = False
         self.are_prompt = False
+        self.traffic = Traffic()
         self._connect = connect
         self._loop = loop
         self._begin = begin
@@ -76,6 +79,7 @@ class Ends:
 
     def opened(self, link: Link) -> None:
         """A peer opened a link."""
+        self.traffic.add(link)
         link.state = self._accept(link.peer)
         self._incoming[link.state] = link
         if self.are_prompt:
@@ -91,6 +95,7 @@ class Ends:
 
     def lost(self, link: Link) -> None:
         """A link has ended."""
+        self.traffic.end(link)
         if type(link.state) is Incoming:
             self._incoming.pop(link.state, None)
         else:
@@ -198,6 +203,7 @@ class Ends:
                 del self._outlets[peer]
             self._open_failed(outlet.state, str(error))
             return
+        self.traffic.add(link)
         if self._outlets.get(peer) is outlet:
             if self.are_prompt:
                 link.be_prompt()

@@ -44,6 +44,7 @@ from kfcomm.runtime.breaks import Breaks
 from kfcomm.runtime.buffers import BlockPool, Payload
 from kfcomm.runtime.ends import Ends
 from kfcomm.runtime.failures import error_of
+from kfcomm.runtime.meter import Meter
 from kfcomm.runtime.operation import Operation
 from kfcomm.runtime.patience import Patience
 from kfcomm.runtime.recorder import Recorder
@@ -79,6 +80,9 @@ class Engine:
         loop: where everything here runs.
         stall_after_s: after how long a wait is reported.
         credit: of every link; the same on every rank.
+
+    Attributes:
+        meter: what is counted and timed; None if nothing is.
     """
 
     def __init__(
@@ -89,10 +93,12 @@ class Engine:
         *,
         stall_after_s: float,
         credit: Credit = DEFAULT_CREDIT,
+        meter: Meter | None = None,
     ) -> None:
         self.rank = rank
         self.router = Router(rank, credit)
         self.recorder = Recorder()
+        self.meter = meter
         self.loop = loop
         self._control: ControlPlane | None = None
         self.early_listeners: dict[bytes, EarlyListener] = {}
@@ -132,7 +138,7 @@ class Engine:
             group, name, signature, program, sizes, effects, overlapping=overlapping, seq=seq, collective=operation
         )
         if isinstance(outcome, Cause):
-            self._reject(operation, name, outcome, effects)
+            self._reject(operation, group, name, outcome, effects)
             return
         self.recorder.note("posted", name, operation.seq, signature.verb)
         if not operation.seq and self.router.num_keys >= self._warn_at:
@@ -155,6 +161,8 @@ class Engine:
         """A call failed its local checks: the other ranks' calls under this name fail too."""
         if self._ended:
             return
+        if self.meter is not None:
+            self.meter.failed(group, name)
         effects: Effects = []
         self.router.refuse(group, name, message, effects, seq=seq)
         self._perform(effects)
@@ -249,6 +257,8 @@ class Engine:
             chunk = Payload(payload, None, link)
             if self.router.receive(state, header, len(payload), chunk, effects):
                 chunk.copy(self._pool)  # nobody knows for how long: what is lent may hold up its sender
+            elif effects and self.meter is not None:
+                self.meter.arrived(link.peer, effects[0])
         elif type(state) is Incoming:
             self._hear(link, state, header, effects)
         elif header[0] == POSTED:
@@ -292,11 +302,15 @@ class Engine:
             return
         effects: Effects = []
         self.router.arrived(placement.ticket, placement, effects)
+        if effects and self.meter is not None:
+            self.meter.arrived(link.peer, effects[0])
         self._perform(effects)
 
     def burst_end(self, link: Link) -> None:
         """All that had arrived was handed over: give credit back, and move what was queued."""
         state = link.state
+        if self.meter is not None:
+            self.meter.now_s = 0.0
         if type(state) is Incoming:
             owed = state.window.settle()
             if owed is not None:
@@ -429,6 +443,8 @@ class Engine:
             self._perform(effects)
 
     def _done(self, operation: Operation) -> None:
+        if self.meter is not None:
+            self.meter.completed(operation)
         self.router.complete(operation)
         self.patience.end(operation)
         self.recorder.note("completed", operation.key.name, operation.seq)
@@ -438,14 +454,18 @@ class Engine:
 
     # ---------------------------------------------------------------- failures
 
-    def _reject(self, operation: Operation, name: str, cause: Cause, effects: Effects) -> None:
+    def _reject(self, operation: Operation, group: GroupView, name: str, cause: Cause, effects: Effects) -> None:
         self.recorder.note("rejected", name, -1, cause.message)
+        if self.meter is not None:
+            self.meter.failed(group, name)
         operation.reject(error_of(cause, name))
         self._perform(effects)
 
     def _failed(self, collective: Collective, cause: Cause) -> None:
         operation = cast("Operation", collective)
         self.patience.end(operation)
+        if self.meter is not None:
+            self.meter.failed(collective.group, collective.name)
         self.recorder.note("failed", collective.name, collective.seq, cause.message)
         for outlet in self.ends.outlets():
             for header in outlet.withdraw(operation):

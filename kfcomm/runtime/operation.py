@@ -54,6 +54,8 @@ class Operation(Collective):
     Attributes:
         engine: set when it is posted.
         failed: an error was raised for it; nothing touches its memory any more.
+        posted_s: when it was made, by the monotonic clock.
+        heard_s: when a chunk for it came last, or else it was posted; kept up by the meter alone.
     """
 
     __slots__ = (
@@ -72,6 +74,7 @@ class Operation(Collective):
         "engine",
         "failed",
         "future",
+        "heard_s",
         "outcome",
         "posted_s",
         "priority",
@@ -98,7 +101,7 @@ class Operation(Collective):
         self.priority = priority
         self.engine: Engine
         self.failed = False
-        self.posted_s = time.monotonic()
+        self.posted_s = self.heard_s = time.monotonic()
         self._in = _NOTHING if source is None else source
         self._out = _NOTHING if result is None else result
         self._item = 1 if dtype is None else dtype.itemsize

@@ -18,6 +18,7 @@ from kfcomm.communicator import Communicator as Async
 from kfcomm.communicator import StrategySpec
 from kfcomm.communicator import init as async_init
 from kfcomm.errors import KfcommError, SessionClosed
+from kfcomm.monitor import Statistics
 from kfcomm.rendezvous.settings import Arguments
 from kfcomm.strategies import AnyStrategy
 from kfcomm.sync.skin import ARRAY, MANY, OBJECT, OBJECTS, PARTS, PLAIN, Skin, begun, blocking, plain
@@ -220,6 +221,10 @@ class Communicator(Skin[Async]):
     def dump(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
         """What this process did last and waits for, as a JSON-able record; written to ``path`` if given."""
         return self._inner.dump(path)
+
+    def statistics(self) -> Statistics:
+        """What was counted and timed so far. See ``kfcomm.Communicator.statistics``."""
+        return self._inner.statistics()
 
     def close(self) -> None:
         """End it: of the world, everything is closed; of a sub-group, only this view of it. Never hangs.

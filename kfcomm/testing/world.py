@@ -81,6 +81,7 @@ class MemoryWorld(Sequence[Communicator]):
         timeout_s: default timeout of the collectives, in seconds.
         stall_after_s: after how long a wait is reported, in seconds.
         transport: ``memory``, or ``shm`` for links through shared memory, as processes of one host have them.
+        monitor: whether the ranks count and time what they do, for ``Communicator.statistics``.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class MemoryWorld(Sequence[Communicator]):
         timeout_s: float = 300.0,
         stall_after_s: float = 10.0,
         transport: Literal["memory", "shm"] = "memory",
+        monitor: bool = True,
     ) -> None:
         loop = asyncio.get_running_loop()
         self._links: Links = InSharedMemory(loop, size) if transport == "shm" else InMemory(loop)
@@ -105,6 +107,7 @@ class MemoryWorld(Sequence[Communicator]):
                 loop,
                 timeout_s=timeout_s,
                 stall_after_s=stall_after_s,
+                monitor=monitor,
             )
             for rank in range(size)
         ]

@@ -15,9 +15,22 @@ What always holds:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kfcomm.core.frame import Header
+
+
+class Counts(NamedTuple):
+    """What one link has moved since it was opened, in both directions; a message is a frame of any kind.
+
+    On sockets bytes are those on the wire, heads included (some 20 a message); where memory is shared, those that are
+    copied, which of a chunk are its payload.
+    """
+
+    sent_nbytes: int
+    received_nbytes: int
+    sent_messages: int
+    received_messages: int
 
 
 class Owner(Protocol):
@@ -41,6 +54,15 @@ class Link(Protocol):
     """World rank of the other end."""
     state: Any
     """A slot for the user of the link; the link never looks at it."""
+
+    @property
+    def kind(self) -> str:
+        """What it is made of, in a word: ``shm``, ``unix``, ``tcp`` or ``memory``."""
+        ...
+
+    def counts(self) -> Counts:
+        """What it has moved. May be called on any thread, also after the end; the numbers never fall."""
+        ...
 
     def send(
         self, header: Header, payload: memoryview | None = None, owner: Owner | None = None, priority: int = 0

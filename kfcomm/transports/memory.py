@@ -13,7 +13,7 @@ from typing import Any
 
 from kfcomm.core.frame import Header
 from kfcomm.errors import TransportError
-from kfcomm.transports.base import Inbound, Owner
+from kfcomm.transports.base import Counts, Inbound, Owner
 from kfcomm.transports.order import Order
 
 TURN_NBYTES = 1 << 20
@@ -64,6 +64,7 @@ class MemoryNetwork:
 class MemoryLink:
     """One end of a link in memory; implements ``transports.base.Link``."""
 
+    kind = "memory"
     far: MemoryLink
 
     def __init__(self, loop: asyncio.AbstractEventLoop, inbound: Inbound, peer: int) -> None:
@@ -75,6 +76,11 @@ class MemoryLink:
         self._queue = Order()
         self._scheduled = False
         self._closing = False
+        self._nbytes = self._frames = 0
+
+    def counts(self) -> Counts:
+        """See ``Link.counts``: what one end has sent is what the other has received."""
+        return Counts(self._nbytes, self.far._nbytes, self._frames, self.far._frames)
 
     def send(
         self, header: Header, payload: memoryview | None = None, owner: Owner | None = None, priority: int = 0
@@ -136,6 +142,8 @@ class MemoryLink:
             _, payload, _, owner, header, _ = frame
             view = _EMPTY if payload is None else memoryview(payload).toreadonly()
             nbytes += len(view)
+            self._nbytes += len(view)
+            self._frames += 1
             far._inbound.receive(far, header, view)
             if owner is not None:
                 owner.sent()

@@ -29,7 +29,7 @@ from kfcomm.core.frame import (
     make_encoder,
 )
 from kfcomm.errors import RemoteProtocolError, TransportError
-from kfcomm.transports.base import Inbound, Owner
+from kfcomm.transports.base import Counts, Inbound, Owner
 from kfcomm.transports.options import StreamOptions
 from kfcomm.transports.outbox import Outbox
 from kfcomm.transports.sockets import broken, hold_little
@@ -51,6 +51,7 @@ class StreamLink:
         options: sizes.
 
     Attributes:
+        kind: ``unix`` or ``tcp``.
         bytes_in: bytes received, heads included.
         bytes_out: bytes that the kernel has taken.
         frames_in: whole frames received.
@@ -68,6 +69,7 @@ class StreamLink:
     ) -> None:
         sock.setblocking(False)
         self.peer = peer
+        self.kind = "unix" if sock.family == socket.AF_UNIX else "tcp"
         self.state: Any = None
         self.bytes_in = self.bytes_out = self.frames_in = self.frames_out = 0
         self._options = options = options or StreamOptions()
@@ -100,6 +102,10 @@ class StreamLink:
     def queued_nbytes(self) -> int:
         """Bytes that the kernel has yet to take."""
         return self._outbox.nbytes
+
+    def counts(self) -> Counts:
+        """See ``Link.counts``."""
+        return Counts(self.bytes_out, self.bytes_in, self.frames_out, self.frames_in)
 
     # Sending.
 

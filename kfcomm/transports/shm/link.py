@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from kfcomm.core.frame import PREFIX_NBYTES, Header, Kind, decode_header, make_encoder
 from kfcomm.errors import RemoteProtocolError, TransportError
-from kfcomm.transports.base import Inbound, Owner
+from kfcomm.transports.base import Counts, Inbound, Owner
 from kfcomm.transports.shm.ring import RingReader, RingWriter
 from kfcomm.transports.shm.shared import Fence, Parked, Shared, Word
 from kfcomm.transports.sockets import broken
@@ -86,6 +86,7 @@ class ShmLink(ABC):
         is_restless: it is to be polled also without news, until a look has found nothing left to do.
     """
 
+    kind = "shm"
     _near: Word
     _far: Word
     _tail: Word
@@ -102,6 +103,7 @@ class ShmLink(ABC):
         self._words = wire.shared.words
         self._returned = wire.shared.returned
         self._out, self._into = rings
+        self._shown_nbytes = 0
         self.news = (self._words, int(self._tail), self._into)
         self.is_restless = False
         self._keeper = wire.keeper
@@ -115,6 +117,12 @@ class ShmLink(ABC):
     def __repr__(self) -> str:
         now = "closed" if self._fd < 0 else "closing" if self._closing else "open"
         return f"<{type(self).__name__} to rank {self.peer}, {now}>"
+
+    def counts(self) -> Counts:
+        """See ``Link.counts``."""
+        out, into = self._out, self._into
+        received_nbytes = into.payload_nbytes + self._shown_nbytes
+        return Counts(out.payload_nbytes, received_nbytes, out.num_records, into.num_records)
 
     # What the two sides do differently.
 

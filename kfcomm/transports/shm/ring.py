@@ -43,9 +43,16 @@ class RingWriter:
         control: 64-bit words shared with the reader.
         tail: index of the word that this side writes.
         head: index of the word that the reader writes.
+
+    Attributes:
+        num_records: ever written.
+        payload_nbytes: of their payloads, wherever those are.
     """
 
-    __slots__ = ("_control", "_head", "_head_word", "_memory", "_nbytes", "_tail", "_tail_word", "_words")
+    __slots__ = (
+        "_control", "_head", "_head_word", "_memory", "_nbytes", "_tail", "_tail_word", "_words",
+        "num_records", "payload_nbytes",
+    )  # fmt: skip
 
     def __init__(self, memory: memoryview, control: memoryview, *, tail: int, head: int) -> None:
         self._memory = memory
@@ -54,6 +61,7 @@ class RingWriter:
         self._nbytes = len(memory) - SLACK_NBYTES
         self._tail_word, self._head_word = tail, head
         self._tail = self._head = 0
+        self.num_records = self.payload_nbytes = 0
 
     def put(self, header: Header, place: int, nbytes: int, payload: memoryview | bytes | None) -> bool:
         """Write a record whose header is eight integers; False if there is no room for it now.
@@ -79,6 +87,8 @@ class RingWriter:
         tail += size
         self._tail = tail
         self._control[self._tail_word] = tail
+        self.num_records += 1
+        self.payload_nbytes += nbytes
         return True
 
     def put_encoded(self, data: bytes) -> bool:
@@ -103,9 +113,14 @@ class RingReader:
 
     Attributes:
         head: bytes whose room may be written again.
+        num_records: ever taken.
+        payload_nbytes: of those payloads that were in the ring.
     """
 
-    __slots__ = ("_control", "_head_word", "_memory", "_nbytes", "_next", "_tail_word", "head")
+    __slots__ = (
+        "_control", "_head_word", "_memory", "_nbytes", "_next", "_tail_word",
+        "head", "num_records", "payload_nbytes",
+    )  # fmt: skip
 
     def __init__(self, memory: memoryview, control: memoryview, *, tail: int, head: int) -> None:
         self._memory = memory
@@ -113,6 +128,7 @@ class RingReader:
         self._nbytes = len(memory) - SLACK_NBYTES
         self._tail_word, self._head_word = tail, head
         self.head = self._next = 0
+        self.num_records = self.payload_nbytes = 0
 
     @property
     def has_news(self) -> bool:
@@ -148,9 +164,11 @@ class RingReader:
         if not HEAD_NBYTES <= size <= left or at + size > capacity or size & (ALIGN_NBYTES - 1):
             raise RemoteProtocolError(f"a record of {size} bytes, with {left} to read")
         self._next = head + size
+        self.num_records += 1
         if record[1]:
             return record, None
         nbytes = record[2]
         if nbytes > size - HEAD_NBYTES:
             raise RemoteProtocolError(f"a payload of {nbytes} bytes in a record of {size}")
+        self.payload_nbytes += nbytes
         return record, memory[at + HEAD_NBYTES : at + HEAD_NBYTES + nbytes]

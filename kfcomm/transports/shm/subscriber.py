@@ -136,6 +136,7 @@ class Subscriber(ShmLink):
         if piece + nbytes > len(self._arena) or piece in self._lent:
             raise RemoteProtocolError(f"rank {self.peer} sent a chunk of {nbytes} bytes at {piece}")
         self._shown = piece, nbytes
+        self._shown_nbytes += nbytes
         try:
             self._inbound.receive(self, header, self._arena[piece : piece + nbytes])
         finally:

@@ -1,0 +1,133 @@
+"""The records that ``Communicator.statistics`` gives: plain frozen values that JSON can carry.
+
+Each number is right at the moment when it is read; of numbers that belong together one may be a chunk ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+
+@dataclass(frozen=True, slots=True)
+class PeerStatistics:
+    """What went to and came from one peer over one kind of link.
+
+    Attributes:
+        rank: of the peer, in the world.
+        link: ``shm``, ``unix``, ``tcp`` or ``memory``.
+        sent_nbytes, received_nbytes: since the beginning; on sockets as they go over the wire, heads included,
+            through shared memory the payloads.
+        sent_messages, received_messages: frames, chunks and the small ones that speak of them.
+        send_rate, receive_rate: bytes per second over the last one to two seconds.
+        waited_s: seconds that collectives of this process have waited for chunks of this peer (see
+            ``runtime.meter``). With several in flight each counts, so it may grow faster than the clock. With two kinds
+            of link to a peer it is in the record of the later one.
+    """
+
+    rank: int
+    link: str
+    sent_nbytes: int
+    received_nbytes: int
+    sent_messages: int
+    received_messages: int
+    send_rate: float
+    receive_rate: float
+    waited_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class KeyStatistics:
+    """The calls under one name, on this rank.
+
+    Attributes:
+        name: of the calls; empty for those without a name. Messages are under ``tag ...``, the second steps of calls
+            that have two under ``name (data)``.
+        count: calls that are complete.
+        nbytes: bytes of their results on this rank, or of the inputs where it gets none.
+        p50_s, p99_s: half and 99 % of them took at most so long from post to completion, to 4.4 %.
+        max_s: the longest.
+        failures: calls that failed, those that were refused or cancelled included.
+        total_s: all of them together.
+    """
+
+    name: str
+    count: int
+    nbytes: int
+    p50_s: float
+    p99_s: float
+    max_s: float
+    failures: int
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyStatistics:
+    """The calls of ``monitored_all_reduce`` under one strategy.
+
+    Attributes:
+        name: of the strategy.
+        count: calls that are complete.
+        nbytes: of their arrays, together.
+        seconds: from post to completion, together.
+        throughput: bytes per second of the latest call.
+        reference: bytes per second to expect: it follows the throughput slowly, by a tenth of the way with each call.
+            A throughput under 0.8 of it is a sign of interference (KungFu, OSDI 2020). It means something where the
+            monitored calls are of one size.
+    """
+
+    name: str
+    count: int
+    nbytes: int
+    seconds: float
+    throughput: float
+    reference: float
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What one rank has counted and timed.
+
+    Attributes:
+        time_s: when it was read, by the wall clock.
+        rank: in the group whose statistics these are.
+        size: of that group.
+        strategy: name of the strategy in force in it.
+        peers: of this process, whatever the group; one record for each kind of link to each, those with which no link
+            was ever open left out.
+        keys: of the group, in the order of first use.
+        others: what was called under the names beyond the first ``runtime.meter.MAX_KEYS``; None if there are no more.
+        strategies: of the group, where ``monitored_all_reduce`` was called.
+        loop_lag_s: how late this process's event loop is.
+        peak_memory_nbytes: the most memory that this process ever had resident; 0 if that is not known.
+    """
+
+    time_s: float
+    rank: int
+    size: int
+    strategy: str
+    peers: tuple[PeerStatistics, ...]
+    keys: tuple[KeyStatistics, ...]
+    others: KeyStatistics | None
+    strategies: tuple[StrategyStatistics, ...]
+    loop_lag_s: float
+    peak_memory_nbytes: int
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as a mapping that ``json.dumps`` takes."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Self:
+        """What ``as_json`` gave, also after a way through JSON.
+
+        Raises:
+            TypeError, KeyError: it is something else.
+        """
+        fields = dict(record)
+        fields["peers"] = tuple(PeerStatistics(**one) for one in fields["peers"])
+        fields["keys"] = tuple(KeyStatistics(**one) for one in fields["keys"])
+        fields["others"] = None if fields["others"] is None else KeyStatistics(**fields["others"])
+        fields["strategies"] = tuple(StrategyStatistics(**one) for one in fields["strategies"])
+        return cls(**fields)

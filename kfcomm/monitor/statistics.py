@@ -1,0 +1,116 @@
+"""From the figures of the runtime to the records that a program gets."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
+
+from kfcomm.errors import ConfigError
+from kfcomm.monitor.records import KeyStatistics, PeerStatistics, Statistics, StrategyStatistics
+from kfcomm.runtime.meter import Meter, Tally
+from kfcomm.runtime.steady import steady
+
+if TYPE_CHECKING:
+    from kfcomm.collectives.group import Group
+    from kfcomm.runtime.engine import Engine
+    from kfcomm.session import Session
+
+OTHERS = "(others)"
+
+
+def statistics_of(session: Session, group: Group, message_groups: Callable[[], Collection[bytes]]) -> Statistics:
+    """The statistics of one group; ``message_groups`` gives the ids under which its messages travel.
+
+    Raises:
+        ConfigError: monitoring is off.
+    """
+    meter = session.engine.meter
+    if meter is None:
+        raise ConfigError("monitoring is off: set monitor=True, or KFCOMM_MONITOR=1, for statistics")
+    ids = {group.view.id, *steady(message_groups)}
+    return Statistics(
+        time_s=time.time(),
+        rank=group.view.rank,
+        size=group.view.size,
+        strategy=group.strategy.name,
+        peers=peers_of(session.engine, meter),
+        keys=tuple(_key(name, tally) for name, tally in tallies_of(meter, ids).items()),
+        others=_others(meter, ids),
+        strategies=_strategies(meter, group.view.id),
+        loop_lag_s=session.lag_s(),
+        peak_memory_nbytes=peak_memory_nbytes(),
+    )
+
+
+def peers_of(engine: Engine, meter: Meter) -> tuple[PeerStatistics, ...]:
+    """What was exchanged with each peer, by rank."""
+    totals = engine.ends.traffic.totals()
+    rates = engine.ends.traffic.rates(totals, time.monotonic())
+    kinds = dict(totals.keys())  # of the latest link to each peer
+    found = [
+        PeerStatistics(
+            rank=peer,
+            link=kind,
+            sent_nbytes=counts.sent_nbytes,
+            received_nbytes=counts.received_nbytes,
+            sent_messages=counts.sent_messages,
+            received_messages=counts.received_messages,
+            send_rate=rates[peer, kind][0],
+            receive_rate=rates[peer, kind][1],
+            waited_s=meter.waited_s[peer] if kinds[peer] == kind else 0.0,
+        )
+        for (peer, kind), counts in totals.items()
+    ]
+    return tuple(sorted(found, key=lambda one: one.rank))
+
+
+def tallies_of(meter: Meter, ids: Collection[bytes] | None = None) -> dict[str, Tally]:
+    """What became of the calls under each name in some groups (None: in all); the messages of a tag are one."""
+    by_name: dict[str, list[Tally]] = {}
+    for (group_id, name), tally in steady(lambda: list(meter.tallies.items())):
+        if ids is None or group_id in ids:
+            by_name.setdefault(title(name), []).append(tally)
+    return {name: steady(lambda: Tally.sum(tallies)) for name, tallies in by_name.items()}  # noqa: B023  called at once
+
+
+def title(name: str) -> str:
+    """A key as people know it: keys of further steps hold a NUL, that of unnamed calls is empty."""
+    name, _, step = name.partition("\0")
+    return f"{name} ({step})".lstrip() if step else name
+
+
+def peak_memory_nbytes() -> int:
+    """The most memory that this process ever had resident; 0 if the system does not say."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _key(name: str, tally: Tally) -> KeyStatistics:
+    return KeyStatistics(
+        name=name,
+        count=tally.count,
+        nbytes=tally.nbytes,
+        p50_s=tally.quantile(0.5),
+        p99_s=tally.quantile(0.99),
+        max_s=tally.max_s,
+        failures=tally.failures,
+        total_s=tally.total_s,
+    )
+
+
+def _others(meter: Meter, ids: Collection[bytes]) -> KeyStatistics | None:
+    found = [tally for group_id, tally in steady(lambda: list(meter.others.items())) if group_id in ids]
+    return _key(OTHERS, steady(lambda: Tally.sum(found))) if found else None
+
+
+def _strategies(meter: Meter, group_id: bytes) -> tuple[StrategyStatistics, ...]:
+    found = steady(lambda: list(meter.throughputs.get(group_id, {}).items()))
+    return tuple(
+        StrategyStatistics(name, one.count, one.nbytes, one.seconds, one.last, one.reference) for name, one in found
+    )
