@@ -129,7 +129,8 @@ class Stragglers:
     Each rank's throughput is smoothed (EWMA, the newest weighs ``weight``), and a rank is a straggler while that is
     below ``threshold`` times the median of all. In synchronous training every step takes all ranks equally long: feed
     what is a rank's own, 1 / (seconds of the step in which none of its collectives was under way); see
-    ``StepMetrics.speeds``. A rank that falls to a quarter of the others is found in the third step.
+    ``StepMetrics.speeds``. A rank that falls to a quarter of the others is found in the third step. None is found
+    before its throughput is known of ``warmup`` steps.
 
     Source: Or, Zhang & Freedman, "Resource Elasticity in Distributed Deep Learning", MLSys 2020: EWMA 0.1, below
     0.8 of the median.
@@ -138,19 +139,23 @@ class Stragglers:
         size: number of ranks.
         threshold: between 0 and 1.
         weight: between 0 and 1.
+        warmup: steps, at least 1.
 
     Raises:
         ConfigError: one of them is out of range.
     """
 
-    def __init__(self, size: int, *, threshold: float = THRESHOLD, weight: float = 0.1) -> None:
+    def __init__(self, size: int, *, threshold: float = THRESHOLD, weight: float = 0.1, warmup: int = 3) -> None:
         _check_part("threshold", threshold)
         _check_part("weight", weight)
         _check_count("size", size)
+        _check_count("warmup", warmup)
         self.size = size
         self.threshold = threshold
         self.weight = weight
+        self.warmup = warmup
         self._smoothed = [math.nan] * size
+        self._counts = [0] * size
 
     @property
     def smoothed(self) -> tuple[float, ...]:
@@ -166,13 +171,14 @@ class Stragglers:
         _check_size(self.size, throughputs)
         for rank, now in enumerate(throughputs):
             if math.isfinite(now):
+                self._counts[rank] += 1
                 before = self._smoothed[rank]
                 self._smoothed[rank] = now if math.isnan(before) else before + self.weight * (now - before)
         known = [one for one in self._smoothed if not math.isnan(one)]
         if not known:
             return ()
         low = self.threshold * median(known)
-        return tuple(rank for rank, one in enumerate(self._smoothed) if one < low)
+        return tuple(rank for rank, one in enumerate(self._smoothed) if one < low and self._counts[rank] >= self.warmup)
 
 
 def _check_part(name: str, value: float) -> None:

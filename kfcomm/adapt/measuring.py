@@ -20,7 +20,10 @@ class Meter(Protocol):
 
 
 class EngineMeter:
-    """The totals of the engine below a communicator: all collectives of the rank, whatever their group."""
+    """The totals of the engine below a communicator: all collectives of the rank, whatever their group.
+
+    Where monitoring is off nobody is seen to be waited for; the rest is there all the same.
+    """
 
     def __init__(self, comm: Communicator) -> None:
         engine = comm._session.engine
@@ -33,7 +36,7 @@ class EngineMeter:
     def read(self) -> Reading:
         """See `Meter`."""
         now_s = time.monotonic()
-        meter = getattr(self._engine, "meter", None)
+        meter = self._engine.meter
         members = self._comm._group.view.members
         waited_s = (0.0,) * len(members) if meter is None else tuple(meter.waited_s[member] for member in members)
         return Reading(now_s, self._load.busy_s(now_s), self._load.nbytes, self._load.count, waited_s)

@@ -28,8 +28,8 @@ class Trials:
 
     In a round each remaining candidate runs for ``steps`` steps. The first of them is not counted: links are opened in
     it. The last one is the step in which the ranks agree on the change. Who costs more than ``give_up`` times the best
-    so far after its first counted step is changed at once. At the end of a round those are out whose median
-    cost exceeds the lowest one by more than ``margin``. When one is left, or after ``rounds`` rounds, the one with the lowest median
+    so far after its first counted step is changed at once. At the end of a round those are out whose median cost is
+    more than ``margin`` above the lowest. When one is left, or after ``rounds`` rounds, the one with the lowest median
     stays.
 
     Regret, what the trials cost beyond running the best from the beginning: candidate c, whose step takes w(c) times
