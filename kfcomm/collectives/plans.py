@@ -6,7 +6,7 @@ tensors at every step makes each plan once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -32,6 +32,9 @@ MAX_PLANS = 4096
 
 WireDtype: TypeAlias = "np.dtype[Any] | None"
 """In what numbers travel, where that is not what they are."""
+
+Shares: TypeAlias = tuple[int, ...]
+"""Of a ``Strategy``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +77,20 @@ class Planner:
     strategy: AnyStrategy
     generation: int
 
-    def num_ways(self, dtype: np.dtype[Any], shape: tuple[int, ...], wire: WireDtype = None) -> int:
-        """How many ways an all_reduce may take as a whole: its key picks one. 1 for those that are shared out."""
+    def ways(self, dtype: np.dtype[Any], shape: tuple[int, ...], wire: WireDtype = None) -> tuple[int, Shares]:
+        """How many ways an all_reduce may take as a whole, and their shares of the keys; one if it is shared out."""
         count, _, graphs = self._prepare(dtype, shape, wire)
-        return len(graphs.pairs) if graphs.is_whole or count < WHOLE_BELOW else 1
+        return (len(graphs.pairs), graphs.shares) if graphs.is_whole or count < WHOLE_BELOW else (1, ())
 
     def all_reduce(
         self, dtype: np.dtype[Any], shape: tuple[int, ...], op: Op, way: int, wire: WireDtype = None
     ) -> Plan:
-        """Every rank gets the fold of all inputs; ``way`` is one of ``num_ways``."""
+        """Every rank gets the fold of all inputs; ``way`` is one of ``ways``."""
         count, chunk, graphs = self._prepare(dtype, shape, wire)
-        pairs: Sequence[GraphPair] = graphs.pairs
         if graphs.is_whole or count < WHOLE_BELOW:
-            pairs = (pairs[way],)
-        program = programs.all_reduce(self.rank, pairs, count, chunk)
+            program = programs.all_reduce(self.rank, (graphs.pairs[way],), count, chunk)
+        else:
+            program = programs.all_reduce(self.rank, graphs.pairs, count, chunk, graphs.shares)
         return self._folding(Verb.ALL_REDUCE, dtype, shape, op, -1, program, graphs, count, wire, in_result=True)
 
     def reduce(self, dtype: np.dtype[Any], shape: tuple[int, ...], op: Op, root: int, wire: WireDtype = None) -> Plan:
@@ -147,7 +150,7 @@ class Planner:
     def barrier(self, name: str) -> Plan:
         """No data."""
         graphs = self.strategy.select(0)
-        program = programs.barrier(self.rank, graphs.pairs[pair_of(name, len(graphs.pairs))])
+        program = programs.barrier(self.rank, graphs.pairs[pair_of(name, len(graphs.pairs), graphs.shares)])
         signature = Signature(Verb.BARRIER, "", (), "", -1, graphs.name, self.generation, graphs.digest)
         return Plan(signature, program, ItemSizes(1, 1), None, None, -1)
 
@@ -216,7 +219,7 @@ class Plans:
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
         self._plans: dict[Hashable, Plan] = {}
-        self._ways: dict[Hashable, list[Plan | None]] = {}
+        self._ways: dict[Hashable, tuple[list[Plan | None], Shares]] = {}
 
     def plan(self, make: Callable[..., Plan], *what: Hashable) -> Plan:
         """The plan ``make(planner, *what)``, made when it is first needed."""
@@ -234,22 +237,25 @@ class Plans:
 
     def known(self, dtype: np.dtype[Any], shape: tuple[int, ...], op: Op | str, key: str) -> Plan | None:
         """The plan for an all_reduce, if it was made before: then the dtype is supported, and the op has a meaning."""
-        ways = self._ways.get((dtype, shape, op, None))
-        if ways is None:
+        found = self._ways.get((dtype, shape, op, None))
+        if found is None:
             return None
-        return ways[0] if len(ways) == 1 else ways[pair_of(key, len(ways))]
+        ways, shares = found
+        return ways[0] if len(ways) == 1 else ways[pair_of(key, len(ways), shares)]
 
     def all_reduce(
         self, dtype: np.dtype[Any], shape: tuple[int, ...], op: Op, key: str, wire: WireDtype = None
     ) -> Plan:
         """The plan for an all_reduce: one of several where the key decides which graph pair is taken."""
         kind = (dtype, shape, op, wire)
-        ways = self._ways.get(kind)
-        if ways is None:
+        found = self._ways.get(kind)
+        if found is None:
             if len(self._ways) >= MAX_PLANS:
                 self._ways.clear()
-            ways = self._ways[kind] = [None] * self.planner.num_ways(dtype, shape, wire)
-        way = pair_of(key, len(ways)) if len(ways) > 1 else 0
+            number, shares = self.planner.ways(dtype, shape, wire)
+            found = self._ways[kind] = [None] * number, shares
+        ways, shares = found
+        way = pair_of(key, len(ways), shares) if len(ways) > 1 else 0
         plan = ways[way]
         if plan is None:
             plan = ways[way] = self.planner.all_reduce(dtype, shape, op, way, wire)

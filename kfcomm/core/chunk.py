@@ -1,11 +1,14 @@
 """How a buffer is cut: into parts, one for each graph pair, and parts into chunks.
 
-Parts decide which graph reduces an element, so they depend on the number of elements and the key alone;
-chunks only decide how much travels at a time. All numbers are elements, never bytes.
+Parts decide which graph reduces an element, so they depend on the number of elements, the shares of the graph
+pairs and the key alone; chunks only decide how much travels at a time. All numbers are elements, never bytes.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
 from zlib import crc32
 
 WHOLE_BELOW = 4096
@@ -24,11 +27,26 @@ def split(count: int, parts: int) -> list[tuple[int, int]]:
     return bounds
 
 
+def share_out(count: int, shares: Sequence[int]) -> list[tuple[int, int]]:
+    """``(offset, length)`` of parts of ``count`` elements in proportion to ``shares``, each less than one element off.
+
+    A part may be empty. Shares times the same number give the same parts.
+    """
+    total = sum(shares)
+    ends = [count * upto // total for upto in accumulate(shares)]
+    return [(start, end - start) for start, end in zip([0, *ends], ends, strict=False)]
+
+
 def num_chunks(count: int, chunk_elements: int) -> int:
     """Number of chunks of a part; an empty one still travels, as one chunk without payload."""
     return max(1, -(-count // chunk_elements))
 
 
-def pair_of(key: str, num_pairs: int) -> int:
-    """Which pair a buffer that travels whole takes: spreads keys evenly, the same on every rank and run."""
-    return crc32(key.encode()) % num_pairs
+def pair_of(key: str, num_pairs: int, shares: Sequence[int] = ()) -> int:
+    """Which pair a buffer that travels whole takes, the same on every rank and run.
+
+    Keys are spread evenly over the pairs, or in proportion to ``shares``, one for each pair, if there are any.
+    """
+    if not shares:
+        return crc32(key.encode()) % num_pairs
+    return bisect_right(list(accumulate(shares)), crc32(key.encode()) % sum(shares))

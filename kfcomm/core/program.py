@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kfcomm.core.chunk import num_chunks, split
+from kfcomm.core.chunk import num_chunks, share_out, split
 from kfcomm.core.graph import GraphPair
 
 NOBODY = -1
@@ -187,10 +187,16 @@ class Builder:
         return Program(lanes, self._chunk_elements, self._base, gate, frozenset(neighbours - {NOBODY}))
 
 
-def all_reduce(rank: int, pairs: Sequence[GraphPair], count: int, chunk_elements: int) -> Program:
-    """Each pair reduces and broadcasts its share of ``count`` elements. One pair is given for a buffer left whole."""
+def all_reduce(
+    rank: int, pairs: Sequence[GraphPair], count: int, chunk_elements: int, shares: Sequence[int] = ()
+) -> Program:
+    """Each pair reduces and broadcasts its share of ``count`` elements, an equal part if there are no ``shares``.
+
+    One pair is given for a buffer left whole.
+    """
     builder = Builder(rank, chunk_elements)
-    for pair, (offset, length) in zip(pairs, split(count, len(pairs)), strict=True):
+    parts = share_out(count, shares) if shares else split(count, len(pairs))
+    for pair, (offset, length) in zip(pairs, parts, strict=True):
         builder.tree(pair, length, up=True, down=True, input_offset=offset, result_offset=offset)
     return builder.build()
 

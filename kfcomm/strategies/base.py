@@ -2,38 +2,47 @@
 
 Owns the two kinds of strategy and the ways to make one by hand. A `Strategy` is a non-empty tuple of graph
 pairs of one size; a `SizedStrategy` picks one of several by the size of the message. Both are immutable
-values with a digest that depends on their graphs and bounds, never on their names: ranks compare digests to
+values with a digest that depends on their graphs, shares and bounds, never on their names: ranks compare digests to
 know that they speak of the same graphs. Knows neither layouts nor costs nor what travels along the graphs.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final
 
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.errors import ConfigError
 
+MAX_SHARES: Final = 1 << 24
+"""The shares of a strategy add up to no more: keys are spread over the pairs by 32 bits."""
+
 
 @dataclass(frozen=True)
 class Strategy:
-    """Graph pairs over the same ranks; each carries an equal part of a message.
+    """Graph pairs over the same ranks; each carries its share of a message, by default an equal part.
 
     Attributes:
         name: for people; it is no part of the digest.
         pairs: at least one, all of one size.
         is_whole: no message is shared out: an all_reduce goes whole along one of the pairs, which its key picks. Else
             only those of few elements do (``core.chunk.WHOLE_BELOW``).
+        shares: how much of a message each pair carries, relative to the others; of the messages that go whole, how
+            many. In lowest terms; empty for equal parts.
 
     Raises:
-        ConfigError: no pair, or pairs of different sizes.
+        ConfigError: no pair, pairs of different sizes, or shares that are not one positive integer for each pair or
+            add up to more than `MAX_SHARES`.
     """
 
     name: str
     pairs: tuple[GraphPair, ...]
     is_whole: bool = False
+    shares: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.pairs:
@@ -41,6 +50,25 @@ class Strategy:
         sizes = sorted({pair.size for pair in self.pairs})
         if len(sizes) > 1:
             raise ConfigError(f"strategy {self.name!r} mixes graphs of sizes {sizes}")
+        object.__setattr__(self, "shares", self._checked_shares())
+
+    def _checked_shares(self) -> tuple[int, ...]:
+        """The shares in lowest terms."""
+        shares = tuple(self.shares)
+        if not shares:
+            return ()
+        if len(shares) != len(self.pairs):
+            raise ConfigError(
+                f"strategy {self.name!r} needs one share for each of its {len(self.pairs)} graph pairs, "
+                f"got {len(shares)}"
+            )
+        for pair, share in enumerate(shares):
+            if type(share) is not int or share < 1:
+                raise ConfigError(f"strategy {self.name!r} gives pair {pair} a share of {share!r}, not an integer > 0")
+        common = math.gcd(*shares)
+        if sum(shares) // common > MAX_SHARES:
+            raise ConfigError(f"the shares of strategy {self.name!r} add up to more than {MAX_SHARES}")
+        return () if min(shares) == max(shares) else tuple(share // common for share in shares)
 
     @property
     def size(self) -> int:
@@ -76,9 +104,11 @@ class Strategy:
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes that differ if any graph, the order of the pairs, or what is left whole differs."""
+        """16 bytes that differ if any graph, the order of the pairs, their shares, or what is left whole differs."""
         data = b"".join(pair.digest for pair in self.pairs)
-        return hashlib.blake2b(data, digest_size=16, person=b"whole" if self.is_whole else b"").digest()
+        kind = (b"whole" if self.is_whole else b"") + (b" shares" if self.shares else b"")
+        shares = repr(self.shares).encode() if self.shares else b""
+        return hashlib.blake2b(data + shares, digest_size=16, person=kind).digest()
 
 
 @dataclass(frozen=True)

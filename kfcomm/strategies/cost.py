@@ -1,7 +1,7 @@
 """What a strategy costs: counted on its graphs, and foretold in seconds.
 
 Two measures. `Cost` is exact and free of hardware: steps and bytes of one all_reduce whose message is shared
-out evenly among the pairs. Every strategy file states the same `Cost` as a closed formula of the layout; that
+out among the pairs. Every strategy file states the same `Cost` as a closed formula of the layout; that
 the two agree is a test. `predict_seconds` turns counts into time with a `Network`, which is what ``auto``
 compares. Both look at graphs and layouts only; neither knows links, clocks, or how a message is really cut.
 
@@ -18,17 +18,21 @@ where a way goes from a leaf to the root and on to a leaf, and *chain* is the ti
 along it: chunks follow each other (pipelining), so that neither the chain nor the busiest port can be beaten,
 and links come near the slower of the two. Where a host has fewer processors than ranks, all that they do together
 counts: then few messages beat idle ports. A host has one network port for all its ranks; ports are full
-duplex. Sources: R. Hockney, "The communication challenge for MPP" (1994); A. Alexandrov et al., "LogGP" (1995).
+duplex. Where hosts are unlike (``Network.rates``), each port and each link between two hosts takes its own time, the
+chain that of the hosts on the slowest way, and the latencies are those of the quickest links between the same hosts.
+Sources: R. Hockney, "The communication challenge for MPP" (1994); A. Alexandrov et al., "LogGP" (1995).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from fractions import Fraction
 
 from kfcomm.core.graph import Graph, GraphPair
+from kfcomm.errors import ConfigError
 from kfcomm.strategies.base import AnyStrategy, Strategy
+from kfcomm.strategies.matrices import Matrix, Rates, checked_bandwidth, checked_latency
 from kfcomm.types import Layout
 
 
@@ -62,6 +66,8 @@ class Network:
         overhead_s: time a rank spends on each message that it sends or receives.
         gamma_s_per_byte: time a rank spends on folding one byte into its own.
         chunk_nbytes: the largest part of a message that travels as one.
+        rates: of hosts that are unlike, in the place of ``cross_beta_s_per_byte``, and of ``cross_alpha_s`` if it has
+            latencies; None where all are alike.
     """
 
     local_alpha_s: float = 1.5e-5
@@ -71,16 +77,19 @@ class Network:
     overhead_s: float = 1e-5
     gamma_s_per_byte: float = 1e-10
     chunk_nbytes: int = 1 << 19
+    rates: Rates | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """All that the time model needs of a strategy on a layout; counts are of pair-sized parts of the message.
+    """All that the time model needs of a strategy on a layout; counts are of equal parts of the message.
 
     Attributes:
-        num_pairs: into how many parts the message is cut.
+        num_pairs: among how many pairs the message is shared out.
+        num_parts: of how many parts it consists: one for each pair, or the sum of the shares.
+        largest: parts of the pair that has most.
         ways: ``(local hops, cross-host hops)`` of the longest ways, none of which is at least another in both.
-        messages: parts that the busiest rank sends and receives.
+        messages: what the busiest rank sends and receives, whatever its size.
         folds: parts that the busiest rank folds into its own.
         local_parts: parts that the busiest rank sends or receives inside its host.
         cross_parts: parts that the busiest host sends or receives through its network port.
@@ -89,6 +98,8 @@ class Profile:
     """
 
     num_pairs: int
+    num_parts: int
+    largest: int
     ways: tuple[tuple[int, int], ...]
     messages: int
     folds: int
@@ -104,13 +115,19 @@ class Profile:
             return cls._of_the_worst([cls.of(alone, layout) for alone in _alone(strategy)])
         hosts = layout.hosts
         ways = {way for pair in strategy.pairs for way in _ways(pair, hosts)}
-        sends = list(_sends(strategy.pairs))
-        local = [(a, b) for a, b in sends if hosts[a] == hosts[b]]
-        cross = [(hosts[a], hosts[b]) for a, b in sends if hosts[a] != hosts[b]]
-        messages = list(map(sum, zip(*_ports(layout.size, sends), strict=True)))
-        folds = list(map(sum, zip(*(map(len, pair.reduce.children) for pair in strategy.pairs), strict=True)))
+        shares = _shares(strategy)
+        sends = list(_sends(strategy.pairs, shares))
+        local = [(a, b, parts) for a, b, parts in sends if hosts[a] == hosts[b]]
+        cross = [(hosts[a], hosts[b], parts) for a, b, parts in sends if hosts[a] != hosts[b]]
+        messages = list(map(sum, zip(*_ports(layout.size, [(a, b, 1) for a, b, _ in sends]), strict=True)))
+        folds = [0] * layout.size
+        for pair, parts in zip(strategy.pairs, shares, strict=True):
+            for rank, children in enumerate(pair.reduce.children):
+                folds[rank] += parts * len(children)
         return cls(
             num_pairs=len(strategy.pairs),
+            num_parts=sum(shares),
+            largest=max(shares),
             ways=_longest(ways),
             messages=max(messages),
             folds=max(folds),
@@ -131,6 +148,8 @@ class Profile:
         most_messages, most_folds, most_parts = map(max, crowds)
         return cls(
             num_pairs=1,
+            num_parts=1,
+            largest=1,
             ways=_longest(way for one in ones for way in one.ways),
             messages=max(one.messages for one in ones),
             folds=max(one.folds for one in ones),
@@ -142,14 +161,20 @@ class Profile:
 
     def seconds(self, nbytes: int, network: Network) -> float:
         """The time model of the module's docstring."""
-        part = nbytes / self.num_pairs
-        chunk = min(part, network.chunk_nbytes)
-        chunks_per_part = max(1, -(-nbytes // (self.num_pairs * network.chunk_nbytes)))
-        overhead_s, fold_s = chunks_per_part * network.overhead_s, part * network.gamma_s_per_byte
+        part = nbytes / self.num_parts
+        chunk = min(part * self.largest, network.chunk_nbytes)
         local_s, cross_s = network.local_beta_s_per_byte, network.cross_beta_s_per_byte
         latency = max(near * network.local_alpha_s + far * network.cross_alpha_s for near, far in self.ways)
         chain = max(near * chunk * local_s + far * chunk * cross_s for near, far in self.ways)
-        ports = max(self.local_parts * part * local_s, self.cross_parts * part * cross_s)
+        return self.sum_up(nbytes, network, latency, chain, self.cross_parts * part * cross_s)
+
+    def sum_up(self, nbytes: int, network: Network, latency: float, chain: float, cross: float) -> float:
+        """The time model, given what the network between hosts has to do with it, in seconds."""
+        part = nbytes / self.num_parts
+        chunks_per_part = max(1, -(-nbytes // (self.num_pairs * network.chunk_nbytes)))
+        overhead_s, fold_s = chunks_per_part * network.overhead_s, part * network.gamma_s_per_byte
+        local_s = network.local_beta_s_per_byte
+        ports = max(self.local_parts * part * local_s, cross)
         rank_s = self.messages * overhead_s + self.folds * fold_s + max(chain, ports)
         if not self.num_cpus:
             return latency + rank_s
@@ -164,12 +189,13 @@ def measure(strategy: Strategy, layout: Layout | None = None) -> Cost:
         costs = [measure(alone, layout) for alone in _alone(strategy)]
         return Cost(*(max(values) for values in zip(*map(astuple, costs), strict=True)))
     hosts = layout.hosts if layout is not None else (0,) * strategy.size
-    sends = list(_sends(strategy.pairs))
-    between = [(hosts[a], hosts[b]) for a, b in sends if hosts[a] != hosts[b]]
+    shares = _shares(strategy)
+    sends = list(_sends(strategy.pairs, shares))
+    between = [(hosts[a], hosts[b], parts) for a, b, parts in sends if hosts[a] != hosts[b]]
     return Cost(
         steps=max(pair.reduce.depth + pair.broadcast.depth for pair in strategy.pairs),
-        bytes=Fraction(_busiest(strategy.size, sends), len(strategy.pairs)),
-        cross_host_bytes=Fraction(_busiest(max(hosts) + 1, between), len(strategy.pairs)),
+        bytes=Fraction(_busiest(strategy.size, sends), sum(shares)),
+        cross_host_bytes=Fraction(_busiest(max(hosts) + 1, between), sum(shares)),
     )
 
 
@@ -177,8 +203,90 @@ def predict_seconds(strategy: AnyStrategy, layout: Layout, nbytes: int, network:
     """How long an all_reduce of ``nbytes`` bytes should take by the model; ``network`` defaults to `Network()`.
 
     An estimate for comparing strategies with each other, not a promise of a time.
+
+    Raises:
+        ConfigError: the network has rates of another number of hosts than the layout has.
     """
-    return Profile.of(strategy.select(nbytes), layout).seconds(nbytes, network or Network())
+    network = network or Network()
+    chosen = strategy.select(nbytes)
+    if network.rates is None:
+        return Profile.of(chosen, layout).seconds(nbytes, network)
+    if len(network.rates.send) != layout.num_hosts:
+        raise ConfigError(f"the network has {len(network.rates.send)} hosts, the layout {layout.num_hosts}")
+    ways = _alone(chosen) if chosen.is_whole else [chosen]
+    return max(_seconds_by_rates(way, layout, nbytes, network, network.rates) for way in ways)
+
+
+def network_of(layout: Layout, latency_s: Matrix, bandwidth: Matrix) -> Network:
+    """The constants of the time model as they were measured; those of the work of ranks are the defaults.
+
+    Args:
+        layout: where the ranks are.
+        latency_s: seconds from rank (row) to rank (column).
+        bandwidth: bytes/s from rank (row) to rank (column).
+
+    Raises:
+        ConfigError: a matrix is not square or of another size than the layout, or an entry is none of its kind.
+    """
+    latencies, rates = checked_latency(latency_s, layout.size), checked_bandwidth(bandwidth, layout.size)
+    pairs = [(a, b) for a in range(layout.size) for b in range(layout.size) if a != b]
+    local = [(a, b) for a, b in pairs if layout.hosts[a] == layout.hosts[b]]
+    cross = [(a, b) for a, b in pairs if layout.hosts[a] != layout.hosts[b]]
+    usual = Network()
+    return Network(
+        local_alpha_s=_median((latencies[a][b] for a, b in local), usual.local_alpha_s),
+        local_beta_s_per_byte=_median((1 / rates[a][b] for a, b in local), usual.local_beta_s_per_byte),
+        cross_alpha_s=_median((latencies[a][b] for a, b in cross), usual.cross_alpha_s),
+        cross_beta_s_per_byte=_median((1 / rates[a][b] for a, b in cross), usual.cross_beta_s_per_byte),
+        rates=Rates.of(layout, rates, latencies),
+    )
+
+
+def _median(values: Iterable[float], otherwise: float) -> float:
+    """The upper median."""
+    ranked = sorted(values)
+    return ranked[len(ranked) // 2] if ranked else otherwise
+
+
+def _seconds_by_rates(strategy: Strategy, layout: Layout, nbytes: int, network: Network, rates: Rates) -> float:
+    """The time model where hosts are unlike, of a strategy that shares messages out."""
+    profile, hosts, shares = Profile.of(strategy, layout), layout.hosts, _shares(strategy)
+    part = nbytes / profile.num_parts
+    chunk = min(part * profile.largest, network.chunk_nbytes)
+
+    def alpha(a: int, b: int) -> float:
+        here, there = hosts[a], hosts[b]
+        if here == there:
+            return network.local_alpha_s
+        return rates.latency_s[here][there] if rates.latency_s else network.cross_alpha_s
+
+    def beta(a: int, b: int) -> float:
+        here, there = hosts[a], hosts[b]
+        if here == there:
+            return network.local_beta_s_per_byte
+        return 1 / min(rates.send[here], rates.receive[there], rates.links[here][there])
+
+    moved: dict[tuple[int, int], int] = {}
+    for a, b, parts in _sends(strategy.pairs, shares):
+        if hosts[a] != hosts[b]:
+            moved[hosts[a], hosts[b]] = moved.get((hosts[a], hosts[b]), 0) + parts
+    cross = [parts / rates.links[a][b] for (a, b), parts in moved.items()]
+    for host in range(layout.num_hosts):
+        cross.append(sum(parts for (a, _), parts in moved.items() if a == host) / rates.send[host])
+        cross.append(sum(parts for (_, b), parts in moved.items() if b == host) / rates.receive[host])
+    latency = max(_longest_way(pair, alpha) for pair in strategy.pairs)
+    chain = chunk * max(_longest_way(pair, beta) for pair in strategy.pairs)
+    return profile.sum_up(nbytes, network, latency, chain, part * max(cross))
+
+
+def _longest_way(pair: GraphPair, hop: Callable[[int, int], float]) -> float:
+    """From a leaf to the root and on to a leaf, if the way from ``a`` to ``b`` takes ``hop(a, b)``."""
+    up, down = [0.0] * pair.size, [0.0] * pair.size
+    for above, below in pair.reduce.edges:
+        up[below] = up[above] + hop(below, above)
+    for above, below in pair.broadcast.edges:
+        down[below] = down[above] + hop(above, below)
+    return max(up) + max(down)
 
 
 def busiest_crossing(layout: Layout, edges: Iterable[tuple[int, int]]) -> int:
@@ -202,23 +310,28 @@ def _by_host(layout: Layout, counts: Sequence[int]) -> list[int]:
     return sums
 
 
-def _sends(pairs: Sequence[GraphPair]) -> Iterator[tuple[int, int]]:
-    """``(from, to)`` of every part that moves in an all_reduce."""
-    for pair in pairs:
-        yield from ((child, father) for father, child in pair.reduce.edges)
-        yield from pair.broadcast.edges
+def _shares(strategy: Strategy) -> tuple[int, ...]:
+    """Of each pair."""
+    return strategy.shares or (1,) * len(strategy.pairs)
 
 
-def _ports(size: int, sends: Iterable[tuple[int, int]]) -> tuple[list[int], list[int]]:
+def _sends(pairs: Sequence[GraphPair], shares: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """``(from, to, parts)`` of everything that moves in an all_reduce."""
+    for pair, parts in zip(pairs, shares, strict=True):
+        yield from ((child, father, parts) for father, child in pair.reduce.edges)
+        yield from ((father, child, parts) for father, child in pair.broadcast.edges)
+
+
+def _ports(size: int, sends: Iterable[tuple[int, int, int]]) -> tuple[list[int], list[int]]:
     """How much each of ``size`` places sends, and how much it receives."""
     out, into = [0] * size, [0] * size
-    for a, b in sends:
-        out[a] += 1
-        into[b] += 1
+    for a, b, parts in sends:
+        out[a] += parts
+        into[b] += parts
     return out, into
 
 
-def _busiest(size: int, sends: Iterable[tuple[int, int]]) -> int:
+def _busiest(size: int, sends: Iterable[tuple[int, int, int]]) -> int:
     return max(map(max, _ports(size, sends)))
 
 

@@ -67,8 +67,9 @@ def _by_size(strategy: SizedStrategy, layout: Layout, pair: int | None) -> Itera
 def _pair(strategy: Strategy, layout: Layout, asked: int | None) -> Iterator[str]:
     number = asked or 0
     pair = strategy.pairs[number]
+    share = f", {strategy.shares[number]}/{sum(strategy.shares)} of a message" if strategy.shares else ""
     yield (
-        f"pair {number} of 0..{len(strategy.pairs) - 1}, root {pair.root}"
+        f"pair {number} of 0..{len(strategy.pairs) - 1}, root {pair.root}{share}"
         if len(strategy.pairs) > 1
         else f"root {pair.root}"
     )
@@ -81,7 +82,7 @@ def _pair(strategy: Strategy, layout: Layout, asked: int | None) -> Iterator[str
         yield from _graph("reduce", pair.reduce, layout, upwards=True)
         yield from _graph("broadcast", pair.broadcast, layout, upwards=False)
     if asked is None and len(strategy.pairs) > 1:
-        yield _others(strategy.pairs)
+        yield _others(strategy.pairs) + (f"; shares {':'.join(map(str, strategy.shares))}" if strategy.shares else "")
 
 
 def _graph(title: str, graph: Graph, layout: Layout, *, upwards: bool) -> list[str]:

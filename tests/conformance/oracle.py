@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kfcomm.arrays.dtypes import NUMPY_NAMES
-from kfcomm.core.chunk import WHOLE_BELOW, pair_of, split
+from kfcomm.core.chunk import WHOLE_BELOW, pair_of, share_out, split
 from kfcomm.core.graph import Graph
 from kfcomm.strategies import AnyStrategy
 from kfcomm.types import Op
@@ -109,11 +109,12 @@ def all_reduced(op: str, inputs: Sequence[Array], strategy: AnyStrategy, name: s
     graphs = strategy.select(flats[0].nbytes)
     count = flats[0].size
     if graphs.is_whole or count < WHOLE_BELOW:
-        pair = graphs.pairs[pair_of(name or "", len(graphs.pairs))]
+        pair = graphs.pairs[pair_of(name or "", len(graphs.pairs), graphs.shares)]
         return folded(op, pair.reduce, flats).reshape(shape)
+    bounds = share_out(count, graphs.shares) if graphs.shares else split(count, len(graphs.pairs))
     parts = [
         folded(op, pair.reduce, [flat[at : at + length] for flat in flats])
-        for pair, (at, length) in zip(graphs.pairs, split(count, len(graphs.pairs)), strict=True)
+        for pair, (at, length) in zip(graphs.pairs, bounds, strict=True)
     ]
     return np.concatenate(parts).reshape(shape)
 

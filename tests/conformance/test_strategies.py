@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 from kfcomm import strategies
 from kfcomm.collectives import plans
 from kfcomm.core.chunk import WHOLE_BELOW
+from kfcomm.strategies import Strategy
+from kfcomm.types import Layout
 from tests.conformance import oracle
 from tests.conformance.worlds import everywhere, on_loop, same_bits, world
 
@@ -45,7 +48,7 @@ async def test_verbs_without_a_root(links: None, strategy: str, size: int) -> No
         await _all_without_a_root(strategy, size, hosts)
 
 
-async def _all_without_a_root(strategy: str, size: int, hosts: int) -> None:
+async def _all_without_a_root(strategy: str | Strategy, size: int, hosts: int) -> None:
     async with world(size, hosts=hosts, strategy=strategy) as comms:
         graphs = comms[0].strategy
         for length in LENGTHS if size < 6 else LENGTHS[-1:]:
@@ -116,6 +119,23 @@ async def test_lengths_around_the_bounds_of_sharing_out(strategy: str, size: int
                 results = await everywhere(comms, lambda comm, xs=xs, op=op: comm.all_reduce(xs[comm.rank], "x", op=op))
                 wanted = oracle.all_reduced(op, xs, comms[0].strategy, "x")
                 _check(f"{op} of {length} {dtype}", results, [wanted] * size)
+
+
+@pytest.mark.parametrize("shares", [(1, 2, 3, 4, 5), (1, 1, 1, 1, 10_000)])
+@on_loop
+async def test_shares_of_the_pairs(shares: tuple[int, ...]) -> None:
+    """Parts may be empty; names of what goes whole pick pairs by their shares; other verbs know nothing of them."""
+    size = len(shares)
+    for name in ("clique", "ring"):
+        built = strategies.build(name, Layout.even(size)).select(0)
+        async with world(size, strategy=replace(built, shares=shares)) as comms:
+            for length in (WHOLE_BELOW - 1, WHOLE_BELOW, WHOLE_BELOW + 1):
+                xs = [oracle.data("float32", length, rank) for rank in range(size)]
+                for key in "abcd" * 2:
+                    results = await everywhere(comms, lambda comm, xs=xs, key=key: comm.all_reduce(xs[comm.rank], key))
+                    wanted = oracle.all_reduced("sum", xs, comms[0].strategy, key)
+                    _check(f"{name}, {length} as {key}", results, [wanted] * size)
+        await _all_without_a_root(replace(built, shares=shares), size, 1)
 
 
 @pytest.mark.parametrize("strategy", ["ring", "clique", "multi_binary_tree_star", "binomial"])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kfcomm.core import program as programs
-from kfcomm.core.chunk import num_chunks, split
+from kfcomm.core.chunk import num_chunks, share_out, split
 from kfcomm.core.collective import ItemSizes
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.core.program import Program
@@ -42,10 +42,11 @@ class Spec:
     overlapping: bool = False
     generation: int = 0
     salt: int = 0
+    shares: tuple[int, ...] = ()
     strategy: Strategy = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "strategy", Strategy("custom", self.pairs))
+        object.__setattr__(self, "strategy", Strategy("custom", self.pairs, shares=self.shares))
 
     @property
     def size(self) -> int:
@@ -80,12 +81,18 @@ class Spec:
         """all_to_all: how much ``rank`` sends to each."""
         return list(self.counts[rank * self.size : (rank + 1) * self.size])
 
+    @property
+    def parts(self) -> list[tuple[int, int]]:
+        """all_reduce: what each pair carries."""
+        shares = self.strategy.shares
+        return share_out(self.count, shares) if shares else split(self.count, len(self.pairs))
+
     def program(self, rank: int) -> Program:
         """What one rank does."""
         rooted = self.strategy.rooted
         match self.verb:
             case Verb.ALL_REDUCE:
-                return programs.all_reduce(rank, self.pairs, self.count, self.chunk)
+                return programs.all_reduce(rank, self.pairs, self.count, self.chunk, self.strategy.shares)
             case Verb.REDUCE:
                 return programs.reduce(rank, rooted(self.root), self.count, self.chunk)
             case Verb.BROADCAST:
@@ -140,7 +147,7 @@ class Spec:
         nothing = np.empty(0, ITEM)
         match self.verb:
             case Verb.ALL_REDUCE:
-                parts = zip(self.pairs, split(self.count, len(self.pairs)), strict=True)
+                parts = zip(self.pairs, self.parts, strict=True)
                 return np.concatenate([self._fold(pair.reduce, sources, at, count) for pair, (at, count) in parts])
             case Verb.REDUCE:
                 graph = self.strategy.rooted(self.root).reduce
@@ -171,7 +178,7 @@ class Spec:
         pair = self.strategy.rooted(self.root)
         match self.verb:
             case Verb.ALL_REDUCE:
-                parts = list(zip(self.pairs, split(self.count, len(self.pairs)), strict=True))
+                parts = list(zip(self.pairs, self.parts, strict=True))
                 costs = [self._folding(one.reduce, count) for one, (_, count) in parts]
                 costs += [self._moving(count, edges) for _, (_, count) in parts]
             case Verb.REDUCE:
@@ -294,4 +301,5 @@ def of_verb(
         chunk=rnd.choice([1 + largest // 6, 7, 1000]),
         wide=rnd.random() < 0.3,
         salt=rnd.randrange(1000),
+        shares=rnd.choice([(), tuple(rnd.choice([1, 2, 30]) for _ in ways)]),
     )

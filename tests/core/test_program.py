@@ -99,6 +99,11 @@ def test_as_many_pairs_as_parts():
     assert [lane.keeps for lane in lanes(program)] == [True, True, False]
 
 
+def test_shares_say_how_much_each_pair_carries():
+    program = programs.all_reduce(0, [STAR, CHAIN, STAR], 10, 4, shares=(2, 1, 7))
+    assert [(lane.input_offset, lane.count) for lane in lanes(program)] == [(0, 2), (2, 1), (3, 7)]
+
+
 @settings(max_examples=60)
 @given(size=st.integers(1, 9), seed=st.integers(0, 2**32 - 1))
 def test_the_programs_of_all_ranks_fit_together(size, seed):

@@ -152,7 +152,8 @@ def variants(rnd: random.Random, key: Spec) -> list[Spec]:
         replace(key, chunk=key.chunk + 1),
         replace(key, generation=key.generation + 1),
         replace(key, counts=(key.count + 1, *key.counts[1:])),
-        replace(key, pairs=(GraphPair.of(specs.tree(rnd, key.size, rnd.randrange(key.size))),)),
+        replace(key, pairs=(GraphPair.of(specs.tree(rnd, key.size, rnd.randrange(key.size))),), shares=()),
+        replace(key, shares=(*([1] * (len(key.pairs) - 1)), 5)),
         *(replace(key, verb=verb, counts=one) for verb in (Verb.BARRIER, Verb.ALL_REDUCE, Verb.REDUCE)),
         *(replace(key, verb=Verb.BROADCAST, counts=one, root=root) for root in range(key.size)),
     ]

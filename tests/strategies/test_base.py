@@ -55,6 +55,38 @@ def test_the_order_of_pairs_is_part_of_the_digest() -> None:
     assert len({build(name, Layout.even(8, 4)).digest for name in names()}) == len(names())
 
 
+def test_shares_are_kept_in_lowest_terms() -> None:
+    pairs = build("clique", FOUR).select(0).pairs
+    assert Strategy("mine", pairs, shares=(2, 4, 6, 2)).shares == (1, 2, 3, 1)
+    assert Strategy("mine", pairs, shares=[7, 7, 7, 7]) == Strategy("mine", pairs)  # type: ignore[arg-type]
+    assert Strategy("mine", pairs[:1], shares=(5,)).shares == ()
+    assert Strategy("mine", pairs, shares=(1 << 40,) * 4).shares == ()
+
+
+def test_shares_are_part_of_the_digest() -> None:
+    pairs = build("clique", FOUR).select(0).pairs
+    shares = [(), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 12)]
+    digests = {Strategy("mine", pairs, whole, one).digest for one in shares for whole in (False, True)}
+    assert len(digests) == 8
+    assert Strategy("yours", pairs, shares=(2, 4, 2, 2)).digest == Strategy("mine", pairs, shares=(1, 2, 1, 1)).digest
+
+
+@pytest.mark.parametrize(
+    ("shares", "message"),
+    [
+        ((1, 2), r"strategy 'mine' needs one share for each of its 4 graph pairs, got 2"),
+        ((1, 2, 0, 4), r"strategy 'mine' gives pair 2 a share of 0, not an integer > 0"),
+        ((1, 2, 3, -4), r"gives pair 3 a share of -4"),
+        ((1, 0.5, 3, 4), r"gives pair 1 a share of 0\.5"),
+        ((True, 2, 3, 4), r"gives pair 0 a share of True"),
+        ((1, 1, 1, 1 << 24), r"the shares of strategy 'mine' add up to more than 16777216"),
+    ],
+)
+def test_shares_that_cannot_be(shares: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Strategy("mine", build("clique", FOUR).select(0).pairs, shares=shares)
+
+
 def test_strategies_that_cannot_be() -> None:
     with pytest.raises(ConfigError, match="'none' has no graph pair"):
         Strategy("none", ())

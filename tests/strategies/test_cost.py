@@ -94,6 +94,31 @@ def test_seconds_counted_by_hand() -> None:
     assert predict_seconds(clique, Layout.even(4), 16, EXACT) == 2 + 12 * 0.25 + 3 * 4 * 0.125 + 6 * 4 * 0.5
 
 
+def test_shares_weigh_what_each_pair_costs() -> None:
+    layout = Layout.even(4)
+    clique = build("clique", layout).select(0)
+    shared = replace(clique, shares=(5, 1, 1, 1))
+    # Rank 0 sends 5/8 of the message to three ranks as a root, and 3/8 of it to the other roots.
+    assert measure(shared, layout) == Cost(2, Fraction(3 * 5 + 3, 8))
+    # 8 parts of 2 bytes: rank 0 folds 3 * 5 of them and moves 18, in as many messages as with equal parts.
+    assert predict_seconds(shared, layout, 16, EXACT) == 2 + 12 * 0.25 + 15 * 2 * 0.125 + 18 * 2 * 0.5
+    assert measure(replace(shared, is_whole=True)) == measure(replace(clique, is_whole=True))
+
+
+@given(LAYOUTS, st.sampled_from(ALGORITHMS), st.integers(1, 5), st.integers(1 << 10, 1 << 24))
+def test_a_share_of_several_parts_is_as_many_pairs(
+    layout: Layout, algorithm: Algorithm, times: int, nbytes: int
+) -> None:
+    built = algorithm.build(layout)
+    shares = (times, *(1 for _ in built.pairs[1:]))
+    shared = replace(built, shares=shares)
+    apart = replace(built, pairs=(*[built.pairs[0]] * times, *built.pairs[1:]))
+    assert measure(shared, layout) == measure(apart, layout)
+    free = Network(overhead_s=0.0, chunk_nbytes=1)
+    one, other = (predict_seconds(strategy, layout, nbytes, free) for strategy in (shared, apart))
+    assert one == pytest.approx(other)
+
+
 def test_the_slowest_way_counts_whichever_kind_of_hop_is_slow() -> None:
     # From the root: three hops inside the host to rank 3, or one hop to another host.
     layout = Layout.of("AAAAB")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -110,6 +111,13 @@ def test_graphs_that_differ_are_both_drawn() -> None:
     assert "  reduce: up to the root\n  0  host 0\n  └── 1\n      └── 2, 3\n  broadcast 0 → 3 → 2 → 1\n" in text
     other = as_text(Strategy("odd", (GraphPair(down, up),)), Layout.even(4))
     assert "  reduce    1 → 2 → 3 → 0\n  broadcast: down from the root\n" in other
+
+
+def test_shares_are_said() -> None:
+    layout = Layout.even(3)
+    shared = replace(build("clique", layout).select(0), shares=(2, 1, 3))
+    assert "pair 1 of 0..2, root 1, 1/6 of a message" in as_text(shared, layout, 1)
+    assert "the others: this one, all ranks shifted round; roots 1-2; shares 2:1:3" in as_text(shared, layout)
 
 
 def test_another_order_of_children_is_said() -> None:

@@ -1,0 +1,121 @@
+"""Measured matrices: what is taken for one, and the rates of ports and links that follow from it.
+
+Owns the checks of what comes from a measurement, or from a user's hand, and nothing of what is made of it. A matrix is
+a sequence of rows; entry ``[a][b]`` is about the way from rank ``a`` to rank ``b``, and the diagonal does not matter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self, TypeAlias
+
+from kfcomm.errors import ConfigError
+from kfcomm.types import Layout
+
+Matrix: TypeAlias = Sequence[Sequence[float]]
+
+
+def checked_latency(latency_s: Matrix, size: int | None = None) -> list[list[float]]:
+    """Latencies in seconds, with a diagonal of 0.
+
+    Raises:
+        ConfigError: it is no square matrix (of ``size`` rows), or an entry is no finite number from 0 on.
+    """
+    rows = _square("latency", latency_s, size)
+    for a, row in enumerate(rows):
+        row[a] = 0.0
+        for b, seconds in enumerate(row):
+            if not 0 <= seconds < math.inf:
+                raise ConfigError(
+                    f"latency[{a}][{b}] is {seconds}: a latency is a finite number of seconds, at least 0"
+                )
+    return rows
+
+
+def checked_bandwidth(bandwidth: Matrix, size: int | None = None) -> list[list[float]]:
+    """Bandwidths in bytes per second, with a diagonal of infinity.
+
+    Raises:
+        ConfigError: it is no square matrix (of ``size`` rows), or an entry off the diagonal is not above 0 and finite.
+    """
+    rows = _square("bandwidth", bandwidth, size)
+    for a, row in enumerate(rows):
+        row[a] = math.inf
+        for b, rate in enumerate(row):
+            if a != b and not 0 < rate < math.inf:
+                raise ConfigError(f"bandwidth[{a}][{b}] is {rate}: a bandwidth is a finite number of bytes/s above 0")
+    return rows
+
+
+def _square(what: str, matrix: Matrix, size: int | None) -> list[list[float]]:
+    try:
+        rows = [[float(entry) for entry in row] for row in matrix]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{what} is a matrix of numbers, one row for each rank: {error}") from error
+    if not rows:
+        raise ConfigError(f"{what} is a matrix with one row for each rank, not an empty one")
+    for rank, row in enumerate(rows):
+        if len(row) != len(rows):
+            raise ConfigError(
+                f"{what} is a square matrix, but has {len(rows)} rows, and row {rank} has {len(row)} entries"
+            )
+    if size is not None and len(rows) != size:
+        raise ConfigError(f"{what} is of {len(rows)} ranks, the layout of {size}")
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What hosts can send and receive, and what lies between them: all that a heterogeneous network adds to a model.
+
+    The ranks of a host share its port, which is full duplex; a message occupies the port of the host that sends it, the
+    port of the one that receives it, and the link between the two.
+
+    Attributes:
+        send: bytes/s that leave each host at most.
+        receive: bytes/s that each host takes at most.
+        links: bytes/s from host (row) to host (column), infinite on the diagonal.
+        latency_s: seconds from host to host, 0 on the diagonal; empty where it is not known.
+    """
+
+    send: tuple[float, ...]
+    receive: tuple[float, ...]
+    links: tuple[tuple[float, ...], ...]
+    latency_s: tuple[tuple[float, ...], ...] = ()
+
+    @classmethod
+    def of(cls, layout: Layout, bandwidth: Matrix, latency_s: Matrix | None = None) -> Self:
+        """From what was measured between ranks, one pair at a time.
+
+        A link is as fast as the fastest pair of ranks on its two hosts, a port as the fastest of its links: no pair can
+        have gone faster than what it shares with others. (A port that is faster than all ports at the other ends of its
+        links goes unnoticed.) Latencies are the lowest.
+
+        Raises:
+            ConfigError: see `checked_bandwidth` and `checked_latency`; the size must be the layout's.
+        """
+        rows = checked_bandwidth(bandwidth, layout.size)
+        links = _between_hosts(layout, [[-rate for rate in row] for row in rows], -math.inf)
+        send = tuple(_fastest(row, host) for host, row in enumerate(links))
+        receive = tuple(_fastest(column, host) for host, column in enumerate(zip(*links, strict=True)))
+        latencies = () if latency_s is None else _between_hosts(layout, checked_latency(latency_s, layout.size), 0.0)
+        return cls(send, receive, tuple(tuple(-rate for rate in row) for row in links), latencies)
+
+
+def _fastest(negative: Sequence[float], host: int) -> float:
+    """Of a host's links, whose rates come with their signs turned."""
+    return max((-rate for other, rate in enumerate(negative) if other != host), default=math.inf)
+
+
+def _between_hosts(layout: Layout, rows: list[list[float]], diagonal: float) -> tuple[tuple[float, ...], ...]:
+    """The least entry between any two ranks of two hosts."""
+    hosts = layout.num_hosts
+    least = [[diagonal if a == b else math.inf for b in range(hosts)] for a in range(hosts)]
+    for a, row in enumerate(rows):
+        for b, entry in enumerate(row):
+            here, there = layout.hosts[a], layout.hosts[b]
+            if here != there:
+                least[here][there] = min(least[here][there], entry)
+    return tuple(map(tuple, least))
