@@ -17,11 +17,13 @@ from kfcomm.adapt.measuring import Meter
 from kfcomm.adapt.metrics import Reading, StepMetrics
 from kfcomm.adapt.policy import Context, Decision, Policy
 from kfcomm.adapt.requests import Request
+from kfcomm.adapt.slow_links import AvoidSlowLinks
 from kfcomm.adapt.trials import Trials
 
 __all__ = [
     "Adaptation",
     "AutoStrategy",
+    "AvoidSlowLinks",
     "Context",
     "Decision",
     "Interference",

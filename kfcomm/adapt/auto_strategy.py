@@ -17,6 +17,9 @@ from kfcomm.types import Layout
 if TYPE_CHECKING:
     from kfcomm.communicator import StrategySpec
 
+PATIENCE = 3
+"""Low steps running before trials begin anew: they cost more than a look at the links."""
+
 
 class AutoStrategy(Policy):
     """Tries strategies on the program's own steps and keeps the fastest; tries again when the network has changed.
@@ -72,7 +75,7 @@ class AutoStrategy(Policy):
             by_digest.setdefault(made.digest, made)
         self._candidates = list(by_digest.values())
         self._numbers = {digest: number for number, digest in enumerate(by_digest)}
-        self._interference = Interference(ctx.size)
+        self._interference = Interference(ctx.size, patience=PATIENCE)
         self._begin(ctx, "first trials")
 
     def after_step(self, ctx: Context) -> None:
@@ -111,7 +114,7 @@ class AutoStrategy(Policy):
         if metrics.strategy.digest != self._candidates[self._trials.best].digest:
             return
         verdict = self._interference.update(metrics.throughputs)
-        if verdict.is_interference and self._rested >= self._rest:
+        if verdict.is_interference and self._rested >= self._rest and len(self._candidates) > 1:
             self._begin(
                 ctx, f"{len(verdict.votes)} of {ctx.size} ranks have less than 0.8 of their reference throughput"
             )
