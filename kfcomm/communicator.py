@@ -22,6 +22,7 @@ from kfcomm.errors import ConfigError, SessionClosed
 from kfcomm.monitor import Statistics
 from kfcomm.monitor.statistics import statistics_of
 from kfcomm.network import Alone, SocketNetwork
+from kfcomm.probe import Probe, Prober
 from kfcomm.rendezvous.settings import Arguments, Settings, detect
 from kfcomm.session import Session
 from kfcomm.strategies import AnyStrategy, build, names
@@ -46,6 +47,7 @@ class Communicator(Messages):
         self._group = Group(session.engine, view, layout, chosen, session.timeout_s)
         self._mailbox = Mailbox(session.engine, view, session.timeout_s)
         self._blobs = Blobs(self._mailbox, view.rank)
+        self._prober: Prober | None = None
         session.engine.end_listeners.append(self._leave)
 
     def __repr__(self) -> str:
@@ -173,6 +175,36 @@ class Communicator(Messages):
 
     # ---------------------------------------------------------------- diagnosis and the end
 
+    async def probe(self, *, nbytes: int = 1 << 20, rounds: int = 3, timeout: float | None = None) -> Probe:
+        """Measure latency and bandwidth between every two ranks, in both directions; every rank calls it.
+
+        Along the links that collectives use; opens those that are not open. Pairs take turns, so that none measures
+        while another uses the ports of its hosts. What else goes on meanwhile disturbs the figures, and they it.
+
+        Args:
+            nbytes: of the first message whose bandwidth is measured, at most 32 MiB; larger ones follow, up to 32 MiB,
+                until one takes 20 ms. The same on every rank.
+            rounds: 1 to 32, how many messages of that size are sent each way, of which the best counts; of round trips
+                four times as many. The same on every rank.
+            timeout: seconds for each pair of ranks; None for the communicator's.
+
+        Returns:
+            The same on every rank; see ``kfcomm.probe.Probe``.
+
+        Raises:
+            ConfigError: the arguments cannot work (also for the other ranks' calls: ``CollectiveAborted``).
+            CollectiveMismatch: the ranks give unlike arguments.
+            CollectiveTimeout, PeerLost: a rank did not answer, or is gone; the message names it. The other ranks, which
+                do not measure with it, may get ``CollectiveAborted`` with that message.
+
+        Cost: with h hosts of p ranks (h−1)·p² + p(p−1)/2 turns, each of about rounds + 2 messages of 20 ms or of
+            ``nbytes`` bytes both ways; memory for one such message.
+        """
+        self._check_open()
+        if self._prober is None:
+            self._prober = Prober(self._session.engine, self._group.view, self.layout, self._session.timeout_s)
+        return await self._prober.run(nbytes, rounds, timeout)
+
     def dump(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
         """What this process did last and waits for, as a JSON-able record; written to ``path`` if given."""
         return snapshot(self._session, path)
@@ -199,7 +231,7 @@ class Communicator(Messages):
             await self._session.close()
         elif not self._left:
             self._leave()
-            ids = {self._group.view.id, *self._mailbox.group_ids()}
+            ids = {self._group.view.id, *self._mailbox.group_ids(), *(self._prober.group_ids() if self._prober else ())}
             self._session.engine.abandon(ids, f"rank {self.rank} closed group {self.name!r}")
 
     async def __aenter__(self) -> Self:

@@ -218,6 +218,11 @@ class Communicator(Skin[Async]):
 
     # ---------------------------------------------------------------- diagnosis and the end
 
+    probe = blocking(Async.probe)
+    """Measure latency and bandwidth between every two ranks, in both directions."""
+    probe_async = begun(Async.probe)
+    """Begin a ``probe``."""
+
     def dump(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
         """What this process did last and waits for, as a JSON-able record; written to ``path`` if given."""
         return self._inner.dump(path)

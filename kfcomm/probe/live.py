@@ -1,0 +1,159 @@
+"""A probe of a whole group: its ranks measure in turns, and share what they found.
+
+What always holds: between two slots there is a barrier of the whole group, so that no pair measures while another uses
+its hosts' ports; a rank whose probe fails fails the next barrier, so that all ranks learn of it and none waits; and
+each probe has sequence numbers of its own, so that one that failed at different places on different ranks does no harm
+to the next. The graphs are the probe's own: strategies are swapped meanwhile as one likes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+
+from kfcomm.collectives.group import Group, check_timeout
+from kfcomm.collectives.handle import Handle
+from kfcomm.collectives.plans import Plan, Planner
+from kfcomm.core.collective import GroupView
+from kfcomm.errors import CollectiveError, CollectiveTimeout, ConfigError, PeerLost
+from kfcomm.probe.record import Matrix, Probe
+from kfcomm.probe.schedule import Slot, slots_of
+from kfcomm.probe.wire import MOST_NBYTES, MOST_ROUNDS, PROBE_KEY, Way, follow, lead, pair_id
+from kfcomm.runtime.engine import Engine
+from kfcomm.strategies import build
+from kfcomm.types import Layout
+
+_GRACE = 1.5
+"""Ranks wait for a pair this many times as long as the pair itself may take: it has more to tell when it fails."""
+
+
+class Prober:
+    """The probes of one group, one after the other. Everything runs on the engine's loop."""
+
+    def __init__(self, engine: Engine, view: GroupView, layout: Layout, timeout_s: float) -> None:
+        self._group = Group(engine, view, layout, build("binary_tree", layout), timeout_s)
+        self._slots = slots_of(layout)
+        self._calls = 0
+        self._turn = asyncio.Lock()
+
+    def group_ids(self) -> set[bytes]:
+        """Groups of two that probes make."""
+        view = self._group.view
+        others = [rank for rank in range(view.size) if rank != view.rank]
+        return {pair_id(view, *ends) for rank in others for ends in ((rank, view.rank), (view.rank, rank))}
+
+    async def run(self, nbytes: int, rounds: int, timeout_s: float | None) -> Probe:
+        """See ``Communicator.probe``."""
+        number = self._calls
+        self._calls += 1
+        async with self._turn:
+            once = _Once(self._group, self._slots, number)
+            try:
+                return await once.run(nbytes, rounds, timeout_s)
+            except BaseException as error:
+                once.fail(error)
+                raise
+
+
+class _Once:
+    """One probe."""
+
+    def __init__(self, group: Group, slots: list[Slot], number: int) -> None:
+        self._group = group
+        self._slots = slots
+        self._number = number
+        self._first = self._seq = number * (len(slots) + 3)
+        self._ways: tuple[Way, ...] = ()
+        size = group.view.size
+        self._row = np.zeros((2, size))
+        self._row[1, group.view.rank] = np.inf
+
+    async def run(self, nbytes: int, rounds: int, timeout_s: float | None) -> Probe:
+        _check(nbytes, rounds, timeout_s)
+        limit_s = self._group.timeout_s if timeout_s is None else timeout_s
+        plan = self._group.plans.barrier(PROBE_KEY)
+        plan = replace(plan, signature=plan.signature._replace(counts=(nbytes, rounds)))  # all ranks ask for the same
+        await self._meet(plan, limit_s)
+        for slot in self._slots:
+            self._ways = self._ways_in(slot, limit_s)
+            await self._measure(nbytes, rounds)
+            self._ways = ()
+            await self._meet(plan, limit_s * _GRACE)
+        latency_s, bandwidth = await self._shared(limit_s)
+        return Probe(self._group.layout, latency_s, bandwidth)
+
+    def fail(self, error: BaseException) -> None:
+        """The other ranks need not wait for this one.
+
+        The next of its pairs is told as well: a rank may have passed a barrier before this one failed there.
+        """
+        done = self._seq - self._first - 1
+        ways = self._ways or (self._ways_in(self._slots[done], 0.0) if 0 <= done < len(self._slots) else ())
+        for way in ways:
+            way.give_up(error)
+        self._group.refuse_now(PROBE_KEY, error, seq=self._seq)
+
+    def _ways_in(self, slot: Slot, limit_s: float) -> tuple[Way, ...]:
+        """Both ways of this rank's pair, that which is measured first before the other; none if it rests."""
+        group = self._group
+        deadline_s = group.engine.loop.time() + limit_s
+        pair = next((pair for pair in slot if group.view.rank in pair), None)
+        if pair is None:
+            return ()
+        ends = (pair, pair[::-1])
+        return tuple(Way.of(group.engine, group.view, end, self._number, deadline_s) for end in ends)
+
+    async def _measure(self, nbytes: int, rounds: int) -> None:
+        """What this rank has to do in a slot: one pair at most is its own."""
+        rank = self._group.view.rank
+        for way, back in zip(self._ways, self._ways[::-1], strict=True):
+            peer = way.source + way.target - rank
+            try:
+                if way.source == rank:
+                    found = await lead(way, back, nbytes, rounds)
+                    self._row[:, peer] = found.latency_s, found.bandwidth
+                else:
+                    await follow(way, back, rounds)
+            except CollectiveError as error:
+                raise _named(error, rank, peer) from error
+
+    async def _meet(self, plan: Plan, limit_s: float) -> None:
+        """A barrier."""
+        handle: Handle[None] = Handle(loop=self._group.engine.loop)
+        seq, self._seq = self._seq, self._seq + 1
+        self._group.post(plan, PROBE_KEY, source=None, result=None, timeout_s=limit_s, handle=handle, seq=seq)
+        await handle
+
+    async def _shared(self, limit_s: float) -> tuple[Matrix, Matrix]:
+        """Everybody's rows."""
+        plan = self._group.plans.plan(Planner.all_gather, self._row.dtype, self._row.shape, (), None)
+        rows = np.empty((self._group.view.size, *self._row.shape))
+        handle: Handle[None] = Handle(loop=self._group.engine.loop)
+        seq, self._seq = self._seq, self._seq + 1
+        self._group.post(
+            plan, PROBE_KEY, source=self._row.reshape(-1), result=rows.reshape(-1), timeout_s=limit_s, handle=handle,
+            seq=seq,
+        )  # fmt: skip
+        await handle
+        return rows[:, 0], rows[:, 1]
+
+
+def _check(nbytes: int, rounds: int, timeout_s: float | None) -> None:
+    if type(nbytes) is not int or not 1 <= nbytes <= MOST_NBYTES:
+        raise ConfigError(f"a probe begins with messages of 1 to {MOST_NBYTES} bytes, not of {nbytes!r}")
+    if type(rounds) is not int or not 1 <= rounds <= MOST_ROUNDS:
+        raise ConfigError(f"a probe has 1 to {MOST_ROUNDS} rounds, not {rounds!r}")
+    check_timeout(timeout_s)
+
+
+def _named(error: CollectiveError, rank: int, peer: int) -> CollectiveError:
+    """The error of a pair, in words that name both ranks of the group."""
+    message = f"probe between ranks {rank} and {peer}: {error}"
+    match error:
+        case CollectiveTimeout():
+            return CollectiveTimeout(message, key="probe", arrived=(rank,), missing=(peer,))
+        case PeerLost():
+            return PeerLost(message, key="probe", rank=error.rank)
+    return type(error)(message, key="probe")

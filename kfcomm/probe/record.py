@@ -1,0 +1,126 @@
+"""What a probe found: two matrices, and where the ranks are."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, TypeAlias
+
+import numpy as np
+
+from kfcomm.errors import ConfigError
+from kfcomm.strategies import Strategy, measured
+from kfcomm.strategies.matrices import checked_bandwidth, checked_latency
+from kfcomm.types import Layout
+
+Matrix: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Probe:
+    """Latency and bandwidth between every two ranks; row r is about the ways from rank r.
+
+    Attributes:
+        layout: where the ranks are.
+        latency_s: float64[n, n], seconds one way (half of a round trip); 0 on the diagonal.
+        bandwidth: float64[n, n], bytes per second from row to column, each pair measured while no other used its hosts'
+            ports; infinite on the diagonal.
+
+    Raises:
+        ConfigError: a matrix does not have the layout's size, or an entry is no latency or bandwidth.
+    """
+
+    layout: Layout
+    latency_s: Matrix
+    bandwidth: Matrix
+
+    def __post_init__(self) -> None:
+        size = self.layout.size
+        for name, check in (("latency_s", checked_latency), ("bandwidth", checked_bandwidth)):
+            matrix = np.array(check(getattr(self, name), size), np.float64)
+            matrix.flags.writeable = False
+            object.__setattr__(self, name, matrix)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.layout.size
+
+    def slowest(self, number: int = 3) -> list[tuple[int, int]]:
+        """The ``(from, to)`` of least bandwidth, slowest first."""
+        pairs = [(a, b) for a in range(self.size) for b in range(self.size) if a != b]
+        return sorted(pairs, key=lambda pair: (self.bandwidth[pair], pair))[:number]
+
+    # ---------------------------------------------------------------- what to make of it
+
+    def minimum_spanning_tree(self, *, name: str = "minimum_spanning_tree") -> Strategy:
+        """See ``kfcomm.strategies.minimum_spanning_tree``."""
+        return measured.minimum_spanning_tree(self.latency_s.tolist(), name=name)
+
+    def packed_trees(self, *, name: str = "packed_trees") -> Strategy:
+        """See ``kfcomm.strategies.packed_trees``."""
+        return measured.packed_trees(self.layout, self.bandwidth.tolist(), name=name)
+
+    def bound_seconds(self, nbytes: int) -> float:
+        """See ``kfcomm.strategies.bound_seconds``."""
+        return measured.bound_seconds(self.layout, self.bandwidth.tolist(), nbytes)
+
+    def network(self) -> measured.Network:
+        """For ``predict_seconds`` of ``kfcomm.strategies.cost``: the constants of its model as they were measured."""
+        return measured.network_of(self.layout, self.latency_s.tolist(), self.bandwidth.tolist())
+
+    def hosts(self) -> Layout:
+        """Hosts (or racks) as the distances show them; see ``kfcomm.strategies.hosts_of``."""
+        return measured.hosts_of(self.latency_s.tolist(), self.bandwidth.tolist())
+
+    # ---------------------------------------------------------------- as a file
+
+    def as_json(self) -> dict[str, Any]:
+        """A record for ``json.dumps``; None stands for the infinite diagonal."""
+        return {
+            "format": FORMAT,
+            "hosts": list(self.layout.hosts),
+            "num_cpus": self.layout.num_cpus,
+            "latency_s": self.latency_s.tolist(),
+            "bandwidth": [[None if math.isinf(rate) else rate for rate in row] for row in self.bandwidth.tolist()],
+        }
+
+    @classmethod
+    def from_json(cls, record: Any) -> Self:
+        """What ``as_json`` gave.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        if not isinstance(record, dict) or record.get("format") != FORMAT:
+            raise ConfigError("this is no probe: it has no field 'format' of 1")
+        try:
+            layout = Layout(tuple(map(int, record["hosts"])), int(record["num_cpus"]))
+            bandwidth = [[math.inf if rate is None else rate for rate in row] for row in record["bandwidth"]]
+            return cls(layout, record["latency_s"], bandwidth)  # type: ignore[arg-type]  # it is checked there
+        except KeyError as error:
+            raise ConfigError(f"this is no probe: field {error} is missing") from error
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"this is no probe: {error}") from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON."""
+        Path(path).write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read what `save` wrote.
+
+        Raises:
+            ConfigError: it is something else; the message names the file.
+            OSError: the file cannot be read.
+        """
+        try:
+            return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+        except ValueError as error:
+            raise ConfigError(f"{os.fspath(path)}: {error}") from error

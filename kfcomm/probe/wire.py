@@ -1,0 +1,169 @@
+"""One way from one rank to another, measured from both of its ends.
+
+A message is a collective of the two, along the very link that all others take; it is over for the sender when the
+receiver has told that all is there. So a message of one byte takes a round trip, and one of S bytes the same and what S
+bytes take. The receiver posts before the sender sends, and nothing waits for a turn of its program.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from kfcomm.arrays.dtypes import dtype_name
+from kfcomm.collectives.group import Group
+from kfcomm.collectives.handle import Handle
+from kfcomm.collectives.plans import Plan, chunk_elements
+from kfcomm.core import program as programs
+from kfcomm.core.collective import GroupView, ItemSizes
+from kfcomm.core.signature import Signature
+from kfcomm.runtime.engine import Engine
+from kfcomm.strategies import build
+from kfcomm.types import Layout, Verb
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+
+PROBE_KEY: Final = "\0probe"
+LONG_ENOUGH_S: Final = 0.02
+MOST_NBYTES: Final = 32 << 20
+MOST_ROUNDS: Final = 32
+PINGS_PER_ROUND: Final = 4
+_GROWTH: Final = 4
+MOST_USES: Final = 512
+"""Messages one way in one probe, acknowledgements of the other way included, are fewer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was found of one way: seconds from end to end, and bytes per second."""
+
+    latency_s: float
+    bandwidth: float
+
+
+@dataclass(slots=True)
+class Way:
+    """Messages from one rank of a group to another; both ends have one. Each takes the next sequence number.
+
+    Attributes:
+        source, target: ranks of the group.
+        deadline_s: until when all must be over, by ``loop.time``.
+    """
+
+    group: Group
+    source: int
+    target: int
+    next_seq: int
+    deadline_s: float
+    under_way: list[Handle[None]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, engine: Engine, view: GroupView, ends: tuple[int, int], number: int, deadline_s: float) -> Way:
+        """The way between two members for the probe of this number; its keys are the same for all probes."""
+        source, target = ends
+        members = (view.members[source], view.members[target])
+        pair = GroupView(pair_id(view, source, target), members, int(view.rank == target))
+        layout = Layout((0, 0))
+        group = Group(engine, pair, layout, build("star", layout), 0.0)
+        return cls(group, source, target, number * MOST_USES, deadline_s)
+
+    def send(self, data: Array) -> Handle[None]:
+        """Done when the target has it."""
+        return self._post(data, data, None)
+
+    def recv(self, into: Array) -> Handle[None]:
+        """Done when it is in ``into``; what is there must have its shape and dtype."""
+        return self._post(into, None, into)
+
+    def give_up(self, error: BaseException) -> None:
+        """End what is under way, and what the other end does next."""
+        for handle in self.under_way:
+            handle.cancel()
+        self.group.refuse_now(PROBE_KEY, error, seq=self.next_seq)
+
+    def _post(self, like: Array, source: Array | None, result: Array | None) -> Handle[None]:
+        size = like.dtype.itemsize
+        chunk = chunk_elements(like.dtype)
+        signature = Signature(str(Verb.SEND), dtype_name(like.dtype), like.shape, chunk_elements=chunk)
+        program = programs.send(self.group.view.rank, like.size, chunk)
+        plan = Plan(signature, program, ItemSizes(size, size), None, like.dtype, -1 if result is None else like.size)
+        loop = self.group.engine.loop
+        handle: Handle[None] = Handle(loop=loop)
+        handle.add_done_callback(_heard)
+        self.under_way = [one for one in self.under_way if not one.done()]
+        self.under_way.append(handle)
+        self.group.post(
+            plan, PROBE_KEY, overlapping=True, source=source, result=result, timeout_s=self.deadline_s - loop.time(),
+            handle=handle, seq=self.next_seq,
+        )  # fmt: skip
+        self.next_seq += 1
+        return handle
+
+
+def pair_id(view: GroupView, source: int, target: int) -> bytes:
+    """Of the group of two that measures the way between two members."""
+    ends = struct.pack("<II", source, target)
+    return hashlib.blake2b(view.id + ends, digest_size=16, person=b"probe").digest()
+
+
+def _heard(done: asyncio.Future[None]) -> None:
+    """What is prepared for and not awaited may fail without a word."""
+    if not done.cancelled():
+        done.exception()
+
+
+async def lead(way: Way, back: Way, nbytes: int, rounds: int) -> Measured:
+    """Measure ``way`` from its source; the other end runs `follow`.
+
+    Latency is half of the shortest of several round trips. Messages begin with ``nbytes`` bytes and grow until one
+    takes `LONG_ENOUGH_S`; then the best of ``rounds`` of that size counts, less a round trip.
+    """
+    byte = np.ones(1, np.uint8)
+    await back.recv(byte)  # the other end is ready; both links are open
+    trip_s = min([await _timed(lambda: way.send(byte)) for _ in range(rounds * PINGS_PER_ROUND)])
+    data = np.ones(nbytes, np.uint8)
+    while (took_s := await _message(way, back, data)) < LONG_ENOUGH_S and len(data) < MOST_NBYTES:
+        data = np.ones(min(len(data) * _GROWTH, MOST_NBYTES), np.uint8)
+    took_s = min([took_s, *[await _message(way, back, data) for _ in range(rounds - 1)]])
+    await way.send(np.zeros(1, np.int64))
+    return Measured(trip_s / 2, len(data) / max(took_s - trip_s, took_s / 2))
+
+
+async def follow(way: Way, back: Way, rounds: int) -> None:
+    """Answer at the target of ``way`` what its source measures with `lead`."""
+    pings = [way.recv(np.empty(1, np.uint8)) for _ in range(rounds * PINGS_PER_ROUND)]
+    await back.send(np.ones(1, np.uint8))
+    for ping in pings:
+        await ping
+    length = np.empty(1, np.int64)
+    data = np.empty(0, np.uint8)
+    while True:
+        await way.recv(length)
+        if not length[0]:
+            return
+        if len(data) != length[0]:
+            data = np.ones(min(int(length[0]), MOST_NBYTES), np.uint8)
+        here = way.recv(data)
+        await back.send(np.ones(1, np.uint8))
+        await here
+
+
+async def _message(way: Way, back: Way, data: Array) -> float:
+    """Seconds that a message takes, once the other end has made room for it."""
+    ready = back.recv(np.empty(1, np.uint8))
+    await way.send(np.array([len(data)], np.int64))
+    await ready
+    return await _timed(lambda: way.send(data))
+
+
+async def _timed(begin: Callable[[], Handle[None]]) -> float:
+    start_s = time.perf_counter()
+    await begin()
+    return time.perf_counter() - start_s
