@@ -9,7 +9,7 @@ This module owns the public names and nothing else. Importing it needs NumPy, ms
 no framework, no network and no environment variable is looked at before ``init`` is called.
 """
 
-from kfcomm import strategies, sync
+from kfcomm import adapt, strategies, sync
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.messages import Queue
 from kfcomm.communicator import Communicator, init
@@ -56,6 +56,7 @@ __all__ = [
     "TransportError",
     "WouldDeadlock",
     "__version__",
+    "adapt",
     "dump",
     "init",
     "strategies",

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bench.netlab.lab import Netlab
 from bench.netlab.program import Program
@@ -53,17 +54,37 @@ def measure(
     Raises:
         NetlabError: a rank failed, or nothing was heard for `PATIENCE_S`; with what the ranks wrote.
     """
+    records = conduct(lab, "bench.netlab.worker", steps, before_step=before_step, env=env)
+    return [_timing(step, [record["times"][at] for record in records]) for at, step in enumerate(steps)]
+
+
+def conduct(
+    lab: Netlab,
+    worker: str,
+    steps: Sequence[Step],
+    *,
+    before_step: Hook | None = None,
+    env: Mapping[str, str] | None = None,
+) -> list[dict[str, Any]]:
+    """Run a program that does steps, as ``bench.netlab.worker`` does: what its ranks have written, by rank.
+
+    Args:
+        lab: a bed that stands.
+        worker: the program, as a module.
+        steps: see `measure`, also for what is raised.
+        before_step: see `measure`.
+        env: see `measure`.
+    """
     with tempfile.TemporaryDirectory(prefix="netlab") as folder, socket.socket(socket.AF_UNIX) as listener:
         path = Path(folder) / "conductor"
         listener.bind(str(path))
         listener.listen(1)
-        worker = [sys.executable, "-m", "bench.netlab.worker", "--conductor", str(path), "--output", folder]
-        with lab.start([*worker, *map(str, steps)], env=env) as program:
+        command = [sys.executable, "-m", worker, "--conductor", str(path), "--output", folder]
+        with lab.start([*command, *map(str, steps)], env=env) as program:
             _conduct(listener, program, steps, before_step)
             program.wait(PATIENCE_S).check()
         size = sum(host.spec.ranks for host in lab.hosts)
-        records = [json.loads((Path(folder) / f"rank-{rank}.json").read_text()) for rank in range(size)]
-    return [_timing(step, [record["times"][at] for record in records]) for at, step in enumerate(steps)]
+        return [json.loads((Path(folder) / f"rank-{rank}.json").read_text()) for rank in range(size)]
 
 
 def _conduct(listener: socket.socket, program: Program, steps: Sequence[Step], before_step: Hook | None) -> None:

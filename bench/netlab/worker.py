@@ -78,18 +78,18 @@ class Worker:
         start_s, start_cpu_s = time.monotonic(), time.process_time()
         await self._comm.all_reduce(given, "step", out=result)
         took = Time(start_s, time.monotonic(), time.process_time() - start_cpu_s)
-        if not np.array_equal(result, _numbers(step.nbytes, sum(range(1, self._comm.size + 1)))):
+        if not np.array_equal(result, numbers(step.nbytes, sum(range(1, self._comm.size + 1)))):
             raise RuntimeError(f"step {number}, {step}: rank {self._comm.rank} has a wrong result")
         return took
 
     def _of(self, nbytes: int) -> tuple[Array, Array]:
         if nbytes not in self._arrays:
-            given = _numbers(nbytes, self._comm.rank + 1)
+            given = numbers(nbytes, self._comm.rank + 1)
             self._arrays[nbytes] = given, np.empty_like(given)
         return self._arrays[nbytes]
 
 
-def _numbers(nbytes: int, factor: int) -> Array:
+def numbers(nbytes: int, factor: int) -> Array:
     """Whole ones, small enough that their sums are exact in any order."""
     return np.arange(nbytes // 4, dtype=np.int32).__mod__(_PERIOD).astype(np.float32) * np.float32(factor)
 

@@ -52,6 +52,7 @@ from kfcomm.transports.base import Link
 
 if TYPE_CHECKING:
     from kfcomm.control import ControlPlane
+    from kfcomm.runtime.load import Load
     from kfcomm.runtime.tracer import Tracer
 
 logger = logging.getLogger("kfcomm")
@@ -111,6 +112,7 @@ class Engine:
         self.breaks = Breaks(self.router, self.ends, loop, self.abort)
         self.patience = Patience(rank, loop, stall_after_s, announce=self._announce, abort=self.abort)
         self.attend: Callable[[], None] = _nothing
+        self.load: Load | None = None
         self._pool = BlockPool()
         self._ended = ""
         self._warn_at = WARN_AT_NAMES
@@ -466,6 +468,8 @@ class Engine:
         if self.tracer is not None:
             self.tracer.ended(operation)
         operation.resolve()
+        if self.load is not None:
+            self.load.ended(operation, is_last=not self.router.live)
 
     # ---------------------------------------------------------------- failures
 
@@ -493,6 +497,8 @@ class Engine:
         self.ends.disown(operation)
         story = self.recorder.story(collective.name) if cause.kind is CauseKind.INTERNAL else ()
         operation.reject(error_of(cause, collective.name, story))
+        if self.load is not None:
+            self.load.ended(operation, is_last=not self.router.live)
 
     def _violated(self, incoming: Incoming, reason: str) -> None:
         link = self.ends.back(incoming)

@@ -10,7 +10,8 @@
 A thin skin over ``kfcomm.Communicator``, which lives on an I/O thread.
 """
 
+from kfcomm.sync.adaptation import Adaptation
 from kfcomm.sync.communicator import Communicator, Queue, init
 from kfcomm.sync.thread import Handle
 
-__all__ = ["Communicator", "Handle", "Queue", "init"]
+__all__ = ["Adaptation", "Communicator", "Handle", "Queue", "init"]

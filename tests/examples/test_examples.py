@@ -49,6 +49,22 @@ def test_two_groups() -> None:
     assert re.fullmatch(r"\[0\] largest error \d\.\de-\d\d; bit-identical on 4 ranks", error)
 
 
+def test_adaptive() -> None:
+    """Every strategy is tried, one is kept, and the slow rank is found; how fast they are is for nobody to say."""
+    said = "\n".join(four_ranks("adaptive.py").stdout.splitlines())
+    assert "step 0: AutoStrategy: strategy auto -> star" in said
+    tried = re.findall(
+        r"^\[0\] step \d+: AutoStrategy: strategy (\w+) -> (\w+)(?: \(.* MB/s .*\))?$", said, re.MULTILINE
+    )
+    assert tried[:3] == [("auto", "star"), ("star", "ring"), ("ring", "binary_tree")]
+    kept = re.search(
+        r"AutoStrategy: keeps (\w+), the fastest \(star MB/s .*, ring MB/s .*, binary tree MB/s .*\)", said
+    )
+    assert kept is not None
+    assert re.search(r"ReportStragglers: slow ranks: \[(\d, )?3\] \(own ms \[.*\]\)", said)
+    assert re.search(rf"^\[0\] steps: 80; changes of the strategy: \d; in the end it is {kept[1]}$", said, re.MULTILINE)
+
+
 @pytest.mark.parametrize("name", ["hello_async.py", "hello_sync.py", "two_groups.py"])
 def test_alone_it_is_a_world_of_one(name: str) -> None:
     done = one_process(name)

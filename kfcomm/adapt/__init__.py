@@ -1,0 +1,39 @@
+"""Adaptation: policies that watch a program's steps and change its communication while it runs.
+
+::
+
+    async with kfcomm.adapt.Adaptation(comm, [AutoStrategy(("ring", "binary_tree"))]) as adaptation:
+        for batch in batches:
+            async with adaptation.step():
+                ...                                   # the collectives of a step
+
+A policy runs on every rank and decides by what all ranks share. ``kfcomm.sync.Adaptation`` is the blocking form.
+"""
+
+from kfcomm.adapt.adaptation import Adaptation, Step
+from kfcomm.adapt.auto_strategy import AutoStrategy
+from kfcomm.adapt.detectors import Interference, Stragglers, Verdict
+from kfcomm.adapt.measuring import Meter
+from kfcomm.adapt.metrics import Reading, StepMetrics
+from kfcomm.adapt.policy import Context, Decision, Policy
+from kfcomm.adapt.requests import Request
+from kfcomm.adapt.slow_links import AvoidSlowLinks
+from kfcomm.adapt.trials import Trials
+
+__all__ = [
+    "Adaptation",
+    "AutoStrategy",
+    "AvoidSlowLinks",
+    "Context",
+    "Decision",
+    "Interference",
+    "Meter",
+    "Policy",
+    "Reading",
+    "Request",
+    "Step",
+    "StepMetrics",
+    "Stragglers",
+    "Trials",
+    "Verdict",
+]

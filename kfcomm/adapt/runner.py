@@ -1,0 +1,137 @@
+"""One policy on this rank: its methods are called, and what it asks for or raises is kept until the ranks meet."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from kfcomm.adapt.policy import Context, Policy
+from kfcomm.adapt.requests import FAILED, NOTHING, Request, sign_of
+from kfcomm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kfcomm.adapt.adaptation import Adaptation
+    from kfcomm.communicator import Communicator
+
+logger = logging.getLogger("kfcomm.adapt")
+
+MAX_REASON = 500
+"""Characters of a failure that the other ranks are told."""
+
+Hook = Literal["on_start", "before_step", "after_step", "on_end"]
+T = TypeVar("T")
+
+
+class Runner:
+    """A policy and its state on this rank.
+
+    Attributes:
+        policy: the policy.
+        is_off: it is not called any more, on any rank.
+        failure: what it raised here, in words; empty as long as it has not.
+        at_rest: its method has returned, or waits for the ranks.
+    """
+
+    def __init__(self, policy: Policy, adaptation: Adaptation) -> None:
+        self.policy = policy
+        self.name = policy.name
+        self.is_off = False
+        self.failure = ""
+        self.at_rest = asyncio.Event()
+        self.at_rest.set()
+        self._context = Context(adaptation, self)
+        self._rank = adaptation.comm.rank
+        self._requests: list[Request[Any]] = []
+        self._task: asyncio.Task[None] | None = None
+        self._is_ended = False
+
+    @property
+    def sign(self) -> int:
+        """What the other ranks are told: nothing, failed, or what it asks for."""
+        if self.is_off:
+            return NOTHING
+        return FAILED if self.failure else sign_of(self._requests)
+
+    @property
+    def words(self) -> str:
+        """The same in words, for people."""
+        if self.failure:
+            return self.failure[:MAX_REASON]
+        return ("asks for " + ", ".join(one.words for one in self._requests)) if self._requests else "asks for nothing"
+
+    async def call(self, hook: Hook) -> None:
+        """Call a method of the policy, unless it is off, has failed, or is still in the midst of another."""
+        if self.is_off or self.failure or self._task is not None:
+            return
+        try:
+            result = getattr(self.policy, hook)(self._context)
+        except Exception as error:  # noqa: BLE001  a policy may raise anything: the job goes on
+            self._fail(hook, error)
+            return
+        if inspect.isawaitable(result):
+            self.at_rest.clear()
+            self._task = asyncio.create_task(self._finish(hook, result), name=f"kfcomm policy {self.name}")
+            await self.settle()
+
+    async def settle(self) -> None:
+        """Wait until the policy's method has returned, or waits for the ranks."""
+        await self.at_rest.wait()
+
+    def ask(self, request: Request[T]) -> Request[T]:
+        """The policy asks for something."""
+        if self._is_ended:
+            raise ConfigError("on_end is called after the last step: nothing can be asked for any more")
+        request.runner = self
+        self._requests.append(request)
+        return request
+
+    async def carry_out(self, comm: Communicator) -> None:
+        """All ranks ask for the same: do it, and let the policy go on."""
+        requests, self._requests = self._requests, []
+        for request in requests:
+            try:
+                await request.carry_out(comm)
+            except Exception as error:  # noqa: BLE001  as if the policy had raised it
+                self._fail("its request", error)
+        if any(request.is_awaited for request in requests) and self._task is not None:
+            self.at_rest.clear()
+        await self.settle()
+
+    async def switch_off(self) -> None:
+        """Call it no more; what it is in the midst of is cancelled."""
+        self.is_off = True
+        await self._drop()
+
+    async def end(self) -> None:
+        """The last call; what it is in the midst of is cancelled before."""
+        self._is_ended = True
+        await self._drop()
+        await self.call("on_end")
+
+    async def _drop(self) -> None:
+        self._requests.clear()
+        task = self._task
+        if task is not None:
+            task.cancel()
+            await asyncio.wait({task})
+
+    async def _finish(self, hook: Hook, awaitable: Awaitable[Any]) -> None:
+        try:
+            await awaitable
+        except asyncio.CancelledError:
+            if not (self.is_off or self._is_ended):
+                self._fail(hook, RuntimeError("it was cancelled"))
+            raise
+        except Exception as error:  # noqa: BLE001  see call
+            self._fail(hook, error)
+        finally:
+            self._task = None
+            self.at_rest.set()
+
+    def _fail(self, where: str, error: Exception) -> None:
+        self._requests.clear()
+        self.failure = f"{type(error).__name__} in {where}: {error}"
+        logger.error("rank %d: policy %s raised in %s", self._rank, self.name, where, exc_info=error)
