@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from kfcomm.bench.sizes import parse_sizes
 
 from bench.compare.machine import describe
 from bench.compare.record import write
@@ -32,6 +31,7 @@ from bench.netlab.lab import Netlab
 from bench.netlab.measure import conduct, measure
 from bench.netlab.rates import parse_rate, show_rate
 from bench.netlab.steps import Step, rounds
+from kfcomm.sizes import parse_sizes
 from kfcomm.strategies import names
 
 FORMAT = 1
@@ -173,6 +173,13 @@ def _say(text: str) -> None:
     print(f"netlab: {text}", file=sys.stderr, flush=True)
 
 
+def _limit(text: str) -> float:
+    rate = parse_rate(text)
+    if rate is None:
+        raise click.BadParameter(f"{text!r} is no limit, and this is about links that have one")
+    return rate
+
+
 @click.command(help=__doc__ and __doc__.split("\n\n")[0])
 @click.option("--hosts", type=int, default=8, show_default=True, metavar="N")
 @click.option("--rate", default="200mbit", show_default=True, metavar="RATE")
@@ -188,9 +195,7 @@ def main(
     output: Path | None,
 ) -> None:  # fmt: skip
     """Run, print, record."""
-    case = Case(
-        hosts, parse_rate(rate), parse_rate(low), f"h{hosts // 2}", parse_sizes(size)[0], steps, drop_before, strategy
-    )
+    case = Case(hosts, _limit(rate), _limit(low), f"h{hosts // 2}", parse_sizes(size)[0], steps, drop_before, strategy)
     machine = describe()
     began = time.monotonic()
     ran, decisions, state = run(case, num_rounds)

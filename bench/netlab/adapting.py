@@ -26,7 +26,7 @@ from kfcomm.strategies import Strategy, packed_trees
 async def packed(comm: kfcomm.Communicator) -> Strategy:
     """What fits the links as they are now; for ``bench.netlab.worker``."""
     probe = await comm.probe()
-    return packed_trees(comm.layout, probe.bandwidth)
+    return packed_trees(comm.layout, probe.bandwidth.tolist())
 
 
 class Adapting:

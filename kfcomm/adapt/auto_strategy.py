@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from kfcomm.adapt.detectors import Interference
 from kfcomm.adapt.metrics import StepMetrics
 from kfcomm.adapt.policy import Context, Policy
 from kfcomm.adapt.trials import Trials
 from kfcomm.errors import ConfigError
-from kfcomm.strategies import AnyStrategy, build
+from kfcomm.plugins import build
+from kfcomm.strategies import AnyStrategy, StrategySpec
 from kfcomm.types import Layout
-
-if TYPE_CHECKING:
-    from kfcomm.communicator import StrategySpec
 
 PATIENCE = 3
 """Low steps running before trials begin anew: they cost more than a look at the links."""

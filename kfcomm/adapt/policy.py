@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kfcomm.adapt.metrics import StepMetrics
 from kfcomm.adapt.requests import Request, words_of
-from kfcomm.strategies import AnyStrategy, build
+from kfcomm.plugins import build
+from kfcomm.strategies import AnyStrategy, StrategySpec
 from kfcomm.types import Layout
 
 if TYPE_CHECKING:
     from kfcomm.adapt.adaptation import Adaptation
     from kfcomm.adapt.runner import Runner
-    from kfcomm.communicator import Communicator, StrategySpec
+    from kfcomm.communicator import Communicator
 
 T = TypeVar("T")
 
