@@ -10,9 +10,8 @@ from kfcomm.adapt.metrics import StepMetrics
 from kfcomm.adapt.policy import Context, Policy
 from kfcomm.adapt.trials import Trials
 from kfcomm.errors import ConfigError
-from kfcomm.plugins import build
+from kfcomm.plugins import build, check
 from kfcomm.strategies import AnyStrategy, StrategySpec
-from kfcomm.types import Layout
 
 PATIENCE = 3
 """Low steps running before trials begin anew: they cost more than a look at the links."""
@@ -53,7 +52,7 @@ class AutoStrategy(Policy):
             raise ConfigError(f"candidates are one or more strategies, not {candidates!r}")
         for one in candidates:
             if isinstance(one, str):
-                build(one, Layout((0,)))  # an unknown name is refused at once
+                check(one)  # an unknown name is refused at once
         if rest < 1:
             raise ConfigError(f"rest is at least 1 step, not {rest!r}")
         Trials(1, steps=steps, rounds=rounds)
