@@ -90,6 +90,8 @@ def _named(name: str, layout: Layout, others: Callable[[], Mapping[str, Builder]
     for algorithm in ALGORITHMS:
         if algorithm.name == name:
             return algorithm.build(layout)
+    if name in ("packed_trees", "minimum_spanning_tree"):
+        raise ConfigError(f"strategy {name!r} is made from measurement: (await comm.probe()).{name}()")
     more = others()
     if name in more:
         return build(more[name](layout), layout)
