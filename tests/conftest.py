@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import signal
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from bench.netlab import why_unavailable
 from tests.leaks import Snapshot, left_since
 from tests.support import loop_factory
 
@@ -70,9 +70,5 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @functools.cache
 def _no_namespaces() -> str:
-    """Why network namespaces cannot be made here; empty where they can."""
-    try:
-        done = subprocess.run(["unshare", "--net", "ip", "link", "show", "lo"], capture_output=True, text=True)
-    except FileNotFoundError as error:
-        return f"no network namespaces: {error}"
-    return "" if done.returncode == 0 else f"no network namespaces: {done.stderr.strip()}"
+    """Why hosts cannot be made of network namespaces here; empty where they can."""
+    return why_unavailable()

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import pytest
 
+from bench.netlab import Netlab, even
 from kfcomm.errors import CollectiveError, CollectiveTimeout, ConfigError
 from tests.launch.launched import command
 from tests.processes import roles
-from tests.processes.namespaces import two_hosts
 from tests.processes.stage import on_hosts, start
 
 pytestmark = pytest.mark.netns
 
 
 def test_one_launcher_on_each_of_two_hosts() -> None:
-    with two_hosts("10.77.1") as hosts:
+    with Netlab(even(2), network="10.77.1.0/24") as lab:
+        hosts = lab.hosts
         run = command("run", "-H", "10.77.1.1:2,10.77.1.2:2")
         with on_hosts([host.inside(*run) for host in hosts], 4) as world:
             assert world.do(roles.join) == [[rank, 4, 0, 0, 1, 1] for rank in range(4)]
@@ -35,7 +36,8 @@ def test_one_launcher_on_each_of_two_hosts() -> None:
 
 
 def test_the_interface_goes_by_the_route_unless_it_is_given() -> None:
-    with two_hosts("10.77.2") as hosts:
+    with Netlab(even(2), network="10.77.2.0/24") as lab:
+        hosts = lab.hosts
         for number, host in enumerate(hosts, start=1):
             host.ip("address", "add", f"192.0.2.{number}/24", "dev", "lo")
         lines = [host.inside("env", f"KFCOMM_RANK={rank}") for rank, host in enumerate(hosts)]
