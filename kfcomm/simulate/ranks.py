@@ -105,11 +105,12 @@ class Rank:
     Attributes:
         done_s: when the collective was complete here; None while it is not.
         num_messages: how many it has sent.
+        nbytes_sent: in them.
     """
 
     __slots__ = (
         "_agenda", "_carry", "_flow_to", "_flows", "_inbox", "_is_busy", "_machine", "_processors", "_program", "_rank",
-        "_work", "done_s", "num_messages",
+        "_work", "done_s", "nbytes_sent", "num_messages",
     )  # fmt: skip
 
     def __init__(
@@ -135,6 +136,7 @@ class Rank:
         self._is_busy = False
         self.done_s: float | None = None
         self.num_messages = 0
+        self.nbytes_sent = 0
 
     @property
     def number(self) -> int:
@@ -196,6 +198,7 @@ class Rank:
             if flow is None:
                 flow = self._flows[to] = self._flow_to(self, to)
             flow.send(chunk, chunk.nbytes)
+            self.nbytes_sent += chunk.nbytes
         self.num_messages += len(sends)
         if self._processors is not None:
             self._processors.give()

@@ -147,6 +147,7 @@ def _result(
         rank_seconds=times_s,
         busiest=Use(busiest.name, busiest.nbytes, busiest.busy_s),
         messages=sum(rank.num_messages for rank in ranks),
+        nbytes_sent=sum(rank.nbytes_sent for rank in ranks),
         events=agenda.num_events,
     )
 
