@@ -96,9 +96,12 @@ class Port:
             at_once = min(nbytes, self._tokens)
             self._tokens -= at_once
             end -= at_once
-        heappush(ends, (end, agenda.num_events, flow))
-        agenda.num_events += 1
-        self._plan()
+        order = agenda.num_events = agenda.num_events + 1
+        heappush(ends, (end, order, flow))
+        due_s = now_s + (ends[0][0] - self._given) * len(ends) / self.rate
+        if due_s < self._due_s:
+            self._due_s = due_s
+            heappush(agenda.events, (due_s, order, self._let_through, due_s))
 
     def _plan(self) -> None:
         """Be called when the next chunk is through. Called too early, because others came, it plans again."""
@@ -117,6 +120,9 @@ class Port:
         left = ends[0][0] - self._given
         if left > _NO_BYTES and due_s + left * len(ends) / self.rate > due_s:
             self._plan()
+            return
+        if len(ends) == 1:
+            ends.pop()[2].passed()
             return
         self._given = ends[0][0]
         through = [heappop(ends)[2]]
@@ -168,9 +174,11 @@ class Flow:
         self._in_ports -= 1
         if self._in_ports:
             return
-        chunk, _ = self._waiting.popleft()
-        self._agenda.at(self._agenda.now_s + self._latency_s, self._arrived, chunk)
-        if self._waiting:
+        agenda, waiting = self._agenda, self._waiting
+        chunk, _ = waiting.popleft()
+        order = agenda.num_events = agenda.num_events + 1
+        heappush(agenda.events, (agenda.now_s + self._latency_s, order, self._arrived, chunk))
+        if waiting:
             self._begin()
         self._was_read()
 
