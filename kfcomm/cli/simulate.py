@@ -17,13 +17,17 @@ from kfcomm.bench.report import Files
 from kfcomm.bench.simulated import Simulations
 from kfcomm.cli.errors import reported_errors
 from kfcomm.errors import ConfigError
-from kfcomm.simulate import Network, Result
+from kfcomm.simulate import Network, Result, num_messages
 from kfcomm.simulate import simulate as simulate_one
 from kfcomm.sizes import parse_sizes, show_size
 from kfcomm.strategies import build
 
 _HOSTS = re.compile(r"\s*(\d{1,6})\s*(?:[xX×]\s*(\d{1,6}))?\s*")
 _HOSTS_HELP = "write HOSTSxRANKS, as in 8x1 or 512x8"
+
+_MANY_MESSAGES = 1_000_000
+_MESSAGES_PER_S = 40_000
+"""On a slow processor."""
 
 World = tuple[int | None, int | None]
 """Number of hosts and of ranks on each; None for what the network says."""
@@ -157,14 +161,20 @@ def simulated(
         for strategy in strategies:
             built = build(strategy, layout)
             for nbytes in sizes:
+                what = f"{strategy}, {layout.size} ranks on {layout.num_hosts} hosts, {show_size(nbytes)}"
+                messages = num_messages(built, nbytes, dtype)
+                if messages > _MANY_MESSAGES:
+                    say(f"{what}: {messages:,} messages, about {_minutes(messages)}")
                 began_s = time.perf_counter()
                 result = simulate_one(built, layout, nbytes, each, dtype=dtype)
                 took_s = time.perf_counter() - began_s
-                say(
-                    f"{strategy}, {layout.size} ranks on {layout.num_hosts} hosts, {show_size(nbytes)}: "
-                    f"{result.seconds * 1e3:.4g} ms (simulated in {took_s:.1f} s)"
-                )
+                say(f"{what}: {result.seconds * 1e3:.4g} ms (simulated in {took_s:.1f} s)")
                 yield result
+
+
+def _minutes(messages: int) -> str:
+    minutes = max(1, round(messages / _MESSAGES_PER_S / 60))
+    return f"{minutes} minute{'s' if minutes > 1 else ''}"
 
 
 def tell(text: str) -> None:

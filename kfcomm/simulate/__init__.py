@@ -6,6 +6,6 @@ Thousands of ranks are simulated in minutes, on one processor.
 
 from kfcomm.simulate.network import Host, Link, Local, Network, Switch
 from kfcomm.simulate.result import Result, Use
-from kfcomm.simulate.world import simulate
+from kfcomm.simulate.world import num_messages, simulate
 
-__all__ = ["Host", "Link", "Local", "Network", "Result", "Switch", "Use", "simulate"]
+__all__ = ["Host", "Link", "Local", "Network", "Result", "Switch", "Use", "num_messages", "simulate"]

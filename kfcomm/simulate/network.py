@@ -19,6 +19,7 @@ A file describes it, in TOML::
 
     [testbed]                   # hosts that are namespaces on one machine
     cpus = 2                    # processors that all ranks share
+    burst = 16000               # bytes that pass at once after a pause: rates are held by token buckets there
 
     [[host]]                    # any number; they are called h0, h1, ... unless they have names
     bandwidth = "50 Mbit/s"     # also: name, latency, ranks, cpus
@@ -130,6 +131,7 @@ class Network:
         uplink: of those.
         efficiency: of a bandwidth between hosts, the share that carries payload.
         cpus: processors that the ranks of all hosts share, on a test bed; 0 if hosts are machines.
+        burst_nbytes: what passes a host's port at once after a pause, on a test bed.
     """
 
     hosts: tuple[Host, ...] = ()
@@ -141,6 +143,7 @@ class Network:
     uplink: float = 0.0
     efficiency: float = 1.0
     cpus: int = 0
+    burst_nbytes: int = 0
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
@@ -174,10 +177,10 @@ class Network:
         else:
             switches = tuple(_switches(document, names))
         testbed = document.table("testbed")
-        cpus = testbed.count("cpus", 0, least=0)
+        cpus, burst_nbytes = testbed.count("cpus", 0, least=0), testbed.count("burst", 0, least=0)
         testbed.end()
         document.end()
-        return cls(hosts, default, local, links, switches, hosts_per_switch, uplink, efficiency, cpus)
+        return cls(hosts, default, local, links, switches, hosts_per_switch, uplink, efficiency, cpus, burst_nbytes)
 
     def of_hosts(self, num_hosts: int | None = None, ranks: int | None = None) -> Self:
         """The network with ``num_hosts`` hosts: those that it lists come first, further ones are like the default.

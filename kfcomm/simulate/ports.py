@@ -43,15 +43,30 @@ class Port:
     Attributes:
         name: for people.
         rate: bytes per second, of all flows together.
+        burst_nbytes: what passes at once after a pause: as much as the pause would have let through, at most this. For
+            token buckets, by which test beds limit rates.
         nbytes: how much has been sent through it.
     """
 
-    __slots__ = ("_agenda", "_due_s", "_ends", "_given", "_since_s", "name", "nbytes", "rate")
+    __slots__ = (
+        "_agenda",
+        "_due_s",
+        "_ends",
+        "_given",
+        "_since_s",
+        "_tokens",
+        "burst_nbytes",
+        "name",
+        "nbytes",
+        "rate",
+    )
 
-    def __init__(self, agenda: Agenda, name: str, rate: float) -> None:
+    def __init__(self, agenda: Agenda, name: str, rate: float, burst_nbytes: int = 0) -> None:
         self.name = name
         self.rate = rate
+        self.burst_nbytes = burst_nbytes
         self.nbytes = 0
+        self._tokens = float(burst_nbytes)
         self._agenda = agenda
         # Bytes that each flow in here was given until _since_s, and at how many of them the flows' chunks end.
         self._given = 0.0
@@ -62,7 +77,7 @@ class Port:
     @property
     def busy_s(self) -> float:
         """How long it takes at least for what was sent through it."""
-        return self.nbytes / self.rate
+        return max(0, self.nbytes - self.burst_nbytes) / self.rate
 
     def enter(self, flow: Flow, nbytes: int) -> None:
         """A chunk of ``flow`` begins; ``flow.passed()`` is called when it is through."""
@@ -72,11 +87,21 @@ class Port:
             self._given += (now_s - self._since_s) * self.rate / len(ends)
         else:
             self._given = 0.0  # small numbers are exact ones
+            if self.burst_nbytes:
+                self._tokens = min(self.burst_nbytes, self._tokens + (now_s - self._since_s) * self.rate)
         self._since_s = now_s
         self.nbytes += nbytes
-        heappush(ends, (self._given + nbytes, agenda.num_events, flow))
-        agenda.num_events += 1
-        self._plan()
+        end = self._given + nbytes
+        if self.burst_nbytes:
+            at_once = min(nbytes, self._tokens)
+            self._tokens -= at_once
+            end -= at_once
+        order = agenda.num_events = agenda.num_events + 1
+        heappush(ends, (end, order, flow))
+        due_s = now_s + (ends[0][0] - self._given) * len(ends) / self.rate
+        if due_s < self._due_s:
+            self._due_s = due_s
+            heappush(agenda.events, (due_s, order, self._let_through, due_s))
 
     def _plan(self) -> None:
         """Be called when the next chunk is through. Called too early, because others came, it plans again."""
@@ -95,6 +120,9 @@ class Port:
         left = ends[0][0] - self._given
         if left > _NO_BYTES and due_s + left * len(ends) / self.rate > due_s:
             self._plan()
+            return
+        if len(ends) == 1:
+            ends.pop()[2].passed()
             return
         self._given = ends[0][0]
         through = [heappop(ends)[2]]
@@ -146,9 +174,11 @@ class Flow:
         self._in_ports -= 1
         if self._in_ports:
             return
-        chunk, _ = self._waiting.popleft()
-        self._agenda.at(self._agenda.now_s + self._latency_s, self._arrived, chunk)
-        if self._waiting:
+        agenda, waiting = self._agenda, self._waiting
+        chunk, _ = waiting.popleft()
+        order = agenda.num_events = agenda.num_events + 1
+        heappush(agenda.events, (agenda.now_s + self._latency_s, order, self._arrived, chunk))
+        if waiting:
             self._begin()
         self._was_read()
 

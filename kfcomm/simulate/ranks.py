@@ -55,7 +55,7 @@ class Work:
 
     def message_s(self, rank: int, other: int, nbytes: int) -> float:
         """What it costs ``rank`` to exchange a message with another."""
-        if self.hosts[rank] == self.hosts[other]:
+        if not self.copy_s_per_byte or self.hosts[rank] == self.hosts[other]:
             return self.overhead_s
         return self.overhead_s + self.copy_s_per_byte * nbytes
 
@@ -105,11 +105,12 @@ class Rank:
     Attributes:
         done_s: when the collective was complete here; None while it is not.
         num_messages: how many it has sent.
+        nbytes_sent: in them.
     """
 
     __slots__ = (
         "_agenda", "_carry", "_flow_to", "_flows", "_inbox", "_is_busy", "_machine", "_processors", "_program", "_rank",
-        "_work", "done_s", "num_messages",
+        "_work", "done_s", "nbytes_sent", "num_messages",
     )  # fmt: skip
 
     def __init__(
@@ -135,6 +136,7 @@ class Rank:
         self._is_busy = False
         self.done_s: float | None = None
         self.num_messages = 0
+        self.nbytes_sent = 0
 
     @property
     def number(self) -> int:
@@ -143,11 +145,14 @@ class Rank:
 
     def post(self) -> None:
         """The caller posts the collective."""
-        self._hear(None)
+        self.arrived(None)
 
-    def arrived(self, chunk: Chunk) -> None:
+    def arrived(self, chunk: Chunk | None) -> None:
         """A chunk is here; it is looked at when there is time."""
-        self._hear(chunk)
+        self._inbox.append(chunk)
+        if not self._is_busy:
+            self._is_busy = True
+            self._go_on()
 
     def was_read(self) -> None:
         """A chunk has left this rank's memory."""
@@ -180,12 +185,6 @@ class Rank:
         else:
             self._finish(sends)
 
-    def _hear(self, chunk: Chunk | None) -> None:
-        self._inbox.append(chunk)
-        if not self._is_busy:
-            self._is_busy = True
-            self._go_on()
-
     def _go_on(self) -> None:
         if self._processors is None or self._processors.take(self):
             self.work()
@@ -196,6 +195,7 @@ class Rank:
             if flow is None:
                 flow = self._flows[to] = self._flow_to(self, to)
             flow.send(chunk, chunk.nbytes)
+            self.nbytes_sent += chunk.nbytes
         self.num_messages += len(sends)
         if self._processors is not None:
             self._processors.give()
@@ -206,7 +206,7 @@ class Rank:
 
     def _perform(self, effects: Effects) -> tuple[list[tuple[int, Chunk]], float]:
         """Carry out effects; returns what is to be sent after them, and how long all that takes."""
-        work, rank, carry = self._work, self._rank, self._carry
+        work, rank, carry, sizes = self._work, self._rank, self._carry, self._work.sizes
         sends: list[tuple[int, Chunk]] = []
         seconds = 0.0
         for effect in effects:
@@ -214,15 +214,15 @@ class Rank:
             carried = None if carry is None else carry(rank, effect)
             if tag == SEND:
                 _, _, to, lane, index, phase, _, _ = effect
-                itemsize = work.sizes.partial if phase == UP and lane.children else work.sizes.item
-                nbytes = self._elements(lane, index) * itemsize
+                count = lane.count if lane.num_chunks == 1 else self._elements(lane, index)
+                nbytes = count * (sizes.partial if phase == UP and lane.children else sizes.item)
                 sends.append((to, Chunk(lane.number, index, phase, rank, nbytes, carried)))
                 seconds += work.message_s(rank, to, nbytes)
             elif tag in (FOLD, FOLD_LAST):
-                seconds += work.fold_s_per_byte * self._elements(effect[2], effect[3]) * work.sizes.partial
+                seconds += work.fold_s_per_byte * self._elements(effect[2], effect[3]) * sizes.partial
         return sends, seconds
 
     def _elements(self, lane: Lane, index: int) -> int:
         """Of one chunk."""
         chunk: int = self._program.chunk_elements
-        return lane.count if lane.num_chunks == 1 else min(chunk, lane.count - index * chunk)
+        return min(chunk, lane.count - index * chunk)

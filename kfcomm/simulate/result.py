@@ -37,6 +37,7 @@ class Result:
         rank_seconds: until it was complete on each.
         busiest: the port that needs longest for what goes through it.
         messages: how many were sent.
+        nbytes_sent: in them, all together.
         events: how many steps the simulation took.
     """
 
@@ -49,6 +50,7 @@ class Result:
     rank_seconds: tuple[float, ...]
     busiest: Use
     messages: int
+    nbytes_sent: int
     events: int
 
     @property
@@ -81,5 +83,6 @@ class Result:
             "busiest_port": self.busiest.port,
             "busiest_port_nbytes": self.busiest.nbytes,
             "messages": self.messages,
+            "nbytes_sent": self.nbytes_sent,
             "events": self.events,
         }

@@ -32,8 +32,9 @@ class Routes:
         self._local_out = [Port(agenda, f"rank {rank} local out", local.bandwidth) for rank in range(layout.size)]
         self._local_in = [Port(agenda, f"rank {rank} local in", local.bandwidth) for rank in range(layout.size)]
         self._memories = [Port(agenda, f"memory of {host.name}", local.memory) for host in hosts if local.memory]
-        self._out = [self._port(f"{host.name} out", host.bandwidth) for host in hosts]
-        self._into = [self._port(f"{host.name} in", host.bandwidth) for host in hosts]
+        burst = network.burst_nbytes
+        self._out = [self._port(f"{host.name} out", host.bandwidth, burst) for host in hosts]
+        self._into = [self._port(f"{host.name} in", host.bandwidth, burst) for host in hosts]
         self._switches = [network.switch_of(number) for number in range(len(hosts))]
         present = sorted({switch for switch in self._switches if switch is not None})
         self._up = {at: self._port(f"switch {at} up", network.uplink_of(at)) for at in present}
@@ -74,5 +75,5 @@ class Routes:
         if down is not None:
             yield self._down[down]
 
-    def _port(self, name: str, bandwidth: float) -> Port:
-        return Port(self._agenda, name, bandwidth * self._network.efficiency)
+    def _port(self, name: str, bandwidth: float, burst_nbytes: int = 0) -> Port:
+        return Port(self._agenda, name, bandwidth * self._network.efficiency, burst_nbytes)

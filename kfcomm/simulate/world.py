@@ -58,7 +58,7 @@ def simulate(
         raise ConfigError("one rank alone communicates nothing: simulate at least 2")
     network = _matched(network or Network(), layout)
     with _without_collections():
-        plans = _plans(built, layout.size, nbytes, dtype, key)
+        plans = _plans(built, layout.size, layout.size, nbytes, dtype, key)
         agenda = Agenda()
         routes = Routes(agenda, network, layout)
         ranks = _ranks(agenda, routes, network, layout, plans, carry)
@@ -66,6 +66,16 @@ def simulate(
             rank.post()
         agenda.run()
     return _result((built.name, built.select(nbytes).name), layout, nbytes, agenda, routes, ranks)
+
+
+def num_messages(strategy: AnyStrategy, nbytes: int, dtype: str = "float32") -> int:
+    """How many messages `simulate` will have to move: what its time grows with.
+
+    Raises:
+        ConfigError: an unknown dtype, or a message without an element.
+    """
+    (plan,) = _plans(strategy, 1, strategy.size, nbytes, dtype, "")
+    return 2 * (strategy.size - 1) * plan.program.num_slots
 
 
 def _matched(network: Network, layout: Layout) -> Network:
@@ -78,13 +88,13 @@ def _matched(network: Network, layout: Layout) -> Network:
     return replace(network, hosts=tuple(hosts))
 
 
-def _plans(strategy: AnyStrategy, size: int, nbytes: int, dtype: str, key: str) -> list[Plan]:
-    """What each rank does: the plans that real ranks make."""
+def _plans(strategy: AnyStrategy, ranks: int, size: int, nbytes: int, dtype: str, key: str) -> list[Plan]:
+    """What each of the first ``ranks`` ranks does: the plans that real ranks make."""
     element = dtype_of(dtype)
     if nbytes < element.itemsize:
         raise ConfigError(f"a message of {nbytes} bytes has no room for one {element}")
     shape = (nbytes // element.itemsize,)
-    plans = (Plans(Planner(rank, size, strategy)) for rank in range(size))
+    plans = (Plans(Planner(rank, size, strategy)) for rank in range(ranks))
     return [each.all_reduce(element, shape, Op.SUM, key) for each in plans]
 
 
@@ -137,6 +147,7 @@ def _result(
         rank_seconds=times_s,
         busiest=Use(busiest.name, busiest.nbytes, busiest.busy_s),
         messages=sum(rank.num_messages for rank in ranks),
+        nbytes_sent=sum(rank.nbytes_sent for rank in ranks),
         events=agenda.num_events,
     )
 

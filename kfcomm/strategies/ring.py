@@ -22,16 +22,27 @@ FORMULA = "steps 2(n−1); bytes 2(n−1)/n; between hosts 2(n−1)/n · c"
 
 def ring(layout: Layout) -> Strategy:
     """One pair of chains for each rank."""
-    return Strategy("ring", tuple(_chains(layout.size, root) for root in range(layout.size)))
+    # n² ranks are mentioned: each as the same object, which takes a third of the memory
+    ranks = tuple(range(layout.size))
+    alone = tuple((rank,) for rank in ranks)
+    return Strategy("ring", tuple(_chains(ranks, alone, root) for root in ranks))
 
 
-def _chains(size: int, root: int) -> GraphPair:
-    onwards = [(root + step) % size for step in range(size)]
-    backwards = [onwards[0], *reversed(onwards[1:])]
+def _chains(ranks: tuple[int, ...], alone: tuple[tuple[int], ...], root: int) -> GraphPair:
+    onwards = ranks[root:] + ranks[:root]
     return GraphPair(
-        reduce=Graph.from_edges(size, zip(backwards, backwards[1:], strict=False)),
-        broadcast=Graph.from_edges(size, zip(onwards, onwards[1:], strict=False)),
+        reduce=_chain((root, *reversed(onwards[1:])), alone),
+        broadcast=_chain(onwards, alone),
     )
+
+
+def _chain(order: tuple[int, ...], alone: tuple[tuple[int], ...]) -> Graph:
+    """A tree in which each rank has the next one of ``order`` below it."""
+    fathers = [order[0]] * len(order)
+    children: list[tuple[int, ...]] = [()] * len(order)
+    for above, below in zip(order, order[1:], strict=False):
+        fathers[below], children[above] = above, alone[below]
+    return Graph(tuple(fathers), tuple(children), order[0])
 
 
 def cost(layout: Layout) -> Cost:

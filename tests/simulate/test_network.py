@@ -24,6 +24,7 @@ cpus = 4
 
 [testbed]
 cpus = 3
+burst = 16000
 
 [[host]]
 name = "slow"
@@ -82,7 +83,7 @@ def test_a_file_says_all_that_there_is():
     assert network.links == (Link(("slow", "h2"), None, 5e-3),)
     assert network.switches == (Switch(("slow", "h1"), 125e6),)
     assert (network.local.overhead_s, network.local.fold, network.local.copy) == (2e-5, 1e10, 2e9)
-    assert (network.local.memory, network.cpus) == (4e10, 3)
+    assert (network.local.memory, network.cpus, network.burst_nbytes) == (4e10, 3, 16000)
     assert network.efficiency == TCP_EFFICIENCY
     assert network.layout.hosts == (0, 1, 1, 2, 2)
     assert network.layout.num_cpus == 4

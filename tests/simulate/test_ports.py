@@ -115,6 +115,15 @@ def test_a_chunk_without_bytes_takes_no_time_in_a_port():
     assert wires.run() == {"a": 1.0}
 
 
+def test_after_a_pause_a_token_bucket_lets_a_burst_through():
+    wires = Wires(RATE)
+    wires.ports[0] = Port(wires.agenda, "bucket", RATE, burst_nbytes=512)
+    flow = wires.flow(0)
+    for chunk, when_s in (("first", 0.0), ("after a pause", 4.0), ("after a shorter one", 4.75)):
+        wires.agenda.at(when_s, lambda chunk: flow.send(chunk, 1024), chunk)
+    assert wires.run() == {"first": 0.5, "after a pause": 4.5, "after a shorter one": 5.5}
+
+
 def test_what_happens_at_the_same_time_keeps_its_order():
     wires = Wires(*[RATE] * 5)
     for sender in (3, 1, 4, 0, 2):

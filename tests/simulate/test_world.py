@@ -10,7 +10,7 @@ from kfcomm.core.chunk import split
 from kfcomm.core.graph import GraphPair
 from kfcomm.core.machine import Do
 from kfcomm.errors import ConfigError
-from kfcomm.simulate import Host, Local, Network, simulate
+from kfcomm.simulate import Host, Local, Network, num_messages, simulate
 from kfcomm.strategies import Strategy, build, names
 from kfcomm.strategies.base import SizedStrategy, from_fathers
 from kfcomm.types import Layout
@@ -118,6 +118,13 @@ def test_figures_are_those_of_the_field():
     assert (result.messages, result.size, result.num_hosts) == (4 * 3 * 2, 4, 4)
     assert max(result.rank_seconds) == result.seconds
     assert result.as_json()["bound_s"] == result.bound_s
+
+
+@pytest.mark.parametrize("name", ["ring", "star", "multi_binary_tree_star"])
+def test_the_number_of_messages_is_known_before(name):
+    layout = Layout.even(6, 3)
+    for nbytes in (4, 1 << 20, 5 << 20):
+        assert num_messages(build(name, layout), nbytes) == simulate(name, layout, nbytes).messages
 
 
 def test_the_same_input_gives_the_same_result():
