@@ -188,9 +188,10 @@ def main(
     output: Path | None,
 ) -> None:  # fmt: skip
     """Run, print, record."""
-    case = Case(
-        hosts, parse_rate(rate), parse_rate(low), f"h{hosts // 2}", parse_sizes(size)[0], steps, drop_before, strategy
-    )
+    high_rate, low_rate = parse_rate(rate), parse_rate(low)
+    if high_rate is None or low_rate is None:
+        raise click.UsageError("both rates are numbers: a link without a limit has none to drop from, or to")
+    case = Case(hosts, high_rate, low_rate, f"h{hosts // 2}", parse_sizes(size)[0], steps, drop_before, strategy)
     machine = describe()
     began = time.monotonic()
     ran, decisions, state = run(case, num_rounds)

@@ -12,7 +12,7 @@ import pytest
 from kfcomm.adapt import Adaptation, Context, Policy
 from kfcomm.communicator import Communicator
 from kfcomm.errors import CollectiveAborted, CollectiveMismatch, ConfigError, PeerLost
-from tests.adapt.scripted import ScriptedMeter, adapted, steady, words
+from tests.adapt.scripted import NBYTES, ScriptedMeter, adapted, steady, words
 from tests.conformance.worlds import assert_kinds, ends, everywhere, on_loop, turns, works, world
 
 HOOKS = ["on_start", "before_step", "after_step"]
@@ -86,7 +86,7 @@ async def test_with_every_the_ranks_meet_now_and_then() -> None:
         "on_start", "before_step", "after_step", "before_step", "after_step", "on_end",
     ]  # fmt: skip
     assert [step for _, step in stories[0].calls] == [0, 2, 2, 5, 5, 7]
-    assert seen == [((3000, 3000), (3, 3), (6.0, 6.0))] * 2
+    assert seen == [((3 * NBYTES, 3 * NBYTES), (3, 3), (6.0, 6.0))] * 2
 
 
 @pytest.mark.parametrize(("hook", "effect"), [("on_start", 0), ("before_step", 2), ("after_step", 3)])
