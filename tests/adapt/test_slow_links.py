@@ -191,12 +191,12 @@ async def test_the_program_changes_the_strategy_itself_meanwhile() -> None:
     class Program(Policy):
         def after_step(self, ctx: Any) -> None:
             if ctx.step == DROPS_AT + 3:
-                ctx.set_strategy("star")
+                ctx.set_strategy("clique")
 
     decisions, in_force = await adapted(
         lambda comm: [*policy([])(comm), Program()], cost=falling(1.5, 1.5, 1.5), steps=40, strategy="ring"
     )
-    assert in_force[-1] == "star"
+    assert in_force[-1] == "clique"
     assert [one.policy for one in decisions] == ["AvoidSlowLinks", "AvoidSlowLinks", "Program"]
 
 
