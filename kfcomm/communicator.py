@@ -185,7 +185,7 @@ class Communicator(Messages):
             nbytes: of the first message whose bandwidth is measured, at most 32 MiB; larger ones follow, up to 32 MiB,
                 until one takes 20 ms. The same on every rank.
             rounds: 1 to 32, how many messages of that size are sent each way, of which the best counts; of round trips
-                four times as many. The same on every rank.
+                eight times as many. The same on every rank.
             timeout: seconds for each pair of ranks; None for the communicator's.
 
         Returns:

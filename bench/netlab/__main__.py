@@ -64,7 +64,7 @@ def run(command: tuple[str, ...], changes: tuple[str, ...], mtu: int, **bed: Any
       python -m bench.netlab run --hosts 8 --rate 200mbit -- python train.py
       python -m bench.netlab run --hosts 8 --rate 200mbit --change 10:h3:50mbit -- --strategy ring python train.py
     """  # noqa: D301  click wants the character, not its name
-    with _reported():
+    with reported():
         specs = specs_from(**bed)
         timeline = sorted((_change(text, specs) for text in changes), key=lambda change: change.after_s)
         with Netlab(specs, mtu=mtu) as lab:
@@ -75,7 +75,7 @@ def run(command: tuple[str, ...], changes: tuple[str, ...], mtu: int, **bed: Any
 @main.command(name="clean")
 def clean_up() -> None:
     """Take away what runs that were killed have left; those that live are not touched."""
-    with _reported():
+    with reported():
         for name in clean():
             _say(f"taken away: {name}")
 
@@ -136,7 +136,7 @@ def _named(name: str, specs: Sequence[HostSpec]) -> str:
 
 
 @contextlib.contextmanager
-def _reported() -> Iterator[None]:
+def reported() -> Iterator[None]:
     """Errors as one line, with the exit code that fits."""
     try:
         yield

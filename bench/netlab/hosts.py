@@ -12,8 +12,8 @@ from bench.netlab.namespaces import Namespace
 from bench.netlab.rates import check_rate
 from kfcomm.errors import ConfigError
 
-MAX_HOSTS = 1000
-"""Linux' bridge has 1024 ports."""
+MAX_HOSTS = 128
+"""Each link has a class for every other host."""
 PORT = "port"
 """The interface of each host."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -80,7 +80,7 @@ def even(count: int, rate: float | None = None, ranks: int = 1) -> tuple[HostSpe
         ConfigError: so many cannot be.
     """
     if not 1 <= count <= MAX_HOSTS:
-        raise ConfigError(f"{count} hosts: must be 1 to {MAX_HOSTS}, one for each port of a bridge")
+        raise ConfigError(f"{count} hosts: must be 1 to {MAX_HOSTS}, each link has a class for every other host")
     return tuple(HostSpec(f"h{number}", rate, ranks) for number in range(count))
 
 

@@ -2,19 +2,18 @@
 
 ::
 
-    host h0: port --tbf-->  p0 +--------+ p1  <--tbf-- port :host h1
-                  <--tbf--     | bridge |     --tbf-->
+    host h0: port --htb-->  p0 +--------+ p1  <--htb-- port :host h1
+                  <--htb--     | bridge |     --htb-->
                                +--------+
     each host, and the bridge, is a namespace: nothing of the machine's own network is touched
 
-What leaves a host waits in the token bucket of its ``port``; what goes there, in that of the bridge's end of the same
-cable. So each direction has its rate, as on a full-duplex link to a switch, and many that send to one host share what
-that one can take.
+What leaves a host waits at its ``port``; what goes there, at the bridge's end of the same cable. So each direction has
+its rate, as on a full-duplex link to a switch, and those who use it at once have equal parts of it (see ``links``).
 
 A link has no delay of its own but what the kernel needs (netem, which would add some, is no part of many kernels), and
-loses nothing: what may wait is more than TCP's windows together. The windows are bounded by the namespace's buffers,
-and so is the queue. The congestion control is reno, which every kernel grants to every namespace, and which without
-losses only opens the window; bbr would empty its window for 200 ms every few seconds.
+loses nothing. Little waits: TCP's window is what a link carries in a few milliseconds, given with the route, and a
+pause does not close it. The congestion control is reno, which every kernel grants to every namespace; bbr would empty
+its window for 200 ms every few seconds.
 """
 
 from __future__ import annotations
@@ -22,28 +21,28 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import itertools
-import json
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from bench.netlab import signals
 from bench.netlab.hosts import MAX_HOSTS, PORT, Host, HostSpec, index_of
+from bench.netlab.links import Shaper, shown_rate
 from bench.netlab.namespaces import Namespace, clean, owner
 from bench.netlab.program import Outcome, Program
-from bench.netlab.rates import MAX_MTU, MIN_MTU, Bucket, check_rate
+from bench.netlab.rates import MAX_MTU, MIN_MTU, Bucket, window_frames
 from bench.netlab.tools import NetlabError, NetlabUnavailable, check_tools
 from kfcomm.errors import ConfigError
 
 NETWORK = "10.77.0.0/16"
 MTU = 1500
-QUEUE_NBYTES = 256 << 20
 VARIABLES = {
     "net.ipv4.tcp_congestion_control": "reno",
     "net.ipv4.tcp_no_metrics_save": "1",  # else a connection begins with what an earlier one has met
-    "net.ipv4.tcp_rmem": "4096 131072 2097152",
+    "net.ipv4.tcp_slow_start_after_idle": "0",
+    "net.ipv4.tcp_rmem": "4096 131072 4194304",
     "net.ipv4.tcp_wmem": "4096 65536 4194304",
 }
 _BRIDGE = "bridge"
@@ -69,7 +68,6 @@ class Netlab:
         hosts: who is there; the ranks of a program are given out in this order.
         network: in CIDR notation; the hosts get its first addresses. No other host can see it.
         mtu: bytes of IP in one frame.
-        queue_nbytes: bytes that may wait before a link; so many that none is lost by default.
         variables: of sysctl(8), for each host, beside and before `VARIABLES`.
 
     Attributes:
@@ -87,22 +85,18 @@ class Netlab:
         *,
         network: str = NETWORK,
         mtu: int = MTU,
-        queue_nbytes: int = QUEUE_NBYTES,
         variables: Mapping[str, str] | None = None,
     ) -> None:
         self.hosts: tuple[Host, ...] = ()
         self.mtu = mtu
         self._specs = tuple(hosts)
         self._network = _checked_network(network, self._specs)
-        self._queue_nbytes = queue_nbytes
         self._variables = {**VARIABLES, **(variables or {})}
         self._made: list[Namespace] = []
         self._switch = Namespace("")
         self._stack = contextlib.ExitStack()
         if not MIN_MTU <= mtu <= MAX_MTU:
             raise ConfigError(f"mtu={mtu}: must be between {MIN_MTU} and {MAX_MTU}")
-        if queue_nbytes < 4 * mtu:
-            raise ConfigError(f"queue_nbytes={queue_nbytes}: must hold at least four frames of {mtu} bytes")
 
     def __enter__(self) -> Self:
         check_tools()
@@ -140,8 +134,8 @@ class Netlab:
             ConfigError: there is no such host, or the rate cannot be held.
         """
         host = self.host(name)
-        for namespace, interface in self._ends(host, direction):
-            self._limit(namespace, interface, rate, is_limited=_rate_of(namespace, interface) is not None)
+        for namespace, shaper in self._ends(host, direction):
+            self._limit(namespace, shaper, rate, is_limited=_rate_of(namespace, shaper) is not None)
 
     def rates(self, name: str) -> dict[Direction, float | None]:
         """The rates of a host's link out of it and into it, as the kernel has them; None is no limit.
@@ -190,52 +184,61 @@ class Netlab:
             self._switch.ip("link", "add", _BRIDGE, "type", "bridge", "mcast_snooping", "0")
         self._switch.ip("link", "set", _BRIDGE, "mtu", str(self.mtu), "up")
         addresses = self._network.hosts()
-        hosts = [Host(spec, str(next(addresses)), Namespace(f"{prefix}-{spec.name}")) for spec in self._specs]
-        for number, host in enumerate(hosts):
+        self.hosts = tuple(Host(spec, str(next(addresses)), Namespace(f"{prefix}-{spec.name}")) for spec in self._specs)
+        for host in self.hosts:
             self._add(host.namespace)
-            self._connect(host, f"p{number}")
-        self.hosts = tuple(hosts)
+            self._connect(host)
 
     def _add(self, namespace: Namespace) -> None:
         self._made.append(namespace)
         namespace.add()
 
-    def _connect(self, host: Host, cable_end: str) -> None:
+    def _connect(self, host: Host) -> None:
         """Join the host to the bridge, and limit both directions."""
-        switch, inside, rate = self._switch, host.namespace, host.spec.rate
+        switch, inside, cable_end = self._switch, host.namespace, self._cable_end(host)
         with _naming("the kernel makes no pairs of virtual interfaces (module veth)"):
             switch.ip("link", "add", cable_end, "type", "veth", "peer", "name", PORT, "netns", inside.name)
-        options = ["mtu", str(self.mtu), "addrgenmode", "none", *self._segmentation(rate)]
+        options = ["mtu", str(self.mtu), "addrgenmode", "none", *self._segmentation(host)]
         switch.ip("link", "set", cable_end, *options)
         switch.ip("link", "set", cable_end, "master", _BRIDGE, "up")
         inside.ip("link", "set", PORT, *options)
         inside.ip("address", "add", f"{host.address}/{self._network.prefixlen}", "dev", PORT)
         inside.ip("link", "set", PORT, "up")
+        window = self._window()
+        inside.ip("route", "change", str(self._network), "dev", PORT, "src", host.address, *window)
         with _naming("variables of a namespace cannot be set (is /proc/sys writable?)"):
             for variable, value in self._variables.items():
                 inside.write(variable, value)
-        with _naming("the kernel limits no rates (queue discipline tbf, module sch_tbf)"):
-            self._limit(inside, PORT, rate)
-            self._limit(switch, cable_end, rate)
+        with _naming("the kernel limits no rates (modules sch_htb and cls_u32)"):
+            for namespace, shaper in self._ends(host, Direction.BOTH):
+                self._limit(namespace, shaper, host.spec.rate)
 
-    def _segmentation(self, rate: float | None) -> list[str]:
-        if rate is None:
-            return []
-        bucket = Bucket.holding(rate, self.mtu, self._queue_nbytes)
-        return ["gso_max_size", str(bucket.gso_nbytes(self.mtu))]
+    def _segmentation(self, host: Host) -> list[str]:
+        rate = host.spec.rate
+        return [] if rate is None else ["gso_max_size", str(Bucket.holding(rate, self.mtu).gso_nbytes(self.mtu))]
 
-    def _limit(self, namespace: Namespace, interface: str, rate: float | None, *, is_limited: bool = False) -> None:
-        where = ("dev", interface, "root", "handle", "1:")
+    def _window(self) -> list[str]:
+        """Wide enough for the fastest host: a connection keeps its window when rates change."""
+        rates = [spec.rate for spec in self._specs if spec.rate is not None]
+        is_bounded = len(rates) == len(self._specs)
+        return ["cwnd", "lock", str(window_frames(max(rates), self.mtu))] if is_bounded else []
+
+    def _limit(self, namespace: Namespace, shaper: Shaper, rate: float | None, *, is_limited: bool = False) -> None:
         if rate is not None:
-            bucket = Bucket.holding(check_rate(rate), self.mtu, self._queue_nbytes)
-            namespace.tc("qdisc", "change" if is_limited else "add", *where, *bucket.arguments)
+            bucket = Bucket.holding(rate, self.mtu)
+            namespace.tc_all(shaper.changed(bucket) if is_limited else shaper.added(bucket))
         elif is_limited:
-            namespace.tc("qdisc", "delete", *where)
+            namespace.tc_all(shaper.removed())
 
-    def _ends(self, host: Host, direction: Direction) -> list[tuple[Namespace, str]]:
-        """The interfaces where the link is limited in this direction."""
-        out, into = (host.namespace, PORT), (self._switch, f"p{self.hosts.index(host)}")
+    def _ends(self, host: Host, direction: Direction) -> list[tuple[Namespace, Shaper]]:
+        """Where the link is limited in this direction, and how."""
+        addresses = tuple(each.address for each in self.hosts)
+        out = host.namespace, Shaper(PORT, "dst", addresses)
+        into = self._switch, Shaper(self._cable_end(host), "src", addresses)
         return {Direction.OUT: [out], Direction.IN: [into], Direction.BOTH: [out, into]}[Direction(direction)]
+
+    def _cable_end(self, host: Host) -> str:
+        return f"p{self.hosts.index(host)}"
 
     def _take_down(self) -> None:
         """Whatever has been made, and however far: nothing is left. A signal meanwhile has to wait."""
@@ -267,7 +270,7 @@ def _checked_network(text: str, specs: Sequence[HostSpec]) -> ipaddress.IPv4Netw
     except ValueError as error:
         raise ConfigError(f"network {text!r}: {error}; one is like {NETWORK}") from None
     if not 1 <= len(specs) <= MAX_HOSTS:
-        raise ConfigError(f"{len(specs)} hosts: must be 1 to {MAX_HOSTS}, one for each port of a bridge")
+        raise ConfigError(f"{len(specs)} hosts: must be 1 to {MAX_HOSTS}, each link has a class for every other host")
     if len(specs) > network.num_addresses - 2:
         raise ConfigError(f"network {text!r} has no addresses for {len(specs)} hosts")
     names = [spec.name for spec in specs]
@@ -277,10 +280,9 @@ def _checked_network(text: str, specs: Sequence[HostSpec]) -> ipaddress.IPv4Netw
     return network
 
 
-def _rate_of(namespace: Namespace, interface: str) -> float | None:
-    """Bits per second to which tbf holds this interface; None if it does not."""
-    shown: list[dict[str, Any]] = json.loads(namespace.tc("-j", "qdisc", "show", "dev", interface) or "[]")
-    return next((float(each["options"]["rate"]) * 8 for each in shown if each.get("kind") == "tbf"), None)
+def _rate_of(namespace: Namespace, shaper: Shaper) -> float | None:
+    """Bits per second to which the kernel holds this direction; None if it does not."""
+    return shown_rate(namespace.tc("class", "show", "dev", shaper.interface))
 
 
 @contextlib.contextmanager

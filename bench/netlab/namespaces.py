@@ -14,7 +14,7 @@ import os
 import re
 import select
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,6 +54,10 @@ class Namespace:
     def tc(self, *arguments: str) -> str:
         """Run iproute2's ``tc`` in it; what it wrote."""
         return tool("tc", "-n", self.name, *arguments)
+
+    def tc_all(self, lines: Sequence[str]) -> None:
+        """Run many lines of ``tc`` in it, up to the first that fails."""
+        tool("tc", "-n", self.name, "-batch", "-", text="".join(f"{line}\n" for line in lines))
 
     def write(self, variable: str, value: str) -> None:
         """Set a variable of sysctl(8) in it; of those below ``net``, namespaces have their own."""

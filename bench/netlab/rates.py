@@ -18,7 +18,10 @@ MIN_MTU, MAX_MTU = 576, 9000
 
 BURST_S = 0.00064
 """How long a link may lag behind and make up for it. With a quarter of it, rings of eight reached 90 % of the rate."""
+WINDOW_S = 0.004
+"""What one connection may have under way. Two buckets' worth is needed; more would only wait."""
 _MIN_FRAMES = 3
+_MIN_WINDOW_FRAMES = 16
 _MAX_BURST_NBYTES = 64 << 10
 _MIN_RATE, _MAX_RATE = 64e3, 100e9
 
@@ -71,34 +74,35 @@ def efficiency(mtu: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The parameters of tbf, the token bucket filter (tc-tbf(8)).
+    """The token bucket of a link.
 
     Attributes:
         rate: bits per second.
         burst_nbytes: what passes at once after a pause. Less lets a late timer cost throughput; more lets small
             messages through without any limit.
-        limit_nbytes: what may wait.
     """
 
     rate: float
     burst_nbytes: int
-    limit_nbytes: int
 
     @classmethod
-    def holding(cls, rate: float, mtu: int, limit_nbytes: int) -> Bucket:
-        """For a link of this rate, with frames of this MTU."""
-        burst = max(round(rate / 8 * BURST_S), _MIN_FRAMES * (mtu + ETHERNET_NBYTES))
-        return cls(rate, min(burst, _MAX_BURST_NBYTES), limit_nbytes)
+    def holding(cls, rate: float, mtu: int) -> Bucket:
+        """For a link of this rate, with frames of this MTU.
 
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """As tc(8) takes them."""
-        rate, burst, limit = f"{round(self.rate)}bit", f"{self.burst_nbytes}b", f"{self.limit_nbytes}b"
-        return ("tbf", "rate", rate, "burst", burst, "limit", limit)
+        Raises:
+            ConfigError: the rate cannot be held.
+        """
+        burst = max(round(check_rate(rate) / 8 * BURST_S), _MIN_FRAMES * (mtu + ETHERNET_NBYTES))
+        return cls(rate, min(burst, _MAX_BURST_NBYTES))
 
     def gso_nbytes(self, mtu: int) -> int:
-        """How much TCP may hand over as one, so that its frames fit the bucket: else tbf cuts it into single ones.
+        """How much TCP may hand over as one, so that its frames fit the bucket.
 
-        That is right as well, and costs eight hosts on two processors all of their time instead of a third.
+        By single frames, eight hosts on two processors took all of their time instead of a third.
         """
         return self.burst_nbytes // (mtu + ETHERNET_NBYTES) * (mtu - TCP_NBYTES)
+
+
+def window_frames(rate: float, mtu: int) -> int:
+    """How many frames of one connection may be under way on a link of this rate: those of `WINDOW_S`."""
+    return max(_MIN_WINDOW_FRAMES, round(rate / 8 * WINDOW_S / mtu))

@@ -16,6 +16,7 @@ import click
 from kfcomm import __version__
 from kfcomm.cli.bench import bench
 from kfcomm.cli.errors import reported_errors
+from kfcomm.cli.probe import probe
 from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.settings import TRANSPORTS
 
@@ -27,6 +28,7 @@ def main() -> None:
 
 
 main.add_command(bench)
+main.add_command(probe)
 
 
 @main.command(context_settings={"allow_interspersed_args": False})

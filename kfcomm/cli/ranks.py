@@ -61,7 +61,7 @@ def _measure_new(suite: Suite, num_ranks: int, files: Files) -> int:
     files.check()
     _check_memory(suite, num_ranks)
     watch = Watch(suite, files)
-    options = RunOptions(command=_program(suite), num_ranks=num_ranks)
+    options = RunOptions(command=own_module("kfcomm.bench", suite.to_json()), num_ranks=num_ranks)
     try:
         exit_code = asyncio.run(run(options, os.environ, _Relay(watch, num_ranks)))
     except KeyboardInterrupt:
@@ -70,10 +70,10 @@ def _measure_new(suite: Suite, num_ranks: int, files: Files) -> int:
     return watch.finish(exit_code)
 
 
-def _program(suite: Suite) -> tuple[str, ...]:
+def own_module(module: str, *arguments: str) -> tuple[str, ...]:
     """The command of every rank: this interpreter, this package, whatever lies in the working directory."""
     is_here = Path(kfcomm.__file__).parents[1] == Path.cwd()
-    return (sys.executable, *(() if is_here else ("-P",)), "-m", "kfcomm.bench", suite.to_json())
+    return (sys.executable, *(() if is_here else ("-P",)), "-m", module, *arguments)
 
 
 def _default_ranks() -> int:

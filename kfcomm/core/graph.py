@@ -94,7 +94,9 @@ class Graph:
             children[father].append(child)
         roots = [rank for rank in range(size) if fathers[rank] == rank]
         if len(roots) != 1:
-            raise ValueError(f"a graph needs exactly one root, got {roots or 'none (a cycle)'}")
+            missing = [rank for rank in roots if not children[rank]]
+            hint = f": no edge names {', '.join(map(str, missing))}" if missing else ""
+            raise ValueError(f"a graph needs exactly one root, got {roots or 'none (a cycle)'}{hint}")
         if root is not None and roots[0] != root:
             raise ValueError(f"the root is rank {roots[0]}, not {root}")
         return cls(tuple(fathers), tuple(map(tuple, children)), roots[0])

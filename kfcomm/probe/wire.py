@@ -34,7 +34,7 @@ PROBE_KEY: Final = "\0probe"
 LONG_ENOUGH_S: Final = 0.02
 MOST_NBYTES: Final = 32 << 20
 MOST_ROUNDS: Final = 32
-PINGS_PER_ROUND: Final = 4
+PINGS_PER_ROUND: Final = 8
 _GROWTH: Final = 4
 MOST_USES: Final = 512
 """Messages one way in one probe, acknowledgements of the other way included, are fewer."""

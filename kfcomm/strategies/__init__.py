@@ -71,6 +71,8 @@ def _named(name: str, layout: Layout) -> AnyStrategy:
     for algorithm in ALGORITHMS:
         if algorithm.name == name:
             return algorithm.build(layout)
+    if name in ("packed_trees", "minimum_spanning_tree"):
+        raise ConfigError(f"strategy {name!r} is made from measurement: (await comm.probe()).{name}()")
     near = difflib.get_close_matches(name.lower().replace("-", "_"), names(), n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}? (" if near else "("
     raise ConfigError(f"unknown strategy {name!r}; {hint}known are: {', '.join(names())})")

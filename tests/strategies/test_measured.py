@@ -466,7 +466,7 @@ def test_matrices_of_another_size() -> None:
             r"ranks \[2, 3\] are on or below a cycle: the root 0 does not",
         ),
         (lambda: from_edges(4, [(0, 1), (2, 3)]), r"exactly one root, got \[0, 2\]"),
-        (lambda: from_edges(3, [(0, 1)]), r"exactly one root, got \[0, 2\]"),
+        (lambda: from_edges(4, [(0, 1)]), r"exactly one root, got \[0, 2, 3\]: no edge names 2, 3"),
         (lambda: from_edges(3, [(0, 1), (0, 3)]), r"edge \(0, 3\) names rank 3, outside 0\.\.2"),
         (lambda: from_edges(3, [(0, 1), (0, -1)]), r"edge \(0, -1\) names rank -1, outside 0\.\.2"),
         (lambda: from_fathers([0, 2, 1]), r"ranks \[1, 2\] are on or below a cycle"),
@@ -478,3 +478,9 @@ def test_matrices_of_another_size() -> None:
 def test_graphs_that_are_no_trees(make: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=f"strategy 'custom': .*{message}"):
         make()
+
+
+@pytest.mark.parametrize("name", ["packed_trees", "minimum_spanning_tree"])
+def test_a_name_alone_is_no_measurement(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"made from measurement: \(await comm.probe\(\)\)\.{name}\(\)"):
+        build(name, EIGHT)

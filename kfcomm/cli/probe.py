@@ -1,0 +1,131 @@
+"""`kfcomm probe`: measures the links of a world, and shows what it found.
+
+Without a job it starts ranks, each of which runs this command again; in a job every rank runs it, and takes part.
+Rank 0 shows and writes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kfcomm.bench.report import Files
+from kfcomm.bench.sizes import parse_sizes
+from kfcomm.cli.errors import reported_errors
+from kfcomm.errors import ConfigError
+from kfcomm.launch.screen import Look, Screen, Stream
+from kfcomm.rendezvous.settings import TRANSPORTS, Settings, detect
+
+
+@click.command()
+@click.option("-n", "--num-ranks", type=click.IntRange(min=2), metavar="N", help="Ranks to start here.")
+@click.option("--nbytes", "size", default="1MiB", show_default=True, metavar="SIZE", help="Of the first messages.")
+@click.option(
+    "--rounds", type=int, default=3, show_default=True, metavar="N", help="Messages of which the best counts."
+)
+@click.option(
+    "--timeout", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Seconds for each pair of ranks."
+)
+@click.option("--transport", type=click.Choice(TRANSPORTS), help="Kind of links between the ranks.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), metavar="FILE", help="Write the matrices here.")
+@click.option(
+    "--html", "html_path", type=click.Path(path_type=Path), metavar="FILE",
+    help="Write a page with heat maps here; needs kfcomm[bench].",
+)  # fmt: skip
+def probe(**given: Any) -> None:
+    """Measure latency and bandwidth between every two ranks.
+
+    Pairs take turns, so that none measures while another uses the ports of its hosts. Ranks are started here; inside a
+    job (kfcomm run, torchrun, SLURM, MPI) those of the job are used.
+
+    \b
+      kfcomm probe -n 4
+      kfcomm probe -n 4 --json links.json --html links.html
+      kfcomm run -H 10.0.0.1:1,10.0.0.2:1 kfcomm probe       (on both hosts)
+    """  # noqa: D301  click wants the character, not its name
+    with reported_errors():
+        settings = detect(os.environ)
+        files = Files(given["json_path"], given["html_path"])
+        nbytes = parse_sizes(given["size"])
+        if len(nbytes) != 1:
+            raise ConfigError(f"--nbytes {given['size']!r}: one size, such as 1MiB")
+        if settings.rank == 0:
+            files.check()
+        if settings.size == 1:
+            sys.exit(_start(given, settings))
+        if given["num_ranks"] is not None:
+            raise ConfigError(
+                f"-n {given['num_ranks']} starts ranks, but this process is rank {settings.rank} of {settings.size} "
+                f"already ({settings.source}): leave it out"
+            )
+        asyncio.run(_take_part(nbytes[0], given, files))
+
+
+def _start(given: dict[str, Any], settings: Settings) -> int:
+    """New ranks on this host run this command; returns the exit code."""
+    from kfcomm.cli.ranks import own_module
+    from kfcomm.launch.options import RunOptions
+    from kfcomm.launch.run import run
+
+    if given["num_ranks"] is None:
+        raise ConfigError("say how many ranks to start, such as -n 4, or run this command in a job")
+    names = {"size": "nbytes", "json_path": "json", "html_path": "html"}
+    options = [
+        word
+        for name in ("size", "rounds", "timeout", "transport", "json_path", "html_path")
+        if given[name] is not None
+        for word in (f"--{names.get(name, name)}", str(given[name]))
+    ]
+    command = own_module("kfcomm", "probe", *options)
+    try:
+        return asyncio.run(run(RunOptions(command, given["num_ranks"]), os.environ, _Relay(given["num_ranks"])))
+    except KeyboardInterrupt:
+        return 130
+
+
+async def _take_part(nbytes: int, given: dict[str, Any], files: Files) -> None:
+    """As the rank that this process is."""
+    import kfcomm
+    from kfcomm.probe.report import as_text
+
+    arguments = {} if given["transport"] is None else {"transport": given["transport"]}
+    async with kfcomm.init(**arguments) as comm:
+        found = await comm.probe(nbytes=nbytes, rounds=given["rounds"], timeout=given["timeout"])
+        if comm.rank != 0:
+            return
+        click.echo(as_text(found), nl=False)
+        try:
+            if files.json is not None:
+                found.save(files.json)
+            if files.html is not None:
+                from kfcomm.probe.page import page  # imports what draws
+
+                files.html.write_text(page(found), "utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write {error.filename}: {error.strerror}") from error
+
+
+class _Relay:
+    """What rank 0 shows is this command's output; everything else goes to standard error, with the rank before it."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._screen = Screen(Look(num_ranks))
+
+    async def feed(self, rank: int, stream: Stream, data: bytes) -> None:
+        """See ``launch.run.Display``."""
+        if (rank, stream) == (0, Stream.OUT):
+            sys.stdout.buffer.write(data)
+            sys.stdout.buffer.flush()
+            return
+        writes = self._screen.feed(rank, stream, data) if data else self._screen.end(rank, stream)
+        for _, line in writes:
+            click.echo(line, nl=False, err=True)
+
+    async def say(self, text: str) -> None:
+        """See ``launch.run.Display``."""
+        click.echo(f"kfcomm: {text}", err=True)

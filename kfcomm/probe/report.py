@@ -1,0 +1,169 @@
+"""A probe as text: both matrices as tables, the slowest links in words, and what collectives should take.
+
+Owns the words and the units; knows nothing of terminals or files.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kfcomm.probe.record import Matrix, Probe
+from kfcomm.strategies import AnyStrategy
+from kfcomm.strategies.cost import predict_seconds
+from kfcomm.strategies.matrices import Rates
+from kfcomm.strategies.packed_trees import ports_of
+from kfcomm.strategies.registry import ALGORITHMS
+
+_SLOW: Final = 0.7
+"""Of what is usual: what is slower is worth a word."""
+_FAR: Final = 3.0
+_MOST_WORDS: Final = 5
+_MOST_PAIRS: Final = 128
+_LATENCIES: Final = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+_RATES: Final = ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1.0, "B/s"))
+FORECAST_NBYTES: Final = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What an all_reduce should take by the cost model.
+
+    Attributes:
+        strategy: its name.
+        seconds: of `FORECAST_NBYTES` bytes.
+        of_bound: the bound of the network's ports, as a part of that.
+    """
+
+    strategy: str
+    seconds: float
+    of_bound: float
+
+
+def as_text(probe: Probe) -> str:
+    """Tables and words, in lines that end with a newline."""
+    lines = [summary(probe), ""]
+    for title, matrix, units in tables(probe):
+        scale, unit = unit_of(matrix, units)
+        lines += [f"{title}, {unit} (from row to column)", *_table(matrix / scale), ""]
+    lines += findings(probe)
+    if probe.size > 1:
+        lines += ["", "all_reduce of 32 MiB by the cost model, and the part of it that the bound of the ports takes:"]
+        lines += [
+            f"  {one.strategy:<24}{_shown(one.seconds, _LATENCIES):>10}  {one.of_bound:4.0%}"
+            for one in forecasts(probe)
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def summary(probe: Probe) -> str:
+    """Who was measured."""
+    ranks, hosts = probe.size, probe.layout.num_hosts
+    return f"{ranks} rank{'s' * (ranks > 1)} on {hosts} host{'s' * (hosts > 1)}"
+
+
+def tables(probe: Probe) -> tuple[tuple[str, Matrix, Sequence[tuple[float, str]]], ...]:
+    """Title, matrix and units of both."""
+    return (("latency one way", probe.latency_s, _LATENCIES), ("bandwidth", probe.bandwidth, _RATES))
+
+
+def unit_of(matrix: Matrix, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
+    """The largest unit of which the matrix's median, its diagonal left out, has one at least."""
+    size = len(matrix)
+    off = [float(matrix[a, b]) for a in range(size) for b in range(size) if a != b]
+    middle = statistics.median(off) if off else 0.0
+    return next((unit for unit in units if middle >= unit[0]), units[-1])
+
+
+def cell(value: float) -> str:
+    """Three digits."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def findings(probe: Probe) -> list[str]:
+    """What stands out, in sentences: slow hosts, then slow links, then distant ones."""
+    if probe.size == 1:
+        return ["One rank has no links."]
+    found = [*_slow_hosts(probe), *_slow_links(probe), *_distant(probe)]
+    a, b = probe.slowest(1)[0]
+    slowest = f"The slowest link is {a} → {b} with {_shown(probe.bandwidth[a, b], _RATES)}."
+    return [*(found or ["No host and no link is much slower than the others."]), slowest]
+
+
+def forecasts(probe: Probe) -> list[Forecast]:
+    """Of all strategies, and of those that were made for this network; the quickest first."""
+    layout, network = probe.layout, probe.network()
+    few = probe.size <= _MOST_PAIRS
+    strategies: list[AnyStrategy] = [each.build(layout) for each in ALGORITHMS if few or not each.pair_per_rank]
+    strategies += [probe.packed_trees(), probe.minimum_spanning_tree()]
+    bound_s = probe.bound_seconds(FORECAST_NBYTES)
+    made = []
+    for strategy in strategies:
+        seconds = predict_seconds(strategy, layout, FORECAST_NBYTES, network)
+        made.append(Forecast(strategy.name, seconds, bound_s / seconds if seconds else 1.0))
+    return sorted(made, key=lambda one: one.seconds)
+
+
+def _table(matrix: Matrix) -> Iterator[str]:
+    size = len(matrix)
+    cells = [["·" if a == b else cell(float(matrix[a, b])) for b in range(size)] for a in range(size)]
+    widths = [max(len(str(b)), *(len(row[b]) for row in cells)) for b in range(size)]
+    edge = len(str(size - 1))
+    yield " " * edge + "".join(f"  {b:>{width}}" for b, width in enumerate(widths))
+    for a, row in enumerate(cells):
+        yield f"{a:>{edge}}" + "".join(f"  {text:>{width}}" for text, width in zip(row, widths, strict=True))
+
+
+def _slow_hosts(probe: Probe) -> Iterator[str]:
+    nodes = ports_of(probe.layout)
+    rates = Rates.of(nodes, probe.bandwidth.tolist())
+    for verb, ports in (("sends", rates.send), ("receives", rates.receive)):
+        usual = statistics.median(ports)
+        for host, rate in sorted(enumerate(ports), key=lambda one: one[1])[:_MOST_WORDS]:
+            if rate < _SLOW * usual:
+                yield (
+                    f"{_named(probe, nodes.ranks_of(host)).capitalize()} {verb} at most {_shown(rate, _RATES)}, "
+                    f"{rate / usual:.0%} of what is usual here."
+                )
+
+
+def _slow_links(probe: Probe) -> Iterator[str]:
+    nodes = ports_of(probe.layout)
+    rates = Rates.of(nodes, probe.bandwidth.tolist())
+    slow = []
+    for a in range(nodes.num_hosts):
+        for b in range(nodes.num_hosts):
+            part = 1.0 if a == b else rates.links[a][b] / min(rates.send[a], rates.receive[b])
+            if part < _SLOW:
+                slow.append((part, a, b))
+    for part, a, b in sorted(slow)[:_MOST_WORDS]:
+        ends = f"From {_named(probe, nodes.ranks_of(a))} to {_named(probe, nodes.ranks_of(b))}"
+        yield f"{ends} goes {_shown(rates.links[a][b], _RATES)}, {part:.0%} of what both ends can do."
+
+
+def _distant(probe: Probe) -> Iterator[str]:
+    """Ranks of different hosts, or of one if there is only one, that are much farther apart than is usual."""
+    hosts = ports_of(probe.layout).hosts
+    pairs = [(a, b) for a in range(probe.size) for b in range(probe.size) if hosts[a] != hosts[b]]
+    usual = statistics.median(float(probe.latency_s[pair]) for pair in pairs)
+    far = sorted(pairs, key=lambda pair: -probe.latency_s[pair])[:_MOST_WORDS]
+    for a, b in far:
+        if probe.latency_s[a, b] > _FAR * usual:
+            yield (
+                f"{a} → {b} takes {_shown(probe.latency_s[a, b], _LATENCIES)}, "
+                f"{probe.latency_s[a, b] / usual:.1f} times what is usual."
+            )
+
+
+def _named(probe: Probe, ranks: Sequence[int]) -> str:
+    if probe.layout.num_hosts == 1 or probe.layout.num_hosts == probe.size:
+        return f"rank {ranks[0]}"
+    word = "rank" if len(ranks) == 1 else "ranks"
+    return f"host {probe.layout.hosts[ranks[0]]} ({word} {', '.join(map(str, ranks))})"
+
+
+def _shown(value: float, units: Sequence[tuple[float, str]]) -> str:
+    scale, unit = next((unit for unit in units if value >= unit[0]), units[-1])
+    return f"{cell(value / scale)} {unit}"
