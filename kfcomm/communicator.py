@@ -15,12 +15,13 @@ from typing import Any, Self, Unpack
 from kfcomm.collectives.blobs import Blobs
 from kfcomm.collectives.group import STRATEGY_KEY, Group, check_name, check_timeout
 from kfcomm.collectives.mailbox import Mailbox
-from kfcomm.collectives.messages import Messages
+from kfcomm.collectives.monitored import Monitored
 from kfcomm.core.collective import GroupView
 from kfcomm.dump import install_signal, snapshot
 from kfcomm.errors import ConfigError, SessionClosed
-from kfcomm.monitor import Statistics
+from kfcomm.monitor import Statistics, serving
 from kfcomm.monitor.statistics import statistics_of
+from kfcomm.monitor.timeline import Timeline, check_folder
 from kfcomm.network import Alone, SocketNetwork
 from kfcomm.probe import Probe, Prober
 from kfcomm.rendezvous.settings import Arguments, Settings, detect
@@ -32,7 +33,7 @@ StrategySpec = Any
 """A name, a ``Strategy``, a ``GraphPair`` or a ``Graph``: see ``kfcomm.strategies.build``."""
 
 
-class Communicator(Messages):
+class Communicator(Monitored):
     """The collectives of one group of ranks. Made by ``kfcomm.init``, ``group`` and ``split``.
 
     Use it on its own event loop only. Every verb returns a handle of a collective that is already under way.
@@ -288,7 +289,15 @@ class Init:
             settings.rank, layout, network, loop, timeout_s=settings.timeout_s, stall_after_s=settings.stall_after_s,
             monitor=settings.monitor,
         )  # fmt: skip
-        return Communicator(session, session.world, settings.strategy)
+        comm = Communicator(session, session.world, settings.strategy)
+        try:
+            if settings.timeline is not None:
+                Timeline.of(session, settings.timeline)
+            serving.attend(session, settings, comm.statistics)
+        except BaseException:
+            await session.close()
+            raise
+        return comm
 
 
 def init(**arguments: Unpack[Arguments]) -> Init:
@@ -303,5 +312,8 @@ def init(**arguments: Unpack[Arguments]) -> Init:
     """
     settings = detect(os.environ, **arguments)
     build(settings.strategy, Layout((0,)))  # an unknown name is refused before anything is open
+    if settings.timeline is not None:
+        check_folder(settings.timeline)
+    serving.check(settings)
     install_signal(settings.dump_dir)
     return Init(settings)

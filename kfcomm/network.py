@@ -7,7 +7,9 @@ cannot be), TCP between hosts; ``transport`` can ask for one kind alone.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+import secrets
 import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -40,7 +42,14 @@ DIAL_TIMEOUT_S = 30.0
 
 
 class Alone:
-    """The network of a world of one: there is nobody to reach."""
+    """The network of a world of one: there is nobody to reach.
+
+    Attributes:
+        job: see ``session.Network``.
+    """
+
+    def __init__(self) -> None:
+        self.job = secrets.token_hex(8)
 
     def start(self, inbound: Waiter, events: ControlEvents, status: StatusSource) -> ControlPlane | None:
         """See ``session.Network``."""
@@ -83,6 +92,7 @@ class SocketNetwork:
     Attributes:
         peers: all processes, by rank.
         layout: their hosts.
+        job: see ``session.Network``: made of what they have told each other.
     """
 
     def __init__(
@@ -91,6 +101,7 @@ class SocketNetwork:
     ) -> None:  # fmt: skip
         self.peers = tuple(peers)
         self.layout = Layout.of((peer.host for peer in peers), min(peer.num_cpus for peer in peers))
+        self.job = hashlib.blake2b(b"".join(peer.to_wire() for peer in peers), digest_size=8).hexdigest()
         self._me = self.peers[settings.rank]
         self._settings = settings
         self._listener = listener

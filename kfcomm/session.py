@@ -71,11 +71,25 @@ class Network(Protocol):
     def describe(self, peer: int) -> str:
         """The way to a peer, in words."""
 
+    @property
+    def job(self) -> str:
+        """The same text on all ranks of this world, and on those of no other."""
+
     def descriptors(self) -> list[int]:
         """Descriptors that a forked child must let go of."""
 
     async def close(self) -> None:
         """Close everything that is still open."""
+
+
+class Service(Protocol):
+    """Something besides that is open for as long as the session is, on threads of its own."""
+
+    def descriptors(self) -> list[int]:
+        """Descriptors that a forked child must let go of."""
+
+    def stop(self) -> None:
+        """Close everything; may wait a moment. Not called on the session's loop."""
 
 
 class Session:
@@ -87,6 +101,7 @@ class Session:
         engine: what runs the collectives.
         world: all ranks as a group.
         groups: name and members, by world rank, of every group that this rank is in, by id.
+        services: what is to be stopped when the session is closed.
     """
 
     def __init__(
@@ -107,6 +122,7 @@ class Session:
         self._manned: Hub | None = None
         self._closing: asyncio.Future[None] | None = None
         self.groups = {self.world.id: ("world", self.world.members)}
+        self.services: list[Service] = []
         self._groups: dict[bytes, int] = {}
         self._lag_s = 0.0
         self._lag_seen_s = math.inf  # for ever up to date where nobody measures: in a world of one
@@ -169,6 +185,8 @@ class Session:
         """A rank is gone without a goodbye."""
         logger.warning("rank %d: rank %d is lost: %s", self.rank, rank, reason)
         self.engine.recorder.note("lost", f"rank {rank}", -1, reason)
+        if self.engine.tracer is not None:
+            self.engine.tracer.instant("peer lost", rank=rank, reason=reason)
         self.engine.on_peer_lost(rank, reason)
         self.network.forget(rank)
 
@@ -177,6 +195,8 @@ class Session:
         control = self.engine.control
         if control is None:
             return
+        if self.engine.tracer is not None:
+            self.engine.tracer.left(rank)
         pending = [one for one in self.engine.router.live if rank in one.group.index]
         ops = [(one.key.group_id, one.name, one.seq) for one in pending]
         cause = Cause(CauseKind.LOST, rank, f"rank {rank} has left (it closed its communicator)")
@@ -214,6 +234,8 @@ class Session:
         loop = self.engine.loop
         self._lag_s = max(0.0, loop.time() - due_s)
         self._lag_seen_s = time.monotonic()
+        if self.engine.tracer is not None:
+            self.engine.tracer.counter("loop lag", "ms", self._lag_s * 1e3)
         if self.engine.meter is not None:
             self.engine.ends.traffic.mark(self._lag_seen_s)
         next_s = loop.time() + LOAD_EVERY_S
@@ -249,6 +271,11 @@ class Session:
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
+        tracer, self.engine.tracer = self.engine.tracer, None
+        if tracer is not None:
+            await tracer.close()
+        for service in self.services:
+            await _in_a_thread(service.stop)
         control = self.engine.control
         if control is not None:
             await control.leave(LEAVE_WITHIN_S)
@@ -265,7 +292,11 @@ class Session:
         self._closed = (
             "this communicator belongs to the parent process: after fork, a child has to call kfcomm.init() itself"
         )
+        if self.engine.tracer is not None:
+            self.engine.tracer.forked()
+            self.engine.tracer = None
         descriptors = [*self.network.descriptors(), *self.engine.ends.descriptors()]
+        descriptors += [descriptor for service in self.services for descriptor in service.descriptors()]
         self.network.sever()
         with contextlib.suppress(OSError):
             nothing = os.open(os.devnull, os.O_RDWR)

@@ -18,6 +18,7 @@ USES = {
     "build": ["editables", "hatchling"],
     "bench": ["kfcomm[bench]"],
     "demo": ["kfcomm[demo]"],
+    "metrics": ["kfcomm[metrics]"],
     "test": ["kfcomm[test]"],
     "check": ["kfcomm[check]"],
     "docs": ["kfcomm[docs]"],

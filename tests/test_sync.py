@@ -22,7 +22,7 @@ from kfcomm.sync import Communicator, Handle
 from kfcomm.testing import run_threads, sync_world
 from tests.launch.launched import environ
 
-NOT_VERBS = {"close", "dump", "group", "queue", "save", "split"}
+NOT_VERBS = {"close", "dump", "group", "queue", "save", "split", "statistics"}
 PROPERTIES = {"epoch", "layout", "local_rank", "local_size", "name", "rank", "size", "strategy"}
 
 

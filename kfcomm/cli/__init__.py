@@ -17,6 +17,7 @@ from kfcomm import __version__
 from kfcomm.cli.bench import bench
 from kfcomm.cli.errors import reported_errors
 from kfcomm.cli.probe import probe
+from kfcomm.cli.timeline import timeline
 from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.settings import TRANSPORTS
 
@@ -29,6 +30,7 @@ def main() -> None:
 
 main.add_command(bench)
 main.add_command(probe)
+main.add_command(timeline)
 
 
 @main.command(context_settings={"allow_interspersed_args": False})
@@ -46,7 +48,14 @@ main.add_command(probe)
 )
 @click.option("--interface", metavar="NAME", help="Interface, address or network (CIDR) to listen at.")
 @click.option("--dump-dir", metavar="PATH", help="Folder for the dumps that SIGUSR1 asks for.")
+@click.option("--timeline", metavar="DIR", help="Record a timeline of each rank here.")
 @click.option("--monitor/--no-monitor", default=None, help="Count and time what the ranks do; on by default.")
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(1, 65535),
+    metavar="PORT",
+    help="Port for Prometheus; local rank r takes the r-th after it.",
+)
 @click.option(
     "--token-file",
     type=click.Path(path_type=Path),
@@ -104,7 +113,7 @@ def run(command: tuple[str, ...], **given: Any) -> None:
 
 def _settings(given: Mapping[str, Any]) -> dict[str, str]:
     """The variables that carry the settings which were given as options."""
-    names = ("strategy", "transport", "timeout", "stall_after", "interface", "dump_dir")
+    names = ("strategy", "transport", "timeout", "stall_after", "interface", "dump_dir", "timeline", "metrics_port")
     found = {f"KFCOMM_{name.upper()}": str(given[name]) for name in names if given[name] is not None}
     if given["monitor"] is not None:
         found["KFCOMM_MONITOR"] = "1" if given["monitor"] else "0"

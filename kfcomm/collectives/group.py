@@ -151,6 +151,7 @@ class Group:
             # Not the number of those that were agreed: ranks that differ in that would never meet again.
             generation = operation.seq + 1
             self.plans = Plans(Planner(self.view.rank, self.view.size, strategy, generation))
+        self._trace_swap(strategy, error)
         waiting, self._waiting = self._waiting, None
         for begin in waiting or ():
             self.in_order(begin)
@@ -159,6 +160,16 @@ class Group:
                 verdict.set_result(None)
             else:
                 verdict.set_exception(error)
+
+    def _trace_swap(self, strategy: AnyStrategy, error: BaseException | None) -> None:
+        tracer, planner = self.engine.tracer, self.plans.planner
+        if tracer is None:
+            return
+        if error is None:
+            tracer.instant("strategy", now=strategy.name, generation=planner.generation, ranks=self.view.size)
+        else:
+            reason = str(error) or type(error).__name__
+            tracer.instant("strategy refused", asked=strategy.name, reason=reason, ranks=self.view.size)
 
 
 def later_key(key: str) -> str:

@@ -116,15 +116,7 @@ class Verbs:
             handle = self._again(x, name, op, out, timeout, priority)
             if handle is not None:
                 return handle
-        with self._checks(name, timeout, priority):
-            array = adapt(x)
-            op = _checked_op(op, array.dtype)
-            wire = None if wire_dtype is None else wire_dtype_of(wire_dtype, array.dtype)
-            target = None if out is None else adapt_out(out, array.shape, array.dtype)
-        return self._begin(
-            name, array, array.shape, target, timeout, priority,
-            (Plans.all_reduce, array.dtype, array.shape, op, name or UNNAMED, wire), in_place=True,
-        )  # fmt: skip
+        return self._all_reduce(x, name, op, out, timeout, priority, wire_dtype)
 
     def all_reduce_many(
         self, arrays: Mapping[str, Any], *, op: Op | str = Op.SUM, timeout: float | None = None, priority: int = 0,
@@ -317,9 +309,25 @@ class Verbs:
                 check_priority(priority)
         return checks
 
+    def _all_reduce(
+        self, x: Any, name: str | None, op: Op | str, out: Any, timeout: float | None, priority: int,
+        wire_dtype: str | None, handle: Handle[Any] | None = None,
+    ) -> Handle[Any]:  # fmt: skip
+        """Any all_reduce, with ``handle`` for its handle if it is given."""
+        with self._checks(name, timeout, priority):
+            array = adapt(x)
+            op = _checked_op(op, array.dtype)
+            wire = None if wire_dtype is None else wire_dtype_of(wire_dtype, array.dtype)
+            target = None if out is None else adapt_out(out, array.shape, array.dtype)
+        return self._begin(
+            name, array, array.shape, target, timeout, priority,
+            (Plans.all_reduce, array.dtype, array.shape, op, name or UNNAMED, wire), in_place=True, handle=handle,
+        )  # fmt: skip
+
     def _again(
-        self, x: Array, name: str | None, op: Op | str, out: Any, timeout: float | None, priority: int
-    ) -> Handle[Any] | None:
+        self, x: Array, name: str | None, op: Op | str, out: Any, timeout: float | None, priority: int,
+        handle: Handle[Any] | None = None,
+    ) -> Handle[Any] | None:  # fmt: skip
         """An all_reduce of a kind that this group has done before, and has nothing to wait for or to look at twice.
 
         None: it is not. This is the way of a small tensor at every step, and saves it a quarter of its time.
@@ -342,7 +350,8 @@ class Verbs:
             except MemoryError:
                 return None
         source, result = (x, value) if x.ndim == 1 else (x.reshape(-1), value.reshape(-1))
-        handle: Handle[Any] = Handle(loop=group.engine.loop)
+        if handle is None:
+            handle = Handle(loop=group.engine.loop)
         group.post(
             plan, name or UNNAMED, overlapping=name is None, source=source, result=result, value=value,
             timeout_s=None, priority=priority, handle=handle,
@@ -352,14 +361,16 @@ class Verbs:
     def _begin(
         self, name: str | None, array: HostArray | None, shape: Shape, target: OutArray | None,
         timeout: float | None, priority: int, plan: MakePlan, *, in_place: bool = False, later: Later | None = None,
+        handle: Handle[Any] | None = None,
     ) -> Handle[Any]:  # fmt: skip
         """Post now, or after a verdict on the strategy, with room for a result of ``shape``.
 
-        ``later``: for the later steps of a call, which are posted at once, under the plans of its first.
+        ``later``: for the later steps of a call, which are posted at once, under the plans of its first. ``handle``:
+        what is returned; a new one if left out.
         """
         group = self._group
-        handle: Handle[Any] = Handle(loop=group.engine.loop)
-
+        if handle is None:
+            handle = Handle(loop=group.engine.loop)
         if later is not None or not group.waits:
             _start(group, handle, name, array, shape, target, timeout, priority, plan, in_place, later)
             return handle

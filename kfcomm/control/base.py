@@ -18,11 +18,14 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from kfcomm.control.clock import ClockSample
 from kfcomm.core.gossip import Op
 from kfcomm.core.handshake import Purpose
 
 Answer = Callable[[int, list[bool], str], None]
 """``answer(rank, posted, activity)``: ``posted[i]`` is about the i-th op of the question."""
+ToldClock = Callable[[ClockSample | None], None]
+"""Told how a peer's clock relates to this process's; None if that could not be found out."""
 
 
 class ControlEvents(Protocol):
@@ -75,6 +78,12 @@ class ControlPlane(Protocol):
 
         ``answer`` is called at most once per rank, and never for a rank that is gone or does not reply within
         about half a minute. Returns a number for logs.
+        """
+
+    def compare_clocks(self, rank: int, told: ToldClock) -> None:
+        """Find out how the clock of ``rank`` relates to this one's; ``told`` is called once, on the engine's loop.
+
+        It may never be called once this rank's plane is stopped.
         """
 
     async def leave(self, timeout_s: float) -> None:

@@ -11,10 +11,12 @@ import asyncio
 import contextlib
 import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kfcomm.control.base import Answer, ControlEvents, StatusSource
+from kfcomm.control.base import Answer, ControlEvents, StatusSource, ToldClock
+from kfcomm.control.clock import ClockReader, ClockSample, sample_of
 from kfcomm.core.gossip import EVERYBODY, Op
 from kfcomm.errors import LocalProtocolError
 
@@ -85,7 +87,11 @@ class MemoryHub:
 
 
 class MemoryControl:
-    """The plane of one rank in a `MemoryHub`; implements `kfcomm.control.base.ControlPlane`."""
+    """The plane of one rank in a `MemoryHub`; implements `kfcomm.control.base.ControlPlane`.
+
+    Attributes:
+        clock: what this rank takes for its clock, in nanoseconds; to be replaced to have clocks that differ.
+    """
 
     def __init__(
         self,
@@ -97,6 +103,7 @@ class MemoryControl:
     ) -> None:
         self.rank = rank
         self.status = status
+        self.clock: ClockReader = time.monotonic_ns
         self._hub = hub
         self._loop = loop
         self._events = events
@@ -131,6 +138,16 @@ class MemoryControl:
                     plane.answer_to(self, ops, answer)
                     plane.release(self.rank, target)
             return self._hub.next_number()
+
+    def compare_clocks(self, rank: int, told: ToldClock) -> None:
+        """See `ControlPlane.compare_clocks`."""
+        with self._hub.lock:
+            peer = self._hub.planes.get(rank)
+            sample: ClockSample | None = None
+            if self._open and peer is not None and peer._open:
+                asked_ns, heard_ns = self.clock(), peer.clock()
+                sample = sample_of(asked_ns, heard_ns, peer.clock(), self.clock())
+            self._post(told, sample)
 
     async def leave(self, timeout_s: float) -> None:
         """See `ControlPlane.leave`."""

@@ -17,11 +17,13 @@ import logging
 import selectors
 import socket
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kfcomm.control.base import Answer, ControlEvents, StatusSource
+from kfcomm.control.base import Answer, ControlEvents, StatusSource, ToldClock
+from kfcomm.control.clock import ClockReader, answer_clock, measure_clock
 from kfcomm.control.node import ControlNode
 from kfcomm.control.upcalls import Upcalls
 from kfcomm.core.credit import DEFAULT_CREDIT, Credit
@@ -31,6 +33,9 @@ from kfcomm.errors import KfcommError, LocalProtocolError
 from kfcomm.transports.greeting import HANDSHAKE_TIMEOUT_S, dial, serve
 from kfcomm.transports.greeting import answer as greet
 from kfcomm.transports.sockets import Address, Listener
+
+COMPARED_WITHIN_S = 0.25
+"""How long a thread that stops waits for clocks that are being compared: a millisecond, if all is well."""
 
 _LOG = logging.getLogger("kfcomm.control")
 
@@ -122,8 +127,12 @@ class ControlThread:
         loop: asyncio.AbstractEventLoop,
         events: ControlEvents,
         status: StatusSource,
+        *,
+        clock: ClockReader = time.monotonic_ns,
     ) -> None:
         self._world = world
+        self._clock = clock
+        self._comparing: set[asyncio.Task[None]] = set()
         self._listener = listener
         self._upcalls = Upcalls(loop, events)
         self._status = status
@@ -197,6 +206,10 @@ class ControlThread:
         self._call(lambda node: node.query(asked, target, answer))
         return next(self._numbers)
 
+    def compare_clocks(self, rank: int, told: ToldClock) -> None:
+        """See `ControlPlane.compare_clocks`."""
+        self._call(lambda _: self._compare(self._ask_clock(rank, told)))
+
     async def leave(self, timeout_s: float) -> None:
         """See `ControlPlane.leave`."""
         loop = asyncio.get_running_loop()
@@ -244,6 +257,8 @@ class ControlThread:
                 self._ready.set()
                 await self._stop.wait()
                 serving.cancel()
+                if self._comparing:
+                    await asyncio.wait(self._comparing, timeout=COMPARED_WITHIN_S)
                 await node.close()
         finally:
             if self._node is not None:
@@ -262,7 +277,7 @@ class ControlThread:
             status=self._status,
         )
 
-    async def _dial(self, rank: int) -> socket.socket:
+    async def _dial(self, rank: int, purpose: Purpose = Purpose.CONTROL) -> socket.socket:
         world = self._world
         addresses = addresses_of(world.peers[rank], seen_from=world.peers[world.rank])
         me, peer = world.identity(world.rank), world.identity(rank)
@@ -270,7 +285,7 @@ class ControlThread:
             addresses,
             me,
             peer,
-            purpose=Purpose.CONTROL,
+            purpose=purpose,
             token=world.token,
             epoch=world.epoch,
             timeout_s=world.handshake_timeout_s,
@@ -292,10 +307,35 @@ class ControlThread:
         def welcome(sock: socket.socket, hello: Hello) -> None:
             if hello.purpose is Purpose.CONTROL:
                 node.links.add(hello.rank, sock)
+            elif hello.purpose is Purpose.CLOCK:
+                answering = self._compare(self._answer_clock(sock))
+                answering.add_done_callback(lambda _: sock.close())  # also if it was cancelled before its first step
             else:
                 self._upcalls.adopt(sock, hello.rank, hello.purpose)
 
         await serve(self._listener, shake, welcome=welcome, refused=_log_refusal)
+
+    def _compare(self, comparison: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._loop.create_task(comparison, name="kfcomm clock")
+        self._comparing.add(task)
+        task.add_done_callback(self._comparing.discard)
+        return task
+
+    async def _answer_clock(self, sock: socket.socket) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._world.handshake_timeout_s):
+                await answer_clock(sock, clock=self._clock)
+
+    async def _ask_clock(self, rank: int, told: ToldClock) -> None:
+        sample = None
+        try:
+            sock = await self._dial(rank, Purpose.CLOCK)
+            with sock:
+                async with asyncio.timeout(self._world.handshake_timeout_s):
+                    sample = await measure_clock(sock, clock=self._clock)
+        except (KfcommError, TimeoutError) as error:
+            _LOG.debug("rank %d could not compare clocks with rank %d: %s", self._world.rank, rank, error)
+        self._upcalls.post(told, sample)
 
     def _on_loop_error(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         message = f"in the control thread of rank {self._world.rank}: {context['message']}"

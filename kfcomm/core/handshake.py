@@ -49,6 +49,8 @@ class Purpose(IntEnum):
     CONTROL = 1
     SHARED_MEMORY = 2
     """Data that does not travel on the connection."""
+    CLOCK = 3
+    """Questions about the answerer's clock."""
 
 
 class Outcome(Enum):

@@ -73,6 +73,9 @@ def _settings(settings: Settings) -> list[Row]:
         ("stall after", f"{settings.stall_after_s:g} s"),
         ("interface", settings.interface or "by the route to the store"),
         ("dumps to", settings.dump_dir),
+        ("timeline in", settings.timeline or "none"),
+        ("monitoring", "on" if settings.monitor else "off"),
+        ("metrics", "none" if settings.metrics_port is None else f"port {settings.metrics_port} + local rank"),
     ]
 
 

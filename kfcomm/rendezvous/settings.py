@@ -38,7 +38,9 @@ class Arguments(TypedDict, total=False):
     stall_after: float | None
     interface: str | None
     dump_dir: str | None
+    timeline: str | None
     monitor: bool | None
+    metrics_port: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +60,13 @@ class Settings:
         stall_after_s: after this a wait is reported.
         interface: name, address or network (CIDR) to listen at; None to go by the route.
         dump_dir: folder of the dumps that a signal asks for.
+        timeline: folder for a trace of each rank; None for none.
         monitor: whether bytes, calls and waits are counted.
+        metrics_port: where local rank 0 answers Prometheus, the others at the ports after it; None not to.
         source: where rank and size come from.
         reasons: lines that explain to a person what was found.
         serve: whether rank 0 starts the store; otherwise the launcher has.
+        job: what the launcher calls this job on this host; None without one.
     """
 
     rank: int = 0
@@ -76,10 +81,13 @@ class Settings:
     stall_after_s: float = 10.0
     interface: str | None = None
     dump_dir: str = "."
+    timeline: str | None = None
     monitor: bool = True
+    metrics_port: int | None = None
     source: str = Source.ALONE
     reasons: tuple[str, ...] = ()
     serve: bool = False
+    job: str | None = None
 
     @property
     def may_share_memory(self) -> bool:
@@ -121,10 +129,13 @@ def detect(environ: Mapping[str, str], **arguments: Unpack[Arguments]) -> Settin
         stall_after_s=reader.seconds("stall_after", 10.0),
         interface=reader.optional("interface"),
         dump_dir=reader.text("dump_dir", "."),
+        timeline=reader.optional("timeline"),
         monitor=reader.flag("monitor", default=True),
+        metrics_port=reader.port("metrics_port"),
         source=world.source,
         reasons=tuple(reasons),
         serve=store is not None and reader.flag("serve", default=True),
+        job=environ.get("KFCOMM_JOB") or None,
     )
 
 
@@ -264,6 +275,16 @@ class _Reader:
         if value not in (True, False, "0", "1"):
             raise ConfigError(f"{self.name(setting)}={value!r} must be 0 or 1")
         return value in (True, "1")
+
+    def port(self, setting: str) -> int | None:
+        value = self.raw(setting)
+        try:
+            port = None if value is None else int(value)
+        except (TypeError, ValueError):
+            port = 0
+        if port is not None and (isinstance(value, (bool, float)) or not 0 < port < 1 << 16):
+            raise ConfigError(f"{self.name(setting)}={value!r} must be a port, from 1 to 65535")
+        return port
 
     def seconds(self, setting: str, default: float) -> float:
         value = self.raw(setting)

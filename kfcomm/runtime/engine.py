@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import TYPE_CHECKING, Any, cast
 
 from kfcomm.core.cause import Cause, CauseKind
-from kfcomm.core.collective import Collective, Early, GroupView, Incoming, ItemSizes, Outgoing
+from kfcomm.core.collective import Collective, Early, GroupView, Incoming, ItemSizes, Outgoing, shown
 from kfcomm.core.credit import DEFAULT_CREDIT, Credit
 from kfcomm.core.frame import Header, Kind
 from kfcomm.core.machine import (
@@ -53,6 +53,7 @@ from kfcomm.transports.base import Link
 if TYPE_CHECKING:
     from kfcomm.control import ControlPlane
     from kfcomm.runtime.load import Load
+    from kfcomm.runtime.tracer import Tracer
 
 logger = logging.getLogger("kfcomm")
 
@@ -82,6 +83,7 @@ class Engine:
         credit: of every link; the same on every rank.
 
     Attributes:
+        tracer: records a timeline, if one is wanted.
         meter: what is counted and timed; None if nothing is.
     """
 
@@ -98,6 +100,7 @@ class Engine:
         self.rank = rank
         self.router = Router(rank, credit)
         self.recorder = Recorder()
+        self.tracer: Tracer | None = None
         self.meter = meter
         self.loop = loop
         self._control: ControlPlane | None = None
@@ -141,6 +144,8 @@ class Engine:
             self._reject(operation, group, name, outcome, effects)
             return
         self.recorder.note("posted", name, operation.seq, signature.verb)
+        if self.tracer is not None:
+            self.tracer.posted(operation)
         if not operation.seq and self.router.num_keys >= self._warn_at:
             self._warn_at *= 10
             logger.warning(MANY_NAMES, self.rank, self.router.num_keys, name)
@@ -161,6 +166,8 @@ class Engine:
         """A call failed its local checks: the other ranks' calls under this name fail too."""
         if self._ended:
             return
+        if self.tracer is not None:
+            self.tracer.instant("refused", collective=shown(name), reason=message)
         if self.meter is not None:
             self.meter.failed(group, name)
         effects: Effects = []
@@ -255,6 +262,10 @@ class Engine:
         state = link.state
         if header[0] == CHUNK and type(state) is Incoming:
             chunk = Payload(payload, None, link)
+            if self.tracer is not None:
+                key = state.keys.get(header[1])
+                if key is not None:
+                    self.tracer.arrived(link.peer, key, header[2], len(payload))
             if self.router.receive(state, header, len(payload), chunk, effects):
                 chunk.copy(self._pool)  # nobody knows for how long: what is lent may hold up its sender
             elif effects and self.meter is not None:
@@ -293,6 +304,8 @@ class Engine:
         self._perform(effects)
         payload = self._room(ticket, nbytes)
         payload.ticket = ticket
+        if self.tracer is not None:
+            self.tracer.arriving(link.peer)
         return payload
 
     def arrived(self, link: Link, placement: Payload) -> None:
@@ -300,6 +313,8 @@ class Engine:
         if placement.ticket is None:
             placement.release(self._pool)
             return
+        if self.tracer is not None:
+            self._trace_arrival(link.peer, placement)
         effects: Effects = []
         self.router.arrived(placement.ticket, placement, effects)
         if effects and self.meter is not None:
@@ -432,6 +447,8 @@ class Engine:
             return
         # Without payload too: who is done may block its loop or exit, so its frames must have left by then.
         link = outlet.link or outlet
+        if self.tracer is not None:
+            self.tracer.sent(operation.group.members[to], operation, nbytes)
         if link.send(header, data if nbytes else None, operation, operation.priority):
             operation.was_read(effects)  # and what follows from it, after the effects that are under way
 
@@ -448,6 +465,8 @@ class Engine:
         self.router.complete(operation)
         self.patience.end(operation)
         self.recorder.note("completed", operation.key.name, operation.seq)
+        if self.tracer is not None:
+            self.tracer.ended(operation)
         operation.resolve()
         if self.load is not None:
             self.load.ended(operation, is_last=not self.router.live)
@@ -456,6 +475,8 @@ class Engine:
 
     def _reject(self, operation: Operation, group: GroupView, name: str, cause: Cause, effects: Effects) -> None:
         self.recorder.note("rejected", name, -1, cause.message)
+        if self.tracer is not None:
+            self.tracer.instant("rejected", collective=shown(name), reason=cause.message)
         if self.meter is not None:
             self.meter.failed(group, name)
         operation.reject(error_of(cause, name))
@@ -467,6 +488,8 @@ class Engine:
         if self.meter is not None:
             self.meter.failed(collective.group, collective.name)
         self.recorder.note("failed", collective.name, collective.seq, cause.message)
+        if self.tracer is not None:
+            self.tracer.ended(operation, cause.message)
         for outlet in self.ends.outlets():
             for header in outlet.withdraw(operation):
                 if header[7]:
@@ -492,6 +515,18 @@ class Engine:
             if phase == DOWN and lane.keeps:
                 return Payload(operation.bytes_of(lane, index, RESULT), operation)
         return Payload.held(self._pool, nbytes)
+
+    def _trace_arrival(self, peer: int, placement: Payload) -> None:
+        ticket, tracer = placement.ticket, self.tracer
+        if tracer is None:
+            return
+        if type(ticket[0]) is not Early:
+            tracer.arrived(peer, ticket[0].key, ticket[0].seq, len(placement.view))
+            return
+        _, incoming, _, header, nbytes = ticket
+        key = incoming.keys.get(header[1])
+        if key is not None:
+            tracer.arrived(peer, key, header[2], nbytes)
 
     def _announce(self, collective: Collective) -> None:
         """Show those that it waits for what it is: ranks that disagree may have no chunk to show it."""

@@ -57,6 +57,10 @@ class Communicator(Skin[Async]):
     """``all_reduce`` of every value under its key as the name."""
     all_reduce_many_async = begun(Async.all_reduce_many, MANY)
     """Begin an ``all_reduce_many``."""
+    monitored_all_reduce = blocking(Async.monitored_all_reduce, ARRAY)
+    """An ``all_reduce`` whose throughput is recorded."""
+    monitored_all_reduce_async = begun(Async.monitored_all_reduce, ARRAY)
+    """Begin a ``monitored_all_reduce``."""
     reduce = blocking(Async.reduce, ARRAY)
     """Rank ``root`` gets what ``all_reduce`` would give; the others get None."""
     reduce_async = begun(Async.reduce, ARRAY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -26,7 +27,8 @@ T = TypeVar("T")
 class _Way:
     """The network of one rank; implements ``session.Network``."""
 
-    def __init__(self, rank: int, links: Links, hub: MemoryHub, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, rank: int, links: Links, hub: MemoryHub, loop: asyncio.AbstractEventLoop, job: str) -> None:
+        self.job = job
         self._rank = rank
         self._links = links
         self._hub = hub
@@ -98,12 +100,13 @@ class MemoryWorld(Sequence[Communicator]):
         loop = asyncio.get_running_loop()
         self._links: Links = InSharedMemory(loop, size) if transport == "shm" else InMemory(loop)
         self._hub = MemoryHub(size)
+        job = secrets.token_hex(8)
         layout = Layout.even(size, hosts, os.cpu_count() or 0)
         sessions = [
             Session(
                 rank,
                 layout,
-                _Way(rank, self._links, self._hub, loop),
+                _Way(rank, self._links, self._hub, loop, job),
                 loop,
                 timeout_s=timeout_s,
                 stall_after_s=stall_after_s,

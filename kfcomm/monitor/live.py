@@ -1,0 +1,141 @@
+"""The statistics of running jobs, for their user on the same host: each rank answers, and can be found.
+
+A rank with monitoring on listens at an abstract Unix socket (Linux alone has them), whose name holds the user, the job
+and the rank; ``jobs`` reads the names from /proc/net/unix. Whoever connects gets the statistics of the rank's world as
+one line of JSON, and the end of the connection. Nothing is left of the name when the process is gone, however it went.
+
+What always holds: only processes of the same user are answered, and only theirs are believed (SO_PEERCRED, unix(7)).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import socket
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from kfcomm.monitor.attendant import PATIENCE_S, Attendant
+from kfcomm.monitor.records import Statistics
+
+logger = logging.getLogger("kfcomm")
+
+PREFIX = "kfcomm-live"
+SOCKETS = "/proc/net/unix"
+MAX_NBYTES = 1 << 26
+"""Of one answer; ten thousand keys take 2 MB."""
+_MAX_JOB_LETTERS = 32
+_LISTENS = 0x10000  # of the flags in /proc/net/unix: __SO_ACCEPTCON
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_numbers = count()
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job that runs on this host.
+
+    Attributes:
+        name: as its ranks have it: see ``job_name``.
+        sockets: where its ranks on this host answer: rank and name of the socket, by rank.
+    """
+
+    name: str
+    sockets: tuple[tuple[int, str], ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Its ranks on this host."""
+        return tuple(rank for rank, _ in self.sockets)
+
+
+def jobs(listing: str | None = None) -> tuple[Job, ...]:
+    """The jobs of this user on this host that can be watched, by name.
+
+    Args:
+        listing: what /proc/net/unix says; it is read if left out.
+
+    Returns:
+        None of them where that file does not exist, as on other systems than Linux.
+    """
+    if listing is None:
+        try:
+            listing = Path(SOCKETS).read_text(errors="replace")
+        except OSError:
+            return ()
+    found: dict[str, list[tuple[int, str]]] = {}
+    for line in listing.splitlines()[1:]:
+        fields = line.split(maxsplit=7)
+        if len(fields) == 8 and int(fields[3], 16) & _LISTENS:
+            parts = fields[7].removeprefix("@").split("/")
+            if len(parts) == 5 and parts[:2] == [PREFIX, str(os.getuid())] and parts[3].isdecimal():
+                found.setdefault(parts[2], []).append((int(parts[3]), fields[7].removeprefix("@")))
+    return tuple(Job(name, tuple(sorted(found[name]))) for name in sorted(found))
+
+
+def read(job: Job) -> list[Statistics]:
+    """What the ranks of a job on this host say, by rank; those that are gone by now are left out.
+
+    Takes as long as the slowest rank takes to answer, ``PATIENCE_S`` at most for each.
+    """
+    answers = [_ask(name) for _, name in job.sockets]
+    return [answer for answer in answers if answer is not None]
+
+
+def job_name(job: str | None, store: str | None) -> str:
+    """The name of a job: what its launcher calls it, else its store, else (a world of one) its process."""
+    name = job or store or f"pid {os.getpid()}"
+    return re.sub(r"[^\w.]+", "-", name.removeprefix("http://"), flags=re.ASCII)[:_MAX_JOB_LETTERS]
+
+
+def attend(job: str, rank: int, statistics: Callable[[], Statistics]) -> Attendant | None:
+    """Answer for a rank from now on; None where that cannot be, which is no reason not to work."""
+    if sys.platform != "linux":
+        return None
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        # The process and a number: one process may be rank 0 of several worlds.
+        listener.bind(f"\0{PREFIX}/{os.getuid()}/{job}/{rank}/{os.getpid()}.{next(_numbers)}")
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        logger.debug("rank %d cannot be watched: %s", rank, error)
+        return None
+
+    def serve(sock: socket.socket) -> None:
+        if _is_mine(sock):
+            sock.sendall(json.dumps(statistics().as_json()).encode() + b"\n")
+
+    return Attendant(listener, serve, "kfcomm-live")
+
+
+def _ask(name: str) -> Statistics | None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(PATIENCE_S)
+        try:
+            sock.connect("\0" + name)
+            if not _is_mine(sock):
+                return None
+            return Statistics.from_json(json.loads(_all_of(sock)))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            logger.debug("no statistics from %s: %s", name, error)
+            return None
+
+
+def _all_of(sock: socket.socket) -> bytes:
+    parts: list[bytes] = []
+    while sum(map(len, parts)) <= MAX_NBYTES and (part := sock.recv(1 << 20)):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _is_mine(sock: socket.socket) -> bool:
+    """Whether a process of this user is at the other end."""
+    said = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    credentials: Sequence[int] = _CREDENTIALS.unpack(said)
+    return credentials[1] == os.getuid()

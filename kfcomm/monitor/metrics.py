@@ -1,0 +1,169 @@
+"""The statistics of a process for Prometheus: an endpoint, asked for by a port, that reads them when it is scraped.
+
+Names follow Prometheus' conventions (https://prometheus.io/docs/practices/naming/): base units, ``_total`` for what
+only grows. The package prometheus-client does the format; it is the extra ``metrics``, imported when a port is set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib.util
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from kfcomm.errors import ConfigError
+from kfcomm.monitor.attendant import PATIENCE_S, Attendant
+from kfcomm.monitor.records import Statistics
+from kfcomm.monitor.statistics import OTHERS, tallies_of
+from kfcomm.runtime.meter import BOUNDS_S, Meter, Tally
+from kfcomm.runtime.steady import steady
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
+MAX_LABELLED_KEYS = 256
+"""Keys with series of their own, the first that were used; the others are ``(others)`` together."""
+_EVERY = 16
+"""Buckets of a histogram here to one there: each bound is four times the one before."""
+
+
+def check(port: int, monitor: bool) -> None:
+    """Refuse a metrics port that cannot work whatever the world is.
+
+    Raises:
+        ConfigError: monitoring is off, or prometheus-client is missing.
+    """
+    if not monitor:
+        raise ConfigError(f"metrics_port={port} needs monitoring, which is off: leave monitor=False out")
+    if importlib.util.find_spec("prometheus_client") is None:
+        raise ConfigError(f"metrics_port={port} needs prometheus-client: pip install kfcomm[metrics]")
+
+
+def attend(address: str, port: int, local_rank: int, meter: Meter, statistics: Callable[[], Statistics]) -> Attendant:
+    """Answer Prometheus at ``port + local_rank`` of an address from now on.
+
+    Raises:
+        ConfigError: that port is taken, is none, or may not be used; names it.
+    """
+    from prometheus_client import CollectorRegistry, MetricsHandler
+
+    mine = port + local_rank
+    if mine > 65535:
+        raise ConfigError(f"metrics_port={port}: local rank {local_rank} would listen at port {mine}, which is none")
+    registry = CollectorRegistry()
+    registry.register(_Collector(meter, statistics))
+    handler: Any = type("Handler", (MetricsHandler.factory(registry),), {"timeout": PATIENCE_S})
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, mine))
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        why = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
+        of = "" if mine == port else f" (of local rank {local_rank})"
+        raise ConfigError(f"metrics_port={port}: port {mine}{of} of {address} {why}") from error
+
+    def serve(sock: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # who has scraped may be gone before the end
+            handler(sock, sock.getpeername(), None)
+
+    return Attendant(listener, serve, "kfcomm-metrics")
+
+
+class _Collector:
+    """What ``prometheus_client`` asks at each scrape."""
+
+    def __init__(self, meter: Meter, statistics: Callable[[], Statistics]) -> None:
+        self._meter = meter
+        self._statistics = statistics
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: or the registry would collect once to find out."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics, as they are now."""
+        now = self._statistics()
+        yield from _of_process(now)
+        yield from _of_peers(now)
+        yield from _of_strategies(now)
+        yield from _of_keys(tallies_of(self._meter), steady(lambda: list(self._meter.others.values())))
+
+
+def _of_process(now: Statistics) -> Iterator[Metric]:
+    from prometheus_client.metrics_core import GaugeMetricFamily, InfoMetricFamily
+
+    labels = {"rank": str(now.rank), "size": str(now.size), "strategy": now.strategy}
+    yield InfoMetricFamily("kfcomm", "Who this process is.", labels)
+    yield GaugeMetricFamily("kfcomm_event_loop_lag_seconds", "How late the event loop is.", now.loop_lag_s)
+    yield GaugeMetricFamily("kfcomm_peak_memory_bytes", "The most memory ever resident.", now.peak_memory_nbytes)
+
+
+def _of_peers(now: Statistics) -> Iterator[Metric]:
+    from prometheus_client.metrics_core import CounterMetricFamily
+
+    for name, text, field in (
+        ("sent_bytes", "Bytes sent to a peer.", "sent_nbytes"),
+        ("received_bytes", "Bytes received from a peer.", "received_nbytes"),
+        ("sent_messages", "Frames sent to a peer.", "sent_messages"),
+        ("received_messages", "Frames received from a peer.", "received_messages"),
+    ):
+        family = CounterMetricFamily(f"kfcomm_{name}", text, labels=("peer", "link"))
+        for peer in now.peers:
+            family.add_metric((str(peer.rank), peer.link), getattr(peer, field))
+        yield family
+    waited: dict[int, float] = {}
+    for peer in now.peers:
+        waited[peer.rank] = waited.get(peer.rank, 0.0) + peer.waited_s
+    family = CounterMetricFamily("kfcomm_waited_seconds", "Waiting for a peer, of all collectives.", labels=("peer",))
+    for rank, waited_s in waited.items():
+        family.add_metric((str(rank),), waited_s)
+    yield family
+
+
+def _of_strategies(now: Statistics) -> Iterator[Metric]:
+    from prometheus_client.metrics_core import GaugeMetricFamily
+
+    for name, text, field in (
+        ("throughput", "Of the latest monitored all_reduce.", "throughput"),
+        ("reference_throughput", "What is to be expected.", "reference"),
+    ):
+        family = GaugeMetricFamily(f"kfcomm_{name}_bytes_per_second", text, labels=("strategy",))
+        for one in now.strategies:
+            family.add_metric((one.name,), getattr(one, field))
+        yield family
+
+
+def _of_keys(tallies: dict[str, Tally], others: list[Tally]) -> Iterator[Metric]:
+    from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily
+
+    names = list(tallies)
+    rest = [tallies[name] for name in names[MAX_LABELLED_KEYS:]] + others
+    shown = {name: tallies[name] for name in names[:MAX_LABELLED_KEYS]}
+    if rest:
+        shown[OTHERS] = steady(lambda: Tally.sum(rest))
+    whole = Tally.sum(shown.values())
+    family = HistogramMetricFamily("kfcomm_collective_duration_seconds", "Collectives, from post to completion.")
+    family.add_metric((), list(_cumulated(whole)), whole.total_s)
+    yield family
+    for name, text, field in (
+        ("collectives", "Collectives completed, by name.", "count"),
+        ("collective_bytes", "Bytes of their results.", "nbytes"),
+        ("collective_seconds", "Seconds from post to completion, of all together.", "total_s"),
+        ("collective_failures", "Collectives that failed, by name.", "failures"),
+    ):
+        counter = CounterMetricFamily(f"kfcomm_{name}", text, labels=("key",))
+        for key, tally in shown.items():
+            counter.add_metric((key,), getattr(tally, field))
+        yield counter
+
+
+def _cumulated(tally: Tally) -> Iterator[tuple[str, float]]:
+    """How many took at most so long, by bound."""
+    for bucket in range(0, len(BOUNDS_S), _EVERY):
+        below = sum(count for at, count in tally.buckets.items() if at <= bucket)
+        yield f"{BOUNDS_S[bucket]:.9g}", below
+    yield "+Inf", tally.count

@@ -1,0 +1,43 @@
+"""Who besides the program may read the figures of a process: its user's other processes, and Prometheus if asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kfcomm.monitor import live, metrics
+from kfcomm.monitor.records import Statistics
+from kfcomm.rendezvous.interfaces import choose_address
+from kfcomm.rendezvous.settings import Settings, host_and_port
+
+if TYPE_CHECKING:
+    from kfcomm.session import Session
+
+
+def check(settings: Settings) -> None:
+    """Refuse, before anything is open, what cannot work.
+
+    Raises:
+        ConfigError: see ``metrics.check``.
+    """
+    if settings.metrics_port is not None:
+        metrics.check(settings.metrics_port, settings.monitor)
+
+
+def attend(session: Session, settings: Settings, statistics: Callable[[], Statistics]) -> None:
+    """Let others read the statistics of a session, until it is closed.
+
+    Raises:
+        ConfigError: the metrics port cannot be used.
+    """
+    meter = session.engine.meter
+    if meter is None:
+        return
+    if settings.metrics_port is not None:
+        towards = None if settings.store is None else host_and_port(settings.store)
+        address = choose_address(settings.interface, towards)
+        local_rank = session.layout.local_rank(session.rank)
+        session.services.append(metrics.attend(address, settings.metrics_port, local_rank, meter, statistics))
+    found = live.attend(live.job_name(settings.job, settings.store), session.rank, statistics)
+    if found is not None:
+        session.services.append(found)

@@ -1,0 +1,212 @@
+"""Trace files, read: found, checked line by line, and put in order by rank.
+
+What always holds: of a malformed file the line is named; a file that breaks off, since its process was killed or still
+runs, is read as far as it goes. What is read is not trusted to be what was written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from kfcomm.errors import ConfigError
+from kfcomm.monitor.timeline.layout import ABOUT, CLOCK, END, FORMAT, SUFFIX, About
+
+MAX_LINE_NBYTES = 1 << 20
+MAX_NAMED = 16
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """How a rank's clock relates to rank 0's at one moment: the latter is ``offset_ns`` more.
+
+    Attributes:
+        at_ns: the moment, by the rank's clock.
+        offset_ns: rank 0's clock less the rank's.
+        uncertainty_ns: by how much that can be wrong.
+    """
+
+    at_ns: int
+    offset_ns: int
+    uncertainty_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class TraceFile:
+    """The trace of one rank.
+
+    Attributes:
+        path: of the file.
+        about: whose it is.
+        samples: of its clock, oldest first.
+        is_whole: its end was written; else the process was killed, or still runs.
+        left_out: notes that were not taken; -1 where the end is missing.
+    """
+
+    path: Path
+    about: About
+    samples: tuple[Sample, ...]
+    is_whole: bool
+    left_out: int
+
+    def events(self) -> Iterator[Event]:
+        """All events but ours of this file's own, checked.
+
+        Raises:
+            ConfigError: a line is malformed.
+        """
+        for number, event in _events(self.path):
+            if event["name"] in (ABOUT, CLOCK, END) and event["ph"] == "M":
+                continue
+            if event["pid"] != self.about.rank + 1:
+                raise _bad(self.path, number, f"an event of process {event['pid']} in the trace of {self.about.title}")
+            yield event
+
+
+def find_files(places: Sequence[str | Path]) -> list[Path]:
+    """The trace files that these folders, files and patterns stand for, each once.
+
+    Raises:
+        ConfigError: there is no such file, or there are none in a folder.
+    """
+    found: dict[Path, None] = {}
+    for place in map(Path, places):
+        if place.is_dir():
+            inside = sorted(place.glob(f"kfcomm-*{SUFFIX}"))
+            if not inside:
+                raise ConfigError(f"{place}: no timelines here (kfcomm-*{SUFFIX})")
+        elif place.exists() or not any(sign in place.name for sign in "*?["):
+            inside = [place]
+        else:
+            inside = sorted(place.parent.glob(place.name))
+            if not inside:
+                raise ConfigError(f"{place}: no such file")
+        found.update(dict.fromkeys(inside))
+    return list(found)
+
+
+def read_files(places: Sequence[str | Path]) -> list[TraceFile]:
+    """The traces of one job, by rank.
+
+    Raises:
+        ConfigError: a file cannot be read, is none, or a line of it is malformed; the files are of different jobs, or
+            two of one rank.
+    """
+    traces = [_read(path) for path in find_files(places)]
+    jobs = {trace.about.job: trace for trace in traces}
+    if len(jobs) > 1:
+        shown = "; ".join(
+            f"{job} ({sum(one.about.job == job for one in traces)} of {trace.about.size} ranks, such as {trace.path})"
+            for job, trace in list(jobs.items())[:MAX_NAMED]
+        )
+        raise ConfigError(f"the files are of {len(jobs)} jobs, name those of one: {shown}")
+    traces.sort(key=lambda trace: trace.about.rank)
+    for one, other in zip(traces, traces[1:], strict=False):
+        if one.about.rank == other.about.rank:
+            raise ConfigError(f"{one.path} and {other.path} are both of rank {one.about.rank}")
+    return traces
+
+
+def missing_ranks(traces: Sequence[TraceFile]) -> list[int]:
+    """The ranks of the job of which there is no trace."""
+    return sorted(set(range(traces[0].about.size)) - {trace.about.rank for trace in traces})
+
+
+def _read(path: Path) -> TraceFile:
+    about: About | None = None
+    samples: list[Sample] = []
+    left_out = -1
+    for number, event in _events(path):
+        args = event["args"]
+        if about is None:
+            about = _about(path, event)
+        elif event["ph"] == "M" and event["name"] == CLOCK:
+            samples.append(Sample(*_integers(path, number, args, "at_ns", "offset_ns", "uncertainty_ns")))
+        elif event["ph"] == "M" and event["name"] == END:
+            (left_out,) = _integers(path, number, args, "left_out")
+    if about is None:
+        raise ConfigError(f"{path}: empty: its process ended before anything was written")
+    samples.sort(key=lambda sample: sample.at_ns)
+    return TraceFile(path, about, tuple(samples), left_out >= 0, left_out)
+
+
+def _about(path: Path, event: Event) -> About:
+    args = event["args"]
+    if event["name"] != ABOUT:
+        raise _bad(path, 1, "no timeline of kfcomm")
+    if args.get("merged"):
+        raise _bad(path, 1, "a merged timeline; give the files of the ranks")
+    if args.get("format") != FORMAT:
+        raise _bad(path, 1, f"format {args.get('format')!r}, this version reads {FORMAT}")
+    kinds: dict[str, Any] = {"str": str, "int": int, "float": (int, float)}
+    for field in fields(About):
+        value = args.get(field.name)
+        if not isinstance(value, kinds[str(field.type)]) or isinstance(value, bool):
+            raise _bad(path, 1, f"{field.name}={value!r} must be of type {field.type}")
+    about = About(**{field.name: args[field.name] for field in fields(About)})
+    if not 0 <= about.rank < about.size:
+        raise _bad(path, 1, f"rank {about.rank} of a world of {about.size}")
+    return about
+
+
+def _events(path: Path) -> Iterator[tuple[int, Event]]:
+    """Number of the line, and event, of every line. The last may be torn, if it is not ended either."""
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                text = line[1:] if line[:1] in (b"[", b",") else line
+                if text.strip() in (b"", b"]"):
+                    continue
+                try:
+                    yield number, _event(text)
+                except ValueError as error:
+                    if line.endswith(b"\n"):
+                        raise _bad(path, number, str(error)) from None
+                    return
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+
+
+def _event(text: bytes) -> Event:
+    """One line as an event of the format, with ``ts`` in nanoseconds.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if len(text) > MAX_LINE_NBYTES:
+        raise ValueError(f"a line of {len(text)} bytes")
+    event = json.loads(text)
+    if not isinstance(event, dict):
+        raise ValueError("no JSON object")
+    ph, name = event.setdefault("ph", None), event.setdefault("name", "")
+    pid, args = event.get("pid"), event.setdefault("args", {})
+    if not isinstance(ph, str) or not isinstance(name, str) or not isinstance(args, dict):
+        raise ValueError("an event needs texts 'ph' and 'name', and an object 'args'")
+    if not isinstance(pid, int):
+        raise ValueError(f"pid={pid!r} must be a whole number")
+    if ph != "M":
+        ts = event.get("ts")
+        if not isinstance(ts, (int, float)) or isinstance(ts, bool) or not abs(ts) < 1 << 62:
+            raise ValueError(f"ts={ts!r} must be a number of microseconds")
+        event["ts"] = round(ts * 1000)
+    if ph in ("B", "E") and not isinstance(event.get("tid"), int):
+        raise ValueError(f"tid={event.get('tid')!r} must be a whole number")
+    if ph in ("b", "e") and not isinstance(event.get("id"), str):
+        raise ValueError(f"id={event.get('id')!r} must be a text")
+    return event
+
+
+def _integers(path: Path, number: int, args: Mapping[str, Any], *names: str) -> list[int]:
+    for name in names:
+        if type(args.get(name)) is not int:
+            raise _bad(path, number, f"{name}={args.get(name)!r} must be a whole number")
+    return [args[name] for name in names]
+
+
+def _bad(path: Path, number: int, reason: str) -> ConfigError:
+    return ConfigError(f"{path}:{number}: {reason}")

@@ -1,0 +1,260 @@
+"""From what the engine tells to the events of the trace: pure, in the order in which things happened.
+
+The engine's side notes tuples, which are cheap; here they get their names, ids and tracks, and here it is worked out
+who is waited for: while a collective is in flight, its program says how many chunks each peer still owes it. The tracks
+of a rank:
+
+- *collectives*: an asynchronous event for each, so that those that overlap show side by side;
+- *waiting for rank p*: a slice for as long as any collective lacks a chunk of p;
+- *from rank p*, *to rank p*: chunks as they arrive (a slice, where that takes more than one read) and leave;
+- *events*: changes of strategy, decisions, losses; and *loop lag*, a counter.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from kfcomm.core.program import NOBODY
+from kfcomm.monitor.timeline.layout import (
+    CLOCK,
+    metadata,
+    microseconds,
+    plain,
+    process_of,
+    quoted,
+    track_of,
+)
+
+if TYPE_CHECKING:
+    from kfcomm.control.clock import ClockSample
+    from kfcomm.core.collective import GroupView, Key
+    from kfcomm.core.program import Program
+    from kfcomm.core.signature import Signature
+
+POSTED, ENDED, SENT, ARRIVED, INSTANT, COUNTER, SAMPLED = range(7)
+"""Kinds of notes: the first of the tuple. The second is the time in nanoseconds; for the rest see the methods."""
+
+Note: TypeAlias = tuple[Any, ...]
+Groups: TypeAlias = "dict[bytes, tuple[str, tuple[int, ...]]]"
+Use: TypeAlias = "tuple[Key, int]"
+
+MAX_REMEMBERED = 1 << 16
+"""Of anything kept to save work, or for collectives not posted yet."""
+
+
+class Translator:
+    """Makes lines of notes.
+
+    Args:
+        rank: world rank.
+        groups: name and members of each group, by id; looked at as notes come.
+
+    Attributes:
+        num_open: collectives that have begun and not ended.
+    """
+
+    def __init__(self, rank: int, groups: Groups) -> None:
+        self._rank = rank
+        self._groups = groups
+        self._pid = process_of(rank)
+        self._tracks: dict[str, int] = {}
+        self._names: dict[Key, str] = {}
+        self._begins: dict[tuple[int, int, Key], str] = {}
+        self._kinds: dict[tuple[Signature, bytes], str] = {}
+        self._open: dict[Use, tuple[str, str, dict[int, int]]] = {}
+        self._early: dict[Use, dict[int, int]] = {}
+        self._owed: dict[tuple[int, bytes], tuple[Program, dict[int, int]]] = {}
+        self._awaiting: dict[int, int] = {}
+        self._num_begun = 0
+        self._translate: tuple[Callable[..., None], ...] = (
+            self._posted, self._ended, self._sent, self._arrived, self._instant, self._counter, self._sampled,
+        )  # fmt: skip
+
+    @property
+    def num_open(self) -> int:
+        """Collectives that have begun and not ended."""
+        return len(self._open)
+
+    def translate(self, note: Note, lines: list[str]) -> None:
+        """Append the lines of one note."""
+        self._translate[note[0]](lines, *note[1:])
+
+    # ---------------------------------------------------------------- collectives
+
+    def _posted(
+        self, lines: list[str], ns: int, key: Key, seq: int, group: GroupView, signature: Signature,
+        program: Program, nbytes: int, priority: int,
+    ) -> None:  # fmt: skip
+        self._num_begun += 1
+        label = f"{self._rank}.{self._num_begun}"
+        name = self._name(key)
+        owed = dict(self._owed_to(program, group))
+        for peer, count in self._early.pop((key, seq), {}).items():
+            _take(owed, peer, count)
+        self._open[key, seq] = (label, name, owed)
+        lines.append(
+            f'{{"ph":"b","cat":"collective","name":{name},"id":"{label}","pid":{self._pid},"ts":{microseconds(ns)},'
+            f'"args":{{{self._kind(signature, group)},"name":{name},"seq":{seq},"bytes":{nbytes},'
+            f'"priority":{priority}}}}}'
+        )
+        for peer in owed:
+            self._awaits(lines, ns, peer, name)
+
+    def _ended(self, lines: list[str], ns: int, key: Key, seq: int, reason: str) -> None:
+        found = self._open.pop((key, seq), None)
+        if found is None:
+            return
+        label, name, owed = found
+        for peer in owed:
+            self._has(lines, ns, peer, name)
+        first_line = reason.partition("\n")[0]
+        outcome = f'"failed","error":{quoted(first_line)}' if reason else '"completed"'
+        lines.append(
+            f'{{"ph":"e","cat":"collective","name":{name},"id":"{label}","pid":{self._pid},"ts":{microseconds(ns)},'
+            f'"args":{{"outcome":{outcome}}}}}'
+        )
+
+    # ---------------------------------------------------------------- chunks
+
+    def _sent(self, lines: list[str], ns: int, peer: int, key: Key, seq: int, nbytes: int) -> None:
+        begin = self._begins.get((SENT, peer, key)) or self._begin(lines, SENT, peer, key)
+        lines.append(
+            f'{{"ph":"i","s":"t",{begin}{ns // 1000}.{ns % 1000:03d},"args":{{"seq":{seq},"bytes":{nbytes}}}}}'
+        )
+
+    def _arrived(self, lines: list[str], ns: int, since_ns: int, peer: int, key: Key, seq: int, nbytes: int) -> None:
+        begin = self._begins.get((ARRIVED, peer, key)) or self._begin(lines, ARRIVED, peer, key)
+        if since_ns:
+            how, from_ns = f'"ph":"X","dur":{microseconds(ns - since_ns)}', since_ns
+        else:
+            how, from_ns = '"ph":"i","s":"t"', ns
+        lines.append(f'{{{how},{begin}{from_ns // 1000}.{from_ns % 1000:03d},"args":{{"seq":{seq},"bytes":{nbytes}}}}}')
+        found = self._open.get((key, seq))
+        if found is not None:
+            if _take(found[2], peer, 1):
+                self._has(lines, ns, peer, found[1])
+        else:
+            self._note_early((key, seq), peer)
+
+    def _begin(self, lines: list[str], kind: int, peer: int, key: Key) -> str:
+        """What the chunks of one name have in common, up to the time: half of the work of a line."""
+        if len(self._begins) >= MAX_REMEMBERED:
+            self._begins.clear()
+        if kind == SENT:
+            category, track = "sent", self._track(lines, f"to rank {peer}", 4 + 3 * peer)
+        else:
+            category, track = "arrived", self._track(lines, f"from rank {peer}", 3 + 3 * peer)
+        begin = f'"cat":"{category}","name":{self._name(key)},"pid":{self._pid},"tid":{track},"ts":'
+        self._begins[kind, peer, key] = begin
+        return begin
+
+    def _note_early(self, use: Use, peer: int) -> None:
+        early = self._early.get(use)
+        if early is None:
+            if len(self._early) >= MAX_REMEMBERED:
+                del self._early[next(iter(self._early))]
+            early = self._early[use] = {}
+        early[peer] = early.get(peer, 0) + 1
+
+    # ---------------------------------------------------------------- who is waited for
+
+    def _owed_to(self, program: Program, group: GroupView) -> dict[int, int]:
+        """How many chunks each peer, by world rank, is to send for one collective."""
+        known = self._owed.get((id(program), group.id))
+        if known is not None:
+            return known[1]
+        owed: dict[int, int] = {}
+        for lane in program.lanes.values():
+            senders = lane.children if lane.source == NOBODY else (*lane.children, lane.source)
+            for sender in senders:
+                peer = group.members[sender]
+                owed[peer] = owed.get(peer, 0) + lane.num_chunks
+        if len(self._owed) >= MAX_REMEMBERED:
+            self._owed.clear()
+        self._owed[id(program), group.id] = (program, owed)  # with the program: its id is nobody else's meanwhile
+        return owed
+
+    def _awaits(self, lines: list[str], ns: int, peer: int, name: str) -> None:
+        count = self._awaiting.get(peer, 0)
+        self._awaiting[peer] = count + 1
+        if not count:
+            track = self._track(lines, f"waiting for rank {peer}", 2 + 3 * peer)
+            lines.append(
+                f'{{"ph":"B","cat":"waiting","name":"waiting for rank {peer}","pid":{self._pid},"tid":{track},'
+                f'"ts":{microseconds(ns)},"args":{{"first":{name}}}}}'
+            )
+
+    def _has(self, lines: list[str], ns: int, peer: int, name: str) -> None:
+        """A collective has all that it needs of a peer."""
+        self._awaiting[peer] -= 1
+        if not self._awaiting[peer]:
+            title = f"waiting for rank {peer}"
+            track = self._tracks[title]
+            lines.append(
+                f'{{"ph":"E","cat":"waiting","name":"{title}","pid":{self._pid},"tid":{track},'
+                f'"ts":{microseconds(ns)},"args":{{"last":{name}}}}}'
+            )
+
+    # ---------------------------------------------------------------- everything else
+
+    def _instant(self, lines: list[str], ns: int, name: str, details: dict[str, Any]) -> None:
+        track = self._track(lines, "events", 1)
+        lines.append(
+            f'{{"ph":"i","s":"t","cat":"event","name":{quoted(name)},"pid":{self._pid},"tid":{track},'
+            f'"ts":{microseconds(ns)},"args":{json.dumps(plain(details), ensure_ascii=False)}}}'
+        )
+
+    def _counter(self, lines: list[str], ns: int, name: str, unit: str, value: float) -> None:
+        lines.append(
+            f'{{"ph":"C","name":{quoted(name)},"pid":{self._pid},"ts":{microseconds(ns)},'
+            f'"args":{{{quoted(unit)}:{value:.3f}}}}}'
+        )
+
+    def _sampled(self, lines: list[str], ns: int, sample: ClockSample) -> None:
+        found = {"at_ns": sample.at_ns, "offset_ns": sample.offset_ns, "uncertainty_ns": sample.uncertainty_ns}
+        lines.append(metadata(CLOCK, self._rank, found))
+
+    def _track(self, lines: list[str], name: str, place: int) -> int:
+        track = self._tracks.get(name)
+        if track is None:
+            track = self._tracks[name] = track_of(self._rank, len(self._tracks) + 1)
+            lines.append(metadata("thread_name", self._rank, {"name": name}, track=track))
+            lines.append(metadata("thread_sort_index", self._rank, {"sort_index": place}, track=track))
+        return track
+
+    def _name(self, key: Key) -> str:
+        name = self._names.get(key)
+        if name is None:
+            if len(self._names) >= MAX_REMEMBERED:
+                self._names.clear()
+            called, _, step = key.name.partition("\0")
+            name = self._names[key] = quoted(f"{called or 'unnamed'}{step and f' ({step})'}")
+        return name
+
+    def _kind(self, signature: Signature, group: GroupView) -> str:
+        """What all collectives of one signature have in common, as members of ``args``."""
+        kind = self._kinds.get((signature, group.id))
+        if kind is None:
+            if len(self._kinds) >= MAX_REMEMBERED:
+                self._kinds.clear()
+            called = self._groups.get(group.id, ("",))[0]
+            named = "world" if group.id == b"world" else f"{called}#{group.id.hex()[:8]}"
+            kind = self._kinds[signature, group.id] = (
+                f'"verb":"{signature.verb}","dtype":"{signature.dtype}","op":"{signature.op}",'
+                f'"strategy":{quoted(signature.strategy)},"group":{quoted(named)},"ranks":{group.size}'
+            )
+        return kind
+
+
+def _take(owed: dict[int, int], peer: int, count: int) -> bool:
+    """A peer has sent some of what it owes; whether that was the last of it."""
+    left = owed.get(peer)
+    if left is None:
+        return False
+    if left > count:
+        owed[peer] = left - count
+        return False
+    del owed[peer]
+    return True

@@ -1,0 +1,207 @@
+"""A running job can be watched by its user: it is found, it answers whatever its loop does, and it leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kfcomm
+from kfcomm.monitor import live
+from kfcomm.monitor.attendant import MAX_AT_ONCE, Attendant
+from kfcomm.monitor.live import Job, job_name, jobs, read
+from tests.launch.launched import environ
+from tests.support import run
+
+HEAD = "Num       RefCount Protocol Flags    Type St Inode Path\n"
+PROGRAM = """
+import sys, kfcomm
+with kfcomm.sync.init() as comm:
+    comm.barrier("here")
+    print("here", flush=True)
+    sys.stdin.read()
+"""
+
+
+def mine() -> Job | None:
+    """The job of this process, a world of one."""
+    found = [job for job in jobs() if job.name == f"pid-{os.getpid()}"]
+    return found[0] if found else None
+
+
+def line(path: str, flags: int = 0x10000) -> str:
+    return f"0000000000000000: 00000002 00000000 {flags:08X} 0001 01 12345 {path}\n"
+
+
+def test_jobs_are_found_by_the_names_of_their_sockets() -> None:
+    uid = os.getuid()
+    listing = HEAD + "".join(
+        [
+            line(f"@kfcomm-live/{uid}/b/1/77.0"),
+            line(f"@kfcomm-live/{uid}/b/0/76.0"),
+            line(f"@kfcomm-live/{uid}/a/3/70.1"),
+            line(f"@kfcomm-live/{uid}/b/0/76.0", flags=0),  # somebody is connected to it
+            line(f"@kfcomm-live/{uid + 1}/c/0/5.0"),  # somebody else's
+            line(f"@kfcomm-live/{uid}/d/x/5.0"),
+            line(f"@kfcomm-live/{uid}/e/0"),
+            line("@kfcomm-0123-4567"),
+            line("/run/other"),
+            "0000000000000000: 00000002 00000000 00000000 0001 01 12345\n",
+        ]
+    )
+    first, second = jobs(listing)
+    assert (first.name, first.ranks) == ("a", (3,))
+    assert second == Job("b", ((0, f"kfcomm-live/{uid}/b/0/76.0"), (1, f"kfcomm-live/{uid}/b/1/77.0")))
+
+
+def test_without_that_file_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "SOCKETS", "/proc/net/no-such-file")
+    assert jobs() == ()
+
+
+def test_a_job_is_called_after_its_launcher_its_store_or_its_process() -> None:
+    assert job_name("0123456789abcdef" * 4, "http://10.0.0.1:5") == "0123456789abcdef" * 2
+    assert job_name(None, "http://[fd00::1]:29600") == "-fd00-1-29600"
+    assert job_name("a/b c", None) == "a-b-c"
+    assert job_name(None, None) == f"pid-{os.getpid()}"
+
+
+def test_a_world_of_one_answers_although_its_loop_is_busy() -> None:
+    async def main() -> None:
+        async with kfcomm.init() as comm:
+            await comm.all_reduce(np.ones(3), "x")
+            job = mine()
+            assert job is not None
+            (said,) = read(job)  # which blocks this loop until the answer is there
+            assert (said.rank, said.size, [one.name for one in said.keys]) == (0, 1, ["x"])
+            async with kfcomm.init() as other:
+                await other.barrier()
+                both = mine()
+                assert both is not None
+                assert both.ranks == (0, 0)
+                assert len(read(both)) == 2
+        assert mine() is None
+        assert read(job) == []
+
+    run(main())
+
+
+def test_who_does_not_want_to_be_watched_is_not() -> None:
+    with kfcomm.sync.init(monitor=False) as comm:
+        comm.barrier()
+        assert mine() is None
+
+
+def test_only_the_users_own_processes_are_answered_and_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with kfcomm.sync.init():
+        job = mine()
+        assert job is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(live, "_is_mine", lambda sock: False)
+            assert read(job) == []
+            with socket.socket(socket.AF_UNIX) as sock:
+                sock.connect("\0" + job.sockets[0][1])
+                assert sock.recv(1) == b""
+        assert len(read(job)) == 1
+
+
+def test_what_is_no_answer_is_left_out() -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        name = f"kfcomm-test-{os.getpid()}"
+        listener.bind("\0" + name)
+        listener.listen()
+        for said in (b"", b"{}", b"[1", b'{"time_s": 1}', b"[]"):
+            with ThreadPoolExecutor(1) as pool:
+                answer = pool.submit(read, Job("x", ((0, name),)))
+                with listener.accept()[0] as sock:
+                    sock.sendall(said)
+                assert answer.result() == []
+
+
+def test_nothing_is_left_of_a_killed_process() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ()
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"here\n"
+        (job,) = [job for job in jobs() if job.name == f"pid-{process.pid}"]
+        assert [one.name for one in read(job)[0].keys] == ["here"]
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert not [job for job in jobs() if job.name == f"pid-{process.pid}"]
+        assert read(job) == []
+
+
+# ---------------------------------------------------------------- the thread that answers
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[tuple[str, socket.socket]]:
+    """Where an attendant listens."""
+    listener = socket.socket(socket.AF_UNIX)
+    path = str(tmp_path / "s")
+    listener.bind(path)
+    listener.listen(MAX_AT_ONCE + 8)
+    yield path, listener
+    listener.close()
+
+
+def connected(path: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(path)
+    return sock
+
+
+def test_who_says_nothing_holds_up_nobody_and_is_cut_off_at_the_end(place: tuple[str, socket.socket]) -> None:
+    path, listener = place
+
+    def echo(sock: socket.socket) -> None:
+        sock.sendall(sock.recv(100))
+
+    attendant = Attendant(listener, echo, "echo")
+    with connected(path) as silent, connected(path) as other:
+        other.sendall(b"hello")
+        assert other.recv(100) == b"hello"
+        assert other.recv(100) == b""
+        assert set(attendant.descriptors()) >= {listener.fileno()}
+        attendant.stop()
+        assert silent.recv(1) == b""
+    assert attendant.descriptors() == []
+
+
+def test_who_is_one_too_many_is_hung_up_on(place: tuple[str, socket.socket]) -> None:
+    path, listener = place
+    attendant = Attendant(listener, lambda sock: sock.recv(1) and None, "few")  # type: ignore[func-returns-value]
+    many = [connected(path) for _ in range(MAX_AT_ONCE + 1)]
+    assert many[-1].recv(1) == b""
+    attendant.stop()
+    for sock in many:
+        sock.close()
+
+
+def test_an_answer_that_fails_ends_its_connection_alone(place: tuple[str, socket.socket]) -> None:
+    path, listener = place
+    asked = []
+
+    def serve(sock: socket.socket) -> None:
+        asked.append(sock.recv(1))
+        if len(asked) == 1:
+            raise OSError("broken")
+        sock.sendall(b"!")
+
+    attendant = Attendant(listener, serve, "broken")
+    said = []
+    for _ in range(2):
+        with connected(path) as sock:
+            sock.sendall(b"?")
+            said.append(sock.recv(1))
+    attendant.stop()
+    assert said == [b"", b"!"]

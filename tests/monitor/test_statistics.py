@@ -1,0 +1,317 @@
+"""What a communicator says of itself: exact bytes, calls by key, who is late; on any thread, at any time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kfcomm
+from kfcomm import testing
+from kfcomm.errors import CollectiveAborted, ConfigError
+from kfcomm.monitor import KeyStatistics, PeerStatistics, Statistics
+from tests.conformance.worlds import ends, everywhere, on_loop, until, works, world
+
+X = np.ones(1000, np.float32)
+LARGE = np.ones(1 << 16, np.float32)
+"""So large that every graph pair of a strategy gets a part of it."""
+
+
+def key(statistics: Statistics, name: str) -> KeyStatistics:
+    """The record of one name."""
+    (found,) = [one for one in statistics.keys if one.name == name]
+    return found
+
+
+def peer(statistics: Statistics, rank: int) -> PeerStatistics:
+    """The record of one peer."""
+    (found,) = [one for one in statistics.peers if one.rank == rank]
+    return found
+
+
+def disagreements(comms: Any) -> list[tuple[Any, Any]]:
+    """What one rank says that it sent to another, and that one says that it received, where they differ."""
+    said = [comm.statistics() for comm in comms]
+    sent = {
+        (mine.rank, one.rank, one.link): (one.sent_nbytes, one.sent_messages) for mine in said for one in mine.peers
+    }
+    received = {
+        (one.rank, mine.rank, one.link): (one.received_nbytes, one.received_messages)
+        for mine in said
+        for one in mine.peers
+    }
+    return sorted(set(sent.items()) ^ set(received.items()))
+
+
+# ---------------------------------------------------------------- bytes
+
+
+@pytest.mark.parametrize("strategy", ["ring", "clique", "binary_tree"])
+@pytest.mark.parametrize("elements", [1, 1000, 1 << 20])
+@on_loop
+async def test_what_is_sent_is_what_is_received(links: str, strategy: str, elements: int) -> None:
+    x = np.ones(elements, np.float32)
+    async with world(4, strategy=strategy) as comms:
+        for _ in range(3):
+            await everywhere(comms, lambda comm: comm.all_reduce(x, "x"))
+            await everywhere(comms, lambda comm: comm.all_gather(x[: 5000 * comm.rank], concat=True))
+        await until(lambda: not disagreements(comms))
+        assert {one.link for comm in comms for one in comm.statistics().peers} == {links}
+
+
+@on_loop
+async def test_payloads_in_memory_are_counted_to_the_byte() -> None:
+    async with world(4, strategy="ring") as comms:
+        await everywhere(comms, lambda comm: comm.all_reduce(LARGE, "x"))
+        said = [comm.statistics() for comm in comms]
+        # a ring sends 2(n-1)/n of the message from each rank, all of it to the next
+        assert [sum(one.sent_nbytes for one in each.peers) for each in said] == [2 * 3 * LARGE.nbytes // 4] * 4
+        assert all(peer(said[rank], (rank + 1) % 4).sent_nbytes == 2 * 3 * LARGE.nbytes // 4 for rank in range(4))
+
+
+@on_loop
+async def test_what_is_passed_on_is_counted_where_it_is_passed_on(links: str) -> None:
+    chain = kfcomm.strategies.from_fathers([0, 0, 1], name="chain")
+    async with world(3, strategy=chain) as comms:
+        await everywhere(comms, lambda comm: comm.broadcast(X, 0, "x"))
+        await everywhere(comms, lambda comm: comm.gather(X, 0, "y"))
+        await until(lambda: not disagreements(comms))
+        said = [comm.statistics() for comm in comms]
+        assert peer(said[1], 2).sent_nbytes >= X.nbytes
+        assert peer(said[1], 0).sent_nbytes >= 2 * X.nbytes  # the share of rank 2 as well as its own
+        assert peer(said[2], 1).sent_nbytes < 2 * X.nbytes
+        assert 2 not in [one.rank for one in said[0].peers]
+
+
+@on_loop
+async def test_sums_outlive_their_links(links: str) -> None:
+    async with world(3, quiet=False) as comms:
+        await works(comms, "x")
+        before = [comm.statistics() for comm in comms]
+        comms.unplug(1)
+        while any(not isinstance(one, np.ndarray) for one in await ends(comms, lambda comm: comm.all_reduce(X, "y"))):
+            pass
+        for old, comm in zip(before, comms, strict=True):
+            now = comm.statistics()
+            for then in old.peers:
+                one = peer(now, then.rank)
+                assert one.sent_nbytes >= then.sent_nbytes
+                assert one.received_messages >= then.received_messages
+
+
+@on_loop
+async def test_rates_are_of_the_last_window(links: str) -> None:
+    async with world(2) as comms:
+        begun_s = time.monotonic()
+        await everywhere(comms, lambda comm: comm.all_reduce(X, "x"))
+        one = peer(comms[0].statistics(), 1)
+        assert one.send_rate > 0
+        assert one.send_rate * (time.monotonic() - begun_s) < one.sent_nbytes * 1.01
+        again = comms[0].statistics()  # another reader
+        assert peer(again, 1).send_rate > 0
+        # without traffic they come down to nothing, whoever reads or not
+        await until(lambda: peer(comms[0].statistics(), 1).send_rate == 0.0)
+
+
+# ---------------------------------------------------------------- calls
+
+
+@on_loop
+async def test_calls_are_counted_by_name(links: str) -> None:
+    async with world(3, tombstones=True) as comms:
+        for _ in range(7):
+            await everywhere(comms, lambda comm: comm.all_reduce(X, "grad/0"))
+        await everywhere(comms, lambda comm: comm.all_reduce(X))
+        await everywhere(comms, lambda comm: comm.barrier("end"))
+        await asyncio.gather(comms[0].send(X, 1, tag=5), comms[1].recv(0, tag=5))
+        await asyncio.gather(comms[0].send(X, 2, tag=5), comms[2].recv(0, tag=5))
+        await everywhere(comms, lambda comm: comm.all_gather_object(comm.rank, "who"))
+        said = comms[0].statistics()
+        assert [one.name for one in said.keys] == ["grad/0", "", "end", "who", "who (data)", "tag 5"] or [
+            one.name for one in said.keys
+        ] == ["grad/0", "", "end", "tag 5", "who", "who (data)"]
+        one = key(said, "grad/0")
+        assert (one.count, one.nbytes, one.failures) == (7, 7 * X.nbytes, 0)
+        assert 0 < one.p50_s <= one.p99_s <= one.max_s <= one.total_s
+        assert (key(said, "").count, key(said, "end").nbytes) == (1, 0)
+        assert (key(said, "tag 5").count, key(said, "tag 5").nbytes) == (2, 2 * X.nbytes)
+        assert key(comms[1].statistics(), "tag 5").nbytes == X.nbytes
+        assert said.others is None
+
+
+@on_loop
+async def test_what_fails_is_counted_apart(links: str) -> None:
+    async with world(2, tombstones=True) as comms:
+        with pytest.raises(ConfigError):
+            comms[0].all_reduce("no array", "bad")
+        with pytest.raises(CollectiveAborted):
+            await comms[1].all_reduce(X, "bad")
+        handle = comms[0].all_reduce(X, "cancelled")
+        handle.cancel()
+        with pytest.raises(CollectiveAborted):
+            await comms[1].all_reduce(X, "cancelled")
+        first, second = comms[0].all_reduce(X, "twice"), comms[0].all_reduce(X, "twice")
+        await asyncio.gather(first, second, comms[1].all_reduce(X, "twice"), return_exceptions=True)
+        for name in ("bad", "cancelled"):
+            assert [(one.count, one.failures) for one in (key(c.statistics(), name) for c in comms)] == [(0, 1)] * 2
+        assert (key(comms[0].statistics(), "twice").count, key(comms[0].statistics(), "twice").failures) == (1, 1)
+
+
+@on_loop
+async def test_a_group_has_its_own_keys_and_strategies(links: str) -> None:
+    async with world(3, strategy="ring") as comms:
+        await everywhere(comms, lambda comm: comm.all_reduce(X, "x"))
+        subs = await asyncio.gather(*(comms[rank].group([2, 0], "pair", strategy="star") for rank in (0, 2)))
+        await everywhere(subs, lambda comm: comm.all_reduce(X, "y"))
+        await everywhere(subs, lambda comm: comm.monitored_all_reduce(X, "y"))
+        sub, whole = subs[0].statistics(), comms[0].statistics()
+        assert (sub.rank, sub.size, sub.strategy) == (1, 2, "star")
+        assert (whole.rank, whole.size, whole.strategy) == (0, 3, "ring")
+        assert [one.name for one in sub.keys] == ["group", "y"]
+        assert [one.name for one in whole.keys] == ["x"]
+        assert [one.name for one in sub.strategies] == ["star"]
+        assert whole.strategies == ()
+        assert [one.rank for one in sub.peers] == [one.rank for one in whole.peers] == [1, 2]
+
+
+# ---------------------------------------------------------------- who is slow
+
+
+@pytest.mark.parametrize("late", [0, 2])
+@on_loop
+async def test_a_rank_that_posts_late_is_the_one_that_was_waited_for(links: str, late: int) -> None:
+    async with world(4, strategy="clique") as comms:
+        await everywhere(comms, lambda comm: comm.all_reduce(LARGE, "before"))
+        begin_s = time.monotonic()
+        before = [comm.statistics() for comm in comms]
+        handles = {rank: comms[rank].all_reduce(LARGE, "x") for rank in range(4) if rank != late}
+        operations = [handle.operation for handle in handles.values()]
+        await until(lambda: all(len(one.arrived_ranks()) == 3 for one in operations))
+        here_s = time.monotonic()
+        # for as long as all that came before it, and more: then it stands out
+        await until(lambda: time.monotonic() - here_s > 2 * (here_s - begin_s) + 0.01)
+        late_s = time.monotonic()
+        handles[late] = comms[late].all_reduce(LARGE, "x")
+        await asyncio.gather(*handles.values())
+        for rank, comm in enumerate(comms):
+            waited = {one.rank: one.waited_s - peer(before[rank], one.rank).waited_s for one in comm.statistics().peers}
+            if rank == late:  # all that it needed of the others was there
+                assert sum(waited.values()) < late_s - here_s + time.monotonic() - late_s
+            else:
+                assert max(waited, key=waited.__getitem__) == late
+                assert waited[late] >= late_s - here_s
+
+
+# ---------------------------------------------------------------- throughput
+
+
+@on_loop
+async def test_a_monitored_all_reduce_is_an_all_reduce(links: str) -> None:
+    async with world(3, strategy="ring") as comms:
+        out = np.empty_like(X)
+        for _ in range(2):  # anew, and as one before
+            results = await everywhere(comms, lambda comm: comm.monitored_all_reduce(X * comm.rank, "x", op="max"))
+            assert all((one == 2).all() for one in results)
+        mixed = [comms[0].monitored_all_reduce(X, "y", out=out), *(comm.all_reduce(X, "y") for comm in comms[1:])]
+        assert (await asyncio.gather(*mixed))[0] is out
+        assert (out == 3).all()
+        await everywhere(comms, lambda comm: comm.monitored_all_reduce(X.tolist(), "z"))
+        await everywhere(comms, lambda comm: comm.monitored_all_reduce(X, "w", wire_dtype="float16"))
+        (one,) = comms[0].statistics().strategies
+        assert (one.name, one.count, one.nbytes) == ("ring", 5, 4 * X.nbytes + 8 * X.size)
+        assert one.throughput > 0
+        assert one.reference > 0
+        (other,) = comms[1].statistics().strategies
+        assert other.count == 4
+
+
+@on_loop
+async def test_calls_that_fail_have_no_throughput(links: str) -> None:
+    async with world(2, tombstones=True) as comms:
+        for bad in ("no array", object()):
+            with pytest.raises(ConfigError):
+                comms[0].monitored_all_reduce(bad, "x")
+            with pytest.raises(CollectiveAborted):
+                await comms[1].monitored_all_reduce(X, "x")
+        assert [one.count for comm in comms for one in comm.statistics().strategies] in ([], [0])
+
+
+@on_loop
+async def test_each_strategy_has_its_own_throughput(links: str) -> None:
+    async with world(3, strategy="ring") as comms:
+        await everywhere(comms, lambda comm: comm.monitored_all_reduce(X, "x"))
+        verdicts = [comm.set_strategy("star") for comm in comms]
+        handles = [comm.monitored_all_reduce(X, "x") for comm in comms]  # waits for the verdict
+        await asyncio.gather(*verdicts, *handles)
+        said = comms[0].statistics()
+        assert said.strategy == "star"
+        assert [(one.name, one.count) for one in said.strategies] == [("ring", 1), ("star", 1)]
+
+
+# ---------------------------------------------------------------- reading
+
+
+@on_loop
+async def test_a_record_goes_through_json(links: str) -> None:
+    async with world(2) as comms:
+        await everywhere(comms, lambda comm: comm.monitored_all_reduce(X, "x"))
+        said = comms[0].statistics()
+        assert Statistics.from_json(json.loads(json.dumps(said.as_json()))) == said
+        assert said.peak_memory_nbytes > 1 << 20
+        assert said.loop_lag_s >= 0.0
+        assert abs(said.time_s - time.time()) < 3600
+
+
+@on_loop
+async def test_it_can_be_read_on_any_thread_while_all_is_busy(links: str) -> None:
+    async with world(3) as comms:
+        stop = False
+
+        def read() -> int:
+            reads = last = 0
+            while not stop:
+                now = comms[0].statistics()
+                total = sum(one.count for one in now.keys) + sum(one.sent_messages for one in now.peers)
+                assert total >= last
+                last = total
+                reads += 1
+            return reads
+
+        readers = [asyncio.create_task(asyncio.to_thread(read)) for _ in range(2)]
+        for number in range(15):
+            await everywhere(comms, lambda comm, name=f"name/{number}": comm.all_reduce(X, name))
+        stop = True
+        assert all([await reader > 0 for reader in readers])
+
+
+@on_loop
+async def test_it_can_be_read_when_all_is_over() -> None:
+    async with world(2) as comms:
+        await works(comms, "x")
+    assert key(comms[0].statistics(), "x").count == 1
+
+
+@on_loop
+async def test_without_monitoring_there_is_nothing_to_read() -> None:
+    async with world(2, monitor=False) as comms:
+        assert comms[0]._session.engine.meter is None
+        await everywhere(comms, lambda comm: comm.monitored_all_reduce(X, "x"))
+        await works(comms)
+        with pytest.raises(ConfigError, match="monitoring is off: set monitor=True, or KFCOMM_MONITOR=1"):
+            comms[0].statistics()
+
+
+def test_blocking_communicators_have_it_too() -> None:
+    with testing.sync_world(2) as comms:
+        testing.run_threads(comms, lambda comm: comm.monitored_all_reduce(X, "x"))
+        testing.run_threads(comms, lambda comm: comm.monitored_all_reduce_async(X, "x").wait())
+        said = comms[0].statistics()
+        assert key(said, "x").count == said.strategies[0].count == 2
+        with kfcomm.sync.init() as alone:
+            alone.all_reduce(X, "y")
+            said = alone.statistics()
+            assert (said.peers, said.size, key(said, "y").count) == ((), 1, 1)
