@@ -134,9 +134,9 @@ class Adaptation:
         """Keep and log a decision; on ranks other than 0, which decide the same, the log has it for debugging only."""
         self.decisions.append(decision)
         logger.log(level if self.comm.rank == 0 else logging.DEBUG, "%s", decision)
-        tracer = getattr(self.comm._session.engine, "tracer", None)
+        tracer = self.comm._session.engine.tracer
         if tracer is not None:
-            tracer.instant("decision", policy=decision.policy, what=decision.what)
+            tracer.instant("decision", policy=decision.policy, what=decision.what, why=decision.why)
 
     def _record_of(self, runner: Runner, what: str, level: int, evidence: Mapping[str, Any]) -> None:
         self.record(Decision(self.num_steps, runner.name, what, evidence), level)
