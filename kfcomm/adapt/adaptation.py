@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -176,6 +177,9 @@ class Adaptation:
                 for runner in self._runners:
                     await runner.call("after_step")
                 await meetings.to_the_end(self.num_steps, done)
+        except asyncio.CancelledError as error:
+            meetings.interrupted(error)
+            raise
         finally:
             self._next_step()
 
