@@ -173,13 +173,6 @@ def _say(text: str) -> None:
     print(f"netlab: {text}", file=sys.stderr, flush=True)
 
 
-def _limit(text: str) -> float:
-    rate = parse_rate(text)
-    if rate is None:
-        raise click.BadParameter(f"{text!r} is no limit, and this is about links that have one")
-    return rate
-
-
 @click.command(help=__doc__ and __doc__.split("\n\n")[0])
 @click.option("--hosts", type=int, default=8, show_default=True, metavar="N")
 @click.option("--rate", default="200mbit", show_default=True, metavar="RATE")
@@ -195,7 +188,10 @@ def main(
     output: Path | None,
 ) -> None:  # fmt: skip
     """Run, print, record."""
-    case = Case(hosts, _limit(rate), _limit(low), f"h{hosts // 2}", parse_sizes(size)[0], steps, drop_before, strategy)
+    high_rate, low_rate = parse_rate(rate), parse_rate(low)
+    if high_rate is None or low_rate is None:
+        raise click.UsageError("both rates are numbers: a link without a limit has none to drop from, or to")
+    case = Case(hosts, high_rate, low_rate, f"h{hosts // 2}", parse_sizes(size)[0], steps, drop_before, strategy)
     machine = describe()
     began = time.monotonic()
     ran, decisions, state = run(case, num_rounds)

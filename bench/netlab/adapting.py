@@ -20,13 +20,12 @@ import kfcomm
 from bench.netlab.steps import Step
 from bench.netlab.worker import Time, conducted, numbers
 from kfcomm.adapt import Adaptation, AvoidSlowLinks, Decision
-from kfcomm.strategies import Strategy, packed_trees
+from kfcomm.strategies import Strategy
 
 
 async def packed(comm: kfcomm.Communicator) -> Strategy:
     """What fits the links as they are now; for ``bench.netlab.worker``."""
-    probe = await comm.probe()
-    return packed_trees(comm.layout, probe.bandwidth.tolist())
+    return (await comm.probe()).packed_trees()
 
 
 class Adapting:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -134,9 +135,9 @@ class Adaptation:
         """Keep and log a decision; on ranks other than 0, which decide the same, the log has it for debugging only."""
         self.decisions.append(decision)
         logger.log(level if self.comm.rank == 0 else logging.DEBUG, "%s", decision)
-        tracer = getattr(self.comm._session.engine, "tracer", None)
+        tracer = self.comm._session.engine.tracer
         if tracer is not None:
-            tracer.instant("decision", policy=decision.policy, what=decision.what)
+            tracer.instant("decision", policy=decision.policy, what=decision.what, why=decision.why)
 
     def _record_of(self, runner: Runner, what: str, level: int, evidence: Mapping[str, Any]) -> None:
         self.record(Decision(self.num_steps, runner.name, what, evidence), level)
@@ -176,6 +177,9 @@ class Adaptation:
                 for runner in self._runners:
                     await runner.call("after_step")
                 await meetings.to_the_end(self.num_steps, done)
+        except asyncio.CancelledError as error:
+            meetings.interrupted(error)
+            raise
         finally:
             self._next_step()
 

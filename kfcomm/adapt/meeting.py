@@ -27,6 +27,7 @@ from kfcomm.errors import CollectiveMismatch
 from kfcomm.strategies import AnyStrategy
 
 if TYPE_CHECKING:
+    from kfcomm.collectives.handle import Handle
     from kfcomm.communicator import Communicator
 
 MEETING = "meeting"
@@ -54,6 +55,7 @@ class Meetings:
         self._group = group
         self._runners = runners
         self._record = record
+        self._meeting: Handle[Any] | None = None
 
     async def introduce(self, every: int) -> None:
         """See that all ranks adapt alike.
@@ -79,7 +81,8 @@ class Meetings:
         size = self._group.size
         signs = [runner.sign for runner in self._runners]
         mine = Table.fill(self._group.rank, size, step, reading or Reading.nothing(size), signs)
-        table = Table.read(await self._group.all_reduce(mine, MEETING), size, len(signs))
+        self._meeting = self._group.all_reduce(mine, MEETING)
+        table = Table.read(await self._meeting, size, len(signs))
         if len(set(table.steps)) > 1:
             raise CollectiveMismatch(f"the ranks are at different steps: {list(table.steps)}", key=MEETING)
         return table
@@ -112,6 +115,11 @@ class Meetings:
     def refuse(self, error: BaseException) -> None:
         """This rank does not come to the next meeting; the others shall not wait for it."""
         self._group._group.refuse(MEETING, error)
+
+    def interrupted(self, error: BaseException) -> None:
+        """What follows from a meeting is left off here. A meeting that was itself cancelled is so on every rank."""
+        if self._meeting is None or not self._meeting.cancelled():
+            self.refuse(error)
 
     async def close(self) -> None:
         """Meet no more."""

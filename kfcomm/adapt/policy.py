@@ -40,9 +40,13 @@ class Decision:
     what: str
     evidence: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def why(self) -> str:
+        """The evidence in words."""
+        return ", ".join(f"{name.replace('_', ' ')} {_shown(value)}" for name, value in self.evidence.items())
+
     def __str__(self) -> str:
-        because = ", ".join(f"{name.replace('_', ' ')} {_shown(value)}" for name, value in self.evidence.items())
-        return f"step {self.step}: {self.policy}: {self.what}" + (f" ({because})" if because else "")
+        return f"step {self.step}: {self.policy}: {self.what}" + (f" ({self.why})" if self.why else "")
 
 
 class Policy:

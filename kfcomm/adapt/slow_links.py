@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kfcomm.adapt.detectors import THRESHOLD, Interference, Verdict
 from kfcomm.adapt.metrics import StepMetrics
 from kfcomm.adapt.policy import Context, Policy
+from kfcomm.adapt.trials import Trials
 from kfcomm.errors import ConfigError
-from kfcomm.strategies import AnyStrategy, packed_trees
+from kfcomm.strategies import AnyStrategy, Strategy, build, names
+from kfcomm.strategies.cost import predict_seconds
 
 if TYPE_CHECKING:
     from kfcomm.communicator import Communicator
+    from kfcomm.probe import Probe
 
 PROBE_NBYTES, PROBE_ROUNDS = 1 << 17, 2
 """Of the probes: 20 ms on 50 Mbit/s, where a look at 8 hosts takes a few seconds less than with a probe's own."""
@@ -22,41 +26,53 @@ PROBE_NBYTES, PROBE_ROUNDS = 1 << 17, 2
 LEAST_GAIN = 1.05
 """By less than this factor a topology is no better than the one before."""
 
+ABOUT_EQUAL = 1.1
+"""What is predicted to take less than so many times the shortest is tried: predictions are no better than that."""
 
-class Measured(Protocol):
-    """As much of a ``kfcomm.probe.Probe`` as matters here."""
-
-    @property
-    def bandwidth(self) -> Any:
-        """Bytes per second from rank (row) to rank (column)."""
+MOST_TRIED = 3
+MOST_RANKS = 64
+"""In larger groups packed trees alone are tried: what all named strategies would take is too much to find out."""
 
 
-async def probe(comm: Communicator) -> Measured:
+async def measure(comm: Communicator) -> Probe:
     """Measure all links, with little: what is wanted is which are slow; see ``Communicator.probe``."""
     return await comm.probe(nbytes=PROBE_NBYTES, rounds=PROBE_ROUNDS)
 
 
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """What is tried, and what it has to beat."""
+
+    before: AnyStrategy
+    throughput: float
+    candidates: tuple[Strategy, ...]
+    trials: Trials
+
+
 class AvoidSlowLinks(Policy):
-    """When most ranks find the network slower than it was, measures all links and sets the trees that fit them.
+    """When most ranks find the network slower than it was, measures all links and sets the graphs that fit them.
 
     1. The throughput of each step is compared with a reference that follows slowly; see `Interference`.
     2. When more than half of the ranks find it too low in two steps running, all ranks probe their links together at
-       the end of the next step, and change to ``packed_trees`` of what they measured.
-    3. After ``check`` steps with the new trees their throughput is compared with that of the step in which the
-       interference was found. If it is no better by 5 %, the strategy from before is set again.
+       the end of the next step.
+    3. ``packed_trees`` of what they measured are set at once. If the model of costs predicts for some named strategies
+       that they take about as long (up to 10 % more than the best), two of them at most are tried as well, each for
+       ``steps`` steps, and the fastest stays; see `Trials`.
+    4. If that is not faster by 5 % than the step in which the interference was found, the strategy from before is set
+       again.
 
-    While trees of its own are in force it also looks again when most ranks find the network that much *faster* than the
-    reference: the link may have recovered. After each look it rests, whatever happens.
-
-    Cost: a probe, see ``Communicator.probe``, for each look; at most one look in ``rest`` steps.
+    While a choice of its own is in force it also looks again when most ranks find the network that much *faster* than
+    the reference: the link may have recovered. After each look it rests, whatever happens.
 
     Steps in which a rank's collectives carry less than ``least_nbytes`` are left out: how long little messages take
     says more of the ranks' processors than of their links.
 
+    Cost: a probe, see ``Communicator.probe``, for each look; at most one look in ``rest`` steps.
+
     Args:
-        measure: ``measure(comm)`` gives the bandwidths, the same on every rank.
-        check: steps, at least 1.
-        rest: steps from one look to the next, at least ``check + 3``.
+        measure: ``measure(comm)`` gives latencies and bandwidths, the same on every rank.
+        steps: of each trial, at least 3.
+        rest: steps from one look to the next, at least 4 times ``steps``.
         least_nbytes: bytes.
 
     Raises:
@@ -66,24 +82,22 @@ class AvoidSlowLinks(Policy):
     def __init__(
         self,
         *,
-        measure: Callable[[Communicator], Awaitable[Measured]] = probe,
-        check: int = 3,
+        measure: Callable[[Communicator], Awaitable[Probe]] = measure,
+        steps: int = 3,
         rest: int = 25,
         least_nbytes: int = 1 << 18,
     ) -> None:
-        if check < 1:
-            raise ConfigError(f"check is at least 1 step, not {check!r}")
-        if rest < check + 3:
-            raise ConfigError(f"rest is at least check + 3 = {check + 3} steps, not {rest!r}")
+        Trials(1, steps=steps)
+        if rest < 4 * steps:
+            raise ConfigError(f"rest is at least 4 times steps, {4 * steps}, not {rest!r}")
         self._measure = measure
-        self._check = check
+        self._steps = steps
         self._rest = rest
         self._least_nbytes = least_nbytes
         self._looked_at: int | None = None
         self._compared: bytes | None = None
         self._own: bytes | None = None
-        self._before: tuple[AnyStrategy, float] | None = None
-        self._after: list[float] = []
+        self._attempt: _Attempt | None = None
 
     def on_start(self, ctx: Context) -> None:
         """Make the detectors for this number of ranks."""
@@ -91,20 +105,18 @@ class AvoidSlowLinks(Policy):
         self._faster = Interference(ctx.size)
 
     def after_step(self, ctx: Context) -> Awaitable[None] | None:
-        """Compare, see whether it has helped, and look where that is due."""
+        """Compare what is tried, or this step with those before; look at the links where that is due."""
         metrics = ctx.metrics
         if metrics is None or math.isnan(metrics.throughput) or min(metrics.nbytes) < self._least_nbytes:
             return None
-        if self._before is not None and metrics.strategy.digest != self._own:
-            self._before = None  # another policy, or the program, has changed it
+        if self._attempt is not None:
+            self._compare(ctx, metrics, self._attempt)
+            return None
         if metrics.strategy.digest != self._compared:
             self._compared = metrics.strategy.digest
             self._slower.reset()
             self._faster.reset()
             return None  # its first step, in which links are opened
-        if self._before is not None:
-            self._see_if_it_helped(ctx, metrics, *self._before)
-            return None
         slower = self._slower.update(metrics.throughputs)
         faster = self._faster.update([1 / one for one in metrics.throughputs])
         if self._looked_at is not None and ctx.step < self._looked_at + self._rest:
@@ -128,39 +140,59 @@ class AvoidSlowLinks(Policy):
             **waited,
         }
         ctx.decide(f"{len(verdict.votes)} of {ctx.size} ranks find the network {how}: measures the links", **evidence)
-        measured = await ctx.together("probe the links", self._measure)
-        chosen = packed_trees(ctx.layout, measured.bandwidth)
-        evidence = _links(measured.bandwidth)
-        if chosen.digest == before.digest:
-            ctx.decide(f"keeps {before.name}, which fits the links", **evidence)
+        probe = await ctx.together("probe the links", self._measure)
+        nbytes = round(median(nbytes / count for nbytes, count in zip(metrics.nbytes, metrics.counts, strict=True)))
+        candidates = fitting(probe, nbytes)
+        links = _links(probe)
+        if candidates[0].digest == before.digest:
+            ctx.decide(f"keeps {before.name}, which fits the links", **links)
             return
-        await ctx.set_strategy(chosen, **evidence)
-        self._own = chosen.digest
-        self._before = (before, metrics.throughput)
-        self._after.clear()
+        await ctx.set_strategy(candidates[0], **links)
+        trials = Trials(len(candidates), steps=self._steps, rounds=1)
+        self._attempt = _Attempt(before, metrics.throughput, candidates, trials)
 
-    def _see_if_it_helped(self, ctx: Context, metrics: StepMetrics, before: AnyStrategy, throughput: float) -> None:
-        self._after.append(metrics.throughput)
-        if len(self._after) < self._check:
+    def _compare(self, ctx: Context, metrics: StepMetrics, attempt: _Attempt) -> None:
+        trials, candidates = attempt.trials, attempt.candidates
+        tried = [one.digest for one in candidates]
+        if not {ctx.strategy.digest, metrics.strategy.digest} <= set(tried):
+            self._attempt = None  # another policy, or the program, has changed it: nothing is left to compare
             return
-        self._before = None
-        now = median(self._after)
-        evidence = {"MB/s before": throughput / 1e6, "now": now / 1e6}
-        if now >= LEAST_GAIN * throughput:
-            ctx.decide(f"keeps {ctx.strategy.name}, which is {now / throughput:.2f} times as fast", **evidence)
-        else:
-            ctx.decide(f"goes back to {before.name}: {ctx.strategy.name} is no faster", **evidence)
-            ctx.set_strategy(before, **evidence)
+        trials.add(tried.index(metrics.strategy.digest), 1 / metrics.throughput)
+        costs = zip(candidates, trials.costs, strict=True)
+        evidence = {"MB/s before": attempt.throughput / 1e6}
+        evidence |= {one.name: 1e-6 / cost for one, cost in costs if cost < math.inf}
+        wanted: AnyStrategy = candidates[trials.wanted]
+        if trials.is_over:
+            self._attempt = None
+            gain = 1 / trials.costs[trials.best] / attempt.throughput
+            if gain >= LEAST_GAIN:
+                self._own = wanted.digest
+                ctx.decide(f"keeps {wanted.name}, {gain:.2f} times as fast as before", **evidence)
+            else:
+                wanted = attempt.before
+                ctx.decide(f"goes back to {wanted.name}: nothing is faster", **evidence)
+        if wanted.digest != ctx.strategy.digest:
+            ctx.set_strategy(wanted, **evidence)
 
 
-def _links(bandwidth: Any) -> dict[str, Any]:
+def fitting(probe: Probe, nbytes: int) -> tuple[Strategy, ...]:
+    """Packed trees, and what is predicted to be about as fast for messages of ``nbytes`` bytes, the fastest first."""
+    packed, layout = probe.packed_trees(), probe.layout
+    if layout.size > MOST_RANKS:
+        return (packed,)
+    network = probe.network()
+    named = {made.digest: made for made in (build(name, layout).select(nbytes) for name in names())}
+    named.pop(packed.digest, None)
+    seconds = {digest: predict_seconds(made, layout, nbytes, network) for digest, made in named.items()}
+    bound = ABOUT_EQUAL * min([predict_seconds(packed, layout, nbytes, network), *seconds.values()])
+    others = sorted((digest for digest in named if seconds[digest] <= bound), key=seconds.__getitem__)
+    return packed, *(named[digest] for digest in others[: MOST_TRIED - 1])
+
+
+def _links(probe: Probe) -> dict[str, Any]:
     """The slowest link, and what the links do at the median."""
-    rates = {(a, b): float(rate) for a, row in enumerate(bandwidth) for b, rate in enumerate(row) if a != b}
+    rates = [probe.bandwidth[a, b] for a in range(probe.size) for b in range(probe.size) if a != b]
     if not rates:
         return {}
-    slowest = min(rates, key=lambda link: (rates[link], link))
-    return {
-        "slowest link": f"{slowest[0]} -> {slowest[1]}",
-        "its MB/s": rates[slowest] / 1e6,
-        "median MB/s": median(rates.values()) / 1e6,
-    }
+    a, b = probe.slowest(1)[0]
+    return {"slowest link": f"{a} -> {b}", "its MB/s": min(rates) / 1e6, "median MB/s": float(median(rates)) / 1e6}

@@ -66,8 +66,6 @@ class Trials:
         self._give_up = give_up
         self._remaining = list(range(num_candidates))
         self._queue = list(self._remaining)
-        if num_candidates == 1:
-            self._queue.clear()
 
     @property
     def wanted(self) -> int:

@@ -10,7 +10,7 @@ from kfcomm.adapt import Adaptation, Decision, Policy, Reading
 from kfcomm.communicator import Communicator
 from tests.conformance.worlds import works, world
 
-NBYTES = 1000
+NBYTES = 4_000_000
 
 Cost = Callable[[int, int, str], tuple[float, float]]
 """``cost(rank, step, strategy)``: the rank's own seconds in a step, and those of its collectives."""
@@ -50,7 +50,7 @@ async def adapted(
 
     Both are the same on every rank, and the world works afterwards.
     """
-    async with world(size, strategy=strategy) as comms:
+    async with world(size, hosts=size, strategy=strategy) as comms:
 
         async def main(comm: Communicator) -> tuple[list[Decision], list[str]]:
             in_force = []

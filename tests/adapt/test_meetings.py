@@ -12,8 +12,8 @@ import pytest
 from kfcomm.adapt import Adaptation, Context, Policy
 from kfcomm.communicator import Communicator
 from kfcomm.errors import CollectiveAborted, CollectiveMismatch, ConfigError, PeerLost
-from tests.adapt.scripted import ScriptedMeter, adapted, steady, words
-from tests.conformance.worlds import assert_kinds, ends, everywhere, on_loop, turns, works, world
+from tests.adapt.scripted import NBYTES, ScriptedMeter, adapted, steady, words
+from tests.conformance.worlds import assert_kinds, ends, everywhere, on_loop, turns, until, works, world
 
 HOOKS = ["on_start", "before_step", "after_step"]
 
@@ -86,7 +86,7 @@ async def test_with_every_the_ranks_meet_now_and_then() -> None:
         "on_start", "before_step", "after_step", "before_step", "after_step", "on_end",
     ]  # fmt: skip
     assert [step for _, step in stories[0].calls] == [0, 2, 2, 5, 5, 7]
-    assert seen == [((3000, 3000), (3, 3), (6.0, 6.0))] * 2
+    assert seen == [((3 * NBYTES, 3 * NBYTES), (3, 3), (6.0, 6.0))] * 2
 
 
 @pytest.mark.parametrize(("hook", "effect"), [("on_start", 0), ("before_step", 2), ("after_step", 3)])
@@ -462,5 +462,41 @@ async def test_a_step_that_is_cancelled_while_a_policy_works() -> None:
         assert mine.cancelled()
         gates[0].set()
         await asyncio.gather(step(0), step(1))
+        await asyncio.gather(*(one.close() for one in adaptations))
+        await works(comms)
+
+
+@pytest.mark.parametrize("where", ["the meeting", "what follows"])
+@on_loop
+async def test_a_step_that_is_cancelled_at_its_end_keeps_nobody_waiting(where: str) -> None:
+    """One rank leaves the meeting, or what follows from it: the others hear of it."""
+    async with world(3, tombstones=True) as comms:
+        inside = asyncio.Event()
+
+        async def call(comm: Communicator) -> None:
+            if comm.rank == 0:
+                inside.set()
+                await asyncio.Event().wait()
+
+        ask = Doing(lambda ctx: ctx.together("wait", call) and None, at=0, hook="before_step")
+        adaptations = [Adaptation(comm, [ask] if where == "what follows" else []) for comm in comms]
+        await asyncio.gather(*(one.start() for one in adaptations))
+
+        async def step(number: int) -> None:
+            async with adaptations[number].step():
+                if number and where == "the meeting":
+                    await inside.wait()
+
+        tasks = [asyncio.ensure_future(step(number)) for number in range(3)]
+        if where == "what follows":
+            await inside.wait()
+        else:
+            await until(lambda: comms[0]._session.engine.in_flight())
+            inside.set()
+        tasks[0].cancel()
+        assert_kinds(
+            await asyncio.gather(*tasks, return_exceptions=True),
+            asyncio.CancelledError, CollectiveAborted, CollectiveAborted,
+        )  # fmt: skip
         await asyncio.gather(*(one.close() for one in adaptations))
         await works(comms)

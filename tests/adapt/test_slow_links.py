@@ -3,104 +3,122 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kfcomm.adapt import AvoidSlowLinks, Policy
+from kfcomm.adapt.slow_links import fitting
 from kfcomm.communicator import Communicator
 from kfcomm.errors import ConfigError
-from kfcomm.strategies import packed_trees
+from kfcomm.probe import Probe
 from kfcomm.types import Layout
-from tests.adapt.scripted import Cost, adapted
+from tests.adapt.scripted import NBYTES, Cost, adapted
 from tests.conformance.worlds import on_loop
 
 SIZE = 4
 DROPS_AT = 12
 
 
-@dataclass
-class Measured:
-    """What a probe would say."""
-
-    bandwidth: Any
-
-
-def links(slow: int | None) -> Any:
+def links(slow: int | None) -> Probe:
     """100 MB/s each, but a quarter of it to and from one host."""
     bandwidth = np.full((SIZE, SIZE), 100e6)
     if slow is not None:
         bandwidth[slow, :] = bandwidth[:, slow] = 25e6
-    np.fill_diagonal(bandwidth, np.inf)
-    return bandwidth
+    return Probe(Layout.even(SIZE, SIZE), np.full((SIZE, SIZE), 1e-4), bandwidth)
 
 
-def falling(with_trees: float, with_ring: float = 4.0, *, until: int = 10_000) -> Cost:
-    """The network takes a second for a step, and longer from `DROPS_AT` on: how much, depends on the strategy."""
+RING_TAKES_S = 4.0
+TRIED = ("packed_trees", "binary_tree_star", "tree")
+"""What fits these links, by prediction."""
+
+
+def falling(*seconds: float, until: int = 10_000) -> Cost:
+    """The network takes a second for a step, and longer from `DROPS_AT` on: for those that are tried, so many."""
+    taken_s = dict(zip(TRIED, seconds, strict=True))
 
     def cost(rank: int, step: int, strategy: str) -> tuple[float, float]:
-        is_slow = DROPS_AT <= step < until
-        return 1.0, (with_trees if strategy == "packed_trees" else with_ring) if is_slow else 1.0
+        return 1.0, taken_s.get(strategy, RING_TAKES_S) if DROPS_AT <= step < until else 1.0
 
     return cost
 
 
 def policy(looks: list[int], *, slow: Callable[[int], int | None] = lambda look: 2, **options: Any) -> Any:
-    async def measure(comm: Communicator) -> Measured:
+    async def measure(comm: Communicator) -> Probe:
         await comm.barrier()
         looks.append(comm.rank)
-        return Measured(links(slow(looks.count(comm.rank))))
+        return links(slow(looks.count(comm.rank)))
 
-    return lambda comm: [AvoidSlowLinks(measure=measure, **{"least_nbytes": 1000, **options})]
+    return lambda comm: [AvoidSlowLinks(measure=measure, **options)]
+
+
+def test_what_fits_is_what_is_predicted_to_be_fast() -> None:
+    fits = [one.name for one in fitting(links(2), NBYTES)]
+    assert fits == list(TRIED)
+    large = Layout.even(65, 65)
+    probe = Probe(large, np.full((65, 65), 1e-4), np.full((65, 65), 1e8))
+    assert [one.name for one in fitting(probe, NBYTES)] == ["packed_trees"]
+    alone = Probe(Layout.even(1), np.zeros((1, 1)), np.ones((1, 1)))
+    assert len(fitting(alone, NBYTES)) >= 1
 
 
 @on_loop
 async def test_a_link_that_drops() -> None:
-    """Found in the second low step; the links are measured, and the trees set, at the end of the step after it."""
+    """Found in the second low step; the links are measured, and trees set, at the end of the step after it."""
     looks: list[int] = []
-    decisions, in_force = await adapted(policy(looks), cost=falling(1.5), steps=40, strategy="ring")
+    decisions, in_force = await adapted(policy(looks), cost=falling(1.5, 2.0, 1.6), steps=40, strategy="ring")
     assert sorted(looks) == [0, 1, 2, 3]
-    found, changed, kept = decisions
+    found, changed, *trials, kept, last = decisions
     assert found.step == DROPS_AT + 1
     assert found.what == "4 of 4 ranks find the network slower: measures the links"
-    assert found.evidence["MB/s"] == pytest.approx(1000 / 4 / 1e6)
-    assert found.evidence["reference"] == pytest.approx(1000 / 1e6, rel=0.04)
+    assert found.evidence["MB/s"] == pytest.approx(1.0)
+    assert found.evidence["reference"] == pytest.approx(4.0, rel=0.04)
     assert found.evidence["votes"] == (0, 1, 2, 3)
     assert found.evidence["most waited for"] == "rank 0"
     assert (changed.step, changed.what) == (DROPS_AT + 2, "strategy ring -> packed_trees")
     assert changed.evidence == {"slowest link": "0 -> 2", "its MB/s": 25.0, "median MB/s": 62.5}
-    assert kept.what == "keeps packed_trees, which is 2.67 times as fast"
-    assert in_force == ["ring"] * (DROPS_AT + 2) + ["packed_trees"] * (40 - DROPS_AT - 2)
+    assert [one.what for one in trials] == [
+        "strategy packed_trees -> binary_tree_star", "strategy binary_tree_star -> tree",
+    ]  # fmt: skip
+    assert kept.what == "keeps packed_trees, 2.67 times as fast as before"
+    assert kept.evidence == pytest.approx({"MB/s before": 1.0, **dict(zip(TRIED, [8 / 3, 2.0, 2.5], strict=True))})
+    assert last.what == "strategy tree -> packed_trees"
+    tried_at = DROPS_AT + 3
+    assert in_force[:tried_at] == ["ring"] * (DROPS_AT + 2) + ["packed_trees"]
+    assert in_force[tried_at + 8 :] == ["packed_trees"] * (40 - tried_at - 8)
     assert "step 13: AvoidSlowLinks: 4 of 4 ranks find the network slower" in str(found)
+
+
+@on_loop
+async def test_the_fastest_of_those_that_fit_stays() -> None:
+    decisions, in_force = await adapted(policy([]), cost=falling(2.0, 1.5, 3.0), steps=40, strategy="ring")
+    assert in_force[-1] == "binary_tree_star"
+    assert "keeps binary_tree_star, 2.67 times as fast as before" in [one.what for one in decisions]
 
 
 @on_loop
 async def test_a_link_that_recovers() -> None:
     looks: list[int] = []
     decisions, in_force = await adapted(
-        policy(looks, slow=lambda look: 2 if look == 1 else None, rest=8),
-        cost=falling(1.5, until=40), steps=60, strategy="ring",
+        policy(looks, slow=lambda look: 2 if look == 1 else None, rest=12),
+        cost=falling(1.5, 2.0, 2.0, until=40), steps=70, strategy="ring",
     )  # fmt: skip
     assert len(looks) == 2 * SIZE
     again = next(one for one in decisions if "faster: measures" in one.what)
     assert again.step == 41
-    digests = {packed_trees(Layout.even(SIZE), links(slow)).digest for slow in (2, None)}
-    assert len(digests) == 2
-    # no faster than what was there: it goes back
-    assert any(one.what.startswith("goes back to packed_trees") for one in decisions)
+    # all are as fast then: nothing is 5 % faster than what was there, to which it goes back
+    assert any(one.what == "goes back to packed_trees: nothing is faster" for one in decisions)
     assert in_force[-1] == "packed_trees"
 
 
 @on_loop
-async def test_trees_that_do_not_help_are_taken_back() -> None:
+async def test_what_does_not_help_is_taken_back() -> None:
     looks: list[int] = []
-    decisions, in_force = await adapted(policy(looks, rest=15), cost=falling(4.0), steps=40, strategy="ring")
+    decisions, in_force = await adapted(policy(looks), cost=falling(4.0, 5.0, 3.9), steps=60, strategy="ring")
     what = [one.what for one in decisions]
     assert what[1] == "strategy ring -> packed_trees"
-    assert what[2] == "goes back to ring: packed_trees is no faster"
-    assert what[3] == "strategy packed_trees -> ring"
+    assert what[-2:] == ["goes back to ring: nothing is faster", "strategy tree -> ring"]
     assert in_force[-1] == "ring"
     assert sorted(looks) == [0, 1, 2, 3]  # the slow state is the reference now
 
@@ -131,32 +149,34 @@ async def test_a_rank_that_computes_for_long_is_not_the_network() -> None:
 @on_loop
 async def test_what_fits_already_is_kept_and_not_measured_again_too_soon() -> None:
     looks: list[int] = []
-    fitting = packed_trees(Layout.even(SIZE), links(2))
+    fits = links(2).packed_trees()
 
     def worse(rank: int, step: int, strategy: str) -> tuple[float, float]:
         return 1.0, 1.2**step
 
-    decisions, in_force = await adapted(policy(looks, rest=10), cost=worse, steps=40, strategy=fitting)
+    decisions, in_force = await adapted(policy(looks, rest=12), cost=worse, steps=40, strategy=fits)
     assert {one.what for one in decisions} >= {"keeps packed_trees, which fits the links"}
     begun = [one.step for one in decisions if "measures the links" in one.what]
     assert len(begun) == len(looks) / SIZE > 1
-    assert all(later - earlier >= 10 for earlier, later in zip(begun, begun[1:], strict=False))
+    assert all(later - earlier >= 12 for earlier, later in zip(begun, begun[1:], strict=False))
     assert set(in_force) == {"packed_trees"}
 
 
 @on_loop
 async def test_little_messages_say_nothing_of_links() -> None:
-    decisions, _ = await adapted(policy([], least_nbytes=1001), cost=falling(1.5), steps=30, strategy="ring")
+    decisions, _ = await adapted(
+        policy([], least_nbytes=NBYTES + 1), cost=falling(1.5, 1.5, 1.5), steps=30, strategy="ring"
+    )
     assert not decisions
 
 
 @on_loop
 async def test_a_probe_that_fails_leaves_the_job_as_it_is() -> None:
-    async def measure(comm: Communicator) -> Measured:
+    async def measure(comm: Communicator) -> Probe:
         raise OSError("rank 2 does not answer")
 
     decisions, in_force = await adapted(
-        lambda comm: [AvoidSlowLinks(measure=measure, least_nbytes=1)], cost=falling(1.5), steps=30, strategy="ring"
+        lambda comm: [AvoidSlowLinks(measure=measure)], cost=falling(1.5, 1.5, 1.5), steps=30, strategy="ring"
     )
     assert decisions[-1].what.startswith(
         "switched off: it raised on every rank: OSError in after_step: rank 2 does not"
@@ -171,17 +191,18 @@ async def test_the_program_changes_the_strategy_itself_meanwhile() -> None:
     class Program(Policy):
         def after_step(self, ctx: Any) -> None:
             if ctx.step == DROPS_AT + 3:
-                ctx.set_strategy("star")
+                ctx.set_strategy("clique")
 
     decisions, in_force = await adapted(
-        lambda comm: [*policy([])(comm), Program()], cost=falling(1.5), steps=40, strategy="ring"
+        lambda comm: [*policy([])(comm), Program()], cost=falling(1.5, 1.5, 1.5), steps=40, strategy="ring"
     )
-    assert in_force[-1] == "star"
+    assert in_force[-1] == "clique"
     assert [one.policy for one in decisions] == ["AvoidSlowLinks", "AvoidSlowLinks", "Program"]
 
 
 @pytest.mark.parametrize(
-    ("options", "says"), [({"check": 0}, "check is at least 1"), ({"rest": 5}, "rest is at least check")]
+    ("options", "says"),
+    [({"steps": 2}, "at least 3 steps"), ({"rest": 5}, "rest is at least 4 times steps, 12, not 5")],
 )
 def test_arguments_out_of_range(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):

@@ -79,10 +79,11 @@ def test_the_first_step_is_not_counted_and_noise_is_met_with_medians() -> None:
     assert trials.wanted == trials.best == 1
 
 
-def test_one_candidate_needs_no_trial() -> None:
-    trials = Trials(1)
-    assert trials.is_over
-    assert trials.wanted == 0
+def test_one_candidate_is_measured_and_stays() -> None:
+    trials = Trials(1, steps=3)
+    assert run(trials, [7.0]) == [0, 0]
+    assert trials.best == trials.wanted == 0
+    assert trials.costs == (7.0,)
 
 
 @pytest.mark.parametrize(
