@@ -80,7 +80,7 @@ class Rule:
         if len(self.sizes) == 0 or self.lead == 1:
             return self.strategy
         if self.lead < TOLERANCE:
-            return f"{self.strategy} (hardly anything between it and the next)"
+            return f"{self.strategy} (about as fast as the next)"
         return f"{self.strategy} ({self.lead:.{1 if self.lead < 10 else 0}f}× the next)"
 
 

@@ -61,7 +61,7 @@ def test_what_is_as_good_saves_a_rule() -> None:
 
 
 def test_a_small_lead_is_called_so() -> None:
-    assert "hardly anything" in Advice.of(grid(star=(1.0,), ring=(1.01,))).in_words()
+    assert "about as fast as the next" in Advice.of(grid(star=(1.0,), ring=(1.01,))).in_words()
     assert Advice.of(grid(star=(1.0,), ring=(1.0,))).in_words() == "at all sizes: star"
 
 
