@@ -17,6 +17,7 @@ from kfcomm import __version__
 from kfcomm.cli.bench import bench
 from kfcomm.cli.errors import reported_errors
 from kfcomm.cli.timeline import timeline
+from kfcomm.cli.top import top
 from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.settings import TRANSPORTS
 
@@ -29,6 +30,7 @@ def main() -> None:
 
 main.add_command(bench)
 main.add_command(timeline)
+main.add_command(top)
 
 
 @main.command(context_settings={"allow_interspersed_args": False})
