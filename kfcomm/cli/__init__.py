@@ -19,6 +19,7 @@ from kfcomm.cli.errors import reported_errors
 from kfcomm.cli.probe import probe
 from kfcomm.cli.simulate import simulate
 from kfcomm.cli.timeline import timeline
+from kfcomm.cli.top import top
 from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.settings import TRANSPORTS
 
@@ -33,6 +34,7 @@ main.add_command(bench)
 main.add_command(probe)
 main.add_command(simulate)
 main.add_command(timeline)
+main.add_command(top)
 
 
 @main.command(context_settings={"allow_interspersed_args": False})

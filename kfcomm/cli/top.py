@@ -1,0 +1,124 @@
+"""`kfcomm top`: a running job, again and again."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import click
+
+from kfcomm.cli.errors import reported_errors
+from kfcomm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kfcomm.monitor.live import Job
+    from kfcomm.monitor.top import Watcher
+
+NO_JOB = (
+    "no job of yours runs on this host, as far as can be seen: it needs monitoring on (KFCOMM_MONITOR=1, the default), "
+    "and Linux"
+)
+
+
+@click.command()
+@click.argument("job", required=False)
+@click.option("--once", is_flag=True, help="Print one view and end.")
+@click.option(
+    "--interval",
+    type=click.FloatRange(min=0.05, max=3600),
+    default=1.0,
+    show_default=True,
+    metavar="S",
+    help="Seconds between two looks.",
+)
+def top(job: str | None, once: bool, interval: float) -> None:
+    """Show what a running job is doing: rates, who is waited for, the busiest names.
+
+    JOB is its name, or how that begins; needed if several run. Shown are its ranks on this host, and their links to
+    others. Leave with q. Where the output is no terminal, one view follows the other.
+
+    \b
+      kfcomm top
+      kfcomm top --once
+    """  # noqa: D301  click wants the character, not its name
+    from kfcomm.monitor import live
+    from kfcomm.monitor.top import Watcher
+
+    with reported_errors():
+        if math.isnan(interval):  # which is in no range and outside of none
+            raise ConfigError("--interval nan must be a number of seconds")
+        watcher = Watcher(chosen(live.jobs(), job))
+    try:
+        if once or not sys.stdout.isatty():
+            _print(watcher, interval, once=once)
+        else:
+            _show(watcher, interval)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def chosen(jobs: Sequence[Job], asked: str | None) -> str:
+    """The name of the job that is meant.
+
+    Raises:
+        ConfigError: there is none, or more than one.
+    """
+    if not jobs:
+        raise ConfigError(NO_JOB)
+    listed = "; ".join(f"{job.name} (ranks {_ranks(job.ranks)})" for job in jobs)
+    names = [job.name for job in jobs if asked is None or job.name.startswith(asked)]
+    if asked in names:
+        return asked or names[0]
+    if len(names) == 1:
+        return names[0]
+    if names:
+        raise ConfigError(f"{len(names)} jobs run here, name the one that you mean: {listed}")
+    raise ConfigError(f"no job {asked!r} runs here; there are: {listed}")
+
+
+def _print(watcher: Watcher, interval_s: float, *, once: bool) -> None:
+    """Views one after the other, as plain text; the first look only gives rates something to begin with."""
+    from kfcomm.monitor.top import view
+
+    change = watcher.look()
+    while not change.has_ended:
+        time.sleep(interval_s)
+        change = watcher.look()
+        for line in view(change, _width()):
+            click.echo(line.text)
+        if once:
+            return
+        click.echo()
+
+
+def _width() -> int:
+    """Of the terminal, or as ``COLUMNS`` says; without either, wide enough for everything."""
+    is_known = "COLUMNS" in os.environ or sys.stdout.isatty()
+    return shutil.get_terminal_size((80, 24)).columns if is_known else 200
+
+
+def _show(watcher: Watcher, interval_s: float) -> None:
+    """One view over the other, until the user leaves or the job ends."""
+    from kfcomm.monitor.top import view
+    from kfcomm.monitor.top.screen import screen
+
+    with screen() as terminal:
+        while True:
+            change = watcher.look()
+            terminal.draw(view(change, *terminal.size()))
+            if change.has_ended or terminal.wait(interval_s):
+                break
+    if change.has_ended:
+        click.echo(f"job {watcher.job} has ended")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if list(ranks) == list(range(ranks[0], ranks[-1] + 1)) and len(ranks) > 1:
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ", ".join(map(str, ranks[:16]))

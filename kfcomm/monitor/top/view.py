@@ -1,0 +1,215 @@
+"""A change of a job as lines for a terminal of any size: what fits, the most important first.
+
+In a narrow terminal tables lose columns, in a low one they lose rows, and say how many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from kfcomm.monitor.top.change import Change, KeyChange, LinkRate, RankChange
+
+MIN_ROWS = 3
+"""Of every table, where there are so many."""
+
+
+class Style(Enum):
+    """How a line is shown."""
+
+    PLAIN = auto()
+    TITLE = auto()
+    HEAD = auto()
+    ALARM = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line."""
+
+    text: str
+    style: Style = Style.PLAIN
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table; where there is no room, those go first whose ``goes`` is largest, and those with 0 never."""
+
+    head: str
+    goes: int = 0
+    left: bool = False
+
+
+Row = tuple[Sequence[str], Style]
+
+RANKS = (
+    Column("rank"), Column("strategy", 3, left=True), Column("calls/s"), Column("sent/s", 2), Column("received/s", 4),
+    Column("waits for", left=True), Column("loop lag", 1), Column("peak mem", 5),
+)  # fmt: skip
+LINKS = (Column("link"), Column("over", 1, left=True), Column("bytes/s"), Column("", 2, left=True))
+KEYS = (
+    Column("name", left=True), Column("calls/s"), Column("bytes/s", 3), Column("p50"), Column("p99", 1),
+    Column("max", 4), Column("failed", 2),
+)  # fmt: skip
+GAP = "  "
+MAX_NAME = 40
+BAR = 20
+
+
+def view(change: Change, width: int, height: int | None = None) -> list[Line]:
+    """Lines of at most ``width`` characters, at most ``height`` of them (None: as many as there are)."""
+    lines = [Line(title(change), Style.TITLE), *map(Line, summary(change)), *alarms(change), Line("")]
+    tables = (
+        (RANKS, [_rank(change, rank, one) for rank, one in change.ranks.items()]),
+        (LINKS, _links(change.links)),
+        (KEYS, [_key(change, key) for key in change.keys]),
+    )
+    # of each table its head, a line that says what is left out, and an empty one
+    room = None if height is None else height - len(lines) - 3 * len(tables)
+    counts = shares([len(rows) for _, rows in tables], room)
+    for (columns, rows), count in zip(tables, counts, strict=True):
+        if rows:
+            lines += [*table(columns, rows, count, width), Line("")]
+    shown = [Line(clipped(line.text.rstrip(), width), line.style) for line in lines]
+    while shown and not shown[-1].text:
+        shown.pop()
+    return shown if height is None else shown[:height]
+
+
+def title(change: Change) -> str:
+    """Job, ranks and strategy."""
+    strategies = " / ".join(dict.fromkeys(answer.strategy for answer in change.answers)) or "?"
+    elsewhere = change.size - len(change.ranks) - len(change.gone)
+    there = f", {elsewhere} on other hosts" if elsewhere > 0 else ""
+    ranks = f"{len(change.ranks)} of {change.size or '?'} ranks here{there}"
+    return f"kfcomm top  {change.job}  {ranks}  strategy {strategies}"
+
+
+def summary(change: Change) -> list[str]:
+    """The job as a whole."""
+    calls = max((one.calls_per_s for one in change.ranks.values()), default=0.0)
+    sent = sum(one.sent_rate for one in change.ranks.values())
+    lag_s = max((answer.loop_lag_s for answer in change.answers), default=0.0)
+    lines = [f"{_rate(change, calls)} collectives/s   {size(sent)}/s sent   loop lag at most {span(lag_s)}"]
+    since = "" if change.passed_s else " since the beginning"
+    slowest, waited = change.slowest, change.waited_for
+    if slowest is None:
+        return [*lines, "nobody was waited for"]
+    share = waited[slowest] / sum(waited.values())
+    return [*lines, f"slowest: rank {slowest}, with {share:.0%} of all waiting ({span(waited[slowest])}{since})"]
+
+
+def alarms(change: Change) -> list[Line]:
+    """What is wrong, one line each."""
+    silent = [rank for rank, one in change.ranks.items() if one.now is None]
+    lines = []
+    if change.has_ended:
+        lines.append(Line("the job has ended: none of its ranks is left on this host", Style.ALARM))
+    elif change.gone:
+        lines.append(Line(f"gone: {_ranks(change.gone)}", Style.ALARM))
+    if silent:
+        lines.append(Line(f"no answer (stopped?): {_ranks(silent)}", Style.ALARM))
+    return lines
+
+
+def table(columns: Sequence[Column], rows: Sequence[Row], count: int, width: int) -> list[Line]:
+    """The first ``count`` rows, with the columns for which there is room."""
+    cells = [row for row, _ in rows[:count]]
+    widths = [max([len(column.head), *(len(row[i]) for row in cells)]) for i, column in enumerate(columns)]
+    kept = list(range(len(columns)))
+    for number in sorted((i for i, column in enumerate(columns) if column.goes), key=lambda i: -columns[i].goes):
+        if sum(widths[i] + len(GAP) for i in kept) - len(GAP) <= width:
+            break
+        kept.remove(number)
+
+    def text(row: Sequence[str]) -> str:
+        return GAP.join(row[i].ljust(widths[i]) if columns[i].left else row[i].rjust(widths[i]) for i in kept)
+
+    lines = [Line(text([column.head for column in columns]), Style.HEAD)]
+    lines += [Line(text(row), style) for row, style in rows[:count]]
+    if count < len(rows):
+        lines.append(Line(f"... and {len(rows) - count} more"))
+    return lines
+
+
+def shares(wanted: Sequence[int], room: int | None) -> list[int]:
+    """How many rows each table gets: `MIN_ROWS` each, then by turns from the first, as long as there is room."""
+    if room is None:
+        return list(wanted)
+    given = [min(MIN_ROWS, count) for count in wanted]
+    left = room - sum(given)
+    for i, count in enumerate(wanted):
+        tables_left = len(wanted) - i
+        more = min(count - given[i], max(0, left // tables_left if tables_left > 1 else left))
+        given[i] += more
+        left -= more
+    return given
+
+
+def size(nbytes: float) -> str:
+    """Bytes, for people."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 99.95 else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.1f} TB"
+
+
+def span(seconds: float) -> str:
+    """A time, for people."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if seconds * factor >= 1:
+            value = seconds * factor
+            return f"{value:.0f} {unit}" if value >= 99.95 else f"{value:.1f} {unit}"
+    return f"{seconds * 1e6:.0f} µs"
+
+
+def clipped(text: str, width: int) -> str:
+    """At most ``width`` characters, on one line."""
+    text = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+    return text if len(text) <= width else text[: max(0, width - 1)] + "…"[:width]
+
+
+def _rate(change: Change, per_s: float, digits: int = 0) -> str:
+    """What two looks tell, and one does not."""
+    return f"{per_s:,.{digits}f}" if change.passed_s else "-"
+
+
+def _rank(change: Change, rank: int, one: RankChange) -> Row:
+    now = one.now
+    if now is None:
+        return (str(rank), "no answer", "", "", "", "", "", ""), Style.ALARM
+    waited = one.waited_s or {}
+    peer = one.waits_for
+    waits_for = "" if peer is None else f"rank {peer} ({waited[peer] / sum(waited.values()):.0%})"
+    cells = (
+        str(rank), now.strategy, _rate(change, one.calls_per_s), size(one.sent_rate), size(one.received_rate),
+        waits_for, span(now.loop_lag_s), size(now.peak_memory_nbytes),
+    )  # fmt: skip
+    return cells, Style.PLAIN
+
+
+def _links(links: Sequence[LinkRate]) -> list[Row]:
+    most = max((link.rate for link in links), default=0.0) or 1.0
+    return [
+        (
+            (f"{link.source} → {link.target}", link.kind, size(link.rate), "█" * round(BAR * link.rate / most)),
+            Style.PLAIN,
+        )
+        for link in links
+    ]
+
+
+def _key(change: Change, key: KeyChange) -> Row:
+    cells = (
+        clipped(key.name or "(unnamed)", MAX_NAME), _rate(change, key.calls_per_s, 1),
+        size(key.nbytes_per_s) if change.passed_s else "-",
+        span(key.p50_s), span(key.p99_s), span(key.max_s), str(key.failures),
+    )  # fmt: skip
+    return cells, Style.ALARM if key.failures else Style.PLAIN
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
