@@ -144,8 +144,9 @@ def _raised(ranks: list[int], words: list[str]) -> tuple[str, dict[str, Any]]:
 
 
 def _disagreed(words: list[str]) -> tuple[str, dict[str, Any]]:
-    other = next(rank for rank, one in enumerate(words) if one != words[0])
-    return f"the ranks disagree: rank 0 {words[0]}, rank {other} {words[other]}", {"asked": tuple(words)}
+    unlike = tuple(rank for rank, one in enumerate(words) if one != words[0])
+    other = unlike[0]
+    return f"the ranks disagree: rank 0 {words[0]}, rank {other} {words[other]}", {"unlike rank 0": unlike}
 
 
 def _shown(names: list[str], every: int) -> str:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+MAX_SHOWN = 16
+"""Of a sequence, in the log."""
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -158,7 +161,8 @@ def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, (tuple, list)):
-        return "[" + ", ".join(map(_shown, value)) + "]"
+        left_out = len(value) - MAX_SHOWN
+        return "[" + ", ".join(map(_shown, value[:MAX_SHOWN])) + (f", {left_out} more]" if left_out > 0 else "]")
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {_shown(one)}" for key, one in value.items()) + "}"
     return str(value)

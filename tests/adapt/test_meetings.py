@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kfcomm.adapt import Adaptation, Context, Policy
+from kfcomm.adapt import Adaptation, Context, Decision, Policy
 from kfcomm.communicator import Communicator
 from kfcomm.errors import CollectiveAborted, CollectiveMismatch, ConfigError, PeerLost
 from tests.adapt.scripted import NBYTES, ScriptedMeter, adapted, steady, words
@@ -500,3 +500,12 @@ async def test_a_step_that_is_cancelled_at_its_end_keeps_nobody_waiting(where: s
         )  # fmt: skip
         await asyncio.gather(*(one.close() for one in adaptations))
         await works(comms)
+
+
+def test_a_decision_in_words() -> None:
+    decision = Decision(
+        7, "Mine", "goes on", {"MB_s": 12.3456, "votes": (1, 2), "by": {"a": 1.0}, "all": list(range(20))}
+    )
+    shown = ", ".join(map(str, range(16)))
+    assert str(decision) == f"step 7: Mine: goes on (MB s 12.35, votes [1, 2], by {{a: 1}}, all [{shown}, 4 more])"
+    assert str(Decision(7, "Mine", "goes on")) == "step 7: Mine: goes on"
