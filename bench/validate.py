@@ -148,6 +148,8 @@ def table(cells: Sequence[Cell], winners: Sequence[Winner]) -> str:
 def validated(path: Path, latency_s: float) -> tuple[list[Cell], list[Winner], dict[str, Any]]:
     """Compare one record; cells, winners, and what was assumed."""
     record = json.loads(path.read_text("utf-8"))
+    # of the form module:function are strategies that were made on the bed, from what could be measured there
+    record["figures"] = [figure for figure in record["figures"] if ":" not in figure["strategy"]]
     free = bed_of(record, latency_s)
     overhead_s, copy_s_per_byte = processor_costs(record, simulated(record, free))
     local = Local(overhead_s=overhead_s, copy=1 / copy_s_per_byte if copy_s_per_byte else None)
@@ -156,7 +158,8 @@ def validated(path: Path, latency_s: float) -> tuple[list[Cell], list[Winner], d
     )
     cells = cells_of(record, simulated(record, network))
     constants = {"latency_s": latency_s, "overhead_s": overhead_s, "copy_bytes_per_s": local.copy}
-    return cells, winners_of(cells), {"record": path.name, "commit": record["machine"]["commit"], **constants}
+    machine = {name: record["machine"].get(name) for name in ("commit", "cores", "load_average_before")}
+    return cells, winners_of(cells), {"record": path.name, **machine, **constants}
 
 
 @click.command(help=__doc__ and __doc__.split("\n\n")[0])

@@ -72,6 +72,15 @@ def test_the_page_shows_time_over_size_and_over_ranks(hosts: str, sizes: str, fi
     assert "http" not in text.replace("http://www.w3.org", "")
 
 
+def test_what_takes_long_is_said_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kfcomm.cli.simulate._MANY_MESSAGES", 20)
+    done = run("--strategy", "star,ring", "--hosts", "4x1", "--size", "1MiB")
+    # star: 2 chunks; ring: 4 parts
+    assert [line for line in done.stderr.splitlines() if "messages" in line] == [
+        "ring, 4 ranks on 4 hosts, 1 MiB: 24 messages, about 1 minute"
+    ]
+
+
 def test_a_rule_by_size_says_which_graphs_it_took() -> None:
     done = run("--strategy", "auto", "--hosts", "4x1", "--size", "64MiB")
     assert "strategy auto: " in done.stdout

@@ -51,6 +51,14 @@ def test_a_bed_that_is_as_the_simulator_has_it_is_met_exactly(tmp_path: Path) ->
     assert assumed["overhead_s"] == pytest.approx(OVERHEAD_S)
 
 
+def test_strategies_that_were_made_on_the_bed_are_left_out(tmp_path: Path) -> None:
+    path, data = tmp_path / "netlab.json", record()
+    data["figures"].append({"strategy": "module:function", "nbytes": 1 << 18, "median_s": 1.0, "cpu_s": 1.0})
+    path.write_text(json.dumps(data))
+    cells, _, _ = validated(path, LATENCY_S)
+    assert len(cells) == 6
+
+
 def test_a_winner_is_right_that_is_about_as_fast_as_the_fastest() -> None:
     cells = [Cell("a", 1, 1.0, 2.0), Cell("b", 1, 1.0 + NOISE / 2, 1.0), Cell("a", 2, 1.0, 2.0), Cell("b", 2, 2.0, 1.0)]
     assert winners_of(cells) == [Winner(1, "a", "b", 1.0 + NOISE / 2), Winner(2, "a", "b", 2.0)]
