@@ -29,7 +29,7 @@ from bench.compare.world import ROOT
 from bench.netlab.__main__ import bed_options, reported, specs_from
 from bench.netlab.hosts import HostSpec
 from bench.netlab.lab import Netlab
-from bench.netlab.measure import Timing, measure
+from bench.netlab.measure import Timing, alone, measure
 from bench.netlab.rates import Bucket, efficiency, show_rate
 from bench.netlab.steps import Step, bound_s, rounds
 from kfcomm.bench.sizes import parse_sizes, show_size
@@ -122,7 +122,7 @@ def figures(bed: Bed, strategies: Sequence[str], sizes: Sequence[int], num_round
     """Measure; by size, then by strategy."""
     steps = rounds(strategies, sizes, num_rounds + 1)
     per_round = len(steps) // (num_rounds + 1)
-    with Netlab(bed.specs, mtu=bed.mtu) as lab:
+    with alone(lambda: _say("waiting for another measurement to end")), Netlab(bed.specs, mtu=bed.mtu) as lab:
         timings = measure(lab, steps, before_step=lambda number, step: _progress(number, per_round, num_rounds))
     counted = timings[per_round:]
     return [
@@ -153,7 +153,11 @@ def verdict(found: Sequence[Figure]) -> Mapping[str, Any] | None:
 
 def _progress(number: int, per_round: int, num_rounds: int) -> None:
     if number % per_round == 0:
-        print(f"netlab: round {number // per_round} of {num_rounds}", file=sys.stderr, flush=True)
+        _say(f"round {number // per_round} of {num_rounds}")
+
+
+def _say(text: str) -> None:
+    print(f"netlab: {text}", file=sys.stderr, flush=True)
 
 
 @click.command(help=__doc__ and __doc__.split("\n\n")[0])
@@ -185,7 +189,7 @@ def main(strategies: str, sizes: str, num_rounds: int, output: Path | None, mtu:
     }
     path = output or ROOT / f"bench/results/netlab-{datetime.now(UTC):%Y-%m-%d}.json"
     write(record, path)
-    print(f"netlab: written: {path}", file=sys.stderr)
+    _say(f"written: {path}")
     aim = verdict(found)
     if aim is not None and not aim["reached"]:
         print(f"{aim['case']}: {aim['share']:.1%} of the bound, and {AIM_SHARE:.0%} are wanted")

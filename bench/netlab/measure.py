@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +20,8 @@ from bench.netlab.tools import NetlabError
 PATIENCE_S = 600.0
 """Longest wait for the first step, for any step, and for the end."""
 _LOOK_S = 0.5
+
+LOCK = Path("/var/run/kfnetlab.lock")
 
 Hook = Callable[[int, Step], None]
 
@@ -64,6 +68,18 @@ def measure(
         size = sum(host.spec.ranks for host in lab.hosts)
         records = [json.loads((Path(folder) / f"rank-{rank}.json").read_text()) for rank in range(size)]
     return [_timing(step, [record["times"][at] for record in records]) for at, step in enumerate(steps)]
+
+
+@contextlib.contextmanager
+def alone(waiting: Callable[[], None]) -> Iterator[None]:
+    """Let no other measurement run here meanwhile; ``waiting`` is called if one does, which has to end first."""
+    with LOCK.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _conduct(listener: socket.socket, program: Program, steps: Sequence[Step], before_step: Hook | None) -> None:

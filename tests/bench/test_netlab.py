@@ -31,7 +31,7 @@ from bench.netlab import (
     with_rate,
 )
 from bench.netlab.__main__ import main
-from bench.netlab.measure import measure
+from bench.netlab.measure import alone, measure
 from bench.netlab.rates import Bucket, efficiency
 from bench.netlab.steps import Step, bound_s, rounds
 from kfcomm.errors import ConfigError
@@ -421,3 +421,14 @@ def test_a_number_that_became_another_process_protects_nothing() -> None:
     stranger.add()
     clean()
     assert not stranger.path.exists()
+
+
+def test_measurements_wait_for_each_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("bench.netlab.measure.LOCK", tmp_path / "lock")
+    waited: list[str] = []
+    with alone(lambda: waited.append("first")):
+        with pytest.raises(ZeroDivisionError), alone(lambda: 1 // 0):  # or it would wait now
+            pass
+        assert waited == []
+    with alone(lambda: waited.append("second")):
+        assert waited == []
