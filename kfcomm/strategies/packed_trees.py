@@ -23,7 +23,7 @@ earlier than chunks of many trees that arrive together.
 A link between two hosts that is slower than both their ports is left alone, unless what these trees would send on it
 takes longer than the bound. Then hosts go a way round it, below a third one, and the weights are found by
 multiplicative weights, over stars, such trees, ports and links. With several ranks on a host each is in turn the one
-through which the others of its host speak.
+through which the others of its host speak; if all hosts are roots, there are as many copies of each tree.
 
 Sources: Z. Zhang, C. Wu and Z. Li, "Near-optimal topology-adaptive parameter synchronization in distributed DNN
 training" (INFOCOM 2021); G. Wang et al., "Blink: fast and generic collectives for distributed ML" (MLSys 2020), whose
@@ -82,7 +82,8 @@ def packed_trees(layout: Layout, bandwidth: Matrix, *, name: str = "packed_trees
         ConfigError: the matrix is not square or of another size than the layout, or an entry is not above 0 and finite.
 
     Cost: 2 steps between hosts (3 where ports send and receive at unlike rates, 4 round a slow link) and 2 inside of
-        them; time ``bound_seconds`` by the model, but for latencies. Up to h trees for each of a host's p ranks.
+        them; time ``bound_seconds`` by the model, but for latencies. Up to h trees, or if all hosts are roots h for
+        each of a host's p ranks.
     """
     nodes = ports_of(layout)
     rates = Rates.of(nodes, bandwidth)
@@ -90,7 +91,9 @@ def packed_trees(layout: Layout, bandwidth: Matrix, *, name: str = "packed_trees
     largest = max(weight for _, weight in packed)
     packed = [(tree, weight) for tree, weight in packed if weight >= _LEAST_SHARE * largest]
     most = max(host_sizes(nodes))
-    copies = most if most * len(packed) <= _MOST_PAIRS else 1
+    # Where hosts are leaves only, they are what takes long, and more trees would only hold up what they send.
+    is_even = len({tree.root for tree, _ in packed}) == nodes.num_hosts
+    copies = most if is_even and most * len(packed) <= _MOST_PAIRS else 1
     pairs = [
         _over_ranks(tree, nodes, number + copy, rates)
         for copy in range(copies)

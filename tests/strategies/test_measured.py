@@ -203,6 +203,7 @@ def test_hosts_of_unlike_sizes() -> None:
     layout = Layout((0, 0, 0, 1, 2, 2))
     packed = packed_trees(layout, spread(layout, [1e8, 1e8, 2e7]))
     assert all(layout.hosts[pair.root] != 2 for pair in packed.pairs)
+    assert len(packed.pairs) == len({layout.hosts[pair.root] for pair in packed.pairs})
     for pair in packed.pairs:
         assert_spans(pair.reduce)
 
