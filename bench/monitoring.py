@@ -63,10 +63,10 @@ class CountingMeter(Meter):
         self.calls["arrived"] += 1
         super().arrived(peer, effect)
 
-    def completed(self, operation: Operation) -> None:
+    def completed(self, operation: Operation, now_s: float) -> None:
         """See ``Meter.completed``."""
         self.calls["completed"] += 1
-        super().completed(operation)
+        super().completed(operation, now_s)
 
 
 async def exchange(comm: kfcomm.Communicator, gradients: Sequence[Any], outs: Sequence[Any]) -> None:
@@ -142,7 +142,7 @@ def hook_costs() -> Figures:
 
     def completed() -> None:
         for operation in operations:
-            meter.completed(operation)
+            meter.completed(operation, time.monotonic())
 
     ring = RingReader(memoryview(bytearray(1 << 10)), memoryview(bytearray(16)).cast("Q"), tail=0, head=1)
 

@@ -54,7 +54,7 @@ main.add_command(top)
     "--metrics-port",
     type=click.IntRange(1, 65535),
     metavar="PORT",
-    help="Port for Prometheus; local rank r takes the r-th after it.",
+    help="Port for Prometheus, to which each rank adds its local rank.",
 )
 @click.option(
     "--token-file",

@@ -43,9 +43,13 @@ class GroupView:
 
 
 class Key:
-    """A name in a group, and everything that is going on under it."""
+    """A name in a group, and everything that is going on under it.
 
-    __slots__ = ("early", "group_id", "id", "live", "name", "next_seq")
+    Attributes:
+        tally: a slot for whoever counts; the core never looks at it.
+    """
+
+    __slots__ = ("early", "group_id", "id", "live", "name", "next_seq", "tally")
 
     def __init__(self, number: int, group_id: bytes, name: str) -> None:
         self.id = number
@@ -54,6 +58,7 @@ class Key:
         self.next_seq = 0
         self.live: dict[int, Collective] = {}
         self.early: dict[int, Early] = {}
+        self.tally: Any = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ MAX_NBYTES = 1 << 26
 _MAX_JOB_LETTERS = 32
 _LISTENS = 0x10000  # of the flags in /proc/net/unix: __SO_ACCEPTCON
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_RANK_AND_PROCESS = re.compile(r"[0-9]+/[0-9]+\.[0-9]+")
 _numbers = count()
 
 
@@ -52,6 +53,11 @@ class Job:
     def ranks(self) -> tuple[int, ...]:
         """Its ranks on this host."""
         return tuple(rank for rank, _ in self.sockets)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Their processes."""
+        return tuple(int(name.rpartition("/")[2].partition(".")[0]) for _, name in self.sockets)
 
 
 def jobs(listing: str | None = None) -> tuple[Job, ...]:
@@ -73,8 +79,8 @@ def jobs(listing: str | None = None) -> tuple[Job, ...]:
         fields = line.split(maxsplit=7)
         if len(fields) == 8 and int(fields[3], 16) & _LISTENS:
             parts = fields[7].removeprefix("@").split("/")
-            if len(parts) == 5 and parts[:2] == [PREFIX, str(os.getuid())] and parts[3].isdecimal():
-                found.setdefault(parts[2], []).append((int(parts[3]), fields[7].removeprefix("@")))
+            if parts[:2] == [PREFIX, str(os.getuid())] and _RANK_AND_PROCESS.fullmatch("/".join(parts[3:])):
+                found.setdefault(parts[2], []).append((int(parts[3]), "/".join(parts)))
     return tuple(Job(name, tuple(sorted(found[name]))) for name in sorted(found))
 
 

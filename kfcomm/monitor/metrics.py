@@ -17,16 +17,15 @@ from kfcomm.errors import ConfigError
 from kfcomm.monitor.attendant import PATIENCE_S, Attendant
 from kfcomm.monitor.records import Statistics
 from kfcomm.monitor.statistics import OTHERS, tallies_of
-from kfcomm.runtime.meter import BOUNDS_S, Meter, Tally
-from kfcomm.runtime.steady import steady
+from kfcomm.runtime.meter import PER_OCTAVE, Meter, Tally, bound_s
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
 MAX_LABELLED_KEYS = 256
 """Keys with series of their own, the first that were used; the others are ``(others)`` together."""
-_EVERY = 16
-"""Buckets of a histogram here to one there: each bound is four times the one before."""
+BOUNDS = range(-20 * PER_OCTAVE, 11 * PER_OCTAVE, 2 * PER_OCTAVE)
+"""Buckets whose upper bounds are those of the histogram: from 1 µs to 17 minutes, each four times the one before."""
 
 
 def check(port: int, monitor: bool) -> None:
@@ -90,7 +89,7 @@ class _Collector:
         yield from _of_process(now)
         yield from _of_peers(now)
         yield from _of_strategies(now)
-        yield from _of_keys(tallies_of(self._meter), steady(lambda: list(self._meter.others.values())))
+        yield from _of_keys(*tallies_of(self._meter))
 
 
 def _of_process(now: Statistics) -> Iterator[Metric]:
@@ -137,14 +136,14 @@ def _of_strategies(now: Statistics) -> Iterator[Metric]:
         yield family
 
 
-def _of_keys(tallies: dict[str, Tally], others: list[Tally]) -> Iterator[Metric]:
+def _of_keys(tallies: dict[str, Tally], others: Tally | None) -> Iterator[Metric]:
     from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily
 
     names = list(tallies)
-    rest = [tallies[name] for name in names[MAX_LABELLED_KEYS:]] + others
+    rest = [tallies[name] for name in names[MAX_LABELLED_KEYS:]] + ([] if others is None else [others])
     shown = {name: tallies[name] for name in names[:MAX_LABELLED_KEYS]}
     if rest:
-        shown[OTHERS] = steady(lambda: Tally.sum(rest))
+        shown[OTHERS] = Tally.sum(rest)
     whole = Tally.sum(shown.values())
     family = HistogramMetricFamily("kfcomm_collective_duration_seconds", "Collectives, from post to completion.")
     family.add_metric((), list(_cumulated(whole)), whole.total_s)
@@ -163,7 +162,7 @@ def _of_keys(tallies: dict[str, Tally], others: list[Tally]) -> Iterator[Metric]
 
 def _cumulated(tally: Tally) -> Iterator[tuple[str, float]]:
     """How many took at most so long, by bound."""
-    for bucket in range(0, len(BOUNDS_S), _EVERY):
-        below = sum(count for at, count in tally.buckets.items() if at <= bucket)
-        yield f"{BOUNDS_S[bucket]:.9g}", below
+    buckets = dict(tally.buckets)
+    for bound in BOUNDS:
+        yield f"{bound_s(bound):.9g}", sum(count for bucket, count in buckets.items() if bucket <= bound)
     yield "+Inf", tally.count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from kfcomm.errors import ConfigError
@@ -30,14 +30,15 @@ def statistics_of(session: Session, group: Group, message_groups: Callable[[], C
     if meter is None:
         raise ConfigError("monitoring is off: set monitor=True, or KFCOMM_MONITOR=1, for statistics")
     ids = {group.view.id, *steady(message_groups)}
+    tallies, others = tallies_of(meter, ids)
     return Statistics(
         time_s=time.time(),
         rank=group.view.rank,
         size=group.view.size,
         strategy=group.strategy.name,
         peers=peers_of(session.engine, meter),
-        keys=tuple(_key(name, tally) for name, tally in tallies_of(meter, ids).items()),
-        others=_others(meter, ids),
+        keys=tuple(_key(name, tally) for name, tally in tallies.items()),
+        others=None if others is None else _key(OTHERS, others),
         strategies=_strategies(meter, group.view.id),
         loop_lag_s=session.lag_s(),
         peak_memory_nbytes=peak_memory_nbytes(),
@@ -66,13 +67,23 @@ def peers_of(engine: Engine, meter: Meter) -> tuple[PeerStatistics, ...]:
     return tuple(sorted(found, key=lambda one: one.rank))
 
 
-def tallies_of(meter: Meter, ids: Collection[bytes] | None = None) -> dict[str, Tally]:
-    """What became of the calls under each name in some groups (None: in all); the messages of a tag are one."""
+def tallies_of(meter: Meter, ids: Collection[bytes] | None = None) -> tuple[dict[str, Tally], Tally | None]:
+    """What became of the calls under each name in some groups (None: in all), and of those beyond ``MAX_KEYS``.
+
+    The messages of a tag are one, whomever they are for.
+    """
+    tallies, others = meter.tallies()
     by_name: dict[str, list[Tally]] = {}
-    for (group_id, name), tally in steady(lambda: list(meter.tallies.items())):
+    for (group_id, name), tally in tallies.items():
         if ids is None or group_id in ids:
             by_name.setdefault(title(name), []).append(tally)
-    return {name: steady(lambda: Tally.sum(tallies)) for name, tallies in by_name.items()}  # noqa: B023  called at once
+    rest = [tally for group_id, tally in others.items() if ids is None or group_id in ids]
+    return {name: summed(found) for name, found in by_name.items()}, summed(rest) if rest else None
+
+
+def summed(tallies: Sequence[Tally]) -> Tally:
+    """Their sum at this moment."""
+    return steady(lambda: Tally.sum(tallies))
 
 
 def title(name: str) -> str:
@@ -102,11 +113,6 @@ def _key(name: str, tally: Tally) -> KeyStatistics:
         failures=tally.failures,
         total_s=tally.total_s,
     )
-
-
-def _others(meter: Meter, ids: Collection[bytes]) -> KeyStatistics | None:
-    found = [tally for group_id, tally in steady(lambda: list(meter.others.items())) if group_id in ids]
-    return _key(OTHERS, steady(lambda: Tally.sum(found))) if found else None
 
 
 def _strategies(meter: Meter, group_id: bytes) -> tuple[StrategyStatistics, ...]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection
+from time import monotonic
 from typing import TYPE_CHECKING, Any, cast
 
 from kfcomm.core.cause import Cause, CauseKind
@@ -141,7 +142,7 @@ class Engine:
         if isinstance(outcome, Cause):
             self._reject(operation, group, name, outcome, effects)
             return
-        self.recorder.note("posted", name, operation.seq, signature.verb)
+        self.recorder.note("posted", name, operation.seq, signature.verb, operation.posted_s)
         if self.tracer is not None:
             self.tracer.posted(operation)
         if not operation.seq and self.router.num_keys >= self._warn_at:
@@ -458,11 +459,12 @@ class Engine:
             self._perform(effects)
 
     def _done(self, operation: Operation) -> None:
+        now_s = monotonic()
         if self.meter is not None:
-            self.meter.completed(operation)
+            self.meter.completed(operation, now_s)
         self.router.complete(operation)
         self.patience.end(operation)
-        self.recorder.note("completed", operation.key.name, operation.seq)
+        self.recorder.note("completed", operation.key.name, operation.seq, "", now_s)
         if self.tracer is not None:
             self.tracer.ended(operation)
         operation.resolve()

@@ -13,21 +13,25 @@ counts for itself: the sums grow faster than the clock. Chunks that came before 
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import defaultdict
-from math import ceil, sqrt
+from collections import defaultdict, deque
+from math import ceil, frexp
+from threading import Lock
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from kfcomm.core.machine import Effect
 from kfcomm.core.router import ANSWER
+from kfcomm.runtime.steady import steady
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from kfcomm.core.collective import GroupView, Key
     from kfcomm.runtime.operation import Operation
 
+BATCH = 256
+"""Calls that are tallied at a time, unless somebody asks before there are so many."""
+PATIENCE_S = 1.0
 MAX_KEYS = 10_000
 """Keys with a record of their own, 1 KiB each at most; what comes later is counted together."""
 REFERENCE_WEIGHT = 0.1
@@ -35,13 +39,12 @@ REFERENCE_WEIGHT = 0.1
 MAX_STRATEGIES = 100
 """Strategies of a group with a record; of more, the first is forgotten."""
 
-_FIRST_S, _LAST_S = 1e-6, 1e3
-_PER_OCTAVE = 8
-BOUNDS_S = tuple(_FIRST_S * 2 ** (step / _PER_OCTAVE) for step in range(30 * _PER_OCTAVE))
-"""Between the buckets of a histogram: from 1 µs to 18 minutes, eight to each doubling.
+PER_OCTAVE = 8
+"""Buckets of a histogram to each doubling.
 
-A quantile is the middle of its bucket (the geometric mean of its bounds), so it is wrong by at most a factor of
-2**(1/16), 4.4 %.
+Bucket b holds what took from 2**((b - 1)/8) to 2**(b/8) seconds: b is the binary exponent of the eighth power, which
+costs a fifth of a search among bounds. A quantile is the geometric middle of its bucket, so it is wrong by at most a
+factor of 2**(1/16), 4.4 %.
 """
 
 
@@ -53,7 +56,7 @@ class Tally:
         total_s: from post to completion, of all of them.
         max_s: of the one that took longest.
         failures: calls that failed, those that were refused or cancelled included.
-        buckets: how many took how long: index in ``BOUNDS_S`` of the first bound above, and their number.
+        buckets: how many took how long: see ``PER_OCTAVE``.
     """
 
     __slots__ = ("buckets", "failures", "max_s", "nbytes", "total_s")
@@ -82,24 +85,24 @@ class Tally:
         return whole
 
     def quantile(self, share: float) -> float:
-        """So many of the calls took at most so many seconds, to 4.4 %; 0 if there were none."""
-        return quantile(dict(self.buckets), share, self.max_s)
+        """This share of the calls took at most so many seconds, to 4.4 %; 0 if there were none."""
+        buckets = dict(self.buckets)
+        wanted = ceil(share * sum(buckets.values()))
+        for bucket in sorted(buckets):
+            wanted -= buckets[bucket]
+            if wanted <= 0:
+                return min(bound_s(bucket - 0.5), self.max_s)
+        return self.max_s
 
 
-def quantile(buckets: Mapping[int, int], share: float, max_s: float) -> float:
-    """The quantile of a histogram; see ``BOUNDS_S`` for its error."""
-    wanted = ceil(share * sum(buckets.values()))
-    for bucket in sorted(buckets):
-        wanted -= buckets[bucket]
-        if wanted <= 0:
-            return min(_middle_s(bucket), max_s)
-    return max_s
+def bucket_of(seconds: float) -> int:
+    """The bucket of a histogram to which a duration belongs."""
+    return frexp(seconds**PER_OCTAVE)[1]
 
 
-def _middle_s(bucket: int) -> float:
-    if bucket == 0:
-        return BOUNDS_S[0]
-    return sqrt(BOUNDS_S[bucket - 1] * BOUNDS_S[bucket]) if bucket < len(BOUNDS_S) else float("inf")
+def bound_s(bucket: float) -> float:
+    """The upper bound of a bucket, in seconds."""
+    return float(2.0 ** (bucket / PER_OCTAVE))
 
 
 class Throughput:
@@ -129,26 +132,31 @@ class Throughput:
         self.seconds += seconds
 
 
+Tallies: TypeAlias = dict[tuple[bytes, str], Tally]
+"""By group id and name."""
+
+
 class Meter:
     """The figures of one rank in a world of ``size``; see the module.
 
     Attributes:
         waited_s: by world rank, for its chunks.
-        tallies: by group id and name, in the order of first use.
-        others: of each group, what is beyond ``MAX_KEYS``.
         throughputs: by group id, of monitored calls by name of the strategy.
         now_s: when the burst began that is being handed over; 0 between bursts.
     """
 
-    __slots__ = ("_by_key", "now_s", "others", "tallies", "throughputs", "waited_s")
+    __slots__ = ("_ended", "_lock", "_others", "_tallies", "now_s", "throughputs", "waited_s")
 
     def __init__(self, size: int) -> None:
         self.waited_s = [0.0] * size
-        self.tallies: dict[tuple[bytes, str], Tally] = {}
-        self.others: dict[bytes, Tally] = {}
         self.throughputs: dict[bytes, dict[str, Throughput]] = {}
         self.now_s = 0.0
-        self._by_key: dict[Key, Tally] = {}
+        # Calls that have ended and are still to be tallied. To tally one of hundreds of keys when it ends costs three
+        # times as much as to note it here, for memory that is in no cache; many in a row cost less each.
+        self._ended: deque[tuple[Key, float, int]] = deque()
+        self._lock = Lock()
+        self._tallies: Tallies = {}
+        self._others: dict[bytes, Tally] = {}
 
     def arrived(self, peer: int, effect: Effect) -> None:
         """A chunk of ``peer`` had this as its first effect. The clock is read once a burst."""
@@ -163,21 +171,45 @@ class Meter:
             self.waited_s[peer] += waited_s
             operation.heard_s = now_s
 
-    def completed(self, operation: Operation) -> None:
+    def completed(self, operation: Operation, now_s: float) -> None:
         """A collective is complete."""
-        taken_s = monotonic() - operation.posted_s
-        key = operation.key
-        tally = self._by_key.get(key)
-        if tally is None:
-            tally = self._tally_of(key)
-        tally.nbytes += operation.nbytes
-        tally.total_s += taken_s
-        tally.buckets[bisect_right(BOUNDS_S, taken_s)] += 1
-        if taken_s > tally.max_s:
-            tally.max_s = taken_s
+        ended = self._ended
+        # as Operation.nbytes, which costs 0.1 µs more
+        nbytes = operation._out.nbytes or operation._in.nbytes
+        ended.append((operation.key, now_s - operation.posted_s, nbytes))
+        if len(ended) >= BATCH and self._lock.acquire(blocking=False):
+            self._settle()
+
+    def tallies(self) -> tuple[Tallies, dict[bytes, Tally]]:
+        """What became of the calls under each key, in the order of first use; and, by group, those beyond ``MAX_KEYS``.
+
+        On any thread; the tallies themselves go on.
+        """
+        if self._lock.acquire(timeout=PATIENCE_S):  # a forked child may find it locked for good
+            self._settle()
+        return steady(lambda: (dict(self._tallies), dict(self._others)))
+
+    def _settle(self) -> None:
+        """Tally what has ended. With the lock, which it gives back: one thread at a time."""
+        ended = self._ended
+        try:
+            for _ in range(len(ended)):
+                key, taken_s, nbytes = ended.popleft()
+                tally: Tally | None = key.tally
+                if tally is None:
+                    tally = key.tally = self._tally(key.group_id, key.name)
+                tally.nbytes += nbytes
+                tally.total_s += taken_s
+                tally.buckets[frexp(taken_s**PER_OCTAVE)[1]] += 1  # as bucket_of
+                if taken_s > tally.max_s:
+                    tally.max_s = taken_s
+        finally:
+            self._lock.release()
 
     def failed(self, group: GroupView, name: str) -> None:
         """A collective has failed on this rank, or did not begin."""
+        if self._lock.acquire(blocking=False):  # what ended before is tallied before
+            self._settle()
         self._tally(group.id, name).failures += 1
 
     def throughput(self, group: GroupView, strategy: str) -> Throughput:
@@ -190,19 +222,11 @@ class Meter:
                 del of_group[next(iter(of_group))]
         return found
 
-    def _tally_of(self, key: Key) -> Tally:
-        tally = self._tally(key.group_id, key.name)
-        if (key.group_id, key.name) in self.tallies:
-            self._by_key[key] = tally
-        return tally
-
     def _tally(self, group_id: bytes, name: str) -> Tally:
-        tally = self.tallies.get((group_id, name))
+        tally = self._tallies.get((group_id, name))
         if tally is None:
-            if len(self.tallies) < MAX_KEYS:
-                tally = self.tallies[group_id, name] = Tally()
+            if len(self._tallies) < MAX_KEYS:
+                tally = self._tallies.setdefault((group_id, name), Tally())
             else:
-                tally = self.others.get(group_id)
-                if tally is None:
-                    tally = self.others[group_id] = Tally()
+                tally = self._others.setdefault(group_id, Tally())
         return tally

@@ -52,13 +52,14 @@ def test_jobs_are_found_by_the_names_of_their_sockets() -> None:
             line(f"@kfcomm-live/{uid + 1}/c/0/5.0"),  # somebody else's
             line(f"@kfcomm-live/{uid}/d/x/5.0"),
             line(f"@kfcomm-live/{uid}/e/0"),
+            line(f"@kfcomm-live/{uid}/e/0/x"),
             line("@kfcomm-0123-4567"),
             line("/run/other"),
             "0000000000000000: 00000002 00000000 00000000 0001 01 12345\n",
         ]
     )
     first, second = jobs(listing)
-    assert (first.name, first.ranks) == ("a", (3,))
+    assert (first.name, first.ranks, first.pids) == ("a", (3,), (70,))
     assert second == Job("b", ((0, f"kfcomm-live/{uid}/b/0/76.0"), (1, f"kfcomm-live/{uid}/b/1/77.0")))
 
 

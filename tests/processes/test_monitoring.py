@@ -30,9 +30,8 @@ def world(transport: str) -> Iterator[World]:
 
 def watched(world: World) -> live.Job | None:
     """The job of these ranks."""
-    ends = {f"{actor.pid}." for actor in world}
-    found = [job for job in live.jobs() if any(end in name for _, name in job.sockets for end in ends)]
-    return found[0] if found else None
+    mine = {actor.pid for actor in world}
+    return next((job for job in live.jobs() if mine & set(job.pids)), None)
 
 
 def read(world: World) -> list[Statistics]:
