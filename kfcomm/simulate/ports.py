@@ -49,17 +49,8 @@ class Port:
     """
 
     __slots__ = (
-        "_agenda",
-        "_due_s",
-        "_ends",
-        "_given",
-        "_since_s",
-        "_tokens",
-        "burst_nbytes",
-        "name",
-        "nbytes",
-        "rate",
-    )
+        "_agenda", "_due_s", "_ends", "_given", "_since_s", "_tokens", "burst_nbytes", "name", "nbytes", "rate",
+    )  # fmt: skip
 
     def __init__(self, agenda: Agenda, name: str, rate: float, burst_nbytes: int = 0) -> None:
         self.name = name

@@ -68,9 +68,10 @@ that chunk's payload. By it the data of a collective can be carried along."""
 class Processors:
     """Those that some ranks share."""
 
-    __slots__ = ("_free", "_waiting")
+    __slots__ = ("_agenda", "_free", "_waiting")
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, agenda: Agenda, number: int) -> None:
+        self._agenda = agenda
         self._free = number
         self._waiting: deque[Rank] = deque()
 
@@ -85,7 +86,8 @@ class Processors:
     def give(self) -> None:
         """A rank has finished what it did."""
         if self._waiting:
-            self._waiting.popleft().work()
+            # not by a call: each of thousands may have nothing to do that takes time, and give it on at once
+            self._agenda.at(self._agenda.now_s, Rank.work, self._waiting.popleft())
         else:
             self._free += 1
 
@@ -164,11 +166,22 @@ class Rank:
 
     def work(self) -> None:
         """Do what is next; a processor is there."""
-        chunk = self._inbox.popleft()
+        while True:
+            sends, busy_s = self._do(self._inbox.popleft())
+            if busy_s:
+                self._agenda.at(self._agenda.now_s + busy_s, self._finish, sends)
+                return
+            self._send(sends)
+            if not self._inbox:
+                self._rest()
+                return
+
+    def _do(self, chunk: Chunk | None) -> tuple[list[tuple[int, Chunk]], float]:
+        """Take in a chunk, or begin if there is none; what is to be sent then, and how long all that takes."""
         effects: Effects = []
+        busy_s = 0.0
         if chunk is None:
             self._machine.start(effects)
-            busy_s = 0.0
         else:
             lane = self._program.lanes[chunk.lane]
             position = self._machine.accepts(lane, chunk.number, chunk.phase, chunk.sender)
@@ -180,16 +193,26 @@ class Rank:
         busy_s += for_effects_s
         if self._machine.finished and self.done_s is None:
             self.done_s = self._agenda.now_s + busy_s
-        if busy_s:
-            self._agenda.at(self._agenda.now_s + busy_s, self._finish, sends)
-        else:
-            self._finish(sends)
+        return sends, busy_s
 
     def _go_on(self) -> None:
         if self._processors is None or self._processors.take(self):
             self.work()
 
     def _finish(self, sends: list[tuple[int, Chunk]]) -> None:
+        self._send(sends)
+        self._rest()
+
+    def _rest(self) -> None:
+        """Leave the processor to others, and go on when it is this rank's turn again."""
+        if self._processors is not None:
+            self._processors.give()
+        if self._inbox:
+            self._go_on()
+        else:
+            self._is_busy = False
+
+    def _send(self, sends: list[tuple[int, Chunk]]) -> None:
         for to, chunk in sends:
             flow = self._flows.get(to)
             if flow is None:
@@ -197,12 +220,6 @@ class Rank:
             flow.send(chunk, chunk.nbytes)
             self.nbytes_sent += chunk.nbytes
         self.num_messages += len(sends)
-        if self._processors is not None:
-            self._processors.give()
-        if self._inbox:
-            self._go_on()
-        else:
-            self._is_busy = False
 
     def _perform(self, effects: Effects) -> tuple[list[tuple[int, Chunk]], float]:
         """Carry out effects; returns what is to be sent after them, and how long all that takes."""

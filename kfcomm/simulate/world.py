@@ -104,7 +104,7 @@ def _ranks(
     local = network.local
     copy_s_per_byte = 1 / local.copy if local.copy else 0.0
     work = Work(local.overhead_s, copy_s_per_byte, 1 / local.fold, plans[0].sizes, layout.hosts)
-    processors = _processors(network, layout)
+    processors = _processors(agenda, network, layout)
     ranks: list[Rank] = []
 
     def flow_to(source: Rank, target: int) -> Flow:
@@ -116,15 +116,15 @@ def _ranks(
     return ranks
 
 
-def _processors(network: Network, layout: Layout) -> list[Processors | None]:
+def _processors(agenda: Agenda, network: Network, layout: Layout) -> list[Processors | None]:
     """Those of each host, if its ranks have to share them; on a test bed, the same for all."""
     if network.cpus:
-        return [Processors(network.cpus)] * layout.num_hosts
+        return [Processors(agenda, network.cpus)] * layout.num_hosts
     num_ranks = [0] * layout.num_hosts
     for host in layout.hosts:
         num_ranks[host] += 1
     return [
-        Processors(host.cpus) if 0 < host.cpus < number else None
+        Processors(agenda, host.cpus) if 0 < host.cpus < number else None
         for host, number in zip(network.hosts, num_ranks, strict=True)
     ]
 

@@ -57,6 +57,13 @@ def test_what_crosses_hosts_is_copied_by_both():
     assert seconds("star", 2, on=network(local=local), hosts=1) == 2 * NBYTES / RATE
 
 
+def test_thousands_wait_for_a_processor_to_do_what_takes_no_time():
+    # while the root folds the second chunk, the first is there for all others, which only have to store it
+    local = Local(bandwidth=1000 * RATE, latency_s=0.0, overhead_s=0.0, fold=RATE)
+    result = simulate("star", Layout.even(2000, 1), 1 << 20, network(local=local, cpus=1))
+    assert result.seconds >= 1999 * (1 << 20) / RATE
+
+
 def test_on_a_test_bed_all_hosts_share_processors():
     local = Local(bandwidth=RATE, latency_s=0.0, overhead_s=1.0, fold=float("inf"))
     bed = replace(network(local=local), cpus=1)
