@@ -22,6 +22,7 @@ from kfcomm.launch.output import Output, Pump
 from kfcomm.launch.process import Child, Guardian, describe_exit, find_program
 from kfcomm.launch.screen import Look, Screen, Stream
 from kfcomm.launch.supervisor import Supervisor, Verdict
+from kfcomm.monitor import serving
 from kfcomm.plugins import check
 from kfcomm.rendezvous.client import StoreClient
 from kfcomm.rendezvous.interfaces import choose_address
@@ -84,6 +85,7 @@ class _Job:
         settings = detect(self.environ_of(self.plan.ranks.start, store_url(*store)))
         choose_address(settings.interface, store)
         check(settings.strategy)
+        serving.check(settings)
         return settings
 
 

@@ -174,6 +174,25 @@ def test_options_of_run(options: tuple[str, ...], said: str) -> None:
     assert done.stdout == f"[0] {said}\n", done
 
 
+def test_the_launcher_refuses_for_all_ranks_at_once() -> None:
+    done = finished("run", "-n", "2", "--no-monitor", "--metrics-port", "9400", sys.executable, "-c", PRINT)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "metrics_port=9400 needs monitoring, which is off" in done.stderr
+
+
+def test_garbage_gets_nothing_and_disturbs_nobody(port: int) -> None:
+    with kfcomm.sync.init(metrics_port=port) as comm, socket.create_connection(("127.0.0.1", port)) as silent:
+        for garbage in (b"\0" * 100 + b"\r\n\r\n", b"POST /metrics HTTP/1.1\r\n\r\n", b""):
+            with socket.create_connection(("127.0.0.1", port)) as sock:
+                sock.sendall(garbage)
+                sock.shutdown(socket.SHUT_WR)
+                while sock.recv(1 << 16):
+                    pass
+        assert named(scraped(port), "kfcomm_info", rank="0", size="1", strategy="auto") == 1
+        comm.close()
+        assert silent.recv(1) == b""
+
+
 def test_the_package_is_imported_when_it_is_asked_for() -> None:
     program = "import sys, kfcomm\nwith kfcomm.sync.init(): pass\nprint('prometheus_client' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
