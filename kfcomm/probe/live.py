@@ -66,6 +66,7 @@ class _Once:
         self._number = number
         self._first = self._seq = number * (len(slots) + 3)
         self._ways: tuple[Way, ...] = ()
+        self._limit_s = 0.0
         size = group.view.size
         self._row = np.zeros((2, size))
         self._row[1, group.view.rank] = np.inf
@@ -76,6 +77,7 @@ class _Once:
         plan = self._group.plans.barrier(PROBE_KEY)
         plan = replace(plan, signature=plan.signature._replace(counts=(nbytes, rounds)))  # all ranks ask for the same
         await self._meet(plan, limit_s)
+        self._limit_s = limit_s
         for slot in self._slots:
             self._ways = self._ways_in(slot, limit_s)
             await self._measure(nbytes, rounds)
@@ -117,7 +119,21 @@ class _Once:
                 else:
                     await follow(way, back, rounds)
             except CollectiveError as error:
-                raise _named(error, rank, peer) from error
+                raise self._named(error, peer) from error
+
+    def _named(self, error: CollectiveError, peer: int) -> CollectiveError:
+        """The error of a pair, in words that name both ranks by their numbers in the group."""
+        rank = self._group.view.rank
+        pair = f"probe between ranks {rank} and {peer}"
+        match error:
+            case CollectiveTimeout():
+                missing = next((found for way in self._ways if (found := way.missing(error)) is not None), ())
+                who = f"rank {missing[0]} did not answer" if missing else "it was not over"
+                words = f"{pair}: {who} within {self._limit_s:.1f} s"
+                return CollectiveTimeout(words, key="probe", arrived=(rank,) * (rank not in missing), missing=missing)
+            case PeerLost():
+                return PeerLost(f"{pair}: {error}", key="probe", rank=error.rank)
+        return type(error)(f"{pair}: {error}", key="probe")
 
     async def _meet(self, plan: Plan, limit_s: float) -> None:
         """A barrier."""
@@ -146,14 +162,3 @@ def _check(nbytes: int, rounds: int, timeout_s: float | None) -> None:
     if type(rounds) is not int or not 1 <= rounds <= MOST_ROUNDS:
         raise ConfigError(f"a probe has 1 to {MOST_ROUNDS} rounds, not {rounds!r}")
     check_timeout(timeout_s)
-
-
-def _named(error: CollectiveError, rank: int, peer: int) -> CollectiveError:
-    """The error of a pair, in words that name both ranks of the group."""
-    message = f"probe between ranks {rank} and {peer}: {error}"
-    match error:
-        case CollectiveTimeout():
-            return CollectiveTimeout(message, key="probe", arrived=(rank,), missing=(peer,))
-        case PeerLost():
-            return PeerLost(message, key="probe", rank=error.rank)
-    return type(error)(message, key="probe")

@@ -22,8 +22,10 @@ from kfcomm.collectives.group import Group
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.plans import Plan, chunk_elements
 from kfcomm.core import program as programs
+from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import GroupView, ItemSizes
 from kfcomm.core.signature import Signature
+from kfcomm.errors import CollectiveTimeout
 from kfcomm.runtime.engine import Engine
 from kfcomm.strategies import build
 from kfcomm.types import Layout, Verb
@@ -84,9 +86,23 @@ class Way:
 
     def give_up(self, error: BaseException) -> None:
         """End what is under way, and what the other end does next."""
+        engine, view = self.group.engine, self.group.view
+        message = f"rank {self._ends[view.rank]} gave it up: {str(error) or type(error).__name__}"
         for handle in self.under_way:
-            handle.cancel()
-        self.group.refuse_now(PROBE_KEY, error, seq=self.next_seq)
+            if not handle.done() and (operation := getattr(handle, "operation", None)) is not None:
+                engine.abort(operation, Cause(CauseKind.CANCELLED, engine.rank, message))
+        engine.refuse(view, PROBE_KEY, message, seq=self.next_seq)
+
+    def missing(self, error: CollectiveTimeout) -> tuple[int, ...] | None:
+        """Who was not there in time, as ranks of the group; None if the error is not of this way."""
+        failed = [handle for handle in self.under_way if handle.done() and not handle.cancelled()]
+        if not any(handle.exception() is error for handle in failed):
+            return None
+        return tuple(self._ends[end] for end in error.missing)
+
+    @property
+    def _ends(self) -> tuple[int, int]:
+        return self.source, self.target
 
     def _post(self, like: Array, source: Array | None, result: Array | None) -> Handle[None]:
         size = like.dtype.itemsize
