@@ -64,6 +64,27 @@ async def kfcomm_all(handles):
         await handle
 
 
+def test_uses_of_a_name_share_an_id_unless_they_overlap(tmp_path):
+    async def main():
+        async with world(2) as comms:
+            record(comms, tmp_path)
+
+            async def rank(comm):
+                for _ in range(3):
+                    await comm.all_reduce(1.0, "named")
+                    await kfcomm_all([comm.barrier(), comm.barrier()])
+
+            await run_ranks(comms, rank)
+        events = events_of(min(tmp_path.iterdir()))
+        check(events)
+        named_ids = [event["id"] for event in named(events, "named", "b")]
+        unnamed_ids = [event["id"] for event in named(events, "unnamed", "b")]
+        assert (len(named_ids), len(set(named_ids))) == (3, 1)
+        assert (len(unnamed_ids), len(set(unnamed_ids))) == (6, 2)
+
+    run(main())
+
+
 def test_who_is_waited_for_is_shown_for_as_long_as_it_is(tmp_path):
     async def main():
         async with world(2) as comms:
