@@ -26,6 +26,7 @@ LARGE = np.ones(32 << 20, np.uint8)
 
 CALLS: dict[str, Any] = {
     "all_reduce": lambda comm, **how: comm.all_reduce(X, "k", **how),
+    "monitored_all_reduce": lambda comm, **how: comm.monitored_all_reduce(X, "k", **how),
     "all_reduce_many": lambda comm, **how: comm.all_reduce_many({"k": X, "l": X}, **how),
     "reduce": lambda comm, **how: comm.reduce(X, 1, "k", **how),
     "broadcast": lambda comm, **how: comm.broadcast(X, 1, "k", **how),
