@@ -54,6 +54,7 @@ MAX_NOTES = 1 << 17
 """So is everything else."""
 MAX_FILE_NBYTES = 1 << 30
 WRITE_EVERY_S = 0.2
+"""But what has failed, and events, at once."""
 LINES_AT_ONCE = 256
 """Then the writer writes, and with that lets go of the interpreter's lock: about half a millisecond."""
 COMPARE_AFTER_S = (1.0, 2.0, 4.0, 8.0, 16.0)
@@ -94,7 +95,8 @@ class Timeline:
         self._num_left_out = self._num_told = 0
         self._since: dict[int, int] = {}
         self._nbytes = 0
-        self._stop = threading.Event()
+        self._stopping = False
+        self._wake = threading.Event()
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         self._write(FIRST + NEXT.join(about.as_lines()))
         self._thread = threading.Thread(target=self._run, name="kfcomm-timeline", daemon=True)
@@ -137,6 +139,8 @@ class Timeline:
         """See ``Tracer.ended``."""
         if len(self._notes) < self._room:
             self._notes.append((ENDED, self._clock(), operation.key, operation.seq, reason))
+            if reason:
+                self._wake.set()  # the process may not live for long
         else:
             self._num_left_out += 1
 
@@ -163,6 +167,7 @@ class Timeline:
         """See ``Tracer.instant``."""
         if len(self._notes) < self._room:
             self._notes.append((INSTANT, self._clock(), name, details))
+            self._wake.set()
         else:
             self._num_left_out += 1
 
@@ -219,14 +224,15 @@ class Timeline:
         compare_s = time.monotonic()
         try:
             while True:
-                stops = self._stop.is_set()
+                stops = self._stopping
                 self._write_notes()
                 if stops:
                     return
                 if time.monotonic() >= compare_s:
                     self._compare(self._told)
                     compare_s = time.monotonic() + next(pauses, COMPARE_AFTER_S[-1])
-                self._stop.wait(WRITE_EVERY_S)
+                self._wake.wait(WRITE_EVERY_S)
+                self._wake.clear()
         except OSError as error:
             self._give_up(f"{self.path}: {error.strerror}")
         except Exception as error:
@@ -264,6 +270,7 @@ class Timeline:
         """Take and write no more notes."""
         if self._room:
             self._room = self._chunk_room = 0
+            self._num_left_out += len(self._notes)
             self._notes.clear()
             logger.warning("rank %d: the timeline ends here, the job goes on: %s", self._about.rank, reason)
 
@@ -276,7 +283,8 @@ class Timeline:
     def _finish(self) -> None:
         """Write what is left and end the thread. Calling it again does nothing."""
         atexit.unregister(self._finish)
-        self._stop.set()
+        self._stopping = True
+        self._wake.set()
         self._thread.join(FINISH_WITHIN_S)
 
 

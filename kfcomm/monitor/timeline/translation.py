@@ -63,11 +63,12 @@ class Translator:
         self._names: dict[Key, str] = {}
         self._begins: dict[tuple[int, int, Key], str] = {}
         self._kinds: dict[tuple[Signature, bytes], str] = {}
-        self._open: dict[Use, tuple[str, str, dict[int, int]]] = {}
+        self._labels: dict[Key, tuple[str, set[str]]] = {}
+        self._open: dict[Use, tuple[str, set[str], str, dict[int, int]]] = {}
         self._early: dict[Use, dict[int, int]] = {}
         self._owed: dict[tuple[int, bytes], tuple[Program, dict[int, int]]] = {}
         self._awaiting: dict[int, int] = {}
-        self._num_begun = 0
+        self._num_labels = 0
         self._translate: tuple[Callable[..., None], ...] = (
             self._posted, self._ended, self._sent, self._arrived, self._instant, self._counter, self._sampled,
         )  # fmt: skip
@@ -87,13 +88,12 @@ class Translator:
         self, lines: list[str], ns: int, key: Key, seq: int, group: GroupView, signature: Signature,
         program: Program, nbytes: int, priority: int,
     ) -> None:  # fmt: skip
-        self._num_begun += 1
-        label = f"{self._rank}.{self._num_begun}"
+        label, in_use = self._label(key)
         name = self._name(key)
         owed = dict(self._owed_to(program, group))
         for peer, count in self._early.pop((key, seq), {}).items():
             _take(owed, peer, count)
-        self._open[key, seq] = (label, name, owed)
+        self._open[key, seq] = (label, in_use, name, owed)
         lines.append(
             f'{{"ph":"b","cat":"collective","name":{name},"id":"{label}","pid":{self._pid},"ts":{microseconds(ns)},'
             f'"args":{{{self._kind(signature, group)},"name":{name},"seq":{seq},"bytes":{nbytes},'
@@ -102,11 +102,31 @@ class Translator:
         for peer in owed:
             self._awaits(lines, ns, peer, name)
 
+    def _label(self, key: Key) -> tuple[str, set[str]]:
+        """An id for the next collective of a name, and all of the name that are in use, this one included.
+
+        Uses one after the other share an id: to viewers each id is a track, and they bear no hundred thousand of them.
+        """
+        known = self._labels.get(key)
+        if known is None:
+            if len(self._labels) >= MAX_REMEMBERED:
+                self._labels.clear()
+            self._num_labels += 1
+            known = self._labels[key] = (f"{self._rank}.{self._num_labels}", set())
+        first, in_use = known
+        label, number = first, 0
+        while label in in_use:
+            number += 1
+            label = f"{first}.{number}"
+        in_use.add(label)
+        return label, in_use
+
     def _ended(self, lines: list[str], ns: int, key: Key, seq: int, reason: str) -> None:
         found = self._open.pop((key, seq), None)
         if found is None:
             return
-        label, name, owed = found
+        label, in_use, name, owed = found
+        in_use.discard(label)
         for peer in owed:
             self._has(lines, ns, peer, name)
         first_line = reason.partition("\n")[0]
@@ -133,8 +153,8 @@ class Translator:
         lines.append(f'{{{how},{begin}{from_ns // 1000}.{from_ns % 1000:03d},"args":{{"seq":{seq},"bytes":{nbytes}}}}}')
         found = self._open.get((key, seq))
         if found is not None:
-            if _take(found[2], peer, 1):
-                self._has(lines, ns, peer, found[1])
+            if _take(found[3], peer, 1):
+                self._has(lines, ns, peer, found[2])
         else:
             self._note_early((key, seq), peer)
 

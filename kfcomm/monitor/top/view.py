@@ -134,16 +134,16 @@ def table(columns: Sequence[Column], rows: Sequence[Row], count: int, width: int
 
 
 def shares(wanted: Sequence[int], room: int | None) -> list[int]:
-    """How many rows each table gets: `MIN_ROWS` each, then by turns from the first, as long as there is room."""
+    """How many rows each table gets: `MIN_ROWS` each, then one by turns, as long as there is room."""
     if room is None:
         return list(wanted)
     given = [min(MIN_ROWS, count) for count in wanted]
     left = room - sum(given)
-    for i, count in enumerate(wanted):
-        tables_left = len(wanted) - i
-        more = min(count - given[i], max(0, left // tables_left if tables_left > 1 else left))
-        given[i] += more
-        left -= more
+    while left > 0 and given != list(wanted):
+        for i, count in enumerate(wanted):
+            if given[i] < count and left > 0:
+                given[i] += 1
+                left -= 1
     return given
 
 

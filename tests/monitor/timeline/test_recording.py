@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 import kfcomm
-from kfcomm.monitor.timeline import check_folder, read_files, recording
+from kfcomm.monitor.timeline import check_folder, merge, read_files, recording
 from kfcomm.monitor.timeline.layout import END
 from kfcomm.testing import run_ranks, world
 from tests.launch.launched import environ
@@ -62,6 +63,27 @@ def test_every_collective_and_chunk_is_there(tmp_path, transport):
 async def kfcomm_all(handles):
     for handle in list(handles):
         await handle
+
+
+def test_uses_of_a_name_share_an_id_unless_they_overlap(tmp_path):
+    async def main():
+        async with world(2) as comms:
+            record(comms, tmp_path)
+
+            async def rank(comm):
+                for _ in range(3):
+                    await comm.all_reduce(1.0, "named")
+                    await kfcomm_all([comm.barrier(), comm.barrier()])
+
+            await run_ranks(comms, rank)
+        events = events_of(min(tmp_path.iterdir()))
+        check(events)
+        named_ids = [event["id"] for event in named(events, "named", "b")]
+        unnamed_ids = [event["id"] for event in named(events, "unnamed", "b")]
+        assert (len(named_ids), len(set(named_ids))) == (3, 1)
+        assert (len(unnamed_ids), len(set(unnamed_ids))) == (6, 2)
+
+    run(main())
 
 
 def test_who_is_waited_for_is_shown_for_as_long_as_it_is(tmp_path):
@@ -218,8 +240,9 @@ def test_a_file_that_has_become_too_large_ends_the_timeline_and_not_the_job(tmp_
                     one.instant("padding", number=i)
             for handle in [comm.all_reduce(1.0, "x") for comm in comms]:
                 assert await handle == 2.0
-        for path in tmp_path.iterdir():
-            check(events_of(path))
+        merged = merge(read_files([tmp_path]), tmp_path / "merged.json")
+        check(events_of(tmp_path / "merged.json"))  # what had begun is unfinished there
+        assert all(trace.is_whole for trace in merged.traces)
 
     with caplog.at_level(logging.WARNING, "kfcomm"):
         run(main())
@@ -306,6 +329,24 @@ def test_a_killed_process_leaves_a_trace_that_breaks_off(tmp_path):
     check(json.loads(text + "]"))
     (trace,) = read_files([path])
     assert (trace.is_whole, trace.left_out) == (False, -1)
+
+
+def test_what_has_failed_is_written_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(recording, "WRITE_EVERY_S", 3600.0)
+
+    async def main():
+        async with world(2) as comms:
+            record(comms, tmp_path)
+            handle = comms[0].barrier("lost")
+            comms.kill(1)
+            with pytest.raises(kfcomm.PeerLost):
+                await handle
+            path = min(tmp_path.iterdir())
+            while '"outcome":"failed"' not in path.read_text():  # noqa: ASYNC110  a file tells nobody
+                await asyncio.sleep(0)
+            assert '"peer lost"' in path.read_text()
+
+    run(main())
 
 
 def test_a_process_that_ends_without_closing_leaves_a_whole_trace(tmp_path):
