@@ -4,9 +4,9 @@
     python bench/monitoring.py --pairs 10 --rounds 1 --no-write
 
 *On against off*: every rank reduces the same gradients all at once; between barriers, all ranks turn their meters on or
-off. Neighbouring rounds make a pair, and every other pair begins with off. The figure of a pair is the ratio of the CPU
-times of all processes together; reported is the median of the pairs, and the upper 95 % bound of that median by order
-statistics (it assumes nothing about how the ratios are distributed).
+off. A pair is some steps with and as many without, in turn (off, on, on, off, ...), so that what else the machine does
+falls on both. Its figure is the ratio of the CPU times of all processes together; reported is the median of the pairs,
+and the upper 95 % bound of that median by order statistics (it assumes nothing about how the ratios are distributed).
 
 *Hooks*: how often each hook runs in one round is counted, what it costs once is timed in a loop around it (a meter of
 its own, real operations and rings), and the product is set against the CPU time of a round with monitoring off. Links
@@ -79,12 +79,11 @@ async def exchange(comm: kfcomm.Communicator, gradients: Sequence[Any], outs: Se
         await handle
 
 
-async def cpu_s(comm: kfcomm.Communicator, gradients: Sequence[Any], outs: Sequence[Any], rounds: int) -> float:
-    """CPU seconds of this process for so many steps, begun together."""
+async def cpu_s(comm: kfcomm.Communicator, gradients: Sequence[Any], outs: Sequence[Any]) -> float:
+    """CPU seconds of this process for a step, begun together."""
     await comm.barrier()
     start_s = time.process_time()
-    for _ in range(rounds):
-        await exchange(comm, gradients, outs)
+    await exchange(comm, gradients, outs)
     return time.process_time() - start_s
 
 
@@ -96,19 +95,20 @@ async def member(options: argparse.Namespace) -> None:
         engine = comm._session.engine
         meter = engine.meter
         for _ in range(3):
-            await cpu_s(comm, gradients, outs, 1)
+            await cpu_s(comm, gradients, outs)
         gc.collect()
         pairs = []
         for number in range(options.pairs):
             taken = [0.0, 0.0]
-            for on in (True, False) if number % 2 else (False, True):
+            for step in range(2 * options.rounds):
+                on = ((step + 1) // 2 + number) % 2
                 engine.meter = meter if on else None
-                taken[on] = await cpu_s(comm, gradients, outs, options.rounds)
+                taken[on] += await cpu_s(comm, gradients, outs)
             off_s, on_s = await comm.all_reduce(np.array(taken))
             pairs.append((off_s / options.rounds, on_s / options.rounds))
         counting = engine.meter = CountingMeter(comm.size)
         before = _frames(engine)
-        await cpu_s(comm, gradients, outs, 1)
+        await cpu_s(comm, gradients, outs)
         counts = {**counting.calls, "frames": _frames(engine) - before}
         told = await comm.all_gather_object(counts)
         if comm.rank == 0:
@@ -224,8 +224,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("role", nargs="?", default="all", choices=("all", "member"), help=argparse.SUPPRESS)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--pairs", type=int, default=60, help="of neighbouring rounds, on and off")
-    parser.add_argument("--rounds", type=int, default=4, help="steps in each half of a pair")
+    parser.add_argument("--pairs", type=int, default=250, help="of steps with and without")
+    parser.add_argument("--rounds", type=int, default=1, help="steps with, and as many without, in a pair")
     parser.add_argument("--workload", default="resnet50", choices=sorted(WORKLOADS))
     parser.add_argument("--no-write", action="store_true", help="print only")
     options = parser.parse_args()
