@@ -182,7 +182,7 @@ def upper_bound(values: Sequence[float], confidence: float = 0.95) -> float:
 
 def report(said: dict[str, Any], costs: Figures, options: argparse.Namespace) -> dict[str, Any]:
     """Everything that was measured, and what follows from it."""
-    ratios = [on_s / off_s for off_s, on_s in said["pairs"]]
+    ratios = [round(on_s / off_s, 4) for off_s, on_s in said["pairs"]]
     off_s = statistics.median(off_s for off_s, _ in said["pairs"])
     num_ranks = len(said["counts"])
     counts = {name: sum(one[name] for one in said["counts"]) / num_ranks for name in costs}
@@ -224,7 +224,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("role", nargs="?", default="all", choices=("all", "member"), help=argparse.SUPPRESS)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--pairs", type=int, default=250, help="of steps with and without")
+    parser.add_argument("--pairs", type=int, default=800, help="of steps with and without")
     parser.add_argument("--rounds", type=int, default=1, help="steps with, and as many without, in a pair")
     parser.add_argument("--workload", default="resnet50", choices=sorted(WORKLOADS))
     parser.add_argument("--no-write", action="store_true", help="print only")

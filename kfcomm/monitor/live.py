@@ -9,6 +9,7 @@ What always holds: only processes of the same user are answered, and only theirs
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
+from kfcomm.errors import ConfigError
 from kfcomm.monitor.attendant import PATIENCE_S, Attendant
 from kfcomm.monitor.records import Statistics
 
@@ -115,7 +117,8 @@ def attend(job: str, rank: int, statistics: Callable[[], Statistics]) -> Attenda
 
     def serve(sock: socket.socket) -> None:
         if _is_mine(sock):
-            sock.sendall(json.dumps(statistics().as_json()).encode() + b"\n")
+            with contextlib.suppress(ConfigError):  # the program has turned its meter off meanwhile
+                sock.sendall(json.dumps(statistics().as_json()).encode() + b"\n")
 
     return Attendant(listener, serve, "kfcomm-live")
 

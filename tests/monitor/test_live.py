@@ -101,6 +101,14 @@ def test_who_does_not_want_to_be_watched_is_not() -> None:
         assert mine() is None
 
 
+def test_a_rank_whose_meter_was_turned_off_says_nothing() -> None:
+    with kfcomm.sync.init() as comm:
+        comm._inner._session.engine.meter = None
+        job = mine()
+        assert job is not None
+        assert read(job) == []
+
+
 def test_only_the_users_own_processes_are_answered_and_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     with kfcomm.sync.init():
         job = mine()
