@@ -4,8 +4,8 @@
     python bench/monitoring.py --pairs 10 --rounds 1 --no-write
 
 *On against off*: every rank reduces the same gradients all at once; between barriers, all ranks turn their meters on or
-off. A pair is some steps with and as many without, in turn (off, on, on, off, ...), so that what else the machine does
-falls on both. Its figure is the ratio of the CPU times of all processes together; reported is the median of the pairs,
+off. A pair is one step with and one without, in turn (off, on, on, off, ...), so that what else the machine does falls
+on both. Its figure is the ratio of the CPU times of all processes together; reported is the median of the pairs,
 and the upper 95 % bound of that median by order statistics (it assumes nothing about how the ratios are distributed).
 
 *Hooks*: how often each hook runs in one round is counted, what it costs once is timed in a loop around it (a meter of
