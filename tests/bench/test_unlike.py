@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ def test_a_slow_host_is_found_and_made_a_leaf(tmp_path: Path) -> None:
     specs = with_rate(even(4, 200e6), "h3", 50e6)
     env = {"PYTHONPATH": str(ROOT)}
     with Netlab(specs) as bed:
-        with bed.start(["python", "-c", PROBING, str(tmp_path / "p.json")], env=env) as program:
+        with bed.start([sys.executable, "-c", PROBING, str(tmp_path / "p.json")], env=env) as program:
             program.wait(120).check()
         timings = measure(
             bed, [Step(PACKED, 1 << 20), Step("bench.netlab.measured:minimum_spanning_tree", 1024)], env=env
