@@ -17,8 +17,9 @@ WORKERS ?= 2
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
 
-demo: $(VENV)/demo/.ready ## train on real data with four processes
+demo: $(VENV)/demo/.ready ## four processes: train on real data; change the strategy by a policy
 	PATH="$(CURDIR)/$(<D)/bin:$$PATH" kfcomm run -n 4 python examples/digits.py
+	PATH="$(CURDIR)/$(<D)/bin:$$PATH" kfcomm run -n 4 python examples/adaptive.py
 
 test: coverage suite ## run the tests (NumPy alone: neither torch nor JAX)
 

@@ -39,7 +39,7 @@ class ReportStragglers(Policy):
         found = self.detector.update(ctx.metrics.speeds)
         if found != self.known:
             self.known = found
-            own_ms = [round(1e3 * own_s, 1) for own_s in ctx.metrics.own_s]
+            own_ms = [round(1e3 / speed, 1) for speed in self.detector.smoothed]
             ctx.decide(f"slow ranks: {list(found) or 'none'}", own_ms=own_ms)
 
 
