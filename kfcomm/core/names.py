@@ -43,10 +43,10 @@ class Names:
         self._by_name: dict[tuple[bytes, str], Key] = {}
         self._owners: dict[int, Key] = {}
         self._next_id = 0
-        self._signatures: dict[AnySignature, tuple[int, AnySignature]] = {}
-        self._by_identity: dict[int, tuple[int, AnySignature]] = {}
-        self._numbered: dict[int, AnySignature] = {}
-        self._roles: dict[AnySignature, int] = {}
+        self._signatures: dict[AnySignature, tuple[int, Signature]] = {}
+        self._by_identity: dict[int, tuple[int, Signature]] = {}
+        self._numbered: dict[int, Signature] = {}
+        self._roles: dict[Signature, int] = {}
         self._next_signature = 0
 
     def __iter__(self) -> Iterator[Key]:
@@ -90,7 +90,7 @@ class Names:
                 return
         raise LocalProtocolError(f"more than {MAX_ID} names in flight")
 
-    def signature(self, signature: AnySignature) -> tuple[int, AnySignature]:
+    def signature(self, signature: Signature) -> tuple[int, Signature]:
         """The number of a signature, and the one value that stands for all that are equal to it."""
         # The very object that stands for it is known by its address: 0.1 µs, where hashing a signature takes 0.5.
         known = self._by_identity.get(id(signature))
@@ -107,7 +107,7 @@ class Names:
             known = self._signatures[signature] = self._by_identity[id(signature)] = (number, signature)
         return known
 
-    def _number_of(self, role: AnySignature) -> int:
+    def _number_of(self, role: Signature) -> int:
         """The number of the last but one generation of a signature, if it is still that; else the next."""
         number = self._roles.get(role)
         if number is None:
@@ -129,8 +129,6 @@ class Names:
         return signature if known is None else known[1]
 
 
-def _role(signature: AnySignature) -> AnySignature:
+def _role(signature: Signature) -> Signature:
     """What signatures have in common that share a number."""
-    if isinstance(signature, Signature):
-        return signature._replace(generation=signature.generation % 2)
-    return signature
+    return signature._replace(generation=signature.generation % 2)
