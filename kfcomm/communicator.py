@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 
 from kfcomm.collectives.blobs import Blobs
+from kfcomm.collectives.generations import MAX_STRATEGIES
 from kfcomm.collectives.group import STRATEGY_KEY, Group, check_name, check_timeout
 from kfcomm.collectives.mailbox import Mailbox
 from kfcomm.collectives.monitored import Monitored
@@ -128,6 +129,8 @@ class Communicator(Monitored):
             return build(spec, layout)
         built = self._named.get(spec)
         if built is None:
+            if len(self._named) >= MAX_STRATEGIES:
+                self._named.clear()
             built = self._named[spec] = build(spec, layout)
         return built
 

@@ -104,3 +104,9 @@ def test_the_command_line_knows_them() -> None:
     listed = CliRunner().invoke(main, ["topology", "list"]).output
     assert "by_size                 theirs_graphs:by_size, of theirs 1.2\n" in listed
     assert "path: 4 ranks" in CliRunner().invoke(main, ["topology", "show", "path", "-n", "4"]).output
+
+
+def test_the_simulator_knows_them() -> None:
+    done = CliRunner().invoke(main, ["simulate", "--strategy", "path", "--hosts", "4x1", "--size", "1KiB"])
+    assert done.exit_code == 0, done.output
+    assert "path" in done.output

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import click
@@ -16,6 +15,7 @@ import click
 from kfcomm.bench.report import Files
 from kfcomm.bench.suite import COLLECTIVES, Mode, Suite
 from kfcomm.bench.workloads import WORKLOADS
+from kfcomm.cli import options
 from kfcomm.cli.errors import reported_errors
 from kfcomm.cli.topologies import topologies
 from kfcomm.errors import ConfigError
@@ -97,30 +97,11 @@ class _Bench(click.Command):
     metavar="OP",
     help=f"How values are combined: {_listed(Op)}.",
 )
-@click.option(
-    "--iterations",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Timed runs of each case; 10 to 200 by its size, by default.",
-)
-@click.option(
-    "--warmup", type=click.IntRange(min=0), default=3, show_default=True, metavar="N", help="Runs before those."
-)
-@click.option("--blocking", is_flag=True, help="Measure kfcomm.sync, not the asynchronous interface.")
-@click.option(
-    "--json",
-    "json_path",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Write machine, settings and every time here.",
-)
-@click.option(
-    "--html",
-    "html_path",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Write a page with plots here; needs kfcomm[bench].",
-)
+@options.iterations
+@options.warmup
+@options.blocking
+@options.json_file("machine, settings and every time")
+@options.page_file("plots")
 def bench(collectives: tuple[str, ...], **given: Any) -> None:
     """Measure collectives on these machines, and check every result.
 

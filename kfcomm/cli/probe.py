@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
 
 from kfcomm.bench.report import Files
+from kfcomm.cli import options
 from kfcomm.cli.errors import reported_errors
 from kfcomm.errors import ConfigError
 from kfcomm.launch.screen import Look, Screen, Stream
@@ -32,11 +32,8 @@ from kfcomm.sizes import parse_sizes
     "--timeout", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Seconds for each pair of ranks."
 )
 @click.option("--transport", type=click.Choice(TRANSPORTS), help="Kind of links between the ranks.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), metavar="FILE", help="Write the matrices here.")
-@click.option(
-    "--html", "html_path", type=click.Path(path_type=Path), metavar="FILE",
-    help="Write a page with heat maps here; needs kfcomm[bench].",
-)  # fmt: skip
+@options.json_file("the matrices")
+@options.page_file("heat maps")
 def probe(**given: Any) -> None:
     """Measure latency and bandwidth between every two ranks.
 

@@ -15,12 +15,13 @@ import click
 
 from kfcomm.bench.report import Files
 from kfcomm.bench.simulated import Simulations
+from kfcomm.cli import options
 from kfcomm.cli.errors import reported_errors
 from kfcomm.errors import ConfigError
+from kfcomm.plugins import build
 from kfcomm.simulate import Network, Result, num_messages
 from kfcomm.simulate import simulate as simulate_one
 from kfcomm.sizes import parse_sizes, show_size
-from kfcomm.strategies import build
 
 _HOSTS = re.compile(r"\s*(\d{1,6})\s*(?:[xX×]\s*(\d{1,6}))?\s*")
 _HOSTS_HELP = "write HOSTSxRANKS, as in 8x1 or 512x8"
@@ -63,16 +64,8 @@ World = tuple[int | None, int | None]
     help="Hosts, links and switches; 10 Gbit/s Ethernet by default.",
 )
 @click.option("--dtype", default="float32", show_default=True, metavar="NAME", help="Element type.")
-@click.option(
-    "--json", "json_path", type=click.Path(path_type=Path), metavar="FILE", help="Write network and results here."
-)
-@click.option(
-    "--html",
-    "html_path",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Write a page with plots here; needs kfcomm[bench].",
-)
+@options.json_file("network and results")
+@options.page_file("plots")
 def simulate(
     strategies: tuple[str, ...],
     hosts: str | None,

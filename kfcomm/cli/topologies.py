@@ -14,6 +14,7 @@ from kfcomm.bench.grid import distinct
 from kfcomm.bench.report import Files
 from kfcomm.bench.suite import Suite
 from kfcomm.bench.topologies import MeasuredTopologies, SimulatedTopologies
+from kfcomm.cli import options
 from kfcomm.cli.errors import reported_errors
 from kfcomm.cli.simulate import names_of, network_of, parse_worlds, simulated, tell
 from kfcomm.errors import ConfigError
@@ -67,16 +68,9 @@ _OF_REAL_RANKS = {
     metavar="OP",
     help="How values are combined.",
 )
-@click.option(
-    "--iterations",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Timed runs of each case; 10 to 200 by its size, by default.",
-)
-@click.option(
-    "--warmup", type=click.IntRange(min=0), default=3, show_default=True, metavar="N", help="Runs before those."
-)
-@click.option("--blocking", is_flag=True, help="Measure kfcomm.sync, not the asynchronous interface.")
+@options.iterations
+@options.warmup
+@options.blocking
 @click.option("--simulate", "world", metavar="HxR", help="Simulate so many hosts with so many ranks on each, as 8x4.")
 @click.option(
     "--network",
@@ -85,20 +79,8 @@ _OF_REAL_RANKS = {
     metavar="FILE",
     help="Simulate this network; see kfcomm simulate.",
 )
-@click.option(
-    "--json",
-    "json_path",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Write settings, every time, winners and advice here.",
-)
-@click.option(
-    "--html",
-    "html_path",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Write a page with a heat map here; needs kfcomm[bench].",
-)
+@options.json_file("settings, every time, winners and advice")
+@options.page_file("a heat map")
 @click.pass_context
 def topologies(context: click.Context, /, **given: Any) -> None:
     """Find the fastest strategy for each size of message.

@@ -15,13 +15,14 @@ from kfcomm.arrays.dtypes import dtype_of
 from kfcomm.collectives.plans import Plan, Planner, Plans
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.errors import ConfigError, InternalError
+from kfcomm.plugins import build
 from kfcomm.simulate.agenda import Agenda
 from kfcomm.simulate.network import Network
 from kfcomm.simulate.ports import Flow
 from kfcomm.simulate.ranks import Carry, Processors, Rank, Work
 from kfcomm.simulate.result import Result, Use
 from kfcomm.simulate.routes import Routes
-from kfcomm.strategies import AnyStrategy, build
+from kfcomm.strategies import AnyStrategy
 from kfcomm.types import Layout, Op
 
 

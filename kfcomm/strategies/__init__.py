@@ -90,11 +90,11 @@ def _named(name: str, layout: Layout, others: Callable[[], Mapping[str, Builder]
     for algorithm in ALGORITHMS:
         if algorithm.name == name:
             return algorithm.build(layout)
-    if name in ("packed_trees", "minimum_spanning_tree"):
-        raise ConfigError(f"strategy {name!r} is made from measurement: (await comm.probe()).{name}()")
     more = others()
     if name in more:
         return build(more[name](layout), layout)
+    if name in ("packed_trees", "minimum_spanning_tree"):
+        raise ConfigError(f"strategy {name!r} is made from measurement: (await comm.probe()).{name}()")
     known = [*names(), *sorted(more)]
     near = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}? (" if near else "("

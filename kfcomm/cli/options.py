@@ -1,0 +1,42 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+Option = Callable[[Command], Command]
+
+
+def json_file(holds: str) -> Option[Any]:
+    """``--json``: where results are written for machines."""
+    return click.option(
+        "--json", "json_path", type=click.Path(path_type=Path), metavar="FILE", help=f"Write {holds} here."
+    )
+
+
+def page_file(holds: str) -> Option[Any]:
+    """``--html``: where a page is written that matplotlib draws."""
+    return click.option(
+        "--html",
+        "html_path",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help=f"Write a page with {holds} here; needs kfcomm[bench].",
+    )
+
+
+iterations = click.option(
+    "--iterations",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Timed runs of each case; 10 to 200 by its size, by default.",
+)
+warmup = click.option(
+    "--warmup", type=click.IntRange(min=0), default=3, show_default=True, metavar="N", help="Runs before those."
+)
+blocking = click.option("--blocking", is_flag=True, help="Measure kfcomm.sync, not the asynchronous interface.")
