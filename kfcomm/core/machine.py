@@ -157,6 +157,11 @@ class Machine:
         if not self.remaining:
             self._check(effects)
 
+    def done_elsewhere(self, effects: Effects) -> None:
+        """What a program without lanes stands for has been carried out."""
+        self.remaining -= 1
+        self._check(effects)
+
     def take_held(self) -> list[Any]:
         """Give up the payloads that are held: the machine will not run any more."""
         held = list(self._held.values()) if self._held else []

@@ -286,6 +286,15 @@ def barrier(rank: int, pair: GraphPair) -> Program:
     return builder.build()
 
 
+def elsewhere(rank: int, size: int) -> Program:
+    """Nothing that needs a chunk: it is carried out by others, who say when it is done (``Machine.done_elsewhere``).
+
+    Ranks that disagree find out through their neighbours, of which every rank has one on each side.
+    """
+    neighbours = frozenset({(rank - 1) % size, (rank + 1) % size}) - {rank}
+    return Program({}, 1, 1, 0, neighbours)
+
+
 def _offsets(counts: Iterable[int]) -> list[tuple[int, int]]:
     offsets = []
     offset = 0

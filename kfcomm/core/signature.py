@@ -11,7 +11,10 @@ MAX_NESTING = 3
 
 
 class Signature(NamedTuple):
-    """Everything that must be the same on every rank. Fields that do not apply are empty, or -1 for ranks."""
+    """Everything that must be the same on every rank. Fields that do not apply are empty, or -1 for ranks.
+
+    ``memory`` says where the arrays are, if not in host memory, and if it must be the same everywhere.
+    """
 
     verb: str
     dtype: str = ""
@@ -24,6 +27,7 @@ class Signature(NamedTuple):
     chunk_elements: int = 0
     counts: tuple[Any, ...] = ()
     wire_dtype: str = ""
+    memory: str = ""
 
 
 def from_wire(fields: list[Any]) -> tuple[Any, ...]:
@@ -39,8 +43,10 @@ def describe(signature: Sequence[Any]) -> str:
     """A signature in words, bounded: it may come from a peer."""
     if len(signature) != len(Signature._fields):
         return f"something else: {reprlib.repr(signature)[:200]}"
-    verb, dtype, shape, op, root, strategy, generation, graphs, chunk_elements, counts, wire_dtype = signature
+    verb, dtype, shape, op, root, strategy, generation, graphs, chunk_elements, counts, wire_dtype, memory = signature
     words = [f"{verb} of {dtype} {shape}" if dtype else f"{verb}"]
+    if memory:
+        words.append(f"in {memory} memory")
     if wire_dtype:
         words.append(f"sent as {wire_dtype}")
     if op:

@@ -163,6 +163,12 @@ class Engine:
         self.patience.begin(operation, timeout_s)
         self.attend()
 
+    def finish(self, operation: Operation) -> None:
+        """An operation that is carried out elsewhere, and has not failed, is done."""
+        effects: Effects = []
+        operation.done_elsewhere(effects)
+        self._perform(effects)
+
     def refuse(self, group: GroupView, name: str, message: str, *, seq: int | None = None) -> None:
         """A call failed its local checks: the other ranks' calls under this name fail too."""
         if self._ended:

@@ -138,6 +138,15 @@ def test_alone_it_is_done_at_once(program, effects):
     assert Bench(program).take() == [*effects, (Do.DONE,)]
 
 
+def test_what_is_done_elsewhere_is_done_when_that_is_said():
+    machine, effects = Machine(programs.elsewhere(0, 3)), []
+    machine.start(effects)
+    assert not machine.awaits(1)
+    assert not effects
+    machine.done_elsewhere(effects)
+    assert [effect[0] for effect in effects] == [Do.DONE]
+
+
 def test_chunks_without_payload_are_neither_folded_nor_kept():
     bench = Bench(programs.barrier(1, CHAIN))
     assert bench.arrive("", sender=2) == [(Do.RELEASE, ""), (Do.SEND, 0, 0, 0, UP, PARTIAL, None)]

@@ -93,6 +93,14 @@ def test_barrier_carries_nothing():
     assert (lane.count, lane.num_chunks, lane.keeps) == (0, 1, False)
 
 
+@pytest.mark.parametrize(("size", "neighbours"), [(1, set()), (2, {1}), (5, {1, 4})])
+def test_what_is_done_elsewhere_has_no_lanes_but_neighbours(size, neighbours):
+    program = programs.elsewhere(0, size)
+    assert not program.lanes
+    assert program.num_slots == 1
+    assert program.neighbours == neighbours
+
+
 def test_as_many_pairs_as_parts():
     program = programs.all_reduce(0, [STAR, CHAIN, STAR], 2, 4)
     assert [lane.count for lane in lanes(program)] == [1, 1, 0]

@@ -35,6 +35,8 @@ def test_words_hold_all_that_applies_and_no_more():
     )
     wired = Signature("broadcast", "float32", (2,), root=0, strategy="ring", wire_dtype="float16")
     assert describe(wired).startswith("broadcast of float32 (2,), sent as float16, root 0, strategy ring")
+    on_device = Signature("broadcast", "float32", (2,), strategy="nccl", memory="device")
+    assert describe(on_device).startswith("broadcast of float32 (2,), in device memory, strategy nccl")
     assert describe(Signature("barrier", strategy="star")) == "barrier, strategy star (generation 0)"
 
 

@@ -1,0 +1,95 @@
+"""What a collective backend is: it runs whole collectives on devices, matched by order alone.
+
+A *backend* is this rank's end of one group of devices. The n-th launch of a rank meets the n-th of every other; who
+launches what, and when, is agreed above (`core.launch_order`), so that a backend never has to match names.
+
+What always holds: a launch only puts work on a stream, and returns. Every rank launches the same verbs on parts of
+the same sizes, in the same order. After ``abort`` whatever was launched ends by itself, and its results are void.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from kfcomm.devices import Device, Flat, Stream
+from kfcomm.types import Op, Verb
+
+
+class Part(NamedTuple):
+    """One buffer of a launch: flat memory that is read, and flat memory for the result.
+
+    ======================  ==========  ==================================  =======================
+    verb                    source      target                              may be the same memory
+    ======================  ==========  ==================================  =======================
+    all_reduce              n elements  n elements                          yes
+    reduce                  n elements  n elements on the root, else None   yes
+    broadcast               n elements  n elements (source: of the root)    yes
+    all_gather              n elements  n · size elements                   no
+    gather                  n elements  n · size on the root, else None     no
+    reduce_scatter          n · size    n elements                          no
+    all_to_all              n · size    n · size elements                   no
+    ======================  ==========  ==================================  =======================
+    """
+
+    source: Flat
+    target: Flat | None
+
+
+class CollectiveBackend(Protocol):
+    """This rank's end of one group. Used by one thread at a time, but for ``abort``."""
+
+    def launch(self, verb: Verb, parts: Sequence[Part], op: Op | None, root: int, stream: Stream) -> None:
+        """Put one collective on the stream: all parts as one, if there are several.
+
+        Args:
+            verb: one that ``BackendMaker.supports``.
+            parts: at least one; all of one dtype.
+            op: of all_reduce, reduce and reduce_scatter; else None.
+            root: rank in the group, of reduce, broadcast and gather; else -1.
+            stream: of this rank's device.
+
+        Raises:
+            TransportError: the backend refuses; the group cannot be used any more.
+        """
+
+    def failure(self) -> str | None:
+        """What has gone wrong since, if anything has: looked at now and then."""
+        ...
+
+    def abort(self) -> None:
+        """End all that was launched, now. May be called on any thread, and may block for a while; never raises."""
+
+    def close(self) -> None:
+        """Give everything back; all that was launched is done. Never raises."""
+
+
+class BackendMaker(Protocol):
+    """Makes backends of one kind."""
+
+    @property
+    def name(self) -> str:
+        """In a word: ``nccl``."""
+        ...
+
+    def supports(self, verb: Verb, dtype: np.dtype[Any], op: Op | None) -> bool:
+        """Whether it can carry this out; the same on every rank where the versions are the same."""
+        ...
+
+    def identity(self) -> bytes:
+        """Under which the ranks of a new group find each other: made by one, told to all.
+
+        Raises:
+            TransportError: none can be made here.
+        """
+        ...
+
+    def connect(self, identity: bytes, rank: int, size: int, device: Device) -> CollectiveBackend:
+        """Meet the others. Blocks until all are here; not called on an event loop.
+
+        Raises:
+            TransportError: they did not find each other.
+        """
+        ...
