@@ -23,8 +23,8 @@ life of the order, on every rank::
                                                     launched; the rest is learned anew
 
 So a key that is new, that comes no more, or that comes twice in a pass costs an agreement of 3 messages for each rank,
-and never a hang. Whatever becomes of a use, it takes its place: see ``withdraw``. What a rank never posts is missed at
-its place, by name.
+and never a hang. What a rank never posts is missed at its place, by name. A use that fails before any rank has launched
+it is withdrawn on all; one that some have launched ends the order.
 
 What this cannot mend: what is launched is on a device, and what follows waits behind it. So uses in flight at a
 time may be posted in any order, but uses of which one is waited for before the next is posted must have that order on
@@ -78,8 +78,6 @@ class Mode(StrEnum):
 LAUNCH, TELL, ASK, VIOLATION = (int(order) for order in Order)
 TOLD, FIXED, FREEZE, FROZEN, RESUME, STUCK = range(6)
 
-_NOTHING: Final = object()
-
 
 class LaunchOrder(ABC):
     """The order of one group as one of its ranks sees it. Made by ``launch_order``.
@@ -117,22 +115,15 @@ class LaunchOrder(ABC):
             self._doubt(effects)
         self._advance(now_s, effects)
 
-    def missed(self, key: str, now_s: float, effects: Effects) -> None:
-        """A use of a key failed before it arrived here, and on all other ranks: its place is passed in silence."""
-        self.arrived(key, _NOTHING, now_s, effects)
+    def withdraw(self, key: str, token: Any) -> None:
+        """A use that has arrived, and was not launched, failed here and on all other ranks: it is no use any more.
 
-    def withdraw(self, key: str, token: Any) -> bool:
-        """A use that has arrived failed, here and on all other ranks: its place is passed in silence.
-
-        Returns:
-            Whether that was in time; else it has been launched.
+        On no rank may it have been launched: the place that it would have had belongs to the next use of the key.
         """
-        waiting = self._waiting.get(key, deque())
-        for index, one in enumerate(waiting):
-            if one is token:
-                waiting[index] = _NOTHING
-                return True
-        return False
+        waiting = self._waiting[key]
+        waiting.remove(token)
+        if not waiting:
+            del self._waiting[key]
 
     def deadline_s(self) -> float | None:
         """When ``handle_timer`` wants to be called; None for not at all."""
@@ -244,8 +235,7 @@ class LaunchOrder(ABC):
                 self._num_ahead[self._ahead.popleft()] -= 1
             self._done += 1
             self._due_s = None
-            if token is not _NOTHING:
-                effects.append((LAUNCH, token))
+            effects.append((LAUNCH, token))
         if self.mode is not Mode.FOLLOWING or not self._waiting:
             self._due_s = None
         elif self._due_s is None:
@@ -285,8 +275,9 @@ class _Follower(LaunchOrder):
 class _Leader(LaunchOrder):
     """The rank whose arrivals are the order."""
 
-    def __init__(self, rank: int, size: int, patience_s: float) -> None:
+    def __init__(self, rank: int, size: int, patience_s: float, *, follows: bool) -> None:
         super().__init__(rank, size, patience_s)
+        self._follows = follows
         self._cycles: Cycles[str] = Cycles()
         self._frozen: dict[int, int] = {}
 
@@ -304,7 +295,7 @@ class _Leader(LaunchOrder):
     def _claim(self, key: str, effects: Effects) -> None:
         while self.mode is Mode.LEARNING and len(self._waiting[key]) > self._num_ahead[key]:
             num_before = len(self._cycles.names)
-            length = self._cycles.add(key)
+            length = self._cycles.add(key) if self._follows else 0
             if not length or len(self._cycles.names) > num_before:  # else it is the first of a second pass
                 self._give(key)
                 self._tell((TOLD, self._era, key), effects)
@@ -333,7 +324,7 @@ class _Leader(LaunchOrder):
         effects.append((TELL, message))
 
 
-def launch_order(rank: int, size: int, patience_s: float = PATIENCE_S) -> LaunchOrder:
+def launch_order(rank: int, size: int, patience_s: float = PATIENCE_S, *, follows: bool = True) -> LaunchOrder:
     """The order of a group as one of its ranks sees it.
 
     Args:
@@ -341,5 +332,9 @@ def launch_order(rank: int, size: int, patience_s: float = PATIENCE_S) -> Launch
         size: of the group.
         patience_s: how long a use is waited for where its place has come and others wait, before the pass is doubted.
             It doubles each time, up to a minute.
+        follows: whether a pass that repeats itself is followed. Else the leader tells every place: for uses that
+            arrive because others have been carried out, in another order each time. The same on every rank.
     """
-    return (_Leader if rank == LEADER else _Follower)(rank, size, patience_s)
+    if rank == LEADER:
+        return _Leader(rank, size, patience_s, follows=follows)
+    return _Follower(rank, size, patience_s)

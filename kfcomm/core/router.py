@@ -150,6 +150,13 @@ class Router:
         key.next_seq += 1
         return cause
 
+    def leave_out(self, group: GroupView, name: str, below: int, effects: Effects) -> None:
+        """No use of this key with a number below this one will be posted that was not: what came for them is dropped.
+
+        The other ranks are not told: their calls are failed by other means, or left out, too.
+        """
+        self._leave_out(self._names.key(group.id, name), below, effects)
+
     def abort(self, collective: Collective, cause: Cause, effects: Effects) -> None:
         """Fail a collective here and, unless a lost peer is the cause (that is told by itself), everywhere."""
         if self._forget(collective, effects):
@@ -422,11 +429,11 @@ class Router:
         return None
 
     def _leave_out(self, key: Key, seq: int, effects: Effects) -> None:
-        """The next use of this key is ``seq``: what is known of those before is of no use."""
-        for skipped in range(key.next_seq, seq):
-            if self._dead:
-                self._tombstones.take(key, skipped)
-            if key.early:
+        """The next use of this key is ``seq``: what is known of those before is of no use. There may be very many."""
+        if self._dead:
+            self._tombstones.forget(key, range(key.next_seq, seq))
+        if key.early:
+            for skipped in sorted(early for early in key.early if early < seq):
                 self._bury(key, skipped, effects)
         key.next_seq = max(key.next_seq, seq)
 

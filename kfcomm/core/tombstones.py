@@ -42,6 +42,16 @@ class Tombstones:
         """Why this use of a key is over, for the last time that anybody asks."""
         return self.causes.pop((key.group_id, key.name, seq), None)
 
+    def forget(self, key: Key, seqs: range) -> None:
+        """Nobody asks for these uses of a key. O(uses or tombstones, whichever are fewer)."""
+        if len(seqs) <= len(self.causes):
+            for seq in seqs:
+                self.take(key, seq)
+            return
+        group_id, name = key.group_id, key.name
+        for one in [one for one in self.causes if one[1] == name and one[0] == group_id and one[2] in seqs]:
+            del self.causes[one]
+
     def gone_from(self, group: GroupView) -> Cause | None:
         """Why a group can do nothing any more: the first loss among its members that was heard of."""
         for peer, cause in self.lost.items():

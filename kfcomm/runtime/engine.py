@@ -71,6 +71,8 @@ MANY_NAMES = (
 WARN_AT_NAMES = 100_000
 
 EarlyListener = Callable[[bytes, str, int, Any], None]
+MismatchListener = Callable[[str, int], None]
+"""Of one group: told the name and the number of what its ranks do not agree about."""
 
 
 class Engine:
@@ -106,6 +108,7 @@ class Engine:
         self.loop = loop
         self._control: ControlPlane | None = None
         self.early_listeners: dict[bytes, EarlyListener] = {}
+        self.mismatch_listeners: dict[bytes, MismatchListener] = {}
         self.loss_listeners: list[Callable[[], None]] = []
         self.end_listeners: list[Callable[[], None]] = []
         self.receivers: list[Callable[[], list[dict[str, Any]]]] = []
@@ -129,11 +132,14 @@ class Engine:
         sizes: ItemSizes,
         operation: Operation,
         *,
-        timeout_s: float,
+        timeout_s: float | None,
         overlapping: bool = False,
         seq: int | None = None,
     ) -> None:
-        """Begin a collective; its operation's future tells the end. Costs O(chunks that can leave at once)."""
+        """Begin a collective; its operation's future tells the end. Costs O(chunks that can leave at once).
+
+        Without a timeout it is a part of something that has one, and that is reported when it waits long.
+        """
         if self._ended:
             operation.reject(SessionClosed(self._ended))
             return
@@ -179,6 +185,12 @@ class Engine:
             self.meter.failed(group, name)
         effects: Effects = []
         self.router.refuse(group, name, message, effects, seq=seq)
+        self._perform(effects)
+
+    def leave_out(self, group: GroupView, name: str, below: int) -> None:
+        """No use of this name with a number below this one will be posted that was not: see ``Router.leave_out``."""
+        effects: Effects = []
+        self.router.leave_out(group, name, below, effects)
         self._perform(effects)
 
     def cancel(self, operation: Operation) -> None:
@@ -488,6 +500,7 @@ class Engine:
         if self.meter is not None:
             self.meter.failed(group, name)
         operation.reject(error_of(cause, name))
+        self._tell_mismatch(group, name, self.router.num_uses(group.id, name) - 1, cause)
         self._perform(effects)
 
     def _failed(self, collective: Collective, cause: Cause) -> None:
@@ -505,8 +518,14 @@ class Engine:
         self.ends.disown(operation)
         story = self.recorder.story(collective.name) if cause.kind is CauseKind.INTERNAL else ()
         operation.reject(error_of(cause, collective.name, story))
+        self._tell_mismatch(collective.group, collective.name, collective.seq, cause)
         if self.load is not None:
             self.load.ended(operation, is_last=not self.router.live)
+
+    def _tell_mismatch(self, group: GroupView, name: str, seq: int, cause: Cause) -> None:
+        listener = self.mismatch_listeners.get(group.id)
+        if listener is not None and cause.kind is CauseKind.MISMATCH:
+            listener(name, seq)
 
     def _violated(self, incoming: Incoming, reason: str) -> None:
         link = self.ends.back(incoming)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -47,9 +48,12 @@ class Patience:
         self._inquiries: dict[Operation, Inquiry] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def begin(self, operation: Operation, timeout_s: float) -> None:
-        """An operation begins to wait."""
-        if self._watch.add(operation, self._loop.time(), timeout_s, self.stall_after_s):
+    def begin(self, operation: Operation, timeout_s: float | None) -> None:
+        """An operation begins to wait; without a timeout it is only announced."""
+        stall_after_s = self.stall_after_s
+        if timeout_s is None:
+            timeout_s = stall_after_s = math.inf
+        if self._watch.add(operation, self._loop.time(), timeout_s, stall_after_s):
             self._set_timer()
 
     def end(self, operation: Operation) -> None:

@@ -33,13 +33,13 @@ Use = tuple[int, str]
 class Devices:
     """Ranks with an order for each group, a stream for each on every device, and channels between the ranks."""
 
-    def __init__(self, groups: Sequence[Sequence[int]], seed: int = 0) -> None:
+    def __init__(self, groups: Sequence[Sequence[int]], seed: int = 0, *, follows: bool = True) -> None:
         self.groups = groups
         self.size = 1 + max(map(max, groups))
         self.random = random.Random(seed)
         self.now_s = 0.0
         self.orders = {
-            (number, rank): launch_order(place, len(members))
+            (number, rank): launch_order(place, len(members), follows=follows)
             for number, members in enumerate(groups)
             for place, rank in enumerate(members)
         }
@@ -242,24 +242,29 @@ def test_a_member_that_does_not_post_is_named_and_the_others_wait_for_it_alone()
     assert world.completed[2] == world.arrivals[2]
 
 
-def test_a_use_that_fails_takes_its_place_in_silence() -> None:
+def test_a_use_that_is_withdrawn_on_all_ranks_leaves_its_place_to_the_next() -> None:
     world = Devices([range(2)])
     for _ in range(3):
         world.play([keys(3)] * 2)
     first, second, third = keys(3)
-    effects: list[Any] = []
-    token = world.arrive(0, second)
-    order = world.orders[0, 0]
-    assert order.withdraw(second[1], token)
-    assert not order.withdraw(second[1], token)
-    assert not order.withdraw(third[1], token)
-    world.orders[0, 1].missed(second[1], 0.0, effects)
     for rank in (0, 1):
-        token = world.arrive(rank, first)
-        world.arrive(rank, third)
-        assert world.launched[0, rank][-2:] == [(first[1], 3), (third[1], 3)]
-    assert not order.withdraw(first[1], token)
-    assert not effects
+        tokens = [world.arrive(rank, use) for use in (second, second)]
+        world.orders[0, rank].withdraw(second[1], tokens[0])
+        world.orders[0, rank].withdraw(second[1], tokens[1])
+    for rank in (1, 0):
+        for use in (third, second, first):
+            world.arrive(rank, use)
+        assert world.launched[0, rank][-3:] == [(first[1], 3), (second[1], 5), (third[1], 3)]
+    assert world.modes() == {Mode.FOLLOWING}
+
+
+def test_an_order_that_is_not_followed_is_told_each_time() -> None:
+    world = Devices([range(3)], seed=2, follows=False)
+    for step in range(1, 4):
+        world.play([shuffled(world.random, keys(20)) for _ in range(3)])
+        assert world.num_messages == 20 * step
+    assert world.modes() == {Mode.LEARNING}
+    assert all(launched == world.launched[0, 0] for launched in world.launched.values())
 
 
 def test_a_slow_program_is_doubted_ever_more_slowly() -> None:

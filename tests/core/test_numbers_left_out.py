@@ -64,3 +64,38 @@ def test_tombstones_of_numbers_left_out_are_forgotten():
     assert list(router._dead) == [(PAIR.id, "x", 2)]
     assert posted(router)[0] == CAUSE
     assert not router._dead
+
+
+def test_numbers_are_left_out_without_a_post():
+    router, incoming = receiver()
+    for seq in (0, 2, 5):
+        early_chunk(router, incoming, seq)
+    effects = []
+    router.leave_out(PAIR, "x", 4, effects)
+    assert [effect[:2] for effect in effects] == [(Tell.DROPPED, "payload 0"), (Tell.DROPPED, "payload 2")]
+    assert list(router._names.find(PAIR.id, "x").early) == [5]
+    assert router.num_uses(PAIR.id, "x") == 4
+    header = (Kind.CHUNK, 0, 3, 0, 0, 1, 0, 1)
+    assert router.match(incoming, header, 1, []) is None  # what comes now is too late
+    assert incoming.window._owed_headers == 3
+
+
+def test_numbers_that_were_used_are_not_left_out():
+    router, _ = receiver()
+    collective, _ = posted(router, seq=3)
+    router.leave_out(PAIR, "x", 2, [])
+    assert list(router.live) == [collective]
+    assert router.num_uses(PAIR.id, "x") == 4
+
+
+def test_very_many_numbers_are_left_out_by_what_is_known_of_them():
+    router, incoming = receiver()
+    early_chunk(router, incoming, 7)
+    other = GroupView(b"other", (0, 1), 1)
+    for group, name, seq in [(PAIR, "x", 1 << 39), (PAIR, "x", 1 << 40), (PAIR, "y", 0), (other, "x", 1)]:
+        router.on_abort(group.id, name, seq, CAUSE, [])
+    collective, effects = posted(router, seq=(1 << 40) + 1)
+    assert isinstance(collective, Collective)
+    assert collective.seq == (1 << 40) + 1
+    assert [effect[1] for effect in effects if effect[0] == Tell.DROPPED] == ["payload 7"]
+    assert list(router._dead) == [(PAIR.id, "y", 0), (other.id, "x", 1)]

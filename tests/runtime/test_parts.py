@@ -1,0 +1,64 @@
+"""Operations that are parts of something else: announced when they wait, and neither reported nor ended by time."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+
+from kfcomm.collectives.handle import Handle
+from kfcomm.errors import CollectiveMismatch
+from kfcomm.runtime.operation import Operation
+from kfcomm.types import Op
+from tests.conformance.worlds import ends, on_loop, until, works, world
+
+
+def part(comm, root):
+    """A reduce whose key was not given by a user; ranks that mean different roots exchange no chunk."""
+    group = comm._group
+    x = np.ones(3)
+    plan = group.plans.plan(type(group.plans.planner).reduce, x.dtype, x.shape, Op.SUM, root)
+    handle = Handle(loop=group.engine.loop)
+    operation = Operation(
+        handle, source=x, result=x, kernel=plan.kernel, dtype=plan.dtype, size=2, in_result=plan.in_result
+    )
+    group.engine.post(group.view, "part", plan.signature, plan.program, plan.sizes, operation, timeout_s=None)
+    handle.operation = operation
+    return handle
+
+
+def test_a_part_that_waits_is_not_reported(caplog: pytest.LogCaptureFixture):
+    @on_loop
+    async def main():
+        async with world(2, stall_after_s=0.0) as comms:
+            waiting = part(comms[0], 0)
+            watch = comms[0]._session.engine.patience._watch
+            await until(lambda: watch.next_s == float("inf"))  # all that was due has been
+            assert not waiting.done()
+            await part(comms[1], 0)
+            await waiting
+            await works(comms)
+
+    with caplog.at_level(logging.WARNING, "kfcomm"):
+        main()
+    assert not caplog.records
+
+
+@on_loop
+async def test_parts_that_wait_for_each_other_are_announced():
+    async with world(2) as comms:
+        outcomes = await ends(comms, lambda comm: part(comm, comm.rank))
+        assert [type(one) for one in outcomes] == [CollectiveMismatch] * 2
+        await works(comms)
+
+
+@on_loop
+async def test_numbers_that_are_left_out_owe_nothing():
+    async with world(2) as comms:
+        early = part(comms[0], 1)
+        engine, view = comms[1]._session.engine, comms[1]._group.view
+        await until(lambda: engine.router.expected(view.id, "part") is not None)
+        engine.leave_out(view, "part", 5)
+        assert engine.router.num_uses(view.id, "part") == 5
+        early.cancel()
