@@ -35,6 +35,7 @@ NUMPY_NAMES = (
 SUPPORTED_NAMES = (*NUMPY_NAMES, "bfloat16")
 
 
+@cache
 def dtype_name(dtype: np.dtype[Any]) -> str:
     """The name of ``dtype`` on the wire, the same for either byte order: ``"float32"``, ``"bfloat16"``.
 

@@ -4,7 +4,8 @@ What always holds: no library is imported here. A value of a library's type can 
 so it is recognised by its type and the module is found in ``sys.modules``. A kind reads an array without copying
 where its memory allows, and never changes it.
 
-Only memory of the host is read. This module must not know dtypes beyond what their names need, nor who uses it.
+Only memory of the host is read; for that of a device see `kfcomm.arrays.device_kinds`. This module must not know dtypes
+beyond what their names need, nor who uses it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ HOST_KINDS = (
     "NumPy, torch on the CPU, JAX on the CPU, objects with the buffer protocol or DLPack in host memory, "
     "numbers and nested lists of them"
 )
+DEVICE_VERBS = "all_reduce, all_reduce_many, reduce, broadcast, gather, all_gather, reduce_scatter and all_to_all"
 # DLPack's device types that the host can read: CPU, and memory of the host pinned for CUDA or ROCm.
 _DLPACK_HOST_DEVICES = (1, 3, 11)
 
@@ -267,8 +269,12 @@ def kind_of(x: Any) -> ArrayKind:
         return _TORCH
     if _is_a(x, "jax", "Array"):
         return JaxKind(x)
+    if _is_a(x, "cupy", "ndarray"):
+        raise _on_device("CuPy array", f"cuda:{x.device.id}", "x.get()")
     if hasattr(x, "__cuda_array_interface__"):
         raise _on_device(f"{type(x).__module__.partition('.')[0]} array", "GPU", "a copy in host memory")
+    if hasattr(type(x), "__kfcomm_kind__"):
+        raise _on_device(type(x).__kfcomm_kind__.name, "a device", "a copy in host memory")
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         return DlpackKind(type(x), _namespace(x))
     try:
@@ -290,7 +296,10 @@ def _namespace(x: Any) -> Any:
 
 
 def _on_device(what: str, device: str, instead: str) -> ConfigError:
-    return ConfigError(f"a {what} on {device} cannot be exchanged; supported are {HOST_KINDS}: pass {instead}")
+    return ConfigError(
+        f"a {what} on {device} cannot be exchanged by this verb, which reads memory of the host: pass {instead}; "
+        f"arrays in the memory of a GPU are for {DEVICE_VERBS}"
+    )
 
 
 def _immutable(out: Any) -> ConfigError:

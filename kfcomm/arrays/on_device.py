@@ -1,0 +1,183 @@
+"""The caller's arrays in device memory: any in, flat memory of the device, an array of the same kind out.
+
+What always holds: ``flat`` is one-dimensional and contiguous, of a supported dtype. It is the caller's own memory
+wherever that is so already, else a copy in C order, made on the caller's stream. Nothing here waits for a device:
+whatever is not ready yet is ready on the stream. Adapting never changes the caller's array.
+
+The counterpart of `kfcomm.arrays` for host memory. Which libraries there are is in `kfcomm.arrays.device_kinds`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kfcomm.arrays.device_kinds import DeviceKind, OnStream, kind_on_device
+from kfcomm.arrays.dtypes import checked
+from kfcomm.devices import Device, Flat, Stream
+from kfcomm.errors import ConfigError
+
+__all__ = [
+    "DeviceArray",
+    "DeviceOut",
+    "OnStream",
+    "adapt_device",
+    "adapt_device_out",
+    "current_stream",
+    "is_on_device",
+    "overlaps",
+]
+
+
+@dataclass(slots=True, eq=False)
+class DeviceArray:
+    """The caller's array in device memory as the runtime sees it. Never changed after it was made.
+
+    Attributes:
+        flat: the elements in C order, one-dimensional and contiguous. Keeps the caller's memory alive.
+        shape: the caller's shape; ``()`` for a number.
+        dtype: of the elements, as NumPy has it; bfloat16 is that of ml_dtypes.
+        kind: the kind of array that the caller gave and is given back.
+        stream: the caller's: on it ``flat`` can be used, and there the caller goes on. In the form the device takes.
+    """
+
+    flat: Flat
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    kind: DeviceKind
+    stream: Stream
+
+    def restore(self, flat: Flat, shape: tuple[int, ...] | None = None) -> Any:
+        """A result of the caller's kind around ``flat``, which belongs to the result from then on. Never copies.
+
+        Args:
+            flat: one-dimensional and contiguous, whose content has been made where ``self.stream`` is now.
+            shape: of the result; the caller's own if left out.
+        """
+        return self.kind.restore(flat, self.shape if shape is None else shape, self.stream)
+
+
+@dataclass(slots=True, eq=False)
+class DeviceOut:
+    """Where a result goes if the caller gave ``out``. Never changed after it was made.
+
+    Attributes:
+        flat: one-dimensional and contiguous: the caller's memory if that is so, else scratch.
+        original: the caller's ``out``.
+        target: the caller's memory if ``flat`` is scratch, else None.
+        kind: of the caller's ``out``.
+        stream: the caller's.
+    """
+
+    flat: Flat
+    original: Any
+    target: Any | None
+    kind: DeviceKind
+    stream: Stream
+
+    def finish(self) -> Any:
+        """Puts the result where the caller wants it, on the stream, and returns the caller's object."""
+        if self.target is not None:
+            self.kind.copy_into(self.target, self.flat, self.stream)
+        return self.original
+
+
+def is_on_device(x: Any) -> bool:
+    """Whether ``x`` is an array in the memory of a device. Imports nothing; 0.2 µs for a NumPy array."""
+    return kind_on_device(x.x if type(x) is OnStream else x) is not None
+
+
+def current_stream(x: Any) -> Stream:
+    """The stream on which the calling thread works now, as the library of ``x`` has it.
+
+    Raises:
+        ConfigError: ``x`` is not in device memory, or CuPy is missing.
+    """
+    return x.stream if type(x) is OnStream else _kind_of(x).current_stream(x)
+
+
+def adapt_device(x: Any, device: Device, stream: Any = None) -> DeviceArray:
+    """``x`` as the runtime sees it.
+
+    Takes arrays of CuPy, torch and JAX in CUDA memory, and other objects there with ``__cuda_array_interface__`` or
+    DLPack; an `OnStream` of one brings its stream. Any strides; what is not contiguous is copied once, on the stream.
+
+    Args:
+        x: the array.
+        device: of this rank.
+        stream: the caller's stream, by number or as an object of CuPy, torch or with ``__cuda_stream__``; if left out,
+            the one on which the calling thread works now.
+
+    Raises:
+        ConfigError: ``x`` is on another device or sharded over several, its dtype is not supported, it is on no device,
+            the stream cannot be used, or CuPy is missing.
+    """
+    x, kind, own = _begin(x, device, stream)
+    native, dtype = kind.read(x, own)
+    dtype = checked(dtype)
+    flat = kind.flat_view(native)
+    if flat is None:
+        flat = kind.pack(native, own)
+    return DeviceArray(flat, tuple(native.shape), dtype, kind, own)
+
+
+def adapt_device_out(
+    out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], device: Device, stream: Any = None
+) -> DeviceOut:
+    """The caller's ``out``, ready to take a result of this shape and dtype.
+
+    If it is not contiguous, the result is written to scratch memory and `DeviceOut.finish` copies it.
+
+    Raises:
+        ConfigError: ``out`` has another shape or dtype, is on another device, or can never be written to; and as
+            `adapt_device`.
+    """
+    out, kind, own = _begin(out, device, stream)
+    kind.check_writable(out)
+    native, found = kind.read(out, own)
+    if tuple(native.shape) != tuple(shape):
+        raise ConfigError(f"out has shape {tuple(native.shape)}, the result has {tuple(shape)}")
+    if found != checked(dtype):
+        raise ConfigError(f"out has dtype {found}, the result has {dtype}")
+    _check_own_elements(native)
+    flat = kind.flat_view(native)
+    if flat is not None:
+        return DeviceOut(flat, out, None, kind, own)
+    return DeviceOut(device.empty(math.prod(shape), found, own), out, native, kind, own)
+
+
+def overlaps(array: DeviceArray, out: DeviceOut) -> bool:
+    """Whether the two share some memory without being the same memory: the result may not then be written there."""
+    begin, end = array.kind.span(array.flat)
+    out_begin, out_end = out.kind.span(out.flat)
+    return begin < out_end and out_begin < end and (begin, end) != (out_begin, out_end)
+
+
+def _begin(x: Any, device: Device, stream: Any) -> tuple[Any, DeviceKind, Stream]:
+    """The array itself, which is on this device, its kind, and the caller's stream as the device takes it."""
+    if type(x) is OnStream:
+        x, stream = x.x, x.stream if stream is None else stream
+    kind = _kind_of(x)
+    ordinal = kind.ordinal(x)
+    if ordinal not in (device.ordinal, -1):
+        name = device.report.kind
+        raise ConfigError(
+            f"a {kind.name} on {name}:{ordinal} cannot be exchanged: this rank uses {name}:{device.ordinal} "
+            f"({device.report.model}); move the array there, or choose the device with device='{name}:{ordinal}'"
+        )
+    return x, kind, kind.stream_of(kind.current_stream(x) if stream is None else stream, device)
+
+
+def _kind_of(x: Any) -> DeviceKind:
+    kind = kind_on_device(x)
+    if kind is None:
+        raise ConfigError(f"a {type(x).__name__} is no array in the memory of a device")
+    return kind
+
+
+def _check_own_elements(native: Any) -> None:
+    if any(stride == 0 and length > 1 for stride, length in zip(native.strides, native.shape, strict=True)):
+        raise ConfigError("out cannot be a broadcast array: some of its elements share their memory")
