@@ -1,0 +1,223 @@
+"""Arrays in the memory of a fake device, and what is said when a stream touches them.
+
+What always holds: NumPy cannot read them, and nothing else than work on a stream does (but for ``get``).
+
+This module must not know what work that is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.lib.array_utils import byte_bounds
+
+from kfcomm.devices.base import Array, Device
+from kfcomm.errors import ConfigError
+from kfcomm.testing.memory import Allocation
+from kfcomm.testing.streams import WORLD, FakeStream
+
+if TYPE_CHECKING:
+    from kfcomm.testing.devices import FakeDevice
+
+
+class FakeKind:
+    """How `kfcomm.arrays.on_device` reads and makes a `FakeArray`; implements its ``DeviceKind``."""
+
+    name = "fake array"
+
+    def ordinal(self, x: FakeArray) -> int:
+        """That of its device."""
+        return x.device.ordinal
+
+    def current_stream(self, x: FakeArray) -> FakeStream:
+        """The stream on which the calling thread works now, on the device of the array."""
+        return x.device.current_stream
+
+    def stream_of(self, given: Any, device: Device) -> FakeStream:
+        """``given`` itself.
+
+        Raises:
+            ConfigError: it is no stream of this device.
+        """
+        if not isinstance(given, FakeStream) or given.device is not device:
+            raise ConfigError(f"{given!r} is no stream of {device}")
+        return given
+
+    def read(self, x: FakeArray, stream: FakeStream) -> tuple[FakeArray, np.dtype[Any]]:
+        """The array itself, and its dtype.
+
+        Raises:
+            ConfigError: it is on another device than the stream.
+        """
+        if x.device is not stream.device:
+            raise ConfigError(f"{x!r} cannot be read on {stream}")
+        return x, x.dtype
+
+    def check_writable(self, out: FakeArray) -> None:
+        """It always is."""
+
+    def flat_view(self, native: FakeArray) -> FakeArray | None:
+        """A view of one dimension, if the array is contiguous."""
+        return native.reshape(-1) if native.is_contiguous else None
+
+    def pack(self, native: FakeArray, stream: FakeStream) -> FakeArray:
+        """A copy in one dimension, made on the stream."""
+        flat = native.device.empty(native.size, native.dtype, stream)
+        self._copy(native, flat.reshape(native.shape), stream)
+        return flat
+
+    def copy_into(self, native: FakeArray, flat: FakeArray, stream: FakeStream) -> None:
+        """Copy flat memory into an array of any strides, on the stream."""
+        self._copy(flat.reshape(native.shape), native, stream)
+
+    def restore(self, flat: FakeArray, shape: tuple[int, ...], stream: FakeStream) -> FakeArray:
+        """A view of ``flat``."""
+        return flat.reshape(shape)
+
+    def span(self, flat: FakeArray) -> tuple[int, int]:
+        """Where flat memory begins and ends."""
+        low, high = byte_bounds(flat.memory)
+        return low, high if flat.size else low
+
+    @staticmethod
+    def _copy(source: FakeArray, target: FakeArray, stream: FakeStream) -> None:
+        copy = partial(np.copyto, target.memory, source.memory)
+        source.device.run(stream, copy, reads=[source], writes=[target])
+
+
+class FakeArray:
+    """Memory of a fake device. Made by ``FakeDevice.array`` and ``FakeDevice.empty``; slices are views.
+
+    Attributes:
+        device: where it is.
+        memory: the elements, in host memory: only for what runs on a stream.
+        allocation: in which it lies.
+    """
+
+    __kfcomm_kind__ = FakeKind()
+    __array_ufunc__ = None
+    __slots__ = ("__weakref__", "allocation", "device", "memory")
+
+    def __init__(self, device: FakeDevice, memory: Array, allocation: Allocation) -> None:
+        self.device = device
+        self.memory = memory
+        self.allocation = allocation
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Lengths of the axes."""
+        shape: tuple[int, ...] = self.memory.shape
+        return shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the elements."""
+        return self.memory.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return self.memory.ndim
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Bytes from one element to the next, for each axis."""
+        strides: tuple[int, ...] = self.memory.strides
+        return strides
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.memory.size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.memory.nbytes
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements lie side by side, in C order."""
+        return self.memory.flags.c_contiguous
+
+    @property
+    def T(self) -> FakeArray:  # noqa: N802  as arrays call it
+        """A view with the axes in reverse."""
+        return self._like(self.memory.T)
+
+    def __len__(self) -> int:
+        return len(self.memory)
+
+    def __getitem__(self, index: Any) -> FakeArray:
+        return self._like(self.memory[index, ...] if not isinstance(index, tuple) else self.memory[(*index, ...)])
+
+    def reshape(self, *shape: Any) -> FakeArray:
+        """A view.
+
+        Raises:
+            ValueError: it would have to be a copy, or the number of elements is another.
+        """
+        made = self.memory.reshape(*shape)
+        if made.size and not np.may_share_memory(made, self.memory):
+            raise ValueError(f"{self} cannot be seen in shape {shape} without a copy")
+        return self._like(made)
+
+    def view(self, dtype: Any) -> FakeArray:
+        """The same bytes as elements of another type."""
+        return self._like(self.memory.view(dtype))
+
+    def get(self) -> Array:
+        """A copy in host memory, made on the stream on which the calling thread works now.
+
+        Raises:
+            RuntimeError: that stream is held back: with a real device this would wait for ever.
+        """
+        stream = self.device.current_stream
+        with WORLD.lock:
+            if stream.error is not None:
+                raise stream.error
+            if stream.num_waiting:
+                raise RuntimeError(f"{stream} still has {stream.num_waiting} items before this can be read")
+            Uses((self,), ()).happen(stream)
+            stream.promises.tell(stream.known)
+            return self.memory.copy()
+
+    def __array__(self, *_: Any, **__: Any) -> Array:
+        raise TypeError("this array is on a device: NumPy cannot read it; x.get() makes a copy in host memory")
+
+    def __iter__(self) -> Iterator[FakeArray]:
+        return (self[index] for index in range(len(self)))
+
+    def __repr__(self) -> str:
+        return f"<FakeArray of {self.dtype}, shape {self.shape}, on {self.device}>"
+
+    def _like(self, memory: Array) -> FakeArray:
+        return FakeArray(self.device, memory, self.allocation)
+
+
+class Uses:
+    """What an item on a stream will read and write.
+
+    The memory must still be there when its turn comes, unless that is on the stream for which it was made: as of CuPy's
+    and torch's, what is freed is used again in the order of that one.
+    """
+
+    def __init__(self, reads: Sequence[FakeArray], writes: Sequence[FakeArray]) -> None:
+        parts = [(x, False) for x in reads] + [(x, True) for x in writes]
+        self._parts = [(weakref.ref(x.allocation), x.allocation.home, x.memory, is_written) for x, is_written in parts]
+
+    def happen(self, stream: FakeStream) -> None:
+        """The turn has come, on this stream; under the lock of the world."""
+        for reference, home, memory, is_written in self._parts:
+            allocation = reference()
+            said = None
+            if allocation is not None:
+                said = allocation.touch(memory, stream, writes=is_written)
+            elif home is not stream:
+                said = f"memory of {home} was freed before what was on {stream} had used it"
+            if said is not None:
+                stream.device.violations.append(said)

@@ -1,0 +1,306 @@
+"""A device in host memory, with arrays that only it can read: what a GPU is to the runtime, without one.
+
+What always holds: results depend on the order of the calls alone. Nothing is done on a thread of the device, since it
+has none (see `kfcomm.testing.streams`), so ``notify`` may call at once. Where the program does what a real device would
+answer with wrong numbers now and then, ``FakeDevice.violations`` says so, every time.
+
+This module must not know collectives.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from kfcomm.devices.base import Array, DeviceReport
+from kfcomm.testing.device_arrays import FakeArray, Uses
+from kfcomm.testing.memory import Alive, Allocation, poison
+from kfcomm.testing.streams import WORLD, FakeMark, FakeStream, Notify, Promise, Promises, Wait, Work
+
+
+class _Copy:
+    """Bytes that go from one place to another; those that cross to or from the host wait while copies are held."""
+
+    def __init__(self, source: Array, target: Array, uses: Uses, *, crosses: bool) -> None:
+        self._source = source.view(np.uint8)
+        self._target = target.view(np.uint8)
+        self._uses = uses
+        self._crosses = crosses
+
+    def attempt(self, stream: FakeStream) -> bool:
+        """See `kfcomm.testing.streams.Item`."""
+        if self._crosses and stream.device.copies_are_held:
+            return False
+        if stream.error is None:
+            self._uses.happen(stream)
+            self._target[:] = self._source
+        return True
+
+
+class FakeDevice:
+    """A device in host memory; implements `kfcomm.devices.Device`.
+
+    ::
+
+        device = FakeDevice()
+        x = device.array(np.ones(4))
+        device.hold(device.default_stream)  # from here on it is slow
+
+    Args:
+        ordinal: its number in this process.
+        uuid: the same for two devices that are to be one and the same; left out, another than any other's.
+        backend: what runs whole collectives on it, as its report says; empty for nothing.
+        backend_version: as its report says.
+
+    Attributes:
+        default_stream: on which every thread works that has not chosen another (see ``working_on``).
+        violations: what the program did that a real device may answer with wrong numbers: a test ends with none.
+        copies_are_held: see ``hold_copies``.
+        is_open: ``close`` has not been called.
+    """
+
+    def __init__(
+        self, ordinal: int = 0, uuid: str | None = None, backend: str = "fake", backend_version: int = 1
+    ) -> None:
+        self._ordinal = ordinal
+        self._report = DeviceReport(
+            kind="fake",
+            uuid=secrets.token_hex(8) if uuid is None else uuid,
+            model="a fake in host memory",
+            backend=backend,
+            backend_version=backend_version if backend else 0,
+        )
+        self.violations: list[str] = []
+        self.copies_are_held = False
+        self.is_open = True
+        self._streams: list[FakeStream] = []
+        self._promises = Promises()
+        self._memory, self._pinned = Alive(), Alive()
+        self._allocations_to_fail = 0
+        self._chosen = threading.local()
+        self.default_stream = self.stream()
+
+    # ---------------------------------------------------------------- as every device
+
+    @property
+    def report(self) -> DeviceReport:
+        """See `kfcomm.devices.Device`."""
+        return self._report
+
+    @property
+    def ordinal(self) -> int:
+        """See `kfcomm.devices.Device`."""
+        return self._ordinal
+
+    def stream(self, *, urgent: bool = False) -> FakeStream:
+        """See `kfcomm.devices.Device`."""
+        with WORLD.lock:
+            name = f"{self._ordinal}.{len(self._streams)}{' (urgent)' if urgent else ''}"
+            made = FakeStream(self, self._promises, name, is_urgent=urgent)
+            self._streams.append(made)
+        return made
+
+    def mark(self, stream: FakeStream) -> FakeMark:
+        """See `kfcomm.devices.Device`."""
+        self.check_stream(stream)
+        mark = FakeMark(stream)
+        stream.add(mark)
+        return mark
+
+    def wait(self, stream: FakeStream, mark: FakeMark) -> None:
+        """See `kfcomm.devices.Device`."""
+        self.check_stream(stream)
+        stream.add(Wait(mark))
+
+    def notify(self, stream: FakeStream, done: Promise) -> None:
+        """See `kfcomm.devices.Device`; called in the thread that ends the last of the work: here, if there is none."""
+        self.check_stream(stream)
+        with WORLD.entered():
+            self._promises.num_open += 1
+            stream.add(Notify(done))
+
+    def empty(self, count: int, dtype: np.dtype[Any], stream: FakeStream) -> FakeArray:
+        """See `kfcomm.devices.Device`; poisoned."""
+        self.check_stream(stream)
+        self._take("device memory", count * np.dtype(dtype).itemsize)
+        made = self._made(np.empty(count, dtype), stream)
+        poison(made.memory)
+        stream.add(Work(partial(Uses((), (made,)).happen, stream)))
+        return made
+
+    def pinned(self, nbytes: int) -> Array:
+        """See `kfcomm.devices.Device`; poisoned."""
+        self._take("pinned memory", nbytes)
+        made = np.empty(nbytes, np.uint8)
+        poison(made)
+        self._pinned.add(made)
+        return made
+
+    def fetch(self, source: FakeArray, target: Array, stream: FakeStream) -> None:
+        """See `kfcomm.devices.Device`."""
+        self._check(source, self._on_host(target), stream)
+        uses = Uses((source,), ())
+        stream.add(_Copy(source.memory, target, uses, crosses=True))
+
+    def put(self, source: Array, target: FakeArray, stream: FakeStream) -> None:
+        """See `kfcomm.devices.Device`."""
+        self._check(target, self._on_host(source), stream)
+        uses = Uses((), (target,))
+        stream.add(_Copy(source, target.memory, uses, crosses=True))
+
+    def copy(self, source: FakeArray, target: FakeArray, stream: FakeStream) -> None:
+        """See `kfcomm.devices.Device`."""
+        self._check(target, self._check(source, target.memory, stream), stream)
+        uses = Uses((source,), (target,))
+        stream.add(_Copy(source.memory, target.memory, uses, crosses=False))
+
+    def close(self) -> None:
+        """See `kfcomm.devices.Device`; while a stream is held back on which something was promised, it blocks."""
+        with WORLD.lock:
+            WORLD.quiet.wait_for(lambda: not self._promises.num_open)
+            self.is_open = False
+
+    # ---------------------------------------------------------------- for tests
+
+    def array(self, x: Any) -> FakeArray:
+        """New memory with these elements, there from the beginning for every stream."""
+        return self._made(np.array(x, order="C"), self.current_stream)
+
+    @property
+    def current_stream(self) -> FakeStream:
+        """On which the calling thread works now."""
+        stream: FakeStream = getattr(self._chosen, "stream", self.default_stream)
+        return stream
+
+    @contextmanager
+    def working_on(self, stream: FakeStream) -> Iterator[None]:
+        """The calling thread works on this stream, as in ``with stream:`` of CuPy."""
+        before = self.current_stream
+        self._chosen.stream = stream
+        try:
+            yield
+        finally:
+            self._chosen.stream = before
+
+    def run(
+        self,
+        stream: FakeStream,
+        function: Callable[[], object],
+        *,
+        reads: Sequence[FakeArray] = (),
+        writes: Sequence[FakeArray] = (),
+    ) -> None:
+        """Put a kernel of the test on a stream; it may touch ``FakeArray.memory``. If it raises, the stream fails."""
+        self.check_stream(stream)
+        uses = Uses(reads, writes)
+
+        def both() -> None:
+            uses.happen(stream)
+            function()
+
+        stream.add(Work(both))
+
+    @property
+    def streams(self) -> tuple[FakeStream, ...]:
+        """All that there are, the default stream first, also those that the program made for itself."""
+        with WORLD.lock:
+            return tuple(self._streams)
+
+    def hold(self, stream: FakeStream | None = None) -> None:
+        """Nothing on this stream is done any more: its kernels are slow. Left out: on all streams that there are."""
+        for one in self.streams if stream is None else (stream,):
+            self.check_stream(one)
+            one.hold(True)
+
+    def release(self, stream: FakeStream | None = None) -> None:
+        """What was held back on this stream, or on all, is done before this returns, unless it waits for others."""
+        for one in self.streams if stream is None else (stream,):
+            self.check_stream(one)
+            one.hold(False)
+
+    def hold_copies(self) -> None:
+        """No copy between the device and the host is done any more, on any stream."""
+        with WORLD.lock:
+            self.copies_are_held = True
+
+    def release_copies(self) -> None:
+        """The copies that were held back are done, before this returns."""
+        with WORLD.entered():
+            self.copies_are_held = False
+            for stream in self._streams:
+                stream.wake()
+
+    def fail_next_allocation(self, count: int = 1) -> None:
+        """So many of the next requests for memory are refused, pinned memory included."""
+        with WORLD.lock:
+            self._allocations_to_fail = count
+
+    @property
+    def used_nbytes(self) -> int:
+        """Bytes of the device that arrays are still in."""
+        return self._memory.nbytes
+
+    @property
+    def pinned_nbytes(self) -> int:
+        """Bytes of pinned memory that are still in use."""
+        return self._pinned.nbytes
+
+    @property
+    def num_promised(self) -> int:
+        """Calls promised to ``notify`` that have not come."""
+        return self._promises.num_open
+
+    @property
+    def num_waiting(self) -> int:
+        """Items on all streams that are not done."""
+        return sum(stream.num_waiting for stream in self._streams)
+
+    def check_stream(self, stream: Any) -> None:
+        """Refuse what is no stream of this device.
+
+        Raises:
+            ValueError: it is not.
+        """
+        if not isinstance(stream, FakeStream) or stream.device is not self:
+            raise ValueError(f"{stream!r} is no stream of {self}")
+
+    def __repr__(self) -> str:
+        return f"<FakeDevice {self._ordinal}>"
+
+    # ---------------------------------------------------------------- inside
+
+    def _take(self, what: str, nbytes: int) -> None:
+        with WORLD.lock:
+            if self._allocations_to_fail:
+                self._allocations_to_fail -= 1
+                raise MemoryError(f"{self} has no {nbytes} bytes of {what} left")
+
+    def _made(self, memory: Array, home: FakeStream) -> FakeArray:
+        allocation = Allocation(memory, home)
+        self._memory.add(allocation)
+        return FakeArray(self, memory, allocation)
+
+    def _check(self, here: Any, there: Array, stream: FakeStream) -> Array:
+        """Both ends of a copy: ``here`` is on this device. Gives the memory of that end."""
+        self.check_stream(stream)
+        if not isinstance(here, FakeArray) or here.device is not self:
+            raise ValueError(f"{here!r} is not in the memory of {self}")
+        for one in (here.memory, there):
+            if one.ndim != 1 or not one.flags.c_contiguous:
+                raise ValueError(f"copied is flat memory, not an array of shape {one.shape}, strides {one.strides}")
+        if here.nbytes != there.nbytes:
+            raise ValueError(f"a copy of {here.nbytes} bytes on {self} from or to {there.nbytes} bytes")
+        memory: Array = here.memory
+        return memory
+
+    @staticmethod
+    def _on_host(x: Any) -> Array:
+        if not isinstance(x, np.ndarray):
+            raise TypeError(f"{x!r} is not a NumPy array in host memory")
+        return x

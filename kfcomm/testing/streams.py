@@ -1,0 +1,269 @@
+"""Streams of work without a device and without threads: what `kfcomm.testing.FakeDevice` runs its work on.
+
+A stream is a queue of items. An item is done as soon as everything before it and every mark that it waits for is done:
+in whichever thread made that possible, before the call that did so returns. So a stream that nothing holds back is
+always empty, and a test that holds one back sees exactly what the rest of the program does meanwhile.
+
+What always holds: items are done under one lock, `WORLD`, which all fake devices of the process share because a
+collective joins any of them. What was promised to ``notify`` is called outside of it, by one thread at a time for each
+device, in the order in which the device came to it. An item that fails fails its stream: what is behind it is passed
+without being done, and whoever waits for a mark behind it fails with it, as a device's context does.
+
+Beside that every stream *knows* how far the others have come, from the marks that it has waited for and from what the
+program had been told by ``notify`` when it put an item there: more may be done, but nothing promises it. That is how
+`kfcomm.testing.memory` finds what is in order by luck alone.
+
+This module must not know memory, nor what the items are.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, Protocol, TypeAlias
+
+Promise = Callable[[BaseException | None], None]
+Known: TypeAlias = "dict[FakeStream, int]"
+"""How far streams are known to have come: the latest tick of each."""
+
+
+def learn(known: Known, more: Known) -> None:
+    """Add to what is known."""
+    for stream, tick in more.items():
+        if tick > known.get(stream, 0):
+            known[stream] = tick
+
+
+class Item(Protocol):
+    """Something on a stream."""
+
+    def attempt(self, stream: FakeStream) -> bool:
+        """Do it, now that it is first on its stream; under the lock of the world, may be called again.
+
+        Returns:
+            Whether it is done. If not, somebody will ``wake`` the stream when it may be.
+        """
+        ...
+
+
+class Promises:
+    """What one device promised to ``notify``.
+
+    Attributes:
+        num_open: calls that have not come.
+        told: how far the program has been told that the streams are; never changed, but replaced.
+    """
+
+    def __init__(self) -> None:
+        self.num_open = 0
+        self.told: Known = {}
+        self._due: deque[tuple[Promise, BaseException | None, Known]] = deque()
+        self._is_speaking = False
+
+    def put(self, done: Promise, error: BaseException | None, known: Known) -> None:
+        """Its turn has come; under the lock."""
+        self._due.append((done, error, known))
+        WORLD.speakers.append(self)
+
+    def tell(self, known: Known) -> None:
+        """The program learns how far streams are; under the lock."""
+        self.told = dict(self.told)
+        learn(self.told, known)
+
+    def keep(self) -> None:
+        """Call what is due, outside of the lock. A thread that finds another at it leaves the rest to that one."""
+        while True:
+            with WORLD.lock:
+                if self._is_speaking or not self._due:
+                    return
+                self._is_speaking = True
+                done, error, known = self._due.popleft()
+                self.tell(known)
+            try:
+                done(error)
+            finally:
+                with WORLD.lock:
+                    self._is_speaking = False
+                    self.num_open -= 1
+                    WORLD.quiet.notify_all()
+
+
+class World:
+    """The one lock, and what is still to be done before it is let go."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.quiet = threading.Condition(self.lock)
+        self.awake: deque[FakeStream] = deque()
+        self.speakers: deque[Promises] = deque()
+        self._depth = 0
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Change something; at the end everything is done that has become possible, and everybody told who is to be."""
+        speakers: list[Promises] = []
+        with self.lock:
+            self._depth += 1
+            try:
+                yield
+            finally:
+                if self._depth == 1:
+                    while self.awake:
+                        self.awake.popleft().advance()
+                    speakers += self.speakers
+                    self.speakers.clear()
+                self._depth -= 1
+        for promises in speakers:
+            promises.keep()
+
+
+WORLD: Final = World()
+"""Of all fake devices of this process. Between calls there is nothing in it."""
+
+
+class FakeMark:
+    """A place in a stream.
+
+    Attributes:
+        stream: where it is.
+        is_done: everything before it is done.
+        error: of the stream, when it came to the mark.
+        known: to the stream, when it came to the mark.
+    """
+
+    def __init__(self, stream: FakeStream) -> None:
+        self.stream = stream
+        self.is_done = False
+        self.error: BaseException | None = None
+        self.known: Known = {}
+        self._waiting: list[FakeStream] = []
+
+    def attempt(self, stream: FakeStream) -> bool:
+        """See `Item.attempt`."""
+        self.is_done, self.error, self.known = True, stream.error, dict(stream.known)
+        for one in self._waiting:
+            one.wake()
+        self._waiting.clear()
+        return True
+
+    def passed(self, stream: FakeStream) -> bool:
+        """Whether ``stream`` may go on past a wait for it; else the stream is woken when it may."""
+        if not self.is_done:
+            self._waiting.append(stream)
+            return False
+        learn(stream.known, self.known)
+        stream.error = stream.error or self.error
+        return True
+
+    def __repr__(self) -> str:
+        return f"<FakeMark on {self.stream}, {'done' if self.is_done else 'not done'}>"
+
+
+class FakeStream:
+    """A queue of work of one fake device. Made by ``FakeDevice.stream``.
+
+    Attributes:
+        device: whose it is.
+        promises: of the device.
+        name: for messages.
+        is_urgent: as asked for.
+        error: why an item of it failed, if one did.
+        is_held: nothing on it is done.
+        known: how far it knows the streams to be, itself included.
+    """
+
+    def __init__(self, device: Any, promises: Promises, name: str, *, is_urgent: bool = False) -> None:
+        self.device = device
+        self.promises = promises
+        self.name = name
+        self.is_urgent = is_urgent
+        self.error: BaseException | None = None
+        self.is_held = False
+        self.known: Known = {}
+        self._items: deque[tuple[Item, Known]] = deque()
+        self._is_advancing = False
+
+    @property
+    def num_waiting(self) -> int:
+        """Items on it that are not done, marks and waits included."""
+        return len(self._items)
+
+    def add(self, item: Item) -> None:
+        """Put an item behind all others."""
+        with WORLD.entered():
+            self._items.append((item, self.promises.told))
+            self.wake()
+
+    def tick(self) -> int:
+        """The number of what is done now, on this stream."""
+        number = self.known[self] = self.known.get(self, 0) + 1
+        return number
+
+    def wake(self) -> None:
+        """The first item may have become possible; under the lock."""
+        WORLD.awake.append(self)
+
+    def advance(self) -> None:
+        """Do what can be done; under the lock."""
+        if self._is_advancing:  # by the item itself, which has put something on its own stream
+            return
+        self._is_advancing = True
+        try:
+            while self._items and not self.is_held:
+                item, told = self._items[0]
+                learn(self.known, told)
+                if not item.attempt(self):
+                    break
+                self._items.popleft()
+        finally:
+            self._is_advancing = False
+
+    def hold(self, held: bool) -> None:
+        """Let nothing on it be done any more, or again."""
+        with WORLD.entered():
+            self.is_held = held
+            self.wake()
+
+    def __repr__(self) -> str:
+        return f"<FakeStream {self.name}>"
+
+
+class Work:
+    """A function to be called; skipped where the stream has failed."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self._function = function
+
+    def attempt(self, stream: FakeStream) -> bool:
+        """See `Item.attempt`."""
+        if stream.error is None:
+            try:
+                self._function()
+            except Exception as error:  # noqa: BLE001  as a kernel's error: it is seen by whoever waits for the stream
+                stream.error = error
+        return True
+
+
+class Wait:
+    """A mark that the stream has to wait for."""
+
+    def __init__(self, mark: FakeMark) -> None:
+        self._mark = mark
+
+    def attempt(self, stream: FakeStream) -> bool:
+        """See `Item.attempt`."""
+        return self._mark.passed(stream)
+
+
+class Notify:
+    """Somebody who is to be told, by the device of the stream."""
+
+    def __init__(self, done: Promise) -> None:
+        self._done = done
+
+    def attempt(self, stream: FakeStream) -> bool:
+        """See `Item.attempt`."""
+        stream.promises.put(self._done, stream.error, dict(stream.known))
+        return True

@@ -1,0 +1,301 @@
+"""NCCL as a collective backend, through CuPy (14 or newer).
+
+Every verb that only moves data is done with bytes, whatever they mean. What is reduced has to be of a type in which
+NCCL computes; the real and the imaginary parts of complex numbers are added as numbers of their own. ``gather`` and
+``all_to_all`` are groups of sends and receives, as NCCL has them, but for a rank's own part, which is copied.
+
+What always holds: NCCL's own errors reach nobody, only `TransportError` with its words. Nothing is asked of a
+communicator once it is being aborted. CuPy is imported when an `Nccl` is made, and not before.
+
+NCCL reads its own environment. What a user may need: ``NCCL_DEBUG=WARN`` (or ``INFO``) prints what is behind an error;
+``NCCL_SOCKET_IFNAME=eth0`` names the interface through which ranks on several hosts find each other, which kfcomm's
+setting ``interface`` does not reach.
+
+NCCL connects two ranks when a launch first needs it (2.22 and newer), so that a launch can wait for the others to come
+to theirs. Nothing but ``abort`` ends that, and nothing at all a ``connect`` for which others never come: whoever calls
+these does so on a thread that it can do without.
+
+This module must not know names, nor who launches what: every rank launches the same in the same order.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from threading import Lock
+from typing import Any, Final
+
+import numpy as np
+
+from kfcomm.devices import Device, Flat, Stream
+from kfcomm.errors import TransportError
+from kfcomm.transports.backend import Part
+from kfcomm.types import Op, Verb
+
+ABORT_PATIENCE_S: Final = 2.0
+"""How long a launch that is under way may take before it is aborted in the middle: it may wait for what never comes."""
+
+_IN_PROGRESS: Final = 7  # ncclInProgress: no error
+_BYTES: Final = "NCCL_UINT8"
+_REDUCING: Final = (Verb.ALL_REDUCE, Verb.REDUCE, Verb.REDUCE_SCATTER)
+_MOVING: Final = (Verb.BROADCAST, Verb.ALL_GATHER, Verb.GATHER, Verb.ALL_TO_ALL)
+_OF_PEERS: Final = (Verb.GATHER, Verb.ALL_TO_ALL)
+_OPS: Final = {
+    Op.SUM: "NCCL_SUM",
+    Op.AVG: "NCCL_AVG",
+    Op.PROD: "NCCL_PROD",
+    Op.MIN: "NCCL_MIN",
+    Op.MAX: "NCCL_MAX",
+}
+_INTEGERS: Final = ("int8", "uint8", "int32", "uint32", "int64", "uint64")
+_FLOATS: Final = ("float16", "bfloat16", "float32", "float64")
+_NUMBERS: Final = {name: f"NCCL_{name.upper()}" for name in (*_INTEGERS, *_FLOATS)}
+_PAIRS: Final = {"complex64": "NCCL_FLOAT32", "complex128": "NCCL_FLOAT64"}
+
+
+class Nccl:
+    """Makes backends over NCCL; implements `kfcomm.transports.backend.BackendMaker`.
+
+    Args:
+        cuda: ``cupy.cuda``, or what stands in for it in a test.
+
+    Raises:
+        TransportError: CuPy or NCCL is missing, or cannot be loaded.
+    """
+
+    name = "nccl"
+
+    def __init__(self, cuda: Any = None) -> None:
+        self._cuda = _load() if cuda is None else cuda
+
+    def supports(self, verb: Verb, dtype: np.dtype[Any], op: Op | None) -> bool:
+        """Moves anything; reduces numbers of 8 (integers only), 16 (floats only), 32 and 64 bits, and adds pairs."""
+        if verb in _MOVING:
+            return op is None
+        if verb not in _REDUCING or op not in _OPS:
+            return False
+        if dtype.name in _INTEGERS:
+            return op is not Op.AVG
+        return dtype.name in _FLOATS or (dtype.name in _PAIRS and op in (Op.SUM, Op.AVG))
+
+    def identity(self) -> bytes:
+        """A unique id of NCCL. A thread of NCCL waits in this process for those who will name it."""
+        with _explained("make an id for a group"):
+            identity: bytes = self._cuda.nccl.get_unique_id()
+        return identity
+
+    def connect(self, identity: bytes, rank: int, size: int, device: Device) -> NcclBackend:
+        """Meet the others. Blocks until all are here, for ever if one does not come."""
+        try:
+            with _explained(f"connect rank {rank} of {size}"), self._cuda.Device(device.ordinal):
+                communicator = self._cuda.nccl.NcclCommunicator(size, identity, rank)
+        except (TypeError, ValueError) as error:  # CuPy does not take the id: it has another length or type
+            raise TransportError(f"CuPy could not connect rank {rank} of {size}: {error}") from error
+        return NcclBackend(self._cuda, communicator, rank, size, device)
+
+
+class NcclBackend:
+    """One rank's communicator; implements `kfcomm.transports.backend.CollectiveBackend`."""
+
+    def __init__(self, cuda: Any, communicator: Any, rank: int, size: int, device: Device) -> None:
+        self._cuda = cuda
+        self._nccl = cuda.nccl
+        self._communicator = communicator
+        self._rank = rank
+        self._size = size
+        self._device = device
+        self._failure: str | None = None
+        self._ending = Lock()  # held for an instant
+        self._is_over = False
+        self._using = Lock()  # held for as long as NCCL takes
+
+    def launch(self, verb: Verb, parts: Sequence[Part], op: Op | None, root: int, stream: Stream) -> None:
+        """See `CollectiveBackend`."""
+        pointer: int = stream if isinstance(stream, int) else stream.ptr
+        # NCCL knows nothing of parts without elements, whose memory may be nowhere.
+        full = [part for part in parts if part.source.nbytes or (part.target is not None and part.target.nbytes)]
+        with self._using:
+            self._check_usable()
+            try:
+                with _explained(f"launch {verb}"), self._cuda.Device(self._device.ordinal):
+                    self._launch(verb, full, op, root, stream, pointer)
+            except TransportError as error:
+                self._failure = str(error)
+                raise
+
+    def failure(self) -> str | None:
+        """See `CollectiveBackend`. Does not wait for a launch that is under way: that will say itself what is wrong."""
+        if self._failure is None and self._using.acquire(blocking=False):
+            try:
+                if not self._is_over:
+                    self._failure = self._async_error()
+            finally:
+                self._using.release()
+        return self._failure
+
+    def abort(self) -> None:
+        """See `CollectiveBackend`. Waits for a launch that is under way, but not for long."""
+        if not self._end():
+            return
+        is_free = self._using.acquire(timeout=ABORT_PATIENCE_S)
+        try:
+            with suppress(Exception):
+                self._communicator.abort()
+        finally:
+            if is_free:
+                self._using.release()
+
+    def close(self) -> None:
+        """See `CollectiveBackend`."""
+        if self._end():
+            with self._using, suppress(Exception):
+                self._communicator.destroy()
+
+    # ---------------------------------------------------------------- inside
+
+    def _end(self) -> bool:
+        """Let nothing more be launched. Whether this was the first to say so."""
+        with self._ending:
+            is_first = not self._is_over
+            self._is_over = True
+        return is_first
+
+    def _check_usable(self) -> None:
+        if self._failure is not None:
+            raise TransportError(self._failure)
+        if self._is_over:
+            raise TransportError("this group of NCCL has been aborted or closed")
+
+    def _async_error(self) -> str | None:
+        """What NCCL's own threads have met since; to be asked while nobody else uses the communicator."""
+        try:
+            with _explained("go on"):
+                self._communicator.check_async_error()
+        except TransportError as error:
+            is_error = not (isinstance(error.__cause__, KeyError) and error.__cause__.args == (_IN_PROGRESS,))
+            return str(error) if is_error else None
+        return None
+
+    def _launch(
+        self, verb: Verb, parts: Sequence[Part], op: Op | None, root: int, stream: Stream, pointer: int
+    ) -> None:
+        if verb in _OF_PEERS:
+            for part in parts:
+                self._keep_own(verb, part, stream)
+            if self._size == 1:
+                return
+        if len(parts) == 1 and verb not in _OF_PEERS:
+            self._enqueue(verb, parts[0], op, root, pointer)
+        elif parts:
+            with self._group():
+                for part in parts:
+                    self._enqueue(verb, part, op, root, pointer)
+
+    @contextmanager
+    def _group(self) -> Iterator[None]:
+        """Launch as one what is launched within."""
+        self._nccl.groupStart()
+        try:
+            yield
+        except BaseException:
+            # Left open, the group of this thread would swallow all that follows; what it says now is no news.
+            with suppress(Exception):
+                self._nccl.groupEnd()
+            raise
+        self._nccl.groupEnd()
+
+    def _enqueue(self, verb: Verb, part: Part, op: Op | None, root: int, pointer: int) -> None:
+        communicator = self._communicator
+        source, target = part
+        match verb:
+            case Verb.ALL_REDUCE:
+                communicator.allReduce(_at(source), _at(target), *self._numbers(source, op), pointer)
+            case Verb.REDUCE:
+                communicator.reduce(_at(source), _at(target), *self._numbers(source, op), root, pointer)
+            case Verb.REDUCE_SCATTER:
+                communicator.reduceScatter(_at(source), _at(target), *self._numbers(target, op), pointer)
+            case Verb.ALL_GATHER:
+                communicator.allGather(_at(source), _at(target), *self._bytes(source.nbytes), pointer)
+            case Verb.BROADCAST:
+                given: Flat = source if self._rank == root else target  # NCCL reads it on the root alone
+                communicator.broadcast(_at(given), _at(target), *self._bytes(given.nbytes), root, pointer)
+            case Verb.GATHER:
+                self._gather(source, target, root, pointer)
+            case Verb.ALL_TO_ALL:
+                self._all_to_all(source, target, pointer)
+            case _:
+                raise TransportError(f"NCCL has no {verb}")
+
+    def _gather(self, source: Flat, target: Flat | None, root: int, pointer: int) -> None:
+        piece = self._bytes(source.nbytes)
+        if self._rank != root:
+            self._communicator.send(_at(source), *piece, root, pointer)
+            return
+        for peer in self._peers():
+            self._communicator.recv(_at(target) + peer * source.nbytes, *piece, peer, pointer)
+
+    def _all_to_all(self, source: Flat, target: Flat, pointer: int) -> None:
+        nbytes = source.nbytes // self._size
+        piece = self._bytes(nbytes)
+        for peer in self._peers():
+            self._communicator.send(_at(source) + peer * nbytes, *piece, peer, pointer)
+            self._communicator.recv(_at(target) + peer * nbytes, *piece, peer, pointer)
+
+    def _keep_own(self, verb: Verb, part: Part, stream: Stream) -> None:
+        """Copy what this rank would send to itself."""
+        if part.target is None:  # it gathers nothing itself
+            return
+        count = part.source.size if verb is Verb.GATHER else part.source.size // self._size
+        mine = slice(self._rank * count, (self._rank + 1) * count)
+        self._device.copy(part.source if verb is Verb.GATHER else part.source[mine], part.target[mine], stream)
+
+    def _peers(self) -> list[int]:
+        """The other ranks, beginning behind this one, so that not all turn to the same first."""
+        return [(self._rank + step) % self._size for step in range(1, self._size)]
+
+    def _numbers(self, flat: Flat, op: Op | None) -> tuple[int, int, int]:
+        """Count, type and op, in which NCCL reduces an array of this size and dtype."""
+        name = flat.dtype.name
+        if op not in _OPS or (name not in _NUMBERS and name not in _PAIRS):
+            raise TransportError(f"NCCL does not reduce {name} by {op}")
+        operation = getattr(self._nccl, _OPS[op])
+        if name in _PAIRS:
+            return 2 * flat.size, getattr(self._nccl, _PAIRS[name]), operation
+        return flat.size, getattr(self._nccl, _NUMBERS[name]), operation
+
+    def _bytes(self, nbytes: int) -> tuple[int, int]:
+        """Count and type, in which NCCL moves so many bytes."""
+        return nbytes, getattr(self._nccl, _BYTES)
+
+
+def _at(flat: Flat | None) -> int:
+    """The address on the device; 0 where a rank has no use for it."""
+    return 0 if flat is None else int(flat.data.ptr)
+
+
+def _load() -> Any:
+    """The module ``cupy.cuda``, with NCCL.
+
+    Raises:
+        TransportError: there is none.
+    """
+    try:
+        cuda = importlib.import_module("cupy.cuda")
+        nccl = importlib.import_module("cupy.cuda.nccl")
+    except ImportError as error:
+        raise TransportError(f"NCCL is used through CuPy, which cannot be loaded: {error}") from error
+    if not nccl.available:
+        raise TransportError("CuPy finds no NCCL: install nvidia-nccl-cu12 or nvidia-nccl-cu13, as your CuPy has CUDA")
+    return cuda
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """NCCL's and CUDA's errors, both RuntimeErrors of CuPy, become `TransportError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransportError(f"NCCL could not {what}: {error}") from error
+    except KeyError as error:  # CuPy has no words for a status that is newer than itself
+        raise TransportError(f"NCCL could not {what}: status {error} (NCCL_DEBUG=WARN prints more)") from error

@@ -1,0 +1,450 @@
+"""How `kfcomm.transports.nccl` asks NCCL for things: with a stand-in for CuPy's module that writes down what it hears.
+
+What NCCL makes of it is in ``tests/gpu/test_nccl.py``.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kfcomm.errors import TransportError
+from kfcomm.transports import nccl
+from kfcomm.transports.backend import BackendMaker, CollectiveBackend, Part
+from kfcomm.transports.nccl import Nccl
+from kfcomm.types import Op, Verb
+
+STREAM = SimpleNamespace(ptr=0x57)
+
+
+class NcclError(RuntimeError):
+    """Of the stand-in, as CuPy's."""
+
+
+class Communicator:
+    """With the signatures of ``cupy.cuda.nccl.NcclCommunicator``."""
+
+    def __init__(self, ndev: int, commId: bytes, rank: int, config: None = None) -> None:  # noqa: N803
+        self.log: list[Any] = [("connect", ndev, commId, rank)]
+        self.fails: dict[str, Callable[[], object]] = {}
+
+    def _note(self, *call: Any) -> None:
+        self.log.append(call)
+        self.fails.get(call[0], lambda: None)()
+
+    def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None:  # noqa: N802
+        self._note("allReduce", sendbuf, recvbuf, count, datatype, op, stream)
+
+    def reduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, root: int, stream: int) -> None:
+        self._note("reduce", sendbuf, recvbuf, count, datatype, op, root, stream)
+
+    def broadcast(self, sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, stream: int) -> None:
+        self._note("broadcast", sendbuff, recvbuff, count, datatype, root, stream)
+
+    def reduceScatter(self, sendbuf: int, recvbuf: int, recvcount: int, datatype: int, op: int, stream: int) -> None:  # noqa: N802
+        self._note("reduceScatter", sendbuf, recvbuf, recvcount, datatype, op, stream)
+
+    def allGather(self, sendbuf: int, recvbuf: int, count: int, datatype: int, stream: int) -> None:  # noqa: N802
+        self._note("allGather", sendbuf, recvbuf, count, datatype, stream)
+
+    def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
+        self._note("send", sendbuf, count, datatype, peer, stream)
+
+    def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
+        self._note("recv", recvbuf, count, datatype, peer, stream)
+
+    def check_async_error(self) -> None:
+        self.fails.get("check_async_error", lambda: None)()
+
+    def abort(self) -> None:
+        self._note("abort")
+
+    def destroy(self) -> None:
+        self._note("destroy")
+
+
+class Cuda:
+    """Stands in for ``cupy.cuda``; its constants of NCCL are those of nccl.h."""
+
+    def __init__(self) -> None:
+        self.made: list[Communicator] = []
+        self.current: list[int] = []
+        self.nccl = SimpleNamespace(
+            available=True,
+            NcclError=NcclError,
+            NcclCommunicator=self._connect,
+            get_unique_id=lambda: b"i" * 128,
+            groupStart=lambda: self.made[-1]._note("groupStart"),
+            groupEnd=lambda: self.made[-1]._note("groupEnd"),
+            NCCL_INT8=0,
+            NCCL_UINT8=1,
+            NCCL_INT32=2,
+            NCCL_UINT32=3,
+            NCCL_INT64=4,
+            NCCL_UINT64=5,
+            NCCL_FLOAT16=6,
+            NCCL_FLOAT32=7,
+            NCCL_FLOAT64=8,
+            NCCL_BFLOAT16=9,
+            NCCL_SUM=0,
+            NCCL_PROD=1,
+            NCCL_MAX=2,
+            NCCL_MIN=3,
+            NCCL_AVG=4,
+        )
+
+    def _connect(self, *args: Any) -> Communicator:
+        assert self.current == [5]
+        self.made.append(Communicator(*args))
+        return self.made[-1]
+
+    def Device(self, ordinal: int) -> Cuda:  # noqa: N802
+        self._next = ordinal
+        return self
+
+    def __enter__(self) -> None:
+        self.current.append(self._next)
+
+    def __exit__(self, *_: object) -> None:
+        self.current.pop()
+
+
+class Memory:
+    """Flat memory of CuPy, as far as it matters."""
+
+    def __init__(self, address: int, size: int, dtype: str) -> None:
+        self.data = SimpleNamespace(ptr=address)
+        self.size = size
+        self.dtype = np.dtype(dtype) if dtype != "bfloat16" else SimpleNamespace(name="bfloat16", itemsize=2)
+        self.nbytes = size * self.dtype.itemsize
+        self._name = dtype
+
+    def __getitem__(self, part: slice) -> Memory:
+        begin, end, _ = part.indices(self.size)
+        return Memory(self.data.ptr + begin * self.dtype.itemsize, end - begin, self._name)
+
+
+class Device:
+    """The rank's device: number 5."""
+
+    ordinal = 5
+
+    def __init__(self) -> None:
+        self.copies: list[tuple[int, int, int]] = []
+
+    def copy(self, source: Memory, target: Memory, stream: Any) -> None:
+        assert stream is STREAM
+        assert source.nbytes == target.nbytes
+        self.copies.append((source.data.ptr, target.data.ptr, source.nbytes))
+
+
+class Bench:
+    """A backend, and what it was asked."""
+
+    def __init__(self, rank: int = 0, size: int = 3) -> None:
+        self.cuda = Cuda()
+        self.device = Device()
+        maker: BackendMaker = Nccl(self.cuda)
+        device: Any = self.device
+        self.backend: CollectiveBackend = maker.connect(b"i" * 128, rank, size, device)
+        self.communicator = self.cuda.made[-1]
+        assert self.communicator.log.pop() == ("connect", size, b"i" * 128, rank)
+
+    def launch(self, verb: Verb, parts: Sequence[Part], op: Op | None = None, root: int = -1) -> list[Any]:
+        self.backend.launch(verb, parts, op, root, STREAM)
+        log, self.communicator.log = self.communicator.log, []
+        assert self.cuda.current == []
+        return log
+
+
+def memory(size: int, dtype: str, address: int = 0x1000) -> Memory:
+    return Memory(address, size, dtype)
+
+
+def sum_of(dtype: str = "f4", size: int = 4) -> list[Part]:
+    return [Part(memory(size, dtype), memory(size, dtype, 0x2000))]
+
+
+# -------------------------------------------------------------------- what is asked
+
+
+@pytest.mark.parametrize(
+    ("dtype", "count", "number"),
+    [
+        ("i1", 4, 0),
+        ("u1", 4, 1),
+        ("i4", 4, 2),
+        ("u4", 4, 3),
+        ("i8", 4, 4),
+        ("u8", 4, 5),
+        ("f2", 4, 6),
+        ("f4", 4, 7),
+        ("f8", 4, 8),
+        ("bfloat16", 4, 9),
+        ("c8", 8, 7),
+        ("c16", 8, 8),
+    ],
+)
+def test_types_of_numbers(dtype: str, count: int, number: int) -> None:
+    bench = Bench()
+    assert bench.launch(Verb.ALL_REDUCE, sum_of(dtype), Op.SUM) == [
+        ("allReduce", 0x1000, 0x2000, count, number, 0, 0x57)
+    ]
+    scattered = [Part(memory(12, dtype), memory(4, dtype, 0x2000))]
+    assert bench.launch(Verb.REDUCE_SCATTER, scattered, Op.MIN) == [
+        ("reduceScatter", 0x1000, 0x2000, count, number, 3, 0x57)
+    ]
+
+
+@pytest.mark.parametrize(("op", "number"), [(Op.SUM, 0), (Op.PROD, 1), (Op.MAX, 2), (Op.MIN, 3), (Op.AVG, 4)])
+def test_ops(op: Op, number: int) -> None:
+    parts = [Part(memory(4, "f4"), None)]
+    assert Bench().launch(Verb.REDUCE, parts, op, 2) == [("reduce", 0x1000, 0, 4, 7, number, 2, 0x57)]
+
+
+@pytest.mark.parametrize(("dtype", "nbytes"), [("?", 4), ("i2", 8), ("c16", 64), ("bfloat16", 8)])
+def test_what_only_moves_is_bytes(dtype: str, nbytes: int) -> None:
+    bench = Bench(rank=1)
+    parts = [Part(memory(4, dtype), memory(12, dtype, 0x2000))]
+    assert bench.launch(Verb.ALL_GATHER, parts) == [("allGather", 0x1000, 0x2000, nbytes, 1, 0x57)]
+    parts = [Part(memory(4, dtype), memory(4, dtype, 0x2000))]
+    assert bench.launch(Verb.BROADCAST, parts, root=1) == [("broadcast", 0x1000, 0x2000, nbytes, 1, 1, 0x57)]
+    assert bench.launch(Verb.BROADCAST, parts, root=0) == [("broadcast", 0x2000, 0x2000, nbytes, 1, 0, 0x57)]
+    assert bench.launch(Verb.GATHER, [Part(memory(4, dtype), None)], root=2) == [
+        ("groupStart",),
+        ("send", 0x1000, nbytes, 1, 2, 0x57),
+        ("groupEnd",),
+    ]
+
+
+def test_gather_on_its_root() -> None:
+    bench = Bench(rank=1)
+    assert bench.launch(Verb.GATHER, [Part(memory(4, "i2"), memory(12, "i2", 0x2000))], root=1) == [
+        ("groupStart",),
+        ("recv", 0x2010, 8, 1, 2, 0x57),
+        ("recv", 0x2000, 8, 1, 0, 0x57),
+        ("groupEnd",),
+    ]
+    assert bench.device.copies == [(0x1000, 0x2008, 8)]
+
+
+def test_all_to_all() -> None:
+    bench = Bench(rank=1)
+    assert bench.launch(Verb.ALL_TO_ALL, [Part(memory(12, "i2"), memory(12, "i2", 0x2000))]) == [
+        ("groupStart",),
+        ("send", 0x1010, 8, 1, 2, 0x57),
+        ("recv", 0x2010, 8, 1, 2, 0x57),
+        ("send", 0x1000, 8, 1, 0, 0x57),
+        ("recv", 0x2000, 8, 1, 0, 0x57),
+        ("groupEnd",),
+    ]
+    assert bench.device.copies == [(0x1008, 0x2008, 8)]
+
+
+def test_alone_there_is_nothing_to_send() -> None:
+    bench = Bench(size=1)
+    both = [Part(memory(4, "i2"), memory(4, "i2", 0x2000))]
+    assert bench.launch(Verb.ALL_TO_ALL, both) == []
+    assert bench.launch(Verb.GATHER, both, root=0) == []
+    assert bench.device.copies == [(0x1000, 0x2000, 8)] * 2
+
+
+def test_several_parts_are_one_group_and_empty_ones_are_left_out() -> None:
+    bench = Bench()
+    parts = [Part(memory(size, "f4"), memory(size, "f4", 0x2000)) for size in (4, 0, 2)]
+    assert bench.launch(Verb.ALL_REDUCE, parts, Op.SUM) == [
+        ("groupStart",),
+        ("allReduce", 0x1000, 0x2000, 4, 7, 0, 0x57),
+        ("allReduce", 0x1000, 0x2000, 2, 7, 0, 0x57),
+        ("groupEnd",),
+    ]
+    assert bench.launch(Verb.ALL_REDUCE, parts[1:], Op.SUM) == [("allReduce", 0x1000, 0x2000, 2, 7, 0, 0x57)]
+    assert bench.launch(Verb.ALL_REDUCE, parts[1:2], Op.SUM) == []
+    assert bench.launch(Verb.GATHER, [Part(memory(0, "f4"), None)], root=1) == []
+
+
+def test_streams_by_number() -> None:
+    bench = Bench()
+    bench.backend.launch(Verb.ALL_REDUCE, sum_of(), Op.SUM, -1, 0x99)
+    assert bench.communicator.log == [("allReduce", 0x1000, 0x2000, 4, 7, 0, 0x99)]
+
+
+def test_capability() -> None:
+    maker = Nccl(Cuda())
+    assert maker.name == "nccl"
+    names = ("bool", "int8", "int16", "uint16", "int32", "int64", "uint64", "float16", "float32", "complex64")
+    for verb in (Verb.BROADCAST, Verb.ALL_GATHER, Verb.GATHER, Verb.ALL_TO_ALL):
+        assert all(maker.supports(verb, np.dtype(name), None) for name in names)
+        assert not maker.supports(verb, np.dtype("f4"), Op.SUM)
+    can = {op: [name for name in names if maker.supports(Verb.ALL_REDUCE, np.dtype(name), op)] for op in (*Op, None)}
+    integers = ["int8", "int32", "int64", "uint64"]
+    assert can == {
+        Op.SUM: [*integers, "float16", "float32", "complex64"],
+        Op.AVG: ["float16", "float32", "complex64"],
+        **{op: [*integers, "float16", "float32"] for op in (Op.MIN, Op.MAX, Op.PROD)},
+        **{op: [] for op in (Op.AND, Op.OR, Op.XOR, None)},
+    }
+    assert not maker.supports(Verb.SCATTER, np.dtype("f4"), None)
+    assert not maker.supports(Verb.BARRIER, np.dtype("f4"), None)
+
+
+# -------------------------------------------------------------------- what goes wrong
+
+
+def _raise(error: BaseException) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (NcclError("NCCL_ERROR_SYSTEM_ERROR: unhandled"), "NCCL could not launch all_reduce: NCCL_ERROR_SYSTEM_ERROR"),
+        (KeyError(8), r"NCCL could not launch all_reduce: status 8 \(NCCL_DEBUG=WARN"),
+    ],
+)
+def test_a_launch_that_fails_ends_the_group(error: Exception, said: str) -> None:
+    bench = Bench()
+    bench.communicator.fails["allReduce"] = _raise(error)
+    with pytest.raises(TransportError, match=said):
+        bench.launch(Verb.ALL_REDUCE, sum_of() * 2, Op.SUM)
+    assert [call[0] for call in bench.communicator.log] == ["groupStart", "allReduce", "groupEnd"]
+    assert bench.cuda.current == []
+    bench.communicator.fails.clear()
+    with pytest.raises(TransportError, match=said):
+        bench.launch(Verb.ALL_REDUCE, sum_of(), Op.SUM)
+    assert said[:28] in (bench.backend.failure() or "")
+
+
+def test_a_group_of_launches_that_fails() -> None:
+    bench = Bench()
+    bench.communicator.fails["groupEnd"] = _raise(NcclError("late"))
+    with pytest.raises(TransportError, match="late"):
+        bench.launch(Verb.ALL_REDUCE, sum_of() * 2, Op.SUM)
+    bench = Bench()
+    bench.communicator.fails["groupEnd"] = _raise(NcclError("late"))
+    bench.communicator.fails["allReduce"] = _raise(NcclError("early"))
+    with pytest.raises(TransportError, match="early"):
+        bench.launch(Verb.ALL_REDUCE, sum_of() * 2, Op.SUM)
+
+
+@pytest.mark.parametrize(
+    ("verb", "dtype", "op", "said"),
+    [
+        (Verb.ALL_REDUCE, "i2", Op.SUM, "does not reduce int16 by sum"),
+        (Verb.ALL_REDUCE, "i4", Op.XOR, "does not reduce int32 by xor"),
+        (Verb.SCATTER, "f4", None, "NCCL has no scatter"),
+    ],
+)
+def test_what_nccl_cannot(verb: Verb, dtype: str, op: Op | None, said: str) -> None:
+    with pytest.raises(TransportError, match=said):
+        Bench().launch(verb, sum_of(dtype), op)
+
+
+def test_failures_of_nccls_own_threads() -> None:
+    bench = Bench()
+    assert bench.backend.failure() is None
+    bench.communicator.fails["check_async_error"] = _raise(KeyError(7))  # ncclInProgress
+    assert bench.backend.failure() is None
+    bench.communicator.fails["check_async_error"] = _raise(NcclError("remote process exited"))
+    assert bench.backend.failure() == "NCCL could not go on: remote process exited"
+    bench.communicator.fails.clear()
+    assert bench.backend.failure() == "NCCL could not go on: remote process exited"
+    with pytest.raises(TransportError, match="remote process exited"):
+        bench.launch(Verb.ALL_REDUCE, sum_of(), Op.SUM)
+
+
+def test_aborting_and_closing() -> None:
+    bench = Bench()
+    bench.communicator.fails["abort"] = _raise(NcclError("no"))
+    bench.backend.abort()
+    bench.backend.abort()
+    bench.backend.close()
+    assert bench.communicator.log == [("abort",)]
+    bench.communicator.fails["check_async_error"] = _raise(AssertionError("asked after the end"))
+    assert bench.backend.failure() is None
+    with pytest.raises(TransportError, match="aborted or closed"):
+        bench.launch(Verb.ALL_REDUCE, sum_of(), Op.SUM)
+
+    bench = Bench()
+    bench.communicator.fails["destroy"] = _raise(NcclError("no"))
+    bench.backend.close()
+    bench.backend.close()
+    bench.backend.abort()
+    assert bench.communicator.log == [("destroy",)]
+
+
+@pytest.mark.parametrize("ends_by_itself", [False, True])
+def test_aborting_a_launch_that_waits_for_others(ends_by_itself: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread is inside of NCCL; either what it waits for comes, or NCCL is told to give up all the same."""
+    bench = Bench()
+    is_inside, goes_on, errors = threading.Event(), threading.Event(), list[Exception]()
+
+    def stuck() -> None:
+        is_inside.set()
+        goes_on.wait()
+        if not ends_by_itself:
+            raise NcclError("aborted")
+
+    def launch() -> None:
+        try:
+            bench.launch(Verb.ALL_REDUCE, sum_of(), Op.SUM)
+        except TransportError as error:
+            errors.append(error)
+
+    bench.communicator.fails["allReduce"] = stuck
+    bench.communicator.fails["abort"] = goes_on.set
+    if not ends_by_itself:
+        monkeypatch.setattr(nccl, "ABORT_PATIENCE_S", 0.0)
+    launching = threading.Thread(target=launch)
+    launching.start()
+    is_inside.wait()
+    assert bench.backend.failure() is None  # does not wait
+    if ends_by_itself:
+        goes_on.set()
+    bench.backend.abort()
+    launching.join()
+    assert [str(error) for error in errors] == ([] if ends_by_itself else ["NCCL could not launch all_reduce: aborted"])
+
+
+# -------------------------------------------------------------------- meeting
+
+
+def test_identities() -> None:
+    cuda = Cuda()
+    assert Nccl(cuda).identity() == b"i" * 128
+    cuda.nccl.get_unique_id = _raise(NcclError("no network"))
+    with pytest.raises(TransportError, match="NCCL could not make an id for a group: no network"):
+        Nccl(cuda).identity()
+
+
+@pytest.mark.parametrize("error", [NcclError("no network"), ValueError("commId length 12 != 128")])
+def test_connecting_fails(error: Exception) -> None:
+    cuda, device = Cuda(), Device()
+    cuda.nccl.NcclCommunicator = lambda *_: _raise(error)()
+    with pytest.raises(TransportError, match=f"could not connect rank 1 of 2: {error}"):
+        Nccl(cuda).connect(b"", 1, 2, device)  # type: ignore[arg-type]
+    assert cuda.current == []
+
+
+def test_without_cupy_or_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy.cuda", None)
+    with pytest.raises(TransportError, match="used through CuPy, which cannot be loaded"):
+        Nccl()
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "cupy.cuda.nccl", SimpleNamespace(available=False))
+    with pytest.raises(TransportError, match="CuPy finds no NCCL"):
+        Nccl()
+    cuda = Cuda()
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    monkeypatch.setitem(sys.modules, "cupy.cuda.nccl", cuda.nccl)
+    assert Nccl().identity() == b"i" * 128
