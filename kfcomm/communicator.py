@@ -9,16 +9,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
+from kfcomm import accelerator
 from kfcomm.collectives.blobs import Blobs
 from kfcomm.collectives.generations import MAX_STRATEGIES
 from kfcomm.collectives.group import STRATEGY_KEY, Group, check_name, check_timeout
 from kfcomm.collectives.mailbox import Mailbox
 from kfcomm.collectives.monitored import Monitored
+from kfcomm.collectives.on_device.paths import Paths
+from kfcomm.collectives.on_device.verbs import DeviceVerbs
 from kfcomm.core.collective import GroupView
+from kfcomm.devices.routes import Choice
 from kfcomm.dump import install_signal, snapshot
 from kfcomm.errors import ConfigError, SessionClosed
 from kfcomm.monitor import Statistics, serving
@@ -28,7 +32,7 @@ from kfcomm.network import Alone, SocketNetwork
 from kfcomm.plugins import build, check
 from kfcomm.probe import Probe, Prober
 from kfcomm.rendezvous.settings import Arguments, Settings, detect
-from kfcomm.session import Session
+from kfcomm.session import LEAVE_WITHIN_S, Session
 from kfcomm.strategies import AnyStrategy, StrategySpec
 from kfcomm.types import Layout
 
@@ -48,8 +52,10 @@ class Communicator(Monitored):
         self._group = Group(session.engine, view, layout, self._build(strategy, layout), session.timeout_s)
         self._mailbox = Mailbox(session.engine, view, session.timeout_s)
         self._blobs = Blobs(self._mailbox, view.rank)
+        self._paths, self._devices = self._take_devices(view)
         self._prober: Prober | None = None
         session.engine.end_listeners.append(self._leave)
+        session.drains.append(self._devices.drained)
 
     def __repr__(self) -> str:
         state = "closed" if self._left or self._session.is_closed else "open"
@@ -91,6 +97,26 @@ class Communicator(Monitored):
     def strategy(self) -> AnyStrategy:
         """The strategy in force in this group."""
         return self._group.strategy
+
+    @property
+    def route(self) -> Choice | None:
+        """Which way device memory goes in this group, and why; None in a world where no rank has a device."""
+        return self._session.route_of(self._group.view.members)
+
+    def _take_devices(self, view: GroupView) -> tuple[Paths, DeviceVerbs]:
+        """Ways for arrays in the memory of devices."""
+        session, setup = self._session, self._session.devices
+        choice = session.route_of(view.members)
+
+        def new_group(name: str, members: Sequence[int]) -> tuple[GroupView, Layout]:
+            made = session.new_group(view, name, members)
+            return made, session.layout_of(made)
+
+        paths = Paths(self._group, self._mailbox, setup.device, setup.maker, choice, new_group, session.pool_of)
+        return paths, DeviceVerbs(
+            self._group, setup.device, paths, mixed=choice is not None and choice.mixed,
+            lack=setup.reports[session.rank].lack,
+        )  # fmt: skip
 
     # ---------------------------------------------------------------- groups and graphs
 
@@ -190,6 +216,18 @@ class Communicator(Monitored):
 
     # ---------------------------------------------------------------- diagnosis and the end
 
+    async def synchronize(self) -> None:
+        """Wait until every collective of device memory that this rank has begun in this group is complete there.
+
+        The handle of such a collective is done when the result is ready on the caller's stream, before the device has
+        made it; what fails after that is told here, or by the next call for device memory. Not waited for are messages,
+        and what is told in two steps (``scatter``, lists, ``concat``): it is complete on the caller's stream.
+
+        Raises:
+            CollectiveError: one of them has failed since its handle was done; the first of them, once.
+        """
+        await self._devices.synchronize()
+
     async def probe(self, *, nbytes: int = 1 << 20, rounds: int = 3, timeout: float | None = None) -> Probe:
         """Measure latency and bandwidth between every two ranks, in both directions; every rank calls it.
 
@@ -238,13 +276,17 @@ class Communicator(Monitored):
     async def close(self) -> None:
         """End it: of the world, everything is closed; of a sub-group, only this view of it. Never hangs.
 
-        What is in flight fails, here and, where it was not complete, on the other ranks. What the others post later
+        What the device is still making of collectives whose handles are done is waited for, up to 5 s. What else is in
+        flight fails, here and, where it was not complete, on the other ranks. What the others post later
         fails with ``PeerLost`` if it needs a rank that has closed its world; a rank that has only closed its view of a
         sub-group is missed there until the timeout.
         """
         if self._group.view is self._session.world:
             await self._session.close()
         elif not self._left:
+            drain = self._devices.drained()
+            if drain is not None:
+                await asyncio.wait([drain], timeout=LEAVE_WITHIN_S)
             self._leave()
             ids = {self._group.view.id, *self._mailbox.group_ids(), *(self._prober.group_ids() if self._prober else ())}
             self._session.engine.abandon(ids, f"rank {self.rank} closed group {self.name!r}")
@@ -261,6 +303,8 @@ class Communicator(Monitored):
         if not self._left:
             self._left = True
             self._session.engine.end_listeners.remove(self._leave)
+            self._session.drains.remove(self._devices.drained)
+            self._paths.close()
             self._mailbox.close(f"group {self.name!r} is closed")
 
     def _check_open(self) -> None:
@@ -294,14 +338,21 @@ class Init:
             await self._made.close()
 
     async def _begin(self) -> Communicator:
+        own = await accelerator.find(self.settings)
+        try:
+            return await self._join(own)
+        except BaseException:
+            await own.close()
+            raise
+
+    async def _join(self, own: accelerator.Accelerator) -> Communicator:
         settings = self.settings
-        loop = asyncio.get_running_loop()
         alone = settings.size == 1
-        network = Alone() if alone else await SocketNetwork.join(settings)
-        layout = Layout((0,)) if isinstance(network, Alone) else network.layout
+        network = Alone(settings, own.report) if alone else await SocketNetwork.join(settings, own.report)
         session = Session(
-            settings.rank, layout, network, loop, timeout_s=settings.timeout_s, stall_after_s=settings.stall_after_s,
-            monitor=settings.monitor,
+            settings.rank, network.layout, network, asyncio.get_running_loop(), timeout_s=settings.timeout_s,
+            stall_after_s=settings.stall_after_s, monitor=settings.monitor,
+            devices=accelerator.set_up(settings, own, network.reports, network.layout, network.device_transport),
         )  # fmt: skip
         comm = Communicator(session, session.world, settings.strategy)
         try:

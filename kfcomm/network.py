@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from kfcomm.control import ControlThread, World, addresses_of
 from kfcomm.core.handshake import Purpose
+from kfcomm.devices.routes import agree, choose
 from kfcomm.errors import ConfigError, RendezvousError
 from kfcomm.rendezvous.identity import PeerInfo, host_id, process_uid
 from kfcomm.rendezvous.interfaces import choose_address
@@ -32,6 +33,7 @@ from kfcomm.types import Layout
 
 if TYPE_CHECKING:
     from kfcomm.control.base import ControlEvents, ControlPlane, StatusSource
+    from kfcomm.devices.base import DeviceReport
     from kfcomm.rendezvous.client import StoreClient
     from kfcomm.rendezvous.store import StoreServer
     from kfcomm.transports.base import Link, Waiter
@@ -45,10 +47,20 @@ class Alone:
     """The network of a world of one: there is nobody to reach.
 
     Attributes:
+        layout: its host.
+        reports: what it would tell of its device.
+        device_transport: what it was told of transports.
         job: see ``session.Network``.
+
+    Raises:
+        ConfigError: see ``devices.routes.choose``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Settings, device: DeviceReport) -> None:
+        self.layout = Layout((0,))
+        self.reports = (device,)
+        self.device_transport = settings.transport
+        choose(self.reports, self.layout, self.device_transport)
         self.job = secrets.token_hex(8)
 
     def start(self, inbound: Waiter, events: ControlEvents, status: StatusSource) -> ControlPlane | None:
@@ -92,6 +104,8 @@ class SocketNetwork:
     Attributes:
         peers: all processes, by rank.
         layout: their hosts.
+        reports: what they tell of their devices.
+        device_transport: what they have agreed on for device memory.
         job: see ``session.Network``: made of what they have told each other.
     """
 
@@ -100,7 +114,9 @@ class SocketNetwork:
         server: StoreServer | None,
     ) -> None:  # fmt: skip
         self.peers = tuple(peers)
-        self.layout = Layout.of((peer.host for peer in peers), min(peer.num_cpus for peer in peers))
+        self.layout = _layout_of(peers)
+        self.reports = tuple(peer.device for peer in peers)
+        self.device_transport = agree([peer.transport for peer in peers])
         self.job = hashlib.blake2b(b"".join(peer.to_wire() for peer in peers), digest_size=8).hexdigest()
         self._me = self.peers[settings.rank]
         self._settings = settings
@@ -118,28 +134,42 @@ class SocketNetwork:
         self._watcher: asyncio.Task[None] | None = None
 
     @classmethod
-    async def join(cls, settings: Settings) -> SocketNetwork:
+    async def join(cls, settings: Settings, device: DeviceReport) -> SocketNetwork:
         """Listen, register, and wait for all others.
 
+        Args:
+            settings: of this rank.
+            device: what the others are told of its device.
+
         Raises:
-            ConfigError: no such interface, or a port that is taken.
+            ConfigError: no such interface, or a port that is taken; on all ranks, in the same words, where device
+                memory cannot go as they ask.
             RendezvousError: see ``rendezvous.join``.
         """
         if settings.store is None:
             raise ConfigError("a world of one has no network")
-        if settings.transport == "shm" and (unsupported := why_unsupported()) is not None:
+        if settings.links == "shm" and (unsupported := why_unsupported()) is not None:
             raise ConfigError(f"transport 'shm' cannot work here: {unsupported}; use 'auto'")
         client, server = await open_store(settings)
         listener: Listener | None = None
         try:
             towards = host_and_port(settings.store)
             address = await asyncio.to_thread(choose_address, settings.interface, towards)
-            unix = None if settings.transport == "tcp" else f"@kfcomm-{process_uid(settings.rank)}-{id(client):x}"
+            unix = None if settings.links == "tcp" else f"@kfcomm-{process_uid(settings.rank)}-{id(client):x}"
             listener = Listener(address, 0, unix=unix)
-            me = PeerInfo.here(rank=settings.rank, address=address, port=listener.port, unix=unix)
+            me = PeerInfo.here(
+                rank=settings.rank, address=address, port=listener.port, unix=unix, transport=settings.transport,
+                device=device,
+            )  # fmt: skip
             peers = await join(settings, me, client)
-            if settings.transport in ("unix", "shm"):
-                _check_one_host(peers, settings.transport)
+            if settings.links in ("unix", "shm"):
+                _check_one_host(peers, settings.links)
+            try:
+                _check_devices(peers)
+            except ConfigError:
+                # all ranks find out the same, but some need the store for it yet: it stays until they have left, too
+                await close_store(settings, me, client, server)
+                raise
             return cls(settings, peers, listener, client, server)
         except BaseException:
             if listener is not None:
@@ -152,7 +182,7 @@ class SocketNetwork:
     def start(self, inbound: Waiter, events: ControlEvents, status: StatusSource) -> ControlPlane | None:
         """See ``session.Network``."""
         self._inbound = inbound
-        if self._settings.transport in ("auto", "shm"):
+        if self._settings.links in ("auto", "shm"):
             local = sum(self._is_here(peer) for peer in range(len(self.peers))) - 1
             self._sharing = Sharing(self._loop, inbound, local)
             inbound.attend = self._sharing.hub.wake
@@ -168,7 +198,7 @@ class SocketNetwork:
             try:
                 return await self._sharing.connect(await self._dial(peer, Purpose.SHARED_MEMORY), peer)
             except SharingRefused as error:
-                if self._settings.transport == "shm":
+                if self._settings.links == "shm":
                     raise
                 refusal = str(error)
         sock = await self._dial(peer, Purpose.DATA)
@@ -240,7 +270,7 @@ class SocketNetwork:
 
     def _addresses(self, peer: int) -> tuple[Address, ...]:
         addresses = addresses_of(self.peers[peer], seen_from=self._me)
-        return addresses[:1] if self._settings.transport in ("unix", "shm") else addresses
+        return addresses[:1] if self._settings.links in ("unix", "shm") else addresses
 
     def _is_here(self, peer: int) -> bool:
         return self.layout.hosts[peer] == self.layout.hosts[self._me.rank]
@@ -272,3 +302,12 @@ def _check_one_host(peers: Sequence[PeerInfo], transport: str) -> None:
     if others:
         there = f"ranks {others[:16]}, which are on other hosts"
         raise ConfigError(f"transport {transport!r} cannot reach {there}; use 'auto'")
+
+
+def _check_devices(peers: Sequence[PeerInfo]) -> None:
+    """Refuse transports that contradict each other, and NCCL where it cannot work."""
+    choose([peer.device for peer in peers], _layout_of(peers), agree([peer.transport for peer in peers]))
+
+
+def _layout_of(peers: Sequence[PeerInfo]) -> Layout:
+    return Layout.of((peer.host for peer in peers), min(peer.num_cpus for peer in peers))

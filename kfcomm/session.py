@@ -26,6 +26,10 @@ from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import GroupView
 from kfcomm.core.credit import credit_of
 from kfcomm.core.handshake import Purpose
+from kfcomm.devices import Device
+from kfcomm.devices.pinned import PinnedPool
+from kfcomm.devices.routes import Choice
+from kfcomm.devices.setup import DeviceSetup
 from kfcomm.errors import SessionClosed
 from kfcomm.runtime.engine import Engine
 from kfcomm.runtime.meter import Meter
@@ -102,11 +106,13 @@ class Session:
         world: all ranks as a group.
         groups: name and members, by world rank, of every group that this rank is in, by id.
         services: what is to be stopped when the session is closed.
+        drains: asked at the end for what is to be waited for, bounded, before anything fails.
+        devices: those of the world; this rank's is closed with the session.
     """
 
     def __init__(
         self, rank: int, layout: Layout, network: Network, loop: asyncio.AbstractEventLoop, *,
-        timeout_s: float, stall_after_s: float, epoch: int = 0, monitor: bool = True,
+        timeout_s: float, stall_after_s: float, devices: DeviceSetup, epoch: int = 0, monitor: bool = True,
     ) -> None:  # fmt: skip
         self.rank = rank
         self.layout = layout
@@ -123,6 +129,9 @@ class Session:
         self._closing: asyncio.Future[None] | None = None
         self.groups = {self.world.id: ("world", self.world.members)}
         self.services: list[Service] = []
+        self.drains: list[Callable[[], asyncio.Future[None] | None]] = []
+        self.devices = devices
+        self._pools: dict[Device, PinnedPool] = {}
         self._groups: dict[bytes, int] = {}
         self._lag_s = 0.0
         self._lag_seen_s = math.inf  # for ever up to date where nobody measures: in a world of one
@@ -147,6 +156,18 @@ class Session:
     def layout_of(self, view: GroupView) -> Layout:
         """Hosts of the members of a group."""
         return Layout.of((self.layout.hosts[rank] for rank in view.members), self.layout.num_cpus)
+
+    def pool_of(self, device: Device) -> PinnedPool:
+        """Memory of the host for copies from and to a device; one for all groups."""
+        pool = self._pools.get(device)
+        if pool is None:
+            pool = self._pools[device] = PinnedPool(device)
+        return pool
+
+    def route_of(self, members: Sequence[int]) -> Choice | None:
+        """Which way device memory goes among these ranks; None in a world without devices."""
+        layout = Layout.of((self.layout.hosts[rank] for rank in members), self.layout.num_cpus)
+        return self.devices.route(members, layout)
 
     # ---------------------------------------------------------------- who runs the engine
 
@@ -263,14 +284,22 @@ class Session:
         self.engine.end(reason)
 
     async def close(self) -> None:
-        """Fail what is in flight, say goodbye, and close everything. Bounded; calling it again waits for the first."""
+        """Fail what is in flight, say goodbye, and close everything. Bounded; calling it again waits for the first.
+
+        What devices are about to make, and callers believe to have, is waited for.
+        """
         if self._closing is None:
             self._closed = f"the communicator of rank {self.rank} is closed"
-            self.engine.end(self._closed)
-            self._closing = asyncio.ensure_future(self._close())
+            drains = [drain for drained in self.drains if (drain := drained()) is not None]
+            if not drains:
+                self.engine.end(self._closed)
+            self._closing = asyncio.ensure_future(self._close(drains))
         await asyncio.shield(self._closing)
 
-    async def _close(self) -> None:
+    async def _close(self, drains: Sequence[asyncio.Future[None]]) -> None:
+        if drains:
+            await asyncio.wait(drains, timeout=LEAVE_WITHIN_S)
+            self.engine.end(self._closed or "")
         tracer, self.engine.tracer = self.engine.tracer, None
         if tracer is not None:
             await tracer.close()
@@ -284,8 +313,14 @@ class Session:
         await self.engine.close(CLOSE_WITHIN_S)
         if control is not None:
             await _in_a_thread(control.stop)
-        await self.network.close()
-        _sessions.discard(self)
+        try:
+            for pool in self._pools.values():
+                pool.close()
+            if self.devices.device is not None:
+                await _in_a_thread(self.devices.device.close)
+        finally:
+            await self.network.close()
+            _sessions.discard(self)
 
     def forked(self) -> None:
         """In a forked child: let go of every descriptor, without touching the loop that the parent still uses."""
@@ -298,6 +333,8 @@ class Session:
         descriptors = [*self.network.descriptors(), *self.engine.ends.descriptors()]
         descriptors += [descriptor for service in self.services for descriptor in service.descriptors()]
         self.network.sever()
+        _inherited.append(self.devices)
+        self.devices = DeviceSetup.none(self.layout.size)
         with contextlib.suppress(OSError):
             nothing = os.open(os.devnull, os.O_RDWR)
             for descriptor in descriptors:
@@ -327,6 +364,8 @@ def _mend_uvloop() -> None:
 
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+_inherited: list[DeviceSetup] = []
+"""In a forked child: kept for ever, since a library that frees what it has on a device fails in a child."""
 
 
 def open_sessions() -> list[Session]:

@@ -23,7 +23,7 @@ from kfcomm.testing import run_threads, sync_world
 from tests.launch.launched import environ
 
 NOT_VERBS = {"close", "dump", "group", "queue", "save", "split", "statistics"}
-PROPERTIES = {"epoch", "layout", "local_rank", "local_size", "name", "rank", "size", "strategy"}
+PROPERTIES = {"epoch", "layout", "local_rank", "local_size", "name", "rank", "route", "size", "strategy"}
 
 
 def public(kind: type) -> set[str]:
@@ -418,7 +418,7 @@ def test_ctrl_c_in_the_wait_for_a_handle_cancels_the_collective(wait: Callable[[
 
 def test_a_world_of_one_begins_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(threading.enumerate())
-    with kfcomm.sync.init() as comm:
+    with kfcomm.sync.init(device="none") as comm:  # else a thread of the loop has looked for one
         assert {thread.name for thread in set(threading.enumerate()) - before} == {"kfcomm-io", "kfcomm-live"}
         assert (comm.rank, comm.size) == (0, 1)
         assert comm.all_reduce(np.ones(2)).tolist() == [1, 1]

@@ -13,7 +13,7 @@ import msgpack
 import numpy as np
 
 from kfcomm.arrays import HostArray, adapt
-from kfcomm.collectives.handle import Handle
+from kfcomm.collectives.handle import Handle, looked_at
 from kfcomm.collectives.mailbox import Mailbox, Message
 from kfcomm.errors import CollectiveError, ConfigError
 
@@ -79,7 +79,7 @@ class Blobs:
                 self._mailbox.refuse(source, self._rank, tag, f"rank {self._rank} waits no longer")
         handles: list[Handle[Any]] = [asked, *answers.values()]
         for handle in handles:
-            handle.add_done_callback(_looked_at)
+            handle.add_done_callback(looked_at)
 
     def _find(self, name: str, version: int | None) -> HostArray | str:
         versions = self._kept.get(name)
@@ -112,12 +112,6 @@ def check_version(version: Any) -> None:
     """
     if version is not None and (type(version) is not int or version < 0):
         raise ConfigError(f"a version is a number from 0 on, not {version!r}")
-
-
-def _looked_at(done: asyncio.Future[Any]) -> None:
-    """No complaint by asyncio that nobody looked at the error."""
-    if not done.cancelled():
-        done.exception()
 
 
 def _reply_tags(slot: int) -> tuple[str, str]:

@@ -13,11 +13,12 @@ from typing import Any, TypeAlias
 import msgpack
 import numpy as np
 
-from kfcomm.arrays import HostArray, OutArray, adapt, adapt_out
+from kfcomm.arrays import HostArray, adapt
 from kfcomm.arrays.dtypes import dtype_name, dtype_of
 from kfcomm.arrays.kinds import NUMPY
 from kfcomm.collectives.group import UNNAMED, later_key
 from kfcomm.collectives.handle import Handle
+from kfcomm.collectives.on_device.through_host import Fetched, Out
 from kfcomm.collectives.plans import Plan, Planner, Plans, row_elements
 from kfcomm.collectives.verbs import Later, Verbs
 from kfcomm.core.chunk import split
@@ -26,7 +27,6 @@ from kfcomm.reduce import wire_dtype_of
 from kfcomm.types import Verb
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
-
 RECORD_NBYTES = 256
 ROW_NBYTES = 9
 """The largest msgpack integer."""
@@ -51,7 +51,7 @@ class Exchange(Verbs):
 
     def gather(
         self, x: Any, root: int = 0, name: str | None = None, *, concat: bool = False, out: Any = None,
-        timeout: float | None = None, priority: int = 0,
+        timeout: float | None = None, priority: int = 0, stream: Any = None,
     ) -> Handle[Any]:  # fmt: skip
         """Rank ``root`` gets the arrays of all ranks; the others get None.
 
@@ -63,8 +63,11 @@ class Exchange(Verbs):
             out: where the root's result goes.
             timeout: seconds; None for the communicator's.
             priority: see ``all_reduce``.
+            stream: see ``all_reduce``.
         """
         if not concat:
+            if self._devices.takes(x, stream):
+                return self._on_device(Verb.GATHER, x, name, out, timeout, priority, stream, root=root)
             return self._gather_stacked(x, root, name, out, timeout, priority)
         with self._checks(name, timeout, priority, steps=2):
             root = self._check_rank("root", root)
@@ -73,14 +76,16 @@ class Exchange(Verbs):
         def plan(plans: Plans, array: HostArray, rows: tuple[int, ...]) -> Plan:
             return plans.plan(Planner.gather, array.dtype, array.shape[1:], root, rows)
 
-        return self._concatenated(Verb.GATHER, root, x, name, out if is_root else None, timeout, priority, plan)
+        return self._concatenated(Verb.GATHER, root, x, name, out if is_root else None, timeout, priority, plan, stream)
 
     def all_gather(
         self, x: Any, name: str | None = None, *, concat: bool = False, out: Any = None,
-        timeout: float | None = None, priority: int = 0, wire_dtype: str | None = None,
+        timeout: float | None = None, priority: int = 0, wire_dtype: str | None = None, stream: Any = None,
     ) -> Handle[Any]:  # fmt: skip
         """Every rank gets the arrays of all ranks; see ``gather``, and ``broadcast`` for ``wire_dtype``."""
         if not concat:
+            if self._devices.takes(x, stream):
+                return self._on_device(Verb.ALL_GATHER, x, name, out, timeout, priority, stream, wire_dtype=wire_dtype)
             return self._all_gather_stacked(x, name, out, timeout, priority, wire_dtype)
         wire: np.dtype[Any] | None = None
         if wire_dtype is not None:
@@ -91,11 +96,11 @@ class Exchange(Verbs):
         def plan(plans: Plans, array: HostArray, rows: tuple[int, ...]) -> Plan:
             return plans.plan(Planner.all_gather, array.dtype, array.shape[1:], rows, wire)
 
-        return self._concatenated(Verb.ALL_GATHER, -1, x, name, out, timeout, priority, plan)
+        return self._concatenated(Verb.ALL_GATHER, -1, x, name, out, timeout, priority, plan, stream)
 
     def scatter(
         self, x: Any = None, root: int = 0, name: str | None = None, *, out: Any = None,
-        timeout: float | None = None, priority: int = 0,
+        timeout: float | None = None, priority: int = 0, stream: Any = None,
     ) -> Handle[Any]:  # fmt: skip
         """Rank r gets the r-th part, along the first axis, of the root's array.
 
@@ -108,9 +113,10 @@ class Exchange(Verbs):
             out: where the result goes.
             timeout: seconds; None for the communicator's.
             priority: see ``all_reduce``.
+            stream: see ``all_reduce``.
 
         Returns:
-            A handle; elsewhere than on the root its result is a NumPy array.
+            A handle; elsewhere than on the root its result is a NumPy array, unless ``out`` is given.
         """
         size = self._group.view.size
         nbytes = RECORD_NBYTES + ROW_NBYTES * size
@@ -118,13 +124,14 @@ class Exchange(Verbs):
             root = self._check_rank("root", root)
             array: HostArray | None = None
             rows: list[int] = []
+            fetched: Fetched | None = None
             if self._group.view.rank == root:
-                array, rows = _parts(x, size)
+                array, rows, fetched = self._parts(x, size, stream)
             fields = [] if array is None else [dtype_name(array.dtype), array.shape[1:], rows]
             record = _record(fields, nbytes)
 
         def first() -> Handle[Any]:
-            return self.broadcast(record, root, name, timeout=timeout, priority=priority)
+            return self._broadcast(record, root, name, None, timeout, priority)
 
         def second(told: Array, later: Later) -> Handle[Any]:
             with self._checks(name, later=later):
@@ -132,17 +139,18 @@ class Exchange(Verbs):
                 dtype, shape = dtype_of(dtype_text), tuple(row)
                 mine = (counts[self._group.view.rank], *shape)
                 source = HostArray(np.empty(0, dtype), (0,), NUMPY, False) if array is None else array
-                target = None if out is None else adapt_out(out, mine, dtype)
+                target = self._devices.out_of_host(out, mine, dtype, stream)
             return self._begin(
                 name, source, mine, target, timeout, priority,
                 (Plans.plan, Planner.scatter, dtype, shape, root, tuple(counts)), later=later,
             )  # fmt: skip
 
-        return self._two_steps(name, first, second)
+        return self._two_steps(name, first, second, fetched)
 
     def all_to_all(
-        self, x: Any, name: str | None = None, *, out: Any = None, timeout: float | None = None, priority: int = 0
-    ) -> Handle[Any]:
+        self, x: Any, name: str | None = None, *, out: Any = None, timeout: float | None = None, priority: int = 0,
+        stream: Any = None,
+    ) -> Handle[Any]:  # fmt: skip
         """Rank i gets the i-th part of every rank's ``x``, in rank order.
 
         Args:
@@ -153,14 +161,17 @@ class Exchange(Verbs):
             out: where the result goes; not for lists.
             timeout: seconds; None for the communicator's.
             priority: see ``all_reduce``.
+            stream: see ``all_reduce``.
         """
         if not isinstance(x, (list, tuple)):
+            if self._devices.takes(x, stream):
+                return self._on_device(Verb.ALL_TO_ALL, x, name, out, timeout, priority, stream)
             return self._all_to_all_even(x, name, out, timeout, priority)
         size = self._group.view.size
         with self._checks(name, timeout, priority, steps=2):
             if out is not None:
                 raise ConfigError("all_to_all of a list takes no out")
-            array, rows = _parts(x, size)
+            array, rows, fetched = self._parts(x, size, stream)
             record = _record([dtype_name(array.dtype), array.shape[1:], rows], RECORD_NBYTES + ROW_NBYTES * size)
 
         def second(told: Array, later: Later) -> Handle[Any]:
@@ -175,7 +186,9 @@ class Exchange(Verbs):
             )  # fmt: skip
             return mapped(whole, lambda joined: _cut(joined, received))
 
-        return self._two_steps(name, lambda: self._all_gather_stacked(record, name, None, timeout, priority), second)
+        return self._two_steps(
+            name, lambda: self._all_gather_stacked(record, name, None, timeout, priority), second, fetched
+        )
 
     # ---------------------------------------------------------------- objects
 
@@ -199,9 +212,7 @@ class Exchange(Verbs):
             )  # fmt: skip
             return mapped(whole, unpacked)
 
-        return self._two_steps(
-            name, lambda: self.broadcast(record, root, name, timeout=timeout, priority=priority), second
-        )
+        return self._two_steps(name, lambda: self._broadcast(record, root, name, None, timeout, priority), second)
 
     def all_gather_object(
         self, value: Any, name: str | None = None, *, timeout: float | None = None, priority: int = 0
@@ -250,35 +261,50 @@ class Exchange(Verbs):
 
     # ---------------------------------------------------------------- two steps
 
+    def _parts(self, x: Any, size: int, stream: Any) -> tuple[HostArray, list[int], Fetched | None]:
+        """What this rank shares out: one flat array, the rows of each rank, and when the array is here."""
+        if not isinstance(x, (list, tuple)):
+            array, fetched = self._devices.on_host(x, stream)
+            row_elements(array.shape)
+            return array, [rows for _, rows in split(array.shape[0], size)], fetched
+        if len(x) != size:
+            raise ConfigError(f"a list of {len(x)} arrays does not serve {size} ranks")
+        return self._devices.joined(x, stream)
+
     def _concatenated(
         self, verb: Verb, root: int, x: Any, name: str | None, out: Any, timeout: float | None,
-        priority: int, plan: Callable[[Plans, HostArray, tuple[int, ...]], Plan],
+        priority: int, plan: Callable[[Plans, HostArray, tuple[int, ...]], Plan], stream: Any = None,
     ) -> Handle[Any]:  # fmt: skip
         """All ranks tell dtype, row shape and number of rows; then the rows move."""
         with self._checks(name, timeout, priority, steps=2):
-            array = adapt(x)
+            array, fetched = self._devices.on_host(x, stream)
             row_elements(array.shape)
             record = _record(
                 [dtype_name(array.dtype), array.shape[1:], [array.shape[0]], str(verb), root], RECORD_NBYTES
             )
 
         def second(told: Array, later: Later) -> Handle[Any]:
-            target: OutArray | None = None
+            target: Out | None = None
             with self._checks(name, later=later):
                 said = [_fields(one) for one in told]
                 _same(said, verb)
                 rows = tuple(one[2][0] for one in said)
                 shape = (sum(rows), *array.shape[1:])
-                if out is not None:
-                    target = adapt_out(out, shape, array.dtype)
+                target = self._devices.out_of_host(out, shape, array.dtype, stream)
             return self._begin(name, array, shape, target, timeout, priority, (plan, array, rows), later=later)
 
-        return self._two_steps(name, lambda: self._all_gather_stacked(record, name, None, timeout, priority), second)
+        return self._two_steps(
+            name, lambda: self._all_gather_stacked(record, name, None, timeout, priority), second, fetched
+        )
 
     def _two_steps(
-        self, name: str | None, first: Callable[[], Handle[Any]], second: Callable[[Any, Later], Handle[Any]]
-    ) -> Steps:
-        """``second`` runs with the result of ``first``, in the order of the calls, on the graphs of the first."""
+        self, name: str | None, first: Callable[[], Handle[Any]], second: Callable[[Any, Later], Handle[Any]],
+        fetched: Fetched | None = None,
+    ) -> Steps:  # fmt: skip
+        """``second`` runs with the result of ``first``, in the order of the calls, on the graphs of the first.
+
+        And not before what it works with is here, if that has to come from a device.
+        """
         group = self._group
         whole = Steps(loop=group.engine.loop)
         key = later_key(name or UNNAMED)
@@ -289,24 +315,30 @@ class Exchange(Verbs):
 
         def begin() -> None:
             error = asyncio.CancelledError() if told.cancelled() or whole.cancelled() else told.exception()
+            if error is None and fetched is not None:
+                error = fetched.here.exception()
             if error is not None:
                 group.refuse_now(key, error, seq=told.seq)
-                _settle(whole, error)
+                settle(whole, error)
                 return
             try:
                 whole.step = second(told.result(), Later(key, told.seq, begun_under[0]))
             except Exception as refused:  # noqa: BLE001  the checks of the second step have told the other ranks
-                _settle(whole, refused)
+                settle(whole, refused)
             else:
-                whole.step.add_done_callback(lambda last: _copy(last, whole))
+                whole.step.add_done_callback(lambda last: copy_end(last, whole))
 
         def first_done(_: asyncio.Future[Any]) -> None:
-            if told.seq >= 0:
+            if fetched is not None and not fetched.here.done():
+                fetched.here.add_done_callback(first_done)
+            elif told.seq >= 0:
                 turn.ready(begin)
             else:  # cancelled while it waited for a verdict: its number is not known before that
                 group.in_order(lambda: turn.ready(begin))
 
         told.add_done_callback(first_done)
+        if fetched is not None:
+            whole.add_done_callback(fetched.release)
         return whole
 
 
@@ -322,48 +354,28 @@ def mapped(inner: Handle[Any], change: Callable[[Any], Any]) -> Steps:
             except Exception as error:  # noqa: BLE001  of the peer's data: it belongs to the caller
                 outer.set_exception(error)
         else:
-            _copy(last, outer)
+            copy_end(last, outer)
 
     inner.add_done_callback(done)
     return outer
 
 
-def _copy(last: asyncio.Future[Any], whole: Handle[Any]) -> None:
+def copy_end(last: asyncio.Future[Any], whole: Handle[Any]) -> None:
+    """``whole`` ends as its last step did."""
     if last.cancelled():
-        _settle(whole, asyncio.CancelledError())
+        settle(whole, asyncio.CancelledError())
     elif (error := last.exception()) is not None:
-        _settle(whole, error)
+        settle(whole, error)
     elif not whole.done():
         whole.set_result(last.result())
 
 
-def _settle(whole: Handle[Any], error: BaseException) -> None:
+def settle(whole: Handle[Any], error: BaseException) -> None:
+    """``whole`` fails, or is cancelled."""
     if isinstance(error, asyncio.CancelledError):
         whole.cancel()
     elif not whole.done():
         whole.set_exception(error)
-
-
-def _parts(x: Any, size: int) -> tuple[HostArray, list[int]]:
-    """What the root shares out: one flat array, and the rows of each rank."""
-    if not isinstance(x, (list, tuple)):
-        array = adapt(x)
-        row_elements(array.shape)
-        return array, [rows for _, rows in split(array.shape[0], size)]
-    if len(x) != size:
-        raise ConfigError(f"a list of {len(x)} arrays does not serve {size} ranks")
-    parts = [adapt(one) for one in x]
-    first = parts[0]
-    for part in parts:
-        row_elements(part.shape)
-        if part.dtype != first.dtype or part.shape[1:] != first.shape[1:]:
-            raise ConfigError(
-                f"the arrays of a list may differ in their first dimension only, got {first.dtype} {first.shape} "
-                f"and {part.dtype} {part.shape}"
-            )
-    rows = [part.shape[0] for part in parts]
-    flat = np.concatenate([part.flat for part in parts])
-    return HostArray(flat, (sum(rows), *first.shape[1:]), first.kind, False), rows
 
 
 def _record(fields: list[Any], nbytes: int) -> Array:

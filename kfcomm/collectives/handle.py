@@ -6,6 +6,8 @@ import asyncio
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from kfcomm.runtime.operation import Operation
 
 T = TypeVar("T")
@@ -43,3 +45,44 @@ class Handle(asyncio.Future[T]):
         if operation is not None:
             operation.engine.cancel(operation)
         return True
+
+
+def join(handles: Sequence[Handle[Any]], whole: Handle[T], result: Callable[[], T]) -> None:
+    """``whole`` is done when all of them are, with ``result()``.
+
+    If one fails, or ``whole`` is cancelled, the others are given up; the first error is raised once all have ended.
+    """
+    left = len(handles)
+    errors: list[BaseException] = []
+
+    def one_done(done: asyncio.Future[Any]) -> None:
+        nonlocal left
+        left -= 1
+        error = None if done.cancelled() else done.exception()
+        if error is not None:
+            errors.append(error)
+            give_up()
+        if not left and not whole.done():
+            finish()
+
+    def finish() -> None:
+        if errors:
+            whole.set_exception(errors[0])
+        elif any(handle.cancelled() for handle in handles):
+            whole.cancel()
+        else:
+            whole.set_result(result())
+
+    def give_up() -> None:
+        for handle in handles:
+            handle.cancel()
+
+    whole.add_done_callback(lambda done: give_up() if done.cancelled() else None)
+    for handle in handles:
+        handle.add_done_callback(one_done)
+
+
+def looked_at(done: asyncio.Future[Any]) -> None:
+    """No complaint by asyncio that nobody looked at the error."""
+    if not done.cancelled():
+        done.exception()

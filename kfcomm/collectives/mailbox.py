@@ -18,10 +18,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kfcomm.arrays import HostArray, OutArray
+from kfcomm.arrays import HostArray
 from kfcomm.arrays.dtypes import dtype_name, dtype_of
 from kfcomm.arrays.kinds import NUMPY
-from kfcomm.collectives.handle import Handle
+from kfcomm.collectives.handle import Handle, looked_at
+from kfcomm.collectives.on_device.through_host import Out
 from kfcomm.collectives.plans import chunk_elements
 from kfcomm.core import program as programs
 from kfcomm.core.cause import Cause
@@ -50,7 +51,7 @@ class Wanted:
 
     source: int | None
     tag: str
-    out: OutArray | None
+    out: Out | None
     handle: Handle[Message]
     timeout_s: float
     priority: int
@@ -74,6 +75,7 @@ class Mailbox:
         self._wanted: list[Wanted] = []
         self._services: dict[str, Service] = {}
         self._serving: set[asyncio.Task[None]] = set()
+        self._is_closed = False
         engine.loss_listeners.append(self._on_peer_lost)
         engine.receivers.append(self.waiting)
         for source in range(view.size):
@@ -93,7 +95,7 @@ class Mailbox:
         self._engine.refuse(self._pair(source, to), tag, reason)
 
     def recv(
-        self, source: int | None, tag: str, out: OutArray | None, timeout_s: float | None, priority: int = 0
+        self, source: int | None, tag: str, out: Out | None, timeout_s: float | None, priority: int = 0
     ) -> Handle[Message]:
         """The next message of ``source`` (None: of any rank) with this tag."""
         handle: Handle[Message] = Handle(loop=self._engine.loop)
@@ -135,6 +137,7 @@ class Mailbox:
 
     def close(self, reason: str) -> None:
         """Stop serving, and fail every receive that waits."""
+        self._is_closed = True
         for task in self._serving:
             task.cancel()
         for wanted in list(self._wanted):
@@ -158,10 +161,13 @@ class Mailbox:
 
     def _on_early(self, source: int, tag: str) -> None:
         """Something came that was not posted: a message for a service, or for a receive that waits."""
+        if self._is_closed:  # what came before the end is told after it, and nothing can be posted any more
+            return
         service = self._services.get(tag)
         if service is not None:
             while self._engine.router.expected(self._pair(source, self._view.rank).id, tag) is not None:
                 message = self.recv(source, tag, None, None)
+                message.add_done_callback(looked_at)  # the task may be cancelled before it begins to wait
                 task = self._engine.loop.create_task(_served(service, source, message))
                 self._serving.add(task)
                 task.add_done_callback(self._serving.discard)
@@ -288,8 +294,8 @@ def _signature(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Signature:
     return Signature(str(Verb.SEND), dtype_name(dtype), shape, chunk_elements=chunk_elements(dtype))
 
 
-def _shape_of(out: OutArray) -> tuple[int, ...]:
-    return tuple(np.shape(out.original))
+def _shape_of(out: Out) -> tuple[int, ...]:
+    return tuple(out.original.shape) if hasattr(out.original, "shape") else tuple(np.shape(out.original))
 
 
 def _checked(signature: Any) -> tuple[np.dtype[Any], tuple[int, ...], int] | None:

@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from kfcomm.arrays import adapt, adapt_out
+from kfcomm.arrays import HostArray, adapt
 from kfcomm.collectives.blobs import Blobs, check_version
-from kfcomm.collectives.exchange import Exchange, Steps, mapped, packed, unpacked
+from kfcomm.collectives.exchange import Exchange, Steps, copy_end, mapped, packed, settle, unpacked
 from kfcomm.collectives.group import check_name, check_priority, check_timeout
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.mailbox import Mailbox
+from kfcomm.collectives.on_device.through_host import Fetched
+from kfcomm.collectives.turns import Turn
 from kfcomm.errors import CollectiveTimeout, ConfigError
 
 Tag = int | str
@@ -25,7 +27,9 @@ class Messages(Exchange):
     _mailbox: Mailbox
     _blobs: Blobs
 
-    def send(self, x: Any, to: int, tag: Tag = 0, *, timeout: float | None = None, priority: int = 0) -> Handle[None]:
+    def send(
+        self, x: Any, to: int, tag: Tag = 0, *, timeout: float | None = None, priority: int = 0, stream: Any = None
+    ) -> Handle[None]:
         """Send an array to rank ``to``; done when that rank has received it.
 
         Args:
@@ -34,12 +38,13 @@ class Messages(Exchange):
             tag: tells kinds of messages apart; those with one tag arrive in the order of the calls.
             timeout: seconds; None for the communicator's.
             priority: see ``all_reduce``.
+            stream: see ``all_reduce``.
         """
-        return self._send(x, to, _key(tag), timeout, priority)
+        return self._send(x, to, _key(tag), timeout, priority, stream)
 
     def recv(
         self, source: int | None = None, tag: Tag = 0, *, out: Any = None, timeout: float | None = None,
-        priority: int = 0,
+        priority: int = 0, stream: Any = None,
     ) -> Handle[Any]:  # fmt: skip
         """The next message with this tag from rank ``source``, or from any rank.
 
@@ -49,21 +54,23 @@ class Messages(Exchange):
             out: where the message goes.
             timeout: seconds; None for the communicator's.
             priority: of what tells the sender that the message is here; see ``all_reduce``.
+            stream: the caller's, where ``out`` is on a device.
 
         Returns:
             A handle; its result is a NumPy array of the sender's shape and dtype, or ``out``, which must have them
             (else ``CollectiveMismatch`` on both ranks).
         """
         return mapped(
-            self.recv_any(source, tag, out=out, timeout=timeout, priority=priority), lambda message: message[0]
+            self.recv_any(source, tag, out=out, timeout=timeout, priority=priority, stream=stream),
+            lambda message: message[0],
         )
 
     def recv_any(
         self, source: int | None = None, tag: Tag = 0, *, out: Any = None, timeout: float | None = None,
-        priority: int = 0,
+        priority: int = 0, stream: Any = None,
     ) -> Handle[tuple[Any, int]]:  # fmt: skip
         """As ``recv``; the result is ``(array, rank of the sender)``."""
-        return self._recv(source, _key(tag), out, timeout, priority)
+        return self._recv(source, _key(tag), out, timeout, priority, stream)
 
     def send_object(
         self, value: Any, to: int, tag: Tag = 0, *, timeout: float | None = None, priority: int = 0
@@ -123,21 +130,53 @@ class Messages(Exchange):
         everyone = self._all_gather_stacked(np.frombuffer(digest.digest(), np.uint8), name, None, timeout, priority)
         return mapped(everyone, lambda table: bool((table == table[0]).all()))
 
-    def _send(self, x: Any, to: int, key: str, timeout: float | None, priority: int = 0) -> Handle[None]:
+    def _send(
+        self, x: Any, to: int, key: str, timeout: float | None, priority: int = 0, stream: Any = None
+    ) -> Handle[None]:
         self._check_open()
         check_timeout(timeout)
         check_priority(priority)
         to = self._check_other("to", to)
         try:
-            array = adapt(x)
+            array, fetched = self._devices.on_host(x, stream)
         except ConfigError as error:
-            mine = self._group.view.rank
-            self._mailbox.refuse(mine, to, key, f"rank {mine} could not send a message with {key}: {error}")
+            self._refuse_message(to, key, error)
             raise
-        return self._mailbox.send(array, to, key, timeout, priority)
+        after = f"\0to {to} {key}"
+        if fetched is None and not self._group.turns.has(after):
+            return self._mailbox.send(array, to, key, timeout, priority)
+        return self._send_later(array, fetched, to, key, timeout, priority, self._group.turns.next(after))
+
+    def _send_later(
+        self, array: HostArray, fetched: Fetched | None, to: int, key: str, timeout: float | None, priority: int,
+        turn: Turn,
+    ) -> Steps:  # fmt: skip
+        """Send what has to come from a device first, or what follows such a message under its tag."""
+        whole = Steps(loop=self._group.engine.loop)
+
+        def begin() -> None:
+            error = asyncio.CancelledError() if whole.cancelled() else fetched and fetched.here.exception()
+            if error:
+                self._refuse_message(to, key, error)
+                settle(whole, error)
+                return
+            whole.step = self._mailbox.send(array, to, key, timeout, priority)
+            whole.step.add_done_callback(lambda last: copy_end(last, whole))
+
+        if fetched is None:
+            turn.ready(begin)
+        else:
+            fetched.here.add_done_callback(lambda _: turn.ready(begin))
+            whole.add_done_callback(fetched.release)
+        return whole
+
+    def _refuse_message(self, to: int, key: str, error: BaseException) -> None:
+        mine = self._group.view.rank
+        why = str(error) or type(error).__name__
+        self._mailbox.refuse(mine, to, key, f"rank {mine} could not send a message with {key}: {why}")
 
     def _recv(
-        self, source: int | None, key: str, out: Any, timeout: float | None, priority: int = 0
+        self, source: int | None, key: str, out: Any, timeout: float | None, priority: int = 0, stream: Any = None
     ) -> Handle[tuple[Any, int]]:
         self._check_open()
         check_timeout(timeout)
@@ -146,8 +185,8 @@ class Messages(Exchange):
             source = self._check_other("source", source)
         target = None
         if out is not None:
-            like = adapt(out)
-            target = adapt_out(out, like.shape, like.dtype)
+            like = self._devices.read(out, stream)
+            target = self._devices.out_of_host(out, like.shape, like.dtype, stream)
         return self._mailbox.recv(source, key, target, timeout, priority)
 
     def _check_other(self, what: str, rank: Any) -> int:

@@ -7,8 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kfcomm.arrays import adapt
-from kfcomm.collectives.group import Group
+from kfcomm.collectives.group import Group, check_name
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.messages import Messages
 from kfcomm.runtime.meter import Meter
@@ -43,7 +42,7 @@ class Monitored(Messages):
 
     def monitored_all_reduce(
         self, x: Any, name: str | None = None, *, op: Op | str = Op.SUM, out: Any = None,
-        timeout: float | None = None, priority: int = 0, wire_dtype: str | None = None,
+        timeout: float | None = None, priority: int = 0, wire_dtype: str | None = None, stream: Any = None,
     ) -> Handle[Any]:  # fmt: skip
         """The same as ``all_reduce``, whose calls it meets on other ranks; its throughput on this rank is recorded.
 
@@ -55,19 +54,25 @@ class Monitored(Messages):
         meter = group.engine.meter
         if meter is None:
             return self.all_reduce(
-                x, name, op=op, out=out, timeout=timeout, priority=priority, wire_dtype=wire_dtype
-            )  # fmt: skip
+                x, name, op=op, out=out, timeout=timeout, priority=priority, wire_dtype=wire_dtype, stream=stream
+            )
         handle: Timed[Any] = Timed(loop=group.engine.loop)
         if type(x) is np.ndarray:
             nbytes = x.nbytes
         else:
-            with self._checks(name, timeout, priority):
-                x = adapt(x)
+            self._check_open()
+            check_name(name)
+            try:
+                with self._checks(name, timeout, priority):
+                    x = self._devices.read(x, stream)
+            except Exception:
+                self._devices.refused(name)
+                raise
             nbytes = x.flat.nbytes
         handle.watch(meter, nbytes)
         group.in_order(lambda: handle.begin(group))
-        if type(x) is np.ndarray and wire_dtype is None:
+        if type(x) is np.ndarray and wire_dtype is None and stream is None:
             again = self._again(x, name, op, out, timeout, priority, handle)
             if again is not None:
                 return again
-        return self._all_reduce(x, name, op, out, timeout, priority, wire_dtype, handle)
+        return self._all_reduce(x, name, op, out, timeout, priority, wire_dtype, handle, stream)

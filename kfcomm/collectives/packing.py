@@ -16,8 +16,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kfcomm.arrays import HostArray
+from kfcomm.arrays.on_device import DeviceArray
 from kfcomm.collectives.group import Group
-from kfcomm.collectives.handle import Handle
+from kfcomm.collectives.handle import Handle, join
 from kfcomm.collectives.plans import Plan, Plans
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -76,7 +77,7 @@ def units_of(names: Sequence[str], arrays: Sequence[HostArray]) -> list[Unit]:
     return [*(Unit(tuple(small[dtype][0]), tuple(small[dtype][1])) for dtype in dtypes), *large]
 
 
-def digest_of(names: Sequence[str], arrays: Sequence[HostArray]) -> tuple[int, bytes]:
+def digest_of(names: Sequence[str], arrays: Sequence[HostArray | DeviceArray]) -> tuple[int, bytes]:
     """What all ranks must agree on besides dtypes: how many arrays, and a digest of their names and shapes."""
     digest = hashlib.blake2b("\0".join(names).encode(), digest_size=8)
     digest.update(repr([array.shape for array in arrays]).encode())
@@ -115,39 +116,11 @@ def post_units(
             handle.cancel()
         whole.set_exception(error)
         return
-    _join(units, handles, whole, order)
 
+    def results() -> dict[str, Any]:
+        found: dict[str, Any] = dict.fromkeys(order)
+        for unit, handle in zip(units, handles, strict=True):
+            found.update(unit.results(handle.result()))
+        return found
 
-def _join(
-    units: Sequence[Unit], handles: Sequence[Handle[Any]], whole: Handle[dict[str, Any]], order: Mapping[str, Any]
-) -> None:
-    left = len(handles)
-    errors: list[BaseException] = []
-
-    def one_done(done: Any) -> None:
-        nonlocal left
-        left -= 1
-        if not done.cancelled() and done.exception() is not None:
-            errors.append(done.exception())
-            give_up()
-        if not left and not whole.done():
-            finish()
-
-    def finish() -> None:
-        if errors:
-            whole.set_exception(errors[0])
-        elif any(handle.cancelled() for handle in handles):
-            whole.cancel()
-        else:
-            results: dict[str, Any] = dict.fromkeys(order)
-            for unit, handle in zip(units, handles, strict=True):
-                results.update(unit.results(handle.result()))
-            whole.set_result(results)
-
-    def give_up() -> None:
-        for handle in handles:
-            handle.cancel()
-
-    whole.add_done_callback(lambda done: give_up() if done.cancelled() else None)
-    for handle in handles:
-        handle.add_done_callback(one_done)
+    join(handles, whole, results)

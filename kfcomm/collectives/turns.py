@@ -41,6 +41,10 @@ class Turns:
     def __len__(self) -> int:
         return len(self._queues)
 
+    def has(self, key: str) -> bool:
+        """Whether something has yet to begin under this key."""
+        return key in self._queues
+
     def next(self, key: str) -> Turn:
         """The next turn of this key."""
         turn = Turn(self, key)

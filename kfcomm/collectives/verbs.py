@@ -25,12 +25,14 @@ from kfcomm.collectives.group import (
     check_timeout,
 )
 from kfcomm.collectives.handle import Handle
+from kfcomm.collectives.on_device.through_host import Out
+from kfcomm.collectives.on_device.verbs import DeviceVerbs, order_of
 from kfcomm.collectives.packing import Unit, many_key, post_units
 from kfcomm.collectives.plans import Plan, Planner, Plans, row_elements
 from kfcomm.core.chunk import split
 from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.reduce import kernel, wire_dtype_of
-from kfcomm.types import Op
+from kfcomm.types import Op, Verb
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 Shape: TypeAlias = tuple[int, ...]
@@ -73,16 +75,17 @@ class Checks:
 
 
 class Verbs:
-    """The collectives of one group. ``_group`` and ``_check_open`` come from the communicator."""
+    """The collectives of one group. ``_group``, ``_devices`` and ``_check_open`` come from the communicator."""
 
     _group: Group
+    _devices: DeviceVerbs
 
     def _check_open(self) -> None:
         raise AssertionError  # the communicator says whether it is open
 
     def all_reduce(
         self, x: Any, name: str | None = None, *, op: Op | str = Op.SUM, out: Any = None,
-        timeout: float | None = None, priority: int = 0, wire_dtype: str | None = None,
+        timeout: float | None = None, priority: int = 0, wire_dtype: str | None = None, stream: Any = None,
     ) -> Handle[Any]:  # fmt: skip
         """Every rank gets ``x[0] ∘ x[1] ∘ ...``, element by element; the same bits on every rank.
 
@@ -101,10 +104,13 @@ class Verbs:
                 products are accumulated in float32, and every rank gets the same bits, rounded. With n ranks and
                 u = 2**-11 for float16, 2**-8 for bfloat16, a sum is wrong by at most about
                 (n + 1)·u·(abs(x[0]) + abs(x[1]) + ...), less where sums go through fewer ranks; beyond 65504 float16
-                is infinite. See "Send fewer bytes".
+                is infinite. See "Send fewer bytes". For arrays in host memory.
+            stream: for arrays in the memory of a device, the caller's stream there: what was put on it before this call
+                is done before ``x`` is read. None: the one on which the calling thread works now. See "GPUs".
 
         Returns:
-            A handle whose result has the shape and dtype of ``x``.
+            A handle whose result has the shape and dtype of ``x``. On a device it is done when the result is ready on
+            the caller's stream, for which the host has not waited.
 
         Raises:
             ConfigError: the arguments cannot work (also for the other ranks' calls: ``CollectiveAborted``).
@@ -112,15 +118,15 @@ class Verbs:
 
         Cost: with n ranks and S bytes, ring: 2(n-1) steps, 2(n-1)/n·S bytes per rank; see "Algorithms".
         """
-        if type(x) is np.ndarray and wire_dtype is None:
+        if type(x) is np.ndarray and wire_dtype is None and stream is None:
             handle = self._again(x, name, op, out, timeout, priority)
             if handle is not None:
                 return handle
-        return self._all_reduce(x, name, op, out, timeout, priority, wire_dtype)
+        return self._all_reduce(x, name, op, out, timeout, priority, wire_dtype, stream=stream)
 
     def all_reduce_many(
         self, arrays: Mapping[str, Any], *, op: Op | str = Op.SUM, timeout: float | None = None, priority: int = 0,
-        wire_dtype: str | None = None,
+        wire_dtype: str | None = None, stream: Any = None,
     ) -> Handle[dict[str, Any]]:  # fmt: skip
         """``all_reduce`` of every value of a mapping in few collectives: small arrays travel together.
 
@@ -146,6 +152,8 @@ class Verbs:
             check_name(name)
         names = sorted(arrays)
         self._check_open()
+        if any(self._devices.takes(x, stream) for x in arrays.values()):
+            return self._many_on_device(names, arrays, op, timeout, priority, wire_dtype, stream)
         with Checks(group, many_key(names), 1, None):
             check_timeout(timeout)
             check_priority(priority)
@@ -167,14 +175,35 @@ class Verbs:
         group.in_order(begin)
         return whole
 
+    def _many_on_device(
+        self, names: list[str], arrays: Mapping[str, Any], op: Op | str, timeout: float | None, priority: int,
+        wire_dtype: str | None, stream: Any,
+    ) -> Handle[dict[str, Any]]:  # fmt: skip
+        devices = self._devices
+        try:
+            with Checks(self._group, many_key(names), 1, None):
+                check_timeout(timeout)
+                check_priority(priority)
+                devices.check(wire_dtype)
+                read = {name: devices.read(arrays[name], stream) for name in names}
+                chosen = {one.dtype: _checked_op(op, one.dtype) for one in read.values()}
+                return devices.many(read, list(arrays), chosen, timeout, priority)
+        except Exception:
+            devices.refused(many_key(names))
+            raise
+
     def reduce(
         self, x: Any, root: int = 0, name: str | None = None, *, op: Op | str = Op.SUM, out: Any = None,
-        timeout: float | None = None, priority: int = 0, wire_dtype: str | None = None,
+        timeout: float | None = None, priority: int = 0, wire_dtype: str | None = None, stream: Any = None,
     ) -> Handle[Any]:  # fmt: skip
         """Rank ``root`` gets what ``all_reduce`` would give; the others get None. See ``all_reduce``.
 
         With a ``wire_dtype`` the result, which does not travel, is not rounded to it.
         """
+        if self._devices.takes(x, stream):
+            return self._on_device(
+                Verb.REDUCE, x, name, out, timeout, priority, stream, op=op, root=root, wire_dtype=wire_dtype
+            )
         with self._checks(name, timeout, priority):
             root = self._check_rank("root", root)
             array = adapt(x)
@@ -188,7 +217,7 @@ class Verbs:
 
     def broadcast(
         self, x: Any, root: int = 0, name: str | None = None, *, out: Any = None, timeout: float | None = None,
-        priority: int = 0, wire_dtype: str | None = None,
+        priority: int = 0, wire_dtype: str | None = None, stream: Any = None,
     ) -> Handle[Any]:  # fmt: skip
         """Every rank gets the ``x`` of rank ``root``.
 
@@ -201,7 +230,18 @@ class Verbs:
             priority: see ``all_reduce``.
             wire_dtype: as in ``all_reduce``: every rank, the root included, gets each number rounded once, wrong by at
                 most abs(x)·u.
+            stream: see ``all_reduce``.
         """
+        if self._devices.takes(x, stream):
+            return self._on_device(
+                Verb.BROADCAST, x, name, out, timeout, priority, stream, root=root, wire_dtype=wire_dtype
+            )
+        return self._broadcast(x, root, name, out, timeout, priority, wire_dtype)
+
+    def _broadcast(
+        self, x: Any, root: int, name: str | None, out: Any, timeout: float | None, priority: int,
+        wire_dtype: str | None = None,
+    ) -> Handle[Any]:  # fmt: skip
         with self._checks(name, timeout, priority):
             root = self._check_rank("root", root)
             array = adapt(x)
@@ -240,13 +280,17 @@ class Verbs:
 
     def reduce_scatter(
         self, x: Any, name: str | None = None, *, op: Op | str = Op.SUM, out: Any = None,
-        timeout: float | None = None, priority: int = 0, wire_dtype: str | None = None,
+        timeout: float | None = None, priority: int = 0, wire_dtype: str | None = None, stream: Any = None,
     ) -> Handle[Any]:  # fmt: skip
         """Rank r gets the r-th of ``size`` parts, along the first axis, of what ``all_reduce`` would give.
 
         Parts are as even as possible: the first ``len(x) % size`` are one row longer. See ``all_reduce``; with a
         ``wire_dtype`` the results, which do not travel, are not rounded to it.
         """
+        if self._devices.takes(x, stream):
+            return self._on_device(
+                Verb.REDUCE_SCATTER, x, name, out, timeout, priority, stream, op=op, wire_dtype=wire_dtype
+            )
         with self._checks(name, timeout, priority):
             array = adapt(x)
             op = _checked_op(op, array.dtype)
@@ -265,11 +309,7 @@ class Verbs:
             array = adapt(x)
             size = self._group.view.size
             row_elements(array.shape)
-            if array.shape[0] % size:
-                raise ConfigError(
-                    f"all_to_all shares {array.shape[0]} rows among {size} ranks: "
-                    "give a multiple, or a list of arrays, one for each rank"
-                )
+            _check_shares(array.shape, size)
             target = None if out is None else adapt_out(out, array.shape, array.dtype)
         rows = ((array.shape[0] // size,) * size,) * size
 
@@ -285,6 +325,27 @@ class Verbs:
         return self._begin(name, None, (), None, timeout, priority, (Plans.barrier, name or UNNAMED))
 
     # ---------------------------------------------------------------- shared by the verbs
+
+    def _on_device(
+        self, verb: Verb, x: Any, name: str | None, out: Any, timeout: float | None, priority: int, stream: Any, *,
+        op: Op | str | None = None, root: Any = None, wire_dtype: str | None = None, handle: Handle[Any] | None = None,
+    ) -> Handle[Any]:  # fmt: skip
+        """A verb on device memory, of which every rank knows the shape of the result by itself."""
+        devices = self._devices
+        self._check_open()
+        check_name(name)  # until here nothing has a number that others could wait for
+        try:
+            with self._checks(name, timeout, priority):
+                devices.check(wire_dtype)
+                root = -1 if root is None else self._check_rank("root", root)
+                array = devices.read(x, stream)
+                chosen = None if op is None else _checked_op(op, array.dtype)
+                shape = _result_shape(verb, array.shape, self._group.view.rank, self._group.view.size, root)
+                order = order_of(verb, name, array, chosen, root)
+                return devices.one(order, array, shape, out, timeout, priority, handle)
+        except Exception:
+            devices.refused(name)
+            raise
 
     def _checks(
         self, name: str | None, timeout_s: float | None = None, priority: int = 0, *, steps: int = 1,
@@ -311,9 +372,13 @@ class Verbs:
 
     def _all_reduce(
         self, x: Any, name: str | None, op: Op | str, out: Any, timeout: float | None, priority: int,
-        wire_dtype: str | None, handle: Handle[Any] | None = None,
+        wire_dtype: str | None, handle: Handle[Any] | None = None, stream: Any = None,
     ) -> Handle[Any]:  # fmt: skip
         """Any all_reduce, with ``handle`` for its handle if it is given."""
+        if self._devices.takes(x, stream):
+            return self._on_device(
+                Verb.ALL_REDUCE, x, name, out, timeout, priority, stream, op=op, wire_dtype=wire_dtype, handle=handle
+            )
         with self._checks(name, timeout, priority):
             array = adapt(x)
             op = _checked_op(op, array.dtype)
@@ -334,6 +399,8 @@ class Verbs:
         """
         group = self._group
         if group.waits or timeout is not None or type(priority) is not int or type(op) not in (str, Op):
+            return None
+        if self._devices.mixed:
             return None
         self._check_open()
         check_name(name)
@@ -359,7 +426,7 @@ class Verbs:
         return handle
 
     def _begin(
-        self, name: str | None, array: HostArray | None, shape: Shape, target: OutArray | None,
+        self, name: str | None, array: HostArray | None, shape: Shape, target: Out | None,
         timeout: float | None, priority: int, plan: MakePlan, *, in_place: bool = False, later: Later | None = None,
         handle: Handle[Any] | None = None,
     ) -> Handle[Any]:  # fmt: skip
@@ -407,6 +474,30 @@ def _can_take(out: Any, x: Array) -> bool:
     return bool(out.flags.c_contiguous and out.flags.writeable and not np.may_share_memory(out, x))
 
 
+def _check_shares(shape: Shape, size: int) -> None:
+    """Refuse what cannot be shared out evenly."""
+    row_elements(shape)
+    if shape[0] % size:
+        raise ConfigError(
+            f"all_to_all shares {shape[0]} rows among {size} ranks: "
+            "give a multiple, or a list of arrays, one for each rank"
+        )
+
+
+def _result_shape(verb: Verb, shape: Shape, rank: int, size: int, root: int) -> Shape | None:
+    """What this rank gets of an array of this shape; None if it gets nothing."""
+    if verb in (Verb.REDUCE, Verb.GATHER) and rank != root:
+        return None
+    if verb in (Verb.GATHER, Verb.ALL_GATHER):
+        return (size, *shape)
+    if verb is Verb.REDUCE_SCATTER:
+        row_elements(shape)
+        return (split(shape[0], size)[rank][1], *shape[1:])
+    if verb is Verb.ALL_TO_ALL:
+        _check_shares(shape, size)
+    return shape
+
+
 def _checked_op(op: Op | str, dtype: np.dtype[Any]) -> Op:
     """The op, if it has a meaning for this dtype."""
     if not isinstance(op, str):
@@ -416,7 +507,7 @@ def _checked_op(op: Op | str, dtype: np.dtype[Any]) -> Op:
 
 def _start(
     group: Group, handle: Handle[Any], name: str | None, array: HostArray | None, shape: Shape,
-    target: OutArray | None, timeout: float | None, priority: int, plan: MakePlan, in_place: bool, later: Later | None,
+    target: Out | None, timeout: float | None, priority: int, plan: MakePlan, in_place: bool, later: Later | None,
 ) -> None:  # fmt: skip
     """Post what ``_begin`` was asked to."""
     if later is None:
@@ -437,7 +528,7 @@ def _start(
 
 
 def _room(
-    plan: Plan, array: HostArray | None, shape: Shape, target: OutArray | None, in_place: bool
+    plan: Plan, array: HostArray | None, shape: Shape, target: Out | None, in_place: bool
 ) -> tuple[Array | None, Any, Callable[[Any], Any] | None]:
     """Memory for the result, and what the caller gets: see ``Operation`` for ``value`` and ``outcome``."""
     if plan.result_count < 0 or array is None:
@@ -450,9 +541,13 @@ def _room(
     if overlaps(flat, array.flat) or (not in_place and same_memory(flat, array.flat)):
         scratch = np.empty(plan.result_count, plan.dtype)
 
-        def copied(target: OutArray) -> Any:
+        def copied(target: Out) -> Any:
             np.copyto(flat, scratch)
             return target.finish()
 
         return scratch, target, copied
-    return flat, target, OutArray.finish
+    return flat, target, _finish
+
+
+def _finish(target: Out) -> Any:
+    return target.finish()

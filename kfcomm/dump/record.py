@@ -9,6 +9,8 @@ Fields of a record (ranks are those of the world):
 - ``activity``: what it did last, in words. ``loop_blocked_s``: for how long its event loop has not had a turn.
 - ``lost``: ranks that are gone, and why. ``links``: open links, in words.
 - ``groups``: name and members of each group, by id.
+- ``device``: what the others know of its device. ``routes``: the way of device memory in each group, and why, by id of
+  the group; empty in a world without devices.
 - ``waiting``: collectives in flight. ``receiving``: receives whose message has not shown up yet.
 - ``uses``: how often each name was used, by group id; the newest ``MAX_USES`` names.
 - ``events``: the last things that happened, oldest first. ``threads``, ``tasks``: where the program is.
@@ -19,6 +21,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from dataclasses import asdict
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +55,8 @@ def record_of(session: Session) -> dict[str, Any]:
             group_id.hex(): {"name": name, "members": list(members)}
             for group_id, (name, members) in steady(lambda: dict(session.groups)).items()
         },
+        "device": asdict(session.devices.reports[session.rank]),
+        "routes": _routes(session),
         "waiting": [_waiting(operation) for operation in steady(engine.in_flight)],
         "receiving": [one for waits in steady(lambda: list(engine.receivers)) for one in steady(waits)],
         "uses": _uses(steady(engine.router.uses)),
@@ -59,6 +64,12 @@ def record_of(session: Session) -> dict[str, Any]:
         "threads": steady(threads),
         "tasks": steady(lambda: tasks(engine.loop)),
     }
+
+
+def _routes(session: Session) -> dict[str, str]:
+    groups = steady(lambda: dict(session.groups))
+    found = {group_id.hex(): session.route_of(members) for group_id, (_, members) in groups.items()}
+    return {group_id: str(choice) for group_id, choice in found.items() if choice is not None}
 
 
 def _waiting(operation: Operation) -> dict[str, Any]:

@@ -9,6 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 
+from kfcomm.accelerator import look
+from kfcomm.devices import DeviceReport
+from kfcomm.devices.words import backend_in_words, driver_version
 from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.rendezvous.identity import host_id, versions
 from kfcomm.rendezvous.interfaces import choose_address, interfaces
@@ -30,14 +33,17 @@ def explain(environ: Mapping[str, str]) -> tuple[str, int]:
         shown = [_section("world", [("error", str(error))]), _section("interfaces", _interfaces(None)), *fixed]
         return "\n".join(shown), 2
     address, why = _address(settings)
+    device, refused = _look(settings)
     shown = [
         _section("world", _world(settings)),
         _section("found", [("", reason) for reason in settings.reasons]),
-        _section("settings", [*_settings(settings), ("address", f"{address or 'none'} ({why})")]),
+        _section("settings", [*_settings(settings, device), ("address", f"{address or 'none'} ({why})")]),
+        _section("device", _device(device, refused)),
         _section("interfaces", _interfaces(address)),
         *fixed,
     ]
     works = address is not None and (settings.transport != "shm" or why_unsupported() is None)
+    works = works and refused is None and (settings.transport != "nccl" or bool(device.backend))
     return "\n".join(shown), 0 if works else 2
 
 
@@ -65,10 +71,11 @@ def _store(settings: Settings) -> str:
     return f"{settings.store} (served by {'rank 0' if settings.serve else 'the launcher'})"
 
 
-def _settings(settings: Settings) -> list[Row]:
+def _settings(settings: Settings, device: DeviceReport) -> list[Row]:
     return [
         ("strategy", settings.strategy),
-        ("transport", _transport(settings.transport)),
+        ("transport", _transport(settings.transport, device)),
+        ("device", settings.device),
         ("timeout", f"{settings.timeout_s:g} s"),
         ("stall after", f"{settings.stall_after_s:g} s"),
         ("interface", settings.interface or "by the route to the store"),
@@ -79,13 +86,42 @@ def _settings(settings: Settings) -> list[Row]:
     ]
 
 
-def _transport(asked: str) -> str:
+def _transport(asked: str, device: DeviceReport) -> str:
     """What was asked for, and what that means here. A peer that cannot share memory gets Unix sockets all the same."""
     unsupported = why_unsupported()
-    if asked == "auto":
+    if asked in ("auto", "nccl"):
         within = "shared memory" if unsupported is None else f"Unix sockets ({unsupported})"
-        return f"auto: {within} within a host, TCP between hosts"
+        links = f"{within} within a host, TCP between hosts"
+        if asked == "nccl":
+            works = "NCCL for device memory" if device.backend else f"cannot work ({device.lack}); use auto"
+            return f"nccl: {works}; for host memory {links}"
+        return f"auto: {links}"
     return asked if asked != "shm" or unsupported is None else f"shm: cannot work ({unsupported}); use auto"
+
+
+def _look(settings: Settings) -> tuple[DeviceReport, str | None]:
+    """What this process would tell the others of its device, and why it would not start, if so."""
+    try:
+        own = look(settings)
+    except ConfigError as error:
+        return DeviceReport(lack=str(error)), str(error)
+    if own.device is not None:
+        own.device.close()
+    return own.report, None
+
+
+def _device(report: DeviceReport, refused: str | None) -> list[Row]:
+    """The device, its driver, what runs collectives on it, and what is lacking."""
+    rows = [("device", f"{report.kind}: {report.model} ({report.uuid})" if report.kind else "none")]
+    if report.kind:
+        rows.append(("driver", f"for CUDA up to {driver_version(report.driver)}"))
+    if report.backend:
+        rows.append(("backend", backend_in_words(report.backend, report.backend_version)))
+    if refused is not None:
+        rows.append(("error", refused))
+    elif report.lack:
+        rows.append(("lacks", report.lack))
+    return rows
 
 
 def _address(settings: Settings) -> tuple[str | None, str]:

@@ -11,17 +11,22 @@ import hashlib
 import ipaddress
 import os
 import socket
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import msgpack
 
 from kfcomm.core.frame import PROTOCOL_VERSION
+from kfcomm.devices.base import DeviceReport
 from kfcomm.errors import RemoteProtocolError
+from kfcomm.rendezvous.settings import TRANSPORTS
 from kfcomm.version import __version__
 
 MAX_RANKS = 1 << 16
-MAX_WIRE_NBYTES = 4096
+MAX_WIRE_NBYTES = 8192
+_REPORT_LENGTHS = {"kind": 16, "uuid": 64, "model": 128, "backend": 16, "lack": 400}
+"""Most characters of each text in a `DeviceReport`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,8 @@ class PeerInfo:
         pid: for messages only.
         num_cpus: processors of its host; 0 if that is not known.
         versions: version of kfcomm, number of the protocol.
+        transport: what it was told of transports: device memory goes the way on which all agree.
+        device: its device, or why it has none.
     """
 
     rank: int
@@ -51,10 +58,18 @@ class PeerInfo:
     pid: int
     num_cpus: int
     versions: tuple[str, int]
+    transport: str
+    device: DeviceReport
 
     @classmethod
-    def here(cls, *, rank: int, address: str, port: int, unix: str | None = None) -> PeerInfo:
-        """This process as ``rank``, listening at ``address`` and ``port`` (and ``unix``)."""
+    def here(
+        cls, *, rank: int, address: str, port: int, unix: str | None = None, transport: str = "auto",
+        device: DeviceReport | None = None,
+    ) -> PeerInfo:  # fmt: skip
+        """This process as ``rank``, listening at ``address`` and ``port`` (and ``unix``).
+
+        What a library says of the device is made fit for messages: printable, and of bounded length.
+        """
         return cls(
             rank=rank,
             uid=process_uid(rank),
@@ -66,6 +81,8 @@ class PeerInfo:
             pid=os.getpid(),
             num_cpus=os.cpu_count() or 0,
             versions=versions(),
+            transport=transport,
+            device=_presentable(device or DeviceReport()),
         )
 
     def describe(self) -> str:
@@ -91,9 +108,14 @@ class PeerInfo:
         except (ValueError, msgpack.UnpackException) as error:
             raise RemoteProtocolError(f"a peer's description is not msgpack: {error}") from error
         if not isinstance(values, tuple) or len(values) != len(fields(cls)):
-            raise RemoteProtocolError(f"a peer's description needs {len(fields(cls))} fields")
+            # the number of fields has changed with the protocol
+            raise RemoteProtocolError(
+                f"a peer's description needs {len(fields(cls))} fields, as of protocol {PROTOCOL_VERSION}; "
+                "do all ranks run the same version of kfcomm?"
+            )
         _check(*values)
-        return cls(*values)
+        checked = (*values[:-1], DeviceReport(*values[-1]))
+        return cls(*checked)
 
 
 def _check(
@@ -107,6 +129,8 @@ def _check(
     pid: object,
     num_cpus: object,
     versions: object,
+    transport: object,
+    device: object,
 ) -> None:
     """Check the fields of a `PeerInfo`, in their order."""
     _check_integer("rank", rank, 0, MAX_RANKS - 1)
@@ -123,6 +147,34 @@ def _check(
         raise RemoteProtocolError("versions of a peer must be a version and a protocol number")
     _check_text("version", versions[0], 64)
     _check_integer("protocol", versions[1], 0, 2**31 - 1)
+    if transport not in TRANSPORTS:
+        raise RemoteProtocolError(f"transport of a peer must be one of {', '.join(TRANSPORTS)}")
+    _check_device(device)
+
+
+def _check_device(values: object) -> None:
+    """Check the fields of a `DeviceReport`, in their order, and that those without a device are empty."""
+    if not isinstance(values, tuple) or len(values) != len(fields(DeviceReport)):
+        raise RemoteProtocolError(f"device of a peer needs {len(fields(DeviceReport))} fields")
+    given = dict(zip((field.name for field in fields(DeviceReport)), values, strict=True))
+    for name, value in given.items():
+        if name in _REPORT_LENGTHS:
+            _check_text(f"device's {name}", value, _REPORT_LENGTHS[name], least=0)
+        else:
+            _check_integer(f"device's {name}", value, 0, 2**31 - 1)
+    if bool(given["kind"]) != bool(given["uuid"]) or (given["backend"] and not given["kind"]):
+        raise RemoteProtocolError("device of a peer needs a kind and a uuid, and without them has no backend")
+
+
+def _presentable(report: DeviceReport) -> DeviceReport:
+    """The same report with texts that peers accept."""
+
+    def printable(text: str, limit: int) -> str:
+        plain = " ".join("".join(sign if sign.isprintable() else " " for sign in text).split())
+        return plain if len(plain) <= limit else plain[: limit - 1] + "…"
+
+    texts: dict[str, Any] = {name: printable(getattr(report, name), limit) for name, limit in _REPORT_LENGTHS.items()}
+    return replace(report, **texts)
 
 
 def _check_integer(name: str, value: object, low: int, high: int) -> None:
@@ -130,9 +182,9 @@ def _check_integer(name: str, value: object, low: int, high: int) -> None:
         raise RemoteProtocolError(f"{name} of a peer must be an integer from {low} to {high}")
 
 
-def _check_text(name: str, value: object, limit: int) -> str:
-    if not isinstance(value, str) or not 1 <= len(value) <= limit or not value.isprintable():
-        raise RemoteProtocolError(f"{name} of a peer must be 1 to {limit} printable characters")
+def _check_text(name: str, value: object, limit: int, least: int = 1) -> str:
+    if not isinstance(value, str) or not least <= len(value) <= limit or not value.isprintable():
+        raise RemoteProtocolError(f"{name} of a peer must be {least} to {limit} printable characters")
     return value
 
 

@@ -19,7 +19,10 @@ from kfcomm.rendezvous.interfaces import LOOPBACK, is_loopback
 from kfcomm.rendezvous.token import HOW_TO_SET, given_token, user_token
 from kfcomm.rendezvous.worlds import FINDERS, Source, World
 
-TRANSPORTS = ("auto", "tcp", "unix", "shm")
+LINKS = ("auto", "tcp", "unix", "shm")
+TRANSPORTS = (*LINKS, "nccl")
+MAX_DIGITS = 4
+"""Of the number of a device."""
 
 
 class Arguments(TypedDict, total=False):
@@ -34,6 +37,7 @@ class Arguments(TypedDict, total=False):
     token: bytes | str | None
     strategy: str | Mapping[str, str] | None
     transport: str | None
+    device: str | None
     timeout: float | None
     stall_after: float | None
     interface: str | None
@@ -56,6 +60,7 @@ class Settings:
         token: the secret of the job; None for a world of one.
         strategy: name of the strategy, or rules by size.
         transport: one of `TRANSPORTS`.
+        device: ``auto``, ``none``, ``cuda`` or ``cuda:N``.
         timeout_s: after this a wait fails.
         stall_after_s: after this a wait is reported.
         interface: name, address or network (CIDR) to listen at; None to go by the route.
@@ -77,6 +82,7 @@ class Settings:
     token: bytes | None = None
     strategy: str = "auto"
     transport: str = "auto"
+    device: str = "auto"
     timeout_s: float = 300.0
     stall_after_s: float = 10.0
     interface: str | None = None
@@ -90,9 +96,14 @@ class Settings:
     job: str | None = None
 
     @property
+    def links(self) -> str:
+        """The kind of links between the ranks, one of `LINKS`: NCCL carries device memory, and leaves links alone."""
+        return "auto" if self.transport == "nccl" else self.transport
+
+    @property
     def may_share_memory(self) -> bool:
         """Whether all ranks are said to be on this host, and nothing forbids them to share memory."""
-        return self.local_size == self.size and self.transport in ("auto", "shm")
+        return self.local_size == self.size and self.links in ("auto", "shm")
 
 
 def detect(environ: Mapping[str, str], **arguments: Unpack[Arguments]) -> Settings:
@@ -127,6 +138,7 @@ def detect(environ: Mapping[str, str], **arguments: Unpack[Arguments]) -> Settin
         token=_find_token(reader, store, reasons),
         strategy=reader.text("strategy", "auto"),
         transport=reader.choice("transport", TRANSPORTS),
+        device=check_device(reader.text("device", "auto"), reader.name("device")),
         timeout_s=reader.seconds("timeout", 300.0),
         stall_after_s=reader.seconds("stall_after", 10.0),
         interface=reader.optional("interface"),
@@ -139,6 +151,21 @@ def detect(environ: Mapping[str, str], **arguments: Unpack[Arguments]) -> Settin
         serve=store is not None and reader.flag("serve", default=True),
         job=environ.get("KFCOMM_JOB") or None,
     )
+
+
+def check_device(choice: str, name: str = "device") -> str:
+    """The choice of a device, if it is one.
+
+    Raises:
+        ConfigError: it is none of ``auto``, ``none``, ``cuda`` and ``cuda:N``.
+    """
+    kind, colon, ordinal = choice.partition(":")
+    if choice in ("auto", "none", "cuda"):
+        return choice
+    # not isdigit alone, which takes digits of other scripts, too
+    if (kind, colon) == ("cuda", ":") and ordinal.isascii() and ordinal.isdigit() and len(ordinal) <= MAX_DIGITS:
+        return f"cuda:{int(ordinal)}"
+    raise ConfigError(f"{name}={choice!r} must be auto, none, cuda, or cuda:N for the N-th device of this host, from 0")
 
 
 def host_and_port(url: str, name: str = "store") -> tuple[str, int]:

@@ -16,6 +16,7 @@ from typing import Any, Self, Unpack
 from kfcomm.collectives.messages import Queue as AsyncQueue
 from kfcomm.communicator import Communicator as Async
 from kfcomm.communicator import init as async_init
+from kfcomm.devices.routes import Choice
 from kfcomm.errors import KfcommError, SessionClosed
 from kfcomm.monitor import Statistics
 from kfcomm.rendezvous.settings import Arguments
@@ -219,7 +220,17 @@ class Communicator(Skin[Async]):
         """The strategy in force in this group."""
         return self._inner.strategy
 
+    @property
+    def route(self) -> Choice | None:
+        """Which way device memory goes in this group, and why; None in a world where no rank has a device."""
+        return self._inner.route
+
     # ---------------------------------------------------------------- diagnosis and the end
+
+    synchronize = blocking(Async.synchronize)
+    """Wait until every collective of device memory is complete."""
+    synchronize_async = begun(Async.synchronize)
+    """Begin to wait for that."""
 
     probe = blocking(Async.probe)
     """Measure latency and bandwidth between every two ranks, in both directions."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 import numpy as np
 
 from kfcomm.arrays import adapt
+from kfcomm.arrays.on_device import OnStream, current_stream, is_on_device
 from kfcomm.collectives.exchange import packed, unpacked
 from kfcomm.errors import KfcommError
 from kfcomm.sync.thread import Handle, IoThread
@@ -49,17 +50,22 @@ class Given:
 
 def _read_array(x: Any) -> Any:
     """An array whose memory is the caller's own needs no reading: the verb takes it as it is."""
-    return x if type(x) is np.ndarray and x.flags.c_contiguous else adapt(x)
+    return x if type(x) is np.ndarray and x.flags.c_contiguous else _read(x)
+
+
+def _read(x: Any) -> Any:
+    """Of an array on a device its stream is read, which depends on the thread."""
+    return OnStream(x, current_stream(x)) if is_on_device(x) else adapt(x)
 
 
 def _read_parts(x: Any) -> Any:
     if x is None:
         return None
-    return [adapt(part) for part in x] if isinstance(x, (list, tuple)) else adapt(x)
+    return [_read(part) for part in x] if isinstance(x, (list, tuple)) else _read(x)
 
 
 def _read_many(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: adapt(x) for name, x in arrays.items()}
+    return {name: _read(x) for name, x in arrays.items()}
 
 
 def _read_object(value: Any) -> Any:

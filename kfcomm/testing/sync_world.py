@@ -7,9 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from kfcomm.devices import Device
 from kfcomm.sync.communicator import Communicator
 from kfcomm.sync.thread import IoThread
 from kfcomm.testing.world import MemoryWorld
+from kfcomm.transports.backend import BackendMaker
 
 T = TypeVar("T")
 
@@ -42,15 +44,19 @@ class SyncWorld(Sequence[Communicator]):
 
 @contextmanager
 def sync_world(
-    size: int, *, hosts: int = 1, strategy: Any = "auto", timeout_s: float = 300.0, stall_after_s: float = 10.0
-) -> Iterator[SyncWorld]:
+    size: int, *, hosts: int = 1, strategy: Any = "auto", timeout_s: float = 300.0, stall_after_s: float = 10.0,
+    devices: Sequence[Device | None] | None = None, maker: BackendMaker | None = None, device_transport: str = "auto",
+) -> Iterator[SyncWorld]:  # fmt: skip
     """A world of ``size`` ranks in this process, on an I/O thread of its own; closed at the end. See ``MemoryWorld``.
 
     Each rank belongs on a thread: a blocking call waits for those of the other ranks. See ``run_threads``.
     """
 
     async def make() -> MemoryWorld:
-        return MemoryWorld(size, hosts=hosts, strategy=strategy, timeout_s=timeout_s, stall_after_s=stall_after_s)
+        return MemoryWorld(
+            size, hosts=hosts, strategy=strategy, timeout_s=timeout_s, stall_after_s=stall_after_s, devices=devices,
+            maker=maker, device_transport=device_transport,
+        )  # fmt: skip
 
     io = IoThread()
     try:

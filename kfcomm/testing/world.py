@@ -14,9 +14,13 @@ from kfcomm.communicator import Communicator
 from kfcomm.control import MemoryHub
 from kfcomm.control.base import ControlEvents, ControlPlane, StatusSource
 from kfcomm.core.handshake import Purpose
+from kfcomm.devices import Device, DeviceReport
+from kfcomm.devices.routes import choose
+from kfcomm.devices.setup import DeviceSetup
 from kfcomm.errors import TransportError
 from kfcomm.session import Session
 from kfcomm.testing.links import InMemory, InSharedMemory, Links
+from kfcomm.transports.backend import BackendMaker
 from kfcomm.transports.base import Link, Waiter
 from kfcomm.transports.shm.hub import Hub
 from kfcomm.types import Layout
@@ -84,6 +88,13 @@ class MemoryWorld(Sequence[Communicator]):
         stall_after_s: after how long a wait is reported, in seconds.
         transport: ``memory``, or ``shm`` for links through shared memory, as processes of one host have them.
         monitor: whether the ranks count and time what they do, for ``Communicator.statistics``.
+        devices: the device of each rank, None for one that has none; closed with the communicators. No rank has one if
+            it is left out.
+        maker: of the backends that run collectives on the devices.
+        device_transport: the setting ``transport``, as far as it concerns the devices.
+
+    Raises:
+        ConfigError: the strategy or the transport of devices cannot work.
     """
 
     def __init__(
@@ -96,12 +107,16 @@ class MemoryWorld(Sequence[Communicator]):
         stall_after_s: float = 10.0,
         transport: Literal["memory", "shm"] = "memory",
         monitor: bool = True,
+        devices: Sequence[Device | None] | None = None,
+        maker: BackendMaker | None = None,
+        device_transport: str = "auto",
     ) -> None:
         loop = asyncio.get_running_loop()
+        layout = Layout.even(size, hosts, os.cpu_count() or 0)
+        setups = _set_up(layout, devices, maker, device_transport)
         self._links: Links = InSharedMemory(loop, size) if transport == "shm" else InMemory(loop)
         self._hub = MemoryHub(size)
         job = secrets.token_hex(8)
-        layout = Layout.even(size, hosts, os.cpu_count() or 0)
         sessions = [
             Session(
                 rank,
@@ -111,6 +126,7 @@ class MemoryWorld(Sequence[Communicator]):
                 timeout_s=timeout_s,
                 stall_after_s=stall_after_s,
                 monitor=monitor,
+                devices=setups[rank],
             )
             for rank in range(size)
         ]
@@ -137,6 +153,19 @@ class MemoryWorld(Sequence[Communicator]):
     async def close(self) -> None:
         """Close every communicator."""
         await asyncio.gather(*(comm.close() for comm in self._comms))
+
+
+def _set_up(
+    layout: Layout, devices: Sequence[Device | None] | None, maker: BackendMaker | None, transport: str
+) -> list[DeviceSetup]:
+    """What each rank knows of the devices, as if it had been told at join."""
+    given = [None] * layout.size if devices is None else devices
+    if len(given) != layout.size:
+        raise ValueError(f"{layout.size} ranks need as many devices, or None, not {len(given)}")
+    nothing = DeviceReport(lack="the test gave it no device")
+    reports = tuple(nothing if device is None else device.report for device in given)
+    choose(reports, layout, transport)
+    return [DeviceSetup(device, reports, None if device is None else maker, transport) for device in given]
 
 
 @asynccontextmanager

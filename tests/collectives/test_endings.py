@@ -374,3 +374,14 @@ async def test_everything_says_that_it_is_closed() -> None:
         ):
             with pytest.raises(SessionClosed):
                 await call(comms[0])
+
+
+@pytest.mark.parametrize("turns_before", range(12))
+@on_loop
+async def test_closed_just_as_a_question_comes(turns_before: int) -> None:
+    async with world(2, quiet=False) as comms:
+        asked = asyncio.ensure_future(comms[0].request("name", 1, timeout=5.0))
+        await turns(turns_before)
+        await comms[1].close()
+        (answer,) = await asyncio.gather(asked, return_exceptions=True)
+        assert isinstance(answer, CollectiveError)

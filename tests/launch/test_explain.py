@@ -1,9 +1,13 @@
 import os
+import sys
 
 import pytest
 
+from kfcomm.devices import DeviceReport
+from kfcomm.errors import ConfigError
 from kfcomm.launch.explain import explain
 from tests.launch.launched import TOKEN, command, environ, finished
+from tests.stubs import StubDevice
 
 
 def test_alone() -> None:
@@ -73,6 +77,73 @@ def test_why_memory_cannot_be_shared_is_told(monkeypatch: pytest.MonkeyPatch) ->
     assert code == 2
     assert row(text, "transport") == f"shm: cannot work ({reason}); use auto"
     assert row(explain({"KFCOMM_TRANSPORT": "tcp"})[0], "transport") == "tcp"
+
+
+def section(text: str, title: str) -> list[str]:
+    """The rows of a section, without their indent."""
+    (found,) = [part for part in text.split("\n\n") if part.split("\n")[0] == title]
+    return [line[2:] for line in found.strip().splitlines()[1:]]
+
+
+def finds(monkeypatch: pytest.MonkeyPatch, report: DeviceReport) -> StubDevice:
+    """The device that is found from now on."""
+    device = StubDevice(report)
+    monkeypatch.setattr(
+        "kfcomm.devices.cuda.find", lambda choice, local_rank: (device if report.kind else None, report)
+    )
+    monkeypatch.setattr("kfcomm.transports.nccl.Nccl", object)
+    return device
+
+
+def test_a_device_is_shown_and_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = finds(monkeypatch, DeviceReport("cuda", "GPU-8f1c", "NVIDIA H100", 13010, "nccl", 23207))
+    text, code = explain({"KFCOMM_TRANSPORT": "nccl", "KFCOMM_DEVICE": "cuda"})
+    assert code == 0
+    assert section(text, "device") == [
+        "device   cuda: NVIDIA H100 (GPU-8f1c)",
+        "driver   for CUDA up to 13.1",
+        "backend  NCCL 2.32.7",
+    ]
+    assert "  device       cuda\n" in text
+    assert row(text, "transport").startswith("nccl: NCCL for device memory; for host memory ")
+    assert len(device.closed_by) == 1
+
+
+def test_what_a_device_lacks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    finds(monkeypatch, DeviceReport("cuda", "GPU-8f1c", "NVIDIA H100", 13010, lack="CuPy has no NCCL"))
+    text, code = explain({})
+    assert code == 0
+    assert section(text, "device")[2:] == ["lacks   CuPy has no NCCL"]
+    text, code = explain({"KFCOMM_TRANSPORT": "nccl"})
+    assert code == 2
+    assert row(text, "transport").startswith("nccl: cannot work (CuPy has no NCCL); use auto; for host memory ")
+
+
+def test_that_there_is_no_device_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    finds(monkeypatch, DeviceReport(lack="no driver"))
+    text, code = explain({})
+    assert (code, section(text, "device")) == (0, ["device  none", "lacks   no driver"])
+    text, code = explain({"KFCOMM_DEVICE": "none"})
+    assert (code, section(text, "device")) == (0, ["device  none", "lacks   device 'none' was asked for"])
+
+
+def test_a_device_that_is_refused_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(choice: str, local_rank: int) -> None:
+        raise ConfigError(f"device is {choice}, but there is no driver")
+
+    monkeypatch.setattr("kfcomm.devices.cuda.find", refuse)
+    text, code = explain({"KFCOMM_DEVICE": "cuda:1"})
+    assert code == 2
+    assert section(text, "device") == ["device  none", "error   device is cuda:1, but there is no driver"]
+
+
+def test_the_option_becomes_the_variable() -> None:
+    program = "import os; print(os.environ.get('KFCOMM_DEVICE'), os.environ.get('KFCOMM_TRANSPORT'))"
+    run = ("run", "-n", "1", "--device", "cuda:01", "--transport", "nccl", sys.executable, "-c", program)
+    assert "cuda:1 nccl" in finished(*run).stdout
+    done = finished("run", "-n", "1", "--device", "gpu", "true")
+    assert done.returncode == 2
+    assert "device='gpu' must be auto, none, cuda, or cuda:N" in " ".join(done.stderr.split())
 
 
 def test_columns_are_aligned() -> None:

@@ -1,21 +1,26 @@
 import subprocess
 import sys
 from dataclasses import astuple, replace
+from typing import Any
 
 import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kfcomm.devices import DeviceReport
 from kfcomm.errors import RemoteProtocolError
-from kfcomm.rendezvous.identity import PeerInfo, host_id, process_uid
+from kfcomm.rendezvous.identity import MAX_WIRE_NBYTES, PeerInfo, host_id, process_uid
 
-ME = PeerInfo.here(rank=3, address="10.0.0.1", port=4711, unix="\0kfcomm-1")
+DEVICE = DeviceReport("cuda", "GPU-8f1c", "NVIDIA H100 80GB HBM3", 13010, "nccl", 23207)
+ME = PeerInfo.here(rank=3, address="10.0.0.1", port=4711, unix="\0kfcomm-1", transport="nccl", device=DEVICE)
 
 
 def test_it_survives_the_wire() -> None:
     assert PeerInfo.from_wire(ME.to_wire()) == ME
     assert PeerInfo.from_wire(replace(ME, unix=None).to_wire()).unix is None
+    for device in (DeviceReport(), DeviceReport(lack="no driver"), replace(DEVICE, backend="", backend_version=0)):
+        assert PeerInfo.from_wire(replace(ME, device=device).to_wire()).device == device
 
 
 @pytest.mark.parametrize(
@@ -42,12 +47,71 @@ def test_it_survives_the_wire() -> None:
         ("versions", "01"),
         ("versions", [1, 1]),
         ("versions", ["0.1", "1"]),
+        ("transport", "pigeon"),
+        ("transport", None),
+        ("transport", ["tcp"]),
+        ("device", None),
+        ("device", []),
+        ("device", "cudacud"),
     ],
 )
 def test_a_field_that_cannot_be_is_refused(field: str, value: object) -> None:
     forged = dict(zip(PeerInfo.__dataclass_fields__, astuple(ME), strict=True)) | {field: value}
     with pytest.raises(RemoteProtocolError, match="protocol" if value == ["0.1", "1"] else field.removesuffix("s")):
         PeerInfo.from_wire(msgpack.packb(list(forged.values())))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("kind", "x" * 17),
+        ("kind", None),
+        ("kind", ""),
+        ("uuid", ""),
+        ("uuid", "\x1b[2J"),
+        ("uuid", "x" * 65),
+        ("model", 7),
+        ("model", "a\nb"),
+        ("driver", -1),
+        ("driver", 1 << 40),
+        ("driver", True),
+        ("driver", "13010"),
+        ("backend", b"nccl"),
+        ("backend_version", 2.28),
+        ("backend_version", None),
+        ("lack", "x" * 401),
+        ("lack", ["no driver"]),
+    ],
+)
+def test_a_device_that_cannot_be_is_refused(field: str, value: Any) -> None:
+    forged = replace(ME, device=replace(DEVICE, **{field: value}))
+    with pytest.raises(RemoteProtocolError, match="device"):
+        PeerInfo.from_wire(forged.to_wire())
+
+
+def test_a_backend_without_a_device_is_refused() -> None:
+    with pytest.raises(RemoteProtocolError, match="has no backend"):
+        PeerInfo.from_wire(replace(ME, device=DeviceReport(backend="nccl")).to_wire())
+
+
+@given(st.builds(DeviceReport, model=st.text(), lack=st.text(max_size=2000)))
+def test_whatever_a_library_says_of_a_device_may_be_told(report: DeviceReport) -> None:
+    me = PeerInfo.here(rank=0, address="::1", port=1, device=report)
+    assert PeerInfo.from_wire(me.to_wire()) == me
+
+
+def test_the_longest_description_fits() -> None:
+    long = "\U0001f600" * 4000
+    report = DeviceReport(long, long, long, 2**31 - 1, long, 2**31 - 1, long)
+    me = PeerInfo.here(rank=0, address="::1", port=1, unix="/" * 107, device=report)
+    sent = replace(me, uid=long[:64], host=long[:128], hostname=long[:255], versions=(long[:64], 1)).to_wire()
+    assert len(sent) <= MAX_WIRE_NBYTES
+    assert PeerInfo.from_wire(sent).device.lack.endswith("…")
+
+
+def test_the_number_of_fields_is_that_of_the_protocol() -> None:
+    with pytest.raises(RemoteProtocolError, match="12 fields, as of protocol 3; do all ranks run the same version"):
+        PeerInfo.from_wire(msgpack.packb(astuple(ME)[:10]))
 
 
 @given(st.binary(max_size=200) | st.lists(st.integers(0, 99) | st.text() | st.none()).map(msgpack.packb))
@@ -58,7 +122,7 @@ def test_garbage_is_refused(data: bytes) -> None:
 
 def test_too_long_is_refused_unread() -> None:
     with pytest.raises(RemoteProtocolError, match="bytes"):
-        PeerInfo.from_wire(ME.to_wire() + b"\0" * 5000)
+        PeerInfo.from_wire(ME.to_wire() + b"\0" * MAX_WIRE_NBYTES)
 
 
 def test_the_same_process_is_known_again_and_another_is_not() -> None:

@@ -1,11 +1,12 @@
 """Detection as a table: an environment, and the place in the world that it gives."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from kfcomm.errors import ConfigError
-from kfcomm.rendezvous.settings import Settings, detect, host_and_port, store_url
+from kfcomm.rendezvous.settings import TRANSPORTS, Settings, detect, host_and_port, store_url
 
 TOKEN = "a token that is long enough"
 STORE = "http://10.0.0.1:29600"
@@ -80,6 +81,34 @@ def place(settings: Settings) -> tuple[str, int, int, int, int]:
 )
 def test_place_in_the_world(environ: dict[str, str], expected: tuple[str, int, int, int, int]) -> None:
     assert place(detect(environ)) == expected
+
+
+@pytest.mark.parametrize("choice", ["auto", "none", "cuda", "cuda:0", "cuda:15"])
+def test_a_device_is_chosen(choice: str) -> None:
+    assert detect({"KFCOMM_DEVICE": choice}).device == choice
+    assert detect({"KFCOMM_DEVICE": "none"}, device=choice).device == choice
+    assert detect({"KFCOMM_DEVICE": ""}).device == "auto"
+
+
+@pytest.mark.parametrize(
+    "choice", ["gpu", "cuda:", "cuda:-1", "cuda:x", "cuda:1.5", "cuda:²", "cuda0", "auto:1", "cuda:99999"]
+)
+def test_what_is_no_device_is_refused(choice: str) -> None:
+    expected = re.escape(f"KFCOMM_DEVICE={choice!r} must be auto, none, cuda, or cuda:N")
+    with pytest.raises(ConfigError, match=expected):
+        detect({"KFCOMM_DEVICE": choice})
+    with pytest.raises(ConfigError, match=r"^device="):
+        detect({}, device=choice)
+    with pytest.raises(ConfigError, match="device=0 must be a text"):
+        detect({}, device=0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_nccl_leaves_the_links_as_they_are(transport: str) -> None:
+    settings = detect({"KFCOMM_TRANSPORT": transport})
+    assert settings.transport == transport
+    assert settings.links == ("auto" if transport == "nccl" else transport)
+    assert settings.may_share_memory == (transport in ("auto", "shm", "nccl"))
 
 
 def test_arguments_come_first() -> None:

@@ -1,0 +1,446 @@
+"""Calls that a backend runs whole on the devices: launched in one order on every rank, whatever order they come in.
+
+The ranks of a group *form* a backend together, when the first call comes, and launch by `core.launch_order`::
+
+    state       what happens                                next        what is said to whom
+    ----------  ------------------------------------------  ----------  ------------------------------------------
+    idle        the leader's first call comes; it makes an  forming     FORM, with the identity, leader to all
+                identity
+    idle        FORM comes, on any other rank               forming
+    forming     all have met (calls are ordered meanwhile)  ready       ORDER: messages of the order, while it is
+                                                                        learned or agreed anew
+    forming,    a call fails that some rank has launched,   ending      FAILED: see ``failures``
+    ready       or the backend does
+    ending      calls that are launched are done, or were   idle        ENDED to the leader, which forms anew when
+                given the time, and the backend is ended                it has that of all, and a call comes
+
+A launch cannot be taken back, and one that some ranks have made and others never will holds up all that follows. So
+with such a call all fail that are not launched, those that are have a moment to complete, and the next begins in a new
+formation. That is expensive; nothing else is: once the order is known, a launch needs no message.
+
+Blocking calls of the backend are made on threads of their own, since they may block for ever if a peer dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from enum import StrEnum
+from functools import partial
+from typing import Any, TypeVar
+
+from kfcomm.collectives.group import Group
+from kfcomm.collectives.mailbox import Mailbox
+from kfcomm.collectives.on_device.calls import Call
+from kfcomm.collectives.on_device.channel import Channel
+from kfcomm.collectives.on_device.failures import Failures, Use, Ways
+from kfcomm.collectives.on_device.launcher import Launcher
+from kfcomm.core.launch_order import ASK, LAUNCH, LEADER, TELL, Effects, LaunchOrder, launch_order
+from kfcomm.core.signature import Signature
+from kfcomm.devices import Device, Mark
+from kfcomm.errors import CollectiveAborted, TransportError
+from kfcomm.transports.backend import BackendMaker, CollectiveBackend
+
+logger = logging.getLogger("kfcomm")
+
+T = TypeVar("T")
+
+FORM, ORDER, FAILED, ENDED = range(4)
+
+MAX_DIGESTS = 4096
+"""Of signatures; of more, all are forgotten."""
+
+GRACE_S = 0.5
+"""How long launched calls have to complete when another has failed: those that every rank has launched will."""
+MEET_S = 5.0
+"""How long a backend that is still being formed is waited for then; what comes of it later is ended at once."""
+LOOK_EVERY_S = 0.25
+DOUBT_S = 1.0
+"""From the first sign of a failure of the backend until it counts: a peer that died is better told by its name."""
+
+
+class State(StrEnum):
+    """See the table above."""
+
+    IDLE = "idle"
+    FORMING = "forming"
+    READY = "ready"
+    ENDING = "ending"
+    CLOSED = "closed"
+
+
+class BackendPath:
+    """The calls of one group on this rank. Everything runs on the engine's loop.
+
+    Args:
+        group: its ranks.
+        device: of this rank.
+        maker: of backends.
+        mailbox: of the group.
+        follows: whether the order is followed once it is known; else the leader tells it each time.
+
+    Attributes:
+        state: see the table above.
+        formation: how many backends the group has had before.
+    """
+
+    def __init__(
+        self, group: Group, device: Device, maker: BackendMaker, mailbox: Mailbox, *, follows: bool = True
+    ) -> None:
+        self.state = State.IDLE
+        self.formation = 0
+        self._group = group
+        self._rank, self._size = group.view.rank, group.view.size
+        self._loop = group.engine.loop
+        self._device = device
+        self._maker = maker
+        self._follows = follows
+        self._channel = Channel(mailbox, group.view, self._loop, self._heard, self._launch_due)
+        self._stream: Any = None
+        self._launcher: Launcher | None = None
+        self._order = self._new_order()
+        self._before: deque[Call] = deque()  # came while there was no formation
+        self._waiting: dict[Call, None] = {}  # in the order, not launched
+        self._due: deque[tuple[Call, int]] = deque()  # of these, whose turn has come, and what others must hear before
+        self._launched: dict[Call, None] = {}
+        self._to_watch: list[Call] = []  # of these, those of whose end nobody has asked to hear
+        self._digests: dict[Signature, str] = {}
+        self._is_ordering = False
+        self._failures = Failures(
+            group, Ways(self._tell_failure, self._tell_failure_to_all, self._forbid, self._break, self._arrive_all)
+        )
+        self._ended: set[int] = set()
+        self._reason = ""
+        self._timers: dict[Callable[..., None], Any] = {}
+        # What is no call here, but of the host's memory, may be one elsewhere.
+        group.engine.mismatch_listeners[group.view.id] = self.never_began
+
+    @property
+    def name(self) -> str:
+        """See ``Path``."""
+        return self._maker.name
+
+    @property
+    def num_messages(self) -> int:
+        """Sent so far by this rank, about the order and about formations."""
+        return self._channel.num_sent
+
+    # ---------------------------------------------------------------- calls
+
+    def begin(self, call: Call) -> None:
+        """See ``Path``."""
+        if self._failures.knows(_use_of(call)):
+            call.failed(CollectiveAborted(f"{call.title} failed on another rank", key=call.key))
+        elif self._is_ordering and not self._failures.hold:
+            self._arrive(call)
+        else:
+            self._before.append(call)
+            self._form_if_wanted()
+
+    def give_up(self, call: Call) -> None:
+        """See ``Path``: what is launched stays, with its memory, until its stream is past it."""
+        if call in self._before:
+            self._before.remove(call)
+        elif call not in self._waiting and call not in self._launched:
+            return  # what failed before has ended it
+        self._failures.failed(_use_of(call), launched=self._forbid(_use_of(call)))
+
+    def never_began(self, key: str, seq: int) -> None:
+        """See ``Path``: others may have begun it."""
+        if self.state is not State.CLOSED:
+            self._failures.failed((key, seq), launched=False)
+
+    def close(self) -> None:
+        """See ``Path``."""
+        self.state = State.CLOSED
+        self._group.engine.mismatch_listeners.pop(self._group.view.id, None)
+        self._channel.close()
+        for timer in self._timers.values():
+            timer.cancel()
+        launcher, self._launcher = self._launcher, None
+        if launcher is not None:
+            launcher.close()
+            _on_thread(launcher.backend.abort if self._launched else launcher.backend.close)
+
+    def _arrive(self, call: Call) -> None:
+        self._waiting[call] = None
+        effects: Effects = []
+        self._order.arrived(self._key_of(call), call, self._loop.time(), effects)
+        self._perform(effects)
+
+    def _perform(self, effects: Effects) -> None:
+        unheard = -1
+        for effect in effects:
+            tag = effect[0]
+            if tag == LAUNCH:
+                self._due.append((effect[1], unheard))
+            elif tag == TELL:
+                unheard = self._channel.batch
+                self._channel.tell_all([self.formation, ORDER, effect[1]])
+            elif tag == ASK:
+                self._channel.tell(LEADER, [self.formation, ORDER, effect[1]])
+            else:
+                self._fail(f"rank {effect[1]} sent {effect[2]}")
+        self._launch_due()
+        self._set_timer(self._order_timer, self._order.deadline_s())
+
+    def _launch_due(self) -> None:
+        """Launch what has its turn, once all ranks have heard that it has.
+
+        For when it is launched its caller may go on, and hold up this loop by waiting for the device, which waits for
+        the others.
+        """
+        while self.state is State.READY and self._due and self._channel.is_heard(self._due[0][1]):
+            self._launch(self._due.popleft()[0])
+
+    def _launch(self, call: Call) -> None:
+        if self._launcher is not None:
+            del self._waiting[call]
+            self._launched[call] = None
+            self._launcher.launch(call, self._key_of(call), alone=self._size == 1)
+
+    def _has_launched(self, call: Call, mark: Mark, error: BaseException | None) -> None:
+        if not self._to_watch:
+            self._loop.call_soon(self._watch)
+        self._to_watch.append(call)
+        if error is not None:
+            call.failed(error)
+            return
+        call.enqueued(mark)
+        if self._look not in self._timers:
+            self._set_timer(self._look, self._loop.time() + LOOK_EVERY_S)
+
+    def _watch(self) -> None:
+        """Hear when the stream is past all that was launched in this turn of the loop: once, since that costs time."""
+        calls, self._to_watch = self._to_watch, []
+        try:
+            self._device.notify(self._stream, partial(self._notified, calls))
+        except Exception as error:  # noqa: BLE001  of the device's library: nothing more is to be heard of it
+            self._completed(calls, error)
+
+    def _notified(self, calls: list[Call], error: BaseException | None) -> None:
+        """On a thread of the device."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+            self._loop.call_soon_threadsafe(self._completed, calls, error)
+
+    def _completed(self, calls: list[Call], error: BaseException | None) -> None:
+        """The stream is past them."""
+        reason = str(error) if error is not None else self._failure()
+        for call in calls:
+            self._launched.pop(call, None)
+            if call.is_over:
+                continue
+            if reason:
+                call.failed(TransportError(f"{self.name}: {reason}"))
+            else:
+                call.done()
+
+    # ---------------------------------------------------------------- forming
+
+    def _form_if_wanted(self) -> None:
+        if self._rank != LEADER or self.state is not State.IDLE or not self._before:
+            return
+        self.state = State.FORMING
+        self._order = self._new_order()
+        self._in_thread(self._maker.identity, self._identified)
+
+    def _identified(self, identity: bytes | None, error: BaseException | None) -> None:
+        if self.state is not State.FORMING:
+            return
+        if identity is None:
+            self.state = State.IDLE
+            before, self._before = self._before, deque()
+            for call in before:
+                call.failed(TransportError(f"{self.name}: {error}"))
+        else:
+            self._channel.tell_all([self.formation, FORM, identity])
+            self._connect(identity)
+
+    def _connect(self, identity: bytes) -> None:
+        self.state = State.FORMING
+        if self._stream is None:
+            self._stream = self._device.stream(urgent=True)
+        connect = partial(self._maker.connect, identity, self._rank, self._size, self._device)
+        self._in_thread(connect, partial(self._connected, self.formation))
+        self._is_ordering = True
+        self._arrive_all()
+
+    def _arrive_all(self) -> None:
+        while self._is_ordering and not self._failures.hold and self._before:
+            self._arrive(self._before.popleft())
+
+    def _connected(self, formation: int, backend: CollectiveBackend | None, error: BaseException | None) -> None:
+        if self.state is not State.FORMING or formation != self.formation:
+            if backend is not None:
+                _on_thread(backend.abort)
+            if self.state is State.ENDING and formation == self.formation:
+                self._end()
+        elif backend is None:
+            self._fail(str(error))
+        else:
+            self._launcher = Launcher(backend, self._device, self._stream, self._loop, self._has_launched)
+            self.state = State.READY
+            self._launch_due()
+
+    # ---------------------------------------------------------------- breaking, and beginning anew
+
+    def _fail(self, reason: str) -> None:
+        """Not a call has failed, but what all go by."""
+        if self._is_ordering:
+            self._break(reason)
+            self._failures.failed(("", -1 - self.formation), launched=True)
+
+    def _forbid(self, use: Use) -> bool:
+        """A use that has failed is not launched any more; returns whether it has been."""
+        call = next((one for one in self._waiting if _use_of(one) == use), None)
+        if call is not None and not any(one is call for one, _ in self._due):
+            del self._waiting[call]
+            self._order.withdraw(self._key_of(call), call)
+            return False
+        return call is not None or any(_use_of(one) == use for one in self._launched)
+
+    def _tell_failure(self, rank: int, failure: list[Any]) -> None:
+        self._channel.tell(rank, [self.formation, FAILED, failure])
+
+    def _tell_failure_to_all(self, failure: list[Any]) -> None:
+        self._channel.tell_all([self.formation, FAILED, failure])
+
+    def _break(self, reason: str) -> None:
+        """This formation is over, if there is one."""
+        if not self._is_ordering:
+            return
+        self.state, was = State.ENDING, self.state
+        self._is_ordering = False
+        self._set_timer(self._look, None)
+        self._set_timer(self._order_timer, None)
+        self._reason = f"{reason}, which ended what was in flight on {self.name}"
+        logger.warning("rank %d: %s", self._rank, self._reason)
+        self._due.clear()
+        waiting, self._waiting = self._waiting, {}
+        self._abort(list(waiting))
+        self._set_timer(self._end, self._loop.time() + (MEET_S if was is State.FORMING else GRACE_S))
+
+    def _end(self) -> None:
+        """End the backend, and what is launched and not complete with it."""
+        if self.state is not State.ENDING:
+            return
+        self._set_timer(self._end, None)
+        self._abort(list(self._launched))
+        launcher, self._launcher = self._launcher, None
+        if launcher is None:
+            self._is_ended()
+        else:
+            launcher.close()
+            self._in_thread(launcher.backend.abort, lambda *_: self._is_ended())
+
+    def _abort(self, calls: list[Call]) -> None:
+        for call in calls:
+            call.failed(CollectiveAborted(self._reason, key=call.key))
+
+    def _is_ended(self) -> None:
+        if self.state is State.ENDING:
+            self.state = State.IDLE
+            if self._rank == LEADER:
+                self._has_ended(LEADER)
+            else:
+                self._channel.tell(LEADER, [self.formation, ENDED, None])
+
+    def _has_ended(self, rank: int) -> None:
+        self._ended.add(rank)
+        if len(self._ended) == self._size:
+            self._ended.clear()
+            self.formation += 1
+            self._form_if_wanted()
+
+    # ---------------------------------------------------------------- what others say, and the clock
+
+    def _heard(self, sender: int, said: Any) -> None:
+        """A message of another rank."""
+        try:
+            formation, kind, body = said
+            self._hear(sender, formation, kind, body)
+        except (TypeError, ValueError) as error:
+            self._fail(f"rank {sender} sent a message about the order that cannot be: {error}")
+
+    def _hear(self, sender: int, formation: int, kind: int, body: Any) -> None:
+        if kind == FAILED:
+            self._failures.hear(sender, body, is_current=formation == self.formation)
+        elif kind == FORM and sender == LEADER and self.state is State.IDLE:
+            self.formation = formation
+            self._order = self._new_order()
+            self._connect(body)
+        elif kind == ENDED and self._rank == LEADER and formation == self.formation:
+            self._has_ended(sender)
+        elif kind == ORDER and formation == self.formation and self._is_ordering:
+            effects: Effects = []
+            self._order.received(sender, body, self._loop.time(), effects)
+            self._perform(effects)
+
+    def _order_timer(self) -> None:
+        effects: Effects = []
+        self._order.handle_timer(self._loop.time(), effects)
+        self._perform(effects)
+
+    def _look(self) -> None:
+        """Whether the backend has failed, while something is launched."""
+        self._timers.pop(self._look, None)
+        if self.state is not State.READY or not self._launched:
+            return
+        reason = self._failure()
+        if reason is None:
+            self._set_timer(self._look, self._loop.time() + LOOK_EVERY_S)
+        else:
+            self._timers[self._look] = self._loop.call_later(DOUBT_S, self._fail, f"{self.name} failed: {reason}")
+
+    # ---------------------------------------------------------------- shared
+
+    def _key_of(self, call: Call) -> str:
+        """What its place in the order belongs to: ranks that mean something else by a name never launch together."""
+        digest = self._digests.get(call.signature)
+        if digest is None:
+            if len(self._digests) >= MAX_DIGESTS:
+                self._digests.clear()
+            said = repr(tuple(call.signature)).encode()
+            digest = self._digests[call.signature] = hashlib.blake2b(said, digest_size=8).hexdigest()
+        return f"{call.key}\0{digest}"
+
+    def _failure(self) -> str | None:
+        return self._reason if self._launcher is None else self._launcher.backend.failure()
+
+    def _new_order(self) -> LaunchOrder:
+        return launch_order(self._rank, self._size, follows=self._follows)
+
+    def _set_timer(self, what: Callable[[], None], due_s: float | None) -> None:
+        timer = self._timers.pop(what, None)
+        if timer is not None:
+            timer.cancel()
+        if due_s is not None and self.state is not State.CLOSED:
+            self._timers[what] = self._loop.call_at(due_s, what)
+
+    def _in_thread(self, blocking: Callable[[], T], then: Callable[[T | None, BaseException | None], None]) -> None:
+        """Run something that may block for ever, and ``then(result, error)`` on the loop."""
+
+        def run() -> None:
+            result: T | None = None
+            failure: BaseException | None = None
+            try:
+                result = blocking()
+            except Exception as error:  # noqa: BLE001  handed on
+                failure = error
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+                self._loop.call_soon_threadsafe(then, result, failure)
+
+        _on_thread(run)
+
+
+def _on_thread(function: Callable[[], object]) -> None:
+    """On a thread of its own, which keeps no process alive."""
+    threading.Thread(target=function, name="kfcomm-backend", daemon=True).start()
+
+
+def _use_of(call: Call) -> Use:
+    return call.key, call.head.seq

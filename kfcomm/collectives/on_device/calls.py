@@ -1,0 +1,293 @@
+"""One collective of device memory on one rank: from the caller's stream, through a path, back to that stream.
+
+The life of a call::
+
+    event                               what follows
+    ----------------------------------  --------------------------------------------------------------------------
+    the verb is called                  posted without a chunk: it has its number, a deadline, and can be missed
+    (the path, any time)                its work is put on streams of the device
+    enqueued: the result is behind      the caller's stream is made to wait for that place, the handle resolves;
+    this place of a stream              the host has not waited for the device
+    done: nothing on a stream touches   over on this rank
+    its memory any more
+    failed, here or elsewhere           over on all ranks; the handle raises, or, if it has resolved, whoever looks
+                                        for errors that came late
+
+What always holds: the memory of a call is kept alive by it, and the path keeps the call until no stream touches that.
+This module must not know how a call is carried out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+
+from kfcomm.arrays.dtypes import dtype_name
+from kfcomm.collectives.group import Group
+from kfcomm.collectives.handle import Handle
+from kfcomm.core import program as programs
+from kfcomm.core.cause import Cause, CauseKind
+from kfcomm.core.collective import ItemSizes, shown
+from kfcomm.core.signature import Signature
+from kfcomm.devices import Device, Mark, Stream
+from kfcomm.errors import CollectiveAborted, CollectiveMismatch, KfcommError, PeerLost
+from kfcomm.runtime.operation import Operation
+from kfcomm.transports.backend import Part
+from kfcomm.types import Op, Verb
+
+DType: TypeAlias = "np.dtype[Any]"
+
+_SIZES = ItemSizes(1, 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Order:
+    """What was asked for, as every rank has to ask for it.
+
+    Attributes:
+        verb: what is done.
+        key: under which name.
+        dtype: of all parts.
+        shape: of the caller's array.
+        op: how contributions are combined; None for verbs that only move data.
+        root: rank in the group; -1 for verbs without.
+        counts: what else must be the same everywhere.
+        overlapping: further uses of the key may begin before this one is over.
+    """
+
+    verb: Verb
+    key: str
+    dtype: DType
+    shape: tuple[int, ...]
+    op: Op | None = None
+    root: int = -1
+    counts: tuple[Any, ...] = ()
+    overlapping: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Buffers:
+    """What an order works with on this rank.
+
+    Attributes:
+        device: where it is.
+        stream: the caller's.
+        ready: on that stream when the verb was called: behind it the sources may be read, and the targets written.
+        parts: flat sources and targets.
+        outcome: makes what the caller gets, once the caller's stream waits for the result.
+    """
+
+    device: Device
+    stream: Stream
+    ready: Mark
+    parts: tuple[Part, ...]
+    outcome: Callable[[], Any]
+
+
+class Path(Protocol):
+    """How the calls of one group are carried out on this rank. Everything runs on the engine's loop."""
+
+    @property
+    def name(self) -> str:
+        """In a word, for signatures: ranks of a group take the same path."""
+        ...
+
+    def begin(self, call: Call) -> None:
+        """Carry it out; in the order of the program."""
+
+    def give_up(self, call: Call) -> None:
+        """It has failed: withdraw what is not on a stream yet."""
+
+    def never_began(self, key: str, seq: int) -> None:
+        """A call of this rank failed before it began, and so fails on every rank."""
+
+    def close(self) -> None:
+        """Nothing follows; what was begun has failed."""
+
+
+class Call:
+    """One collective of device memory on this rank.
+
+    Attributes:
+        group: of whom.
+        verb, key, dtype, shape, op, root: see ``Order``.
+        device, stream, ready, parts: see ``Buffers``.
+        plans: those of the strategy in force when it was called.
+        priority: see ``Operation``.
+        memory: see ``Signature.memory``.
+        signature: what all ranks must agree on.
+        head: what the runtime knows of it.
+        is_over: done, or failed: its memory is not to be touched by anything that is not on a stream yet.
+        is_enqueued: the caller has its result.
+    """
+
+    __slots__ = (
+        "_ended",
+        "_has_begun",
+        "_outcome",
+        "_path",
+        "device",
+        "dtype",
+        "group",
+        "handle",
+        "head",
+        "is_enqueued",
+        "is_over",
+        "key",
+        "memory",
+        "op",
+        "parts",
+        "plans",
+        "priority",
+        "ready",
+        "root",
+        "shape",
+        "signature",
+        "stream",
+        "verb",
+    )
+
+    def __init__(
+        self, group: Group, order: Order, buffers: Buffers, path: Path, handle: Handle[Any], *, priority: int,
+        memory: str, ended: Callable[[Call, BaseException | None], None],
+    ) -> None:  # fmt: skip
+        self.group = group
+        self.verb, self.key, self.dtype, self.shape = order.verb, order.key, order.dtype, order.shape
+        self.op, self.root = order.op, order.root
+        self.device, self.stream, self.ready, self.parts = buffers.device, buffers.stream, buffers.ready, buffers.parts
+        self.plans = group.plans
+        self.priority = priority
+        self.memory = memory
+        self.handle = handle
+        self.is_over = self.is_enqueued = self._has_begun = False
+        self._outcome = buffers.outcome
+        self._path = path
+        self._ended = ended
+        self.signature = Signature(
+            str(order.verb), dtype_name(order.dtype), order.shape, "" if order.op is None else str(order.op),
+            order.root, path.name, counts=order.counts, memory=memory,
+        )  # fmt: skip
+        self.head = Head(self, group.view.size)
+
+    @property
+    def title(self) -> str:
+        """Its name, for people."""
+        return shown(self.key)
+
+    def post(self, timeout_s: float | None, *, overlapping: bool, seq: int | None = None) -> None:
+        """Take the name, and begin; what keeps it from beginning is told by the handle.
+
+        ``overlapping``: earlier uses of the name may still be under way. ``seq``: see ``Router.post``.
+        """
+        group, head = self.group, self.head
+        group.engine.post(
+            group.view, self.key, self.signature, programs.elsewhere(group.view.rank, group.view.size), _SIZES,
+            head, timeout_s=group.timeout_s if timeout_s is None else timeout_s, overlapping=overlapping,
+            seq=seq,
+        )  # fmt: skip
+        self.handle.seq = group.last_seq(self.key)
+        if self.is_over:
+            self._path.never_began(self.key, self.handle.seq)
+            return
+        self.handle.operation = head
+        self._has_begun = True
+        self._path.begin(self)
+
+    def enqueued(self, mark: Mark) -> None:
+        """The result is complete behind this mark: the caller's stream waits for it, the caller does not."""
+        if self.is_over:
+            return
+        self.is_enqueued = True
+        try:
+            self.device.wait(self.stream, mark)
+            result = self._outcome()
+        except Exception as error:  # noqa: BLE001  of the device or the caller's library: it belongs to the caller
+            if not self.handle.done():
+                self.handle.set_exception(error)
+            return
+        if not self.handle.done():
+            self.handle.set_result(result)
+
+    def done(self) -> None:
+        """Nothing on any stream touches its memory any more."""
+        if not self.is_over:
+            self.group.engine.finish(self.head)
+
+    def failed(self, error: BaseException) -> None:
+        """It cannot be carried out on this rank: it fails on all."""
+        if not self.is_over:
+            self.group.engine.abort(self.head, cause_of(error, self))
+
+    def over(self, error: BaseException | None) -> None:
+        """The runtime has ended it."""
+        self.is_over = True
+        late = None
+        if error is not None:
+            if self._has_begun:
+                self._path.give_up(self)
+            if not self.handle.done():
+                self.handle.set_exception(error)
+            elif self.is_enqueued:
+                late = error
+        self._ended(self, late)
+
+
+class Head(Operation):
+    """What the runtime knows of a call: an operation without chunks."""
+
+    __slots__ = ("_nbytes",)
+
+    def __init__(self, call: Call, size: int) -> None:
+        super().__init__(
+            _Ending(call), source=None, result=None, kernel=None, dtype=None, size=size, in_result=False,
+            priority=call.priority,
+        )  # fmt: skip
+        results = (part.source if part.target is None else part.target for part in call.parts)
+        self._nbytes: int = sum(result.nbytes for result in results)
+
+    @property
+    def nbytes(self) -> int:
+        """See ``Operation.nbytes``."""
+        return self._nbytes
+
+
+class _Ending:
+    """In place of a future: an operation tells its call how it ended."""
+
+    __slots__ = ("_call", "operation")
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self.operation: Operation | None = None
+
+    def done(self) -> bool:
+        """Nobody else ends it."""
+        return False
+
+    def set_result(self, _: Any) -> None:
+        """See ``Future.set_result``."""
+        self._call.over(None)
+
+    def set_exception(self, error: BaseException) -> None:
+        """See ``Future.set_exception``."""
+        self._call.over(error)
+
+
+def cause_of(error: BaseException, call: Call) -> Cause:
+    """Why a call failed, in a form that travels."""
+    rank = call.group.view.members[call.group.view.rank]
+    message = str(error) or type(error).__name__
+    if isinstance(error, PeerLost):
+        return Cause(CauseKind.LOST, error.rank, message)
+    if isinstance(error, CollectiveMismatch):
+        return Cause(CauseKind.MISMATCH, rank, message)
+    if isinstance(error, MemoryError):
+        where = f"rank {call.group.view.rank} has no memory for {call.title}"
+        return Cause(CauseKind.REFUSED, rank, f"{where}: {message}")
+    if isinstance(error, CollectiveAborted):
+        return Cause(CauseKind.REFUSED, rank, message)
+    kind = CauseKind.LINK if isinstance(error, KfcommError) else CauseKind.INTERNAL
+    return Cause(kind, rank, f"rank {call.group.view.rank}: {message}")

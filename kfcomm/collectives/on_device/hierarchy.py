@@ -1,0 +1,278 @@
+"""An all_reduce of devices on several hosts: the backend inside each host, graphs over links between the hosts.
+
+Cut into *blocks*, of which each rank of a host has a *share*; several are under way at a time::
+
+    step        among                                     what
+    ----------  ----------------------------------------  ------------------------------------------------------------
+    inside      the ranks of this host, on the backend    reduce_scatter: a share of the block, reduced over this host
+    across      the ranks with this place on every host   all_reduce of the share, through pinned memory and the links
+    together    the ranks of this host, on the backend    all_gather of the shares
+
+So each byte crosses the network once for each host and not once for each device, and all ranks of a host send. A step
+begins when the one before is on its stream; copies and links of one block go on beside the backend's work on another. A
+block that the ranks of a host cannot share evenly is padded, in memory of its own.
+
+The order inside a host is told by its leader each time: when a step *together* comes depends on other hosts, and an
+order that was learned could wait for it before it lets another host go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from kfcomm.transports.backend import Part
+from kfcomm.types import Verb
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kfcomm.collectives.group import Group
+    from kfcomm.collectives.mailbox import Mailbox
+    from kfcomm.collectives.on_device.backed import BackendPath
+    from kfcomm.collectives.on_device.calls import Call
+    from kfcomm.collectives.on_device.staged import StagedPath
+    from kfcomm.devices import Device, Flat, Mark, Stream
+
+SHARE_NBYTES = 16 << 20
+"""Of a share: a few segments of what goes across, so that one block's network covers the next one's work inside."""
+
+
+class Step:
+    """A part of a call on another path: to that path, a call. See ``Call`` for what is not said here.
+
+    Args:
+        whole: the call.
+        group: among whom.
+        key: unlike that of any other step of the call.
+        ready: behind this the part may be read and written.
+        then: called with the mark behind which the result is complete.
+        done: called when nothing on a stream touches the part any more.
+    """
+
+    def __init__(
+        self, whole: Call, group: Group, verb: Verb, key: str, part: Part, count: int, ready: Mark, stream: Stream, *,
+        then: Callable[[Mark], None], done: Callable[[Step], None],
+    ) -> None:  # fmt: skip
+        self.group = group
+        self.verb, self.key, self.dtype, self.shape = verb, key, whole.dtype, (count,)
+        # averages of equally many averages are the average of all
+        self.op = None if verb is Verb.ALL_GATHER else whole.op
+        self.root = -1
+        self.device, self.stream, self.ready, self.parts = whole.device, stream, ready, (part,)
+        self.plans = group.plans
+        self.priority, self.memory, self.head = whole.priority, whole.memory, whole.head
+        self.signature = whole.signature._replace(verb=str(verb), counts=(key, self.shape))
+        self.title = whole.title
+        self.is_over = False
+        self._whole = whole
+        self._then = then
+        self._done = done
+
+    def enqueued(self, mark: Mark) -> None:
+        """See ``Call``."""
+        if self.is_over:
+            return
+        try:
+            self._then(mark)
+        except Exception as error:  # noqa: BLE001  of the device's library: it belongs to the call
+            self.failed(error)
+
+    def done(self) -> None:
+        """See ``Call``."""
+        if not self.is_over:
+            self.is_over = True
+            self._done(self)
+
+    def failed(self, error: BaseException) -> None:
+        """See ``Call``: the whole fails with it."""
+        if not self.is_over:
+            self._whole.failed(error)
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """One block of a call: what is reduced inside, this rank's share of it, and where it goes."""
+
+    index: int
+    source: Flat
+    target: Flat
+    share: Flat
+    unpadded: Flat | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _UnderWay:
+    """A call, its blocks, its steps that are under way, and how many blocks' last steps are not on a stream yet.
+
+    ``is_in_place``: the device has made the result.
+    """
+
+    blocks: list[_Block]
+    blocks_left: int
+    steps: set[Step] = field(default_factory=set)
+    is_in_place: bool = False
+
+
+class HierarchicalPath:
+    """All_reduces of one group on this rank. Implements ``calls.Path``.
+
+    Args:
+        backend: inside the host; its order is not followed.
+        staged: across the hosts.
+        inside, across: their groups.
+        device: of this rank.
+        mailbox: of the group inside.
+        share_nbytes: see ``SHARE_NBYTES``; the same on every rank.
+    """
+
+    def __init__(
+        self, backend: BackendPath, staged: StagedPath, inside: Group, across: Group, device: Device, mailbox: Mailbox,
+        *, share_nbytes: int = SHARE_NBYTES,
+    ) -> None:  # fmt: skip
+        self._backend = backend
+        self._staged = staged
+        self._inside = inside
+        self._across = across
+        self._device = device
+        self._mailbox = mailbox
+        self._share_nbytes = share_nbytes
+        self._stream: Stream = None  # made with the first call: until then no device is touched
+        self._under_way: dict[Call, _UnderWay] = {}
+
+    @property
+    def name(self) -> str:
+        """See ``Path``."""
+        return f"hierarchy of {self._backend.name}"
+
+    def begin(self, call: Call) -> None:
+        """See ``Path``."""
+        try:
+            if self._stream is None:
+                self._stream = self._device.stream()
+            blocks = self._blocks(call)
+            ready = self._device.mark(call.stream)
+        except Exception as error:  # noqa: BLE001  no memory on the device, perhaps
+            call.failed(error)
+            return
+        self._under_way[call] = _UnderWay(blocks, len(blocks))
+        for block in blocks:
+            self._step(
+                call, block, Verb.REDUCE_SCATTER, Part(block.source, block.share), ready,
+                partial(self._reduced, call, block),
+            )  # fmt: skip
+
+    def give_up(self, call: Call) -> None:
+        """See ``Path``."""
+        under_way = self._under_way.pop(call, None)
+        if under_way is not None:
+            for step in under_way.steps:
+                step.is_over = True
+                self._path_of(step).give_up(step)
+            with contextlib.suppress(Exception):  # of the device's library: then nothing is on a stream of it any more
+                self._device.notify(self._stream, partial(_kept, under_way))
+        # Other ranks of this host may have a step under way that is done here, or to come.
+        self.never_began(call.key, call.head.seq)
+
+    def never_began(self, key: str, seq: int) -> None:
+        """See ``Path``: others may have begun its first step."""
+        self._backend.never_began(_key_of(key, Verb.REDUCE_SCATTER, 0), seq)
+
+    def close(self) -> None:
+        """See ``Path``."""
+        self._backend.close()
+        self._staged.close()
+        self._mailbox.close("the group is closed")
+
+    def _blocks(self, call: Call) -> list[_Block]:
+        """The blocks of a call; all are multiples of the ranks of this host but the last, which may be padded."""
+        (part,) = call.parts
+        device, local = self._device, self._inside.view.size
+        size, target = part.source.size, part.source if part.target is None else part.target
+        per_block = max(1, self._share_nbytes // call.dtype.itemsize) * local
+        blocks = []
+        for index, start in enumerate(range(0, max(size, 1), per_block)):
+            stop = min(size, start + per_block)
+            each = -(-(stop - start) // local)
+            share = device.empty(each, call.dtype, call.stream)
+            source, place = part.source[start:stop], target[start:stop]
+            if each * local == stop - start:
+                blocks.append(_Block(index, source, place, share))
+                continue
+            padded = device.empty(each * local, call.dtype, call.stream)
+            device.copy(source, padded[: stop - start], call.stream)
+            blocks.append(_Block(index, padded, padded, share, place))
+        return blocks
+
+    # ---------------------------------------------------------------- steps
+
+    def _step(
+        self, call: Call, block: _Block, verb: Verb, part: Part, ready: Mark, then: Callable[[Mark], None]
+    ) -> None:
+        is_across = verb is Verb.ALL_REDUCE
+        group = self._across if is_across else self._inside
+        step = Step(
+            call, group, verb, _key_of(call.key, verb, block.index), part, block.source.size, ready, self._stream,
+            then=then, done=partial(self._step_done, call),
+        )  # fmt: skip
+        if is_across:
+            step.shape = (block.share.size,)
+        self._under_way[call].steps.add(step)
+        self._path_of(step).begin(step)
+
+    def _path_of(self, step: Step) -> Any:
+        return self._staged if step.verb is Verb.ALL_REDUCE else self._backend
+
+    def _reduced(self, call: Call, block: _Block, mark: Mark) -> None:
+        part = Part(block.share, block.share)
+        self._device.wait(self._stream, mark)
+        self._step(call, block, Verb.ALL_REDUCE, part, mark, partial(self._exchanged, call, block))
+
+    def _exchanged(self, call: Call, block: _Block, mark: Mark) -> None:
+        part = Part(block.share, block.target)
+        self._step(call, block, Verb.ALL_GATHER, part, mark, partial(self._gathered, call, block))
+
+    def _gathered(self, call: Call, block: _Block, mark: Mark) -> None:
+        under_way, device, stream = self._under_way[call], self._device, self._stream
+        device.wait(stream, mark)
+        if block.unpadded is not None:
+            device.copy(block.target[: block.unpadded.size], block.unpadded, stream)
+        under_way.blocks_left -= 1
+        if not under_way.blocks_left:
+            mark = device.mark(stream)
+            device.notify(stream, partial(self._notified, call, under_way))
+            call.enqueued(mark)
+
+    def _notified(self, call: Call, under_way: _UnderWay, error: BaseException | None) -> None:
+        """On a thread of the device: the results of all blocks are in place."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+            self._inside.engine.loop.call_soon_threadsafe(self._in_place, call, under_way, error)
+
+    def _in_place(self, call: Call, under_way: _UnderWay, error: BaseException | None) -> None:
+        under_way.is_in_place = True
+        if error is not None:
+            call.failed(error)
+        else:
+            self._end_if_over(call)
+
+    def _step_done(self, call: Call, step: Step) -> None:
+        if call in self._under_way:
+            self._under_way[call].steps.remove(step)
+            self._end_if_over(call)
+
+    def _end_if_over(self, call: Call) -> None:
+        under_way = self._under_way.get(call)
+        if under_way is not None and under_way.is_in_place and not under_way.steps:
+            del self._under_way[call]
+            call.done()
+
+
+def _kept(*_: object) -> None:
+    """What this was bound to is needed no longer."""
+
+
+def _key_of(key: str, verb: Verb, block: int) -> str:
+    """The key of a step."""
+    return f"{key}\0{verb} {block}"

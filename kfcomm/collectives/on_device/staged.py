@@ -1,0 +1,121 @@
+"""Collectives of device memory through the host: copied there, carried out over the links, copied back.
+
+This is what the calls of one group share; see ``staging`` for how one of them goes.
+
+What is posted is a collective of a group of its own (the same members), under the call's key, whose sequence number
+follows from the use of the key and the segment's index alone. So the numbers agree on all ranks, also where some have
+refused the call or mean another one, and collectives of one key are posted in the order of their numbers: a segment's
+*turn* comes when all earlier ones of its key are posted, or given up.
+
+Why it always goes on: a call whose memory is ready waits for nothing but its own segments, the earlier calls of its
+key, and the other ranks. Each call has a window of its own, the pool of blocks never makes anyone wait, and within a
+key all ranks have the same order. What waits for a caller's stream waits on a *gate*, a stream of its own for each
+stream of a caller, on which nothing is put later than in ``begin``; all else goes to one stream for copies in and one
+for copies out, where nothing waits for anything but copies. For what a caller's stream does may be a collective, too,
+of another group, which other ranks begin when this call is done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kfcomm.collectives.group import Group
+from kfcomm.collectives.on_device.segments import MAX_SEGMENTS, SEGMENT_NBYTES
+from kfcomm.collectives.on_device.staging import Pool, Staging, Streams
+from kfcomm.collectives.turns import Turns
+from kfcomm.core.collective import GroupView
+from kfcomm.devices import Device, Stream
+
+if TYPE_CHECKING:
+    from kfcomm.collectives.on_device.calls import Call
+
+WINDOW = 4
+"""Segments of one call that have a block at a time: one on its way in, one out, and two in the network, so that it
+has the next when it is done with one."""
+MAX_GATES = 16
+"""Kept at a time, of the streams that were met last: callers have few, and where they make new ones all the time, each
+of ours may cost the device a thread."""
+
+
+class StagedPath:
+    """The calls of one group on this rank. Implements ``calls.Path``; everything runs on the engine's loop.
+
+    Args:
+        group: its ranks.
+        pool_of: the pool of blocks for a device.
+        segment_nbytes: see ``SEGMENT_NBYTES``; the same on every rank, as is what follows from it.
+        window: see ``WINDOW``.
+
+    Attributes:
+        view: the group under which the host's collectives are posted.
+    """
+
+    def __init__(
+        self, group: Group, pool_of: Callable[[Device], Pool], *, segment_nbytes: int = SEGMENT_NBYTES,
+        window: int = WINDOW,
+    ) -> None:  # fmt: skip
+        identity = hashlib.blake2b(group.view.id, digest_size=16, person=b"staged").digest()
+        self.view = GroupView(identity, group.view.members, group.view.rank)
+        self.engine = group.engine
+        self.pool_of = pool_of
+        self.segment_nbytes = segment_nbytes
+        self.window = window
+        self.turns = Turns()
+        self._gates: dict[tuple[Device, Stream], Stream] = {}
+        self._ways: dict[Device, tuple[Stream, Stream]] = {}
+        self._under_way: dict[Call, Staging] = {}
+
+    def __len__(self) -> int:
+        """Calls of which something is under way, on a stream or a link."""
+        return len(self._under_way)
+
+    @property
+    def name(self) -> str:
+        """See ``Path``."""
+        return "staged"
+
+    def begin(self, call: Call) -> None:
+        """See ``Path``."""
+        try:
+            staging = self._under_way[call] = Staging(self, call)
+        except Exception as error:  # noqa: BLE001  of the device's library, perhaps: it belongs to the call
+            call.failed(error)
+            return
+        staging.begin()
+
+    def give_up(self, call: Call) -> None:
+        """See ``Path``: blocks go back when no copy and no link uses them any more."""
+        staging = self._under_way.get(call)
+        if staging is not None:
+            staging.give_up()
+
+    def never_began(self, key: str, seq: int) -> None:
+        """See ``Path``: what others have sent for its segments is dropped, when its turn comes."""
+        below = (seq + 1) * MAX_SEGMENTS
+        self.turns.next(key).ready(lambda: self.engine.leave_out(self.view, key, below))
+
+    def close(self) -> None:
+        """See ``Path``."""
+        for staging in list(self._under_way.values()):
+            staging.give_up()
+        self._gates.clear()
+        self._ways.clear()
+
+    def streams(self, call: Call) -> Streams:
+        """Those for the copies of a call."""
+        device = call.device
+        gate = self._gates.pop((device, call.stream), None)
+        if gate is None:
+            gate = device.stream()
+            if len(self._gates) >= MAX_GATES:
+                del self._gates[next(iter(self._gates))]
+        self._gates[device, call.stream] = gate
+        if device not in self._ways:
+            self._ways[device] = device.stream(), device.stream()
+        return Streams(gate, *self._ways[device])
+
+    def forget(self, call: Call) -> None:
+        """Nothing of a call is under way any more. May be said again."""
+        self._under_way.pop(call, None)

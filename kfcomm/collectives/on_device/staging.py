@@ -1,0 +1,417 @@
+"""One call of device memory on its way through the host.
+
+A call is cut into *segments* (``segments``), and several are under way at a time, so that the copies to the host, the
+network and the copies back overlap. The life of a segment::
+
+    state      event                               next       what is done
+    ---------  ----------------------------------  ---------  ------------------------------------------------------
+    waiting    fewer than ``window`` segments of   fetching   it takes a block; its pieces are fetched, behind the
+               its call have a block                          place of the caller's stream where they are ready
+    fetching   the device says that they are here  here
+    here       its turn comes                      posted     a collective of the host is posted, in place in the block
+    posted     that is done                        putting    its pieces are put; behind the last put of the call
+                                                              the result is complete (``Call.enqueued``)
+    putting    the device says that it is done     over       its block goes back; with the last, the call is done
+    any        the call fails                      over       its block goes back, once no copy and no link uses it
+
+What always holds: a block goes back once, and only when neither a copy nor a link uses it; after the call has failed
+nothing is put on a stream any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+
+from kfcomm.collectives.handle import Handle
+from kfcomm.collectives.on_device.host_plans import plan_of
+from kfcomm.collectives.on_device.segments import MAX_SEGMENTS, Piece, Place, Segment, segments_of
+from kfcomm.collectives.plans import Plan
+from kfcomm.collectives.turns import Turn
+from kfcomm.core.collective import shown
+from kfcomm.devices import Flat, Stream
+from kfcomm.errors import InternalError
+from kfcomm.runtime.operation import Operation
+from kfcomm.types import Verb
+
+if TYPE_CHECKING:
+    from kfcomm.collectives.on_device.calls import Call
+    from kfcomm.collectives.on_device.staged import StagedPath
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+Heard: TypeAlias = "Callable[[BaseException | None], None]"
+
+_EMPTY = np.empty(0, np.uint8)
+
+
+class Block(Protocol):
+    """Memory of the host, as bytes."""
+
+    view: Array
+
+    def is_pinned(self) -> bool:
+        """Whether a copy from or to it needs nobody to wait for it."""
+        ...
+
+    def release(self) -> None:
+        """Give it back."""
+
+
+class Pool(Protocol):
+    """Lends blocks, at once, whatever others hold."""
+
+    def take(self, nbytes: int) -> Block:
+        """A block of so many bytes.
+
+        Raises:
+            MemoryError: the host has no more.
+        """
+        ...
+
+
+class Streams(NamedTuple):
+    """What the copies of a call are put on; see ``staged``."""
+
+    gate: Stream
+    inward: Stream
+    outward: Stream
+
+
+class State(StrEnum):
+    """See the table above."""
+
+    WAITING = "waiting"
+    FETCHING = "fetching"
+    HERE = "here"
+    POSTED = "posted"
+    PUTTING = "putting"
+    OVER = "over"
+
+
+@dataclass(slots=True, eq=False)
+class _Staged:
+    """A segment of a call under way, with its block; ``memory`` is that, in the call's dtype."""
+
+    segment: Segment
+    turn: Turn
+    plan: Plan | None = None
+    state: State = State.WAITING
+    block: Block | None = None
+    memory: Array = field(default_factory=lambda: _EMPTY)
+    handle: Handle[Any] | None = None
+
+
+class Staging:
+    """One call under way."""
+
+    def __init__(self, path: StagedPath, call: Call) -> None:
+        self._path = path
+        self._call = call
+        self._device = call.device
+        self._first_seq = call.head.seq * MAX_SEGMENTS
+        self._streams = path.streams(call)
+        segments = _segments(call, path) if path.view.size > 1 else []
+        self._staged = [_Staged(segment, path.turns.next(call.key)) for segment in segments]
+        self._num_begun = self._num_held = self._num_posted = 0
+        self._num_left = len(segments)
+        self._to_put = sum(1 for segment in segments if segment.put)
+        self._copying = 0  # times that the device has yet to say that copies are done
+        self._is_over = False
+        self._is_ready = False  # the caller's stream is known to be past ``call.ready``
+        self._when_ready: list[Callable[[], None]] = []
+
+    def begin(self) -> None:
+        """Put on streams what can be, and post what needs no copy."""
+        self._try(self._begin)
+
+    def _begin(self) -> None:
+        call, device, gate = self._call, self._device, self._streams.gate
+        device.wait(gate, call.ready)
+        is_alone = self._path.view.size == 1
+        if is_alone or (call.verb is Verb.BROADCAST and call.root == self._path.view.rank):
+            for source, target in call.parts:
+                if target is not None and target is not source and source.nbytes:
+                    device.copy(source, target, gate)
+        if is_alone:
+            self._finish_alone()
+        else:
+            self._notify(gate, self._ready)
+            self._fill()
+
+    def _finish_alone(self) -> None:
+        """What every verb gives is the only input, which has been copied."""
+        gate = self._streams.gate
+        try:
+            self._call.enqueued(self._device.mark(gate))
+        finally:
+            self._notify(gate, self._is_copied)
+
+    def _is_copied(self, error: BaseException | None) -> None:
+        if error is not None:
+            self._failed(error)
+        elif not self._is_over:
+            self._end()
+
+    # ---------------------------------------------------------------- waiting, fetching, here
+
+    def _fill(self) -> None:
+        """Begin with further segments, as many as the window has room for."""
+        while not self._is_over and self._num_begun < len(self._staged) and self._num_held < self._path.window:
+            staged = self._staged[self._num_begun]
+            self._num_begun += 1
+            self._num_held += 1
+            staged.state = State.FETCHING
+            try:
+                self._prepare(staged)
+            except Exception as error:  # noqa: BLE001  no memory on the host, perhaps
+                self._failed(error)
+                self._give_back(staged)
+                return
+            if staged.segment.fetched:
+                self._once_safe(staged, partial(self._fetch, staged), in_order=True)
+            else:
+                self._is_here(staged)
+
+    def _prepare(self, staged: _Staged) -> None:
+        staged.plan = plan_of(self._call, staged.segment.count)
+        dtype, room = self._call.dtype, staged.segment.room
+        if room:
+            staged.block = self._path.pool_of(self._device).take(room * dtype.itemsize)
+            staged.memory = staged.block.view.view(dtype)
+        else:
+            staged.memory = np.empty(0, dtype)
+
+    def _once_safe(self, staged: _Staged, copy: Callable[[], None], *, in_order: bool) -> None:
+        """Copy when the caller's memory is ready: at once where what is copied is put behind that (``in_order``).
+
+        But not memory that is not pinned: its copy may hold up this thread until its stream comes to it, and what the
+        stream waits for may, by way of other ranks, wait for this thread.
+        """
+        if self._is_ready or (in_order and (staged.block is None or staged.block.is_pinned())):
+            self._try(copy)
+        else:
+            self._when_ready.append(copy)
+
+    def _ready(self, error: BaseException | None) -> None:
+        """The caller's stream has come to where the sources may be read, and the targets written."""
+        if error is not None:
+            self._failed(error)
+        self._is_ready = True
+        waiting, self._when_ready = self._when_ready, []
+        for copy in waiting:
+            self._try(copy)
+
+    def _fetch(self, staged: _Staged) -> None:
+        if self._is_over:
+            self._give_back(staged)
+            return
+        stream = self._streams.inward if self._is_ready else self._streams.gate
+        try:
+            for piece in staged.segment.fetched:
+                source = self._call.parts[piece.part].source[piece.start : piece.stop]
+                self._device.fetch(source, staged.memory[piece.place], stream)
+        finally:
+            self._notify(stream, partial(self._fetched, staged))
+
+    def _fetched(self, staged: _Staged, error: BaseException | None) -> None:
+        if error is not None:
+            self._failed(error)
+        if self._is_over:
+            self._give_back(staged)
+        else:
+            self._is_here(staged)
+
+    def _is_here(self, staged: _Staged) -> None:
+        staged.state = State.HERE
+        staged.turn.ready(partial(self._post, staged))
+
+    # ---------------------------------------------------------------- posted
+
+    def _post(self, staged: _Staged) -> None:
+        """Its turn has come."""
+        staged.state = State.POSTED
+        self._num_posted += 1
+        handle: Handle[Any] = Handle(loop=self._path.engine.loop)
+        handle.add_done_callback(partial(self._carried_out, staged))
+        staged.handle = handle
+        try:
+            self._post_as(staged, handle)
+        except Exception as error:  # noqa: BLE001  more names in flight than there can be, perhaps
+            if not handle.done():
+                handle.set_exception(error)
+
+    def _post_as(self, staged: _Staged, handle: Handle[Any]) -> None:
+        path, segment, plan = self._path, staged.segment, staged.plan
+        if plan is None:
+            raise InternalError("a segment was posted before its plan was made")
+        seq = self._first_seq + segment.index
+        if seq < path.engine.router.num_uses(path.view.id, self._call.key):
+            raise InternalError(f"use {self._call.head.seq} of {shown(self._call.key)} began after a later one")
+        operation = Operation(
+            handle,
+            source=None if segment.source is None else staged.memory[segment.source],
+            result=None if segment.result is None else staged.memory[segment.result],
+            kernel=plan.kernel, dtype=plan.dtype, size=path.view.size, in_result=plan.in_result,
+            priority=self._call.priority,
+        )  # fmt: skip
+        path.engine.post(
+            path.view, self._call.key, plan.signature, plan.program, plan.sizes, operation,
+            timeout_s=None, overlapping=True, seq=seq,
+        )  # fmt: skip
+        if operation.future is not None:
+            handle.operation = operation
+
+    def _carried_out(self, staged: _Staged, done: Any) -> None:
+        error = None if done.cancelled() else done.exception()
+        if error is not None:
+            self._failed(error)
+        if self._is_over:
+            self._give_back(staged)
+        elif staged.segment.put:
+            self._once_safe(staged, partial(self._put, staged), in_order=False)
+        else:
+            self._segment_over(staged)
+
+    # ---------------------------------------------------------------- putting, over
+
+    def _put(self, staged: _Staged) -> None:
+        if self._is_over:
+            self._give_back(staged)
+            return
+        staged.state = State.PUTTING
+        try:
+            for piece in staged.segment.put:
+                target = _target(self._call, piece)[piece.start : piece.stop]
+                self._device.put(staged.memory[piece.place], target, self._streams.outward)
+            self._to_put -= 1
+            if not self._to_put:
+                self._call.enqueued(self._device.mark(self._streams.outward))
+        finally:
+            self._notify(self._streams.outward, partial(self._is_put, staged))
+
+    def _is_put(self, staged: _Staged, error: BaseException | None) -> None:
+        if error is not None:
+            self._failed(error)
+        if self._is_over:
+            self._give_back(staged)
+        else:
+            self._segment_over(staged)
+
+    def _segment_over(self, staged: _Staged) -> None:
+        self._give_back(staged)
+        self._num_left -= 1
+        if self._num_left:
+            self._try(self._fill)
+        elif any(one.segment.put for one in self._staged):
+            self._end()
+        else:
+            self._try(self._end_without_result)
+
+    def _end_without_result(self) -> None:
+        self._call.enqueued(self._device.mark(self._streams.outward))
+        self._end()
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._forget_if_at_rest()
+        self._call.done()
+
+    def _give_back(self, staged: _Staged) -> None:
+        """Nobody uses its block any more."""
+        if staged.state is State.OVER:
+            return
+        staged.state = State.OVER
+        staged.memory = _EMPTY
+        self._num_held -= 1
+        if staged.block is not None:
+            staged.block.release()
+            staged.block = None
+        self._forget_if_at_rest()
+
+    def _forget_if_at_rest(self) -> None:
+        if self._is_over and not self._num_held and not self._copying:
+            self._path.forget(self._call)
+
+    # ---------------------------------------------------------------- failures
+
+    def _try(self, step: Callable[[], None]) -> None:
+        """What a step raises is the call's."""
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001  of the device's library, perhaps: it belongs to the call
+            self._failed(error)
+
+    def _failed(self, error: BaseException) -> None:
+        """The call cannot be done. The others hear why first, then what becomes of its segments."""
+        if not self._is_over:
+            self._call.failed(error)
+            self.give_up()
+
+    def give_up(self) -> None:
+        """The call has failed: withdraw what is posted, take the numbers of what is not, and use no memory again."""
+        if self._is_over:
+            return
+        self._is_over = True
+        unposted = self._staged[self._num_posted :]  # they are posted one after the other
+        for staged in self._staged:
+            if staged.state is State.HERE:
+                self._give_back(staged)
+            elif staged.state is State.POSTED and staged.handle is not None:
+                staged.handle.cancel()
+        for index, staged in enumerate(unposted):
+            staged.turn.ready(_nothing if index else partial(self._leave_out, staged.segment.index))
+        self._forget_if_at_rest()
+
+    def _leave_out(self, index: int) -> None:
+        """The turn of the first segment that was not posted has come: neither it nor those behind it will be."""
+        path, key = self._path, self._call.key
+        message = f"rank {path.view.rank} gave up its call of {shown(key)}"
+        path.engine.refuse(path.view, key, message, seq=self._first_seq + index)
+        path.engine.leave_out(path.view, key, self._first_seq + MAX_SEGMENTS)
+
+    # ---------------------------------------------------------------- the device
+
+    def _notify(self, stream: Stream, then: Heard) -> None:
+        """Call ``then`` on the loop when all that is on the stream by now is done, or has failed."""
+        self._copying += 1
+        try:
+            self._device.notify(stream, partial(self._hear, then))
+        except Exception as error:  # noqa: BLE001  of the device's library: what cannot say so copies no more
+            self._path.engine.loop.call_soon(self._heard, then, error)
+
+    def _hear(self, then: Heard, error: BaseException | None) -> None:
+        """On a thread of the device."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+            self._path.engine.loop.call_soon_threadsafe(self._heard, then, error)
+
+    def _heard(self, then: Heard, error: BaseException | None) -> None:
+        self._copying -= 1
+        then(error)
+        self._forget_if_at_rest()
+
+
+def _segments(call: Call, path: StagedPath) -> list[Segment]:
+    itemsize = call.dtype.itemsize
+    counts = [
+        (part.target if call.verb is Verb.BROADCAST and part.target is not None else part.source).nbytes // itemsize
+        for part in call.parts
+    ]
+    place = Place(path.view.rank, path.view.size, call.root)
+    return segments_of(call.verb, place, call.shape, counts, path.segment_nbytes // itemsize)
+
+
+def _target(call: Call, piece: Piece) -> Flat:
+    target = call.parts[piece.part].target
+    if target is None:
+        raise InternalError(f"{shown(call.key)} has a result, but no memory for it")
+    return target
+
+
+def _nothing() -> None:
+    """A turn that nobody takes."""

@@ -1,0 +1,165 @@
+"""Device memory for the verbs that know host memory alone: fetched before its step begins, put back after the last.
+
+For what is told in two steps, and for messages: their shapes differ between ranks, and the first step needs no data. So
+a call still has its place in the program at once, and the host does not wait for the device, as far as there is pinned
+memory. Large arrays are better served by the verbs whose calls overlap copies and links.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from kfcomm.arrays import HostArray, OutArray
+from kfcomm.arrays.on_device import DeviceArray, DeviceOut
+from kfcomm.errors import CollectiveTimeout
+
+if TYPE_CHECKING:
+    from kfcomm.arrays.device_kinds import DeviceKind
+    from kfcomm.devices import Device, Flat, Stream
+    from kfcomm.devices.pinned import Block, PinnedPool
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+Out: TypeAlias = "OutArray | OutOfHost"
+
+
+class Fetched:
+    """An array on its way to host memory.
+
+    Args:
+        source: on the device; kept alive until it is there.
+        dtype: of its elements.
+        stream: the caller's.
+        device, pool: of the source, and of pinned memory for it.
+        timeout_s: until it is given up, in seconds.
+
+    Attributes:
+        flat: where it will be.
+        here: done when it is there; fails if the device does, or does not come to it in time.
+    """
+
+    def __init__(
+        self, source: Flat, dtype: np.dtype[Any], stream: Stream, device: Device, pool: PinnedPool, timeout_s: float
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.here: asyncio.Future[None] = self._loop.create_future()
+        self._kept: list[Any] = [source]
+        self._block = pool.take(source.nbytes)
+        self._is_copied = self._is_unwanted = False
+        self.flat: Array = self._block.view.view(dtype)
+        try:
+            device.fetch(source, self._block.view, stream)
+            device.notify(stream, self._notified)
+        except BaseException:
+            self._block.release()
+            raise
+        self._timer = self._loop.call_later(timeout_s, self._expired, timeout_s)
+
+    def keep(self, what: Any) -> None:
+        """Keep something else alive until it is here."""
+        self._kept.append(what)
+
+    def release(self, _: Any = None) -> None:
+        """Nobody reads it any more."""
+        self._is_unwanted = True
+        self._timer.cancel()
+        if self._is_copied:
+            self._block.release()
+
+    def _notified(self, error: BaseException | None) -> None:
+        """On a thread of the device."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+            self._loop.call_soon_threadsafe(self._arrived, error)
+
+    def _arrived(self, error: BaseException | None) -> None:
+        self._is_copied = True
+        self._kept.clear()
+        self._end(error)
+        if self._is_unwanted:
+            self._block.release()
+
+    def _expired(self, timeout_s: float) -> None:
+        self._end(
+            CollectiveTimeout(f"the device did not come to the array that is to be sent within {timeout_s:.1f} s")
+        )
+
+    def _end(self, error: BaseException | None) -> None:
+        self._timer.cancel()
+        if self.here.done():
+            return
+        if error is None:
+            self.here.set_result(None)
+        else:
+            self.here.set_exception(error)
+            self.here.exception()  # who waits for it raises it; nobody has to wait
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """The kind of a result that was made in host memory, of an array that was on a device. Implements ``ArrayKind``."""
+
+    kind: DeviceKind
+    device: Device
+    stream: Stream
+    pool: PinnedPool
+
+    @property
+    def name(self) -> str:
+        """See ``ArrayKind``."""
+        return self.kind.name
+
+    def read(self, x: Any) -> tuple[Array, bool]:
+        """Never called: it was read as what it is."""
+        raise TypeError(x)
+
+    def write_into(self, out: Any) -> Array:
+        """Never called: see ``OutOfHost``."""
+        raise TypeError(out)
+
+    def restore(self, array: Array) -> Any:
+        """An array of the caller's kind, made on the caller's stream."""
+        flat = self.device.empty(array.size, array.dtype, self.stream)
+        _put(self.device, self.pool, array.reshape(-1), flat, self.stream)
+        return self.kind.restore(flat, array.shape, self.stream)
+
+
+class OutOfHost:
+    """An ``out`` on a device for a result that is made in host memory; see ``OutArray``."""
+
+    __slots__ = ("_device", "_place", "_pool", "flat", "original")
+
+    def __init__(self, place: DeviceOut, dtype: np.dtype[Any], device: Device, pool: PinnedPool) -> None:
+        self.flat: Array = np.empty(place.flat.size, dtype)
+        self.original = place.original
+        self._place = place
+        self._device = device
+        self._pool = pool
+
+    def finish(self) -> Any:
+        """Puts the result where the caller wants it, on the caller's stream."""
+        _put(self._device, self._pool, self.flat, self._place.flat, self._place.stream)
+        return self._place.finish()
+
+
+def on_host(array: DeviceArray, device: Device, pool: PinnedPool, timeout_s: float) -> tuple[HostArray, Fetched]:
+    """The array as it will be in host memory, from which results come back to the device."""
+    fetched = Fetched(array.flat, array.dtype, array.stream, device, pool, timeout_s)
+    return HostArray(fetched.flat, array.shape, Returned(array.kind, device, array.stream, pool), False), fetched
+
+
+def _put(device: Device, pool: PinnedPool, source: Array, target: Flat, stream: Stream) -> None:
+    """Copy to the device, by way of pinned memory: a copy from other memory may wait for all that is on the stream."""
+    block = pool.take(source.nbytes)
+    block.view[:] = source.view(np.uint8)
+    device.put(block.view, target, stream)
+    device.notify(stream, partial(_copied, block, target))
+
+
+def _copied(block: Block, _: Flat, __: BaseException | None) -> None:
+    """On a thread of the device: neither is in use any more."""
+    block.release()

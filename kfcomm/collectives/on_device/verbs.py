@@ -1,0 +1,347 @@
+"""The verbs on device memory: what is asked for, checked and turned into calls of this group's path.
+
+What always holds: a call has its place in the program at once, whatever the device is doing; the host never waits for
+the device. In a group where some ranks have no device, arrays of the host come here too, since the others' may not be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from kfcomm import arrays
+from kfcomm.arrays import HostArray, OutArray, adapt, adapt_out, on_device
+from kfcomm.arrays.on_device import DeviceArray, DeviceOut, adapt_device, adapt_device_out, is_on_device
+from kfcomm.collectives.group import UNNAMED, Group
+from kfcomm.collectives.handle import Handle, join
+from kfcomm.collectives.on_device.calls import Buffers, Call, Order
+from kfcomm.collectives.on_device.through_host import Fetched, Out, OutOfHost, on_host
+from kfcomm.collectives.packing import digest_of, many_key
+from kfcomm.collectives.plans import row_elements
+from kfcomm.devices import Device, Stream
+from kfcomm.devices.host import HOST
+from kfcomm.errors import ConfigError
+from kfcomm.transports.backend import Part
+from kfcomm.types import Op, Verb
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kfcomm.collectives.on_device.paths import Paths
+
+logger = logging.getLogger("kfcomm")
+
+AnyArray: TypeAlias = "HostArray | DeviceArray"
+AnyOut: TypeAlias = "OutArray | DeviceOut"
+Shape: TypeAlias = tuple[int, ...]
+
+
+class DeviceVerbs:
+    """The device of one rank in one group, and the calls that are under way there.
+
+    Args:
+        group: of whom.
+        device: of this rank; None if it has none, where others do.
+        mixed: some rank of the group has no device.
+        lack: why it has none.
+        paths: how orders are carried out.
+    """
+
+    def __init__(self, group: Group, device: Device | None, paths: Paths, *, mixed: bool, lack: str) -> None:
+        self.mixed = mixed
+        self._group = group
+        self._device = device
+        self._lack = lack
+        self._paths = paths
+        self._live: set[Call] = set()
+        self._latest: dict[str, Call] = {}  # of each name in use
+        self._late: BaseException | None = None
+        self._waiters: dict[asyncio.Future[None], Callable[[Call], bool]] = {}
+
+    def takes(self, x: Any, stream: Any) -> bool:
+        """Whether this array is to come here."""
+        if self.mixed or stream is not None or type(x) is DeviceArray:
+            return True
+        return type(x) is not np.ndarray and is_on_device(x)
+
+    def check(self, wire_dtype: str | None) -> None:
+        """Before each call.
+
+        Raises:
+            ConfigError: what is not for devices was asked for.
+            CollectiveError: an earlier call has failed of which nobody was told.
+        """
+        self.check_late()
+        if wire_dtype is not None:
+            raise ConfigError("wire_dtype is for arrays in host memory, in groups whose ranks all have theirs there")
+
+    # ---------------------------------------------------------------- arrays
+
+    def read(self, x: Any, stream: Stream | None) -> AnyArray:
+        """The caller's array.
+
+        Raises:
+            ConfigError: it cannot be exchanged; see ``adapt`` and ``adapt_device``.
+        """
+        if type(x) is DeviceArray:
+            return x
+        if not is_on_device(x):
+            if stream is not None:
+                raise ConfigError("stream= is for arrays in the memory of a device")
+            return adapt(x)
+        if self._device is None:
+            raise self._no_device()
+        return adapt_device(x, self._device, stream)
+
+    def out(self, out: Any, like: AnyArray, shape: Shape) -> AnyOut | None:
+        """Where the result goes, if the caller says so."""
+        if out is None:
+            return None
+        place: AnyOut
+        if isinstance(like, HostArray):
+            place = adapt_out(out, shape, like.dtype)
+            shares = arrays.overlaps(place.flat, like.flat)
+        else:
+            place = adapt_device_out(out, shape, like.dtype, self._device_of(like), like.stream)
+            shares = on_device.overlaps(like, place)
+        if shares:
+            raise ConfigError("out shares some of the memory of x, but is not the same memory")
+        return place
+
+    def on_host(self, x: Any, stream: Stream | None) -> tuple[HostArray, Fetched | None]:
+        """The caller's array in host memory, and when it is there, if it has to come from the device."""
+        array = self.read(x, stream)
+        if isinstance(array, HostArray):
+            return array, None
+        return self._on_host(array)
+
+    def joined(self, parts: Sequence[Any], stream: Stream | None) -> tuple[HostArray, list[int], Fetched | None]:
+        """The arrays of a list, end to end in host memory, their rows, and when they are there.
+
+        Raises:
+            ConfigError: they differ in more than their first dimensions, or in where they are.
+        """
+        read = [self.read(part, stream) for part in parts]
+        first = read[0]
+        for part in read:
+            row_elements(part.shape)
+            if part.dtype != first.dtype or part.shape[1:] != first.shape[1:]:
+                raise ConfigError(
+                    f"the arrays of a list may differ in their first dimension only, got {first.dtype} {first.shape} "
+                    f"and {part.dtype} {part.shape}"
+                )
+        rows = [part.shape[0] for part in read]
+        shape = (sum(rows), *first.shape[1:])
+        if isinstance(first, HostArray):
+            if not all(isinstance(part, HostArray) for part in read):
+                raise ConfigError("a list holds arrays of the host or of a device, not both")
+            return HostArray(np.concatenate([part.flat for part in read]), shape, first.kind, False), rows, None
+        device = self._device_of(first)
+        flat = device.empty(_count(shape), first.dtype, first.stream)
+        whole = DeviceArray(flat, shape, first.dtype, first.kind, first.stream)
+        at = 0
+        for part in read:
+            if isinstance(part, HostArray):
+                raise ConfigError("a list holds arrays of the host or of a device, not both")
+            device.wait(first.stream, device.mark(part.stream))
+            device.copy(part.flat, flat[at : at + part.flat.size], first.stream)
+            at += part.flat.size
+        array, fetched = self._on_host(whole)
+        fetched.keep(read)
+        return array, rows, fetched
+
+    def _on_host(self, array: DeviceArray) -> tuple[HostArray, Fetched]:
+        device = self._device_of(array)
+        return on_host(array, device, self._paths.pool_of(device), self._group.timeout_s)
+
+    def out_of_host(self, out: Any, shape: Shape, dtype: np.dtype[Any], stream: Stream | None) -> Out | None:
+        """Where a result goes that is made in host memory, if the caller says so."""
+        if out is None or not is_on_device(out):
+            return None if out is None else adapt_out(out, shape, dtype)
+        if self._device is None:
+            raise self._no_device()
+        place = adapt_device_out(out, shape, dtype, self._device, stream)
+        return OutOfHost(place, dtype, self._device, self._paths.pool_of(self._device))
+
+    def _no_device(self) -> ConfigError:
+        return ConfigError(f"rank {self._group.view.rank} has joined without a device: {self._lack}")
+
+    def _device_of(self, array: AnyArray) -> Device:
+        return HOST if isinstance(array, HostArray) or self._device is None else self._device
+
+    # ---------------------------------------------------------------- calls
+
+    def begin(
+        self, order: Order, given: Sequence[AnyArray], shapes: Sequence[Shape | None],
+        outs: Sequence[AnyOut | None], outcome: Callable[[list[Any]], Any], timeout_s: float | None, priority: int,
+        handle: Handle[Any] | None = None, first: Handle[Any] | None = None,
+    ) -> Handle[Any]:  # fmt: skip
+        """Begin a call; the handle resolves when the result is ready on the caller's stream.
+
+        Args:
+            order: what is done.
+            given: arrays of one memory.
+            shapes: of the results; None for those that this rank does not get.
+            outs: where they go, if the caller says so.
+            outcome: what the caller gets, of the results.
+            timeout_s: see the verbs.
+            priority: see the verbs.
+            handle: what is returned; a new one if left out.
+            first: of several calls that are one to the caller, whose number this one takes: a rank that refuses all of
+                them takes a number of the first alone.
+
+        Raises:
+            MemoryError: the device has no room for the results.
+            TransportError: the device has failed.
+        """
+        group = self._group
+        device = self._device_of(given[0])
+        stream = None if isinstance(given[0], HostArray) else given[0].stream
+        targets: list[Any] = [
+            None if shape is None else out.flat if out is not None else device.empty(_count(shape), order.dtype, stream)
+            for shape, out in zip(shapes, outs, strict=True)
+        ]
+        parts = tuple(Part(array.flat, target) for array, target in zip(given, targets, strict=True))
+
+        def results() -> Any:
+            return outcome(
+                [
+                    None if shape is None else out.finish() if out is not None else array.restore(target, shape)
+                    for array, target, shape, out in zip(given, targets, shapes, outs, strict=True)
+                ]
+            )
+
+        buffers = Buffers(device, stream, device.mark(stream), parts, results)
+        made: Handle[Any] = Handle(loop=group.engine.loop) if handle is None else handle
+
+        def post() -> None:
+            seq = None if first is None else first.seq
+            if made.cancelled():
+                made.seq = group.refuse_now(order.key, asyncio.CancelledError(), seq=seq)
+                self._paths.never_began(order.key, made.seq)
+                return
+            path = self._paths.of(order)
+            memory = "" if self.mixed else "device"
+            call = Call(group, order, buffers, path, made, priority=priority, memory=memory, ended=self._ended)
+            # A name is free again when its handle is done, which is before the device is.
+            earlier = self._latest.get(order.key)
+            is_free = earlier is None or earlier.is_enqueued or earlier.is_over
+            self._live.add(call)
+            self._latest[order.key] = call
+            call.post(timeout_s, overlapping=order.overlapping or is_free, seq=seq)
+
+        group.in_order(post)
+        return made
+
+    def one(
+        self, order: Order, array: AnyArray, shape: Shape | None, out: Any, timeout_s: float | None, priority: int,
+        handle: Handle[Any] | None = None,
+    ) -> Handle[Any]:  # fmt: skip
+        """Begin a call with one array and one result, or none where ``shape`` is None."""
+        place = None if shape is None else self.out(out, array, shape)
+        return self.begin(order, [array], [shape], [place], _first, timeout_s, priority, handle)
+
+    def many(
+        self, given: Mapping[str, AnyArray], names_given: list[str], ops: Mapping[Any, Op], timeout_s: float | None,
+        priority: int,
+    ) -> Handle[dict[str, Any]]:  # fmt: skip
+        """``all_reduce`` of all of them, those of one dtype as one call; the results in the order given.
+
+        Raises:
+            ConfigError: some are on the device and some are not.
+        """
+        whole: Handle[dict[str, Any]] = Handle(loop=self._group.engine.loop)
+        names = sorted(given)
+        if len({isinstance(array, HostArray) for array in given.values()}) > 1:
+            raise ConfigError("all_reduce_many takes arrays of the host or of a device, not both at a time")
+        by_dtype: dict[str, list[str]] = {}
+        for name in names:
+            by_dtype.setdefault(given[name].dtype.name, []).append(name)
+        found: dict[str, Any] = {}
+        handles: list[Handle[Any]] = []
+        for number, (_, members) in enumerate(sorted(by_dtype.items())):
+            chosen = [given[name] for name in members]
+            order = Order(
+                Verb.ALL_REDUCE, f"{many_key(names)} {number}" if number else many_key(names), chosen[0].dtype,
+                (sum(array.flat.size for array in chosen),), ops[chosen[0].dtype], counts=digest_of(members, chosen),
+            )  # fmt: skip
+            shapes = [array.shape for array in chosen]
+            outs: list[AnyOut | None] = [None] * len(chosen)
+            first = handles[0] if handles else None
+            handles.append(
+                self.begin(order, chosen, shapes, outs, _named(found, members), timeout_s, priority, first=first)
+            )
+        join(handles, whole, lambda: {name: found[name] for name in names_given})
+        return whole
+
+    def refused(self, name: str | None) -> None:
+        """A call was refused on this rank, under its name and its next number."""
+        key, group = name or UNNAMED, self._group
+        group.in_order(lambda: self._paths.never_began(key, group.last_seq(key)))
+
+    # ---------------------------------------------------------------- the end of calls
+
+    def _ended(self, call: Call, late: BaseException | None) -> None:
+        self._live.discard(call)
+        if self._latest.get(call.key) is call:
+            del self._latest[call.key]
+        if late is not None and self._late is None:
+            logger.error("%s failed on rank %d after its handle was done: %s", call.title, self._group.view.rank, late)
+            self._late = late
+        for waiter, counts in list(self._waiters.items()):
+            if waiter.done() or not any(map(counts, self._live)):
+                del self._waiters[waiter]
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    def _wait(self, counts: Callable[[Call], bool]) -> asyncio.Future[None] | None:
+        """Done when all calls that count are over; None if there is none."""
+        if not any(map(counts, self._live)):
+            return None
+        waiter: asyncio.Future[None] = self._group.engine.loop.create_future()
+        self._waiters[waiter] = counts
+        return waiter
+
+    def drained(self) -> asyncio.Future[None] | None:
+        """Done when the device has made all that callers believe to have; None if it has."""
+        return self._wait(lambda call: call.is_enqueued)
+
+    async def synchronize(self) -> None:
+        """Wait until all calls are over; raises what was not told yet."""
+        waiter = self._wait(lambda _: True)
+        if waiter is not None:
+            await waiter
+        self.check_late()
+
+    def check_late(self) -> None:
+        """Raise what failed after its handle had resolved, once: the first of it, which the others follow from."""
+        error, self._late = self._late, None
+        if error is not None:
+            raise error
+
+
+def order_of(
+    verb: Verb, name: str | None, array: AnyArray, op: Op | None = None, root: int = -1, shape: Shape | None = None
+) -> Order:
+    """What a verb asks for."""
+    shape = array.shape if shape is None else shape
+    return Order(verb, name or UNNAMED, array.dtype, shape, op, root, overlapping=name is None)
+
+
+def _count(shape: Shape) -> int:
+    count = 1
+    for length in shape:
+        count *= length
+    return count
+
+
+def _first(results: list[Any]) -> Any:
+    return results[0]
+
+
+def _named(found: dict[str, Any], names: list[str]) -> Callable[[list[Any]], None]:
+    return lambda results: found.update(zip(names, results, strict=True))

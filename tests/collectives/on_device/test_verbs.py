@@ -1,0 +1,312 @@
+"""Every verb on device memory, along every route: what NumPy gives; and what cannot be is refused in plain words."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kfcomm.devices.routes import Route
+from kfcomm.errors import (
+    CollectiveAborted,
+    CollectiveError,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    ConfigError,
+    TransportError,
+)
+from kfcomm.testing import FakeArray, FakeDevice, FakeFabric
+from tests.collectives.on_device.worlds import DeviceWorld, device_world
+from tests.conformance import worlds
+from tests.conformance.worlds import assert_kinds, ends, everywhere, on_loop
+
+SIZE = 4
+ROUTES: dict[str, dict[str, Any]] = {
+    "backend": {},
+    "shared": {"shared": True},
+    "no backend": {"backend": ""},
+    "hierarchy": {"hosts": 2},
+    "links": {"device_transport": "tcp"},
+}
+BASE = np.arange(12, dtype=np.float32).reshape(4, 3)
+ALL = [BASE + rank for rank in range(SIZE)]
+SUM = sum(ALL)
+
+Call = Callable[[Any, Any], Any]
+VERBS: dict[str, tuple[Call, list[Any]]] = {
+    "all_reduce": (lambda c, x: c.all_reduce(x, "k"), [SUM] * SIZE),
+    "avg": (lambda c, x: c.all_reduce(x, "k", op="avg"), [SUM / SIZE] * SIZE),
+    "monitored": (lambda c, x: c.monitored_all_reduce(x, "k"), [SUM] * SIZE),
+    "reduce": (lambda c, x: c.reduce(x, 1, "k", op="max"), [None, ALL[3], None, None]),
+    "broadcast": (lambda c, x: c.broadcast(x, 2, "k"), [ALL[2]] * SIZE),
+    "all_gather": (lambda c, x: c.all_gather(x, "k"), [np.stack(ALL)] * SIZE),
+    "all_gather, joined": (lambda c, x: c.all_gather(x[: c.rank + 1], "k", concat=True),
+                           [np.concatenate([one[: rank + 1] for rank, one in enumerate(ALL)])] * SIZE),
+    "gather": (lambda c, x: c.gather(x, 3, "k"), [None, None, None, np.stack(ALL)]),
+    "gather, joined": (lambda c, x: c.gather(x[c.rank :], 0, "k", concat=True),
+                       [np.concatenate([one[rank:] for rank, one in enumerate(ALL)]), None, None, None]),
+    "reduce_scatter": (lambda c, x: c.reduce_scatter(x, "k"), [SUM[rank : rank + 1] for rank in range(SIZE)]),
+    "reduce_scatter, uneven": (lambda c, x: c.reduce_scatter(x[:2], "k"), [SUM[:1], SUM[1:2], SUM[:0], SUM[:0]]),
+    "all_to_all": (lambda c, x: c.all_to_all(x, "k"),
+                   [np.stack([one[rank] for one in ALL]) for rank in range(SIZE)]),
+    "unnamed": (lambda c, x: c.all_reduce(x), [SUM] * SIZE),
+    "not contiguous": (lambda c, x: c.all_reduce(x[:, 1:], "k"), [SUM[:, 1:]] * SIZE),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("verb", VERBS)
+@on_loop
+async def test_every_verb_along_every_route(verb: str, route: str) -> None:
+    call, expected = VERBS[verb]
+    async with device_world(SIZE, **ROUTES[route]) as world:
+        for _ in range(2):
+            results = await everywhere(world.comms, lambda c: call(c, world.array(c, ALL[c.rank])))
+            await everywhere(world.comms, lambda c: c.synchronize())
+            assert all(result is None or isinstance(result, FakeArray) for result in results)
+            for result, wanted in zip(results, expected, strict=True):
+                if wanted is None:
+                    assert result is None
+                else:
+                    np.testing.assert_array_equal(result.get(), wanted)
+
+
+@pytest.mark.parametrize("route", ["backend", "shared"])
+@on_loop
+async def test_lists_and_parts(route: str) -> None:
+    async with device_world(2, **ROUTES[route]) as world:
+
+        def parts(comm: Any) -> list[FakeArray]:
+            return [world.array(comm, np.full(to + 1, 10 * comm.rank + to)) for to in range(2)]
+
+        received = await everywhere(world.comms, lambda c: c.all_to_all(parts(c), "lists"))
+        await everywhere(world.comms, lambda c: c.synchronize())
+        for rank, lines in enumerate(received):
+            assert [line.get().tolist() for line in lines] == [[10 * source + rank] * (rank + 1) for source in range(2)]
+
+        outs = [world.array(comm, np.zeros(comm.rank + 1)) for comm in world.comms]
+        scattered = await everywhere(
+            world.comms, lambda c: c.scatter(parts(c) if c.rank == 0 else None, 0, "scatter", out=outs[c.rank])
+        )
+        assert [one.get().tolist() for one in scattered] == [[0], [1, 1]]
+        assert all(one is out for one, out in zip(scattered, outs, strict=True))
+        even = await everywhere(
+            world.comms, lambda c: c.scatter(world.array(c, [1, 2]) if c.rank == 0 else None, 0, "s")
+        )
+        assert isinstance(even[0], FakeArray)
+        assert even[1].tolist() == [2]
+
+
+@on_loop
+async def test_messages_keep_their_order() -> None:
+    async with device_world(2) as world:
+        one, other = world.comms
+        device = world.devices[0]
+        x = device.array(np.array([1.0, 2.0]))
+        device.hold_copies()
+        handles = [one.send(x, 1, "t"), one.send(np.array([3.0]), 1, "t"), one.send(x, 1, "another")]
+        device.release_copies()
+        out = world.devices[1].array(np.zeros(2))
+        assert await other.recv(0, "t", out=out) is out
+        assert out.get().tolist() == [1, 2]
+        assert (await other.recv(0, "t")).tolist() == [3]
+        assert (await other.recv(0, "another")).tolist() == [1, 2]
+        await asyncio.gather(*handles)
+
+
+@on_loop
+async def test_a_message_that_is_given_up_before_it_has_left_the_device() -> None:
+    async with device_world(2) as world:
+        one, other = world.comms
+        device = world.devices[0]
+        device.hold_copies()
+        handle = one.send(device.array(np.ones(3)), 1, "t")
+        handle.cancel()
+        device.release_copies()
+        assert_kinds(await ends([other], lambda c: c.recv(0, "t")), CollectiveAborted)
+
+
+@on_loop
+async def test_a_change_of_strategy_among_calls_whose_copies_are_slow() -> None:
+    async with device_world(SIZE, shared=True) as world:
+
+        async def calls(comm: Any) -> list[Any]:
+            device = world.devices[comm.rank]
+            device.hold_copies()
+            handles = [comm.all_reduce(world.array(comm, ALL[comm.rank]), "before")]
+            swap = comm.set_strategy("ring")
+            handles.append(comm.all_reduce(world.array(comm, ALL[comm.rank]), "after"))
+            await swap
+            device.release_copies()
+            results = [await handle for handle in handles]
+            await comm.synchronize()
+            return [result.get() for result in results]
+
+        for results in await everywhere(world.comms, calls):
+            for result in results:
+                np.testing.assert_array_equal(result, SUM)
+
+
+# -------------------------------------------------------------------- some ranks without a device
+
+
+@asynccontextmanager
+async def mixed_world(**options: Any) -> AsyncIterator[tuple[Any, list[FakeDevice | None], FakeFabric]]:
+    """Ranks 0 and 2 have a device, 1 and 3 have none."""
+    fabric = FakeFabric()
+    devices = [FakeDevice(0) if rank % 2 == 0 else None for rank in range(SIZE)]
+    async with worlds.world(SIZE, devices=devices, maker=fabric, **options) as comms:
+        yield comms, devices, fabric
+    assert not fabric.launched
+    assert all(device is None or device.violations == [] for device in devices)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@on_loop
+async def test_every_verb_where_some_ranks_have_no_device(verb: str) -> None:
+    call, expected = VERBS[verb]
+    async with mixed_world() as (comms, devices, _):
+        assert comms[0].route.mixed
+
+        def mine(comm: Any) -> Any:
+            device = devices[comm.rank]
+            return ALL[comm.rank] if device is None else device.array(ALL[comm.rank])
+
+        results = await everywhere(comms, lambda c: call(c, mine(c)))
+        await everywhere(comms, lambda c: c.synchronize())
+        for rank, (result, wanted) in enumerate(zip(results, expected, strict=True)):
+            if wanted is None:
+                assert result is None
+                continue
+            assert isinstance(result, np.ndarray if devices[rank] is None else FakeArray)
+            np.testing.assert_array_equal(result if devices[rank] is None else result.get(), wanted)
+
+
+@on_loop
+async def test_host_arrays_and_objects_work_as_ever_where_some_have_a_device() -> None:
+    async with mixed_world() as (comms, _, _):
+        sums = await everywhere(comms, lambda c: c.all_reduce(ALL[c.rank], "k"))
+        assert all((one == SUM).all() for one in sums)
+        assert (
+            await everywhere(comms, lambda c: c.all_gather_object({"rank": c.rank}, "o"))
+            == [[{"rank": rank} for rank in range(SIZE)]] * SIZE
+        )
+        many = await everywhere(comms, lambda c: c.all_reduce_many({"a": ALL[c.rank], "b": ALL[c.rank][0]}))
+        assert all((one["a"] == SUM).all() and (one["b"] == SUM[0]).all() for one in many)
+        out = [np.zeros_like(BASE) for _ in range(SIZE)]
+        assert all(
+            one is out[rank]
+            for rank, one in enumerate(
+                await everywhere(comms, lambda c: c.all_reduce(ALL[c.rank], "out", out=out[c.rank]))
+            )
+        )
+        await everywhere(comms, lambda c: c.barrier())
+
+
+# -------------------------------------------------------------------- refused
+
+
+def _on(world: DeviceWorld, comm: Any) -> FakeArray:
+    return world.array(comm, [1, 2, 3, 4])
+
+
+REFUSED: dict[str, tuple[Callable[[DeviceWorld, Any], Any], str]] = {
+    "wire_dtype": (lambda w, c: c.all_reduce(_on(w, c), "k", wire_dtype="float16"), "host memory"),
+    "stream of a host array": (lambda w, c: c.all_reduce(np.ones(3), "k", stream=1), "stream="),
+    "a root that is none": (lambda w, c: c.broadcast(_on(w, c), -1, "k"), "root -1"),
+    "an op that is none": (lambda w, c: c.all_reduce(_on(w, c), "k", op="median"), "median"),
+    "avg of integers": (lambda w, c: c.all_reduce(w.devices[c.rank].array([1, 2]), "k", op="avg"), "avg"),
+    "uneven all_to_all": (lambda w, c: c.all_to_all(w.array(c, [1, 2, 3]), "k"), "3 rows among 2 ranks"),
+    "rows of a number": (lambda w, c: c.reduce_scatter(w.array(c, 1.0), "k"), "without dimensions"),
+    "out of another shape": (lambda w, c: c.all_reduce(_on(w, c), "k", out=w.array(c, [1])), "out has shape"),
+    "out in host memory": (lambda w, c: c.all_reduce(_on(w, c), "k", out=np.zeros(4, np.float32)), "device"),
+    "a stream of nothing": (lambda w, c: c.all_reduce(_on(w, c), "k", stream="mine"), "stream"),
+    "both memories in a mapping": (lambda w, c: c.all_reduce_many({"a": _on(w, c), "b": np.ones(2)}), "not both"),
+    "both memories in a list": (lambda w, c: c.all_to_all([_on(w, c), np.ones(4, np.float32)], "k"), "not both"),
+    "consensus": (lambda w, c: c.consensus(_on(w, c), "k"), "a copy in host memory"),
+    "a timeout that is none": (lambda w, c: c.all_reduce(_on(w, c), "k", timeout=-1), "timeout"),
+    "half of itself as out": (
+        lambda w, c: (lambda x: c.all_reduce(x[:2], "k", out=x[1:3]))(_on(w, c)),
+        "shares some of the memory",
+    ),
+}
+
+
+@pytest.mark.parametrize("route", ["backend", "shared"])
+@pytest.mark.parametrize("what", REFUSED)
+@on_loop
+async def test_what_cannot_be_is_refused(what: str, route: str) -> None:
+    call, words = REFUSED[what]
+    async with device_world(2, tombstones=True, **ROUTES[route]) as world:
+        for comm in world.comms:
+            with pytest.raises(ConfigError, match=words):
+                await call(world, comm)
+        await world.works()
+
+
+@on_loop
+async def test_an_array_on_a_device_where_the_rank_has_none() -> None:
+    device = FakeDevice(0)
+    async with worlds.world(2) as comms:
+        for comm in comms:
+            with pytest.raises(ConfigError, match="joined without a device"):
+                await comm.all_reduce(device.array(np.ones(2)), "k")
+
+
+@on_loop
+async def test_host_and_device_under_one_name_differ_where_all_have_a_device() -> None:
+    async with device_world(2, shared=True, tombstones=True) as world:
+        results = await world.ends(lambda c: c.all_reduce(_on(world, c) if c.rank else np.ones(4, np.float32), "k"))
+        assert_kinds(results, CollectiveMismatch)
+        assert all("in device memory" in str(error) for error in results)
+        await world.works()
+
+
+@on_loop
+async def test_what_fails_late_is_told_by_the_next_call() -> None:
+    async with device_world(2) as world:
+        await world.works("before")
+        world.fabric.stop(1)
+        await everywhere(world.comms, lambda c: c.all_reduce(_on(world, c), "k", timeout=0.1))
+        await worlds.until(lambda: all(comm._devices._late is not None for comm in world.comms))
+        for comm in world.comms:
+            with pytest.raises(CollectiveError, match="'k'"):
+                comm.all_reduce(_on(world, comm), "next")
+        await everywhere(world.comms, lambda c: c.synchronize())
+
+
+@on_loop
+async def test_a_device_that_never_comes_to_an_array_of_two_steps() -> None:
+    async with device_world(2, timeout_s=0.3, tombstones=True) as world:
+        arrays = [_on(world, comm) for comm in world.comms]
+        world.devices[0].hold_copies()
+        results = await ends(world.comms, lambda c: c.all_gather(arrays[c.rank], "k", concat=True))
+        assert isinstance(results[0], CollectiveTimeout)
+        assert "the device did not come" in str(results[0])
+        assert isinstance(results[1], CollectiveError)
+        world.devices[0].release_copies()
+        await worlds.until(lambda: not world.devices[0].num_promised)
+
+
+@on_loop
+async def test_a_device_that_fails_in_the_midst_of_the_hierarchy(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with device_world(4, hosts=2, tombstones=True) as world:
+        await world.works("before")
+        device, stream = world.devices[1], world.comms[1]._paths._made[Route.HIERARCHY]._stream
+        wait = device.wait
+
+        def fails(target: Any, mark: Any) -> None:
+            if target is stream:
+                raise TransportError("the device has fallen off the bus")
+            wait(target, mark)
+
+        monkeypatch.setattr(device, "wait", fails)
+        results = await world.ends(lambda c: c.all_reduce(_on(world, c), "k"))
+        assert_kinds(results, CollectiveError)
+        assert any("fallen off the bus" in str(error) for error in results)
+        monkeypatch.undo()
+        await world.works()
