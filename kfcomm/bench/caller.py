@@ -13,20 +13,26 @@ from typing import Any, Protocol
 
 import kfcomm.sync
 from kfcomm.bench.load import Call
-from kfcomm.bench.suite import Mode
+from kfcomm.bench.suite import Mode, Place, Suite
 from kfcomm.communicator import init
 from kfcomm.rendezvous.settings import detect, host_and_port, store_url
+from kfcomm.session import Session
 from kfcomm.types import Layout
 
 Run = Callable[[], Awaitable[Sequence[Any]]]
 
 
 class Caller(Protocol):
-    """The world of one rank, through one of the interfaces."""
+    """The world of one rank, through one of the interfaces.
+
+    Attributes:
+        session: what the communicator is over; its ``devices`` say what the ranks have.
+    """
 
     rank: int
     size: int
     layout: Layout
+    session: Session
 
     def prepared(self, calls: Sequence[Call], mode: Mode | None) -> Run:
         """What does the calls once, in order; ``mode`` says whether each waits for the one before."""
@@ -42,6 +48,7 @@ class AsyncCaller:
         self.rank: int = comm.rank
         self.size: int = comm.size
         self.layout: Layout = comm.layout
+        self.session: Session = comm._session
         self._comm = comm
 
     def prepared(self, calls: Sequence[Call], mode: Mode | None) -> Run:
@@ -73,6 +80,7 @@ class BlockingCaller:
         self.rank: int = comm.rank
         self.size: int = comm.size
         self.layout: Layout = comm.layout
+        self.session: Session = comm._inner._session
         self._comm = comm
 
     def prepared(self, calls: Sequence[Call], mode: Mode | None) -> Run:
@@ -104,18 +112,27 @@ def _many(comm: Any, calls: Sequence[Call]) -> Callable[[], Any]:
 
 
 @asynccontextmanager
-async def opened(transport: str, number: int, *, blocking: bool) -> AsyncIterator[Caller]:
+async def opened(suite: Suite, transport: str, number: int) -> AsyncIterator[Caller]:
     """Join the world of this process over one kind of links, for the ``number``-th time.
 
     Raises:
         ConfigError, RendezvousError: see ``kfcomm.init``.
     """
-    if blocking:
-        with kfcomm.sync.init(transport=transport, store=_store(number)) as comm:
+    device, store = _device(suite.device), _store(number)
+    if suite.blocking:
+        with kfcomm.sync.init(transport=transport, device=device, store=store) as comm:
             yield BlockingCaller(comm)
     else:
-        async with init(transport=transport, store=_store(number)) as comm:
+        async with init(transport=transport, device=device, store=store) as comm:
             yield AsyncCaller(comm)
+
+
+def _device(place: Place) -> str:
+    """What is asked for: no library is loaded for a device that nothing is measured on."""
+    if place is Place.CPU:
+        return "none"
+    asked = detect(os.environ).device
+    return "cuda" if asked in ("auto", "none") else asked
 
 
 def _store(number: int) -> str | None:

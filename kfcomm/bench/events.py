@@ -24,11 +24,13 @@ class Begun:
         size: number of ranks.
         total: number of cases.
         hosts: descriptions of the hosts, each with the ``ranks`` on it.
+        devices: those that the arrays are on, and the way that they go; None where they are on the hosts.
     """
 
     size: int
     total: int
     hosts: tuple[dict[str, Any], ...]
+    devices: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ def from_line(line: str) -> Event | None:
     kind = fields.pop(_TAG)
     match kind:
         case "Begun":
-            return Begun(fields["size"], fields["total"], tuple(fields["hosts"]))
+            return Begun(fields["size"], fields["total"], tuple(fields["hosts"]), fields["devices"])
         case "Starting":
             return Starting(Case.from_wire(fields["case"]))
         case "Measured":

@@ -1,7 +1,7 @@
 """The work of one rank in one case: calls on arrays whose results are known, element by element.
 
-Inputs and results have memory of their own, used again in each iteration. After each one every element of every
-result is compared; at the end the inputs are, which no collective may have changed.
+Inputs and results have memory of their own, of the host or of a device, used again in each iteration. After each one
+every element of every result is compared; at the end the inputs are, which no collective may have changed.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from kfcomm.arrays.dtypes import dtype_of
-from kfcomm.bench.pattern import Array, contributions, first_wrong, reduced, spoil, tiled
+from kfcomm.bench.memory import Memory
+from kfcomm.bench.pattern import Array, contributions, first_wrong, reduced, tiled
 from kfcomm.bench.suite import Case
 from kfcomm.bench.workloads import Shape
 from kfcomm.types import Verb
@@ -50,8 +49,8 @@ class Call:
     Attributes:
         verb: the collective.
         name: its name.
-        x: this rank's input; None where the verb takes none here.
-        out: where the result goes; None where there is none here.
+        x: this rank's input, an array of the memory; None where the verb takes none here.
+        out: where the result goes, of the same memory; None where there is none here.
         options: further arguments of the verb.
         due: what the result must be.
         given: what the input is.
@@ -59,8 +58,8 @@ class Call:
 
     verb: Verb
     name: str
-    x: Array | None
-    out: Array | None
+    x: Any
+    out: Any
     options: dict[str, Any]
     due: tuple[Part, ...]
     given: tuple[Part, ...]
@@ -70,38 +69,37 @@ class Call:
         """The arguments of the verb."""
         return {"x": self.x, "name": self.name, "out": self.out, **self.options}
 
-    def fault(self, result: Any) -> str | None:
-        """What is wrong with a result, or None."""
-        if self.out is None:
-            return None
-        return _fault(result, self.due)
-
 
 @dataclass(frozen=True, slots=True)
 class Load:
     """All calls of one rank in one case."""
 
     calls: tuple[Call, ...]
+    memory: Memory
 
     @classmethod
-    def of(cls, case: Case, rank: int, size: int) -> Load:
-        """Make the arrays. Memory: at most twice the bytes of the case, and a little."""
-        maker = _Maker(case, rank, size)
-        return cls(tuple(maker.call(shape, number) for number, shape in enumerate(case.shapes(size))))
+    def of(cls, case: Case, rank: int, size: int, memory: Memory) -> Load:
+        """Make the arrays: at most twice the bytes of the case, and a little."""
+        maker = _Maker(case, rank, size, memory)
+        return cls(tuple(maker.call(shape, number) for number, shape in enumerate(case.shapes(size))), memory)
 
     def spoil(self) -> None:
         """Overwrite the results of the iteration before."""
         for call in self.calls:
             if call.out is not None:
-                spoil(call.out)
+                self.memory.spoil(call.out)
+        self.memory.settle()
 
     def fault(self, results: Sequence[Any]) -> str | None:
         """What is wrong with the results of an iteration, or None."""
-        return self._first(call.fault(result) for call, result in zip(self.calls, results, strict=True))
+        return self._first(
+            None if call.out is None else self._fault(result, call.due)
+            for call, result in zip(self.calls, results, strict=True)
+        )
 
     def input_fault(self) -> str | None:
         """What has changed in the inputs, or None."""
-        found = self._first(None if call.x is None else _fault(call.x, call.given) for call in self.calls)
+        found = self._first(None if call.x is None else self._fault(call.x, call.given) for call in self.calls)
         return None if found is None else f"the input was changed: {found}"
 
     def _first(self, faults: Iterable[str | None]) -> str | None:
@@ -110,11 +108,18 @@ class Load:
                 return fault if len(self.calls) == 1 else f"tensor {number}: {fault}"
         return None
 
+    def _fault(self, array: Any, parts: tuple[Part, ...]) -> str | None:
+        flat = self.memory.read(array).reshape(-1)
+        if flat.size != parts[-1].end:
+            return f"{flat.size} elements, must be {parts[-1].end}"
+        return next((fault for fault in (part.fault(flat) for part in parts) if fault is not None), None)
+
 
 class _Maker:
     """Makes the calls of one rank."""
 
-    def __init__(self, case: Case, rank: int, size: int) -> None:
+    def __init__(self, case: Case, rank: int, size: int, memory: Memory) -> None:
+        self._memory = memory
         self._verb = case.collective
         self._rank = rank
         self._size = size
@@ -129,8 +134,8 @@ class _Maker:
         count, start = math.prod(shape), number * _STRIDE
         given = self._given(count, start)
         due = self._due(count, start)
-        x = None if given is None else tiled(given.values, start, given.end)
-        out = None if not due else np.empty(due[-1].end, self._values.dtype)
+        x = None if given is None else self._memory.holding(tiled(given.values, start, given.end))
+        out = None if not due else self._memory.empty(due[-1].end, self._values.dtype)
         if self._verb is Verb.ALL_REDUCE and x is not None and out is not None:
             x, out = x.reshape(shape), out.reshape(shape)
         elif self._verb in (Verb.GATHER, Verb.ALL_GATHER) and out is not None:
@@ -164,10 +169,3 @@ class _Maker:
                 return (Part(0, each, self._reduced, mine),)
             case _:
                 return (Part(0, count, self._reduced, start),)
-
-
-def _fault(array: Any, parts: tuple[Part, ...]) -> str | None:
-    flat = np.asarray(array).reshape(-1)
-    if flat.size != parts[-1].end:
-        return f"{flat.size} elements, must be {parts[-1].end}"
-    return next((fault for fault in (part.fault(flat) for part in parts) if fault is not None), None)

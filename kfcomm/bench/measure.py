@@ -1,22 +1,24 @@
 """What every rank runs: the cases one after the other, timed together, every result compared.
 
-An iteration begins with a barrier and is timed on each rank; its time is that of the slowest. Results are looked at
-after every iteration, outside of the time. If one is wrong, on any rank, all ranks learn of it and raise.
+An iteration begins with a barrier and is timed on each rank, by the clock of the memory where the arrays are; its time
+is that of the slowest. Results are looked at after every iteration, outside of the time. If one is wrong, on any rank,
+all ranks learn of it and raise.
 """
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
 
 from kfcomm.bench import machine
 from kfcomm.bench.caller import Caller, opened
+from kfcomm.bench.devices import described, memory_of
 from kfcomm.bench.events import Begun, Emit, Failed, Measured, Starting
 from kfcomm.bench.figures import Result
 from kfcomm.bench.load import Load
-from kfcomm.bench.suite import Case, Suite
+from kfcomm.bench.memory import HostMemory, Memory
+from kfcomm.bench.suite import Case, Place, Suite
 from kfcomm.errors import KfcommError
 from kfcomm.types import Layout
 
@@ -34,41 +36,42 @@ async def run(suite: Suite, emit: Emit) -> None:
         KfcommError: the world does not come about, or a collective failed.
     """
     for number, transport in enumerate(suite.transports):
-        async with opened(transport, number, blocking=suite.blocking) as caller:
+        async with opened(suite, transport, number) as caller:
             suite.check(caller.size)
             cases = suite.cases(caller.size)
             if number == 0:
                 hosts = await _hosts(caller)
-                _tell(caller, emit, Begun(caller.size, len(cases), hosts))
-            await measure(caller, [case for case in cases if case.transport == transport], emit)
+                _tell(caller, emit, Begun(caller.size, len(cases), hosts, _devices(caller, suite)))
+            mine = [case for case in cases if case.transport == transport]
+            await measure(caller, mine, emit, memory_of(suite.device, caller.session.devices.device))
 
 
-async def measure(caller: Caller, cases: list[Case], emit: Emit) -> None:
-    """Measure the cases in the world of ``caller``.
+async def measure(caller: Caller, cases: list[Case], emit: Emit, memory: Memory | None = None) -> None:
+    """Measure the cases in the world of ``caller``, on arrays in ``memory``, of the host by default.
 
     Raises:
         WrongResult: see `run`.
     """
-    strategy = None
+    memory, strategy = memory or HostMemory(), None
     for case in cases:
         _tell(caller, emit, Starting(case))
         if case.strategy != strategy:
             strategy = case.strategy
             await caller.do("set_strategy", strategy)
-        _tell(caller, emit, Measured(await _measured(caller, case, emit)))
+        _tell(caller, emit, Measured(await _measured(caller, case, memory, emit)))
 
 
-async def _measured(caller: Caller, case: Case, emit: Emit) -> Result:
-    load = Load.of(case, caller.rank, caller.size)
+async def _measured(caller: Caller, case: Case, memory: Memory, emit: Emit) -> Result:
+    load, stopwatch = Load.of(case, caller.rank, caller.size, memory), memory.stopwatch()
     run_once = caller.prepared(load.calls, case.mode)
     times_s = np.empty(case.warmup + case.iterations)
     fault = None
     for number in range(len(times_s)):
         load.spoil()
         await caller.do("barrier")
-        began_s = time.perf_counter()
+        stopwatch.start()
         results = await run_once()
-        times_s[number] = time.perf_counter() - began_s
+        times_s[number] = await stopwatch.elapsed_s()
         fault = fault or load.fault(results)
     await _agree(caller, case, fault or load.input_fault(), emit)
     slowest = await caller.do("all_reduce", times_s[case.warmup :], op="max")
@@ -93,6 +96,13 @@ async def _hosts(caller: Caller) -> tuple[dict[str, Any], ...]:
     layout: Layout = caller.layout
     described = await caller.do("all_gather_object", machine.describe())
     return tuple({"ranks": layout.ranks_of(host), **described[master]} for host, master in enumerate(layout.masters))
+
+
+def _devices(caller: Caller, suite: Suite) -> dict[str, Any] | None:
+    """What the report says of the devices, where arrays are on them."""
+    if suite.device is Place.CPU:
+        return None
+    return described(caller.session.devices.reports, caller.layout, suite.transports)
 
 
 def _tell(caller: Caller, emit: Emit, event: Any) -> None:

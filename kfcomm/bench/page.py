@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from kfcomm.bench.devices import route_in_words
 from kfcomm.bench.html import Section, document, preformatted_html, quiet_html, table_html
 from kfcomm.bench.plots import drawings
 from kfcomm.bench.table import COLUMNS, Table
@@ -41,6 +43,7 @@ def surroundings(data: dict[str, Any]) -> list[Section]:
     """Where something was measured, and what was asked for, of a report's JSON."""
     return [
         Section("Machine", "\n".join(map(_machine, data["hosts"]))),
+        *([Section("Devices", _devices(data))] if data.get("devices") else []),
         Section("Settings", preformatted_html(json.dumps(data["suite"], indent=1))),
     ]
 
@@ -57,8 +60,26 @@ def _machine(host: dict[str, object]) -> str:
         if isinstance(versions, dict)
         else "",
     }
+    return _named(rows.items())
+
+
+def _devices(data: dict[str, Any]) -> str:
+    """The devices that the arrays were on, and the way that they went."""
+    rows: list[tuple[str, object]] = []
+    for one in data["devices"]:
+        rows += [
+            ("ranks", ", ".join(map(str, one["ranks"]))),
+            ("devices", f"{one['physical']} {one['model']}"),
+            ("driver", f"CUDA {one['driver']}"),
+            ("backend", one["backend"] or "none"),
+        ]
+    return _named([*rows, *((f"transport {name}", route_in_words(one)) for name, one in data["routes"].items())])
+
+
+def _named(rows: Iterable[tuple[str, object]]) -> str:
+    """A table of names and values."""
     lines = "".join(
-        f'<tr><th class="word">{name}</th><td class="word">{escape(str(value))}</td></tr>'
-        for name, value in rows.items()
+        f'<tr><th class="word">{escape(name)}</th><td class="word">{escape(str(value))}</td></tr>'
+        for name, value in rows
     )
     return f"<table><tbody>{lines}</tbody></table>"

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from kfcomm.bench.devices import in_words
 from kfcomm.bench.events import Begun, Event, Failed, Measured
 from kfcomm.bench.figures import Result
 from kfcomm.bench.suite import Suite
@@ -54,7 +55,8 @@ class Report:
         where = "1 host" if len(hosts) == 1 else f"{len(hosts)} hosts"
         kinds = ", ".join(dict.fromkeys(f"{host['processor']}, {host['usable_cores']} cores" for host in hosts))
         interface = "kfcomm.sync" if self.suite.blocking else "kfcomm, asynchronous"
-        return f"{self.begun.size} ranks on {where} ({kinds}); {interface}"
+        devices = f"; {in_words(self.begun.devices)}" if self.begun.devices else ""
+        return f"{self.begun.size} ranks on {where} ({kinds}){devices}; {interface}"
 
     def as_text(self) -> str:
         """World and table; nothing if nothing was measured."""
@@ -67,6 +69,7 @@ class Report:
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "ranks": self.begun.size if self.begun else None,
             "hosts": self.begun.hosts if self.begun else (),
+            **((self.begun.devices if self.begun else None) or {}),
             "suite": asdict(self.suite),
             "results": [_as_json(result) for result in self.results],
         }

@@ -18,7 +18,7 @@ from kfcomm.bench.workloads import WORKLOADS, Shape, num_parameters
 from kfcomm.errors import ConfigError
 from kfcomm.plugins import check
 from kfcomm.reduce import kernel
-from kfcomm.rendezvous.settings import TRANSPORTS
+from kfcomm.rendezvous.settings import LINKS, TRANSPORTS
 from kfcomm.sizes import show_size
 from kfcomm.types import Op, Verb
 
@@ -33,6 +33,13 @@ class Mode(StrEnum):
     ONE_BY_ONE = "one-by-one"
     ALL_AT_ONCE = "all-at-once"
     FUSED = "fused"
+
+
+class Place(StrEnum):
+    """Where the arrays are."""
+
+    CPU = "cpu"
+    GPU = "gpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +152,7 @@ class Suite:
         iterations: timed runs of each case; None for as many as its size makes reasonable.
         warmup: runs before them.
         blocking: measure ``kfcomm.sync`` instead of the asynchronous interface.
+        device: where the arrays are.
     """
 
     collectives: tuple[Verb, ...] = (Verb.ALL_REDUCE,)
@@ -158,6 +166,7 @@ class Suite:
     iterations: int | None = None
     warmup: int = 3
     blocking: bool = False
+    device: Place = Place.CPU
 
     def check(self, size: int) -> None:
         """Refuse what cannot be measured among ``size`` ranks, before anything is begun.
@@ -170,6 +179,8 @@ class Suite:
         for transport in self.transports:
             if transport not in TRANSPORTS:
                 raise ConfigError(f"transport {transport!r} is unknown; known are {', '.join(TRANSPORTS)}")
+            if transport not in LINKS and self.device is Place.CPU:
+                raise ConfigError(f"transport {transport!r} is for arrays on devices: add --device gpu")
         for workload in self.workloads:
             if workload not in WORKLOADS:
                 raise ConfigError(f"workload {workload!r} is unknown; known are {', '.join(WORKLOADS)}")
@@ -224,7 +235,7 @@ class Suite:
             fields[name] = map(kind, fields[name])
         for name in ("collectives", "sizes", "workloads", "modes", "strategies", "transports", "dtypes"):
             fields[name] = tuple(fields[name])
-        return cls(**{**fields, "op": Op(fields["op"])})
+        return cls(**{**fields, "op": Op(fields["op"]), "device": Place(fields["device"])})
 
 
 def _rounded(verb: Verb, nbytes: int, dtype: str, size: int) -> int:

@@ -16,6 +16,7 @@ import click
 from kfcomm import __version__
 from kfcomm.cli.bench import bench
 from kfcomm.cli.errors import reported_errors
+from kfcomm.cli.options import device
 from kfcomm.cli.probe import probe
 from kfcomm.cli.simulate import simulate
 from kfcomm.cli.timeline import timeline
@@ -45,7 +46,8 @@ main.add_command(top)
     "--port", type=click.IntRange(1, 65535), help="Port of the store on the first host; 29600 with -H, else any."
 )
 @click.option("--strategy", metavar="NAME", help="Strategy of the world, for example ring.")
-@click.option("--transport", type=click.Choice(TRANSPORTS), help="Kind of links between the ranks.")
+@click.option("--transport", type=click.Choice(TRANSPORTS), help="Kind of links between the ranks, or nccl.")
+@device
 @click.option("--timeout", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Seconds until a wait fails.")
 @click.option(
     "--stall-after", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Seconds until one is reported."
@@ -117,7 +119,10 @@ def run(command: tuple[str, ...], **given: Any) -> None:
 
 def _settings(given: Mapping[str, Any]) -> dict[str, str]:
     """The variables that carry the settings which were given as options."""
-    names = ("strategy", "transport", "timeout", "stall_after", "interface", "dump_dir", "timeline", "metrics_port")
+    names = (
+        "strategy", "transport", "device", "timeout", "stall_after", "interface", "dump_dir", "timeline",
+        "metrics_port",
+    )  # fmt: skip
     found = {f"KFCOMM_{name.upper()}": str(given[name]) for name in names if given[name] is not None}
     if given["monitor"] is not None:
         found["KFCOMM_MONITOR"] = "1" if given["monitor"] else "0"
@@ -126,7 +131,7 @@ def _settings(given: Mapping[str, Any]) -> dict[str, str]:
 
 @main.command()
 def env() -> None:
-    """Explain what this process finds: its place in the world, interfaces, links and versions."""
+    """Explain what this process finds: place in the world, device, interfaces, links, versions."""
     from kfcomm.launch.explain import explain
 
     text, exit_code = explain(os.environ)

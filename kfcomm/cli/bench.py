@@ -13,13 +13,13 @@ from typing import Any
 import click
 
 from kfcomm.bench.report import Files
-from kfcomm.bench.suite import COLLECTIVES, Mode, Suite
+from kfcomm.bench.suite import COLLECTIVES, Mode, Place, Suite
 from kfcomm.bench.workloads import WORKLOADS
 from kfcomm.cli import options
 from kfcomm.cli.errors import reported_errors
 from kfcomm.cli.topologies import topologies
 from kfcomm.errors import ConfigError
-from kfcomm.rendezvous.settings import TRANSPORTS, Settings, detect
+from kfcomm.rendezvous.settings import LINKS, TRANSPORTS, Settings, detect
 from kfcomm.sizes import parse_sizes
 from kfcomm.types import Op, Verb
 
@@ -50,7 +50,7 @@ class _Bench(click.Command):
     "--num-ranks",
     type=click.IntRange(min=2),
     metavar="N",
-    help="Ranks to start here; one per core, 2 to 8, by default.",
+    help="Ranks to start here; one per core (or GPU, with --device gpu), 2 to 8, by default.",
 )
 @click.option(
     "--sizes",
@@ -84,10 +84,18 @@ class _Bench(click.Command):
     multiple=True,
     type=click.Choice(TRANSPORTS),
     metavar="NAME",
-    help=f"Kind of links: {_listed(TRANSPORTS)}; auto by default. *",
+    help=f"Kind of links: {_listed(LINKS)}; auto by default; nccl with --device gpu. *",
 )
 @click.option(
     "--dtype", "dtypes", multiple=True, metavar="NAME", help="Element type, for example bfloat16; float32 by default. *"
+)
+@click.option(
+    "--device",
+    type=click.Choice(tuple(map(str, Place))),
+    default=str(Place.CPU),
+    show_default=True,
+    metavar="NAME",
+    help=f"Where the arrays are: {_listed(Place)}.",
 )
 @click.option(
     "--op",
@@ -113,6 +121,7 @@ def bench(collectives: tuple[str, ...], **given: Any) -> None:
       kfcomm bench -n 4
       kfcomm bench all-reduce -n 4 --strategy ring --strategy clique --html report.html
       kfcomm bench -n 4 --workload resnet50 --mode fused --transport tcp
+      kfcomm bench all-reduce --device gpu
       kfcomm run -H 10.0.0.1:4,10.0.0.2:4 kfcomm bench all-gather       (on both hosts)
 
     The exit code is 1 if a result is wrong, 2 if the options cannot work. Which strategy is fastest at which size is
@@ -130,6 +139,7 @@ def _suite(collectives: tuple[str, ...], settings: Settings, given: dict[str, An
     """What the options ask for; what they leave out is as everywhere in this process."""
     if given["modes"] and not given["workloads"]:
         raise ConfigError("--mode is about the tensors of a workload: name one with --workload")
+    place = Place(given["device"])
     verbs = collectives or (() if given["workloads"] else (_CHOICES[0],))
     return Suite(
         collectives=tuple(Verb(name.replace("-", "_")) for name in _once(verbs)),
@@ -137,12 +147,13 @@ def _suite(collectives: tuple[str, ...], settings: Settings, given: dict[str, An
         workloads=_once(given["workloads"]),
         modes=tuple(map(Mode, _once(given["modes"]))) or tuple(Mode),
         strategies=_once(given["strategies"]) or (settings.strategy,),
-        transports=_once(given["transports"]) or (settings.transport,),
+        transports=_once(given["transports"]) or (settings.links if place is Place.CPU else settings.transport,),
         dtypes=_once(given["dtypes"]) or ("float32",),
         op=Op(given["op"]),
         iterations=given["iterations"],
         warmup=given["warmup"],
         blocking=given["blocking"],
+        device=place,
     )
 
 

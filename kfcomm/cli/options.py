@@ -8,6 +8,9 @@ from typing import Any, TypeVar
 
 import click
 
+from kfcomm.errors import ConfigError
+from kfcomm.rendezvous.settings import check_device
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 Option = Callable[[Command], Command]
 
@@ -30,6 +33,19 @@ def page_file(holds: str) -> Option[Any]:
     )
 
 
+def _checked_device(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    try:
+        return None if value is None else check_device(value)
+    except ConfigError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+device = click.option(
+    "--device",
+    metavar="NAME",
+    callback=_checked_device,
+    help="Device of each rank: auto, none, cuda, or cuda:N.",
+)
 iterations = click.option(
     "--iterations",
     type=click.IntRange(min=1),

@@ -18,7 +18,7 @@ from kfcomm.cli import options
 from kfcomm.cli.errors import reported_errors
 from kfcomm.errors import ConfigError
 from kfcomm.launch.screen import Look, Screen, Stream
-from kfcomm.rendezvous.settings import TRANSPORTS, Settings, detect
+from kfcomm.rendezvous.settings import LINKS, Settings, detect
 from kfcomm.sizes import parse_sizes
 
 
@@ -31,7 +31,7 @@ from kfcomm.sizes import parse_sizes
 @click.option(
     "--timeout", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Seconds for each pair of ranks."
 )
-@click.option("--transport", type=click.Choice(TRANSPORTS), help="Kind of links between the ranks.")
+@click.option("--transport", type=click.Choice(LINKS), help="Kind of links between the ranks.")
 @options.json_file("the matrices")
 @options.page_file("heat maps")
 def probe(**given: Any) -> None:

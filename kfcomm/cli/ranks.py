@@ -12,11 +12,12 @@ import sys
 from pathlib import Path
 
 import kfcomm
+from kfcomm.bench.cuda import num_devices
 from kfcomm.bench.events import from_line
 from kfcomm.bench.machine import available_nbytes
 from kfcomm.bench.rank import run_rank
 from kfcomm.bench.report import Files, Report
-from kfcomm.bench.suite import Suite
+from kfcomm.bench.suite import Place, Suite
 from kfcomm.bench.watch import Watch
 from kfcomm.errors import ConfigError
 from kfcomm.launch.options import RunOptions
@@ -36,8 +37,9 @@ def measure(suite: Suite, settings: Settings, num_ranks: int | None, files: File
         KfcommError: the ranks cannot be started.
     """
     watch = Watch(report or Report(suite), files)
+    num_gpus = None if suite.device is Place.CPU else num_devices()
     if settings.size == 1:
-        return _measure_new(suite, num_ranks or default_ranks(), files, watch)
+        return _measure_new(suite, num_ranks or default_ranks(num_gpus), files, watch)
     if num_ranks is not None:
         raise ConfigError(
             f"-n {num_ranks} starts ranks, but this process is rank {settings.rank} of {settings.size} "
@@ -75,9 +77,9 @@ def own_module(module: str, *arguments: str) -> tuple[str, ...]:
     return (sys.executable, *(() if is_here else ("-P",)), "-m", module, *arguments)
 
 
-def default_ranks() -> int:
-    """How many to start where nobody says."""
-    return min(max(len(os.sched_getaffinity(0)), 2), _MOST_RANKS)
+def default_ranks(num_gpus: int | None = None) -> int:
+    """How many to start where nobody says: one for each core, or for each device where arrays are on devices."""
+    return min(max(num_gpus or len(os.sched_getaffinity(0)), 2), _MOST_RANKS)
 
 
 def _check_memory(suite: Suite, num_ranks: int) -> None:

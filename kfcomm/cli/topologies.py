@@ -18,7 +18,7 @@ from kfcomm.cli import options
 from kfcomm.cli.errors import reported_errors
 from kfcomm.cli.simulate import names_of, network_of, parse_worlds, simulated, tell
 from kfcomm.errors import ConfigError
-from kfcomm.rendezvous.settings import TRANSPORTS, detect
+from kfcomm.rendezvous.settings import LINKS, detect
 from kfcomm.sizes import parse_sizes
 from kfcomm.strategies import names
 from kfcomm.strategies.registry import ALGORITHMS
@@ -55,7 +55,7 @@ _OF_REAL_RANKS = {
 )
 @click.option(
     "--transport",
-    type=click.Choice(TRANSPORTS),
+    type=click.Choice(LINKS),
     metavar="NAME",
     help="Kind of links between the ranks; auto by default.",
 )
@@ -118,7 +118,7 @@ def _measure(files: Files, given: dict[str, Any]) -> int:
         collectives=(Verb.ALL_REDUCE,),
         sizes=parse_sizes(given["sizes"]),
         strategies=tuple(twins),
-        transports=(given["transport"] or settings.transport,),
+        transports=(given["transport"] or settings.links,),
         dtypes=(given["dtype"],),
         op=Op(given["op"]),
         iterations=given["iterations"],

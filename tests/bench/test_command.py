@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from kfcomm.cli import main
-from kfcomm.rendezvous.settings import TRANSPORTS
+from kfcomm.rendezvous.settings import LINKS
 from tests.launch.launched import ROOT, environ, finished
 
 TINY = ("--sizes", "64B,4KiB", "--iterations", "2", "--warmup", "1")
@@ -20,15 +20,15 @@ INSIDE = (sys.executable, "-m", "kfcomm", "bench")
 
 def test_ranks_are_started_and_everything_is_written(tmp_path: Path) -> None:
     data, page = tmp_path / "x.json", tmp_path / "x.html"
-    transports = [word for name in TRANSPORTS for word in ("--transport", name)]
+    transports = [word for name in LINKS for word in ("--transport", name)]
     done = finished(
         "bench", "all-reduce", "all-gather", "-n", "2", *TINY, "--strategy", "ring", "--strategy", "star",
         *transports, "--json", str(data), "--html", str(page),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(data.read_text())
-    assert len(found["results"]) == 2 * 2 * 2 * len(TRANSPORTS)
-    assert {one["transport"] for one in found["results"]} == set(TRANSPORTS)
+    assert len(found["results"]) == 2 * 2 * 2 * len(LINKS)
+    assert {one["transport"] for one in found["results"]} == set(LINKS)
     assert found["hosts"][0]["ranks"] == [0, 1]
     assert page.read_text("utf-8").count("<svg") == 2
     assert done.stdout.startswith("2 ranks on 1 host")

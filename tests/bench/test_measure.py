@@ -12,6 +12,7 @@ from kfcomm.bench.caller import AsyncCaller, BlockingCaller
 from kfcomm.bench.events import Event, Failed, Measured, Starting
 from kfcomm.bench.load import Load
 from kfcomm.bench.measure import WrongResult, measure
+from kfcomm.bench.memory import HostMemory
 from kfcomm.bench.suite import COLLECTIVES, Mode, Suite
 from kfcomm.bench.workloads import WORKLOADS
 from kfcomm.testing import run_ranks, run_threads, sync_world, world
@@ -142,5 +143,5 @@ def test_a_wrong_element_of_one_rank_in_one_iteration_is_an_error_on_all(
 
 def test_a_result_of_another_length_is_wrong() -> None:
     (case,) = Suite(sizes=(400,)).cases(2)
-    load = Load.of(case, 0, 2)
+    load = Load.of(case, 0, 2, HostMemory())
     assert load.fault([np.zeros(99, np.float32)]) == "99 elements, must be 100"

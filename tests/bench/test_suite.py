@@ -8,7 +8,7 @@ import pytest
 
 from kfcomm.bench.suite import COLLECTIVES, Case, Mode, Suite
 from kfcomm.errors import ConfigError
-from kfcomm.rendezvous.settings import TRANSPORTS
+from kfcomm.rendezvous.settings import LINKS
 from kfcomm.types import Op, Verb
 
 FULL = Suite(
@@ -17,7 +17,7 @@ FULL = Suite(
     workloads=("resnet50",),
     modes=(Mode.FUSED, Mode.ONE_BY_ONE),
     strategies=("ring", "auto"),
-    transports=TRANSPORTS,
+    transports=LINKS,
     dtypes=("float32", "float64"),
     op=Op.MAX,
     iterations=7,
@@ -28,10 +28,10 @@ FULL = Suite(
 
 def test_every_combination_is_a_case_and_those_of_a_transport_follow_each_other() -> None:
     cases = FULL.cases(3)
-    assert len(cases) == len(set(cases)) == len(TRANSPORTS) * 2 * 2 * (2 * 2 + 2)
-    assert tuple(dict.fromkeys(case.transport for case in cases)) == TRANSPORTS
+    assert len(cases) == len(set(cases)) == len(LINKS) * 2 * 2 * (2 * 2 + 2)
+    assert tuple(dict.fromkeys(case.transport for case in cases)) == LINKS
     changes = sum(one.transport != other.transport for one, other in zip(cases, cases[1:], strict=False))
-    assert changes == len(TRANSPORTS) - 1
+    assert changes == len(LINKS) - 1
     assert {(case.iterations, case.warmup) for case in cases} == {(7, 1)}
 
 
@@ -86,6 +86,7 @@ def test_factors_are_those_of_nccl_tests(size: int) -> None:
     [
         ({"strategies": ("ringg",)}, "ringg"),
         ({"transports": ("carrier",)}, "carrier"),
+        ({"transports": ("nccl",)}, "--device gpu"),
         ({"workloads": ("alexnet",)}, "alexnet"),
         ({"dtypes": ("float8",)}, "float8"),
         ({"op": Op.AVG, "dtypes": ("int32",)}, "avg"),

@@ -1,0 +1,151 @@
+"""The command: ``python -m bench.gpu``. Exit code 2 without a GPU, 1 if something failed or a row is not as wanted."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from bench.compare import machine as host
+from bench.compare.record import write
+from bench.compare.world import ROOT
+from bench.gpu import machine as gpu
+from bench.gpu.figures import FORMAT, Row, Wanted, slower_of, table
+from kfcomm.bench.cuda import num_devices
+from kfcomm.errors import ConfigError, KfcommError
+
+SHARED_NBYTES = 64 << 20
+SHARES = {"shared memory": 0.60, "TCP": 0.80}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How long to measure.
+
+    Attributes:
+        one_pairs: of the large all_reduce in a world of one.
+        many_pairs: of the gradients in a world of one.
+        rounds: of each world of processes.
+    """
+
+    one_pairs: int = 500
+    many_pairs: int = 200
+    rounds: int = 40
+
+
+QUICK = Plan(one_pairs=20, many_pairs=5, rounds=3)
+
+
+class Run:
+    """Measures row after row, and remembers what failed."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.rows: list[Row] = []
+        self.failures: list[str] = []
+        self._plan = plan
+
+    def all(self) -> None:
+        """Every row."""
+        self._noting("in a world of one", self._alone)
+        self._noting(
+            "four processes on one GPU",
+            lambda: [self._shared("four processes on one GPU, all_reduce of 64 MiB", 4, "auto", "shared memory")],
+        )
+        self._noting(
+            "two processes over TCP",
+            lambda: [self._shared("two processes on one GPU, all_reduce of 64 MiB over TCP", 2, "tcp", "TCP")],
+        )
+
+    def _noting(self, what: str, measured: Callable[[], list[Row]]) -> None:
+        from bench.gpu.alone import WrongResultError
+        from bench.gpu.shared import SharedError
+
+        say(f"{what} ...")
+        try:
+            self.rows += measured()
+        except (KfcommError, SharedError, WrongResultError) as error:
+            self.failures.append(f"{what}: {error}")
+            say(f"left out: {error}")
+
+    def _alone(self) -> list[Row]:
+        from bench.gpu.alone import rows
+        from bench.gpu.device import on_loop
+
+        found: list[Row] = on_loop(rows(one_pairs=self._plan.one_pairs, many_pairs=self._plan.many_pairs))
+        return found
+
+    def _shared(self, title: str, num_ranks: int, transport: str, links: str) -> Row:
+        from bench.gpu.shared import measure
+
+        found = measure(num_ranks, transport, SHARED_NBYTES, self._plan.rounds)
+        times_s, alone = found["times_s"], ("copies", "host")
+        parts = {
+            "copies from the device": "fetch",
+            "copies to the device": "put",
+            "both at once": "copies",
+            f"all_reduce on the host, {links}": "host",
+        }
+        return Row(
+            title,
+            f"the slower of pinned copies and {links}, each alone",
+            Wanted(ratio=1 / SHARES[links]),
+            slower_of(times_s, "device", alone),
+            {name: statistics.median(times_s[work]) for name, work in parts.items()},
+            {"ranks": num_ranks, "transport": transport, "nbytes": SHARED_NBYTES, "route": found["route"]},
+        )
+
+
+def main() -> int:
+    """Measure, print, record."""
+    options = parser().parse_args()
+    try:
+        num_devices()
+    except ConfigError as error:
+        say(f"bench.gpu: {error}")
+        return 2
+    cpu = host.describe()  # before anything is measured
+    run, began_s = Run(QUICK if options.quick else Plan()), time.monotonic()
+    run.all()
+    print(table(run.rows))
+    record = {
+        "format": FORMAT,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "took_s": round(time.monotonic() - began_s),
+        "quick": options.quick,
+        "machine": cpu,
+        "gpu": gpu.describe(),
+        "rows": [row.as_json() for row in run.rows],
+        "failures": run.failures,
+    }
+    path = options.output or default_output(quick=options.quick)
+    write(record, path)
+    say(f"written: {path}")
+    return 0 if not run.failures and all(row.is_reached for row in run.rows) else 1
+
+
+def default_output(*, quick: bool) -> Path:
+    """A quick run is no record worth keeping."""
+    stamp = f"{datetime.now(UTC):%Y-%m-%d}"
+    return ROOT / "build/gpu/quick.json" if quick else ROOT / f"bench/results/gpu-{stamp}.json"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    made = argparse.ArgumentParser(prog="python -m bench.gpu", description="Device memory with kfcomm, and floors.")
+    made.add_argument("--quick", action="store_true", help="few rounds: to see that everything runs")
+    made.add_argument("--output", type=Path, help="where the record goes (default: bench/results/gpu-DATE.json)")
+    return made
+
+
+def say(text: str) -> None:
+    """Progress, beside the table."""
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

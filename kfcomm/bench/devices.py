@@ -1,0 +1,66 @@
+"""The devices of a benchmark's ranks: the memory that its arrays are in, and what the report says of them.
+
+Nothing is asked of a device here: what its rank told the others when it joined is known to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from kfcomm.bench.cuda import CudaMemory
+from kfcomm.bench.memory import HostMemory, Memory
+from kfcomm.bench.suite import Place
+from kfcomm.devices import Device, DeviceReport
+from kfcomm.devices.routes import choose
+from kfcomm.devices.words import backend_in_words, driver_version
+from kfcomm.types import Layout
+
+
+def memory_of(place: Place, device: Device | None) -> Memory:
+    """Where the arrays of this rank are made, which has this device.
+
+    Raises:
+        ConfigError: CuPy cannot use the device.
+    """
+    return HostMemory() if place is Place.CPU or device is None else CudaMemory(device.ordinal)
+
+
+def described(reports: Sequence[DeviceReport], layout: Layout, transports: Iterable[str]) -> dict[str, Any]:
+    """What the report says of the devices of all ranks, and of the way that their memory goes.
+
+    Returns:
+        ``devices``, alike ones together, each with its ranks; ``routes`` by transport, each with its reason.
+    """
+    alike: dict[tuple[str, str, str], list[int]] = {}
+    for rank, report in enumerate(reports):
+        backend = backend_in_words(report.backend, report.backend_version) if report.backend else ""
+        alike.setdefault((report.model, driver_version(report.driver), backend), []).append(rank)
+    routes = {transport: choose(reports, layout, transport) for transport in transports}
+    return {
+        "devices": [
+            {
+                "ranks": ranks,
+                "model": model,
+                "physical": len({reports[rank].uuid for rank in ranks}),  # ranks may share one
+                "driver": driver,
+                "backend": backend,
+            }
+            for (model, driver, backend), ranks in alike.items()
+        ],
+        "routes": {name: {"route": str(one.route), "because": one.because} for name, one in routes.items()},
+    }
+
+
+def in_words(devices: dict[str, Any]) -> str:
+    """What `described` returned, in a line."""
+    kinds = [f"{one['physical']} {one['model']}, {one['backend'] or 'no NCCL'}" for one in devices["devices"]]
+    routes = {name: route_in_words(one) for name, one in devices["routes"].items()}
+    if len(set(routes.values())) == 1:
+        return f"{'; '.join(kinds)}; route {next(iter(routes.values()))}"
+    return f"{'; '.join(kinds)}; routes: {', '.join(f'{name} {route}' for name, route in routes.items())}"
+
+
+def route_in_words(route: dict[str, Any]) -> str:
+    """One of the routes of `described`."""
+    return f"{route['route']} ({route['because']})"
