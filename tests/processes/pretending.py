@@ -6,8 +6,11 @@ import asyncio
 import os
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 import kfcomm
 from kfcomm.devices import DeviceReport, cuda
+from kfcomm.testing import FakeDevice
 from kfcomm.transports import nccl
 from tests.stubs import StubDevice
 
@@ -44,3 +47,35 @@ async def in_a_child(me: Actor) -> int:
     (count,) = os.read(read, 1)
     os.close(read)
     return count
+
+
+async def blocking(me: Actor, *, count: int, **settings: Any) -> dict[str, list[float]]:
+    """Join with the blocking API and a fake device, use it in every way, and leave; what came of it."""
+    return await asyncio.to_thread(_blocking, count, settings)
+
+
+def _blocking(count: int, settings: dict[str, Any]) -> dict[str, list[float]]:
+    device = FakeDevice(0, "one", backend="")
+    before = cuda.find
+    cuda.find = lambda choice, local_rank: (device, device.report)  # type: ignore[assignment]
+    try:
+        world = kfcomm.sync.init(**settings)
+    finally:
+        cuda.find = before
+    with world as comm:
+        x = device.array(np.full(count, comm.rank + 1, np.float32))
+        for step in range(3):
+            comm.all_reduce(x, f"warm {step}")
+        sent = comm.send_async(x[:2], 1, "message") if comm.rank == 0 else None
+        found = {
+            "sum": comm.all_reduce(x, "sum"),
+            "many": comm.all_reduce_many({"many": x})["many"],
+            "later": comm.all_reduce_async(x, "later").wait(),
+            "joined": comm.all_gather(x[: comm.rank + 1], "joined", concat=True),
+            "message": comm.recv(0, "message", out=device.array(np.zeros(2, np.float32))) if comm.rank == 1 else x[:2],
+        }
+        if sent is not None:
+            sent.wait()
+        comm.synchronize()
+        assert not device.violations
+        return {name: [float(array.get()[0]), float(array.get().sum())] for name, array in found.items()}

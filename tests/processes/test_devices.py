@@ -105,3 +105,12 @@ def test_a_device_that_is_not_there_is_refused_before_joining(world: World) -> N
     assert "cuda:9999" in world[0].do(roles.join, device="cuda:9999").failure(ConfigError).message
     assert start(world, roles.join, device="none")[1].result() == [1, 2, 0, 0]
     world.do(roles.leave)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("count", [3, 3_000_000])
+def test_blocking_calls_for_device_memory(world: World, transport: str, count: int) -> None:
+    sums = [3, 3 * count]
+    expected = {"sum": sums, "many": sums, "later": sums, "joined": [1, 5], "message": [1, 2]}
+    found = [call.result() for call in start(world, pretending.blocking, count=count, transport=transport)]
+    assert found == [expected] * 2

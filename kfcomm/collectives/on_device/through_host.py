@@ -36,6 +36,7 @@ class Fetched:
         dtype: of its elements.
         stream: the caller's.
         device, pool: of the source, and of pinned memory for it.
+        loop: the engine's, which need not be running: a blocking caller may do its work.
         timeout_s: until it is given up, in seconds.
 
     Attributes:
@@ -44,9 +45,10 @@ class Fetched:
     """
 
     def __init__(
-        self, source: Flat, dtype: np.dtype[Any], stream: Stream, device: Device, pool: PinnedPool, timeout_s: float
-    ) -> None:
-        self._loop = asyncio.get_running_loop()
+        self, source: Flat, dtype: np.dtype[Any], stream: Stream, device: Device, pool: PinnedPool,
+        loop: asyncio.AbstractEventLoop, timeout_s: float,
+    ) -> None:  # fmt: skip
+        self._loop = loop
         self.here: asyncio.Future[None] = self._loop.create_future()
         self._kept: list[Any] = [source]
         self._block = pool.take(source.nbytes)
@@ -146,9 +148,11 @@ class OutOfHost:
         return self._place.finish()
 
 
-def on_host(array: DeviceArray, device: Device, pool: PinnedPool, timeout_s: float) -> tuple[HostArray, Fetched]:
+def on_host(
+    array: DeviceArray, device: Device, pool: PinnedPool, loop: asyncio.AbstractEventLoop, timeout_s: float
+) -> tuple[HostArray, Fetched]:
     """The array as it will be in host memory, from which results come back to the device."""
-    fetched = Fetched(array.flat, array.dtype, array.stream, device, pool, timeout_s)
+    fetched = Fetched(array.flat, array.dtype, array.stream, device, pool, loop, timeout_s)
     return HostArray(fetched.flat, array.shape, Returned(array.kind, device, array.stream, pool), False), fetched
 
 

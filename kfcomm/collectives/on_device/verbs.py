@@ -156,7 +156,8 @@ class DeviceVerbs:
 
     def _on_host(self, array: DeviceArray) -> tuple[HostArray, Fetched]:
         device = self._device_of(array)
-        return on_host(array, device, self._paths.pool_of(device), self._group.timeout_s)
+        group = self._group
+        return on_host(array, device, self._paths.pool_of(device), group.engine.loop, group.timeout_s)
 
     def out_of_host(self, out: Any, shape: Shape, dtype: np.dtype[Any], stream: Stream | None) -> Out | None:
         """Where a result goes that is made in host memory, if the caller says so."""
