@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from kfcomm.core.chunk import num_chunks, share_out, split
 from kfcomm.core.graph import GraphPair
@@ -286,6 +287,7 @@ def barrier(rank: int, pair: GraphPair) -> Program:
     return builder.build()
 
 
+@lru_cache(64)
 def elsewhere(rank: int, size: int) -> Program:
     """Nothing that needs a chunk: it is carried out by others, who say when it is done (``Machine.done_elsewhere``).
 

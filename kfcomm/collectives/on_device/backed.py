@@ -58,6 +58,9 @@ GRACE_S = 0.5
 """How long launched calls have to complete when another has failed: those that every rank has launched will."""
 MEET_S = 5.0
 """How long a backend that is still being formed is waited for then; what comes of it later is ended at once."""
+WATCH_AFTER_S = 1e-3
+"""How long a launch waits for others before the device is asked to tell when it is done: that costs two threads a turn,
+and nobody is in a hurry to hear it, but for who says so (``hurry``)."""
 LOOK_EVERY_S = 0.25
 DOUBT_S = 1.0
 """From the first sign of a failure of the backend until it counts: a peer that died is better told by its name."""
@@ -154,6 +157,11 @@ class BackendPath:
         if self.state is not State.CLOSED:
             self._failures.failed((key, seq), launched=False)
 
+    def hurry(self) -> None:
+        """See ``Path``."""
+        if self._to_watch:
+            self._watch()
+
     def close(self) -> None:
         """See ``Path``."""
         self.state = State.CLOSED
@@ -205,7 +213,7 @@ class BackendPath:
 
     def _has_launched(self, call: Call, mark: Mark, error: BaseException | None) -> None:
         if not self._to_watch:
-            self._loop.call_soon(self._watch)
+            self._set_timer(self._watch, self._loop.time() + WATCH_AFTER_S)
         self._to_watch.append(call)
         if error is not None:
             call.failed(error)
@@ -215,7 +223,8 @@ class BackendPath:
             self._set_timer(self._look, self._loop.time() + LOOK_EVERY_S)
 
     def _watch(self) -> None:
-        """Hear when the stream is past all that was launched in this turn of the loop: once, since that costs time."""
+        """Ask to hear when the stream is past all that was launched since this was asked last."""
+        self._set_timer(self._watch, None)
         calls, self._to_watch = self._to_watch, []
         try:
             self._device.notify(self._stream, partial(self._notified, calls))
@@ -342,17 +351,20 @@ class BackendPath:
             call.failed(CollectiveAborted(self._reason, key=call.key))
 
     def _is_ended(self) -> None:
-        if self.state is State.ENDING:
+        if self.state is not State.ENDING:
+            return
+        if self._rank == LEADER:
+            self._has_ended(LEADER)
+        else:
             self.state = State.IDLE
-            if self._rank == LEADER:
-                self._has_ended(LEADER)
-            else:
-                self._channel.tell(LEADER, [self.formation, ENDED, None])
+            self._channel.tell(LEADER, [self.formation, ENDED, None])
 
     def _has_ended(self, rank: int) -> None:
+        """The leader goes on when all have: what it tells of the next formation must not meet the last one."""
         self._ended.add(rank)
         if len(self._ended) == self._size:
             self._ended.clear()
+            self.state = State.IDLE
             self.formation += 1
             self._form_if_wanted()
 

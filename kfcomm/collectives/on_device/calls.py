@@ -104,6 +104,9 @@ class Path(Protocol):
     def never_began(self, key: str, seq: int) -> None:
         """A call of this rank failed before it began, and so fails on every rank."""
 
+    def hurry(self) -> None:
+        """Somebody waits for calls to be over."""
+
     def close(self) -> None:
         """Nothing follows; what was begun has failed."""
 

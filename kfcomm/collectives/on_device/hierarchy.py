@@ -180,6 +180,10 @@ class HierarchicalPath:
         """See ``Path``: others may have begun its first step."""
         self._backend.never_began(_key_of(key, Verb.REDUCE_SCATTER, 0), seq)
 
+    def hurry(self) -> None:
+        """See ``Path``."""
+        self._backend.hurry()
+
     def close(self) -> None:
         """See ``Path``."""
         self._backend.close()

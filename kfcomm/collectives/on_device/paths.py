@@ -62,6 +62,11 @@ class Paths:
         for path in self._made.values():
             path.never_began(key, seq)
 
+    def hurry(self) -> None:
+        """Somebody waits for calls to be over."""
+        for path in self._made.values():
+            path.hurry()
+
     def close(self) -> None:
         """Nothing follows; what was begun has failed. May be called again."""
         made, self._made = self._made, {}

@@ -96,6 +96,9 @@ class StagedPath:
         below = (seq + 1) * MAX_SEGMENTS
         self.turns.next(key).ready(lambda: self.engine.leave_out(self.view, key, below))
 
+    def hurry(self) -> None:
+        """See ``Path``: it always hears at once, since blocks wait for it."""
+
     def close(self) -> None:
         """See ``Path``."""
         for staging in list(self._under_way.values()):

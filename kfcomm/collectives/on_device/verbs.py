@@ -305,6 +305,7 @@ class DeviceVerbs:
             return None
         waiter: asyncio.Future[None] = self._group.engine.loop.create_future()
         self._waiters[waiter] = counts
+        self._paths.hurry()
         return waiter
 
     def drained(self) -> asyncio.Future[None] | None:
