@@ -60,6 +60,7 @@ class DeviceVerbs:
         self._live: set[Call] = set()
         self._latest: dict[str, Call] = {}  # of each name in use
         self._late: BaseException | None = None
+        self._is_told = False  # by a call
         self._waiters: dict[asyncio.Future[None], Callable[[Call], bool]] = {}
 
     def takes(self, x: Any, stream: Any) -> bool:
@@ -290,9 +291,9 @@ class DeviceVerbs:
         self._live.discard(call)
         if self._latest.get(call.key) is call:
             del self._latest[call.key]
-        if late is not None and self._late is None:
+        if late is not None and (self._late is None or self._is_told):
             logger.error("%s failed on rank %d after its handle was done: %s", call.title, self._group.view.rank, late)
-            self._late = late
+            self._late, self._is_told = late, False
         for waiter, counts in list(self._waiters.items()):
             if waiter.done() or not any(map(counts, self._live)):
                 del self._waiters[waiter]
@@ -317,13 +318,18 @@ class DeviceVerbs:
         waiter = self._wait(lambda _: True)
         if waiter is not None:
             await waiter
-        self.check_late()
-
-    def check_late(self) -> None:
-        """Raise what failed after its handle had resolved, once: the first of it, which the others follow from."""
         error, self._late = self._late, None
         if error is not None:
             raise error
+
+    def check_late(self) -> None:
+        """Raise what failed after its handle had resolved, once: the first of it, which the others follow from.
+
+        ``synchronize`` raises it, too, whoever was told by a call: what else came after it is void as well.
+        """
+        if self._late is not None and not self._is_told:
+            self._is_told = True
+            raise self._late
 
 
 def order_of(

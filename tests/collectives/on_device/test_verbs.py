@@ -276,6 +276,8 @@ async def test_what_fails_late_is_told_by_the_next_call() -> None:
         for comm in world.comms:
             with pytest.raises(CollectiveError, match="'k'"):
                 comm.all_reduce(_on(world, comm), "next")
+        late = await ends(world.comms, lambda c: c.synchronize())
+        assert all("'k'" in str(error) for error in late)
         await everywhere(world.comms, lambda c: c.synchronize())
 
 
