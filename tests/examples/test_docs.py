@@ -83,9 +83,10 @@ def run_console(text: str, folder: Path) -> None:
     """Run each command, and compare what it prints."""
     for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
         shell_line, _, expected = part.partition("\n")
-        # the user's token is kept in the runtime folder
+        # The user's token is kept in the runtime folder. Without buffers print() writes the end of a line by itself,
+        # and two processes' lines come mixed.
         path = f"{programs(folder)}:{os.environ['PATH']}"
-        env = environ(PATH=path, XDG_RUNTIME_DIR=str(folder), COLUMNS="100")
+        env = environ(PATH=path, XDG_RUNTIME_DIR=str(folder), COLUMNS="100", PYTHONUNBUFFERED="")
         done = subprocess.run(
             ["bash", "-c", shell_line.replace(":29600", f":{free_port()}")],
             cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
