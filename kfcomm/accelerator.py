@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from kfcomm.devices.base import Device, DeviceReport
 from kfcomm.devices.routes import cautions
-from kfcomm.devices.setup import DeviceSetup
 from kfcomm.rendezvous.settings import Settings
+from kfcomm.transports.device_setup import DeviceSetup
 from kfcomm.types import Layout
 
 if TYPE_CHECKING:

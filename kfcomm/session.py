@@ -29,11 +29,11 @@ from kfcomm.core.handshake import Purpose
 from kfcomm.devices import Device
 from kfcomm.devices.pinned import PinnedPool
 from kfcomm.devices.routes import Choice
-from kfcomm.devices.setup import DeviceSetup
 from kfcomm.errors import SessionClosed
 from kfcomm.runtime.engine import Engine
 from kfcomm.runtime.meter import Meter
 from kfcomm.transports.base import Link, Waiter
+from kfcomm.transports.device_setup import DeviceSetup
 from kfcomm.transports.shm.hub import Hub
 from kfcomm.types import Layout
 

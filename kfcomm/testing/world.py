@@ -16,12 +16,12 @@ from kfcomm.control.base import ControlEvents, ControlPlane, StatusSource
 from kfcomm.core.handshake import Purpose
 from kfcomm.devices import Device, DeviceReport
 from kfcomm.devices.routes import choose
-from kfcomm.devices.setup import DeviceSetup
 from kfcomm.errors import TransportError
 from kfcomm.session import Session
 from kfcomm.testing.links import InMemory, InSharedMemory, Links
 from kfcomm.transports.backend import BackendMaker
 from kfcomm.transports.base import Link, Waiter
+from kfcomm.transports.device_setup import DeviceSetup
 from kfcomm.transports.shm.hub import Hub
 from kfcomm.types import Layout
 

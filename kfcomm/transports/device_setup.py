@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kfcomm.devices.base import Device, DeviceReport
 from kfcomm.devices.routes import Choice, choose
+from kfcomm.transports.backend import BackendMaker
 from kfcomm.types import Layout
-
-if TYPE_CHECKING:
-    from kfcomm.transports.backend import BackendMaker
 
 
 @dataclass(frozen=True, slots=True)
