@@ -23,8 +23,8 @@ life of the order, on every rank::
                                                     launched; the rest is learned anew
 
 So a key that is new, that comes no more, or that comes twice in a pass costs an agreement of 3 messages for each rank,
-and never a hang. What a rank never posts is missed at its place, by name. A use that fails before any rank has launched
-it is withdrawn on all; one that some have launched ends the order.
+and never a hang. What a rank never posts holds up what follows on that rank alone. A use that fails before any rank has
+launched it is withdrawn on all; one that some have launched ends the order.
 
 What this cannot mend: what is launched is on a device, and what follows waits behind it. So uses in flight at a
 time may be posted in any order, but uses of which one is waited for before the next is posted must have that order on
@@ -137,11 +137,6 @@ class LaunchOrder(ABC):
             self._patience_s = min(2 * self._patience_s, MOST_PATIENT_S)
             self._doubt(effects)
             self._advance(now_s, effects)
-
-    def missing(self) -> str | None:
-        """The key whose place has come and which this rank has not posted, while others wait behind it."""
-        due = self._next()
-        return due if self._waiting and due is not None and due not in self._waiting else None
 
     # ---------------------------------------------------------------- what others say
 

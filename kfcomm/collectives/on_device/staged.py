@@ -23,13 +23,14 @@ from typing import TYPE_CHECKING
 
 from kfcomm.collectives.group import Group
 from kfcomm.collectives.on_device.segments import MAX_SEGMENTS, SEGMENT_NBYTES
-from kfcomm.collectives.on_device.staging import Pool, Staging, Streams
+from kfcomm.collectives.on_device.staging import Staging, Streams
 from kfcomm.collectives.turns import Turns
 from kfcomm.core.collective import GroupView
 from kfcomm.devices import Device, Stream
 
 if TYPE_CHECKING:
     from kfcomm.collectives.on_device.calls import Call
+    from kfcomm.devices.pinned import PinnedPool
 
 WINDOW = 4
 """Segments of one call that have a block at a time: one on its way in, one out, and two in the network, so that it
@@ -53,7 +54,7 @@ class StagedPath:
     """
 
     def __init__(
-        self, group: Group, pool_of: Callable[[Device], Pool], *, segment_nbytes: int = SEGMENT_NBYTES,
+        self, group: Group, pool_of: Callable[[Device], PinnedPool], *, segment_nbytes: int = SEGMENT_NBYTES,
         window: int = WINDOW,
     ) -> None:  # fmt: skip
         identity = hashlib.blake2b(group.view.id, digest_size=16, person=b"staged").digest()

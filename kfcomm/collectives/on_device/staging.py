@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -43,36 +43,12 @@ from kfcomm.types import Verb
 if TYPE_CHECKING:
     from kfcomm.collectives.on_device.calls import Call
     from kfcomm.collectives.on_device.staged import StagedPath
+    from kfcomm.devices.pinned import Block
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 Heard: TypeAlias = "Callable[[BaseException | None], None]"
 
 _EMPTY = np.empty(0, np.uint8)
-
-
-class Block(Protocol):
-    """Memory of the host, as bytes."""
-
-    view: Array
-
-    def is_pinned(self) -> bool:
-        """Whether a copy from or to it needs nobody to wait for it."""
-        ...
-
-    def release(self) -> None:
-        """Give it back."""
-
-
-class Pool(Protocol):
-    """Lends blocks, at once, whatever others hold."""
-
-    def take(self, nbytes: int) -> Block:
-        """A block of so many bytes.
-
-        Raises:
-            MemoryError: the host has no more.
-        """
-        ...
 
 
 class Streams(NamedTuple):
