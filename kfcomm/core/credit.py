@@ -46,9 +46,13 @@ class SendWindow:
         self.nbytes = credit.nbytes
         self.headers = credit.headers
 
+    def allows(self, nbytes: int) -> bool:
+        """Whether there is enough for a header and ``nbytes``."""
+        return self.headers > 0 and self.nbytes >= nbytes
+
     def take(self, nbytes: int) -> bool:
         """Spend a header and ``nbytes``, if there is enough of both."""
-        if self.headers < 1 or self.nbytes < nbytes:
+        if not self.allows(nbytes):
             return False
         self.headers -= 1
         self.nbytes -= nbytes

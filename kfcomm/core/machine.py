@@ -6,8 +6,9 @@ The life of one chunk, on one rank (``P`` partial results folded so far out of `
     ------------  -----------------------  ------------  ------------------------------------------
     folding P<C   child P arrives          folding P+1   FOLD (and again for children held back)
     folding P<C   a later child arrives    folding P     HOLD
-    folding P=C   (at once) not the root   waiting       SEND up
+    folding C-1   the last arrives         waiting       FOLD_UP, SEND up
     folding C-1   the last arrives, root   complete      FOLD_LAST, SEND down to every target
+    folding 0=C   (at once) not the root   waiting       SEND up
     folding 0=C   (at once) the root       complete      FINISH, SEND down to every target
     waiting       the result arrives       complete      STORE if kept, SEND down to every target
     any           anything else            the machine refuses it: the other side broke the protocol
@@ -66,11 +67,13 @@ class Do(IntEnum):
     """[machine]: the result is complete, and no memory of the caller is in use."""
     FOLD_LAST = 8
     """[machine, lane, index, payload, first]: as FOLD, but result = finished(...): it was the last."""
+    FOLD_UP = 9
+    """[machine, lane, index, payload, first]: as FOLD; it was the last, and SEND of the partial result comes next."""
 
 
 UP, DOWN = int(Phase.UP), int(Phase.DOWN)
 INPUT, PARTIAL, RESULT, PAYLOAD = (int(source) for source in Source)
-SEND, FOLD, HOLD, FINISH, STORE, COPY, RELEASE, DONE, FOLD_LAST = (int(do) for do in Do)
+SEND, FOLD, HOLD, FINISH, STORE, COPY, RELEASE, DONE, FOLD_LAST, FOLD_UP = (int(do) for do in Do)
 
 Effect = tuple[Any, ...]
 Effects = list[Effect]
@@ -189,8 +192,9 @@ class Machine:
         held = self._held
         while True:
             if lane.count:
-                is_last = lane.parent == NOBODY and folded + 1 == len(lane.children)
-                effects.append((FOLD_LAST if is_last else FOLD, self, lane, index, payload, folded == 0))
+                is_last = folded + 1 == len(lane.children)
+                tag = FOLD if not is_last else FOLD_LAST if lane.parent == NOBODY else FOLD_UP
+                effects.append((tag, self, lane, index, payload, folded == 0))
             else:
                 effects.append((RELEASE, self, payload))
             folded += 1

@@ -197,6 +197,13 @@ class Router:
             return before, None
         return before, (CHUNK, key.id, collective.seq, number, lane.number, phase, index, charged)
 
+    @staticmethod
+    def may_send(outgoing: Outgoing, collective: Collective, to: int, nbytes: int) -> bool:
+        """Whether ``admit`` lets a chunk of so many bytes go at once."""
+        if collective.posted >> to & 1:
+            return True
+        return not (collective.deferred and to in collective.deferred) and outgoing.window.allows(nbytes)
+
     def announce(self, outgoing: Outgoing, collective: Collective) -> list[Header]:
         """Frames that tell one of ``collective.unheard()`` what this rank has posted.
 

@@ -3,6 +3,9 @@
 Each collective is due up to four times: ``QUIET`` when it has waited a little (so that ranks which disagree find
 out, see ``Router.announce``), ``STALLED`` once after the stall time, ``ASK`` shortly before its deadline (so that
 the error can say who is missing), and ``EXPIRED`` at the deadline.
+
+Of many that have waited a little, few are ``QUIET`` at a time, those that wait longest first: where there is only much
+to do, messages about all of it would double that.
 """
 
 from __future__ import annotations
@@ -13,6 +16,9 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 QUIET_AFTER_S = 0.5
 """Seconds, up to a quarter of one more: those that were posted together are due together."""
+QUIET_AT_ONCE = 64
+QUIET_AGAIN_S = 0.25
+"""Seconds until more than ``QUIET_AT_ONCE`` are ``QUIET``."""
 ASK_BEFORE_S = 1.0
 """Seconds before a deadline at which the others are asked; for short timeouts, a quarter of them."""
 
@@ -27,6 +33,10 @@ class Due(Enum):
 
 
 STAGES = tuple(Due)
+NEVER = float("inf")
+
+Times = tuple[float, float, float, float, float]
+"""The first of the others, and when each stage is due; ``NEVER`` once it has been."""
 
 
 class Watch(Generic[T]):
@@ -38,11 +48,11 @@ class Watch(Generic[T]):
     __slots__ = ("_entries", "_last", "_last_times", "next_s")
 
     def __init__(self) -> None:
-        # Times only, -1 when they have passed: a tuple of numbers costs the garbage collector nothing.
-        self._entries: dict[T, tuple[float, float, float, float]] = {}
+        # Times only: a tuple of numbers costs the garbage collector nothing.
+        self._entries: dict[T, Times] = {}
         self._last: tuple[float, float, float] = (-1.0, -1.0, -1.0)
-        self._last_times = (0.0, 0.0, 0.0, 0.0)
-        self.next_s = float("inf")
+        self._last_times: Times = (NEVER,) * 5
+        self.next_s = NEVER
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -50,22 +60,16 @@ class Watch(Generic[T]):
     def add(self, what: T, now_s: float, timeout_s: float, stall_after_s: float) -> bool:
         """Begin to watch; True if ``next_s`` came nearer."""
         given = (now_s, timeout_s, stall_after_s)
-        if given == self._last:  # the usual: many are posted in one turn of the loop, whose clock stands still
-            self._entries[what] = self._last_times
-            return self._note(self._last_times)
-        self._last = given
-        expired_s = now_s + timeout_s
-        stalled_s = now_s + stall_after_s if stall_after_s < timeout_s else -1.0
-        ask_s = expired_s - min(ASK_BEFORE_S, timeout_s / 4)
-        quiet_s = min((now_s * 4 // 1 + 1) / 4 + QUIET_AFTER_S, ask_s)
-        self._entries[what] = self._last_times = (quiet_s, stalled_s, ask_s, expired_s)
-        return self._note(self._last_times)
-
-    def _note(self, times: tuple[float, float, float, float]) -> bool:
-        quiet_s, stalled_s, _, _ = times
-        first_s = stalled_s if 0 <= stalled_s < quiet_s else quiet_s
-        if first_s < self.next_s:
-            self.next_s = first_s
+        if given != self._last:  # the usual: many are posted in one turn of the loop, whose clock stands still
+            self._last = given
+            expired_s = now_s + timeout_s
+            stalled_s = now_s + stall_after_s if stall_after_s < timeout_s else NEVER
+            ask_s = expired_s - min(ASK_BEFORE_S, timeout_s / 4)
+            quiet_s = min((now_s * 4 // 1 + 1) / 4 + QUIET_AFTER_S, ask_s)
+            self._last_times = _first(quiet_s, stalled_s, ask_s, expired_s)
+        times = self._entries[what] = self._last_times
+        if times[0] < self.next_s:
+            self.next_s = times[0]
             return True
         return False
 
@@ -74,17 +78,30 @@ class Watch(Generic[T]):
         self._entries.pop(what, None)
 
     def look(self, now_s: float) -> list[tuple[T, Due]]:
-        """What is due by now, each stage once, in the order of its times; ``next_s`` is set anew."""
+        """What is due by now, each stage once, in the order of its times; ``next_s`` is set anew.
+
+        Cost: 0.1 µs for each thing of which nothing is due.
+        """
         due: list[tuple[float, int, T, Due]] = []
-        next_s = float("inf")
+        next_s = NEVER
+        num_quiet, again_s = 0, now_s + QUIET_AGAIN_S
+        alike = put_off = (NEVER,) * 5  # those that were posted together share their times
         for what, times in list(self._entries.items()):
-            for time_s, stage in zip(times, STAGES, strict=True):
-                if 0 <= time_s <= now_s:
-                    due.append((time_s, len(due), what, stage))
-                elif time_s >= 0:
-                    next_s = min(next_s, time_s)
-            if min(times) <= now_s:
-                left = tuple(time_s if time_s > now_s else -1.0 for time_s in times)
-                self._entries[what] = (left[0], left[1], left[2], left[3])
+            if times[1] <= now_s and again_s < times[3]:
+                num_quiet += 1
+                if num_quiet > QUIET_AT_ONCE:
+                    if times is not alike:
+                        alike, put_off = times, _first(again_s, *times[2:])
+                    times = self._entries[what] = put_off
+            if times[0] <= now_s:
+                stages = times[1:]
+                due += [(time_s, len(due), what, stage) for time_s, stage in zip(stages, STAGES) if time_s <= now_s]
+                times = self._entries[what] = _first(*(time_s if time_s > now_s else NEVER for time_s in stages))
+            if times[0] < next_s:
+                next_s = times[0]
         self.next_s = next_s
         return [(what, stage) for _, _, what, stage in sorted(due, key=lambda one: one[:2])]
+
+
+def _first(quiet_s: float, stalled_s: float, ask_s: float, expired_s: float) -> Times:
+    return min(quiet_s, stalled_s, ask_s, expired_s), quiet_s, stalled_s, ask_s, expired_s

@@ -28,6 +28,7 @@ from kfcomm.core.machine import (
     FINISH,
     FOLD,
     FOLD_LAST,
+    FOLD_UP,
     HOLD,
     PAYLOAD,
     RELEASE,
@@ -62,7 +63,7 @@ CHUNK, ASK, KEY, SIGNATURE, POSTED, CREDIT, OPEN = (
     int(kind) for kind in (Kind.CHUNK, Kind.ASK, Kind.KEY, Kind.SIGNATURE, Kind.POSTED, Kind.CREDIT, Kind.OPEN)
 )
 
-TAKES = (FOLD, FOLD_LAST, STORE)
+TAKES = (FOLD, FOLD_LAST, FOLD_UP, STORE)
 
 MANY_NAMES = (
     "rank %d has used %d different names, the last one %r: each is remembered for good, "
@@ -408,6 +409,8 @@ class Engine:
             operation.store(lane, index, payload)
         elif tag == FOLD:
             operation.fold(lane, index, payload, first[0])
+        elif tag == FOLD_UP:
+            operation.fold_up(lane, index, payload, first[0], self._reserve)
         else:
             operation.fold_last(lane, index, payload, first[0])
         if payload.home is not None:
@@ -470,6 +473,13 @@ class Engine:
             self.tracer.sent(operation.group.members[to], operation, nbytes)
         if link.send(header, data if nbytes else None, operation, operation.priority):
             operation.was_read(effects)  # and what follows from it, after the effects that are under way
+
+    def _reserve(self, operation: Operation, to: int, nbytes: int) -> memoryview | None:
+        """Memory that the link to a group rank sends from, for a chunk that is made there and sent next."""
+        outlet = self.ends.to(operation.group.members[to])
+        if outlet.link is None or not self.router.may_send(outlet.state, operation, to, nbytes):
+            return None
+        return outlet.link.reserve(nbytes, operation.priority)
 
     def sent(self, operation: Operation) -> None:
         """A link no longer reads one of its payloads."""

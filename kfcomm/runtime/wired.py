@@ -14,7 +14,7 @@ import numpy as np
 
 from kfcomm.core.machine import INPUT, PARTIAL, RESULT
 from kfcomm.core.program import Lane
-from kfcomm.runtime.operation import Array, Operation
+from kfcomm.runtime.operation import Array, Operation, Reserve
 
 if TYPE_CHECKING:
     from kfcomm.reduce import Wire
@@ -69,6 +69,10 @@ class WiredOperation(Operation):
         partial = self._part(lane, PARTIAL, start, stop)
         own = self._part(lane, INPUT, start, stop) if first else partial
         self._wire.fold(own, self._arrived(payload), partial)
+
+    def fold_up(self, lane: Lane, index: int, payload: Payload, first: bool, reserve: Reserve) -> None:
+        """See ``Operation.fold_up``: what is sent is converted, and never where the partial result is."""
+        self.fold(lane, index, payload, first)
 
     def fold_last(self, lane: Lane, index: int, payload: Payload, first: bool) -> None:
         """Make the result: (input if first else partial) ∘ payload, finished, and rounded if it travels."""

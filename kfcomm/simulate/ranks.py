@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kfcomm.core.collective import ItemSizes
-from kfcomm.core.machine import FOLD, FOLD_LAST, SEND, UP, Effect, Effects, Machine
+from kfcomm.core.machine import FOLD, FOLD_LAST, FOLD_UP, SEND, UP, Effect, Effects, Machine
 from kfcomm.core.program import NOBODY, Lane, Program
 from kfcomm.errors import InternalError
 from kfcomm.simulate.agenda import Agenda
@@ -235,7 +235,7 @@ class Rank:
                 nbytes = count * (sizes.partial if phase == UP and lane.children else sizes.item)
                 sends.append((to, Chunk(lane.number, index, phase, rank, nbytes, carried)))
                 seconds += work.message_s(rank, to, nbytes)
-            elif tag in (FOLD, FOLD_LAST):
+            elif tag in (FOLD, FOLD_UP, FOLD_LAST):
                 seconds += work.fold_s_per_byte * self._elements(effect[2], effect[3]) * sizes.partial
         return sends, seconds
 

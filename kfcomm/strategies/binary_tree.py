@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.strategies.base import Strategy
-from kfcomm.strategies.cost import Cost, busiest_crossing
+from kfcomm.strategies.cost import Cost, crossings
 from kfcomm.strategies.shapes import heap_degree, heap_depth, heap_edges
 from kfcomm.types import Layout
 
@@ -31,5 +31,5 @@ def cost(layout: Layout) -> Cost:
     return Cost(
         steps=2 * heap_depth(layout.size),
         bytes=Fraction(heap_degree(layout.size)),
-        cross_host_bytes=Fraction(busiest_crossing(layout, both_ways)),
+        cross_host_bytes=Fraction(max(crossings(layout, both_ways))),
     )

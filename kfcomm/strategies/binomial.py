@@ -18,7 +18,7 @@ from fractions import Fraction
 
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.strategies.base import Strategy
-from kfcomm.strategies.cost import Cost, busiest_crossing
+from kfcomm.strategies.cost import Cost, crossings
 from kfcomm.types import Layout
 
 FORMULA = "steps 2⌊log₂n⌋; bytes 2(n−1)/n; between hosts ≥ 2(h−1)/h"
@@ -57,7 +57,7 @@ def cost(layout: Layout) -> Cost:
     return Cost(
         steps=2 * (size.bit_length() - 1),
         bytes=Fraction(2 * (size - 1), size),
-        cross_host_bytes=Fraction(2 * busiest_crossing(layout, crossing), size),
+        cross_host_bytes=Fraction(2 * max(crossings(layout, crossing)), size),
     )
 
 

@@ -10,14 +10,16 @@ The model is the Hockney (alpha-beta) model with LogGP's overhead for each messa
     seconds = longest way's alphas
             + max(overhead * messages that the busiest rank sends and receives
                   + gamma * bytes that the busiest rank folds
-                  + max(chain, busiest rank's local bytes * beta, busiest host's bytes * beta),
-                  (overhead * messages + gamma * bytes folded + beta * local bytes, all of the busiest host)
+                  + max(chain, busiest rank's local or copied bytes * beta, busiest host's bytes * beta),
+                  (overhead * messages + gamma * bytes folded + beta * bytes copied, all of the busiest host)
                   / processors of a host)
 
 where a way goes from a leaf to the root and on to a leaf, and *chain* is the time in which one chunk passes
 along it: chunks follow each other (pipelining), so that neither the chain nor the busiest port can be beaten,
 and links come near the slower of the two. Where a host has fewer processors than ranks, all that they do together
-counts: then few messages beat idle ports. A host has one network port for all its ranks; ports are full
+counts: then few messages and copies beat idle ports. Copies are those through shared memory: a contribution that a leaf
+gives, a result that is shown (to all at once), and each that is kept; partial results are made where they are shown. A
+host has one network port for all its ranks; ports are full
 duplex. Where hosts are unlike (``Network.rates``), each port and each link between two hosts takes its own time, the
 chain that of the hosts on the slowest way, and the latencies are those of the quickest links between the same hosts.
 Sources: R. Hockney, "The communication challenge for MPP" (1994); A. Alexandrov et al., "LogGP" (1995).
@@ -91,9 +93,9 @@ class Profile:
         ways: ``(local hops, cross-host hops)`` of the longest ways, none of which is at least another in both.
         messages: what the busiest rank sends and receives, whatever its size.
         folds: parts that the busiest rank folds into its own.
-        local_parts: parts that the busiest rank sends or receives inside its host.
+        local_parts: parts that the busiest rank sends, receives or copies inside its host.
         cross_parts: parts that the busiest host sends or receives through its network port.
-        crowd: messages, folds and local parts of the busiest host's ranks together.
+        crowd: messages, folded parts and parts copied inside it, of the busiest host's ranks together.
         num_cpus: processors that they share; 0 if each has enough.
     """
 
@@ -124,6 +126,7 @@ class Profile:
         for pair, parts in zip(strategy.pairs, shares, strict=True):
             for rank, children in enumerate(pair.reduce.children):
                 folds[rank] += parts * len(children)
+        copies = _copies(strategy.pairs, shares, hosts)
         return cls(
             num_pairs=len(strategy.pairs),
             num_parts=sum(shares),
@@ -131,12 +134,12 @@ class Profile:
             ways=_longest(ways),
             messages=max(messages),
             folds=max(folds),
-            local_parts=_busiest(layout.size, local),
+            local_parts=max(_busiest(layout.size, local), *copies),
             cross_parts=_busiest(layout.num_hosts, cross),
             crowd=(
                 max(_by_host(layout, messages)),
                 max(_by_host(layout, folds)),
-                max(_by_host(layout, _ports(layout.size, local)[0])),
+                max(_by_host(layout, copies)),
             ),
             num_cpus=layout.num_cpus,
         )
@@ -145,7 +148,7 @@ class Profile:
     def _of_the_worst(cls, ones: Sequence[Profile]) -> Profile:
         """Of messages each of which goes one of these ways."""
         crowds = zip(*(one.crowd for one in ones), strict=True)
-        most_messages, most_folds, most_parts = map(max, crowds)
+        most_messages, most_folds, most_copies = map(max, crowds)
         return cls(
             num_pairs=1,
             num_parts=1,
@@ -155,7 +158,7 @@ class Profile:
             folds=max(one.folds for one in ones),
             local_parts=max(one.local_parts for one in ones),
             cross_parts=max(one.cross_parts for one in ones),
-            crowd=(most_messages, most_folds, most_parts),
+            crowd=(most_messages, most_folds, most_copies),
             num_cpus=ones[0].num_cpus,
         )
 
@@ -178,8 +181,8 @@ class Profile:
         rank_s = self.messages * overhead_s + self.folds * fold_s + max(chain, ports)
         if not self.num_cpus:
             return latency + rank_s
-        messages, folds, parts = self.crowd
-        host_s = (messages * overhead_s + folds * fold_s + parts * part * local_s) / self.num_cpus
+        messages, folds, copies = self.crowd
+        host_s = (messages * overhead_s + folds * fold_s + copies * part * local_s) / self.num_cpus
         return latency + max(rank_s, host_s)
 
 
@@ -289,12 +292,12 @@ def _longest_way(pair: GraphPair, hop: Callable[[int, int], float]) -> float:
     return max(up) + max(down)
 
 
-def busiest_crossing(layout: Layout, edges: Iterable[tuple[int, int]]) -> int:
-    """Of each host, how many of these ``(from, to)`` edges leave it for another; the largest such number."""
+def crossings(layout: Layout, edges: Iterable[tuple[int, int]]) -> list[int]:
+    """Of each host, how many of these ``(from, to)`` edges leave it for another."""
     counts = [0] * layout.num_hosts
     for a, b in edges:
         counts[layout.hosts[a]] += layout.hosts[a] != layout.hosts[b]
-    return max(counts)
+    return counts
 
 
 def _alone(strategy: Strategy) -> list[Strategy]:
@@ -329,6 +332,20 @@ def _ports(size: int, sends: Iterable[tuple[int, int, int]]) -> tuple[list[int],
         out[a] += parts
         into[b] += parts
     return out, into
+
+
+def _copies(pairs: Sequence[GraphPair], shares: Sequence[int], hosts: Sequence[int]) -> list[int]:
+    """How many parts each rank copies to or from memory that it shares with others of its host."""
+    copies = [0] * len(hosts)
+    for pair, parts in zip(pairs, shares, strict=True):
+        for rank, father in enumerate(pair.reduce.fathers):
+            if father != rank and hosts[father] == hosts[rank] and not pair.reduce.children[rank]:
+                copies[rank] += parts
+        for rank, below in enumerate(pair.broadcast.children):
+            near = [child for child in below if hosts[child] == hosts[rank]]
+            for copying in [rank, *near] if near else ():
+                copies[copying] += parts
+    return copies
 
 
 def _busiest(size: int, sends: Iterable[tuple[int, int, int]]) -> int:

@@ -14,7 +14,7 @@ from fractions import Fraction
 
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.strategies.base import Strategy
-from kfcomm.strategies.cost import Cost, busiest_crossing
+from kfcomm.strategies.cost import Cost, crossings
 from kfcomm.types import Layout
 
 FORMULA = "steps 2(n−1); bytes 2(n−1)/n; between hosts 2(n−1)/n · c"
@@ -54,4 +54,4 @@ def cost(layout: Layout) -> Cost:
     size = layout.size
     per_edge = Fraction(2 * (size - 1), size)
     onwards = ((rank, (rank + 1) % size) for rank in range(size))
-    return Cost(2 * (size - 1), per_edge, per_edge * busiest_crossing(layout, onwards))
+    return Cost(2 * (size - 1), per_edge, per_edge * max(crossings(layout, onwards)))

@@ -69,12 +69,20 @@ class Link(Protocol):
     ) -> bool:
         """Send a frame, or queue it. Never blocks.
 
-        Chunks leave by ``priority``, the larger first, and in the order of the calls within one; other frames before
-        all chunks, but for those that must not overtake any: see ``transports.order``.
+        Chunks leave by ``priority``, the larger first, and in the order of the calls within one (where memory is
+        shared: results first); other frames before all chunks, but for those that must not overtake any: see
+        ``transports.order``.
 
         Returns:
             True if the payload was read before the call returned. Else ``owner.sent()`` is called when it is no
             longer read.
+        """
+        ...
+
+    def reserve(self, nbytes: int, priority: int) -> memoryview | None:
+        """Memory that the link sends from, for a payload that is made there and given to the next ``send``.
+
+        None where there is none, or not now. What is not given to ``send`` is forgotten by itself.
         """
         ...
 

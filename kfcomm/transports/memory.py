@@ -89,6 +89,9 @@ class MemoryLink:
         self._queue.add((b"", payload, 0, owner, header, self._queue.make_way(header, priority)))
         return False
 
+    def reserve(self, nbytes: int, priority: int) -> None:
+        """See ``Link.reserve``: payloads are sent from where they are."""
+
     def be_prompt(self) -> None:
         """See ``Link.be_prompt``: it always is."""
 

@@ -125,6 +125,9 @@ class StreamLink:
             self._loop.call_soon(self._tell_owners)
         return False
 
+    def reserve(self, nbytes: int, priority: int) -> None:
+        """See ``Link.reserve``: payloads are sent from where they are."""
+
     def be_prompt(self) -> None:
         """See ``Link.be_prompt``."""
         self._burst_nbytes = min(self._options.burst_nbytes, self._options.prompt_nbytes)

@@ -67,7 +67,7 @@ def test_children_are_folded_in_order_whatever_the_order_in_which_they_arrive():
     for order in itertools.permutations((1, 2, 3)):
         bench = root()
         effects = [effect for sender in order for effect in bench.arrive(f"from {sender}", sender=sender)]
-        folds = [effect for effect in effects if effect[0] in (Do.FOLD, Do.FOLD_LAST)]
+        folds = [effect for effect in effects if effect[0] in (Do.FOLD, Do.FOLD_UP, Do.FOLD_LAST)]
         assert folds == [
             (Do.FOLD, 0, 0, "from 1", True),
             (Do.FOLD, 0, 0, "from 2", False),
@@ -100,7 +100,7 @@ def test_it_is_not_done_before_its_sends_are_nor_before_its_chunks():
 def test_the_middle_of_a_chain_passes_partials_up_and_results_down():
     bench = Bench(programs.all_reduce(1, [CHAIN], 1, 1))
     assert bench.arrive("a", sender=2) == [
-        (Do.FOLD, 0, 0, "a", True),
+        (Do.FOLD_UP, 0, 0, "a", True),
         (Do.SEND, 0, 0, 0, UP, PARTIAL, None),
     ]
     assert bench.arrive("r", DOWN, 0) == [(Do.STORE, 0, 0, "r"), (Do.SEND, 2, 0, 0, DOWN, RESULT, None)]

@@ -92,7 +92,11 @@ def _listed(value):
 
 
 def admit(desk, effect):
-    return desk.router.admit(desk.outgoing[SUM.members[effect[2]]], effect, effect[1], NBYTES)
+    outgoing = desk.outgoing[SUM.members[effect[2]]]
+    foretold = desk.router.may_send(outgoing, effect[1], effect[2], NBYTES)
+    before, header = desk.router.admit(outgoing, effect, effect[1], NBYTES)
+    assert foretold == (header is not None)
+    return before, header
 
 
 # ---------------------------------------------------------------- sending
@@ -538,7 +542,7 @@ def test_a_whole_chunk_is_taken_at_once_and_owes_its_credit_back(charged):
     desk = posted_desk()
     (collective,) = desk.router.live
     assert not desk.receive(1, "x", charged=charged)
-    assert [effect[4] for effect in desk.take(Do.FOLD, Do.FOLD_LAST)] == ["x"]
+    assert [effect[4] for effect in desk.take(Do.FOLD, Do.FOLD_UP, Do.FOLD_LAST)] == ["x"]
     assert collective.missing_ranks() == (2,)
     window = desk.incoming[1].window
     window.matched(1000)  # enough to be worth an answer

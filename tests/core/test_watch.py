@@ -1,6 +1,6 @@
 """Deadlines without a clock."""
 
-from kfcomm.core.watch import Due, Watch
+from kfcomm.core.watch import QUIET_AT_ONCE, Due, Watch
 
 
 def test_each_stage_is_due_once_and_in_order() -> None:
@@ -24,6 +24,17 @@ def test_what_is_posted_together_is_quiet_together() -> None:
     assert not watch.add("b", 7.24, 300.0, 10.0)
     assert watch.next_s == 7.75
     assert watch.look(7.75) == [("a", Due.QUIET), ("b", Due.QUIET)]
+
+
+def test_of_very_many_few_are_quiet_at_a_time_the_oldest_first() -> None:
+    watch: Watch[int] = Watch()
+    for number in range(2 * QUIET_AT_ONCE + 1):
+        watch.add(number, 0.0, 300.0, 10.0)
+    watch.add(-1, 0.0, 1.2, 10.0)  # about which the others are asked before the next look
+    quiet = [[what for what, due in watch.look(now_s) if due is Due.QUIET] for now_s in (0.75, 0.9, 1.0, 1.25, 1.5)]
+    first, second = list(range(QUIET_AT_ONCE)), list(range(QUIET_AT_ONCE, 2 * QUIET_AT_ONCE))
+    assert quiet == [[*first, -1], [], second, [2 * QUIET_AT_ONCE], []]
+    assert watch.next_s == 10.0
 
 
 def test_what_is_posted_at_one_time_has_stages_of_its_own() -> None:

@@ -606,7 +606,7 @@ class World:
                 self._do(node, memory, effect)
             if effect[0] == Do.RELEASE:
                 effect[2].release()
-            elif effect[0] in (Do.FOLD, Do.FOLD_LAST, Do.STORE):
+            elif effect[0] in (Do.FOLD, Do.FOLD_UP, Do.FOLD_LAST, Do.STORE):
                 effect[4].release()
 
     def _do(self, node: Node, memory: Memory, effect: Effect) -> None:
@@ -614,7 +614,7 @@ class World:
         match effect[0]:
             case Do.SEND:
                 self._carry(node, memory, effect)
-            case Do.FOLD:
+            case Do.FOLD | Do.FOLD_UP:
                 memory.fold(*effect[2:])
             case Do.HOLD:
                 effect[2].held = True

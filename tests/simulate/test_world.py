@@ -168,7 +168,7 @@ class Values:
             _, lane, index, _, source, _ = fields
             where = (rank, lane.number, index)
             return ((rank,), self.partial.get(where), self.result.get(where))[source]
-        if tag in (Do.FOLD, Do.FOLD_LAST):
+        if tag in (Do.FOLD, Do.FOLD_UP, Do.FOLD_LAST):
             lane, index, payload, first = fields
             where = (rank, lane.number, index)
             folded = ((rank,) if first else self.partial[where]) + payload

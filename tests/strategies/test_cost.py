@@ -59,6 +59,7 @@ def test_the_figures_in_the_docstrings() -> None:
         "star": Cost(2, Fraction(7), Fraction(4)),
         "ring": Cost(14, Fraction(7, 4), Fraction(7, 4)),
         "clique": Cost(2, Fraction(7, 4), Fraction(4)),
+        "chain_star": Cost(8, Fraction(7, 4), Fraction(23, 8)),
         "tree": Cost(4, Fraction(4), Fraction(1)),
         "binary_tree": Cost(6, Fraction(3), Fraction(4)),
         "binary_tree_star": Cost(4, Fraction(4), Fraction(1)),
@@ -83,15 +84,20 @@ def test_a_tree_costs_its_depth_and_its_busiest_rank(tree: Graph) -> None:
 
 def test_seconds_counted_by_hand() -> None:
     star = build("star", Layout.even(4, 2))
-    # Ways: over the network and back. Rank 0: 6 messages, 3 folds. Ports: rank 0 moves 1 part, its host 2.
-    one_chunk = 2 * 100.0 + 6 * 0.25 + 3 * 16 * 0.125 + max(2 * 16 * 2.0, 1 * 16 * 0.5, 2 * 16 * 2.0)
+    # Ways: over the network and back. Rank 0: 6 messages, 3 folds. Ports: rank 1 copies 2 parts, host 0 moves 2.
+    one_chunk = 2 * 100.0 + 6 * 0.25 + 3 * 16 * 0.125 + max(2 * 16 * 2.0, 2 * 16 * 0.5, 2 * 16 * 2.0)
     assert predict_seconds(star, Layout.even(4, 2), 16, EXACT) == one_chunk
     # Ten chunks: the chain passes one of 64 bytes, the host's port all 640.
     chunked = 2 * 100.0 + 6 * 10 * 0.25 + 3 * 640 * 0.125 + max(2 * 64 * 2.0, 2 * 640 * 2.0)
     assert predict_seconds(star, Layout.even(4, 2), 640, EXACT) == chunked
-    # Clique on one host: 4 pairs of 4 bytes; each rank 12 messages, 3 folds, 6 parts out.
+    # Clique on one host: 4 pairs of 4 bytes; each rank 12 messages, 3 folds, and as copies 3 contributions that it
+    # shows, 3 results that it keeps, and one that it shows.
     clique = build("clique", Layout.even(4))
-    assert predict_seconds(clique, Layout.even(4), 16, EXACT) == 2 + 12 * 0.25 + 3 * 4 * 0.125 + 6 * 4 * 0.5
+    assert predict_seconds(clique, Layout.even(4), 16, EXACT) == 2 + 12 * 0.25 + 3 * 4 * 0.125 + 7 * 4 * 0.5
+    # Chains show one contribution, and fold what they pass on where it is shown: 1 + 3 + 1 copies, but rank 0 still
+    # sends 6 parts.
+    chains = build("chain_star", Layout.even(4))
+    assert predict_seconds(chains, Layout.even(4), 16, EXACT) == 4 + 12 * 0.25 + 3 * 4 * 0.125 + 6 * 4 * 0.5
 
 
 def test_shares_weigh_what_each_pair_costs() -> None:
@@ -191,8 +197,8 @@ def test_a_message_left_whole_costs_what_its_pair_does() -> None:
 
 def test_where_processors_are_few_all_that_a_host_does_counts() -> None:
     clique = build("clique", Layout.even(4))
-    # 48 messages, 12 folds and 24 local parts of 4 bytes among 2 processors; see the test above for one rank's.
-    crowded = 2 + (48 * 0.25 + 12 * 4 * 0.125 + 24 * 4 * 0.5) / 2
+    # 48 messages, 12 folds and 28 copies of 4 bytes among 2 processors; see the test above for one rank's.
+    crowded = 2 + (48 * 0.25 + 12 * 4 * 0.125 + 28 * 4 * 0.5) / 2
     assert predict_seconds(clique, Layout.even(4, num_cpus=2), 16, EXACT) == crowded
     assert predict_seconds(clique, Layout.even(4, num_cpus=64), 16, EXACT) == predict_seconds(
         clique, Layout.even(4), 16, EXACT

@@ -131,7 +131,7 @@ def test_a_sized_strategy_is_drawn_for_each_size() -> None:
     auto = build("auto", layout)
     text = as_text(auto, layout)
     assert re.search(r"^auto, 0 to \d+ bytes:\nclique: 4 ranks.*, each message whole along one", text)
-    assert re.search(r"\nauto, from \d+ bytes:\nclique: 4 ranks", text)
+    assert re.search(r"\nauto, from \d+ bytes:\nchain_star: 4 ranks", text)
 
 
 @pytest.mark.parametrize("pair", [-1, 1])
@@ -158,7 +158,7 @@ def test_a_picture_has_every_rank_and_every_send(layout: Layout, name: str, data
         in_legend = 1
         assert sum(path.get("marker-end") == f"url(#{phase})" for path in arrows) == layout.size - 1 + in_legend
     _, _, width, height = map(float, (picture.get("viewBox") or "").split())
-    assert max(width, height) < 6000
+    assert max(width, height) < 6100  # a star beside a chain of 40 hosts
 
 
 def test_names_are_escaped() -> None:

@@ -9,6 +9,7 @@ meanwhile. This module knows neither links nor what a payload means.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import weakref
@@ -53,7 +54,7 @@ class Arena:
     @property
     def pieces_in_use(self) -> int:
         """Pieces that somebody may still read."""
-        return len(self._readers)
+        return sum(map(bool, self._readers.values()))
 
     def publish(self, payload: memoryview) -> int | None:
         """Copy a payload to a piece with one reader: its offset, or None if there is no room now.
@@ -65,17 +66,34 @@ class Arena:
             piece = self._last_piece
             self._readers[piece] += 1
             return piece
-        nbytes = len(payload)
-        size = bisect_left(PIECE_NBYTES, nbytes)
-        free = self._free[size]
-        if not free and not self._cut(size):
+        piece = self._take(len(payload))
+        if piece is None:
             return None
-        piece = free.pop()
-        self._view[piece : piece + nbytes] = payload
-        self._used_of_slab[piece // SLAB_NBYTES] += 1
+        self._view[piece : piece + len(payload)] = payload
         self._readers[piece] = 1
         self._last, self._last_piece = weakref.ref(payload), piece
         return piece
+
+    def reserve(self, nbytes: int) -> memoryview | None:
+        """A piece for a payload that is made there and published next; None if there is no room now.
+
+        If something else is published or reserved before it, it is free again.
+        """
+        piece = self._take(nbytes)
+        if piece is None:
+            return None
+        view = self._view[piece : piece + nbytes]
+        self._readers[piece] = 0
+        self._last, self._last_piece = weakref.ref(view), piece
+        return view
+
+    def is_there(self, payload: memoryview) -> bool:
+        """Whether this view would not be copied if it was published now."""
+        return self._last is not None and self._last() is payload
+
+    def is_reserved(self, payload: memoryview) -> bool:
+        """Whether this view is a piece that was not published yet."""
+        return self.is_there(payload) and not self._readers[self._last_piece]
 
     def release(self, piece: int) -> None:
         """One reader less."""
@@ -83,8 +101,23 @@ class Arena:
         left = readers[piece] - 1
         if left:
             readers[piece] = left
-            return
-        del readers[piece]
+        else:
+            self._put_back(piece)
+
+    def _take(self, nbytes: int) -> int | None:
+        """A piece of at least so many bytes, in use from now on."""
+        if self._readers.get(self._last_piece) == 0:
+            self._put_back(self._last_piece)
+        size = bisect_left(PIECE_NBYTES, nbytes)
+        free = self._free[size]
+        if not free and not self._cut(size):
+            return None
+        piece = free.pop()
+        self._used_of_slab[piece // SLAB_NBYTES] += 1
+        return piece
+
+    def _put_back(self, piece: int) -> None:
+        del self._readers[piece]
         self.num_freed += 1
         if piece == self._last_piece:
             self._last = None
@@ -93,12 +126,13 @@ class Arena:
         self._free[self._size_of_slab[slab]].append(piece)
 
     def close(self) -> None:
-        """Nothing more is published, and this process has the memory no more; peers keep what they have mapped."""
+        """Nothing more is published; peers keep what they have mapped, and so does who holds a view of a piece."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
             self._view.release()
-            self._mapping.close()
+            with contextlib.suppress(BufferError):
+                self._mapping.close()
 
     def _cut(self, size: int) -> bool:
         """Make pieces of one more slab; False if all are in use."""

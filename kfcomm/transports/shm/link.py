@@ -141,6 +141,10 @@ class ShmLink(ABC):
         """See ``Link.withdraw``."""
 
     @abstractmethod
+    def reserve(self, nbytes: int, priority: int) -> memoryview | None:
+        """See ``Link.reserve``."""
+
+    @abstractmethod
     def be_prompt(self) -> None:
         """See ``Link.be_prompt``."""
 

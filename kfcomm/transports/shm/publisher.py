@@ -1,8 +1,13 @@
 """The end that opened a shared-memory link, and sends chunks.
 
-A chunk leaves as soon as there is room: its payload is copied to the ring or to a piece of the arena, and with that
-the caller's memory is free again. What finds no room waits, in the order that ``transports.order`` describes; so no
-more than a *window* of bytes is ever ahead of an urgent chunk.
+A chunk leaves as soon as there is room: its payload is copied to the ring or to a piece of the arena, unless it was
+made there (``reserve``) or is there for another peer, and with that the caller's memory is free again. What finds no
+room waits, in the order that ``transports.order`` describes, but results go before contributions of one priority.
+
+Two *windows* bound what is under way to one peer: a small one for contributions, which every rank has at once, and a
+larger one for what came of them, partial results and results. There is only as much of these as contributions were
+taken, and if they had to wait, they would have to be copied: once more than where they are made, and for each peer
+anew.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from itertools import count
 from typing import Any
 
 from kfcomm.core.frame import Header, Kind
+from kfcomm.core.machine import DOWN
 from kfcomm.errors import LocalProtocolError, RemoteProtocolError
 from kfcomm.transports.base import Owner
 from kfcomm.transports.order import FRONT
@@ -23,27 +29,30 @@ from kfcomm.transports.shm.shared import MAX_LENT_NBYTES, MAX_PIECES, Word
 
 INLINE_NBYTES = 1 << 12
 """A payload up to this size travels in the ring: one copy, no piece to be returned."""
-WINDOW_NBYTES = 1 << 21
-"""Bytes in pieces under way to one peer, those not counted that it has read and keeps for longer."""
+WINDOW_NBYTES = 1 << 20
+"""Bytes in pieces under way to one peer, beyond which contributions wait. Those do not count that the peer has read and
+keeps for longer."""
 PROMPT_WINDOW_NBYTES = 1 << 19
-"""The same on a link that is to be prompt: one large piece, so that something urgent waits for 2 chunks on its way
-there and back, not 8. With more ranks than cores it costs throughput: see "Priorities"."""
+"""The only window of a link that is to be prompt: one large piece, so that something urgent waits for 2 chunks on its
+way there and back. With more ranks than cores it costs throughput: see "Priorities"."""
 
 _CHUNK, _SIGNATURE = int(Kind.CHUNK), int(Kind.SIGNATURE)
-_FRONT = -FRONT
+_FRONT = -2 * FRONT
 _Waiting = tuple[int, int, Any, "memoryview | None", "Owner | None"]
-"""Minus its level, a number, header (encoded unless it is a chunk's), payload, owner."""
+"""Minus its level (twice its priority, and one more for a result), a number, header (encoded unless it is a chunk's),
+payload, owner."""
 
 
 class Publisher(ShmLink):
-    """Implements ``transports.base.Link``; ``arena`` holds what it shows."""
+    """Implements ``transports.base.Link``; ``arena`` holds what it shows, ``large_nbytes`` is the larger window."""
 
     _near, _far, _tail = Word.SENDER_PARKED, Word.RECEIVER_PARKED, Word.BACK_TAIL
 
-    def __init__(self, wire: Wire, arena: Arena) -> None:
+    def __init__(self, wire: Wire, arena: Arena, large_nbytes: int = WINDOW_NBYTES) -> None:
         self._arena = arena
         self._pieces: dict[int, int] = {}
         self._window = WINDOW_NBYTES
+        self._large_window = max(large_nbytes, WINDOW_NBYTES)
         self._nbytes = 0
         self._num_returned = 0
         self._defined: set[int] = set()
@@ -65,26 +74,40 @@ class Publisher(ShmLink):
             return True
         if payload is not None and len(payload) > SLAB_NBYTES:
             raise LocalProtocolError(f"a payload of {len(payload)} bytes ({SLAB_NBYTES} are allowed)")
-        waiting = self._waiting
         try:
             if header[0] != _CHUNK:
                 self._say(header)
                 return True
-            if (not waiting or waiting[0][0] > -priority) and self._put(header, payload):
+            level = -2 * priority - header[5]
+            if not self._is_behind(level, payload) and self._put(header, payload):
                 self._owes_bell = self.is_restless = True
                 return True
         except RemoteProtocolError as error:
             self._end_with(error)
             return True
-        heapq.heappush(waiting, (-priority, next(self._numbers), header, payload, owner))
+        if payload is not None and self._arena.is_reserved(payload):
+            payload = memoryview(bytes(payload))
+        heapq.heappush(self._waiting, (level, next(self._numbers), header, payload, owner))
         self._stuck = None
         self.is_restless = True
         self._keeper.wake()
         return False
 
+    def reserve(self, nbytes: int, priority: int) -> memoryview | None:
+        """See ``Link.reserve``."""
+        if nbytes <= INLINE_NBYTES or nbytes > SLAB_NBYTES or self.is_closing:
+            return None
+        if self._waiting and self._waiting[0][0] < -2 * priority:
+            return None
+        try:
+            return self._arena.reserve(nbytes) if self._has_room(nbytes, self._large_window) else None
+        except RemoteProtocolError as error:
+            self._end_with(error)
+            return None
+
     def be_prompt(self) -> None:
         """See ``Link.be_prompt``."""
-        self._window = PROMPT_WINDOW_NBYTES
+        self._window = self._large_window = PROMPT_WINDOW_NBYTES
 
     def lend(self) -> None:
         """See ``Link.lend``: answers have no payload to lend."""
@@ -163,7 +186,8 @@ class Publisher(ShmLink):
         nbytes = len(payload)
         if nbytes <= INLINE_NBYTES:
             return self._out.put(header, 0, nbytes, payload)
-        if (self._nbytes + nbytes > self._window and self._is_full(nbytes)) or len(self._pieces) >= MAX_PIECES:
+        is_onward = header[5] == DOWN or self._arena.is_there(payload)
+        if not self._has_room(nbytes, self._large_window if is_onward else self._window):
             return False
         piece = self._arena.publish(payload)
         if piece is None:
@@ -171,18 +195,28 @@ class Publisher(ShmLink):
         if piece in self._pieces:
             self._arena.release(piece)
             return False
+        self._out.put(header, piece + 1, nbytes, None)
         self._pieces[piece] = nbytes
-        if not self._out.put(header, piece + 1, nbytes, None):
-            del self._pieces[piece]
-            self._arena.release(piece)
-            return False
         self._nbytes += nbytes
         return True
 
-    def _is_full(self, nbytes: int) -> bool:
-        """Whether so many bytes have to wait until others have been read; what is not read alone may be of any size."""
+    def _is_behind(self, level: int, payload: memoryview | None) -> bool:
+        """Whether something goes before a chunk of this level. What is in the arena goes first of its level."""
+        if not self._waiting:
+            return False
+        first = self._waiting[0][0]
+        if payload is not None and self._arena.is_there(payload):
+            return first < level
+        return first <= level
+
+    def _has_room(self, nbytes: int, window: int) -> bool:
+        """Whether a piece of so many bytes can go now: what is not read alone may be of any size."""
+        if len(self._pieces) >= MAX_PIECES or not self._out.has_room_for_place:
+            return False
+        if self._nbytes + nbytes <= window:
+            return True
         unread = self._nbytes - min(self._words[Word.LENT], MAX_LENT_NBYTES)
-        return unread > 0 and unread + nbytes > self._window
+        return unread <= 0 or unread + nbytes <= window
 
     def _room(self) -> tuple[int, int, int, int]:
         """What has to change before there is room for what found none: trying again would cost ten times as much."""

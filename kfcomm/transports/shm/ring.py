@@ -29,6 +29,8 @@ from kfcomm.errors import RemoteProtocolError
 RECORD = struct.Struct("@11Q")
 HEAD_NBYTES = 96
 ALIGN_NBYTES = 64
+PLACE_NBYTES = 128
+"""Of a record whose payload is elsewhere, or empty."""
 SLACK_NBYTES = 64
 """Beyond the last record, so that a head can be read anywhere."""
 
@@ -69,7 +71,7 @@ class RingWriter:
         Raises:
             RemoteProtocolError: the reader's counter makes no sense.
         """
-        size = 128 if payload is None else (HEAD_NBYTES + nbytes + ALIGN_NBYTES - 1) & -ALIGN_NBYTES
+        size = PLACE_NBYTES if payload is None else (HEAD_NBYTES + nbytes + ALIGN_NBYTES - 1) & -ALIGN_NBYTES
         tail, capacity = self._tail, self._nbytes
         at = tail & (capacity - 1)
         unused = capacity - at
@@ -94,6 +96,13 @@ class RingWriter:
     def put_encoded(self, data: bytes) -> bool:
         """Write a record that holds an encoded header; False if there is no room for it now."""
         return self.put(_NO_FIELDS, 0, len(data), data)
+
+    @property
+    def has_room_for_place(self) -> bool:
+        """Whether there is room for a record whose payload is elsewhere."""
+        unused = -self._tail & (self._nbytes - 1)
+        size = PLACE_NBYTES if unused >= PLACE_NBYTES or not unused else PLACE_NBYTES + unused
+        return self._tail + size - self._head <= self._nbytes or self._has_room(size)
 
     @property
     def is_empty(self) -> bool:

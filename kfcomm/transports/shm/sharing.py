@@ -12,7 +12,7 @@ import socket
 
 from kfcomm.errors import KfcommError, TransportError
 from kfcomm.transports.base import Waiter
-from kfcomm.transports.shm.arena import Arena
+from kfcomm.transports.shm.arena import SLAB_NBYTES, Arena
 from kfcomm.transports.shm.greeting import SharingRefused, accept, offer
 from kfcomm.transports.shm.hub import LOOKS, Hub
 from kfcomm.transports.shm.link import ShmLink, Wire
@@ -24,7 +24,7 @@ logger = logging.getLogger("kfcomm")
 
 OFFER_WITHIN_S = 10.0
 """A peer offers its memory as soon as it has connected."""
-MIN_SLABS, MAX_SLABS = 16, 64
+MIN_SLABS, MAX_SLABS = 32, 64
 """Of 1 MiB: the memory that this rank shows to all its peers together. It is taken as it is used."""
 
 
@@ -45,6 +45,7 @@ class Sharing:
         self._num_slabs = min(MAX_SLABS, max(MIN_SLABS, 4 * num_peers))
         # Each piece lent may hold a slab: half of them must always come back at once.
         self._max_lent = self._num_slabs // (2 * max(1, num_peers))
+        self._large_window_nbytes = self._num_slabs * SLAB_NBYTES // (num_peers + 1)
         self._arena: Arena | None = None
         self._greetings: set[asyncio.Task[None]] = set()
 
@@ -68,7 +69,8 @@ class Sharing:
         except BaseException:
             sock.close()
             raise
-        link = Publisher(Wire(sock, self._loop, self._inbound, peer, shared, self.hub), self._arena)
+        wire = Wire(sock, self._loop, self._inbound, peer, shared, self.hub)
+        link = Publisher(wire, self._arena, self._large_window_nbytes)
         self.hub.add(link)
         return link
 

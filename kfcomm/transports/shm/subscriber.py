@@ -56,6 +56,9 @@ class Subscriber(ShmLink):
         """See ``Link.withdraw``: nothing here has an owner."""
         return ()
 
+    def reserve(self, nbytes: int, priority: int) -> None:
+        """See ``Link.reserve``: answers have no payload."""
+
     def be_prompt(self) -> None:
         """See ``Link.be_prompt``: answers are small."""
 

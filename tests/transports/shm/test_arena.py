@@ -51,6 +51,23 @@ class Pieces(RuleBasedStateMachine):
             self.model[piece] = bytes(payload), self.model[piece][1] + 1
         return piece
 
+    @rule(target=shown, nbytes=sizes, is_wanted=st.booleans())
+    def reserve(self, nbytes, is_wanted):
+        payload = self.arena.reserve(nbytes)
+        if payload is None:
+            assert self.model
+            return None
+        payload[:] = NOISE[:nbytes]
+        assert self.arena.is_there(payload)
+        assert self.arena.is_reserved(payload)
+        if not is_wanted:
+            return None  # forgotten by itself
+        piece = self.arena.publish(payload)
+        assert piece not in self.model
+        assert not self.arena.is_reserved(payload)
+        self.model[piece] = bytes(payload), 1
+        return piece
+
     @rule(piece=consumes(shown))
     def release(self, piece):
         if piece in self.model:
@@ -116,6 +133,29 @@ def test_the_piece_used_last_is_handed_out_first(arena):
     arena.release(pieces[1])
     arena.release(pieces[3])
     assert arena.publish(NOISE[:5000]) == pieces[3]
+
+
+def test_what_is_made_in_a_reserved_piece_is_not_copied(arena):
+    made = arena.reserve(5000)
+    made[:] = NOISE[:5000]
+    piece = arena.publish(made)
+    assert arena.publish(made) == piece  # for a second reader
+    made[:] = NOISE[5000:10000]
+    assert read(arena, piece, 5000) == NOISE[5000:10000]
+    arena.release(piece)
+    assert arena.pieces_in_use == 1
+    arena.release(piece)
+    assert arena.pieces_in_use == 0
+
+
+def test_a_reserved_piece_is_free_again_when_something_else_comes_first(arena):
+    for _ in range(3):
+        forgotten = arena.reserve(SLAB_NBYTES)
+        assert arena.pieces_in_use == 0
+    piece = arena.publish(NOISE[:SLAB_NBYTES])
+    assert not arena.is_there(forgotten)
+    assert arena.reserve(1) is None
+    arena.release(piece)
 
 
 def test_one_copy_serves_all_who_are_shown_the_same_view(arena):

@@ -138,6 +138,7 @@ def test_whatever_is_sent_arrives_though_both_sides_rest_whenever_they_can(actio
             script.act(*action)
         threads.run(in_turns=in_turns)
         for pair in pairs:
+            pair.heard.keep = False
             far.do(pair.heard.let_go)
         threads.run()
         if closing:

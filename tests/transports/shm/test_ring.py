@@ -54,7 +54,10 @@ def test_what_is_written_is_read_in_order_in_any_interleaving(script):
             place, nbytes, payload = number + 1, 5 * number, None
         else:
             place, nbytes, payload = 0, size, random.Random(number).randbytes(size)
-        if ring.writer.put(header(number), place, nbytes, payload):
+        has_room = ring.writer.has_room_for_place
+        was_put = ring.writer.put(header(number), place, nbytes, payload)
+        assert size is not None or was_put == has_room
+        if was_put:
             expected.append((place, nbytes, header(number), payload))
         else:
             assert len(found) < len(expected)

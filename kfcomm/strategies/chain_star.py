@@ -1,0 +1,46 @@
+"""Chain and star: contributions pass through all ranks, results go to all at once. Owns those graphs and their cost.
+
+One pair for each rank: pair ``r`` reduces along the chain r+1 → r+2 → … → r, as in a ring, and broadcasts along the star
+around r. Where memory is shared this is the way with the fewest copies: a rank in the midst of a chain folds straight
+into what it passes on, and a result is shown to all ranks at once: of n + 1 copies for each pair a ring and a clique make
+2n − 1. For long messages on one host with more ranks than processors, where each copy is everybody's time. Does not look
+at hosts.
+
+Source: this project's measurements; see "Performance".
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from kfcomm.core.graph import Graph, GraphPair
+from kfcomm.strategies.base import Strategy
+from kfcomm.strategies.cost import Cost, crossings
+from kfcomm.strategies.shapes import star_edges
+from kfcomm.types import Layout
+
+FORMULA = "steps n; bytes 2(n−1)/n; between hosts max ((n−1)c + p(n−p))/n"
+
+
+def chain_star(layout: Layout) -> Strategy:
+    """A chain towards each rank and a star from it."""
+    return Strategy("chain_star", tuple(_pair(layout.size, root) for root in range(layout.size)))
+
+
+def _pair(size: int, root: int) -> GraphPair:
+    order = [(root + step) % size for step in range(size)]
+    chain = Graph.from_edges(size, zip(order, order[1:], strict=False))
+    return GraphPair(chain, Graph.from_edges(size, star_edges(size, root)))
+
+
+def cost(layout: Layout) -> Cost:
+    """Of ``n`` ranks: n steps, 2(n−1)/n bytes.
+
+    Between hosts the greatest ((n−1)c + p(n−p))/n bytes of a host with ``p`` ranks, of which ``c`` are followed by a
+    rank of another host. (No steps for a single rank.)
+    """
+    size = layout.size
+    onwards = [(rank, (rank + 1) % size) for rank in range(size)]
+    ranks = [layout.hosts.count(host) for host in range(layout.num_hosts)]
+    busiest = max((size - 1) * c + p * (size - p) for c, p in zip(crossings(layout, onwards), ranks, strict=True))
+    return Cost(size if size > 1 else 0, Fraction(2 * (size - 1), size), Fraction(busiest, size))
