@@ -66,7 +66,8 @@ class Watch(Generic[T]):
             stalled_s = now_s + stall_after_s if stall_after_s < timeout_s else NEVER
             ask_s = expired_s - min(ASK_BEFORE_S, timeout_s / 4)
             quiet_s = min((now_s * 4 // 1 + 1) / 4 + QUIET_AFTER_S, ask_s)
-            self._last_times = _first(quiet_s, stalled_s, ask_s, expired_s)
+            first_s = quiet_s if quiet_s < stalled_s else stalled_s
+            self._last_times = (first_s, quiet_s, stalled_s, ask_s, expired_s)
         times = self._entries[what] = self._last_times
         if times[0] < self.next_s:
             self.next_s = times[0]

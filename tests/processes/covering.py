@@ -25,7 +25,7 @@ Case = tuple[str, str, str, str, str]
 Pair = tuple[tuple[int, str], tuple[int, str]]
 
 STRATEGIES = (
-    *("star", "ring", "clique", "tree", "binary_tree", "binary_tree_star"),
+    *("star", "ring", "clique", "chain_star", "tree", "binary_tree", "binary_tree_star"),
     *("multi_binary_tree_star", "multi_star", "binomial", "auto"),
 )
 TRANSPORTS = ("tcp", "unix", "shm")
