@@ -403,8 +403,11 @@ class Verbs:
         if self._devices.mixed:
             return None
         self._check_open()
-        check_name(name)
-        plan = group.plans.known(x.dtype, x.shape, op, name or UNNAMED)
+        dtype, shape = x.dtype, x.shape
+        plan = group.plans.latest(dtype, shape, op, name) if name is None or type(name) is str else None
+        if plan is None:
+            check_name(name)
+            plan = group.plans.known(dtype, shape, op, name)
         if plan is None or not x.flags.c_contiguous or not LEAST_URGENT <= priority <= MOST_URGENT:
             return None
         if out is not None:

@@ -50,7 +50,7 @@ class Do(IntEnum):
     """Tags of a machine's effects; the fields after the tag are in brackets."""
 
     SEND = 0
-    """[machine, destination, lane, index, phase, source, payload]: payload is None unless source is PAYLOAD."""
+    """[machine, destinations, lane, index, phase, source, payload]: payload is None unless source is PAYLOAD."""
     FOLD = 1
     """[machine, lane, index, payload, first]: partial = (input if first else partial) ∘ payload; then release it."""
     HOLD = 2
@@ -171,9 +171,9 @@ class Machine:
         self._held = None
         return held
 
-    def was_read(self, effects: Effects) -> None:
-        """One payload that SEND handed out is no longer read."""
-        self.sends -= 1
+    def was_read(self, effects: Effects, times: int = 1) -> None:
+        """Payloads that SEND handed out, one for each destination, are no longer read."""
+        self.sends -= times
         if not (self.remaining or self.sends):
             self._check(effects)
 
@@ -208,15 +208,14 @@ class Machine:
     def _reduced(self, lane: Lane, index: int, source: int, effects: Effects) -> None:
         """Every contribution of this rank's subtree is in ``source``."""
         if lane.parent != NOBODY:
-            self._send(lane.parent, lane, index, UP, source, None, effects)
+            self._send((lane.parent,), lane, index, UP, source, None, effects)
             if not lane.down:
                 self._completed(lane, effects)
             return
         if lane.count and source == INPUT:
             effects.append((FINISH, self, lane, index))
         self._folded[lane.base + index] += 1
-        for target in lane.targets:
-            self._send(target, lane, index, DOWN, RESULT, None, effects)
+        self._send(lane.targets, lane, index, DOWN, RESULT, None, effects)
         self._completed(lane, effects)
 
     def _begin(self, lane: Lane, effects: Effects) -> None:
@@ -224,8 +223,7 @@ class Machine:
             if lane.keeps:
                 effects.append((COPY, self, lane, index))
             self._folded[lane.base + index] += 1
-            for target in lane.targets:
-                self._send(target, lane, index, DOWN, INPUT, None, effects)
+            self._send(lane.targets, lane, index, DOWN, INPUT, None, effects)
             self._completed(lane, effects)
 
     def _arrived_down(self, lane: Lane, index: int, payload: Any, effects: Effects) -> None:
@@ -235,17 +233,18 @@ class Machine:
         self._folded[lane.base + index] += 1
         if lane.keeps:
             effects.append((STORE, self, lane, index, payload))
-            for target in lane.targets:
-                self._send(target, lane, index, DOWN, RESULT, None, effects)
+            self._send(lane.targets, lane, index, DOWN, RESULT, None, effects)
         else:
-            for target in lane.targets:
-                self._send(target, lane, index, DOWN, PAYLOAD, payload, effects)
+            self._send(lane.targets, lane, index, DOWN, PAYLOAD, payload, effects)
             effects.append((RELEASE, self, payload))
         self._completed(lane, effects)
 
-    def _send(self, to: int, lane: Lane, index: int, phase: int, source: int, payload: Any, effects: Effects) -> None:
-        self.sends += 1
-        effects.append((SEND, self, to, lane, index, phase, source, payload))
+    def _send(
+        self, to: tuple[int, ...], lane: Lane, index: int, phase: int, source: int, payload: Any, effects: Effects
+    ) -> None:
+        if to:
+            self.sends += len(to)
+            effects.append((SEND, self, to, lane, index, phase, source, payload))
 
     def _completed(self, lane: Lane, effects: Effects) -> None:
         self.remaining -= 1

@@ -38,7 +38,7 @@ from kfcomm.core.collective import (
 from kfcomm.core.credit import DEFAULT_CREDIT, Credit
 from kfcomm.core.frame import MAX_ID, Header, Kind
 from kfcomm.core.links import LINKS, Links, definitions
-from kfcomm.core.machine import Effect, Effects
+from kfcomm.core.machine import SEND, Effect, Effects
 from kfcomm.core.names import MAX_SIGNATURES, Names
 from kfcomm.core.program import NOBODY, Program
 from kfcomm.core.signature import Signature, describe, differing, from_wire
@@ -171,13 +171,14 @@ class Router:
             del collective.key.live[collective.seq]
 
     def admit(
-        self, outgoing: Outgoing, effect: Effect, collective: Collective, nbytes: int
+        self, outgoing: Outgoing, effect: Effect, collective: Collective, to: int, nbytes: int
     ) -> tuple[list[Header], Header | None]:
-        """Frames for a SEND effect: definitions to send first, and the chunk's header, or None to hold it back.
+        """Frames for one destination of a SEND effect: definitions to send first, and the chunk's header.
 
-        A held-back effect comes again, through the effects of ``on_posted``, when its receiver has posted.
+        None for the header holds the chunk back: a SEND of it alone comes again, through the effects of ``on_posted``,
+        when its receiver has posted.
         """
-        _, _, to, lane, index, phase, _, _ = effect
+        _, _, _, lane, index, phase, source, payload = effect
         key = collective.key
         number = collective.signature_id
         before: list[Header] = []
@@ -193,7 +194,7 @@ class Router:
             waiting = collective.deferred.setdefault(to, [])
             if not waiting:
                 before.append((ASK, key.id, collective.seq, number))
-            waiting.append(effect)
+            waiting.append((SEND, collective, (to,), lane, index, phase, source, payload))
             return before, None
         return before, (CHUNK, key.id, collective.seq, number, lane.number, phase, index, charged)
 

@@ -454,25 +454,28 @@ class Engine:
             self.breaks.peer_says(effect[1], effect[2], effect[3])
 
     def _send(self, effect: Effect, operation: Operation, effects: Effects) -> None:
-        _, _, to, lane, index, _, source, payload = effect
-        outlet = self.ends.to(operation.group.members[to])
+        _, _, ranks, lane, index, _, source, payload = effect
         if source == PAYLOAD:
             payload.forwarded(self._pool)
             data = payload.view
         else:
             data = operation.to_send(lane, index, source)
         nbytes = len(data)
-        before, header = self.router.admit(outlet.state, effect, operation, nbytes)
-        for definition in before:
-            outlet.send(definition)
-        if header is None:
-            return
-        # Without payload too: who is done may block its loop or exit, so its frames must have left by then.
-        link = outlet.link or outlet
-        if self.tracer is not None:
-            self.tracer.sent(operation.group.members[to], operation, nbytes)
-        if link.send(header, data if nbytes else None, operation, operation.priority):
-            operation.was_read(effects)  # and what follows from it, after the effects that are under way
+        num_read = 0
+        for to in ranks:
+            peer = operation.group.members[to]
+            outlet = self.ends.to(peer)
+            before, header = self.router.admit(outlet.state, effect, operation, to, nbytes)
+            for definition in before:
+                outlet.send(definition)
+            if header is None:
+                continue
+            if self.tracer is not None:
+                self.tracer.sent(peer, operation, nbytes)
+            # Without payload too: who is done may block its loop or exit, so its frames must have left by then.
+            num_read += (outlet.link or outlet).send(header, data if nbytes else None, operation, operation.priority)
+        if num_read:
+            operation.was_read(effects, num_read)  # and what follows from it, after the effects that are under way
 
     def _reserve(self, operation: Operation, to: int, nbytes: int) -> memoryview | None:
         """Memory that the link to a group rank sends from, for a chunk that is made there and sent next."""

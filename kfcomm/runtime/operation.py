@@ -61,7 +61,6 @@ class Operation(Collective):
     """
 
     __slots__ = (
-        "_copied",
         "_in",
         "_in_view",
         "_item",
@@ -115,8 +114,7 @@ class Operation(Collective):
         self._partial_view: memoryview | None
         self._out_view: memoryview | None
         self._last: tuple[Lane, int, int, memoryview] | None
-        self._copied: tuple[Lane, int, int, bytes] | None
-        self._in_view = self._partial_view = self._out_view = self._last = self._copied = None
+        self._in_view = self._partial_view = self._out_view = self._last = None
 
     def sent(self) -> None:
         """A link no longer reads one of this operation's payloads."""
@@ -158,17 +156,11 @@ class Operation(Collective):
             future.set_exception(error)
 
     def to_send(self, lane: Lane, index: int, source: int) -> memoryview | bytes:
-        """The bytes of one chunk, to be read by a link: a copy of them if they are few."""
-        copied = self._copied
-        if copied is not None and copied[1] == index and copied[0] is lane and copied[2] == source:
-            return copied[3]
+        """The bytes of one chunk, to be read by links: a copy of them if they are few."""
         start, stop = self._bounds(lane, index)
         if (stop - start) * self._item > COPIED_NBYTES:
             return self.bytes_of(lane, index, source)
-        data = self._part(lane, source, start, stop).tobytes() if stop else b""
-        if lane.targets:
-            self._copied = (lane, index, source, data)
-        return data
+        return self._part(lane, source, start, stop).tobytes() if stop else b""
 
     def bytes_of(self, lane: Lane, index: int, source: int) -> memoryview:
         """The memory of one chunk of the input, the partial result or the result.

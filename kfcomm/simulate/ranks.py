@@ -233,8 +233,9 @@ class Rank:
                 _, _, to, lane, index, phase, _, _ = effect
                 count = lane.count if lane.num_chunks == 1 else self._elements(lane, index)
                 nbytes = count * (sizes.partial if phase == UP and lane.children else sizes.item)
-                sends.append((to, Chunk(lane.number, index, phase, rank, nbytes, carried)))
-                seconds += work.message_s(rank, to, nbytes)
+                for one in to:
+                    sends.append((one, Chunk(lane.number, index, phase, rank, nbytes, carried)))
+                    seconds += work.message_s(rank, one, nbytes)
             elif tag in (FOLD, FOLD_UP, FOLD_LAST):
                 seconds += work.fold_s_per_byte * self._elements(effect[2], effect[3]) * sizes.partial
         return sends, seconds

@@ -57,7 +57,7 @@ def test_the_root_folds_its_children_finishes_and_sends_down():
     assert bench.arrive("b", sender=2) == [(Do.FOLD, 0, 0, "b", False)]
     assert bench.arrive("c", sender=3) == [
         (Do.FOLD_LAST, 0, 0, "c", False),
-        *((Do.SEND, target, 0, 0, DOWN, RESULT, None) for target in (1, 2, 3)),
+        (Do.SEND, (1, 2, 3), 0, 0, DOWN, RESULT, None),
     ]
     assert bench.machine.remaining == 1
     assert bench.sent(3) == []
@@ -82,7 +82,7 @@ def test_children_are_folded_in_order_whatever_the_order_in_which_they_arrive():
 
 def test_a_leaf_sends_its_input_and_stores_the_result():
     bench = Bench(programs.all_reduce(3, [STAR], 6, 4))
-    assert bench.take() == [(Do.SEND, 0, 0, 0, UP, INPUT, None), (Do.SEND, 0, 0, 1, UP, INPUT, None)]
+    assert bench.take() == [(Do.SEND, (0,), 0, 0, UP, INPUT, None), (Do.SEND, (0,), 0, 1, UP, INPUT, None)]
     assert bench.arrive("r0", DOWN, 0) == [(Do.STORE, 0, 0, "r0")]
     assert bench.arrive("r1", DOWN, 0, index=1) == [(Do.STORE, 0, 1, "r1")]
     assert bench.sent() == []
@@ -92,7 +92,7 @@ def test_a_leaf_sends_its_input_and_stores_the_result():
 
 def test_it_is_not_done_before_its_sends_are_nor_before_its_chunks():
     bench = Bench(programs.all_reduce(3, [STAR], 1, 4))
-    assert bench.take() == [(Do.SEND, 0, 0, 0, UP, INPUT, None)]
+    assert bench.take() == [(Do.SEND, (0,), 0, 0, UP, INPUT, None)]
     assert bench.sent() == []
     assert bench.arrive("r", DOWN, 0)[-1] == (Do.DONE,)
 
@@ -101,15 +101,15 @@ def test_the_middle_of_a_chain_passes_partials_up_and_results_down():
     bench = Bench(programs.all_reduce(1, [CHAIN], 1, 1))
     assert bench.arrive("a", sender=2) == [
         (Do.FOLD_UP, 0, 0, "a", True),
-        (Do.SEND, 0, 0, 0, UP, PARTIAL, None),
+        (Do.SEND, (0,), 0, 0, UP, PARTIAL, None),
     ]
-    assert bench.arrive("r", DOWN, 0) == [(Do.STORE, 0, 0, "r"), (Do.SEND, 2, 0, 0, DOWN, RESULT, None)]
+    assert bench.arrive("r", DOWN, 0) == [(Do.STORE, 0, 0, "r"), (Do.SEND, (2,), 0, 0, DOWN, RESULT, None)]
 
 
 def test_what_is_not_kept_is_passed_on_as_it_came():
     bench = Bench(programs.gather(1, CHAIN, [1, 1, 1], 4))
-    assert bench.take() == [(Do.SEND, 0, 1, 0, DOWN, INPUT, None)]
-    assert bench.arrive("x", DOWN, 2, lane=2) == [(Do.SEND, 0, 2, 0, DOWN, PAYLOAD, "x"), (Do.RELEASE, "x")]
+    assert bench.take() == [(Do.SEND, (0,), 1, 0, DOWN, INPUT, None)]
+    assert bench.arrive("x", DOWN, 2, lane=2) == [(Do.SEND, (0,), 2, 0, DOWN, PAYLOAD, "x"), (Do.RELEASE, "x")]
 
 
 def test_gated_lanes_begin_when_all_others_are_complete():
@@ -120,7 +120,7 @@ def test_gated_lanes_begin_when_all_others_are_complete():
     assert bench.arrive("", sender=3) == [
         (Do.RELEASE, ""),
         (Do.COPY, 1, 0),
-        *((Do.SEND, target, target + 1, 0, DOWN, INPUT, None) for target in (1, 2, 3)),
+        *((Do.SEND, (target,), target + 1, 0, DOWN, INPUT, None) for target in (1, 2, 3)),
     ]
     assert bench.sent(3) == [(Do.DONE,)]
 
@@ -149,8 +149,8 @@ def test_what_is_done_elsewhere_is_done_when_that_is_said():
 
 def test_chunks_without_payload_are_neither_folded_nor_kept():
     bench = Bench(programs.barrier(1, CHAIN))
-    assert bench.arrive("", sender=2) == [(Do.RELEASE, ""), (Do.SEND, 0, 0, 0, UP, PARTIAL, None)]
-    assert bench.arrive("", DOWN, 0) == [(Do.SEND, 2, 0, 0, DOWN, PAYLOAD, ""), (Do.RELEASE, "")]
+    assert bench.arrive("", sender=2) == [(Do.RELEASE, ""), (Do.SEND, (0,), 0, 0, UP, PARTIAL, None)]
+    assert bench.arrive("", DOWN, 0) == [(Do.SEND, (2,), 0, 0, DOWN, PAYLOAD, ""), (Do.RELEASE, "")]
     assert bench.sent(2) == [(Do.DONE,)]
 
 
@@ -225,6 +225,6 @@ def test_a_root_may_have_more_children_than_a_byte_can_count(size):
     star = GraphPair.of(Graph.from_fathers([0] * size))
     bench = Bench(programs.all_reduce(0, [star], 1, 1))
     effects = [effect for sender in range(1, size) for effect in bench.arrive(sender, sender=sender)]
-    assert [effect[0] for effect in effects] == [Do.FOLD] * (size - 2) + [Do.FOLD_LAST] + [Do.SEND] * (size - 1)
+    assert [effect[0] for effect in effects] == [Do.FOLD] * (size - 2) + [Do.FOLD_LAST] + [Do.SEND]
     assert bench.machine.accepts(bench.lanes[0], 0, UP, 1) == NOBODY
     assert bench.sent(size - 1) == [(Do.DONE,)]

@@ -92,9 +92,10 @@ def _listed(value):
 
 
 def admit(desk, effect):
-    outgoing = desk.outgoing[SUM.members[effect[2]]]
-    foretold = desk.router.may_send(outgoing, effect[1], effect[2], NBYTES)
-    before, header = desk.router.admit(outgoing, effect, effect[1], NBYTES)
+    (to,) = effect[2]
+    outgoing = desk.outgoing[SUM.members[to]]
+    foretold = desk.router.may_send(outgoing, effect[1], to, NBYTES)
+    before, header = desk.router.admit(outgoing, effect, effect[1], to, NBYTES)
     assert foretold == (header is not None)
     return before, header
 
@@ -182,7 +183,7 @@ def test_an_early_chunk_waits_and_its_credit_with_it():
     assert desk.router.expected(SUM.group_id, "grad") == SUM.signature
     assert desk.incoming[1].window.settle() is None
     collective = desk.post()
-    assert [effect[0] for effect in desk.take()] == [Do.FOLD, Do.FOLD_LAST, Do.SEND, Do.SEND]
+    assert [effect[0] for effect in desk.take()] == [Do.FOLD, Do.FOLD_LAST, Do.SEND]
     assert collective.arrived_ranks() == RANKS
     assert desk.incoming[1].window._owed_headers == 1
     assert desk.router.expected(SUM.group_id, "grad") is None

@@ -29,6 +29,15 @@ from tests.core.specs import ITEM, Spec
 MAX_STEPS = 1_000_000
 
 
+Reader = tuple[int, tuple[int, ...], int, int, int]
+
+
+def reader(effect: Effect) -> Reader:
+    """What a SEND to one destination is, also when it comes again."""
+    _, collective, to, lane, index, phase, _, _ = effect
+    return id(collective), to, lane.number, index, phase
+
+
 class Payload:
     """A chunk that arrived. It lies in a block of the arena, in reserved memory (-1), or where it belongs."""
 
@@ -37,17 +46,17 @@ class Payload:
         self.data = data
         self.block = block
         self.placed_in = memory
-        self.readers: set[int] = set()
+        self.readers: set[Reader] = set()
         self.held = False
         self.released = False
         node.payloads.add(self)
 
     def read_by(self, effect: Effect) -> None:
-        assert not self.released or id(effect) in self.readers
-        self.readers.add(id(effect))
+        assert not self.released or reader(effect) in self.readers
+        self.readers.add(reader(effect))
 
     def read_no_more(self, effect: Effect) -> None:
-        self.readers.discard(id(effect))
+        self.readers.discard(reader(effect))
         self._free()
 
     def release(self) -> None:
@@ -74,7 +83,7 @@ class Memory:
         self.shared = not spec.wide and self.result.size == self.input.size
         self.partial = self.result if self.shared else np.full(self.input.size, np.nan, spec.accumulate)
         self.reserved: set[tuple[int, ...]] = set()
-        self.readers: dict[int, Payload] = {}
+        self.readers: dict[Reader, Payload] = {}
         self.collective: Collective
         self.done = False
         self.cause: Cause | None = None
@@ -613,7 +622,8 @@ class World:
         assert not memory.done
         match effect[0]:
             case Do.SEND:
-                self._carry(node, memory, effect)
+                for to in effect[2]:
+                    self._carry(node, memory, (*effect[:2], (to,), *effect[3:]))
             case Do.FOLD | Do.FOLD_UP:
                 memory.fold(*effect[2:])
             case Do.HOLD:
@@ -664,16 +674,16 @@ class World:
                     self._broken_for_sender(wire)
 
     def _carry(self, node: Node, memory: Memory, effect: Effect) -> None:
-        _, collective, to, lane, index, phase, source, payload = effect
+        _, collective, (to,), lane, index, phase, source, payload = effect
         if source == PAYLOAD:
             payload.read_by(effect)
-            memory.readers[id(effect)] = payload
+            memory.readers[reader(effect)] = payload
             data = payload.data
         else:
             data = memory.part(lane, index, source)
         assert data.nbytes == collective.nbytes_sent(lane.number, index, phase)
         wire = self.wire(node.rank, collective.group.members[to])
-        before, header = node.router.admit(wire.outgoing, effect, collective, data.nbytes)
+        before, header = node.router.admit(wire.outgoing, effect, collective, to, data.nbytes)
         for definition in before:
             self._send(wire, Frame(msgpack.packb(definition)))
         if header is None:
@@ -710,6 +720,6 @@ class World:
         self._over(memory)
 
     def _read_no_more(self, memory: Memory, effect: Effect) -> None:
-        payload = memory.readers.pop(id(effect), None)
+        payload = memory.readers.pop(reader(effect), None)
         if payload is not None:
             payload.read_no_more(effect)

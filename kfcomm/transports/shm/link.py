@@ -30,6 +30,8 @@ from kfcomm.transports.shm.shared import Fence, Parked, Shared, Word
 from kfcomm.transports.sockets import broken
 
 BYE = int(Kind.BYE)
+BURST_RECORDS = 64
+"""Read before others get their turn: a peer may write as fast as this side reads."""
 _BELL = b"!"
 _FOR_ROOM = int(Parked.FOR_ROOM)
 _MAX_BELLS = 4096

@@ -24,7 +24,7 @@ from kfcomm.errors import LocalProtocolError, RemoteProtocolError
 from kfcomm.transports.base import Owner
 from kfcomm.transports.order import FRONT
 from kfcomm.transports.shm.arena import SLAB_NBYTES, Arena
-from kfcomm.transports.shm.link import BYE, ShmLink, Wire
+from kfcomm.transports.shm.link import BURST_RECORDS, BYE, ShmLink, Wire
 from kfcomm.transports.shm.shared import MAX_LENT_NBYTES, MAX_PIECES, Word
 
 INLINE_NBYTES = 1 << 12
@@ -79,7 +79,7 @@ class Publisher(ShmLink):
                 self._say(header)
                 return True
             level = -2 * priority - header[5]
-            if not self._is_behind(level, payload) and self._put(header, payload):
+            if not (self._waiting and self._is_behind(level, payload)) and self._put(header, payload):
                 self._owes_bell = self.is_restless = True
                 return True
         except RemoteProtocolError as error:
@@ -201,9 +201,7 @@ class Publisher(ShmLink):
         return True
 
     def _is_behind(self, level: int, payload: memoryview | None) -> bool:
-        """Whether something goes before a chunk of this level. What is in the arena goes first of its level."""
-        if not self._waiting:
-            return False
+        """Whether what waits goes before a chunk of this level. What is in the arena goes first of its level."""
         first = self._waiting[0][0]
         if payload is not None and self._arena.is_there(payload):
             return first < level
@@ -255,8 +253,7 @@ class Publisher(ShmLink):
         self._num_returned = upto
 
     def _hear(self) -> None:
-        while self._fd >= 0 and (taken := self._into.take()) is not None:
-            record, payload = taken
+        for record, payload in self._into.records(BURST_RECORDS):
             if record[3] or payload is None:
                 raise RemoteProtocolError(f"rank {self.peer} sent a chunk to a sender of chunks")
             header = self._unpacked(payload)
@@ -264,6 +261,8 @@ class Publisher(ShmLink):
                 self._heard_bye = True
             else:
                 self._inbound.receive(self, header, payload[:0])
+            if self._fd < 0:
+                break
         self._inbound.burst_end(self)
 
     def _let_go(self) -> None:

@@ -21,6 +21,7 @@ What always holds: nothing that the other side wrote is believed. Sizes, places 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 from kfcomm.core.frame import Header
@@ -72,23 +73,21 @@ class RingWriter:
             RemoteProtocolError: the reader's counter makes no sense.
         """
         size = PLACE_NBYTES if payload is None else (HEAD_NBYTES + nbytes + ALIGN_NBYTES - 1) & -ALIGN_NBYTES
-        tail, capacity = self._tail, self._nbytes
+        tail, capacity, memory = self._tail, self._nbytes, self._memory
         at = tail & (capacity - 1)
-        unused = capacity - at
-        if unused >= size:
-            unused = 0
-        if tail + unused + size - self._head > capacity and not self._has_room(unused + size):
+        end = tail + size
+        if at + size > capacity:
+            end += capacity - at
+        if end - self._head > capacity and not self._has_room(end - tail):
             return False
-        if unused:
+        if at + size > capacity:
             self._words[at >> 3] = 0
-            tail += unused
             at = 0
-        RECORD.pack_into(self._memory, at, size, place, nbytes, *header)
+        RECORD.pack_into(memory, at, size, place, nbytes, *header)
         if payload is not None:
-            self._memory[at + HEAD_NBYTES : at + HEAD_NBYTES + nbytes] = payload
-        tail += size
-        self._tail = tail
-        self._control[self._tail_word] = tail
+            at += HEAD_NBYTES
+            memory[at : at + nbytes] = payload
+        self._tail = self._control[self._tail_word] = end
         self.num_records += 1
         self.payload_nbytes += nbytes
         return True
@@ -121,13 +120,13 @@ class RingReader:
     """The reading side; see `RingWriter`.
 
     Attributes:
-        head: bytes whose room may be written again.
-        num_records: ever taken.
+        head: bytes ever read.
+        num_records: ever read.
         payload_nbytes: of those payloads that were in the ring.
     """
 
     __slots__ = (
-        "_control", "_head_word", "_memory", "_nbytes", "_next", "_tail_word",
+        "_control", "_head_word", "_memory", "_nbytes", "_tail_word",
         "head", "num_records", "payload_nbytes",
     )  # fmt: skip
 
@@ -136,48 +135,54 @@ class RingReader:
         self._control = control
         self._nbytes = len(memory) - SLACK_NBYTES
         self._tail_word, self._head_word = tail, head
-        self.head = self._next = 0
+        self.head = 0
         self.num_records = self.payload_nbytes = 0
 
     @property
     def has_news(self) -> bool:
-        """Whether there is something to take."""
+        """Whether there is something to read."""
         return bool(self._control[self._tail_word] != self.head)
 
-    def take(self) -> tuple[tuple[Any, ...], memoryview | None] | None:
-        """The next record and the payload in it, if any; None if there is none. The one before is done with.
+    def records(self, limit: int) -> Iterator[tuple[tuple[Any, ...], memoryview | None]]:
+        """Up to so many of the records that are there, each with the payload in it, if any.
+
+        One is done with when the next is asked for, the last when there is none; a caller that stops before is done
+        with it when it asks again.
 
         Raises:
             RemoteProtocolError: the writer does not keep to the form.
         """
-        control, memory, capacity = self._control, self._memory, self._nbytes
-        head = self._next
-        if head != self.head:
-            self.head = control[self._head_word] = head
+        control, memory, capacity, head_word = self._control, self._memory, self._nbytes, self._head_word
+        head = control[head_word] = self.head
         left = control[self._tail_word] - head
-        if not left:
-            return None
-        if not 0 < left <= capacity or left & (ALIGN_NBYTES - 1):
+        if left and (not 0 < left <= capacity or left & (ALIGN_NBYTES - 1)):
             raise RemoteProtocolError(f"a ring with {left} of {capacity} bytes to read")
-        at = head & (capacity - 1)
-        record = RECORD.unpack_from(memory, at)
-        size = record[0]
-        if not size:
-            head += capacity - at
-            left -= capacity - at
-            at = 0
-            if left <= 0:
-                raise RemoteProtocolError("a ring that goes to its start beyond its end")
-            record = RECORD.unpack_from(memory, 0)
+        while left and limit:
+            limit -= 1
+            at = head & (capacity - 1)
+            record = RECORD.unpack_from(memory, at)
             size = record[0]
-        if not HEAD_NBYTES <= size <= left or at + size > capacity or size & (ALIGN_NBYTES - 1):
-            raise RemoteProtocolError(f"a record of {size} bytes, with {left} to read")
-        self._next = head + size
-        self.num_records += 1
-        if record[1]:
-            return record, None
-        nbytes = record[2]
-        if nbytes > size - HEAD_NBYTES:
-            raise RemoteProtocolError(f"a payload of {nbytes} bytes in a record of {size}")
-        self.payload_nbytes += nbytes
-        return record, memory[at + HEAD_NBYTES : at + HEAD_NBYTES + nbytes]
+            if not size:
+                head += capacity - at
+                left -= capacity - at
+                at = 0
+                if left <= 0:
+                    raise RemoteProtocolError("a ring that goes to its start beyond its end")
+                record = RECORD.unpack_from(memory, 0)
+                size = record[0]
+            if not HEAD_NBYTES <= size <= left or at + size > capacity or size & (ALIGN_NBYTES - 1):
+                raise RemoteProtocolError(f"a record of {size} bytes, with {left} to read")
+            head += size
+            left -= size
+            self.head = head
+            self.num_records += 1
+            if record[1]:
+                yield record, None
+            else:
+                nbytes = record[2]
+                if nbytes > size - HEAD_NBYTES:
+                    raise RemoteProtocolError(f"a payload of {nbytes} bytes in a record of {size}")
+                self.payload_nbytes += nbytes
+                at += HEAD_NBYTES
+                yield record, memory[at : at + nbytes]
+            control[head_word] = head

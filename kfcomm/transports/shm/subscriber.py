@@ -13,12 +13,10 @@ from collections.abc import Sequence
 from kfcomm.core.frame import Header, Kind
 from kfcomm.errors import RemoteProtocolError
 from kfcomm.transports.base import Owner
-from kfcomm.transports.shm.link import BYE, ShmLink, Wire
+from kfcomm.transports.shm.link import BURST_RECORDS, BYE, ShmLink, Wire
 from kfcomm.transports.shm.shared import MAX_LENT_NBYTES, MAX_PIECES, Word
 
 _CHUNK = int(Kind.CHUNK)
-BURST_RECORDS = 64
-"""Read before others get their turn: a peer may write as fast as this side reads."""
 
 
 class Subscriber(ShmLink):
@@ -109,13 +107,9 @@ class Subscriber(ShmLink):
         return False
 
     def _hear(self) -> None:
-        take, receive = self._into.take, self._inbound.receive
+        receive = self._inbound.receive
         try:
-            for _ in range(BURST_RECORDS):
-                taken = take()
-                if taken is None:
-                    break
-                record, payload = taken
+            for record, payload in self._into.records(BURST_RECORDS):
                 if record[3] == _CHUNK:
                     if self._heard_bye:
                         raise RemoteProtocolError(f"rank {self.peer} sent a CHUNK after its BYE")

@@ -22,13 +22,11 @@ class Ring:
 
     def read(self):
         """What the next record says, or None."""
-        taken = self.reader.take()
-        if taken is None:
-            assert not self.reader.has_news
-            return None
-        record, payload = taken
-        assert self.reader.has_news
-        return record[1], record[2], record[3:], None if payload is None else bytes(payload)
+        had_news, read = self.reader.has_news, None
+        for record, payload in self.reader.records(1):
+            read = record[1], record[2], record[3:], None if payload is None else bytes(payload)
+        assert had_news == (read is not None)
+        return read
 
 
 def header(number):
@@ -83,6 +81,21 @@ def test_a_full_ring_says_so_and_takes_more_when_it_was_read(nbytes):
         assert ring.read() is None
 
 
+def test_a_record_is_done_with_when_the_next_is_asked_for_and_the_last_at_the_end():
+    ring = Ring()
+    for number in range(5):
+        ring.writer.put(header(number), 1, 0, None)
+    freed = [ring.control[HEAD] for _ in ring.reader.records(3)]
+    assert freed == [0, 128, 256]
+    assert ring.control[HEAD] == 3 * 128
+    next(ring.reader.records(2))  # whoever stops before
+    assert ring.control[HEAD] == 3 * 128
+    assert [record[4] for record, _ in ring.reader.records(2)] == [4]
+    assert ring.control[HEAD] == 5 * 128
+    assert ring.writer.is_empty
+    assert list(ring.reader.records(2)) == []
+
+
 def test_an_encoded_header_is_a_record_of_kind_0():
     ring = Ring()
     assert ring.writer.put_encoded(b"encoded")
@@ -100,7 +113,7 @@ def drain(ring, limit=200):
     """Read until there is nothing more; whether the reader refused to go on. Nothing else may come of it."""
     for _ in range(limit):
         try:
-            taken = ring.reader.take()
+            taken = next(ring.reader.records(1), None)
         except RemoteProtocolError:
             return True
         if taken is None:
@@ -172,7 +185,7 @@ def test_a_record_beyond_the_end_of_the_ring_is_refused():
         ring.writer.put(header(0), 1, 0, None)
     assert not drain(ring)
     last = NBYTES - 128
-    ring.reader.head = ring.reader._next = last
+    ring.reader.head = last
     ring.control[TAIL] = last + 256
     RECORD.pack_into(ring.memory, last, 256, 1, 0, *header(0))
     assert drain(ring)
