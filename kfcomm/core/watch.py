@@ -66,8 +66,7 @@ class Watch(Generic[T]):
             stalled_s = now_s + stall_after_s if stall_after_s < timeout_s else NEVER
             ask_s = expired_s - min(ASK_BEFORE_S, timeout_s / 4)
             quiet_s = min((now_s * 4 // 1 + 1) / 4 + QUIET_AFTER_S, ask_s)
-            first_s = quiet_s if quiet_s < stalled_s else stalled_s
-            self._last_times = (first_s, quiet_s, stalled_s, ask_s, expired_s)
+            self._last_times = (min(quiet_s, stalled_s), quiet_s, stalled_s, ask_s, expired_s)
         times = self._entries[what] = self._last_times
         if times[0] < self.next_s:
             self.next_s = times[0]
@@ -95,9 +94,10 @@ class Watch(Generic[T]):
                         alike, put_off = times, _first(again_s, *times[2:])
                     times = self._entries[what] = put_off
             if times[0] <= now_s:
-                stages = times[1:]
-                due += [(time_s, len(due), what, stage) for time_s, stage in zip(stages, STAGES) if time_s <= now_s]
-                times = self._entries[what] = _first(*(time_s if time_s > now_s else NEVER for time_s in stages))
+                for time_s, stage in zip(times[1:], STAGES, strict=True):
+                    if time_s <= now_s:
+                        due.append((time_s, len(due), what, stage))
+                times = self._entries[what] = _first(*(time_s if time_s > now_s else NEVER for time_s in times[1:]))
             if times[0] < next_s:
                 next_s = times[0]
         self.next_s = next_s

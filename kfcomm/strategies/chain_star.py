@@ -1,10 +1,10 @@
 """Chain and star: contributions pass through all ranks, results go to all at once. Owns those graphs and their cost.
 
-One pair for each rank: pair ``r`` reduces along the chain r+1 → r+2 → … → r, as in a ring, and broadcasts along the star
-around r. Where memory is shared this is the way with the fewest copies: a rank in the midst of a chain folds straight
-into what it passes on, and a result is shown to all ranks at once: of n + 1 copies for each pair a ring and a clique make
-2n − 1. For long messages on one host with more ranks than processors, where each copy is everybody's time. Does not look
-at hosts.
+One pair for each rank: pair ``r`` reduces along the chain r+1 → r+2 → … → r, as in a ring, and broadcasts along the
+star around r. Where memory is shared this is the way with the fewest copies: a rank in the midst of a chain folds
+straight into what it passes on, and a result is shown to all ranks at once. That is n + 1 copies for each pair, where a
+ring and a clique make 2n − 1. For long messages on one host with more ranks than processors, where each copy is
+everybody's time. Does not look at hosts.
 
 Source: this project's measurements; see "Performance".
 """

@@ -63,9 +63,8 @@ class Arena:
         then it must show the same bytes. It is not kept.
         """
         if self._last is not None and self._last() is payload:
-            piece = self._last_piece
-            self._readers[piece] += 1
-            return piece
+            self._readers[self._last_piece] += 1
+            return self._last_piece
         piece = self._take(len(payload))
         if piece is None:
             return None

@@ -190,7 +190,12 @@ def test_results_go_beyond_the_window_of_contributions_and_before_them():
             assert not pair.link.send(result(102), memoryview(HALF), Owner())
             assert not pair.link.send(chunk(103), memoryview(HALF), Owner(), 1)
             await pair.heard.until(lambda heard: len(heard.frames) == count + 4)
-            assert [header for header, _ in pair.heard.frames[count:]] == [result(101), chunk(103), result(102), chunk(100)]
+            assert [header for header, _ in pair.heard.frames[count:]] == [
+                result(101),
+                chunk(103),
+                result(102),
+                chunk(100),
+            ]
 
     run(main())
 
