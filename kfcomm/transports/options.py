@@ -30,7 +30,7 @@ class StreamOptions:
     gather_nbytes: int = 1 << 21
     gather_frames: int = 256
     small_nbytes: int = 1 << 11
-    prompt_nbytes: int = 1 << 19
+    prompt_nbytes: int = 1 << 17
 
     def __post_init__(self) -> None:
         if self.staging_nbytes < PREFIX_NBYTES + MAX_HEADER_NBYTES:
