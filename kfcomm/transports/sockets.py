@@ -152,8 +152,9 @@ def tune(sock: socket.socket) -> None:
 def hold_little(sock: socket.socket) -> None:
     """Let little wait in the kernel, where nothing can overtake it any more, on either side.
 
-    An urgent all_reduce between two ranks took as long as 2.7 chunks of a large one under way over TCP, where it took 5.2
-    with buffers of twice the size, and 8 without this; 3.5 over a Unix socket. Throughput suffers: 64 MiB over TCP took 10 to 20 % more CPU.
+    An urgent all_reduce between two ranks, while a large one was under way, took as long as 2.7 of its chunks over TCP
+    (5.2 with twice as much in each place), and 3.5 over a Unix socket. Throughput suffers: 64 MiB over TCP took 10 to
+    20 % more CPU.
     """
     if sock.family == socket.AF_UNIX:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, PROMPT_UNIX_SNDBUF_NBYTES)
