@@ -219,10 +219,13 @@ def broadcast(rank: int, pair: GraphPair, count: int, chunk_elements: int) -> Pr
 
 
 def gather(rank: int, pair: GraphPair, counts: Sequence[int], chunk_elements: int) -> Program:
-    """``counts[r]`` elements of every rank ``r`` to the root, which keeps them one after the other."""
+    """``counts[r]`` elements of every rank ``r`` to the root, which keeps them one after the other.
+
+    They go up the broadcast graph: nothing is folded on the way, for the sake of which a reduce graph may be long.
+    """
     builder = Builder(rank, chunk_elements)
     for sender, (offset, count) in enumerate(_offsets(counts)):
-        builder.path(tuple(reversed(pair.reduce.path(sender))), count, result_offset=offset)
+        builder.path(tuple(reversed(pair.broadcast.path(sender))), count, result_offset=offset)
     builder.tree(pair, 0, down=True, gated=True)
     return builder.build()
 

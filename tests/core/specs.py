@@ -186,8 +186,7 @@ class Spec:
             case Verb.BROADCAST:
                 costs = [(edges, 0), self._moving(self.count, edges)]
             case Verb.GATHER | Verb.SCATTER:
-                graph = pair.reduce if self.verb is Verb.GATHER else pair.broadcast
-                hops = [len(graph.path(rank)) - 1 for rank in range(self.size)]
+                hops = [len(pair.broadcast.path(rank)) - 1 for rank in range(self.size)]
                 costs = [*map(self._moving, self.counts, hops), (edges, 0)]
             case Verb.ALL_GATHER:
                 costs = [self._moving(count, edges) for count in self.counts]
