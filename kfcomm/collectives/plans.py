@@ -30,8 +30,6 @@ CHUNK_NBYTES = 1 << 19
 
 
 MAX_PLANS = 4096
-MAX_LATEST = 1 << 16
-"""Names whose latest all_reduce is kept in mind, for 0.2 KiB each."""
 
 WireDtype: TypeAlias = "np.dtype[Any] | None"
 """In what numbers travel, where that is not what they are."""
@@ -219,7 +217,7 @@ class Plans:
         generation: which of the group's strategies this is; 0 for the first.
     """
 
-    __slots__ = ("_drafts", "_latest", "_plans", "_ways", "generation", "planner")
+    __slots__ = ("_drafts", "_plans", "_ways", "generation", "planner")
 
     def __init__(self, planner: Planner, generation: int = 0, drafts: dict[Hashable, Plan] | None = None) -> None:
         self.planner = planner
@@ -227,7 +225,6 @@ class Plans:
         self._drafts: dict[Hashable, Plan] = {} if drafts is None else drafts
         self._plans: dict[Hashable, Plan] = {}
         self._ways: dict[Hashable, tuple[list[Plan | None], Shares]] = {}
-        self._latest: dict[str | None, tuple[np.dtype[Any], tuple[int, ...], Op | str, Plan]] = {}
 
     def again(self, generation: int) -> Plans:
         """The plans of a later generation of the same strategy."""
@@ -247,25 +244,13 @@ class Plans:
         """The plan for a barrier, made at each."""
         return self._sign(self.planner.barrier(name))
 
-    def latest(self, dtype: np.dtype[Any], shape: tuple[int, ...], op: Op | str, name: str | None) -> Plan | None:
-        """The plan of the latest all_reduce that ``known`` knew under this name, if that was of the same kind."""
-        latest = self._latest.get(name)
-        if latest is not None and latest[0] is dtype and latest[1] == shape and latest[2] == op:
-            return latest[3]
-        return None
-
-    def known(self, dtype: np.dtype[Any], shape: tuple[int, ...], op: Op | str, name: str | None) -> Plan | None:
+    def known(self, dtype: np.dtype[Any], shape: tuple[int, ...], op: Op | str, key: str) -> Plan | None:
         """The plan for an all_reduce, if it was made before: then the dtype is supported, and the op has a meaning."""
         found = self._ways.get((dtype, shape, op, None))
         if found is None:
             return None
         ways, shares = found
-        plan = ways[0] if len(ways) == 1 else ways[pair_of(name or "", len(ways), shares)]
-        if plan is not None:
-            if len(self._latest) >= MAX_LATEST:
-                self._latest.clear()
-            self._latest[name] = (dtype, shape, op, plan)
-        return plan
+        return ways[0] if len(ways) == 1 else ways[pair_of(key, len(ways), shares)]
 
     def all_reduce(
         self, dtype: np.dtype[Any], shape: tuple[int, ...], op: Op, key: str, wire: WireDtype = None

@@ -403,11 +403,8 @@ class Verbs:
         if self._devices.mixed:
             return None
         self._check_open()
-        dtype, shape = x.dtype, x.shape
-        plan = group.plans.latest(dtype, shape, op, name) if name is None or type(name) is str else None
-        if plan is None:
-            check_name(name)
-            plan = group.plans.known(dtype, shape, op, name)
+        check_name(name)
+        plan = group.plans.known(x.dtype, x.shape, op, name or UNNAMED)
         if plan is None or not x.flags.c_contiguous or not LEAST_URGENT <= priority <= MOST_URGENT:
             return None
         if out is not None:

@@ -60,7 +60,7 @@ class Watch(Generic[T]):
     def add(self, what: T, now_s: float, timeout_s: float, stall_after_s: float) -> bool:
         """Begin to watch; True if ``next_s`` came nearer."""
         given = (now_s, timeout_s, stall_after_s)
-        if given != self._last:  # the usual: many are posted in one turn of the loop, whose clock stands still
+        if given != self._last:  # often they are: many are posted in one turn of the loop, whose clock stands still
             self._last = given
             expired_s = now_s + timeout_s
             stalled_s = now_s + stall_after_s if stall_after_s < timeout_s else NEVER

@@ -16,7 +16,7 @@ from fractions import Fraction
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.strategies.base import Strategy
 from kfcomm.strategies.cost import Cost, crossings
-from kfcomm.strategies.shapes import star_edges
+from kfcomm.strategies.shapes import host_sizes, star_edges
 from kfcomm.types import Layout
 
 FORMULA = "steps n; bytes 2(n−1)/n; between hosts max ((n−1)c + p(n−p))/n"
@@ -41,6 +41,6 @@ def cost(layout: Layout) -> Cost:
     """
     size = layout.size
     onwards = [(rank, (rank + 1) % size) for rank in range(size)]
-    ranks = [layout.hosts.count(host) for host in range(layout.num_hosts)]
-    busiest = max((size - 1) * c + p * (size - p) for c, p in zip(crossings(layout, onwards), ranks, strict=True))
+    of_hosts = zip(crossings(layout, onwards), host_sizes(layout), strict=True)
+    busiest = max((size - 1) * c + p * (size - p) for c, p in of_hosts)
     return Cost(size if size > 1 else 0, Fraction(2 * (size - 1), size), Fraction(busiest, size))

@@ -14,9 +14,10 @@ from kfcomm.transports.shm.publisher import Publisher
 from kfcomm.transports.shm.segment import attach, create
 from kfcomm.transports.shm.shared import SHARED_NBYTES, Shared
 from kfcomm.transports.shm.subscriber import Subscriber
-from tests.transports.streams import Notes
+from tests.transports.streams import Notes, Owner, chunk, noise
 
 MIB = 1 << 20
+HALF = noise(MIB // 2)
 
 
 def segments():
@@ -219,3 +220,19 @@ def _readable(descriptor):
         except OSError:
             return True
     return True
+
+
+def fill(link, owner=None):
+    """Send until a chunk has to wait, which is withdrawn; the number of those that need not."""
+    count = 0
+    while link.send(chunk(count), memoryview(HALF), filler := Owner()):
+        count += 1
+    assert link.withdraw(filler) == [chunk(count)]
+    return count
+
+
+async def settled(pair):
+    """Wait until nothing of the arena is in use."""
+    while pair.link._arena.pieces_in_use:
+        pair.link._keeper.wake()
+        await asyncio.sleep(0)
