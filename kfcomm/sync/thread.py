@@ -1,7 +1,7 @@
 """The I/O thread: one event loop in a thread of its own, and the way onto it from any other thread.
 
-What always holds: what one thread posts is begun in the order in which that thread posted it, and whatever was
-posted is begun before the thread ends. Whoever waits for a handle is told of the end. This module knows nothing of
+What always holds: what one thread posts is begun in the order in which that thread posted it, whether it waits or not,
+and whatever was posted is begun before the thread ends. Whoever waits for a handle is told of the end. This module knows nothing of
 communicators.
 """
 
@@ -46,6 +46,7 @@ class IoThread:
         self._ended = False
         self._lock = threading.Lock()
         self._pending: set[Handle[Any]] = set()
+        self._num_posted = self._num_begun = 0
         self._thread = threading.Thread(target=self._run, name="kfcomm-io", daemon=True)
         self._thread.start()
 
@@ -94,7 +95,18 @@ class IoThread:
         with self._lock:
             if self._ended:
                 raise SessionClosed("the communicator is closed")
-            self._loop.call_soon_threadsafe(lambda: function(*args, **kwargs))
+            self._num_posted += 1
+            self._loop.call_soon_threadsafe(self._run_posted, lambda: function(*args, **kwargs))
+
+    def _run_posted(self, function: Callable[[], object]) -> None:
+        try:
+            function()
+        finally:
+            # after the first step of a task that it has made, which is where a coroutine posts
+            self._loop.call_soon(self._has_begun)
+
+    def _has_begun(self) -> None:
+        self._num_begun += 1
 
     def begin(self, call: Callable[[], Awaitable[T]]) -> Handle[T]:
         """Start what ``call`` gives, on this thread; errors of ``call`` itself are the handle's, too."""
@@ -111,7 +123,9 @@ class IoThread:
         begun: Awaitable[T] | None = None
         handle: Handle[T] | None = None
         try:
-            if session is not None and isinstance(self._loop, BatonLoop):
+            # What was posted before has to begin before: where some of it has not, this call waits behind it.
+            nothing_before = self._num_begun == self._num_posted
+            if session is not None and isinstance(self._loop, BatonLoop) and nothing_before:
                 begun = StandIn(self._loop, session).run(call)
                 if isinstance(begun, asyncio.Future) and begun.done():
                     result: T = begun.result()
