@@ -5,15 +5,12 @@
     async with kfcomm.init() as comm:
         y = await comm.all_reduce(x, name="grad/0")
 
-This module owns the public names and nothing else. Importing it needs NumPy, msgpack and, where it exists, uvloop;
-no framework, no network and no environment variable is looked at before ``init`` is called.
+This module owns the public names and nothing else. What is behind a name is imported when it is first used. No
+framework, no network and no environment variable is looked at before ``init`` is called.
 """
 
-from kfcomm import adapt, strategies, sync
-from kfcomm.collectives.handle import Handle
-from kfcomm.collectives.messages import Queue
-from kfcomm.communicator import Communicator, init
-from kfcomm.dump import dump
+from typing import TYPE_CHECKING
+
 from kfcomm.errors import (
     CollectiveAborted,
     CollectiveError,
@@ -30,9 +27,32 @@ from kfcomm.errors import (
     TransportError,
     WouldDeadlock,
 )
-from kfcomm.monitor import Statistics
+from kfcomm.lazy import imported_when_used
 from kfcomm.types import Layout, Op
 from kfcomm.version import __version__
+
+if TYPE_CHECKING:
+    from kfcomm import adapt, strategies, sync
+    from kfcomm.collectives.handle import Handle
+    from kfcomm.collectives.messages import Queue
+    from kfcomm.communicator import Communicator, init
+    from kfcomm.dumps import dump
+    from kfcomm.monitor import Statistics
+else:  # type checkers would take any name for one that is there
+    __getattr__ = imported_when_used(
+        __name__,
+        {
+            "Communicator": "kfcomm.communicator",
+            "Handle": "kfcomm.collectives.handle",
+            "Queue": "kfcomm.collectives.messages",
+            "Statistics": "kfcomm.monitor",
+            "adapt": "kfcomm.adapt",
+            "dump": "kfcomm.dumps",
+            "init": "kfcomm.communicator",
+            "strategies": "kfcomm.strategies",
+            "sync": "kfcomm.sync",
+        },
+    )
 
 __all__ = [
     "CollectiveAborted",
@@ -62,3 +82,8 @@ __all__ = [
     "strategies",
     "sync",
 ]
+
+
+def __dir__() -> list[str]:
+    """All public names, imported or not."""
+    return __all__

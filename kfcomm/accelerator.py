@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kfcomm.devices import lookup
 from kfcomm.devices.base import Device, DeviceReport
 from kfcomm.devices.routes import cautions
 from kfcomm.rendezvous.settings import Settings
@@ -51,10 +52,8 @@ def look(settings: Settings) -> Accelerator:
     """
     if settings.device == "none":
         return Accelerator(None, DeviceReport(lack="device 'none' was asked for"), None)
-    from kfcomm.devices import cuda
-
     # before joining nobody but the launcher knows which ranks are on this host
-    device, report = cuda.find(settings.device, settings.local_rank)
+    device, report = lookup.find(settings.device, settings.local_rank)
     if not report.backend:
         return Accelerator(device, report, None)
     from kfcomm.transports.nccl import Nccl

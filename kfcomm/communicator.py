@@ -1,7 +1,8 @@
 """What users hold: the verbs on one group of ranks, and how to begin and end.
 
 A communicator lives on the event loop on which it was made; ``kfcomm.sync`` has the same verbs for programs
-without one. Sub-groups are communicators too, over the same session.
+without one. Sub-groups are communicators too, over the same session. What few programs ask for (probes, timelines,
+statistics) is imported when it is asked for.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import os
 from collections.abc import Generator, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from kfcomm import accelerator
 from kfcomm.collectives.blobs import Blobs
@@ -23,18 +24,19 @@ from kfcomm.collectives.on_device.paths import Paths
 from kfcomm.collectives.on_device.verbs import DeviceVerbs
 from kfcomm.core.collective import GroupView
 from kfcomm.devices.routes import Choice
-from kfcomm.dump import install_signal, snapshot
+from kfcomm.dumps import install_signal, snapshot
 from kfcomm.errors import ConfigError, SessionClosed
-from kfcomm.monitor import Statistics, serving
-from kfcomm.monitor.statistics import statistics_of
-from kfcomm.monitor.timeline import Timeline, check_folder
+from kfcomm.monitor import serving
 from kfcomm.network import Alone, SocketNetwork
 from kfcomm.plugins import build, check
-from kfcomm.probe import Probe, Prober
 from kfcomm.rendezvous.settings import Arguments, Settings, detect
 from kfcomm.session import LEAVE_WITHIN_S, Session
 from kfcomm.strategies import AnyStrategy, StrategySpec
 from kfcomm.types import Layout
+
+if TYPE_CHECKING:
+    from kfcomm.monitor import Statistics
+    from kfcomm.probe import Probe, Prober
 
 
 class Communicator(Monitored):
@@ -255,6 +257,8 @@ class Communicator(Monitored):
         """
         self._check_open()
         if self._prober is None:
+            from kfcomm.probe import Prober
+
             self._prober = Prober(self._session.engine, self._group.view, self.layout, self._session.timeout_s)
         return await self._prober.run(nbytes, rounds, timeout)
 
@@ -271,6 +275,8 @@ class Communicator(Monitored):
         Raises:
             ConfigError: monitoring is off.
         """
+        from kfcomm.monitor.statistics import statistics_of
+
         return statistics_of(self._session, self._group, self._mailbox.group_ids)
 
     async def close(self) -> None:
@@ -357,6 +363,8 @@ class Init:
         comm = Communicator(session, session.world, settings.strategy)
         try:
             if settings.timeline is not None:
+                from kfcomm.monitor.timeline import Timeline
+
                 Timeline.of(session, settings.timeline)
             serving.attend(session, settings, comm.statistics)
         except BaseException:
@@ -378,6 +386,8 @@ def init(**arguments: Unpack[Arguments]) -> Init:
     settings = detect(os.environ, **arguments)
     check(settings.strategy)  # an unknown name is refused before anything is open
     if settings.timeline is not None:
+        from kfcomm.monitor.timeline import check_folder
+
         check_folder(settings.timeline)
     serving.check(settings)
     install_signal(settings.dump_dir)

@@ -1,20 +1,23 @@
 """Strategies that other distributions bring: found by name, through the entry points of ``kfcomm.strategies``.
 
-An entry point names a function from a `Layout` to whatever ``kfcomm.strategies.build`` takes. Nothing is searched for
-until a name is met that is none of kfcomm's own, and nothing is imported but what is named. Names of kfcomm's own
-always mean its own strategies.
+An entry point names a function from a `Layout` to whatever ``kfcomm.strategies.build`` takes. Nothing is searched for,
+nor the means to search imported, until a name is met that is none of kfcomm's own; then nothing is imported but what is
+named. Names of kfcomm's own always mean its own strategies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING
 
 from kfcomm import strategies
 from kfcomm.errors import ConfigError
 from kfcomm.strategies import AnyStrategy, Builder, StrategySpec
 from kfcomm.types import Layout
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 ENTRY_POINTS = "kfcomm.strategies"
 
@@ -51,6 +54,8 @@ class Plugin:
 
 def found() -> dict[str, Plugin]:
     """The strategies of other distributions, by name. Reads the metadata of all that is installed: milliseconds."""
+    from importlib.metadata import entry_points
+
     return {entry.name: Plugin(entry) for entry in entry_points(group=ENTRY_POINTS)}
 
 

@@ -20,7 +20,7 @@ from tests.support import run
 
 
 class Finding:
-    """What stands for ``kfcomm.devices.cuda`` and the maker of NCCL's backends.
+    """What stands for ``kfcomm.devices.lookup`` and the maker of NCCL's backends.
 
     Attributes:
         device: what is found; None for a machine without.
@@ -46,7 +46,7 @@ class Finding:
 @pytest.fixture
 def finding(monkeypatch: pytest.MonkeyPatch) -> Iterator[Finding]:
     found = Finding(stub(0))
-    monkeypatch.setattr("kfcomm.devices.cuda.find", found.find)
+    monkeypatch.setattr("kfcomm.devices.lookup.find", found.find)
     monkeypatch.setattr("kfcomm.transports.nccl.Nccl", lambda: found.maker)
     return found
 

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 import kfcomm
-from kfcomm.dump import install_signal, record
-from kfcomm.dump.record import steady
+from kfcomm.dumps import install_signal, record
+from kfcomm.dumps.record import steady
 from kfcomm.sync import Communicator
 from kfcomm.testing import sync_world, world
 from tests.support import run

@@ -4,7 +4,8 @@ What always holds: no library is imported here. An array is recognised by its ty
 ``sys.modules``, or by an attribute ``__kfcomm_kind__`` of its type: so do the fakes of `kfcomm.testing` join in, and so
 can any other library.
 
-The libraries with arrays in CUDA memory are in `kfcomm.arrays.cuda_kinds`.
+The libraries with arrays in CUDA memory are in `kfcomm.arrays.cuda_kinds`, which is imported when there may be such an
+array.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from kfcomm.arrays import cuda_kinds
 from kfcomm.devices import Device, Flat, Stream
 
 _OF_THE_HOST = (np.ndarray, np.generic, bool, int, float, complex, str, bytes, bytearray, memoryview, list, tuple)
@@ -101,7 +101,7 @@ class OnStream(NamedTuple):
 
 
 def kind_on_device(x: Any) -> DeviceKind | None:
-    """The kind of an array in device memory; None for anything else. Imports nothing."""
+    """The kind of an array in device memory; None for anything else. Imports no library."""
     if isinstance(x, _OF_THE_HOST):
         return None
     own: DeviceKind | None = getattr(type(x), "__kfcomm_kind__", None)
@@ -109,6 +109,8 @@ def kind_on_device(x: Any) -> DeviceKind | None:
 
 
 def _cuda_kind(x: Any) -> DeviceKind | None:
+    from kfcomm.arrays import cuda_kinds
+
     if _is_a(x, "torch", "Tensor"):
         return cuda_kinds.TORCH if x.is_cuda else None
     if _is_a(x, "cupy", "ndarray"):

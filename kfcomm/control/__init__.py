@@ -1,11 +1,10 @@
 """The control plane: news and questions that go around the data, on a thread that always has time.
 
-`ControlThread` is that of a process, `MemoryHub` makes those of a world in one process; `ControlPlane` is what both
-are to the engine, which is told by `ControlEvents` and asked by `StatusSource`.
+`ControlThread` is that of a process, `memory.MemoryHub` makes those of a world in one process; `ControlPlane` is what
+both are to the engine, which is told by `ControlEvents` and asked by `StatusSource`.
 """
 
 from kfcomm.control.base import Answer, ControlEvents, ControlPlane, StatusSource
-from kfcomm.control.memory import MemoryControl, MemoryHub
 from kfcomm.control.thread import ControlThread, Peer, World, addresses_of
 
 __all__ = [
@@ -13,8 +12,6 @@ __all__ = [
     "ControlEvents",
     "ControlPlane",
     "ControlThread",
-    "MemoryControl",
-    "MemoryHub",
     "Peer",
     "StatusSource",
     "World",

@@ -60,7 +60,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What one rank knew when its dump was made; see ``kfcomm.dump.record`` for the fields of the file.
+    """What one rank knew when its dump was made; see ``kfcomm.dumps.record`` for the fields of the file.
 
     Attributes:
         uses: how often each name was used, by group and name.

@@ -4,6 +4,18 @@ The figures are kept by the runtime (``runtime.meter``, ``runtime.traffic``); th
 them. What always holds: reading happens on any thread, stops nobody, and changes nothing that others read.
 """
 
-from kfcomm.monitor.records import KeyStatistics, PeerStatistics, Statistics, StrategyStatistics
+from typing import TYPE_CHECKING
+
+from kfcomm.lazy import imported_when_used
+
+if TYPE_CHECKING:
+    from kfcomm.monitor.records import KeyStatistics, PeerStatistics, Statistics, StrategyStatistics
+else:  # type checkers would take any name for one that is there
+    __getattr__ = imported_when_used(
+        __name__,
+        dict.fromkeys(
+            ("KeyStatistics", "PeerStatistics", "Statistics", "StrategyStatistics"), "kfcomm.monitor.records"
+        ),
+    )
 
 __all__ = ["KeyStatistics", "PeerStatistics", "Statistics", "StrategyStatistics"]

@@ -21,10 +21,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kfcomm.errors import ConfigError
 from kfcomm.monitor.attendant import PATIENCE_S, Attendant
-from kfcomm.monitor.records import Statistics
+
+if TYPE_CHECKING:
+    from kfcomm.monitor.records import Statistics
 
 logger = logging.getLogger("kfcomm")
 
@@ -124,6 +127,8 @@ def attend(job: str, rank: int, statistics: Callable[[], Statistics]) -> Attenda
 
 
 def _ask(name: str) -> Statistics | None:
+    from kfcomm.monitor.records import Statistics  # here: this is done by those who watch, not by a rank
+
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(PATIENCE_S)
         try:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kfcomm.monitor import live, metrics
-from kfcomm.monitor.records import Statistics
+from kfcomm.monitor import live
 from kfcomm.rendezvous.interfaces import choose_address
 from kfcomm.rendezvous.settings import Settings, host_and_port
 
 if TYPE_CHECKING:
+    from kfcomm.monitor.records import Statistics
     from kfcomm.session import Session
 
 
@@ -21,6 +21,8 @@ def check(settings: Settings) -> None:
         ConfigError: see ``metrics.check``.
     """
     if settings.metrics_port is not None:
+        from kfcomm.monitor import metrics
+
         metrics.check(settings.metrics_port, settings.monitor)
 
 
@@ -34,6 +36,8 @@ def attend(session: Session, settings: Settings, statistics: Callable[[], Statis
     if meter is None:
         return
     if settings.metrics_port is not None:
+        from kfcomm.monitor import metrics
+
         towards = None if settings.store is None else host_and_port(settings.store)
         address = choose_address(settings.interface, towards)
         local_rank = session.layout.local_rank(session.rank)

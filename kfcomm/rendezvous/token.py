@@ -12,7 +12,6 @@ import contextlib
 import os
 import secrets
 import stat
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -90,6 +89,8 @@ def _user_folder(environ: Mapping[str, str]) -> Path:
     runtime = environ.get("XDG_RUNTIME_DIR")
     if runtime and os.access(runtime, os.W_OK):
         return Path(runtime) / "kfcomm"
+    import tempfile  # and half of the library for archives; most tokens are given
+
     return Path(tempfile.gettempdir()) / f"kfcomm-{os.getuid()}"
 
 

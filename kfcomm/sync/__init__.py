@@ -10,8 +10,15 @@
 A thin skin over ``kfcomm.Communicator``, which lives on an I/O thread.
 """
 
-from kfcomm.sync.adaptation import Adaptation
+from typing import TYPE_CHECKING
+
+from kfcomm.lazy import imported_when_used
 from kfcomm.sync.communicator import Communicator, Queue, init
 from kfcomm.sync.thread import Handle
+
+if TYPE_CHECKING:
+    from kfcomm.sync.adaptation import Adaptation
+else:  # type checkers would take any name for one that is there
+    __getattr__ = imported_when_used(__name__, {"Adaptation": "kfcomm.sync.adaptation"})
 
 __all__ = ["Adaptation", "Communicator", "Handle", "Queue", "init"]

@@ -11,19 +11,21 @@ import contextlib
 import os
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from kfcomm.collectives.messages import Queue as AsyncQueue
 from kfcomm.communicator import Communicator as Async
 from kfcomm.communicator import init as async_init
 from kfcomm.devices.routes import Choice
 from kfcomm.errors import KfcommError, SessionClosed
-from kfcomm.monitor import Statistics
 from kfcomm.rendezvous.settings import Arguments
 from kfcomm.strategies import AnyStrategy, StrategySpec
 from kfcomm.sync.skin import ARRAY, MANY, OBJECT, OBJECTS, PARTS, PLAIN, Skin, begun, blocking, plain
 from kfcomm.sync.thread import IoThread
 from kfcomm.types import Layout
+
+if TYPE_CHECKING:
+    from kfcomm.monitor import Statistics
 
 
 class Communicator(Skin[Async]):

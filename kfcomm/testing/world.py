@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 from typing import Any, Literal, TypeVar
 
 from kfcomm.communicator import Communicator
-from kfcomm.control import MemoryHub
 from kfcomm.control.base import ControlEvents, ControlPlane, StatusSource
+from kfcomm.control.memory import MemoryHub
 from kfcomm.core.handshake import Purpose
 from kfcomm.devices import Device, DeviceReport
 from kfcomm.devices.routes import choose

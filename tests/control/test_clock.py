@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfcomm.control import MemoryHub
 from kfcomm.control.clock import MAX_ROUNDS, ClockSample, answer_clock, measure_clock, sample_of
+from kfcomm.control.memory import MemoryHub
 from kfcomm.core.handshake import Purpose
 from kfcomm.errors import RemoteProtocolError, TransportError
 from tests.control.fakes import Engine, Notes, planes

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kfcomm.control import MemoryHub
+from kfcomm.control.memory import MemoryHub
 from kfcomm.errors import LocalProtocolError
 from tests.control.fakes import ABORT, LEAVE_S, Engine, Notes
 from tests.support import run

@@ -1,20 +1,17 @@
 """Which path an order takes in one group: chosen from what all its ranks know, so that all choose alike.
 
-Paths are there from the beginning, to hear what other ranks tell of theirs, unless no rank has a device. They touch
-none before the first order takes them.
+Paths are there from the beginning, to hear what other ranks tell of theirs, unless no rank has a device: then they are
+not even imported. They touch none before the first order takes them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kfcomm.collectives.group import Group
 from kfcomm.collectives.mailbox import Mailbox
-from kfcomm.collectives.on_device.backed import BackendPath
-from kfcomm.collectives.on_device.calls import Order, Path
-from kfcomm.collectives.on_device.hierarchy import HierarchicalPath
-from kfcomm.collectives.on_device.staged import StagedPath
 from kfcomm.core.collective import GroupView
 from kfcomm.devices import Device
 from kfcomm.devices.pinned import PinnedPool
@@ -22,6 +19,9 @@ from kfcomm.devices.routes import Choice, Route
 from kfcomm.strategies import build
 from kfcomm.transports.backend import BackendMaker
 from kfcomm.types import Layout, Verb
+
+if TYPE_CHECKING:
+    from kfcomm.collectives.on_device.calls import Order, Path
 
 NewGroup = Callable[[str, Sequence[int]], tuple[GroupView, Layout]]
 """The view and the layout of some of a group's ranks; see ``Session.new_group``."""
@@ -85,6 +85,9 @@ class Paths:
         return Route.BACKEND if is_even else Route.STAGED
 
     def _make(self, route: Route) -> Path:
+        from kfcomm.collectives.on_device.backed import BackendPath
+        from kfcomm.collectives.on_device.staged import StagedPath
+
         device, maker = self.device, self.maker
         if route is Route.STAGED or device is None or maker is None:
             return StagedPath(self.group, self.pool_of)
@@ -94,6 +97,10 @@ class Paths:
 
     def _hierarchy(self, device: Device, maker: BackendMaker) -> Path:
         """Groups of the ranks of this host, and of those with the same place on every host."""
+        from kfcomm.collectives.on_device.backed import BackendPath
+        from kfcomm.collectives.on_device.hierarchy import HierarchicalPath
+        from kfcomm.collectives.on_device.staged import StagedPath
+
         layout, rank = self.group.layout, self.group.view.rank
         here = layout.ranks_of(layout.hosts[rank])
         place = here.index(rank)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kfcomm.dump.record import record_of
+from kfcomm.dumps.record import record_of
 from kfcomm.runtime.steady import steady
 from kfcomm.session import Session, open_sessions
 

@@ -25,7 +25,7 @@ from dataclasses import asdict
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from kfcomm.dump.whereabouts import tasks, threads
+from kfcomm.dumps.whereabouts import tasks, threads
 from kfcomm.runtime.steady import steady
 
 if TYPE_CHECKING:

@@ -1,0 +1,102 @@
+"""What a process imports: what it uses, and no more. Counts of modules, which any machine agrees on, not times."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kfcomm
+
+ROOT = Path(__file__).parents[1]
+
+UNUSED = (
+    "aiohttp",
+    "click",
+    "importlib.metadata",
+    "kfcomm.adapt",
+    "kfcomm.bench",
+    "kfcomm.cli",
+    "kfcomm.collectives.on_device.backed",
+    "kfcomm.collectives.on_device.staged",
+    "kfcomm.devices.cuda",
+    "kfcomm.doctor",
+    "kfcomm.launch",
+    "kfcomm.monitor.metrics",
+    "kfcomm.monitor.records",
+    "kfcomm.monitor.timeline",
+    "kfcomm.monitor.top",
+    "kfcomm.probe",
+    "kfcomm.simulate",
+    "kfcomm.testing",
+    "tempfile",
+    "uvloop",
+)
+"""What a rank that only communicates has no use for."""
+
+
+def loaded(code: str, *, beyond: str = "import sys, numpy") -> set[str]:
+    """The modules that a fresh interpreter loads for ``code`` when it has done ``beyond``."""
+    whole = f"{beyond}\nbefore = set(sys.modules)\n{code}\nprint(*sorted(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", whole], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def own(modules: set[str]) -> set[str]:
+    return {name for name in modules if name.partition(".")[0] == "kfcomm"}
+
+
+def unused(modules: set[str]) -> list[str]:
+    return [room for room in UNUSED if any(name == room or name.startswith(f"{room}.") for name in modules)]
+
+
+def test_importing_kfcomm_imports_no_room() -> None:
+    modules = loaded("import kfcomm")
+    assert own(modules) <= {"kfcomm", "kfcomm.errors", "kfcomm.lazy", "kfcomm.types", "kfcomm.version"}
+    assert len(modules) <= 20
+
+
+def test_importing_kfcomm_needs_no_numpy() -> None:
+    assert "numpy" not in loaded("import kfcomm", beyond="import sys")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        (
+            "import asyncio, kfcomm\n"
+            "async def main():\n"
+            "    async with kfcomm.init() as comm:\n"
+            "        await comm.barrier()\n"
+            "asyncio.run(main())"
+        ),
+        "import kfcomm\nwith kfcomm.sync.init() as comm: comm.barrier()",
+    ],
+    ids=["async", "sync"],
+)
+def test_a_rank_imports_what_it_uses(code: str) -> None:
+    modules = loaded(code)
+    assert unused(modules) == []
+    assert len(own(modules)) <= 160
+    assert len(modules) <= 265
+
+
+def test_every_public_name_is_there() -> None:
+    names = set(kfcomm.__all__)
+    assert names <= set(dir(kfcomm))
+    modules = loaded(f"import kfcomm\nfor name in {sorted(names)}: getattr(kfcomm, name)")
+    assert {"kfcomm.adapt", "kfcomm.communicator", "kfcomm.strategies", "kfcomm.sync"} <= modules
+
+
+def test_a_name_means_the_same_whatever_was_imported_first() -> None:
+    loaded("import kfcomm.dumps, kfcomm.communicator, kfcomm.sync\nassert callable(kfcomm.dump), kfcomm.dump")
+    loaded("import kfcomm\nassert callable(kfcomm.dump), kfcomm.dump\nfrom kfcomm import dump, sync\nsync.Adaptation")
+
+
+def test_other_names_are_not() -> None:
+    for package in (kfcomm, kfcomm.sync, kfcomm.monitor):
+        with pytest.raises(AttributeError, match=rf"module '{package.__name__}' has no attribute 'Comunicator'"):
+            package.Comunicator  # noqa: B018
