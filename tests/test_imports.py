@@ -100,3 +100,19 @@ def test_other_names_are_not() -> None:
     for package in (kfcomm, kfcomm.sync, kfcomm.monitor):
         with pytest.raises(AttributeError, match=rf"module '{package.__name__}' has no attribute 'Comunicator'"):
             package.Comunicator  # noqa: B018
+
+
+def test_a_rank_that_serves_no_store_imports_no_library_of_http() -> None:
+    program = (
+        "import sys, kfcomm\n"
+        "with kfcomm.sync.init() as comm:\n"
+        "    names = comm.gather_object(sorted(sys.modules))\n"
+        "    if comm.rank == 0: print(*set().union(*names))"
+    )
+    command = (sys.executable, "-m", "kfcomm", "run", "-n", "2", sys.executable, "-c", program)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    modules = set(done.stdout.split())
+    assert "kfcomm.rendezvous.client" in modules
+    assert "http.client" not in modules
+    assert unused(modules) == []

@@ -15,11 +15,12 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import aiohttp
 import msgpack
 
 from kfcomm.errors import RendezvousError
 from kfcomm.rendezvous.board import MAX_BODY_NBYTES
+from kfcomm.rendezvous.http1 import HttpClient, Response
+from kfcomm.rendezvous.settings import host_and_port
 from kfcomm.rendezvous.signing import (
     ANSWER_HEADER,
     GREETING,
@@ -37,7 +38,6 @@ _ANSWER_WITHIN_S = 10.0
 _FIRST_PAUSE_S = 0.02
 _LAST_PAUSE_S = 1.0
 _LOST_AFTER_S = 2.0
-_MAX_ANSWER_NBYTES = 1 << 27
 
 
 class StoreClosed(RendezvousError):
@@ -63,7 +63,7 @@ class StoreClient:
         self._client = secrets.token_hex(16)
         self._number = 0
         self._nonce: bytes | None = None
-        self._http: aiohttp.ClientSession | None = None
+        self._http = HttpClient(*host_and_port(url))
 
     async def get(self, key: str, timeout_s: float) -> bytes:
         """The value of ``key``, waiting until somebody has set it.
@@ -125,10 +125,8 @@ class StoreClient:
                 yield int(rank), int(code)
 
     async def close(self) -> None:
-        """Close the connections; ends every call. May be called twice."""
-        if self._http is not None:
-            await self._http.close()
-            self._http = None
+        """Close the connections; calls that are under way fail. May be called twice."""
+        await self._http.close()
 
     async def _call(self, name: str, fields: dict[str, Any], *, timeout_s: float | None = None) -> Any:
         """The answer to one request, repeated until there is one.
@@ -145,7 +143,9 @@ class StoreClient:
         while True:
             try:
                 return await self._attempt(name, body, wait_s + _ANSWER_WITHIN_S)
-            except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError
+            except OSError as error:
+                if self._http.is_closed:
+                    raise RendezvousError(f"the client of the store at {self.url} is closed") from error
                 if _now_s() + pause_s >= deadline_s:
                     raise RendezvousError(
                         f"the store at {self.url} could not be reached within {max(patience_s, 0):g} s: {_cause(error)}"
@@ -177,25 +177,20 @@ class StoreClient:
         self._number += 1
         ticket = Ticket(self._client, self._number, f"/v1/{name}", digest_of(body))
         headers = {REQUEST_HEADER: request_header(self._token, nonce, ticket)}
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
-        async with self._session().post(self.url + ticket.path, data=body, headers=headers, timeout=timeout) as answer:
-            content = await _read(answer)
-            return _Reply(ticket, answer.status, content, answer.headers.get(ANSWER_HEADER, ""))
+        answer = await self._ask("POST", ticket.path, headers, body, timeout_s)
+        return _Reply(ticket, answer.status, answer.body, answer.fields.get(ANSWER_HEADER.lower(), ""))
 
     async def _greet(self, timeout_s: float) -> bytes:
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
-        async with self._session().get(f"{self.url}/v1/hello", timeout=timeout, allow_redirects=False) as answer:
-            content = await _read(answer)
-        greeting = re.fullmatch(GREETING + rb"([0-9a-f]{64})", content)
+        answer = await self._ask("GET", "/v1/hello", {}, b"", timeout_s)
+        greeting = re.fullmatch(GREETING + rb"([0-9a-f]{64})", answer.body)
         if greeting is None:
             raise RendezvousError(f"what answers at {self.url} is not a store of kfcomm (HTTP status {answer.status})")
         self._nonce = bytes.fromhex(greeting[1].decode())
         return self._nonce
 
-    def _session(self) -> aiohttp.ClientSession:
-        if self._http is None:
-            self._http = aiohttp.ClientSession(auto_decompress=False)
-        return self._http
+    async def _ask(self, method: str, path: str, fields: dict[str, str], body: bytes, timeout_s: float) -> Response:
+        async with asyncio.timeout(timeout_s):
+            return await self._http.request(method, path, fields, body)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,30 +201,18 @@ class _Reply:
     header: str
 
 
-async def _read(answer: aiohttp.ClientResponse) -> bytes:
-    parts: list[bytes] = []
-    nbytes = 0
-    async for part in answer.content.iter_any():
-        nbytes += len(part)
-        if nbytes > _MAX_ANSWER_NBYTES:
-            raise RendezvousError(f"an answer exceeds {_MAX_ANSWER_NBYTES} bytes")
-        parts.append(part)
-    return b"".join(parts)
-
-
 def _expect(kind: type[T], value: object) -> T:
     if not isinstance(value, kind):
         raise RendezvousError(f"the store answered {type(value).__name__} instead of {kind.__name__}")
     return value
 
 
-def _cause(error: Exception) -> str:
-    """What went wrong below the HTTP library, whose own words tell less."""
-    cause = error.__cause__ or error
+def _cause(error: OSError) -> str:
+    """What went wrong, without the address, which is named already."""
     # the numbers of failed look-ups are not errno's, and negative
-    if isinstance(cause, OSError) and cause.errno is not None and cause.errno > 0:
-        return os.strerror(cause.errno)
-    return getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
+    if error.errno is not None and error.errno > 0:
+        return os.strerror(error.errno)
+    return error.strerror or str(error) or type(error).__name__
 
 
 def _poll_s(deadline_s: float) -> float:

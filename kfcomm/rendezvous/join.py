@@ -40,13 +40,14 @@ async def open_store(settings: Settings) -> tuple[StoreClient, StoreServer | Non
         ConfigError: the settings are those of a world of one.
         RendezvousError: the store cannot listen there.
     """
-    from kfcomm.rendezvous.client import StoreClient  # the HTTP library, which a world of one does without
-    from kfcomm.rendezvous.store import StoreServer
+    from kfcomm.rendezvous.client import StoreClient  # which a world of one does without
 
     if settings.store is None or settings.token is None:
         raise ConfigError("a world of one has no store")
     server = None
     if settings.serve and settings.rank == 0:
+        from kfcomm.rendezvous.store import StoreServer  # and the library of HTTP, which other ranks do without
+
         host, port = host_and_port(settings.store)
         server = await StoreServer.start(await _address_to_serve(host, port, settings), port, token=settings.token)
     return StoreClient(settings.store, settings.token, timeout_s=settings.timeout_s), server
