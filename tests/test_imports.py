@@ -116,3 +116,15 @@ def test_a_rank_that_serves_no_store_imports_no_library_of_http() -> None:
     assert "kfcomm.rendezvous.client" in modules
     assert "http.client" not in modules
     assert unused(modules) == []
+
+
+def test_the_launcher_imports_nothing_of_what_its_ranks_do() -> None:
+    code = "from kfcomm.cli import main\ntry: main(['run', '-n', '1', 'true'])\nexcept SystemExit as end: print(end)"
+    modules = loaded(code, beyond="import sys")
+    assert "kfcomm.rendezvous.store" in modules
+    assert not modules & {"numpy", "kfcomm.arrays", "kfcomm.communicator", "kfcomm.runtime", "kfcomm.session"}
+    assert not {name for name in modules if name.startswith(("kfcomm.bench", "kfcomm.simulate", "kfcomm.probe"))}
+
+
+def test_the_library_of_http_is_imported_after_the_ranks_were_started() -> None:
+    assert "aiohttp" not in loaded("import kfcomm.cli, kfcomm.launch.run")

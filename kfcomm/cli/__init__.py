@@ -1,6 +1,6 @@
 """The command line: one group, whose commands are thin skins over the rooms that do the work.
 
-Nothing heavy is imported before a command is chosen, so that ``kfcomm --help`` is instant.
+What a command needs is imported when it is chosen: `run` starts ranks before most of it is there.
 """
 
 from __future__ import annotations
@@ -8,34 +8,40 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import click
 
 from kfcomm import __version__
-from kfcomm.cli.bench import bench
 from kfcomm.cli.errors import reported_errors
 from kfcomm.cli.options import device
-from kfcomm.cli.probe import probe
-from kfcomm.cli.simulate import simulate
-from kfcomm.cli.timeline import timeline
-from kfcomm.cli.top import top
 from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.settings import TRANSPORTS
 
+_ELSEWHERE = ("bench", "probe", "simulate", "timeline", "top")
+"""Commands with a module of their own, which is called like them."""
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+
+class _Commands(click.Group):
+    """Imports a command when it is asked for, as click's documentation has it ("Lazily Loading Subcommands")."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return sorted([*super().list_commands(context), *_ELSEWHERE])
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in _ELSEWHERE:
+            return super().get_command(context, name)
+        command = getattr(import_module(f"kfcomm.cli.{name}"), name)
+        assert isinstance(command, click.Command)  # noqa: S101 - each module has one of its own name
+        return command
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="kfcomm")
 def main() -> None:
     """Collective communication along graphs you choose."""
-
-
-main.add_command(bench)
-main.add_command(probe)
-main.add_command(simulate)
-main.add_command(timeline)
-main.add_command(top)
 
 
 @main.command(context_settings={"allow_interspersed_args": False})

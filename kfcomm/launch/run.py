@@ -1,4 +1,8 @@
-"""`kfcomm run`: what a job needs is set up, the job watched, and everything taken down again."""
+"""`kfcomm run`: what a job needs is set up, the job watched, and everything taken down again.
+
+The ranks of the first host are started before the store is: they take longer to come to it than it takes to serve, and
+who comes early waits in the queue of its socket.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,10 @@ import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from socket import socket
 from typing import BinaryIO, Protocol
 
 from kfcomm.errors import ConfigError, RendezvousError
@@ -21,13 +27,13 @@ from kfcomm.launch.options import RunOptions, rank_environ
 from kfcomm.launch.output import Output, Pump
 from kfcomm.launch.process import Child, Guardian, describe_exit, find_program
 from kfcomm.launch.screen import Look, Screen, Stream
-from kfcomm.launch.supervisor import Supervisor, Verdict
+from kfcomm.launch.supervisor import Exits, Supervisor, Verdict
 from kfcomm.monitor import serving
 from kfcomm.plugins import check
 from kfcomm.rendezvous.client import StoreClient
 from kfcomm.rendezvous.interfaces import choose_address
+from kfcomm.rendezvous.listening import listen, url_of
 from kfcomm.rendezvous.settings import Settings, detect, store_url
-from kfcomm.rendezvous.store import StoreServer
 from kfcomm.rendezvous.worlds import DEFAULT_PORT
 
 _FAREWELL_S = 5.0
@@ -60,8 +66,12 @@ async def run(options: RunOptions, environ: Mapping[str, str], display: Display 
         mark=secrets.token_hex(16),
         environ=environ,
     )
-    async with _opened_store(job, job.check()) as store:
-        return await _run_ranks(job, store, display)
+    settings = job.check()
+    if job.plan.here == 0:
+        with listen(job.plan.address, options.store_port()) as listener:
+            return await _run_ranks(job, url_of(listener), _served(job, listener), display)
+    async with _joined(job, settings) as client:
+        return await _run_ranks(job, client.url, contextlib.nullcontext(client), display)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,20 +100,25 @@ class _Job:
 
 
 @contextlib.asynccontextmanager
-async def _opened_store(job: _Job, settings: Settings) -> AsyncIterator[StoreServer | StoreClient]:
-    """The store, on the first host; a client of it elsewhere, once it answers."""
-    port = job.options.store_port()
-    if job.plan.here == 0:
-        server = await StoreServer.start(job.plan.address, port, token=job.token)
-        try:
-            yield server
-            # the launchers of the other hosts still have to learn how it ended
-            others, wait_s = len(job.plan.hosts) - 1, job.options.grace_s + _FAREWELL_S
-            await server.board.collect(_LAUNCHERS, others, None, wait_s)
-        finally:
-            await server.close()
-        return
-    client = StoreClient(store_url(job.plan.hosts[0].address, port), job.token, timeout_s=settings.timeout_s)
+async def _served(job: _Job, listener: socket) -> AsyncIterator[Exits]:
+    """The store, on the first host."""
+    from kfcomm.rendezvous.store import StoreServer  # and the library of HTTP: the ranks have been started by now
+
+    server = await StoreServer.serve(listener, token=job.token)
+    try:
+        yield server
+        # the launchers of the other hosts still have to learn how it ended
+        others, wait_s = len(job.plan.hosts) - 1, job.options.grace_s + _FAREWELL_S
+        await server.board.collect(_LAUNCHERS, others, None, wait_s)
+    finally:
+        await server.close()
+
+
+@contextlib.asynccontextmanager
+async def _joined(job: _Job, settings: Settings) -> AsyncIterator[StoreClient]:
+    """A client of the store, on the other hosts, once the store answers."""
+    url = store_url(job.plan.hosts[0].address, job.options.store_port())
+    client = StoreClient(url, job.token, timeout_s=settings.timeout_s)
     try:
         await client.find(_LAUNCHERS)
         yield client
@@ -113,10 +128,17 @@ async def _opened_store(job: _Job, settings: Settings) -> AsyncIterator[StoreSer
         await client.close()
 
 
-async def _run_ranks(job: _Job, store: StoreServer | StoreClient, display: Display | None) -> int:
-    """Start the ranks of this host, watch them to their end, and leave nothing of them behind."""
+async def _run_ranks(job: _Job, url: str, store: AbstractAsyncContextManager[Exits], display: Display | None) -> int:
+    """Start the ranks of this host, watch them to their end, and leave nothing of them behind.
+
+    Args:
+        job: what they are.
+        url: of the store.
+        store: entered once they have been started.
+        display: see `run`.
+    """
     children: dict[int, Child] = {}
-    supervisor = Supervisor(job.plan.size, children, store, job.options.grace_s, job.options.keep_going)
+    supervisor = Supervisor(job.plan.size, children, job.options.grace_s, job.options.keep_going)
     output = display or Output(_screen(job), _descriptors(), lambda: supervisor.interrupt(signal.SIGPIPE))
     with contextlib.ExitStack() as stack:
         logs = {rank: stack.enter_context(_log(job.options.log_dir, rank)) for rank in job.plan.ranks}
@@ -124,7 +146,7 @@ async def _run_ranks(job: _Job, store: StoreServer | StoreClient, display: Displ
         guardian = Guardian(job.mark, job.environ)
         try:
             for rank in job.plan.ranks:
-                children[rank] = Child.start(job.program, job.options.command, job.environ_of(rank, store.url))
+                children[rank] = Child.start(job.program, job.options.command, job.environ_of(rank, url))
                 stack.callback(children[rank].close)
                 guardian.watch(children[rank])
             pumps = [
@@ -132,17 +154,18 @@ async def _run_ranks(job: _Job, store: StoreServer | StoreClient, display: Displ
                 for rank, child in children.items()
                 for stream, descriptor in ((Stream.OUT, child.out), (Stream.ERR, child.err))
             ]
-            async with asyncio.TaskGroup() as tasks:
-                for pump in pumps:
-                    tasks.create_task(pump.run())
-                verdict = await supervisor.watch()
-                await guardian.finish()
-                for pump in pumps:
-                    pump.finish()
+            async with store as exits:
+                async with asyncio.TaskGroup() as tasks:
+                    for pump in pumps:
+                        tasks.create_task(pump.run())
+                    verdict = await supervisor.watch(exits)
+                    await guardian.finish()
+                    for pump in pumps:
+                        pump.finish()
+                if (summary := _summary(verdict, job, children)) is not None:
+                    await output.say(summary)
         finally:
             await guardian.finish()
-        if (summary := _summary(verdict, job, children)) is not None:
-            await output.say(summary)
     return verdict.exit_code
 
 

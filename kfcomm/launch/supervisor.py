@@ -67,14 +67,12 @@ class Supervisor:
     Attributes:
         size: number of ranks of the job.
         children: the ranks on this host.
-        exits: where ends are reported; those of other hosts are learnt of there.
         grace_s: seconds between asking and killing.
         keep_going: whether the others run on when one fails.
     """
 
     size: int
     children: Mapping[int, Child]
-    exits: Exits
     grace_s: float
     keep_going: bool
     verdict: Verdict = field(default_factory=Verdict)
@@ -82,13 +80,17 @@ class Supervisor:
     _killer: asyncio.TimerHandle | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def watch(self) -> Verdict:
-        """Watch until all ranks of this host have ended, and all others have too, or the job has failed."""
+    async def watch(self, exits: Exits) -> Verdict:
+        """Watch until all ranks of this host have ended, and all others have too, or the job has failed.
+
+        Args:
+            exits: where ends are reported; those of other hosts are learnt of there.
+        """
         try:
             async with asyncio.TaskGroup() as tasks:
-                watcher = tasks.create_task(self._watch_others())
+                watcher = tasks.create_task(self._watch_others(exits))
                 for rank, child in self.children.items():
-                    tasks.create_task(self._follow(rank, child))
+                    tasks.create_task(self._follow(rank, child, exits))
                 while not self._is_over(watcher):
                     await self._changed.wait()
                     self._changed.clear()
@@ -111,14 +113,14 @@ class Supervisor:
         given_up = not self.verdict.is_open and not (self.keep_going and self.verdict.failed)
         return given_up or len(self._ended) == self.size or watcher.done()
 
-    async def _follow(self, rank: int, child: Child) -> None:
+    async def _follow(self, rank: int, child: Child, exits: Exits) -> None:
         code = await child.ended()
         self._note(rank, code)
         with contextlib.suppress(RendezvousError):
-            await self.exits.report_exit(rank, code)
+            await exits.report_exit(rank, code)
 
-    async def _watch_others(self) -> None:
-        async for rank, code in self.exits.watch_exits():
+    async def _watch_others(self, exits: Exits) -> None:
+        async for rank, code in exits.watch_exits():
             self._note(rank, code)
         if not self._ended.keys() >= self.children.keys() and self.verdict.is_open:
             self.verdict.lost = True

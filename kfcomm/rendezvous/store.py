@@ -12,15 +12,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import msgpack
 from aiohttp import web
 
-from kfcomm.errors import LocalProtocolError, RendezvousError
+from kfcomm.errors import LocalProtocolError
 from kfcomm.rendezvous.board import MAX_BODY_NBYTES, Board, Closed
-from kfcomm.rendezvous.settings import store_url
+from kfcomm.rendezvous.listening import BACKLOG, listen, url_of
 from kfcomm.rendezvous.signing import ANSWER_HEADER, GREETING, REQUEST_HEADER, Gate, Ticket, answer_header, digest_of
 
 MAX_CONNECTIONS = 1 << 14
@@ -30,7 +31,7 @@ _CLOSE_WITHIN_S = 2.0
 
 
 class StoreServer:
-    """A running store. Made by `start`; `close` it when the job is over.
+    """A running store. Made by `start` or `serve`; `close` it when the job is over.
 
     Attributes:
         url: ``http://address:port``.
@@ -46,21 +47,20 @@ class StoreServer:
 
     @classmethod
     async def start(cls, host: str, port: int = 0, *, token: bytes) -> StoreServer:
-        """Listen at ``host`` (an IP address) and ``port`` (0: any that is free).
+        """Listen at ``host`` (an IP address) and ``port`` (0: any that is free), and serve.
 
         Raises:
-            RendezvousError: the port is in use, or the address is not this host's.
+            RendezvousError: see ``listening.listen``.
         """
+        return await cls.serve(listen(host, port), token=token)
+
+    @classmethod
+    async def serve(cls, listener: socket.socket, *, token: bytes) -> StoreServer:
+        """Serve whoever has connected to ``listener``, or will; it belongs to the store from now on."""
         store = cls(token)
-        try:
-            listener = await asyncio.get_running_loop().create_server(store._connection, host, port)
-        except OSError as error:
-            raise RendezvousError(
-                f"the store cannot listen at {store_url(host, port)}: {error.strerror}; "
-                "another port can be set with KFCOMM_PORT, or --port of kfcomm run"
-            ) from error
-        store._listener = listener
-        store.url = store_url(*listener.sockets[0].getsockname()[:2])
+        store.url = url_of(listener)
+        loop = asyncio.get_running_loop()
+        store._listener = await loop.create_server(store._connection, sock=listener, backlog=BACKLOG)
         return store
 
     async def report_exit(self, rank: int, code: int) -> None:

@@ -11,7 +11,9 @@ import pytest
 
 from kfcomm.errors import RendezvousError
 from kfcomm.rendezvous.client import StoreClient, StoreClosed
+from kfcomm.rendezvous.listening import listen, url_of
 from kfcomm.rendezvous.settings import host_and_port
+from kfcomm.rendezvous.signing import GREETING
 from kfcomm.rendezvous.store import StoreServer
 from tests.support import run
 
@@ -169,6 +171,21 @@ def test_a_client_that_came_first_waits_for_the_store() -> None:
         await setting
         assert await client.find("a") == b"1"
         await client.close()
+        await server.close()
+
+    run(check())
+
+
+def test_who_connects_before_the_store_serves_is_answered_by_it() -> None:
+    async def check() -> None:
+        listener = listen("127.0.0.1")
+        url, (reader, writer) = url_of(listener), await asyncio.open_connection(*listener.getsockname())
+        writer.write(b"GET /v1/hello HTTP/1.1\r\nHost: store\r\n\r\n")
+        server = await StoreServer.serve(listener, token=TOKEN)
+        assert server.url == url
+        assert await reader.readuntil(GREETING)
+        writer.close()
+        await writer.wait_closed()
         await server.close()
 
     run(check())
