@@ -6,8 +6,11 @@ is to the others, in this order and never back::
     living ──▶ leaving   it said so; its sockets may close without being missed
        └─────▶ lost      nobody listens where it did, its launcher saw it end, or another rank says so
 
-A rank that leaves lingers: the others still ask it what it has posted, and when all have, they need it no longer.
-A question to it that names no collective says "I have asked all I want to know".
+A rank that leaves lingers: the others still ask it what it has posted, and when all have, they need it no longer. It
+floods its *farewell*, a question to everybody that names no collective. Each of the others answers it when it has asked
+all that it wants to know, unless it leaves too, which says the same. So leaving takes two floods, and one answer from
+each rank that stays. A flood from each of these, as for any other question, was size³ messages where all leave at once,
+and a third of the processor time of a job of 32 ranks that met once.
 """
 
 from __future__ import annotations
@@ -68,6 +71,9 @@ class ControlNode:
         self._left: set[int] = set()
         self._released: set[int] = set()
         self._is_leaving = False
+        self._farewell: Question | None = None
+        self._farewells: dict[int, int] = {}
+        self._done_with: set[int] = set()
         self._when_free: list[Callable[[], None]] = []
 
     # What the engine wants (see ControlPlane).
@@ -95,6 +101,10 @@ class ControlNode:
         if target == self.rank:
             if answer is not None:
                 self._upcalls.post(answer, self.rank, self._posted(ops), self._status.activity())
+        elif target in self._left and not ops:
+            self._release(target)
+            if answer is not None:
+                self._upcalls.post(answer, target, [], "")
         elif target not in self._lost:
             self._ask(self._questions.ask(ops, target, answer))
 
@@ -104,6 +114,10 @@ class ControlNode:
         if not self._is_leaving:
             self._is_leaving = True
             self._flood([Body.LEAVING, self.rank])
+            self._look_who_needs_me()
+            if self._when_free:
+                self._farewell = self._questions.ask([], EVERYBODY, None)
+                self._ask(self._farewell)
         self._look_who_needs_me()
 
     async def close(self) -> None:
@@ -204,18 +218,27 @@ class ControlNode:
         return [self._status.is_posted(group, key, seq) for group, key, seq in ops]
 
     def _on_query(self, origin: int, number: int, target: int, ops: list[list[Any]]) -> None:
-        if target not in (EVERYBODY, self.rank):
-            return
-        self._carry_out(self._gossip.answer(origin, number, self._posted(ops), self._status.activity()))
-        if self._is_leaving and target == self.rank and not ops:
-            self._released.add(origin)
-            self._look_who_needs_me()
+        # on every way a LEAVING comes before the farewell that follows it
+        is_farewell = target == EVERYBODY and not ops and origin in self._left
+        if is_farewell and origin not in self._done_with:
+            self._farewells[origin] = number
+        elif target in (EVERYBODY, self.rank):
+            self._carry_out(self._gossip.answer(origin, number, self._posted(ops), self._status.activity()))
+
+    def _release(self, rank: int) -> None:
+        """This rank needs nothing more of ``rank``, which leaves."""
+        self._done_with.add(rank)
+        if rank in self._farewells and not self._is_leaving:
+            self._carry_out(self._gossip.answer(rank, self._farewells.pop(rank), [], self._status.activity()))
 
     def _on_status(self, number: int, rank: int, posted: list[bool], activity: str) -> None:
         found = self._questions.reply(number, rank, posted)
         if found is None:
             return
         question, whole = found
+        if question is self._farewell:
+            self._released.add(rank)
+            self._look_who_needs_me()
         if question.answer is not None:
             self._upcalls.post(question.answer, rank, whole, activity)
         if question.target == rank:
@@ -243,7 +266,7 @@ class ControlNode:
         self._questions.close(question)
         named_any = question.parts != [[]]
         if named_any and question.target in self._left and not self._questions.about(question.target):
-            self.query([], question.target, None)
+            self._release(question.target)
 
     # Leaving.
 
@@ -253,5 +276,7 @@ class ControlNode:
             self._free()
 
     def _free(self) -> None:
+        if self._farewell is not None:
+            self._questions.close(self._farewell)
         while self._when_free:
             self._when_free.pop()()

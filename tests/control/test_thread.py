@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from kfcomm.control.links import Links
 from kfcomm.control.thread import addresses_of
 from kfcomm.core.frame import Kind, make_encoder
 from kfcomm.core.gossip import Body
@@ -244,6 +245,23 @@ def test_all_leave_at_once(size):
                 thread.stop()
             assert not any(engine.lost for engine in world.engines)
             assert all(len(engine.left) == len(set(engine.left)) for engine in world.engines)
+
+    run(main())
+
+
+def test_leaving_takes_two_floods_of_each_rank_and_an_answer_of_each_other(monkeypatch):
+    """A flood is at most a message on each link, either way; an answer takes a step to each of log2(size) at most."""
+    size, num_links, most_steps = 16, 16 * 7, 4
+    sent = []
+    send = Links.send
+    monkeypatch.setattr(Links, "send", lambda links, rank, header: (sent.append(header), send(links, rank, header)))
+
+    async def main():
+        async with planes(size) as world:
+            await alive(world, set())
+            sent.clear()
+            await asyncio.gather(*(thread.leave(LEAVE_S) for thread in world.threads))
+            assert len(sent) <= size * (2 * num_links + (size - 1) * most_steps)
 
     run(main())
 
