@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import site
 import sys
-import sysconfig
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ MAX_FRAMES = 40
 MAX_TASKS = 100
 HERE = str(Path(__file__).parent)
 PACKAGE = str(Path(__file__).parent.parent)
-OTHERS = (PACKAGE, *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), "<frozen")
+OTHERS = (PACKAGE, str(Path(os.__file__).parent), *site.getsitepackages(), "<frozen")
 """Where code is that the user has not written: this package, the standard library, what was installed."""
 
 

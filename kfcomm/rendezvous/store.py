@@ -21,8 +21,9 @@ from aiohttp import web
 
 from kfcomm.errors import LocalProtocolError
 from kfcomm.rendezvous.board import MAX_BODY_NBYTES, Board, Closed
+from kfcomm.rendezvous.gate import Gate
 from kfcomm.rendezvous.listening import BACKLOG, listen, url_of
-from kfcomm.rendezvous.signing import ANSWER_HEADER, GREETING, REQUEST_HEADER, Gate, Ticket, answer_header, digest_of
+from kfcomm.rendezvous.signing import ANSWER_HEADER, GREETING, REQUEST_HEADER, Ticket, answer_header, digest_of
 
 MAX_CONNECTIONS = 1 << 14
 MAX_WAIT_S = 20.0

@@ -8,7 +8,6 @@ ranks that agree on name and layout have the same graphs.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
@@ -96,6 +95,8 @@ def _named(name: str, layout: Layout, others: Callable[[], Mapping[str, Builder]
     if name in ("packed_trees", "minimum_spanning_tree"):
         raise ConfigError(f"strategy {name!r} is made from measurement: (await comm.probe()).{name}()")
     known = [*names(), *sorted(more)]
+    import difflib  # for a name that is wrong, and no other
+
     near = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}? (" if near else "("
     raise ConfigError(f"unknown strategy {name!r}; {hint}known are: {', '.join(known)})")

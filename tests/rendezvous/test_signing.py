@@ -1,7 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfcomm.rendezvous.signing import Gate, Ticket, answer_header, digest_of, is_answer_valid, request_header
+from kfcomm.rendezvous.gate import Gate
+from kfcomm.rendezvous.signing import Ticket, answer_header, digest_of, is_answer_valid, request_header
 
 TOKEN, NONCE = b"the token of the job", b"n" * 32
 CLIENT = "ab" * 16
