@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Final
 
 from kfcomm.strategies.base import SizedStrategy, Strategy
-from kfcomm.strategies.cost import Network, Profile
+from kfcomm.strategies.cost import Load, Network, Profile
 from kfcomm.strategies.registry import ALGORITHMS
 from kfcomm.types import Layout
 
@@ -29,7 +29,9 @@ def auto(layout: Layout, network: Network | None = None) -> SizedStrategy:
     roots. Strategies with a pair for each rank are left out above 128 ranks.
     """
     candidates = _candidates(layout)
-    profiles = [Profile.of(strategy, layout) for strategy in candidates]
+    pairs = {id(pair): pair for strategy in candidates for pair in strategy.pairs}  # those that go whole have the same
+    loads = {key: Load.of(pair, layout) for key, pair in pairs.items()}
+    profiles = [Profile.of_loads(one, layout, [loads[id(pair)] for pair in one.pairs]) for one in candidates]
     rules: list[tuple[int | None, Strategy]] = []
     for nbytes in _SIZES:
         seconds = [profile.seconds(nbytes, network or Network()) for profile in profiles]

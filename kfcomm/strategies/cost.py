@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from fractions import Fraction
+from typing import NamedTuple
 
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.errors import ConfigError
@@ -82,6 +83,48 @@ class Network:
     rates: Rates | None = None
 
 
+class Load(NamedTuple):
+    """What one part that goes along one pair makes of work.
+
+    Attributes:
+        ways: see `Profile`.
+        messages: sent and received, by rank.
+        folds: parts folded, by rank.
+        copies: parts copied to or from memory that a rank shares with others of its host, by rank.
+        near: parts sent, and parts received, inside hosts; by rank.
+        far: parts sent, and parts received, between hosts; by host.
+    """
+
+    ways: set[tuple[int, int]]
+    messages: list[int]
+    folds: list[int]
+    copies: list[int]
+    near: tuple[list[int], list[int]]
+    far: tuple[list[int], list[int]]
+
+    @classmethod
+    def of(cls, pair: GraphPair, layout: Layout) -> Load:
+        """Walk both graphs once."""
+        hosts, size, num_hosts = layout.hosts, layout.size, layout.num_hosts
+        messages, folds, copies = [0] * size, [0] * size, [0] * size
+        near, far = ([0] * size, [0] * size), ([0] * num_hosts, [0] * num_hosts)
+        up = [(child, father) for father, child in pair.reduce.edges]
+        down = pair.broadcast.edges
+        for a, b in (*up, *down):
+            messages[a] += 1
+            messages[b] += 1
+            sent, received, source, target = (*near, a, b) if hosts[a] == hosts[b] else (*far, hosts[a], hosts[b])
+            sent[source] += 1
+            received[target] += 1
+        for child, father in up:
+            folds[father] += 1
+            copies[child] += hosts[child] == hosts[father] and not pair.reduce.children[child]
+        shown = {(father, child) for father, child in down if hosts[father] == hosts[child]}
+        for rank in (*(child for _, child in shown), *{father for father, _ in shown}):
+            copies[rank] += 1
+        return cls(_ways(pair, hosts), messages, folds, copies, near, far)
+
+
 @dataclass(frozen=True, slots=True)
 class Profile:
     """All that the time model needs of a strategy on a layout; counts are of equal parts of the message.
@@ -113,29 +156,32 @@ class Profile:
     @classmethod
     def of(cls, strategy: Strategy, layout: Layout) -> Profile:
         """Walk all graphs once: O(pairs x ranks)."""
+        return cls.of_loads(strategy, layout, [Load.of(pair, layout) for pair in strategy.pairs])
+
+    @classmethod
+    def of_loads(cls, strategy: Strategy, layout: Layout, loads: Sequence[Load]) -> Profile:
+        """The same from what is known of its pairs: several strategies may have them."""
         if strategy.is_whole:
-            return cls._of_the_worst([cls.of(alone, layout) for alone in _alone(strategy)])
-        hosts = layout.hosts
-        ways = {way for pair in strategy.pairs for way in _ways(pair, hosts)}
-        shares = _shares(strategy)
-        sends = list(_sends(strategy.pairs, shares))
-        local = [(a, b, parts) for a, b, parts in sends if hosts[a] == hosts[b]]
-        cross = [(hosts[a], hosts[b], parts) for a, b, parts in sends if hosts[a] != hosts[b]]
-        messages = list(map(sum, zip(*_ports(layout.size, [(a, b, 1) for a, b, _ in sends]), strict=True)))
-        folds = [0] * layout.size
-        for pair, parts in zip(strategy.pairs, shares, strict=True):
-            for rank, children in enumerate(pair.reduce.children):
-                folds[rank] += parts * len(children)
-        copies = _copies(strategy.pairs, shares, hosts)
+            return cls._of_the_worst([cls._of_the_sum([load], (1,), layout) for load in loads])
+        return cls._of_the_sum(loads, _shares(strategy), layout)
+
+    @classmethod
+    def _of_the_sum(cls, loads: Sequence[Load], shares: Sequence[int], layout: Layout) -> Profile:
+        """Of messages whose parts go all ways."""
+        messages = _summed([load.messages for load in loads], [1] * len(loads))
+        folds = _summed([load.folds for load in loads], shares)
+        copies = _summed([load.copies for load in loads], shares)
+        near = (_summed([load.near[way] for load in loads], shares) for way in (0, 1))
+        far = (_summed([load.far[way] for load in loads], shares) for way in (0, 1))
         return cls(
-            num_pairs=len(strategy.pairs),
+            num_pairs=len(loads),
             num_parts=sum(shares),
             largest=max(shares),
-            ways=_longest(ways),
+            ways=_longest({way for load in loads for way in load.ways}),
             messages=max(messages),
             folds=max(folds),
-            local_parts=max(_busiest(layout.size, local), *copies),
-            cross_parts=_busiest(layout.num_hosts, cross),
+            local_parts=max(*map(max, near), *copies),
+            cross_parts=max(map(max, far)),
             crowd=(
                 max(_by_host(layout, messages)),
                 max(_by_host(layout, folds)),
@@ -334,18 +380,12 @@ def _ports(size: int, sends: Iterable[tuple[int, int, int]]) -> tuple[list[int],
     return out, into
 
 
-def _copies(pairs: Sequence[GraphPair], shares: Sequence[int], hosts: Sequence[int]) -> list[int]:
-    """How many parts each rank copies to or from memory that it shares with others of its host."""
-    copies = [0] * len(hosts)
-    for pair, parts in zip(pairs, shares, strict=True):
-        for rank, father in enumerate(pair.reduce.fathers):
-            if father != rank and hosts[father] == hosts[rank] and not pair.reduce.children[rank]:
-                copies[rank] += parts
-        for rank, below in enumerate(pair.broadcast.children):
-            near = [child for child in below if hosts[child] == hosts[rank]]
-            for copying in [rank, *near] if near else ():
-                copies[copying] += parts
-    return copies
+def _summed(counts: Sequence[Sequence[int]], shares: Sequence[int]) -> list[int]:
+    """The sum of several counts, each as often as its share says, place by place."""
+    scaled = [
+        row if share == 1 else [share * count for count in row] for row, share in zip(counts, shares, strict=True)
+    ]
+    return list(map(sum, zip(*scaled, strict=True)))
 
 
 def _busiest(size: int, sends: Iterable[tuple[int, int, int]]) -> int:
