@@ -39,9 +39,8 @@ import numpy as np
 import kfcomm
 from kfcomm.bench.workloads import WORKLOADS
 from kfcomm.core.collective import GroupView, Key
-from kfcomm.core.machine import FOLD
 from kfcomm.runtime.meter import Meter
-from kfcomm.runtime.operation import Operation
+from kfcomm.runtime.operation import Operation, Work
 from kfcomm.transports.shm.ring import RingReader
 
 RESULTS = Path(__file__).parent / "results"
@@ -58,10 +57,10 @@ class CountingMeter(Meter):
         super().__init__(size)
         self.calls = dict.fromkeys(("arrived", "completed", "burst_end"), 0)
 
-    def arrived(self, peer: int, effect: Any) -> None:
+    def arrived(self, peer: int, operation: Any) -> None:
         """See ``Meter.arrived``."""
         self.calls["arrived"] += 1
-        super().arrived(peer, effect)
+        super().arrived(peer, operation)
 
     def completed(self, operation: Operation, now_s: float) -> None:
         """See ``Meter.completed``."""
@@ -127,9 +126,7 @@ def hook_costs() -> Figures:
     operations = []
     for number in range(214):
         x = np.ones(1 << (number % 16), np.float32)
-        operation = Operation(
-            loop.create_future(), source=x, result=x, kernel=None, dtype=x.dtype, size=4, in_result=False
-        )
+        operation = Operation(loop.create_future(), x, x, Work(None, x.dtype, 4, in_result=False))
         operation.key, operation.group = Key(number, group.id, f"gradient/{number}"), group
         operations.append(operation)
 
@@ -138,7 +135,7 @@ def hook_costs() -> Figures:
         for number, operation in enumerate(operations):
             if number % 3 == 0:
                 meter.now_s = 0.0
-            meter.arrived(1, (FOLD, operation))
+            meter.arrived(1, operation)
 
     def completed() -> None:
         for operation in operations:

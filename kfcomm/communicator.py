@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from kfcomm import accelerator
 from kfcomm.collectives.blobs import Blobs
 from kfcomm.collectives.generations import MAX_STRATEGIES
 from kfcomm.collectives.group import STRATEGY_KEY, Group, check_name, check_timeout
+from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.mailbox import Mailbox
 from kfcomm.collectives.monitored import Monitored
 from kfcomm.collectives.on_device.paths import Paths
@@ -32,11 +33,16 @@ from kfcomm.plugins import build, check
 from kfcomm.rendezvous.settings import Arguments, Settings, detect
 from kfcomm.session import LEAVE_WITHIN_S, Session
 from kfcomm.strategies import AnyStrategy, StrategySpec
+from kfcomm.transports.loop_driver import LoopDriver
+from kfcomm.transports.reactor import Reactor
 from kfcomm.types import Layout
 
 if TYPE_CHECKING:
     from kfcomm.monitor import Statistics
     from kfcomm.probe import Probe, Prober
+
+
+T = TypeVar("T")
 
 
 class Communicator(Monitored):
@@ -122,7 +128,7 @@ class Communicator(Monitored):
 
     # ---------------------------------------------------------------- groups and graphs
 
-    def set_strategy(self, strategy: StrategySpec, *, timeout: float | None = None) -> asyncio.Future[None]:
+    def set_strategy(self, strategy: StrategySpec, *, timeout: float | None = None) -> Handle[None]:
         """Change the graphs of this group while it works; every rank calls it, at the same place in its program.
 
         What was posted before the call runs on the old graphs; what is posted after it waits for the verdict, one
@@ -134,7 +140,7 @@ class Communicator(Monitored):
             timeout: seconds; None for the communicator's.
 
         Returns:
-            A future of the verdict; the call has its place in the program whether or not it is awaited at once.
+            A handle of the verdict; the call has its place in the program whether or not it is awaited at once.
 
         Raises:
             ConfigError: there is no such strategy, or it is for another number of ranks.
@@ -187,13 +193,20 @@ class Communicator(Monitored):
         if self.rank not in members:
             raise ConfigError(f"rank {self.rank} is not a member of the group {list(members)}: only members call")
         view = self._session.new_group(self._group.view, name, members)
-        made = Communicator(self._session, view, self._strategy_below() if strategy is None else strategy, name)
+        chosen = await self._placed(self._strategy_below) if strategy is None else strategy
+        made = Communicator(self._session, view, chosen, name)
         try:
             await made.barrier("group", timeout=timeout)
         except BaseException:
             made._leave()
             raise
         return made
+
+    def _placed(self, ask: Callable[[], T]) -> Handle[T]:
+        """What ``ask`` says at this place in the program: after the verdict on a strategy that is being agreed."""
+        answer: Handle[T] = Handle(loop=self._group.engine.loop)
+        self._group.in_order(lambda: None if answer.done() else answer.set_result(ask()))
+        return answer
 
     def _strategy_below(self) -> str:
         """The name of the strategy in force, if another group can have it, too."""
@@ -308,6 +321,7 @@ class Communicator(Monitored):
     def _leave(self) -> None:
         if not self._left:
             self._left = True
+            self._group.compiled.clear()
             self._session.engine.end_listeners.remove(self._leave)
             self._session.drains.remove(self._devices.drained)
             self._paths.close()
@@ -322,12 +336,17 @@ class Communicator(Monitored):
 class Init:
     """What ``kfcomm.init`` returns: await it, or use it in ``async with``.
 
+    Args:
+        settings: what was found.
+        reactor: driven by whoever gives it; by the event loop, if none is given.
+
     Attributes:
         settings: what was found.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, reactor: Reactor | None = None) -> None:
         self.settings = settings
+        self._reactor = reactor
         self._made: Communicator | None = None
 
     def __await__(self) -> Generator[Any, None, Communicator]:
@@ -355,13 +374,22 @@ class Init:
         settings = self.settings
         alone = settings.size == 1
         network = Alone(settings, own.report) if alone else await SocketNetwork.join(settings, own.report)
-        session = Session(
-            settings.rank, network.layout, network, asyncio.get_running_loop(), timeout_s=settings.timeout_s,
-            stall_after_s=settings.stall_after_s, monitor=settings.monitor,
-            devices=accelerator.set_up(settings, own, network.reports, network.layout, network.device_transport),
-        )  # fmt: skip
-        comm = Communicator(session, session.world, settings.strategy)
+        loop = asyncio.get_running_loop()
+        reactor, closed = self._reactor, _nothing
+        if reactor is None:
+            reactor = Reactor()
+            closed = LoopDriver(reactor, loop).close
         try:
+            session = Session(
+                settings.rank, network.layout, network, loop, reactor, closed=closed, timeout_s=settings.timeout_s,
+                stall_after_s=settings.stall_after_s, monitor=settings.monitor,
+                devices=accelerator.set_up(settings, own, network.reports, network.layout, network.device_transport),
+            )  # fmt: skip
+        except BaseException:
+            closed()
+            raise
+        try:
+            comm = Communicator(session, session.world, settings.strategy)
             if settings.timeline is not None:
                 from kfcomm.monitor.timeline import Timeline
 
@@ -371,6 +399,10 @@ class Init:
             await session.close()
             raise
         return comm
+
+
+def _nothing() -> None:
+    """The reactor is somebody else's."""
 
 
 def init(**arguments: Unpack[Arguments]) -> Init:
@@ -383,6 +415,15 @@ def init(**arguments: Unpack[Arguments]) -> Init:
         ConfigError: at once, if the settings cannot work.
         RendezvousError: when awaited, if the peers do not find or accept each other.
     """
+    return Init(prepare(**arguments))
+
+
+def prepare(**arguments: Unpack[Arguments]) -> Settings:
+    """The settings for these arguments in this environment; all is checked that needs nobody else.
+
+    Raises:
+        ConfigError: the settings cannot work.
+    """
     settings = detect(os.environ, **arguments)
     check(settings.strategy)  # an unknown name is refused before anything is open
     if settings.timeline is not None:
@@ -391,4 +432,4 @@ def init(**arguments: Unpack[Arguments]) -> Init:
         check_folder(settings.timeline)
     serving.check(settings)
     install_signal(settings.dump_dir)
-    return Init(settings)
+    return settings

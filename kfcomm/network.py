@@ -24,7 +24,6 @@ from kfcomm.rendezvous.join import close_store, join, open_store
 from kfcomm.rendezvous.settings import Settings, host_and_port
 from kfcomm.transports.greeting import dial
 from kfcomm.transports.shm.greeting import SharingRefused
-from kfcomm.transports.shm.hub import Hub
 from kfcomm.transports.shm.segment import why_unsupported
 from kfcomm.transports.shm.sharing import Sharing
 from kfcomm.transports.sockets import Address, Listener
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from kfcomm.rendezvous.client import StoreClient
     from kfcomm.rendezvous.store import StoreServer
     from kfcomm.transports.base import Link, Waiter
+    from kfcomm.transports.reactor import Reactor
 
 logger = logging.getLogger("kfcomm")
 
@@ -63,7 +63,9 @@ class Alone:
         choose(self.reports, self.layout, self.device_transport)
         self.job = secrets.token_hex(8)
 
-    def start(self, inbound: Waiter, events: ControlEvents, status: StatusSource) -> ControlPlane | None:
+    def start(
+        self, inbound: Waiter, reactor: Reactor, events: ControlEvents, status: StatusSource
+    ) -> ControlPlane | None:
         """See ``session.Network``."""
         return None
 
@@ -77,11 +79,6 @@ class Alone:
 
     def forget(self, peer: int) -> None:
         """Never called: there is nobody to lose."""
-
-    @property
-    def hub(self) -> Hub | None:
-        """None: nothing arrives."""
-        return None
 
     def sever(self) -> None:
         """Nothing is shared."""
@@ -126,9 +123,9 @@ class SocketNetwork:
         self._world = World(settings.rank, self.peers, settings.token or b"", 0)
         self._loop = asyncio.get_running_loop()
         self._inbound: Waiter
+        self._reactor: Reactor
         self._sharing: Sharing | None = None
         self._fallback_said = False
-        self._is_one_host = self.layout.num_hosts == 1
         self._unshared: set[int] = set()
         self._control: ControlThread | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -179,14 +176,16 @@ class SocketNetwork:
                 await server.close()
             raise
 
-    def start(self, inbound: Waiter, events: ControlEvents, status: StatusSource) -> ControlPlane | None:
+    def start(
+        self, inbound: Waiter, reactor: Reactor, events: ControlEvents, status: StatusSource
+    ) -> ControlPlane | None:
         """See ``session.Network``."""
-        self._inbound = inbound
+        self._inbound, self._reactor = inbound, reactor
         if self._settings.links in ("auto", "shm"):
             local = sum(self._is_here(peer) for peer in range(len(self.peers))) - 1
-            self._sharing = Sharing(self._loop, inbound, local)
+            self._sharing = Sharing(self._loop, reactor, inbound, local)
             inbound.attend = self._sharing.hub.wake
-        self._control = ControlThread(self._world, self._listener, self._loop, events, status)
+        self._control = ControlThread(self._world, self._listener, reactor, events, status)
         self._control.start()
         self._watcher = self._loop.create_task(self._watch_exits(self._control), name="kfcomm exits")
         return self._control
@@ -205,14 +204,14 @@ class SocketNetwork:
         if refusal:  # not before the peer has been reached: one that dies refuses too
             self._unshared.add(peer)
             self._say_fallback(peer, refusal)
-        return StreamLink(sock, self._loop, self._inbound, peer)
+        return StreamLink(sock, self._reactor, self._inbound, peer)
 
     def adopt(self, sock: socket.socket, peer: int, purpose: Purpose) -> None:
         """See ``session.Network``."""
         if purpose is Purpose.SHARED_MEMORY and self._sharing is not None:
             self._sharing.adopt(sock, peer)
         elif purpose is Purpose.DATA:
-            self._inbound.opened(StreamLink(sock, self._loop, self._inbound, peer))
+            self._inbound.opened(StreamLink(sock, self._reactor, self._inbound, peer))
         else:
             sock.close()
 
@@ -220,13 +219,6 @@ class SocketNetwork:
         """See ``session.Network``."""
         if self._sharing is not None:
             self._sharing.hub.reclaim(peer)
-
-    @property
-    def hub(self) -> Hub | None:
-        """See ``session.Network``."""
-        if self._sharing is None or self._fallback_said or not self._is_one_host:
-            return None
-        return self._sharing.hub
 
     def sever(self) -> None:
         """See ``session.Network``."""

@@ -34,7 +34,7 @@ from kfcomm.runtime.engine import Engine
 from kfcomm.runtime.meter import Meter
 from kfcomm.transports.base import Link, Waiter
 from kfcomm.transports.device_setup import DeviceSetup
-from kfcomm.transports.shm.hub import Hub
+from kfcomm.transports.reactor import Reactor
 from kfcomm.types import Layout
 
 logger = logging.getLogger("kfcomm")
@@ -49,8 +49,10 @@ LOAD_EVERY_S = 0.1
 class Network(Protocol):
     """The ways from one rank to all others."""
 
-    def start(self, inbound: Waiter, events: ControlEvents, status: StatusSource) -> ControlPlane | None:
-        """Begin; returns the control plane, or None in a world of one."""
+    def start(
+        self, inbound: Waiter, reactor: Reactor, events: ControlEvents, status: StatusSource
+    ) -> ControlPlane | None:
+        """Begin; links are driven by the reactor. Returns the control plane, or None in a world of one."""
 
     async def connect(self, peer: int) -> Link:
         """Open a data link to a peer.
@@ -64,10 +66,6 @@ class Network(Protocol):
 
     def forget(self, peer: int) -> None:
         """A peer is gone for good: what is kept for it is not needed any more."""
-
-    @property
-    def hub(self) -> Hub | None:
-        """What looks for all that arrives from every peer; None if some of it comes otherwise."""
 
     def sever(self) -> None:
         """In a forked child: from now on touch no memory that the parent shares with its peers."""
@@ -99,6 +97,8 @@ class Service(Protocol):
 class Session:
     """One epoch's world, as this rank sees it. Implements ``ControlEvents`` and ``StatusSource``.
 
+    The reactor is its maker's: ``closed`` is called when the session needs it no more.
+
     Attributes:
         rank: world rank of this process.
         layout: hosts of all ranks.
@@ -111,8 +111,9 @@ class Session:
     """
 
     def __init__(
-        self, rank: int, layout: Layout, network: Network, loop: asyncio.AbstractEventLoop, *,
+        self, rank: int, layout: Layout, network: Network, loop: asyncio.AbstractEventLoop, reactor: Reactor, *,
         timeout_s: float, stall_after_s: float, devices: DeviceSetup, epoch: int = 0, monitor: bool = True,
+        closed: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.rank = rank
         self.layout = layout
@@ -120,12 +121,12 @@ class Session:
         self.epoch = epoch
         self.world = GroupView(b"world", tuple(range(layout.size)), rank)
         self.engine = Engine(
-            rank, network.connect, loop, stall_after_s=stall_after_s, credit=credit_of(layout.size),
+            rank, network.connect, loop, reactor, stall_after_s=stall_after_s, credit=credit_of(layout.size),
             meter=Meter(layout.size) if monitor else None,
         )  # fmt: skip
         self.network = network
+        self._when_closed = closed
         self._closed: str | None = None
-        self._manned: Hub | None = None
         self._closing: asyncio.Future[None] | None = None
         self.groups = {self.world.id: ("world", self.world.members)}
         self.services: list[Service] = []
@@ -136,7 +137,7 @@ class Session:
         self._lag_s = 0.0
         self._lag_seen_s = math.inf  # for ever up to date where nobody measures: in a world of one
         self._lag_timer: asyncio.TimerHandle | None = None
-        self.engine.control = network.start(self.engine, self, self)
+        self.engine.control = network.start(self.engine, reactor, self, self)
         if self.engine.control is not None:
             self._measure_lag(loop.time())
         _sessions.add(self)
@@ -168,26 +169,6 @@ class Session:
         """Which way device memory goes among these ranks; None in a world without devices."""
         layout = Layout.of((self.layout.hosts[rank] for rank in members), self.layout.num_cpus)
         return self.devices.route(members, layout)
-
-    # ---------------------------------------------------------------- who runs the engine
-
-    @property
-    def hub(self) -> Hub | None:
-        """See ``Network.hub``."""
-        return self.network.hub
-
-    def stand_in(self) -> None:
-        """The caller runs the engine in place of the loop, which rests until ``step_back``."""
-        self.engine.ends.at_once = True
-        self._manned = self.hub
-        if self._manned is not None:
-            self._manned.stand_in()
-
-    def step_back(self) -> None:
-        """The loop runs the engine again."""
-        self.engine.ends.at_once = False
-        if self._manned is not None:  # the same one: meanwhile something may have begun to come otherwise
-            self._manned.step_back()
 
     # ---------------------------------------------------------------- ControlEvents
 
@@ -321,6 +302,7 @@ class Session:
         finally:
             await self.network.close()
             _sessions.discard(self)
+            self._when_closed()
 
     def forked(self) -> None:
         """In a forked child: let go of every descriptor, without touching the loop that the parent still uses."""
@@ -330,8 +312,13 @@ class Session:
         if self.engine.tracer is not None:
             self.engine.tracer.forked()
             self.engine.tracer = None
-        descriptors = [*self.network.descriptors(), *self.engine.ends.descriptors()]
+        descriptors = [
+            *self.network.descriptors(),
+            *self.engine.ends.descriptors(),
+            *self.engine.reactor.own_descriptors(),
+        ]
         descriptors += [descriptor for service in self.services for descriptor in service.descriptors()]
+        self.engine.is_unusual = True
         self.network.sever()
         _inherited.append(self.devices)
         self.devices = DeviceSetup.none(self.layout.size)

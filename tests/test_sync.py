@@ -20,6 +20,7 @@ import pytest
 import kfcomm
 from kfcomm.sync import Communicator, Handle
 from kfcomm.testing import run_threads, sync_world
+from kfcomm.transports.reactor import Reactor
 from tests.launch.launched import environ
 
 NOT_VERBS = {"close", "dump", "group", "queue", "save", "split", "statistics"}
@@ -380,7 +381,39 @@ def interrupt() -> None:
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
-def test_ctrl_c_in_a_blocking_call_cancels_the_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def resting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C comes as soon as a caller rests."""
+    wait = Reactor.wait
+
+    def interrupted(reactor: Reactor, timeout_s: float) -> None:
+        interrupt()
+        wait(reactor, timeout_s)
+
+    monkeypatch.setattr(Reactor, "wait", interrupted)
+
+
+@pytest.mark.usefixtures("resting")
+def test_ctrl_c_in_a_blocking_call_cancels_the_collective() -> None:
+    with sync_world(2) as comms:
+        with pytest.raises(KeyboardInterrupt):
+            comms[0].all_reduce(1, "a")
+        with pytest.raises(kfcomm.CollectiveAborted, match="'a' was cancelled on rank 0"):
+            comms[1].all_reduce(1, "a")
+
+
+@pytest.mark.usefixtures("resting")
+@pytest.mark.parametrize("wait", [Handle.wait, Handle.result, Handle.exception])
+def test_ctrl_c_in_the_wait_for_a_handle_cancels_the_collective(wait: Callable[[Handle[Any]], Any]) -> None:
+    with sync_world(2) as comms:
+        handle = comms[0].all_reduce_async(1, "a")
+        with pytest.raises(KeyboardInterrupt):
+            wait(handle)
+        with pytest.raises(kfcomm.CollectiveAborted, match="'a' was cancelled on rank 0"):
+            comms[1].all_reduce(1, "a")
+
+
+def test_ctrl_c_in_the_midst_of_the_work_closes_the_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
     with sync_world(2) as comms:
         engine = comms[0]._inner._session.engine
         post = engine.post
@@ -392,25 +425,10 @@ def test_ctrl_c_in_a_blocking_call_cancels_the_collective(monkeypatch: pytest.Mo
         monkeypatch.setattr(engine, "post", posted)
         with pytest.raises(KeyboardInterrupt):
             comms[0].all_reduce(1, "a")
-        with pytest.raises(kfcomm.CollectiveAborted, match="'a' was cancelled on rank 0"):
+        with pytest.raises(kfcomm.CollectiveAborted, match="interrupted at its work"):
             comms[1].all_reduce(1, "a")
-
-
-class Interrupting(threading.Condition):
-    def wait(self, timeout: float | None = None) -> bool:
-        interrupt()
-        return super().wait(timeout)
-
-
-@pytest.mark.parametrize("wait", [Handle.wait, Handle.result, Handle.exception])
-def test_ctrl_c_in_the_wait_for_a_handle_cancels_the_collective(wait: Callable[[Handle[Any]], Any]) -> None:
-    with sync_world(2) as comms:
-        handle = comms[0].all_reduce_async(1, "a")
-        handle._condition = Interrupting()
-        with pytest.raises(KeyboardInterrupt):
-            wait(handle)
-        with pytest.raises(kfcomm.CollectiveAborted, match="'a' was cancelled on rank 0"):
-            comms[1].all_reduce(1, "a")
+        with pytest.raises(kfcomm.SessionClosed, match="interrupted at its work"):
+            comms[0].barrier()
 
 
 # ---------------------------------------------------------------- the end
@@ -467,13 +485,6 @@ def test_the_first_rank_that_fails_ends_the_others() -> None:
 
     with sync_world(3) as comms, pytest.raises(ZeroDivisionError):
         run_threads(comms, main)
-
-
-def test_without_uvloop_the_loop_is_asyncios(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "uvloop", None)
-    with sync_world(2) as comms:
-        assert isinstance(comms[0]._io._loop, asyncio.SelectorEventLoop)
-        assert run_threads(comms, lambda comm: int(comm.all_reduce(1))) == [2, 2]
 
 
 # ---------------------------------------------------------------- real processes

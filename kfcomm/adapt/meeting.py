@@ -1,6 +1,6 @@
 """The meetings of the ranks: what they measured in a step, what their policies ask for, and what follows.
 
-What always holds:
+Invariants:
 
 - Nothing happens because one rank wants it. At the end of a step the ranks meet in one small all_reduce, in which each
   says what each of its policies asks for, or that it has raised. What follows is derived from that array, which is the

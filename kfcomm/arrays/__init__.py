@@ -1,6 +1,6 @@
 """The caller's arrays: any array in, flat NumPy memory for the runtime, an array of the same kind out.
 
-What always holds: ``flat`` is one-dimensional, C-contiguous and of a supported dtype in native byte order. It is the
+Invariants: ``flat`` is one-dimensional, C-contiguous and of a supported dtype in native byte order. It is the
 caller's own memory wherever that memory already is so (``is_view``), else a packed copy in C order. Adapting never
 changes the caller's array.
 

@@ -1,6 +1,6 @@
 """The libraries with arrays in CUDA memory: one small class for each, over CuPy, in which all of them are native.
 
-What always holds: no library is imported when this module is. A kind reads an array without a copy, and never changes
+Invariants: no library is imported when this module is. A kind reads an array without a copy, and never changes
 it. Whatever moves elements does so on the stream that is handed in.
 
 This module must not know who uses it, nor how an array comes to a kind (see `kfcomm.arrays.device_kinds`).

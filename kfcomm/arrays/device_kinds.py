@@ -1,6 +1,6 @@
 """What a library with arrays in device memory is to the runtime, and how one is recognised.
 
-What always holds: no library is imported here. An array is recognised by its type, whose library is then in
+Invariants: no library is imported here. An array is recognised by its type, whose library is then in
 ``sys.modules``, or by an attribute ``__kfcomm_kind__`` of its type: so do the fakes of `kfcomm.testing` join in, and so
 can any other library.
 

@@ -1,6 +1,6 @@
 """The element types that kfcomm exchanges, and their names on the wire.
 
-What always holds: a dtype that passed `checked` is in native byte order, and `dtype_of(dtype_name(d)) == d`.
+Invariants: a dtype that passed `checked` is in native byte order, and `dtype_of(dtype_name(d)) == d`.
 bfloat16 is a NumPy dtype only with the package ``ml_dtypes``, which is imported when it is first needed and is
 never required otherwise. Nothing here knows arrays.
 """

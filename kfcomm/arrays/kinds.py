@@ -1,6 +1,6 @@
 """The libraries whose arrays kfcomm takes and gives back: one small class for each.
 
-What always holds: no library is imported here. A value of a library's type can only exist once its module is loaded,
+Invariants: no library is imported here. A value of a library's type can only exist once its module is loaded,
 so it is recognised by its type and the module is found in ``sys.modules``. A kind reads an array without copying
 where its memory allows, and never changes it.
 

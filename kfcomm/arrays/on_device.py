@@ -1,6 +1,6 @@
 """The caller's arrays in device memory: any in, flat memory of the device, an array of the same kind out.
 
-What always holds: ``flat`` is one-dimensional and contiguous, of a supported dtype. It is the caller's own memory
+Invariants: ``flat`` is one-dimensional and contiguous, of a supported dtype. It is the caller's own memory
 wherever that is so already, else a copy in C order, made on the caller's stream. Nothing here waits for a device:
 whatever is not ready yet is ready on the stream. Adapting never changes the caller's array.
 

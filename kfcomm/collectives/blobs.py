@@ -79,7 +79,7 @@ class Blobs:
                 self._mailbox.refuse(source, self._rank, tag, f"rank {self._rank} waits no longer")
         handles: list[Handle[Any]] = [asked, *answers.values()]
         for handle in handles:
-            handle.add_done_callback(looked_at)
+            handle.when_done(self._mailbox.reactor, looked_at)
 
     def _find(self, name: str, version: int | None) -> HostArray | str:
         versions = self._kept.get(name)

@@ -35,7 +35,7 @@ ROW_NBYTES = 9
 class Steps(Handle[Any]):
     """A call of two steps; cancelling it cancels the step under way."""
 
-    step: asyncio.Future[Any] | None = None
+    step: Handle[Any] | None = None
 
     def cancel(self, msg: Any | None = None) -> bool:
         """End the call everywhere; False if it is complete already."""
@@ -184,7 +184,7 @@ class Exchange(Verbs):
                 name, array, (sum(received), *array.shape[1:]), None, timeout, priority,
                 (Plans.plan, Planner.all_to_all, array.dtype, array.shape[1:], table), later=later,
             )  # fmt: skip
-            return mapped(whole, lambda joined: _cut(joined, received))
+            return self._mapped(whole, lambda joined: _cut(joined, received))
 
         return self._two_steps(
             name, lambda: self._all_gather_stacked(record, name, None, timeout, priority), second, fetched
@@ -210,7 +210,7 @@ class Exchange(Verbs):
                 name, array, array.shape, None, timeout, priority,
                 (Plans.plan, Planner.broadcast, array.dtype, array.shape, root), later=later,
             )  # fmt: skip
-            return mapped(whole, unpacked)
+            return self._mapped(whole, unpacked)
 
         return self._two_steps(name, lambda: self._broadcast(record, root, name, None, timeout, priority), second)
 
@@ -240,7 +240,7 @@ class Exchange(Verbs):
                 if values is None or len(values) != self._group.view.size:
                     raise ConfigError(f"scatter_object needs one value for each of {self._group.view.size} ranks")
                 parts = [packed(value) for value in values]
-        return mapped(self.scatter(parts, root, name, timeout=timeout, priority=priority), unpacked)
+        return self._mapped(self.scatter(parts, root, name, timeout=timeout, priority=priority), unpacked)
 
     def _gathered_objects(
         self, value: Any, root: int, name: str | None, timeout: float | None, priority: int
@@ -257,7 +257,9 @@ class Exchange(Verbs):
 
         verb = Verb.ALL_GATHER if root == -1 else Verb.GATHER
         joined = self._concatenated(verb, root, mine, name, None, timeout, priority, plan)
-        return mapped(joined, lambda flat: None if flat is None else [unpacked(one) for one in _cut(flat, lengths)])
+        return self._mapped(
+            joined, lambda flat: None if flat is None else [unpacked(one) for one in _cut(flat, lengths)]
+        )
 
     # ---------------------------------------------------------------- two steps
 
@@ -306,6 +308,7 @@ class Exchange(Verbs):
         And not before what it works with is here, if that has to come from a device.
         """
         group = self._group
+        reactor = group.engine.reactor
         whole = Steps(loop=group.engine.loop)
         key = later_key(name or UNNAMED)
         turn = group.turns.next(key)
@@ -326,38 +329,37 @@ class Exchange(Verbs):
             except Exception as refused:  # noqa: BLE001  the checks of the second step have told the other ranks
                 settle(whole, refused)
             else:
-                whole.step.add_done_callback(lambda last: copy_end(last, whole))
+                whole.step.when_done(reactor, lambda last: copy_end(last, whole))
 
         def first_done(_: asyncio.Future[Any]) -> None:
             if fetched is not None and not fetched.here.done():
-                fetched.here.add_done_callback(first_done)
+                fetched.here.when_done(reactor, first_done)
             elif told.seq >= 0:
                 turn.ready(begin)
             else:  # cancelled while it waited for a verdict: its number is not known before that
                 group.in_order(lambda: turn.ready(begin))
 
-        told.add_done_callback(first_done)
+        told.when_done(reactor, first_done)
         if fetched is not None:
-            whole.add_done_callback(fetched.release)
+            whole.when_done(reactor, fetched.release)
         return whole
 
+    def _mapped(self, inner: Handle[Any], change: Callable[[Any], Any]) -> Steps:
+        """A handle whose result is ``change`` of the inner one's."""
+        outer = Steps(loop=self._group.engine.loop)
+        outer.step = inner
 
-def mapped(inner: Handle[Any], change: Callable[[Any], Any]) -> Steps:
-    """A handle whose result is ``change`` of the inner one's."""
-    outer = Steps(loop=inner.get_loop())
-    outer.step = inner
+        def done(last: Handle[Any]) -> None:
+            if not last.cancelled() and last.exception() is None and not outer.done():
+                try:
+                    outer.set_result(change(last.result()))
+                except Exception as error:  # noqa: BLE001  of the peer's data: it belongs to the caller
+                    outer.set_exception(error)
+            else:
+                copy_end(last, outer)
 
-    def done(last: asyncio.Future[Any]) -> None:
-        if not last.cancelled() and last.exception() is None and not outer.done():
-            try:
-                outer.set_result(change(last.result()))
-            except Exception as error:  # noqa: BLE001  of the peer's data: it belongs to the caller
-                outer.set_exception(error)
-        else:
-            copy_end(last, outer)
-
-    inner.add_done_callback(done)
-    return outer
+        inner.when_done(self._group.engine.reactor, done)
+        return outer
 
 
 def copy_end(last: asyncio.Future[Any], whole: Handle[Any]) -> None:

@@ -1,6 +1,6 @@
 """One group of ranks as this process sees it: its graphs, its plans, and the order of its posts.
 
-What always holds: posts made between a call of ``set_strategy`` and its verdict wait for the verdict, in their
+Invariants: posts made between a call of ``set_strategy`` and its verdict wait for the verdict, in their
 order; what was posted before runs on the graphs it began with.
 """
 
@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from kfcomm.collectives.compiled import MAX_NAMES, CompiledName
 from kfcomm.collectives.generations import Generations
-from kfcomm.collectives.handle import Handle
+from kfcomm.collectives.handle import Handle, named
 from kfcomm.collectives.plans import Plan
 from kfcomm.collectives.turns import Turns
 from kfcomm.core.collective import GroupView, shown
 from kfcomm.errors import ConfigError
 from kfcomm.runtime.engine import Engine
 from kfcomm.runtime.operation import Operation
-from kfcomm.runtime.wired import WiredOperation
 from kfcomm.strategies import AnyStrategy
-from kfcomm.types import Layout
+from kfcomm.types import Layout, Op
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
@@ -42,6 +41,7 @@ class Group:
         layout: hosts of the members.
         plans: plans under the strategy in force.
         turns: of the calls that have several steps.
+        compiled: by name; empty while a strategy is being agreed.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class Group:
         self._generations = Generations(view.rank, layout)
         self.plans = self._generations.plans(strategy, 0)
         self.turns = Turns()
+        self.compiled: dict[str | None, CompiledName] = {}
         self._waiting: list[Callable[[], None]] | None = None
 
     @property
@@ -89,22 +90,25 @@ class Group:
         seq: int | None = None,
     ) -> Operation:
         """Begin a collective now; see ``Operation`` for ``value`` and ``outcome``."""
-        make: Callable[..., Operation] = Operation if plan.wire is None else partial(WiredOperation, wire=plan.wire)
-        operation = make(
-            handle, source=source, result=result, kernel=plan.kernel, dtype=plan.dtype, size=self.view.size,
-            in_result=plan.in_result, value=value, outcome=outcome, priority=priority,
-        )  # fmt: skip
+        operation = plan.operation(handle, source, result, plan.work, value=value, finish=outcome, priority=priority)
         self.engine.post(
             self.view, key, plan.signature, plan.program, plan.sizes, operation,
             timeout_s=self.timeout_s if timeout_s is None else timeout_s, overlapping=overlapping, seq=seq,
         )  # fmt: skip
         if operation.failed:
             handle.seq = self.last_seq(key)
-            return operation
-        handle.seq = operation.seq
-        if operation.future is not None:
-            handle.operation = operation
+        else:
+            named(handle, operation)
         return operation
+
+    def compile(self, name: str | None, x: Array, op: Op) -> None:
+        """An all_reduce of this kind was posted: work out what can be known of the next one under this name."""
+        if self._waiting is None and not self.engine.is_unusual:
+            plan = self.plans.known(x.dtype, x.shape, op, name or UNNAMED)
+            if plan is not None:
+                if len(self.compiled) >= MAX_NAMES:
+                    self.compiled.clear()
+                self.compiled[name] = CompiledName(self, name, x, op, plan)
 
     def refuse(self, key: str, error: BaseException, *, steps: int = 1) -> None:
         """A call failed before it was posted: it fails on the other ranks too, at its place among the posts."""
@@ -129,24 +133,23 @@ class Group:
         """The sequence number of the latest use of a key on this rank."""
         return self.engine.router.num_uses(self.view.id, key) - 1
 
-    def swap(self, strategy: AnyStrategy, timeout_s: float | None) -> asyncio.Future[None]:
+    def swap(self, strategy: AnyStrategy, timeout_s: float | None) -> Handle[None]:
         """Agree with the other members on another strategy; see ``Communicator.set_strategy``."""
-        verdict: asyncio.Future[None] = self.engine.loop.create_future()
+        verdict: Handle[None] = Handle(loop=self.engine.loop)
         self.in_order(lambda: self._ask(strategy, timeout_s, verdict))
         return verdict
 
-    def _ask(self, strategy: AnyStrategy, timeout_s: float | None, verdict: asyncio.Future[None]) -> None:
+    def _ask(self, strategy: AnyStrategy, timeout_s: float | None, verdict: Handle[None]) -> None:
         """One barrier whose signature holds the graphs' digest: who has others fails it for all."""
         self._waiting = []
+        self.compiled.clear()
         plan = self._generations.agreement(strategy)
         handle: Handle[None] = Handle(loop=self.engine.loop)
         operation = self.post(plan, STRATEGY_KEY, source=None, result=None, timeout_s=timeout_s, handle=handle)
-        handle.add_done_callback(lambda done: self._decide(strategy, operation, done, verdict))
-        verdict.add_done_callback(lambda asked: handle.cancel() if asked.cancelled() else None)
+        handle.when_done(self.engine.reactor, lambda done: self._decide(strategy, operation, done, verdict))
+        verdict.when_done(self.engine.reactor, lambda asked: handle.cancel() if asked.cancelled() else None)
 
-    def _decide(
-        self, strategy: AnyStrategy, operation: Operation, done: asyncio.Future[None], verdict: asyncio.Future[None]
-    ) -> None:
+    def _decide(self, strategy: AnyStrategy, operation: Operation, done: Handle[None], verdict: Handle[None]) -> None:
         error = asyncio.CancelledError() if done.cancelled() else done.exception()
         if error is None:
             # Not the number of those that were agreed: ranks that differ in that would never meet again.

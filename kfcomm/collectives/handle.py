@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kfcomm.runtime.operation import Operation
+    from kfcomm.transports.reactor import Reactor
 
 T = TypeVar("T")
 
@@ -27,6 +28,7 @@ class Handle(asyncio.Future[T]):
     __slots__ = ("_seq", "operation")
 
     operation: Operation | None
+    _listeners: list[Callable[[Any], object]] | None = None
 
     @property
     def seq(self) -> int:
@@ -44,10 +46,45 @@ class Handle(asyncio.Future[T]):
         operation = getattr(self, "operation", None)
         if operation is not None:
             operation.engine.cancel(operation)
+        self._tell_listeners()
         return True
 
+    def set_result(self, result: T, /) -> None:
+        """See ``asyncio.Future``."""
+        super().set_result(result)
+        if self._listeners:
+            self._tell_listeners()
 
-def join(handles: Sequence[Handle[Any]], whole: Handle[T], result: Callable[[], T]) -> None:
+    def set_exception(self, error: type[BaseException] | BaseException, /) -> None:
+        """See ``asyncio.Future``."""
+        super().set_exception(error)
+        if self._listeners:
+            self._tell_listeners()
+
+    def when_done(self, reactor: Reactor, callback: Callable[[Handle[T]], object]) -> None:
+        """Call back when it is over, from the reactor: by whoever drives the engine, with or without a loop."""
+        if self.done():
+            reactor.call_soon(callback, self)
+            return
+        if self._listeners is None:
+            self._listeners = []
+        self._listeners.append(lambda done: reactor.call_soon(callback, done))
+
+    def _tell_listeners(self) -> None:
+        listeners, self._listeners = self._listeners, None
+        for listener in listeners or ():
+            listener(self)
+
+
+def named(handle: Handle[T], operation: Operation) -> Handle[T]:
+    """The handle of an operation that was posted under it."""
+    handle.seq = operation.seq
+    if not operation.is_over:
+        handle.operation = operation
+    return handle
+
+
+def join(reactor: Reactor, handles: Sequence[Handle[Any]], whole: Handle[T], result: Callable[[], T]) -> None:
     """``whole`` is done when all of them are, with ``result()``.
 
     If one fails, or ``whole`` is cancelled, the others are given up; the first error is raised once all have ended.
@@ -55,7 +92,7 @@ def join(handles: Sequence[Handle[Any]], whole: Handle[T], result: Callable[[], 
     left = len(handles)
     errors: list[BaseException] = []
 
-    def one_done(done: asyncio.Future[Any]) -> None:
+    def one_done(done: Handle[Any]) -> None:
         nonlocal left
         left -= 1
         error = None if done.cancelled() else done.exception()
@@ -77,9 +114,9 @@ def join(handles: Sequence[Handle[Any]], whole: Handle[T], result: Callable[[], 
         for handle in handles:
             handle.cancel()
 
-    whole.add_done_callback(lambda done: give_up() if done.cancelled() else None)
+    whole.when_done(reactor, lambda done: give_up() if done.cancelled() else None)
     for handle in handles:
-        handle.add_done_callback(one_done)
+        handle.when_done(reactor, one_done)
 
 
 def looked_at(done: asyncio.Future[Any]) -> None:

@@ -31,7 +31,8 @@ from kfcomm.core.signature import Signature, describe
 from kfcomm.errors import CollectiveAborted, CollectiveError, CollectiveTimeout, ConfigError, KfcommError, SessionClosed
 from kfcomm.runtime.engine import Engine
 from kfcomm.runtime.failures import error_of
-from kfcomm.runtime.operation import Operation
+from kfcomm.runtime.operation import Operation, Work
+from kfcomm.transports.reactor import Reactor, Timer
 from kfcomm.types import Verb
 
 logger = logging.getLogger("kfcomm")
@@ -55,7 +56,7 @@ class Wanted:
     handle: Handle[Message]
     timeout_s: float
     priority: int
-    timers: list[asyncio.TimerHandle] = field(default_factory=list)
+    timers: list[Timer] = field(default_factory=list)
     since_s: float = field(default_factory=time.monotonic)
 
     @property
@@ -82,6 +83,11 @@ class Mailbox:
             if source != view.rank:
                 engine.early_listeners[self._pair(source, view.rank).id] = self._listener(source)
 
+    @property
+    def reactor(self) -> Reactor:
+        """Who drives the engine."""
+        return self._engine.reactor
+
     def send(self, array: HostArray, to: int, tag: str, timeout_s: float | None, priority: int = 0) -> Handle[None]:
         """Begin to send; done when the receiver has it."""
         handle: Handle[None] = Handle(loop=self._engine.loop)
@@ -104,13 +110,14 @@ class Mailbox:
         if lost is not None:
             handle.set_exception(error_of(lost, tag))
             return handle
+        self._match_waiting(source, tag)  # those before it come first, also where their message is not yet told
         if not self._match(wanted):
             self._wanted.append(wanted)
-            later = self._engine.loop.call_later
+            later = self._engine.reactor.call_later
             wanted.timers.append(later(wanted.timeout_s, self._expire, wanted))
-            if self._engine.patience.stall_after_s < wanted.timeout_s:
-                wanted.timers.append(later(self._engine.patience.stall_after_s, self._report, wanted))
-            handle.add_done_callback(lambda _: self._forget(wanted))
+            if self._engine.deadlines.stall_after_s < wanted.timeout_s:
+                wanted.timers.append(later(self._engine.deadlines.stall_after_s, self._report, wanted))
+            handle.when_done(self._engine.reactor, lambda _: self._forget(wanted))
         return handle
 
     def serve(self, tag: str, service: Service) -> None:
@@ -167,14 +174,22 @@ class Mailbox:
         if service is not None:
             while self._engine.router.expected(self._pair(source, self._view.rank).id, tag) is not None:
                 message = self.recv(source, tag, None, None)
-                message.add_done_callback(looked_at)  # the task may be cancelled before it begins to wait
-                task = self._engine.loop.create_task(_served(service, source, message))
-                self._serving.add(task)
-                task.add_done_callback(self._serving.discard)
+                message.when_done(self._engine.reactor, looked_at)  # perhaps nobody else will
+                self._engine.loop.call_soon(self._start_to_serve, service, source, message)
             return
+        self._match_waiting(source, tag)
+
+    def _match_waiting(self, source: int | None, tag: str) -> None:
+        """Post the receives for which a message has shown up, of this source (None: of any), in their order."""
         for wanted in list(self._wanted):
-            if wanted.tag == tag and wanted.source in (None, source) and self._match(wanted):
+            if wanted.tag == tag and (source is None or wanted.source in (None, source)) and self._match(wanted):
                 self._forget(wanted)
+
+    def _start_to_serve(self, service: Service, source: int, message: Handle[Message]) -> None:
+        if not self._is_closed:
+            task = self._engine.loop.create_task(_served(service, source, message))
+            self._serving.add(task)
+            task.add_done_callback(self._serving.discard)
 
     def _match(self, wanted: Wanted) -> bool:
         """Post the receive if a message for it has shown up."""
@@ -223,7 +238,7 @@ class Mailbox:
             timeout_s=self._timeout_s if timeout_s is None else timeout_s, overlapping=True,
         )  # fmt: skip
         handle.seq = self._engine.router.num_uses(pair.id, tag) - 1
-        if operation.future is not None:
+        if not operation.is_over:
             handle.operation = operation
 
     def _expire(self, wanted: Wanted) -> None:
@@ -237,7 +252,7 @@ class Mailbox:
         logger.warning(
             "rank %d has waited %.1f s for a message with %s from %s",
             self._view.rank,
-            self._engine.patience.stall_after_s,
+            self._engine.deadlines.stall_after_s,
             wanted.tag,
             wanted.whom,
         )
@@ -284,10 +299,8 @@ def _operation(
 ) -> Operation:
     array = source if source is not None else result
     dtype = None if array is None else array.dtype
-    return Operation(
-        handle, source=source, result=result, kernel=None, dtype=dtype, size=2, in_result=False, value=result,
-        outcome=outcome, priority=priority,
-    )  # fmt: skip
+    work = Work(None, dtype, 2, in_result=False)
+    return Operation(handle, source, result, work, value=result, finish=outcome, priority=priority)
 
 
 def _signature(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Signature:

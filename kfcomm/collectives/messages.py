@@ -10,7 +10,7 @@ import numpy as np
 
 from kfcomm.arrays import HostArray, adapt
 from kfcomm.collectives.blobs import Blobs, check_version
-from kfcomm.collectives.exchange import Exchange, Steps, copy_end, mapped, packed, settle, unpacked
+from kfcomm.collectives.exchange import Exchange, Steps, copy_end, packed, settle, unpacked
 from kfcomm.collectives.group import check_name, check_priority, check_timeout
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.mailbox import Mailbox
@@ -60,7 +60,7 @@ class Messages(Exchange):
             A handle; its result is a NumPy array of the sender's shape and dtype, or ``out``, which must have them
             (else ``CollectiveMismatch`` on both ranks).
         """
-        return mapped(
+        return self._mapped(
             self.recv_any(source, tag, out=out, timeout=timeout, priority=priority, stream=stream),
             lambda message: message[0],
         )
@@ -83,7 +83,7 @@ class Messages(Exchange):
     ) -> Handle[Any]:
         """The next object with this tag from rank ``source``, or from any rank."""
         received = self._recv(source, _key(tag, "object "), None, timeout, priority)
-        return mapped(received, lambda message: unpacked(message[0]))
+        return self._mapped(received, lambda message: unpacked(message[0]))
 
     def queue(self, name: str, source: int, target: int, *, capacity: int = 16) -> Queue:
         """An ordered queue of arrays from rank ``source`` to rank ``target``; both make their end of it.
@@ -128,7 +128,7 @@ class Messages(Exchange):
             about = f"{array.dtype.name} {array.shape}".encode()
             digest = hashlib.blake2b(array.flat.view(np.uint8).data, digest_size=32, key=hashlib.sha256(about).digest())
         everyone = self._all_gather_stacked(np.frombuffer(digest.digest(), np.uint8), name, None, timeout, priority)
-        return mapped(everyone, lambda table: bool((table == table[0]).all()))
+        return self._mapped(everyone, lambda table: bool((table == table[0]).all()))
 
     def _send(
         self, x: Any, to: int, key: str, timeout: float | None, priority: int = 0, stream: Any = None
@@ -153,6 +153,7 @@ class Messages(Exchange):
     ) -> Steps:  # fmt: skip
         """Send what has to come from a device first, or what follows such a message under its tag."""
         whole = Steps(loop=self._group.engine.loop)
+        reactor = self._group.engine.reactor
 
         def begin() -> None:
             error = asyncio.CancelledError() if whole.cancelled() else fetched and fetched.here.exception()
@@ -161,13 +162,13 @@ class Messages(Exchange):
                 settle(whole, error)
                 return
             whole.step = self._mailbox.send(array, to, key, timeout, priority)
-            whole.step.add_done_callback(lambda last: copy_end(last, whole))
+            whole.step.when_done(reactor, lambda last: copy_end(last, whole))
 
         if fetched is None:
             turn.ready(begin)
         else:
-            fetched.here.add_done_callback(lambda _: turn.ready(begin))
-            whole.add_done_callback(fetched.release)
+            fetched.here.when_done(reactor, lambda _: turn.ready(begin))
+            whole.when_done(reactor, fetched.release)
         return whole
 
     def _refuse_message(self, to: int, key: str, error: BaseException) -> None:
@@ -231,7 +232,7 @@ class Queue:
         except BaseException:
             self._room.release()
             raise
-        sent.add_done_callback(self._taken)
+        sent.when_done(self._messages._group.engine.reactor, self._taken)
 
     async def _wait_for_room(self, timeout_s: float | None) -> None:
         limit_s = self._messages._group.timeout_s if timeout_s is None else timeout_s

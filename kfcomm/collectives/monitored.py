@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kfcomm.collectives.group import Group, check_name
-from kfcomm.collectives.handle import Handle
+from kfcomm.collectives.handle import Handle, named
 from kfcomm.collectives.messages import Messages
 from kfcomm.runtime.meter import Meter
 from kfcomm.types import Op
@@ -71,8 +71,8 @@ class Monitored(Messages):
             nbytes = x.flat.nbytes
         handle.watch(meter, nbytes)
         group.in_order(lambda: handle.begin(group))
-        if type(x) is np.ndarray and wire_dtype is None and stream is None:
-            again = self._again(x, name, op, out, timeout, priority, handle)
-            if again is not None:
-                return again
+        if type(x) is np.ndarray and timeout is None and not priority and wire_dtype is None and stream is None:
+            operation = self._start_again(x, name, op, out, handle)
+            if operation is not None:
+                return named(handle, operation)
         return self._all_reduce(x, name, op, out, timeout, priority, wire_dtype, handle, stream)

@@ -123,4 +123,4 @@ def post_units(
             found.update(unit.results(handle.result()))
         return found
 
-    join(handles, whole, results)
+    join(group.engine.reactor, handles, whole, results)

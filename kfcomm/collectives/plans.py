@@ -21,7 +21,9 @@ from kfcomm.core.graph import GraphPair
 from kfcomm.core.program import Program
 from kfcomm.core.signature import Signature
 from kfcomm.errors import ConfigError
-from kfcomm.reduce import Kernel, Wire, kernel, wire_of
+from kfcomm.reduce import Wire, kernel, wire_of
+from kfcomm.runtime.operation import Operation, Work
+from kfcomm.runtime.wired import WiredOperation, WiredWork
 from kfcomm.strategies import AnyStrategy, Strategy
 from kfcomm.types import Op, Verb
 
@@ -46,21 +48,22 @@ class Plan:
         signature: what all ranks must agree on.
         program: what this rank does.
         sizes: bytes per element on the wire.
-        kernel: how contributions are folded; None where nothing is.
-        dtype: of input and result; None where there is no data.
+        work: what is done with the data.
         result_count: elements of the result on this rank; -1 if it has none.
-        in_result: see ``operation.Operation``.
-        wire: how it is converted on its way; None where it travels as it is.
+        operation: what carries it out.
     """
 
     signature: Signature
     program: Program
     sizes: ItemSizes
-    kernel: Kernel | None
-    dtype: np.dtype[Any] | None
+    work: Work
     result_count: int
-    in_result: bool = False
-    wire: Wire | None = None
+    operation: Callable[..., Operation] = Operation
+
+    @property
+    def dtype(self) -> np.dtype[Any] | None:
+        """Of input and result; None where there is no data."""
+        return self.work.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +154,7 @@ class Planner:
         graphs = self.strategy.select(0)
         program = programs.barrier(self.rank, graphs.pairs[pair_of(name, len(graphs.pairs), graphs.shares)])
         signature = Signature(Verb.BARRIER, "", (), "", -1, graphs.name, 0, graphs.digest)
-        return Plan(signature, program, ItemSizes(1, 1), None, None, -1)
+        return Plan(signature, program, ItemSizes(1, 1), Work(None, None, self.size, in_result=False), -1)
 
     def _prepare(
         self, dtype: np.dtype[Any], shape: tuple[int, ...], wire: WireDtype = None
@@ -174,7 +177,7 @@ class Planner:
         folds = kernel(op, dtype)
         sizes = ItemSizes(dtype.itemsize, folds.accumulate_dtype.itemsize)
         signature = self._sign(verb, dtype, shape, root, program, graphs)._replace(op=str(op))
-        plan = Plan(signature, program, sizes, folds, dtype, result_count, in_result)
+        plan = Plan(signature, program, sizes, Work(folds, dtype, self.size, in_result=in_result), result_count)
         return plan if wire is None else _wired(plan, wire_of(op, dtype, wire))
 
     def _moving(
@@ -182,7 +185,8 @@ class Planner:
         graphs: Strategy, result_count: int, counts: tuple[Any, ...] = (), wire: WireDtype = None,
     ) -> Plan:  # fmt: skip
         signature = self._sign(verb, dtype, shape, root, program, graphs)._replace(counts=counts)
-        plan = Plan(signature, program, ItemSizes(dtype.itemsize, dtype.itemsize), None, dtype, result_count)
+        work = Work(None, dtype, self.size, in_result=False)
+        plan = Plan(signature, program, ItemSizes(dtype.itemsize, dtype.itemsize), work, result_count)
         return plan if wire is None else _wired(plan, wire_of(None, dtype, wire))
 
     def _sign(
@@ -197,7 +201,9 @@ def _wired(plan: Plan, wire: Wire) -> Plan:
     """A plan whose chunks travel in another dtype."""
     itemsize = wire.wire_dtype.itemsize
     signature = plan.signature._replace(wire_dtype=dtype_name(wire.wire_dtype))
-    return replace(plan, signature=signature, sizes=ItemSizes(itemsize, itemsize), wire=wire)
+    work = WiredWork(plan.work.kernel, plan.work.dtype, plan.work.size, in_result=plan.work.in_result, wire=wire)
+    sizes = ItemSizes(itemsize, itemsize)
+    return replace(plan, signature=signature, sizes=sizes, work=work, operation=WiredOperation)
 
 
 def agreement(rank: int, tree: GraphPair, strategy: AnyStrategy) -> Plan:
@@ -206,7 +212,7 @@ def agreement(rank: int, tree: GraphPair, strategy: AnyStrategy) -> Plan:
     It runs along a tree of its own, and without a generation: ranks that no longer agree can agree again.
     """
     signature = Signature(Verb.SET_STRATEGY, strategy=strategy.name, graphs=strategy.digest)
-    return Plan(signature, programs.barrier(rank, tree), ItemSizes(1, 1), None, None, -1)
+    return Plan(signature, programs.barrier(rank, tree), ItemSizes(1, 1), Work(None, None, 1, in_result=False), -1)
 
 
 class Plans:

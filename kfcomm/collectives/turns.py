@@ -1,6 +1,6 @@
 """The order in which the later steps of calls begin: that of the calls, whatever step is ready first.
 
-What always holds: under one key steps begin in the order in which their turns were taken, each as soon as it and all
+Invariants: under one key steps begin in the order in which their turns were taken, each as soon as it and all
 before it are ready. That makes the n-th use of a key for a later step belong to the n-th call, on every rank alike.
 """
 

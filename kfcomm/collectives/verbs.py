@@ -16,15 +16,13 @@ import numpy as np
 from kfcomm.arrays import HostArray, OutArray, adapt, adapt_out, overlaps, same_memory
 from kfcomm.arrays.kinds import NUMPY
 from kfcomm.collectives.group import (
-    LEAST_URGENT,
-    MOST_URGENT,
     UNNAMED,
     Group,
     check_name,
     check_priority,
     check_timeout,
 )
-from kfcomm.collectives.handle import Handle
+from kfcomm.collectives.handle import Handle, named
 from kfcomm.collectives.on_device.through_host import Out
 from kfcomm.collectives.on_device.verbs import DeviceVerbs, order_of
 from kfcomm.collectives.packing import Unit, many_key, post_units
@@ -32,6 +30,7 @@ from kfcomm.collectives.plans import Plan, Planner, Plans, row_elements
 from kfcomm.core.chunk import split
 from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.reduce import kernel, wire_dtype_of
+from kfcomm.runtime.operation import Operation
 from kfcomm.types import Op, Verb
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -118,10 +117,11 @@ class Verbs:
 
         Cost: with n ranks and S bytes, ring: 2(n-1) steps, 2(n-1)/n·S bytes per rank; see "Algorithms".
         """
-        if type(x) is np.ndarray and wire_dtype is None and stream is None:
-            handle = self._again(x, name, op, out, timeout, priority)
-            if handle is not None:
-                return handle
+        if type(x) is np.ndarray and timeout is None and not priority and wire_dtype is None and stream is None:
+            handle: Handle[Any] = Handle(loop=self._group.engine.loop)
+            operation = self._start_again(x, name, op, out, handle)
+            if operation is not None:
+                return named(handle, operation)
         return self._all_reduce(x, name, op, out, timeout, priority, wire_dtype, stream=stream)
 
     def all_reduce_many(
@@ -384,46 +384,23 @@ class Verbs:
             op = _checked_op(op, array.dtype)
             wire = None if wire_dtype is None else wire_dtype_of(wire_dtype, array.dtype)
             target = None if out is None else adapt_out(out, array.shape, array.dtype)
-        return self._begin(
+        begun = self._begin(
             name, array, array.shape, target, timeout, priority,
             (Plans.all_reduce, array.dtype, array.shape, op, name or UNNAMED, wire), in_place=True, handle=handle,
         )  # fmt: skip
+        if type(x) is np.ndarray and wire is None and not self._devices.mixed:
+            self._group.compile(name, x, op)
+        return begun
 
-    def _again(
-        self, x: Array, name: str | None, op: Op | str, out: Any, timeout: float | None, priority: int,
-        handle: Handle[Any] | None = None,
-    ) -> Handle[Any] | None:  # fmt: skip
-        """An all_reduce of a kind that this group has done before, and has nothing to wait for or to look at twice.
+    def _start_again(
+        self, x: Array, name: str | None, op: Op | str, out: Any, handle: Handle[Any] | None
+    ) -> Operation | None:
+        """An all_reduce under a name whose last one was alike; None if it has to go the long way.
 
-        None: it is not. This is the way of a small tensor at every step, and saves it a quarter of its time.
+        Without a handle the caller waits for the operation itself.
         """
-        group = self._group
-        if group.waits or timeout is not None or type(priority) is not int or type(op) not in (str, Op):
-            return None
-        if self._devices.mixed:
-            return None
-        self._check_open()
-        check_name(name)
-        plan = group.plans.known(x.dtype, x.shape, op, name or UNNAMED)
-        if plan is None or not x.flags.c_contiguous or not LEAST_URGENT <= priority <= MOST_URGENT:
-            return None
-        if out is not None:
-            if not _can_take(out, x):
-                return None
-            value = out
-        else:
-            try:
-                value = np.empty(x.shape, x.dtype)
-            except MemoryError:
-                return None
-        source, result = (x, value) if x.ndim == 1 else (x.reshape(-1), value.reshape(-1))
-        if handle is None:
-            handle = Handle(loop=group.engine.loop)
-        group.post(
-            plan, name or UNNAMED, overlapping=name is None, source=source, result=result, value=value,
-            timeout_s=None, priority=priority, handle=handle,
-        )  # fmt: skip
-        return handle
+        compiled = self._group.compiled.get(name)
+        return None if compiled is None else compiled.start(x, op, out, handle)
 
     def _begin(
         self, name: str | None, array: HostArray | None, shape: Shape, target: Out | None,
@@ -463,15 +440,6 @@ class Verbs:
         if not isinstance(rank, (int, np.integer)) or not 0 <= rank < size:
             raise ConfigError(f"{what} {rank!r} is not a rank of this group (0 to {size - 1})")
         return int(rank)
-
-
-def _can_take(out: Any, x: Array) -> bool:
-    """Whether a result like ``x`` may go straight to ``out``; what cannot, or not so, is for others to say."""
-    if out is x:
-        return bool(x.flags.writeable)
-    if type(out) is not np.ndarray or out.shape != x.shape or out.dtype is not x.dtype:
-        return False
-    return bool(out.flags.c_contiguous and out.flags.writeable and not np.may_share_memory(out, x))
 
 
 def _check_shares(shape: Shape, size: int) -> None:

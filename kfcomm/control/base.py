@@ -8,7 +8,7 @@ What always holds, for the engine on each rank:
 
 - Each abort is heard at most once, and exactly once by every rank that lives on; never by the rank that sent it.
 - A rank is reported as lost at most once, and never after it was reported as leaving.
-- All `ControlEvents`, and the answers to questions, come on the engine's own loop, in the order in which they
+- All `ControlEvents`, and the answers to questions, come where the engine runs, in the order in which they
   arrived.
 """
 
@@ -28,8 +28,22 @@ ToldClock = Callable[[ClockSample | None], None]
 """Told how a peer's clock relates to this process's; None if that could not be found out."""
 
 
+class Calls(Protocol):
+    """The way into the engine from any thread: a reactor, or an asyncio loop."""
+
+    def call_soon_threadsafe(self, callback: Callable[..., object], *arguments: Any) -> object:
+        """Call back where the engine runs.
+
+        Raises:
+            RuntimeError: it runs no more.
+        """
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """An error that nobody else would hear of."""
+
+
 class ControlEvents(Protocol):
-    """Who hears the news (the engine). All calls come on the engine's loop."""
+    """Who hears the news (the engine). All calls come where the engine runs."""
 
     def adopt(self, sock: socket.socket, rank: int, purpose: Purpose) -> None:
         """``rank`` has opened a connection for data and proven who it is; the socket is the engine's now."""

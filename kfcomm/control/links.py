@@ -1,6 +1,6 @@
 """The control links of one rank: those that are up, and the ones being dialled.
 
-What always holds:
+Invariants:
 
 - A peer counts as linked from its first link to the end of its last. Both sides may dial at once: then there are
   two links, which does no harm; the oldest of more is closed.

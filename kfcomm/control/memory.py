@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kfcomm.control.base import Answer, ControlEvents, StatusSource, ToldClock
+from kfcomm.control.base import Answer, Calls, ControlEvents, StatusSource, ToldClock
 from kfcomm.control.clock import ClockReader, ClockSample, sample_of
 from kfcomm.core.gossip import EVERYBODY, Op
 from kfcomm.errors import LocalProtocolError
@@ -35,10 +35,8 @@ class MemoryHub:
         self._early: dict[int, list[News]] = {rank: [] for rank in range(size)}
         self._numbers = itertools.count()
 
-    def join(
-        self, rank: int, loop: asyncio.AbstractEventLoop, events: ControlEvents, status: StatusSource
-    ) -> MemoryControl:
-        """The plane of ``rank``, whose engine lives on ``loop``.
+    def join(self, rank: int, calls: Calls, events: ControlEvents, status: StatusSource) -> MemoryControl:
+        """The plane of ``rank``, into whose engine ``calls`` lead.
 
         Raises:
             LocalProtocolError: the rank has joined before, or is not of this world.
@@ -46,7 +44,7 @@ class MemoryHub:
         with self.lock:
             if rank not in self._early:
                 raise LocalProtocolError(f"rank {rank} cannot join: it has before, or is not of a world of {self.size}")
-            plane = MemoryControl(self, rank, loop, events, status)
+            plane = MemoryControl(self, rank, calls, events, status)
             self.planes[rank] = plane
             for news in self._early.pop(rank):
                 plane.hear(news)
@@ -97,7 +95,7 @@ class MemoryControl:
         self,
         hub: MemoryHub,
         rank: int,
-        loop: asyncio.AbstractEventLoop,
+        calls: Calls,
         events: ControlEvents,
         status: StatusSource,
     ) -> None:
@@ -105,7 +103,7 @@ class MemoryControl:
         self.status = status
         self.clock: ClockReader = time.monotonic_ns
         self._hub = hub
-        self._loop = loop
+        self._calls = calls
         self._events = events
         self._open = True
         self._released: set[int] = set()
@@ -168,7 +166,7 @@ class MemoryControl:
                 self._hub.declare_lost(self.rank, "it closed without leaving")
 
     def hear(self, news: News) -> None:
-        """Pass news on to the engine, on its loop."""
+        """Pass news on to the engine."""
         if self._open:
             self._post(self._tell, news)
 
@@ -200,5 +198,5 @@ class MemoryControl:
             news(self._events)
 
     def _post(self, callback: Callable[..., object], *arguments: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the engine's loop is closed: nobody is left to be told
-            self._loop.call_soon_threadsafe(callback, *arguments)
+        with contextlib.suppress(RuntimeError):  # the engine runs no more: nobody is left to be told
+            self._calls.call_soon_threadsafe(callback, *arguments)

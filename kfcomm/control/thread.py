@@ -4,7 +4,7 @@ It owns the listener, every handshake of incoming connections, and the control l
 handed to the engine once their peer has proven who it is. A defect in the thread is reported to the engine, as the
 loss of its own rank: without a control plane no promise of the engine can be kept.
 
-What always holds: after `ControlThread.stop` no thread, descriptor or task is left.
+Invariants: after `ControlThread.stop` no thread, descriptor or task is left.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kfcomm.control.base import Answer, ControlEvents, StatusSource, ToldClock
+from kfcomm.control.base import Answer, Calls, ControlEvents, StatusSource, ToldClock
 from kfcomm.control.clock import ClockReader, answer_clock, measure_clock
 from kfcomm.control.node import ControlNode
 from kfcomm.control.upcalls import Upcalls
@@ -115,7 +115,7 @@ class ControlThread:
     Args:
         world: who takes part.
         listener: already bound, so that peers who know of it can connect; closed by `stop`.
-        loop: the engine's loop.
+        calls: the way into the engine.
         events: the engine.
         status: what this rank says of itself; asked on the control thread.
     """
@@ -124,7 +124,7 @@ class ControlThread:
         self,
         world: World,
         listener: Listener,
-        loop: asyncio.AbstractEventLoop,
+        calls: Calls,
         events: ControlEvents,
         status: StatusSource,
         *,
@@ -134,7 +134,7 @@ class ControlThread:
         self._clock = clock
         self._comparing: set[asyncio.Task[None]] = set()
         self._listener = listener
-        self._upcalls = Upcalls(loop, events)
+        self._upcalls = Upcalls(calls, events)
         self._status = status
         self._selector = selectors.DefaultSelector()
         self._loop = asyncio.SelectorEventLoop(self._selector)

@@ -1,29 +1,28 @@
-"""The way from the control thread up to the engine: every call goes to the engine's loop, and none gets lost.
+"""The way from the control thread up to the engine: every call is made where the engine runs, and none gets lost.
 
-What always holds: a socket on its way to the engine has an owner at every moment; if the engine never takes it, it
+Invariants: a socket on its way to the engine has an owner at every moment; if the engine never takes it, it
 is closed.
 """
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 import socket
 from collections.abc import Callable
 from typing import Any
 
-from kfcomm.control.base import ControlEvents
+from kfcomm.control.base import Calls, ControlEvents
 from kfcomm.core.handshake import Purpose
 
 _LOG = logging.getLogger("kfcomm.control")
 
 
 class Upcalls:
-    """Calls `ControlEvents` on the engine's loop; all methods may be called from any thread, and none raises."""
+    """Calls `ControlEvents` where the engine runs; all methods may be called from any thread, and none raises."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, events: ControlEvents) -> None:
-        self._loop = loop
+    def __init__(self, calls: Calls, events: ControlEvents) -> None:
+        self._calls = calls
         self._events = events
         self._closed = False
         self._numbers = itertools.count()
@@ -49,18 +48,18 @@ class Upcalls:
         self.post(self._events.on_leaving, rank)
 
     def report(self, message: str, error: BaseException | None) -> None:
-        """A defect: it is logged, and the engine's loop hears of it as of an error in a callback of its own."""
+        """A defect: it is logged, and the engine hears of it as of an error in a callback of its own."""
         _LOG.error("%s", message, exc_info=error)
         context = {"message": message} if error is None else {"message": message, "exception": error}
-        self.post(self._loop.call_exception_handler, context)
+        self.post(self._calls.call_exception_handler, context)
 
     def post(self, callback: Callable[..., object], *arguments: object) -> bool:
-        """Call back on the engine's loop; False if that is closed, or nothing is to be called any more."""
+        """Call back where the engine runs; False if it runs no more, or nothing is to be called any more."""
         if self._closed:
             return False
         try:
-            self._loop.call_soon_threadsafe(self._call, callback, arguments)
-        except RuntimeError:  # the loop is closed: its engine is gone and has nothing more to hear
+            self._calls.call_soon_threadsafe(self._call, callback, arguments)
+        except RuntimeError:  # it is closed: the engine is gone and has nothing more to hear
             return False
         return True
 

@@ -11,7 +11,7 @@ from typing import Any
 from kfcomm.core.credit import DEFAULT_CREDIT, Credit, ReceiveWindow, SendWindow
 from kfcomm.core.frame import Header
 from kfcomm.core.machine import UP, Effect, Effects, Machine
-from kfcomm.core.program import NOBODY, Lane, Program
+from kfcomm.core.program import Lane, Program
 
 AnySignature = tuple[Any, ...]
 """A ``Signature``, or whatever a peer sent in its place."""
@@ -88,7 +88,13 @@ class Collective(Machine):
         self, program: Program, group: GroupView, key: Key, signature: tuple[int, AnySignature], sizes: ItemSizes
     ) -> None:
         """Take the name, and the number that is the key's next."""
-        self.reset(program)
+        self.program = program
+        self.remaining = num_slots = program.num_slots
+        self.sends = 0
+        self.finished = False
+        self._gate = program.gate
+        self._folded = bytearray(num_slots) if program.small_counts else [0] * num_slots
+        self._held = None
         self.group = group
         self.key = key
         self.seq = key.next_seq
@@ -111,13 +117,33 @@ class Collective(Machine):
         self, number: int, index: int, phase: int, sender: int, nbytes: int, payload: Any, effects: Effects
     ) -> bool:
         """A chunk is here as a whole: take it if it may come now (see ``accepts``) and has the right size."""
-        lane = self.program.lanes.get(number)
-        if lane is None:
+        route = self.program.routes.get((number, phase, sender))
+        if route is None:
             return False
-        position = self.accepts(lane, index, phase, sender)
-        if position == NOBODY or nbytes != self.nbytes_expected(lane, index, phase, position):
+        lane, position, is_partial = route
+        count = lane.count
+        if lane.num_chunks != 1:
+            if index >= lane.num_chunks:
+                return False
+            chunk = self.program.chunk_elements
+            count = min(chunk, count - index * chunk)
+        elif index:
             return False
-        self.arrived(lane, index, phase, position, payload, effects)
+        sizes = self.sizes
+        if nbytes != count * (sizes.partial if is_partial else sizes.item):
+            return False
+        slot = lane.base + index
+        folded = self._folded[slot]
+        if phase:
+            if folded != len(lane.children):
+                return False
+            self._arrived_down(lane, index, payload, effects)
+        else:
+            if position < folded or (self._held and (slot, position) in self._held):
+                return False
+            self._arrived_up(lane, index, position, payload, effects)
+        if not self.remaining:
+            self._check(effects)
         return True
 
     def nbytes_expected(self, lane: Lane, index: int, phase: int, position: int) -> int:

@@ -65,16 +65,20 @@ class SendWindow:
 
 
 class ReceiveWindow:
-    """The receiver's side: what the peer has spent, and what is owed back to it."""
+    """The receiver's side: what the peer has spent, and what is owed back to it.
 
-    __slots__ = ("_credit", "_owed_headers", "_owed_nbytes", "_spent_headers", "_spent_nbytes")
+    Attributes:
+        owed_headers: how many are owed, before which ``settle`` has nothing to say.
+    """
+
+    __slots__ = ("_credit", "_owed_nbytes", "_spent_headers", "_spent_nbytes", "owed_headers")
 
     def __init__(self, credit: Credit) -> None:
         self._credit = credit
         self._spent_nbytes = 0
         self._spent_headers = 0
         self._owed_nbytes = 0
-        self._owed_headers = 0
+        self.owed_headers = 0
 
     def charge(self, nbytes: int) -> bool:
         """The peer spent a header and ``nbytes``; False if it had not that much."""
@@ -85,14 +89,14 @@ class ReceiveWindow:
     def matched(self, nbytes: int) -> None:
         """A charged chunk needs no room any more: its credit is owed back."""
         self._owed_nbytes += nbytes
-        self._owed_headers += 1
+        self.owed_headers += 1
 
     def pass_on(self, nbytes: int) -> bool:
         """``charge`` and ``matched`` of a chunk that needs no room."""
         self._spent_nbytes += nbytes
         self._spent_headers += 1
         self._owed_nbytes += nbytes
-        self._owed_headers += 1
+        self.owed_headers += 1
         return self._spent_nbytes <= self._credit.nbytes and self._spent_headers <= self._credit.headers
 
     def settle(self) -> Credit | None:
@@ -101,12 +105,12 @@ class ReceiveWindow:
         Waiting for a quarter is safe: a sender without credit does not wait for credit, it asks for the post.
         """
         credit = self._credit
-        if self._owed_headers * 4 < credit.headers and self._owed_nbytes * 4 < credit.nbytes:
+        if self.owed_headers * 4 < credit.headers and self._owed_nbytes * 4 < credit.nbytes:
             return None
-        if not self._owed_headers:
+        if not self.owed_headers:
             return None
-        owed = Credit(self._owed_nbytes, self._owed_headers)
+        owed = Credit(self._owed_nbytes, self.owed_headers)
         self._spent_nbytes -= owed.nbytes
         self._spent_headers -= owed.headers
-        self._owed_nbytes = self._owed_headers = 0
+        self._owed_nbytes = self.owed_headers = 0
         return owed

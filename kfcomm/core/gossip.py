@@ -5,7 +5,7 @@ about 2·log2(size) of them and no more than log2(size) steps between any two ra
 rank hands the first copy on to all its neighbours but the one it came from, and drops the others, known by
 ``(origin, number)``. A STATUS answers a QUERY and takes the way back that the first copy of the query came along.
 
-What always holds:
+Invariants:
 
 - Each flood is delivered at most once per rank, and exactly once to every rank that the links in use connect to its
   origin, in whatever order the copies arrive.

@@ -13,7 +13,7 @@ Either side may say REFUSED(why) instead of its next message. A proof is an HMAC
 ``auth``). Its context is all that was said: who proves, the epoch, the purpose, both ranks and uids, both nonces. So
 the two ends agree on each of them, and no proof serves another connection, direction or end.
 
-What always holds:
+Invariants:
 
 - Each side speaks only when it is its turn, so no byte follows the handshake before both sides are done.
 - What the other side says is never raised: it becomes a `Step` whose outcome is REFUSED or BROKEN.

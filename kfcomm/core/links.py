@@ -7,7 +7,7 @@ in flight at the receiver, who waits for a chunk that was lost: a collective tha
 everywhere (see ``program``). So the next link begins by defining these names again, each with the sequence number
 below which a broken link may have lost something; the receiver fails those of them that wait for the sender.
 
-What always holds: when, how often and in which order the two ends hear of a break changes nothing. The receiver
+Invariants: when, how often and in which order the two ends hear of a break changes nothing. The receiver
 fails nothing by itself; if it is the first to notice, it asks the sender to notice too (``LINKS``), by the number
 of the link, so that late or repeated news never concerns a newer one.
 """

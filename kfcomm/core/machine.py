@@ -16,9 +16,10 @@ The life of one chunk, on one rank (``P`` partial results folded so far out of `
 A lane without an up phase begins in *waiting*, or, where its data enters, at *complete*. The machine is
 complete when all its chunks are and when nothing that it sent is still being read from its memory.
 
-It owns no memory and knows no clock, socket or array: it takes events, and appends effects to the caller's
-list for the caller to carry out in order. An effect is a tuple that begins with its tag (a dataclass would
-cost nine times as much, and a chunk makes two to five of them).
+It owns no memory and knows no clock, socket or array: it takes events and decides what follows. What follows goes
+through a few methods (``_send``, ``_fold``, ...). Here they append *effects* to the caller's list, for the caller to
+carry out in order: tuples that begin with their tag. The runtime's operations override these methods and do at once
+what they say, which costs a third; the decisions are the same code.
 """
 
 from __future__ import annotations
@@ -91,10 +92,10 @@ class Machine:
 
     __slots__ = ("_folded", "_gate", "_held", "finished", "program", "remaining", "sends")
 
-    def __init__(self, program: Program) -> None:
-        self.reset(program)
+    _folded: MutableSequence[int]
+    _held: dict[tuple[int, int], Any] | None
 
-    def reset(self, program: Program) -> None:
+    def __init__(self, program: Program) -> None:
         """Nothing has happened yet."""
         self.program = program
         self.remaining = program.num_slots
@@ -104,19 +105,19 @@ class Machine:
         # Children folded per chunk; one more than there are children once the result is here.
         # Bytes where they suffice: unlike a list they are nothing that the garbage collector has to look at.
         num_slots = program.num_slots
-        self._folded: MutableSequence[int] = bytearray(num_slots) if program.small_counts else [0] * num_slots
-        self._held: dict[tuple[int, int], Any] | None = None
+        self._folded = bytearray(num_slots) if program.small_counts else [0] * num_slots
+        self._held = None
 
     def start(self, effects: Effects) -> None:
         """Do all that needs nobody else."""
-        for lane in self.program.lanes.values():
+        for lane in self.program.first:
             if lane.up:
-                if not lane.children:
-                    for index in range(lane.num_chunks):
-                        self._reduced(lane, index, INPUT, effects)
-            elif lane.source == NOBODY and not lane.gated:
+                for index in range(lane.num_chunks):
+                    self._reduced(lane, index, INPUT, effects)
+            else:
                 self._begin(lane, effects)
-        self._check(effects)
+        if not self.remaining:
+            self._check(effects)
 
     def accepts(self, lane: Lane, index: int, phase: int, sender: int) -> int:
         """The position of ``sender`` among the lane's children (0 for the down phase) if this chunk may come now.
@@ -184,19 +185,19 @@ class Machine:
             if self._held is None:
                 self._held = {}
             if position < folded or (slot, position) in self._held:
-                effects.append((RELEASE, self, payload))
+                self._release(payload, effects)
                 return
             self._held[slot, position] = payload
-            effects.append((HOLD, self, payload))
+            self._hold(payload, effects)
             return
         held = self._held
         while True:
             if lane.count:
                 is_last = folded + 1 == len(lane.children)
                 tag = FOLD if not is_last else FOLD_LAST if lane.parent == NOBODY else FOLD_UP
-                effects.append((tag, self, lane, index, payload, folded == 0))
+                self._fold(tag, lane, index, payload, folded == 0, effects)
             else:
-                effects.append((RELEASE, self, payload))
+                self._release(payload, effects)
             folded += 1
             if not held or (slot, folded) not in held:
                 break
@@ -213,38 +214,35 @@ class Machine:
                 self._completed(lane, effects)
             return
         if lane.count and source == INPUT:
-            effects.append((FINISH, self, lane, index))
+            self._finish(lane, index, effects)
         self._folded[lane.base + index] += 1
-        self._send(lane.targets, lane, index, DOWN, RESULT, None, effects)
+        if lane.targets:
+            self._send(lane.targets, lane, index, DOWN, RESULT, None, effects)
         self._completed(lane, effects)
 
     def _begin(self, lane: Lane, effects: Effects) -> None:
         for index in range(lane.num_chunks):
             if lane.keeps:
-                effects.append((COPY, self, lane, index))
+                self._copy(lane, index, effects)
             self._folded[lane.base + index] += 1
-            self._send(lane.targets, lane, index, DOWN, INPUT, None, effects)
+            if lane.targets:
+                self._send(lane.targets, lane, index, DOWN, INPUT, None, effects)
             self._completed(lane, effects)
 
     def _arrived_down(self, lane: Lane, index: int, payload: Any, effects: Effects) -> None:
         if self._folded[lane.base + index] != len(lane.children):
-            effects.append((RELEASE, self, payload))
+            self._release(payload, effects)
             return
         self._folded[lane.base + index] += 1
         if lane.keeps:
-            effects.append((STORE, self, lane, index, payload))
-            self._send(lane.targets, lane, index, DOWN, RESULT, None, effects)
+            self._store(lane, index, payload, effects)
+            if lane.targets:
+                self._send(lane.targets, lane, index, DOWN, RESULT, None, effects)
         else:
-            self._send(lane.targets, lane, index, DOWN, PAYLOAD, payload, effects)
-            effects.append((RELEASE, self, payload))
+            if lane.targets:
+                self._send(lane.targets, lane, index, DOWN, PAYLOAD, payload, effects)
+            self._release(payload, effects)
         self._completed(lane, effects)
-
-    def _send(
-        self, to: tuple[int, ...], lane: Lane, index: int, phase: int, source: int, payload: Any, effects: Effects
-    ) -> None:
-        if to:
-            self.sends += len(to)
-            effects.append((SEND, self, to, lane, index, phase, source, payload))
 
     def _completed(self, lane: Lane, effects: Effects) -> None:
         self.remaining -= 1
@@ -258,4 +256,33 @@ class Machine:
     def _check(self, effects: Effects) -> None:
         if not self.remaining and not self.sends and not self.finished:
             self.finished = True
-            effects.append((DONE, self))
+            self._done(effects)
+
+    # What follows from an event.
+
+    def _send(
+        self, to: tuple[int, ...], lane: Lane, index: int, phase: int, source: int, payload: Any, effects: Effects
+    ) -> None:
+        self.sends += len(to)
+        effects.append((SEND, self, to, lane, index, phase, source, payload))
+
+    def _fold(self, tag: int, lane: Lane, index: int, payload: Any, first: bool, effects: Effects) -> None:
+        effects.append((tag, self, lane, index, payload, first))
+
+    def _hold(self, payload: Any, effects: Effects) -> None:
+        effects.append((HOLD, self, payload))
+
+    def _finish(self, lane: Lane, index: int, effects: Effects) -> None:
+        effects.append((FINISH, self, lane, index))
+
+    def _store(self, lane: Lane, index: int, payload: Any, effects: Effects) -> None:
+        effects.append((STORE, self, lane, index, payload))
+
+    def _copy(self, lane: Lane, index: int, effects: Effects) -> None:
+        effects.append((COPY, self, lane, index))
+
+    def _release(self, payload: Any, effects: Effects) -> None:
+        effects.append((RELEASE, self, payload))
+
+    def _done(self, effects: Effects) -> None:
+        effects.append((DONE, self))

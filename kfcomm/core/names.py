@@ -1,6 +1,6 @@
 """What this rank calls things: the keys it has met, and the small numbers that stand for keys and signatures on links.
 
-What always holds: no two keys in flight have the same number, so that an answer about a number is about one key.
+Invariants: no two keys in flight have the same number, so that an answer about a number is about one key.
 Numbers are used again; both ends of a link keep what a number stands for, so it may be given a new meaning at any
 time. Keys are never forgotten, since their sequence numbers count how often they were used (about 1 KiB each).
 """
@@ -106,6 +106,12 @@ class Names:
             self._numbered[number] = signature
             known = self._signatures[signature] = self._by_identity[id(signature)] = (number, signature)
         return known
+
+    def numbered(self, key: Key, signature: Signature) -> tuple[int, Signature] | None:
+        """The number of a signature that was used before, and itself; None if it, or the key, has lost its number."""
+        if self._owners.get(key.id) is not key:
+            return None
+        return self._by_identity.get(id(signature))
 
     def _number_of(self, role: Signature) -> int:
         """The number of the last but one generation of a signature, if it is still that; else the next."""

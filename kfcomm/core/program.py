@@ -71,6 +71,11 @@ class Lane:
     base: int = 0
     num_chunks: int = 1
 
+    @property
+    def awaited(self) -> bool:
+        """Whether the result of the lane comes to this rank from another one."""
+        return self.source != NOBODY
+
 
 @dataclass(frozen=True, slots=True)
 class Program:
@@ -83,6 +88,9 @@ class Program:
         gate: chunks that must complete before gated lanes begin (0: none begin here).
         neighbours: ranks with which this rank exchanges chunks.
         small_counts: no lane has more children than a byte can count.
+        first: the lanes that begin here at once.
+        routes: what arrives here: by lane number, way (0 up, 1 down) and sender, the lane, the sender's position among
+            the lane's children (0 for down), and whether it sends a partial result.
     """
 
     lanes: dict[int, Lane]
@@ -91,10 +99,21 @@ class Program:
     gate: int
     neighbours: frozenset[int] = field(default_factory=frozenset)
     small_counts: bool = field(init=False, repr=False, compare=False)
+    first: tuple[Lane, ...] = field(init=False, repr=False, compare=False)
+    routes: dict[tuple[int, int, int], tuple[Lane, int, bool]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         most = max((len(lane.children) for lane in self.lanes.values()), default=0)
         object.__setattr__(self, "small_counts", most < MAX_BYTE)
+        first = (lane for lane in self.lanes.values() if not (lane.children if lane.up else lane.gated or lane.awaited))
+        object.__setattr__(self, "first", tuple(first))
+        routes = {}
+        for number, lane in self.lanes.items():
+            for position, child in enumerate(lane.children):
+                routes[number, 0, child] = (lane, position, not lane.leaf_children[position])
+            if lane.down and lane.awaited:
+                routes[number, 1, lane.source] = (lane, 0, False)
+        object.__setattr__(self, "routes", routes)
 
 
 class Builder:

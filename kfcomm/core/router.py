@@ -5,7 +5,7 @@ that are not posted yet. It spends and returns credit and finds mismatches; what
 to ``tombstones``, what a broken link may have lost to ``links``. Links bind to an epoch when they open, so an epoch
 never appears here.
 
-What always holds:
+Invariants:
 
 - Everything that arrives is absorbed at once: by its collective, by the early store (within the peer's
   credit), or dropped, if its collective is over.
@@ -128,15 +128,29 @@ class Router:
         if collective is None:
             collective = Collective()
         collective.begin(program, group, key, self._names.signature(signature), sizes)
-        key.live[key.next_seq] = collective
-        self.live[collective] = None
-        key.next_seq += 1
-        collective.start(effects)
-        if key.early:
-            early = key.early.pop(collective.seq, None)
-            if early is not None:
-                self._replay(early, collective, effects)
+        self._start(key, collective, effects)
         return collective
+
+    def post_again(
+        self, key: Key, group: GroupView, signature: Signature, program: Program, sizes: ItemSizes, effects: Effects,
+        collective: Collective,
+    ) -> bool:  # fmt: skip
+        """Begin the next use of a key, as ``post`` does, if nothing is unusual; False if anything is.
+
+        The key must have been used in this group, with this very signature. A second use in flight is unusual.
+        """
+        if self._dead or self.lost or key.live:
+            return False
+        number = self._names.numbered(key, signature)
+        if number is None:
+            return False
+        collective.begin(program, group, key, number, sizes)
+        self._start(key, collective, effects)
+        return True
+
+    def key(self, group_id: bytes, name: str) -> Key:
+        """What is known of a name, made when it is first met."""
+        return self._names.key(group_id, name)
 
     def refuse(self, group: GroupView, name: str, message: str, effects: Effects, *, seq: int | None = None) -> Cause:
         """A call failed its local checks: it takes its sequence number (see ``post``), and fails on every rank."""
@@ -265,28 +279,32 @@ class Router:
         else:
             incoming.signatures[number] = signature
 
-    def receive(self, incoming: Incoming, header: Header, nbytes: int, payload: Any, effects: Effects) -> bool:
+    def receive(
+        self, incoming: Incoming, header: Header, nbytes: int, payload: Any, effects: Effects
+    ) -> Collective | Early | None:
         """A chunk that is here as a whole: what ``match`` and ``arrived`` do, in one step where all is well.
 
         Returns:
-            Whether the payload is kept for what is not posted yet.
+            Whose it was; ``Early`` if the payload is kept for what is not posted yet, None if it is nobody's.
         """
         _, number, seq, signature_number, lane_number, phase, index, charged = header
         key = incoming.keys.get(number)
         collective = None if key is None else key.live.get(seq)
         if collective is not None and incoming.signatures.get(signature_number) is collective.signature:
             sender = collective.group.index.get(incoming.peer)
-            if sender is not None and collective.take(lane_number, index, phase, sender, nbytes, payload, effects):
-                if charged and not incoming.window.pass_on(nbytes):
-                    effects.append((VIOLATION, incoming, OVERDRAWN))
+            if sender is not None:
                 if not collective.posted >> sender & 1:
                     self._saw(collective, sender, effects)
-                return False
+                if collective.take(lane_number, index, phase, sender, nbytes, payload, effects):
+                    if charged and not incoming.window.pass_on(nbytes):
+                        effects.append((VIOLATION, incoming, OVERDRAWN))
+                    return collective
         ticket = self.match(incoming, header, nbytes, effects)
         if ticket is None:
-            return False
+            return None
         self.arrived(ticket, payload, effects)
-        return type(ticket[0]) is Early
+        target: Collective | Early = ticket[0]
+        return target
 
     def match(self, incoming: Incoming, header: Header, nbytes: int, effects: Effects) -> Ticket | None:
         """Whose chunk this is. None: nobody's, drop the payload (the effects say why, if there is more to say)."""
@@ -418,6 +436,16 @@ class Router:
         return self._dead.get((group_id, name, 0 if key is None else key.next_seq))
 
     # ---------------------------------------------------------------- inside
+
+    def _start(self, key: Key, collective: Collective, effects: Effects) -> None:
+        key.live[key.next_seq] = collective
+        self.live[collective] = None
+        key.next_seq += 1
+        collective.start(effects)
+        if key.early:
+            early = key.early.pop(collective.seq, None)
+            if early is not None:
+                self._replay(early, collective, effects)
 
     def _obstacle(self, group: GroupView, key: Key, overlapping: bool, effects: Effects) -> Cause | None:
         cause = self._tombstones.take(key, key.next_seq) if self._dead else None

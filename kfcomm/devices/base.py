@@ -3,7 +3,7 @@
 A *stream* is a queue of work of one device, done in order; a *mark* is a place in one. *Flat* memory is a
 one-dimensional, contiguous array of the device's own library, of which slices are views.
 
-What always holds: nothing here waits for the device on the thread that calls, except ``close``. Work is done with
+Invariants: nothing here waits for the device on the thread that calls, except ``close``. Work is done with
 memory that the caller keeps alive until it is done.
 
 Implemented by `kfcomm.devices.cuda` over CuPy, and in host memory by `kfcomm.testing`.

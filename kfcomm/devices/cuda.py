@@ -3,7 +3,7 @@
 Streams are CuPy's; those of callers come through ``cuda_calls.as_stream``. Marks are CuPy's events, without timing.
 Flat memory is CuPy's arrays of one dimension.
 
-What always holds: CuPy is imported when a device is made, and not before.
+Invariants: CuPy is imported when a device is made, and not before.
 """
 
 from __future__ import annotations

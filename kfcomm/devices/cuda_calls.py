@@ -1,6 +1,6 @@
 """How CUDA is asked for something, through CuPy: on which device, on which stream, and under which errors.
 
-What always holds: CuPy is imported when something here is called, and not before. The device is the current one of the
+Invariants: CuPy is imported when something here is called, and not before. The device is the current one of the
 thread while CUDA is asked, as every thread has its own. What CUDA refuses is a `TransportError`.
 """
 

@@ -1,6 +1,6 @@
 """Pinned memory of the host, kept for use after use: getting it from the system is slow, and there is not much.
 
-What always holds: `PinnedPool.take` waits for nobody, and the pool never holds more than its limit. What is beyond gets
+Invariants: `PinnedPool.take` waits for nobody, and the pool never holds more than its limit. What is beyond gets
 ordinary memory: ranks that waited for each other's pinned memory, held for different collectives, would wait for ever.
 Memory once pinned stays so until the pool is closed, as giving it back may wait for all work on the device.
 

@@ -1,6 +1,6 @@
 """Which way device memory goes in a group: a function of what its ranks have told each other at join, and no more.
 
-What always holds: the same reports, layout and transport give the same choice, sentence for sentence, so that all
+Invariants: the same reports, layout and transport give the same choice, sentence for sentence, so that all
 ranks choose alike without asking. Nothing here looks at a device, the network or a setting.
 """
 

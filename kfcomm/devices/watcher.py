@@ -1,6 +1,6 @@
 """A thread that waits for one thing after another, and says of each when it is over.
 
-What always holds: whatever was promised is said, once, in the order in which it was promised. The thread starts with
+Invariants: whatever was promised is said, once, in the order in which it was promised. The thread starts with
 the first promise. It is a daemon, as it may wait for a device that never comes back.
 
 Nothing here knows what is waited for.

@@ -4,7 +4,7 @@ A rank with monitoring on listens at an abstract Unix socket (Linux alone has th
 and the rank; ``jobs`` reads the names from /proc/net/unix. Whoever connects gets the statistics of the rank's world as
 one line of JSON, and the end of the connection. Nothing is left of the name when the process is gone, however it went.
 
-What always holds: only processes of the same user are answered, and only theirs are believed (SO_PEERCRED, unix(7)).
+Invariants: only processes of the same user are answered, and only theirs are believed (SO_PEERCRED, unix(7)).
 """
 
 from __future__ import annotations

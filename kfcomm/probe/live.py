@@ -1,6 +1,6 @@
 """A probe of a whole group: its ranks measure in turns, and share what they found.
 
-What always holds: between two slots there is a barrier of the whole group, so that no pair measures while another uses
+Invariants: between two slots there is a barrier of the whole group, so that no pair measures while another uses
 its hosts' ports; a rank whose probe fails fails the next barrier, so that all ranks learn of it and none waits; and
 each probe has sequence numbers of its own, so that one that failed at different places on different ranks does no harm
 to the next. The graphs are the probe's own: strategies are swapped meanwhile as one likes.
@@ -100,7 +100,7 @@ class _Once:
     def _ways_in(self, slot: Slot, limit_s: float) -> tuple[Way, ...]:
         """Both ways of this rank's pair, that which is measured first before the other; none if it rests."""
         group = self._group
-        deadline_s = group.engine.loop.time() + limit_s
+        deadline_s = group.engine.reactor.time() + limit_s
         pair = next((pair for pair in slot if group.view.rank in pair), None)
         if pair is None:
             return ()

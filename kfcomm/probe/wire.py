@@ -27,6 +27,7 @@ from kfcomm.core.collective import GroupView, ItemSizes
 from kfcomm.core.signature import Signature
 from kfcomm.errors import CollectiveTimeout
 from kfcomm.runtime.engine import Engine
+from kfcomm.runtime.operation import Work
 from kfcomm.strategies import build
 from kfcomm.types import Layout, Verb
 
@@ -109,15 +110,16 @@ class Way:
         chunk = chunk_elements(like.dtype)
         signature = Signature(str(Verb.SEND), dtype_name(like.dtype), like.shape, chunk_elements=chunk)
         program = programs.send(self.group.view.rank, like.size, chunk)
-        plan = Plan(signature, program, ItemSizes(size, size), None, like.dtype, -1 if result is None else like.size)
-        loop = self.group.engine.loop
-        handle: Handle[None] = Handle(loop=loop)
-        handle.add_done_callback(_heard)
+        work = Work(None, like.dtype, 2, in_result=False)
+        plan = Plan(signature, program, ItemSizes(size, size), work, -1 if result is None else like.size)
+        engine = self.group.engine
+        handle: Handle[None] = Handle(loop=engine.loop)
+        handle.when_done(engine.reactor, _heard)
         self.under_way = [one for one in self.under_way if not one.done()]
         self.under_way.append(handle)
         self.group.post(
-            plan, PROBE_KEY, overlapping=True, source=source, result=result, timeout_s=self.deadline_s - loop.time(),
-            handle=handle, seq=self.next_seq,
+            plan, PROBE_KEY, overlapping=True, source=source, result=result,
+            timeout_s=self.deadline_s - engine.reactor.time(), handle=handle, seq=self.next_seq,
         )  # fmt: skip
         self.next_seq += 1
         return handle

@@ -1,6 +1,6 @@
 """How contributions are combined: one kernel for each op and dtype, in NumPy, on flat host buffers.
 
-What always holds: a kernel works element by element, so that a result does not depend on how a buffer is cut into
+Invariants: a kernel works element by element, so that a result does not depend on how a buffer is cut into
 chunks; only which of two different NaN an operation on both gives (their sign and payload) is up to the processor.
 Integers wrap around, NaN wins in ``min`` and ``max``, and no overflow or invalid value becomes a Python warning.
 float16 and bfloat16 are summed and multiplied in float32 and rounded once, at the end.

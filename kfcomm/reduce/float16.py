@@ -1,6 +1,6 @@
 """float16 to float32 and back, several times faster than NumPy's own conversions.
 
-What always holds: `widen` and `narrow` give what ``astype`` gives, to the bit. Nothing here knows what is computed.
+Invariants: `widen` and `narrow` give what ``astype`` gives, to the bit. Nothing here knows what is computed.
 Both work on one block (`kfcomm.reduce.base.BLOCK` at most), and may raise NumPy's floating-point warnings: callers
 turn them off.
 """

@@ -1,6 +1,6 @@
 """Arithmetic on float16 and bfloat16 in float32: blocks are widened, folded, and rounded once, at the end.
 
-What always holds: conversions are IEEE 754's, to nearest with ties to even, as NumPy's are, and no floating-point
+Invariants: conversions are IEEE 754's, to nearest with ties to even, as NumPy's are, and no floating-point
 exception becomes a warning. Whether partial results travel, and as what, is not known here.
 """
 

@@ -3,7 +3,7 @@
 NumPy compares them one by one, in 10 ns each. But the bits of floating-point numbers, as magnitudes with a sign, are in
 the order of their values: once those of negative ones are inverted, all but the sign, they compare as 16-bit integers.
 
-What always holds: NaN wins, the first of two; of two zeros the negative one is less.
+Invariants: NaN wins, the first of two; of two zeros the negative one is less.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Numbers that travel in fewer bits than they are kept in: wire dtypes, and the arithmetic on both sides of them.
 
-What always holds: what travels is rounded once, to nearest with ties to even, by way of float32; what arrives is
+Invariants: what travels is rounded once, to nearest with ties to even, by way of float32; what arrives is
 widened without error; sums, averages and products are accumulated in float32. To round what was rounded already
 changes nothing, so that every rank that passes a number on passes on the same bits.
 

@@ -7,7 +7,6 @@ the first one notices too.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from itertools import chain, repeat
 from typing import TYPE_CHECKING
@@ -17,6 +16,7 @@ from kfcomm.core.collective import Collective, Incoming, Outgoing
 from kfcomm.core.links import LINKS
 from kfcomm.core.router import Router
 from kfcomm.runtime.ends import Ends
+from kfcomm.transports.reactor import Reactor, Timer
 
 if TYPE_CHECKING:
     from kfcomm.control import ControlPlane
@@ -35,21 +35,21 @@ class Breaks:
     Args:
         router: what they may have carried.
         ends: where new ones are opened.
-        loop: whose clock counts.
+        reactor: whose clock counts.
         abort: fails a collective here and on every other rank.
     """
 
     def __init__(
-        self, router: Router, ends: Ends, loop: asyncio.AbstractEventLoop, abort: Callable[[Collective, Cause], None]
+        self, router: Router, ends: Ends, reactor: Reactor, abort: Callable[[Collective, Cause], None]
     ) -> None:
         self.control: ControlPlane | None = None
         self._router = router
         self._ends = ends
-        self._loop = loop
+        self._reactor = reactor
         self._abort = abort
         self._settled: set[int] = set()
         self._pauses: dict[int, tuple[float, float]] = {}
-        self._redials: dict[int, asyncio.TimerHandle] = {}
+        self._redials: dict[int, Timer] = {}
 
     def outgoing_broke(self, outgoing: Outgoing, reason: str) -> None:
         """A link that this rank opened has broken, or could not be opened."""
@@ -62,7 +62,7 @@ class Breaks:
         if carried:
             self._fail_unless_lost(self.control, peer, carried, cause)
         if self._router.owes(peer) and peer not in self._redials:
-            self._redials[peer] = self._loop.call_later(self._pause_s(peer), self._redial, peer)
+            self._redials[peer] = self._reactor.call_later(self._pause_s(peer), self._redial, peer)
 
     def incoming_broke(self, incoming: Incoming, reason: str) -> None:
         """A link that a peer opened has broken."""
@@ -113,11 +113,11 @@ class Breaks:
             carried.clear()
 
         control.query([(one.key.group_id, one.key.name, one.seq) for one in carried], peer, answered)
-        self._loop.call_later(VERDICT_WITHIN_S, answered, peer, (), "")
+        self._reactor.call_later(VERDICT_WITHIN_S, answered, peer, (), "")
 
     def _pause_s(self, peer: int) -> float:
         """Longer with every break, so that a peer which breaks every link at once is not kept busy by it."""
-        now_s = self._loop.time()
+        now_s = self._reactor.time()
         last_s, pause_s = self._pauses.get(peer, (-CALM_S, 0.0))
         pause_s = 0.0 if now_s - last_s >= CALM_S else min(max(2 * pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
         self._pauses[peer] = (now_s, pause_s)

@@ -16,6 +16,7 @@ from kfcomm.errors import TransportError
 from kfcomm.runtime.outlet import Outlet
 from kfcomm.runtime.traffic import Traffic
 from kfcomm.transports.base import Link, Owner
+from kfcomm.transports.reactor import Reactor
 
 
 class Ends:
@@ -23,14 +24,14 @@ class Ends:
 
     Args:
         connect: opens a link to a peer (by world rank); raises ``TransportError``.
-        loop: where everything here runs.
+        loop: where links are opened.
+        reactor: who drives them.
         begin: makes the sending end of a new link to a peer, and the frames that come first on it.
         accept: makes the receiving end of a link that a peer opened.
         failed: called with such an end and a reason when its link cannot be opened.
 
     Attributes:
         closing: nothing more is opened.
-        at_once: what is queued does not wait for a turn of the loop.
         are_prompt: links hand over little at a time.
         traffic: what all links have moved, those that have ended included.
     """
@@ -39,16 +40,17 @@ class Ends:
         self,
         connect: Callable[[int], Awaitable[Link]],
         loop: asyncio.AbstractEventLoop,
+        reactor: Reactor,
         begin: Callable[[int], tuple[Outgoing, list[Header]]],
         accept: Callable[[int], Incoming],
         failed: Callable[[Outgoing, str], None],
     ) -> None:
         self.closing = False
-        self.at_once = False
         self.are_prompt = False
         self.traffic = Traffic()
         self._connect = connect
         self._loop = loop
+        self._reactor = reactor
         self._begin = begin
         self._accept = accept
         self._open_failed = failed
@@ -61,14 +63,26 @@ class Ends:
 
     def to(self, peer: int) -> Outlet:
         """The end towards a peer, to be flushed soon; a link is opened if there is none."""
+        outlet = self.towards(peer)
+        self._dirty[outlet] = None
+        return outlet
+
+    def mark(self, outlet: Outlet) -> None:
+        """Something is queued there, to be flushed soon."""
+        self._dirty[outlet] = None
+
+    def towards(self, peer: int) -> Outlet:
+        """The end towards a peer; a link is opened if there is none."""
         outlet = self._outlets.get(peer)
         if outlet is None:
             outlet = self._outlets[peer] = Outlet(*self._begin(peer))
-            task = self._loop.create_task(self._dial(outlet, peer), name=f"kfcomm dial rank {peer}")
-            self._dials.add(task)
-            task.add_done_callback(self._dials.discard)
-        self._dirty[outlet] = None
+            self._loop.call_soon(self._start_to_dial, outlet, peer)
         return outlet
+
+    @property
+    def is_dirty(self) -> bool:
+        """Whether something is queued that has to be flushed."""
+        return bool(self._dirty)
 
     def back(self, incoming: Incoming) -> Link | None:
         """The link that a peer opened, to answer on; to be flushed soon."""
@@ -145,12 +159,10 @@ class Ends:
             link.be_prompt()
 
     def flush_soon(self) -> None:
-        """Move what is queued in the next turn of the loop, with what else is queued until then."""
-        if self.at_once:
-            self.flush()
-        elif not self._flush_scheduled:
+        """Move what is queued when the reactor has its next turn, with what else is queued until then."""
+        if not self._flush_scheduled:
             self._flush_scheduled = True
-            self._loop.call_soon(self.flush)
+            self._reactor.call_soon(self.flush)
 
     def flush(self) -> None:
         """Move what is queued, now."""
@@ -194,6 +206,13 @@ class Ends:
     def _look_if_all_closed(self) -> None:
         if self.closing and not self._links():
             self._all_closed.set()
+
+    def _start_to_dial(self, outlet: Outlet, peer: int) -> None:
+        if self.closing or self._outlets.get(peer) is not outlet:
+            return
+        task = self._loop.create_task(self._dial(outlet, peer), name=f"kfcomm dial rank {peer}")
+        self._dials.add(task)
+        task.add_done_callback(self._dials.discard)
 
     async def _dial(self, outlet: Outlet, peer: int) -> None:
         try:

@@ -5,8 +5,8 @@ caller (``post``, ``cancel``), from links (``transports.base.Inbound``), from th
 clock; each is given to the core, whose effects are carried out at once, in order. Frames are queued meanwhile and
 moved at the end of the burst, so that what belongs together leaves in one write.
 
-Everything runs on one event loop. The engine knows no verb, no array kind and no way to open a link: it is
-given memory and programs, and asks ``connect`` for links.
+It owns no task, no timer and no thread: whoever drives the reactor makes it move. It knows no verb, no array kind and
+no way to open a link: it is given memory and programs, and asks ``connect`` for links.
 """
 
 from __future__ import annotations
@@ -15,42 +15,28 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection
 from time import monotonic
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from kfcomm.core.cause import Cause, CauseKind
-from kfcomm.core.collective import Collective, Early, GroupView, Incoming, ItemSizes, Outgoing, shown
+from kfcomm.core.collective import Collective, Early, GroupView, Incoming, ItemSizes, Key, Outgoing, shown
 from kfcomm.core.credit import DEFAULT_CREDIT, Credit
+from kfcomm.core.deadlines import NEVER
 from kfcomm.core.frame import Header, Kind
-from kfcomm.core.machine import (
-    COPY,
-    DONE,
-    DOWN,
-    FINISH,
-    FOLD,
-    FOLD_LAST,
-    FOLD_UP,
-    HOLD,
-    PAYLOAD,
-    RELEASE,
-    RESULT,
-    SEND,
-    STORE,
-    Effect,
-    Effects,
-)
-from kfcomm.core.program import Program
+from kfcomm.core.machine import DOWN, PAYLOAD, RESULT, SEND, Effect, Effects
+from kfcomm.core.program import Lane, Program
 from kfcomm.core.router import ANSWER, BROKEN, DROPPED, EARLY, FAILED, FLOOD, VIOLATION, Router
 from kfcomm.core.signature import Signature
 from kfcomm.errors import RemoteProtocolError, SessionClosed
 from kfcomm.runtime.breaks import Breaks
 from kfcomm.runtime.buffers import BlockPool, Payload
+from kfcomm.runtime.deadlines import Deadlines
 from kfcomm.runtime.ends import Ends
 from kfcomm.runtime.failures import error_of
 from kfcomm.runtime.meter import Meter
 from kfcomm.runtime.operation import Operation
-from kfcomm.runtime.patience import Patience
 from kfcomm.runtime.recorder import Recorder
 from kfcomm.transports.base import Link
+from kfcomm.transports.reactor import Reactor
 
 if TYPE_CHECKING:
     from kfcomm.control import ControlPlane
@@ -63,13 +49,28 @@ CHUNK, ASK, KEY, SIGNATURE, POSTED, CREDIT, OPEN = (
     int(kind) for kind in (Kind.CHUNK, Kind.ASK, Kind.KEY, Kind.SIGNATURE, Kind.POSTED, Kind.CREDIT, Kind.OPEN)
 )
 
-TAKES = (FOLD, FOLD_LAST, FOLD_UP, STORE)
-
 MANY_NAMES = (
     "rank %d has used %d different names, the last one %r: each is remembered for good, "
     "so give collectives names that come again, not new ones at every step"
 )
 WARN_AT_NAMES = 100_000
+
+
+class Again(Protocol):
+    """What the uses of a key have in common: see ``collectives.plans.Plan``."""
+
+    @property
+    def signature(self) -> Signature:
+        """What all ranks must agree on."""
+
+    @property
+    def program(self) -> Program:
+        """What this rank does."""
+
+    @property
+    def sizes(self) -> ItemSizes:
+        """Bytes per element on the wire."""
+
 
 EarlyListener = Callable[[bytes, str, int, Any], None]
 MismatchListener = Callable[[str, int], None]
@@ -82,13 +83,15 @@ class Engine:
     Args:
         rank: world rank.
         connect: opens a link to a peer (by world rank); raises ``TransportError``.
-        loop: where everything here runs.
+        loop: where links are opened, and those wait who await.
+        reactor: who drives the engine; nothing here runs but in its ``progress`` or under a caller's hand.
         stall_after_s: after how long a wait is reported.
         credit: of every link; the same on every rank.
 
     Attributes:
         tracer: records a timeline, if one is wanted.
         meter: what is counted and timed; None if nothing is.
+        is_unusual: every post goes the long way, since it may be refused.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class Engine:
         rank: int,
         connect: Callable[[int], Awaitable[Link]],
         loop: asyncio.AbstractEventLoop,
+        reactor: Reactor,
         *,
         stall_after_s: float,
         credit: Credit = DEFAULT_CREDIT,
@@ -103,22 +107,27 @@ class Engine:
     ) -> None:
         self.rank = rank
         self.router = Router(rank, credit)
+        self.is_waiting = self.router.live.__len__
         self.recorder = Recorder()
         self.tracer: Tracer | None = None
         self.meter = meter
         self.loop = loop
+        self.reactor = reactor
         self._control: ControlPlane | None = None
         self.early_listeners: dict[bytes, EarlyListener] = {}
         self.mismatch_listeners: dict[bytes, MismatchListener] = {}
         self.loss_listeners: list[Callable[[], None]] = []
         self.end_listeners: list[Callable[[], None]] = []
         self.receivers: list[Callable[[], list[dict[str, Any]]]] = []
-        self.ends = Ends(connect, loop, self.router.open, self.router.opened, self._link_failed)
-        self.breaks = Breaks(self.router, self.ends, loop, self.abort)
-        self.patience = Patience(rank, loop, stall_after_s, announce=self._announce, abort=self.abort)
+        self.ends = Ends(connect, loop, reactor, self.router.open, self.router.opened, self._link_failed)
+        self.breaks = Breaks(self.router, self.ends, reactor, self.abort)
+        self.deadlines = Deadlines(
+            rank, reactor, stall_after_s, in_flight=self.in_flight, announce=self._announce, abort=self.abort
+        )
         self.attend: Callable[[], None] = _nothing
+        self.is_unusual = False
         self.load: Load | None = None
-        self._pool = BlockPool()
+        self.pool = BlockPool()
         self._ended = ""
         self._warn_at = WARN_AT_NAMES
 
@@ -144,31 +153,71 @@ class Engine:
         if self._ended:
             operation.reject(SessionClosed(self._ended))
             return
-        effects: Effects = []
-        outcome = self.router.post(
-            group, name, signature, program, sizes, effects, overlapping=overlapping, seq=seq, collective=operation
-        )
-        if isinstance(outcome, Cause):
-            self._reject(operation, group, name, outcome, effects)
-            return
-        self.recorder.note("posted", name, operation.seq, signature.verb, operation.posted_s)
-        if self.tracer is not None:
-            self.tracer.posted(operation)
-        if not operation.seq and self.router.num_keys >= self._warn_at:
-            self._warn_at *= 10
-            logger.warning(MANY_NAMES, self.rank, self.router.num_keys, name)
         operation.engine = self
-        if operation.priority and not self.ends.are_prompt:
-            self.ends.be_prompt()
+        effects: Effects = []
+        try:
+            cause = self.router.post(
+                group, name, signature, program, sizes, effects, overlapping=overlapping, seq=seq, collective=operation
+            )
+        except Exception as error:
+            if operation not in self.router.live:
+                raise
+            self._broke(operation, error)
+        else:
+            if type(cause) is Cause:
+                self._reject(operation, group, name, cause, effects)
+                return
         if effects:
             self._perform(effects)
-        if operation.future is None:  # it is over, and its caller may go on without a turn of the loop
-            self.ends.flush()
+        ends = self.ends
+        if operation.is_over:  # its caller may go on without a turn of the reactor
+            ends.flush()
             return
-        if effects:
-            self.ends.flush_soon()
-        self.patience.begin(operation, timeout_s)
+        if ends.is_dirty:
+            ends.flush_soon()
+        self.deadlines.begin(operation, NEVER if timeout_s is None else timeout_s)
         self.attend()
+
+    def post_again(self, key: Key, group: GroupView, plan: Again, operation: Operation) -> bool:
+        """Begin the next use of a key whose last was alike, if nothing is unusual; False if anything is.
+
+        The operation has its deadline.
+        """
+        if self.is_unusual:
+            return False
+        operation.engine = self
+        effects: Effects = []
+        try:
+            if not self.router.post_again(key, group, plan.signature, plan.program, plan.sizes, effects, operation):
+                return False
+        except Exception as error:
+            if operation not in self.router.live:
+                raise
+            self._broke(operation, error)
+        if effects:
+            self._perform(effects)
+        ends = self.ends
+        if operation.is_over:
+            ends.flush()
+        else:
+            if ends.is_dirty:
+                ends.flush_soon()
+            if operation.due_s < self.deadlines.next_s:
+                self.deadlines.hurry(operation.due_s)
+            self.attend()
+        return True
+
+    def begins(self, operation: Operation) -> None:
+        """An operation has its place and number; it starts now."""
+        key = operation.key
+        self.recorder.append((operation.posted_s, "posted", key.name, operation.seq, operation.signature[0]))
+        if self.tracer is not None:
+            self.tracer.posted(operation)
+        if operation.priority and not self.ends.are_prompt:
+            self.ends.be_prompt()
+        if not operation.seq and self.router.num_keys >= self._warn_at:
+            self._warn_at *= 10
+            logger.warning(MANY_NAMES, self.rank, self.router.num_keys, key.name)
 
     def finish(self, operation: Operation) -> None:
         """An operation that is carried out elsewhere, and has not failed, is done."""
@@ -208,6 +257,7 @@ class Engine:
 
     def end(self, reason: str) -> None:
         """Fail all that is in flight, here and on the other ranks; from now on posts raise ``SessionClosed``."""
+        self.is_unusual = True
         for listener in list(self.end_listeners):
             listener()
         self.abandon(None, reason)
@@ -226,14 +276,9 @@ class Engine:
 
     async def close(self, timeout_s: float) -> None:
         """Say goodbye on every link and wait, bounded, until the peers have; then close what is left."""
-        self.patience.close()
+        self.deadlines.close()
         self.breaks.close()
         await self.ends.close(timeout_s)
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether something is in flight on this rank."""
-        return bool(self.router.live)
 
     @property
     def control(self) -> ControlPlane | None:
@@ -242,7 +287,7 @@ class Engine:
 
     @control.setter
     def control(self, control: ControlPlane | None) -> None:
-        self._control = self.patience.control = self.breaks.control = control
+        self._control = self.deadlines.control = self.breaks.control = control
 
     # ---------------------------------------------------------------- what the control plane tells
 
@@ -279,17 +324,25 @@ class Engine:
     def receive(self, link: Link, header: Header, payload: memoryview) -> None:
         """A whole frame; ``payload`` may be read during this call only."""
         effects: Effects = []
-        state = link.state
+        state, meter = link.state, self.meter
         if header[0] == CHUNK and type(state) is Incoming:
-            chunk = Payload(payload, None, link)
             if self.tracer is not None:
                 key = state.keys.get(header[1])
                 if key is not None:
                     self.tracer.arrived(link.peer, key, header[2], len(payload))
-            if self.router.receive(state, header, len(payload), chunk, effects):
-                chunk.copy(self._pool)  # nobody knows for how long: what is lent may hold up its sender
-            elif effects and self.meter is not None:
-                self.meter.arrived(link.peer, effects[0])
+            if meter is not None and not meter.now_s:
+                meter.now_s = monotonic()
+            chunk = Payload(payload, None, link)
+            try:
+                whose = self.router.receive(state, header, len(payload), chunk, effects)
+            except Exception as error:  # noqa: BLE001  it ends this collective alone
+                key = state.keys.get(header[1])
+                self._broke(None if key is None else key.live.get(header[2]), error)
+                return
+            if type(whose) is Early:
+                chunk.copy(self.pool)  # nobody knows for how long: what is lent may hold up its sender
+            elif whose is not None and meter is not None:
+                meter.arrived(link.peer, cast("Operation", whose))
         elif type(state) is Incoming:
             self._hear(link, state, header, effects)
         elif header[0] == POSTED:
@@ -331,15 +384,21 @@ class Engine:
     def arrived(self, link: Link, placement: Payload) -> None:
         """The payload of a placement is complete."""
         if placement.ticket is None:
-            placement.release(self._pool)
+            placement.release(self.pool)
             return
         if self.tracer is not None:
             self._trace_arrival(link.peer, placement)
         effects: Effects = []
-        self.router.arrived(placement.ticket, placement, effects)
-        if effects and self.meter is not None:
-            self.meter.arrived(link.peer, effects[0])
-        self._perform(effects)
+        whose = placement.ticket[0]
+        try:
+            self.router.arrived(placement.ticket, placement, effects)
+        except Exception as error:  # noqa: BLE001  it ends this collective alone
+            self._broke(None if type(whose) is Early else whose, error)
+            return
+        if type(whose) is not Early and self.meter is not None:
+            self.meter.arrived(link.peer, whose)
+        if effects:
+            self._perform(effects)
 
     def burst_end(self, link: Link) -> None:
         """All that had arrived was handed over: give credit back, and move what was queued."""
@@ -347,11 +406,12 @@ class Engine:
         if self.meter is not None:
             self.meter.now_s = 0.0
         if type(state) is Incoming:
-            owed = state.window.settle()
+            owed = state.window.settle() if state.window.owed_headers else None
             if owed is not None:
                 link.send((CREDIT, owed.nbytes, owed.headers))
                 self.ends.back(state)
-        self.ends.flush()
+        if self.ends.is_dirty:
+            self.ends.flush()
 
     def lost(self, link: Link, error: BaseException | None) -> None:
         """A link is gone; without a goodbye, what it may have carried fails, and the peer is looked after."""
@@ -374,59 +434,24 @@ class Engine:
 
     def _perform(self, effects: Effects) -> None:
         """Carry out effects in order; the list may grow meanwhile."""
-        queue = iter(effects)
-        effect: Effect = ()
-        while True:
-            try:
-                for effect in queue:
-                    tag = effect[0]
-                    if tag >= ANSWER:
-                        self._tell(effect)
-                        continue
-                    operation: Operation = effect[1]
-                    if operation.failed:
-                        continue
-                    if tag == SEND:  # what small collectives are made of: a call saved for each
-                        self._send(effect, operation, effects)
-                    elif tag in TAKES:
-                        self._take(effect, operation)
-                    elif tag == DONE:
-                        self._done(operation)
-                    else:
-                        self._do(effect, operation)
-                return
-            except Exception as error:
-                logger.exception("rank %d could not carry out an effect", self.rank)
-                if effect[0] >= ANSWER:
-                    raise
-                message = f"{type(error).__name__} on rank {self.rank}: {error}"
-                self.router.abort(effect[1], Cause(CauseKind.INTERNAL, self.rank, message), effects)
+        for effect in effects:
+            if effect[0] >= ANSWER:
+                self._tell(effect)
+            elif not effect[1].failed:  # what a machine decides is done at once; this was held back by the router
+                operation: Operation = effect[1]
+                try:
+                    operation.sends -= self.send(operation, *effect[2:])
+                    operation.was_read(effects, 0)
+                except Exception as error:  # noqa: BLE001  it ends this collective alone
+                    self._broke(operation, error)
 
-    def _take(self, effect: Effect, operation: Operation) -> None:
-        """Fold or store a payload, with which the operation is done then."""
-        tag, _, lane, index, payload, *first = effect
-        if tag == STORE:
-            operation.store(lane, index, payload)
-        elif tag == FOLD:
-            operation.fold(lane, index, payload, first[0])
-        elif tag == FOLD_UP:
-            operation.fold_up(lane, index, payload, first[0], self._reserve)
-        else:
-            operation.fold_last(lane, index, payload, first[0])
-        if payload.home is not None:
-            payload.release(self._pool)
-
-    def _do(self, effect: Effect, operation: Operation) -> None:
-        """Carry out one of a machine's other effects."""
-        tag = effect[0]
-        if tag == FINISH:
-            operation.finish(effect[2], effect[3])
-        elif tag == RELEASE:
-            effect[2].release(self._pool)
-        elif tag == COPY:
-            operation.copy(effect[2], effect[3])
-        elif tag == HOLD:
-            effect[2].keep(self._pool)
+    def _broke(self, operation: Collective | None, error: Exception) -> None:
+        """What a collective was to do could not be done: it fails everywhere. With the error being handled."""
+        if operation is None:
+            raise error
+        logger.error("rank %d could not carry out %s", self.rank, operation.title, exc_info=error)
+        message = f"{type(error).__name__} on rank {self.rank}: {error}"
+        self.abort(operation, Cause(CauseKind.INTERNAL, self.rank, message))
 
     def _tell(self, effect: Effect) -> None:
         """Carry out an effect of the router's own."""
@@ -447,37 +472,58 @@ class Engine:
         elif tag == EARLY:
             listener = self.early_listeners.get(effect[1])
             if listener is not None:
-                self.loop.call_soon(listener, *effect[1:])
+                self.reactor.call_soon(listener, *effect[1:])
         elif tag == DROPPED:
-            effect[1].release(self._pool)
+            effect[1].release(self.pool)
         elif tag == BROKEN:
             self.breaks.peer_says(effect[1], effect[2], effect[3])
 
-    def _send(self, effect: Effect, operation: Operation, effects: Effects) -> None:
-        _, _, ranks, lane, index, _, source, payload = effect
+    def send(
+        self,
+        operation: Operation,
+        ranks: tuple[int, ...],
+        lane: Lane,
+        index: int,
+        phase: int,
+        source: int,
+        payload: Any,
+    ) -> int:
+        """Send a chunk to some group ranks, or hold it back until they may have it; how often it was read by now."""
         if source == PAYLOAD:
-            payload.forwarded(self._pool)
+            payload.forwarded(self.pool)
             data = payload.view
         else:
             data = operation.to_send(lane, index, source)
         nbytes = len(data)
+        key, number, signature = operation.key, operation.signature_id, operation.signature
+        ends, tracer = self.ends, self.tracer
         num_read = 0
         for to in ranks:
             peer = operation.group.members[to]
-            outlet = self.ends.to(peer)
-            before, header = self.router.admit(outlet.state, effect, operation, to, nbytes)
-            for definition in before:
-                outlet.send(definition)
+            outlet = ends.towards(peer)
+            link, state = outlet.link, outlet.state
+            if link is None or link.needs_flush:
+                ends.mark(outlet)
+            is_known = state.keys.get(key.id) is key and state.signatures.get(number) is signature
+            header: Header | None
+            if is_known and operation.posted >> to & 1:
+                header = (CHUNK, key.id, operation.seq, number, lane.number, phase, index, 0)
+            elif is_known and operation.deferred is None and state.window.take(nbytes):
+                header = (CHUNK, key.id, operation.seq, number, lane.number, phase, index, 1)
+            else:
+                effect = (SEND, operation, ranks, lane, index, phase, source, payload)
+                before, header = self.router.admit(state, effect, operation, to, nbytes)
+                for definition in before:
+                    outlet.send(definition)
             if header is None:
                 continue
-            if self.tracer is not None:
-                self.tracer.sent(peer, operation, nbytes)
+            if tracer is not None:
+                tracer.sent(peer, operation, nbytes)
             # Without payload too: who is done may block its loop or exit, so its frames must have left by then.
-            num_read += (outlet.link or outlet).send(header, data if nbytes else None, operation, operation.priority)
-        if num_read:
-            operation.was_read(effects, num_read)  # and what follows from it, after the effects that are under way
+            num_read += (link or outlet).send(header, data if nbytes else None, operation, operation.priority)
+        return num_read
 
-    def _reserve(self, operation: Operation, to: int, nbytes: int) -> memoryview | None:
+    def reserve(self, operation: Operation, to: int, nbytes: int) -> memoryview | None:
         """Memory that the link to a group rank sends from, for a chunk that is made there and sent next."""
         outlet = self.ends.to(operation.group.members[to])
         if outlet.link is None or not self.router.may_send(outlet.state, operation, to, nbytes):
@@ -488,16 +534,16 @@ class Engine:
         """A link no longer reads one of its payloads."""
         effects: Effects = []
         operation.was_read(effects)
-        if effects:
-            self._perform(effects)
 
-    def _done(self, operation: Operation) -> None:
+    def completed(self, operation: Operation) -> None:
+        """All that an operation had to do is done."""
         now_s = monotonic()
         if self.meter is not None:
             self.meter.completed(operation, now_s)
         self.router.complete(operation)
-        self.patience.end(operation)
-        self.recorder.note("completed", operation.key.name, operation.seq, "", now_s)
+        if self.deadlines.has_inquiries:
+            self.deadlines.end(operation)
+        self.recorder.append((now_s, "completed", operation.key.name, operation.seq, ""))
         if self.tracer is not None:
             self.tracer.ended(operation)
         operation.resolve()
@@ -518,7 +564,7 @@ class Engine:
 
     def _failed(self, collective: Collective, cause: Cause) -> None:
         operation = cast("Operation", collective)
-        self.patience.end(operation)
+        self.deadlines.end(operation)
         if self.meter is not None:
             self.meter.failed(collective.group, collective.name)
         self.recorder.note("failed", collective.name, collective.seq, cause.message)
@@ -554,7 +600,7 @@ class Engine:
             operation, lane, index, phase, _ = ticket
             if phase == DOWN and lane.keeps:
                 return Payload(operation.bytes_of(lane, index, RESULT), operation)
-        return Payload.held(self._pool, nbytes)
+        return Payload.held(self.pool, nbytes)
 
     def _trace_arrival(self, peer: int, placement: Payload) -> None:
         ticket, tracer = placement.ticket, self.tracer

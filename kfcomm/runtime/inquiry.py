@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from kfcomm.runtime.operation import Operation
 
 if TYPE_CHECKING:
     from kfcomm.control import ControlPlane
+    from kfcomm.transports.reactor import Reactor
 
 logger = logging.getLogger("kfcomm")
 
@@ -33,29 +33,29 @@ class Inquiry:
         self._asked_s: float | None = None
         self._conclude: Callable[[], None] | None = None
 
-    def ask(self, control: ControlPlane | None, loop: asyncio.AbstractEventLoop, *, report: bool) -> None:
+    def ask(self, control: ControlPlane | None, reactor: Reactor, *, report: bool) -> None:
         """Ask every rank whether it has posted the collective; ``report`` logs the answers when they are in."""
         key = self._operation.key
-        self._asked_s = loop.time()
+        self._asked_s = reactor.time()
         self._unanswered = set(range(self._operation.group.size)) - {self._operation.group.rank}
         if control is not None:
             control.query([(key.group_id, key.name, self._operation.seq)], -1, self._answered)
         if report:
-            loop.call_later(ANSWER_WITHIN_S, self._report)
+            reactor.call_later(ANSWER_WITHIN_S, self._report)
 
-    def conclude(self, control: ControlPlane | None, loop: asyncio.AbstractEventLoop, then: Callable[[], None]) -> None:
+    def conclude(self, control: ControlPlane | None, reactor: Reactor, then: Callable[[], None]) -> None:
         """Call ``then``, once: at once if the question had its time, else when it is answered or has had it.
 
         After a busy loop or with a short timeout, the error would else call ranks silent that were never heard.
         """
         if self._asked_s is None:
-            self.ask(control, loop, report=False)
-        had_s = loop.time() - (self._asked_s or 0.0)
+            self.ask(control, reactor, report=False)
+        had_s = reactor.time() - (self._asked_s or 0.0)
         self._conclude = then
         if had_s >= GRACE_S or not self._unanswered:
             self._concluded()
         else:
-            loop.call_later(GRACE_S - had_s, self._concluded)
+            reactor.call_later(GRACE_S - had_s, self._concluded)
 
     def _concluded(self) -> None:
         then, self._conclude = self._conclude, None

@@ -19,8 +19,6 @@ from threading import Lock
 from time import monotonic
 from typing import TYPE_CHECKING, TypeAlias
 
-from kfcomm.core.machine import Effect
-from kfcomm.core.router import ANSWER
 from kfcomm.runtime.steady import steady
 
 if TYPE_CHECKING:
@@ -158,11 +156,8 @@ class Meter:
         self._tallies: Tallies = {}
         self._others: dict[bytes, Tally] = {}
 
-    def arrived(self, peer: int, effect: Effect) -> None:
-        """A chunk of ``peer`` had this as its first effect. The clock is read once a burst."""
-        if effect[0] >= ANSWER:  # it was nobody's
-            return
-        operation: Operation = effect[1]
+    def arrived(self, peer: int, operation: Operation) -> None:
+        """A chunk of ``peer`` was this operation's. The clock is read once a burst."""
         now_s = self.now_s
         if not now_s:
             now_s = self.now_s = monotonic()

@@ -1,8 +1,8 @@
 """One collective in flight, with its memory: the caller's input, the partial result and the result.
 
-An operation carries out what its machine decides: it folds, stores and copies chunks, and shows links the
-bytes to send. Partial results are kept in the result's own memory where that can be (the same dtype, and the
-rank keeps every chunk that it folds); else in scratch memory of the accumulation dtype.
+An operation is a machine that does at once what it decides: it folds, stores and copies chunks, and gives links the
+bytes to send. Partial results are kept in the result's own memory where that can be (the same dtype, and the rank
+keeps every chunk that it folds); else in scratch memory of the accumulation dtype.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from kfcomm.core.collective import Collective
-from kfcomm.core.machine import INPUT, PARTIAL, RESULT
+from kfcomm.core.deadlines import NEVER
+from kfcomm.core.machine import FOLD_LAST, FOLD_UP, INPUT, PARTIAL, RESULT, Effects
 from kfcomm.core.program import Lane
 from kfcomm.errors import InternalError
 
@@ -25,14 +26,37 @@ if TYPE_CHECKING:
     from kfcomm.runtime.engine import Engine
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
-Reserve: TypeAlias = "Callable[[Operation, int, int], memoryview | None]"
-"""From an operation, a group rank and a number of bytes to memory that its link sends from, if there is any."""
 
 COPIED_NBYTES = 1 << 11
 """A chunk up to this size is sent from a copy: 0.1 µs, where a view costs 0.3 and the garbage collector two objects."""
 
 _NOTHING = np.empty(0, np.uint8)
 _EMPTY = memoryview(b"")
+
+
+class Work:
+    """What is done with the data of one kind of collective; the same for all that share a plan.
+
+    Args:
+        kernel: how contributions are folded, or None for verbs that only move data.
+        dtype: of input and result, or None where there is no data.
+        size: number of contributions (for averages).
+        in_result: this rank keeps every chunk that it folds, so that partial results may live in the result.
+
+    Attributes:
+        item: bytes of an element of input and result.
+        is_partial_shared: partial results do live in the result.
+    """
+
+    __slots__ = ("dtype", "in_result", "is_partial_shared", "item", "kernel", "size")
+
+    def __init__(self, kernel: Kernel | None, dtype: np.dtype[Any] | None, size: int, *, in_result: bool) -> None:
+        self.kernel = kernel
+        self.dtype = dtype
+        self.size = size
+        self.in_result = in_result
+        self.item = 1 if dtype is None else dtype.itemsize
+        self.is_partial_shared = in_result and kernel is not None and kernel.accumulate_dtype == kernel.dtype
 
 
 class Operation(Collective):
@@ -42,79 +66,118 @@ class Operation(Collective):
     flight are half the work for the garbage collector, and no work at all when they are over.
 
     Args:
-        future: resolved with what the caller gets, or rejected. Its slot ``operation`` is emptied at the end.
+        future: resolved with what the caller gets, or rejected; its slot ``operation`` is emptied at the end. None: the
+            caller looks whether it is ``done`` and asks for the ``result`` itself.
         source: flat input, or None where this rank gives nothing.
         result: flat memory of the result, or None where this rank keeps nothing.
-        kernel: how contributions are folded, or None for verbs that only move data.
-        dtype: of both, or None where there is no data.
-        size: number of contributions (for averages).
-        in_result: this rank keeps every chunk that it folds, so that partial results may live in ``result``.
+        work: what is done with them.
         value: what the caller gets.
-        outcome: if given, the caller gets ``outcome(value)``.
+        finish: if given, the caller gets ``finish(value)``.
         priority: see ``transports.base.Link.send``.
 
     Attributes:
         engine: set when it is posted.
+        is_over: it is complete or has failed.
         failed: an error was raised for it; nothing touches its memory any more.
+        error: that one.
         posted_s: when it was made, by the monotonic clock.
         heard_s: when a chunk for it came last, or else it was posted; kept up by the meter alone.
+        timeout_s, due_s, told: see ``core.deadlines.Waiting``.
     """
 
-    __slots__ = (
-        "_in",
-        "_in_view",
-        "_item",
-        "_kernel",
-        "_last",
-        "_out",
-        "_out_view",
-        "_partial",
-        "_partial_shared",
-        "_partial_view",
-        "_size",
-        "engine",
-        "failed",
-        "future",
-        "heard_s",
-        "outcome",
-        "posted_s",
-        "priority",
-        "value",
-    )  # fmt: skip
+    # Most stay what they are here: then they cost an operation neither time nor memory.
+    engine: Engine
+    is_over = failed = False
+    error: BaseException | None = None
+    value: Any = None
+    finished_by: Callable[[Any], Any] | None = None
+    priority = 0
+    timeout_s = due_s = NEVER
+    told = 0
+    _partial: Array | None = None
+    _in_view: memoryview | None = None
+    _partial_view: memoryview | None = None
+    _out_view: memoryview | None = None
+    _last: tuple[Lane, int, int, memoryview] | None = None
 
     def __init__(
         self,
         future: Any,
-        *,
         source: Array | None,
         result: Array | None,
-        kernel: Kernel | None,
-        dtype: np.dtype[Any] | None,
-        size: int,
-        in_result: bool,
+        work: Work,
+        *,
         value: Any = None,
-        outcome: Callable[[Any], Any] | None = None,
+        finish: Callable[[Any], Any] | None = None,
         priority: int = 0,
     ) -> None:
         self.future = future
-        self.value = value
-        self.outcome = outcome
-        self.priority = priority
-        self.engine: Engine
-        self.failed = False
-        self.posted_s = self.heard_s = time.monotonic()
         self._in = _NOTHING if source is None else source
         self._out = _NOTHING if result is None else result
-        self._item = 1 if dtype is None else dtype.itemsize
-        self._kernel = kernel
-        self._size = size
-        self._partial_shared = in_result and kernel is not None and kernel.accumulate_dtype == kernel.dtype
-        self._partial: Array | None = self._out if self._partial_shared else None
-        self._in_view: memoryview | None
-        self._partial_view: memoryview | None
-        self._out_view: memoryview | None
-        self._last: tuple[Lane, int, int, memoryview] | None
-        self._in_view = self._partial_view = self._out_view = self._last = None
+        self.work = work
+        self.posted_s = self.heard_s = time.monotonic()
+        if value is not None:
+            self.value = value
+        if finish is not None:
+            self.finished_by = finish
+        if priority:
+            self.priority = priority
+
+    # What the machine decides is done at once.
+
+    def start(self, effects: Effects) -> None:
+        """See ``Machine.start``."""
+        self.engine.begins(self)
+        super().start(effects)
+
+    def _send(
+        self, to: tuple[int, ...], lane: Lane, index: int, phase: int, source: int, payload: Any, effects: Effects
+    ) -> None:
+        self.sends += len(to)
+        self.sends -= self.engine.send(self, to, lane, index, phase, source, payload)
+
+    def _fold(self, tag: int, lane: Lane, index: int, payload: Payload, first: bool, effects: Effects) -> None:
+        if tag == FOLD_LAST:
+            self.fold_last(lane, index, payload, first)
+        elif tag == FOLD_UP:
+            self.fold_up(lane, index, payload, first)
+        else:
+            self.fold(lane, index, payload, first)
+        if payload.home is not None:
+            payload.release(self.engine.pool)
+
+    def _hold(self, payload: Payload, effects: Effects) -> None:
+        payload.keep(self.engine.pool)
+
+    def _finish(self, lane: Lane, index: int, effects: Effects) -> None:
+        self.finish(lane, index)
+
+    def _store(self, lane: Lane, index: int, payload: Payload, effects: Effects) -> None:
+        self.store(lane, index, payload)
+        if payload.home is not None:
+            payload.release(self.engine.pool)
+
+    def _copy(self, lane: Lane, index: int, effects: Effects) -> None:
+        self.copy(lane, index)
+
+    def _release(self, payload: Payload, effects: Effects) -> None:
+        payload.release(self.engine.pool)
+
+    def _done(self, effects: Effects) -> None:
+        self.engine.completed(self)
+
+    # Its end, for whoever waits.
+
+    def done(self) -> bool:
+        """Whether it is over."""
+        return self.is_over
+
+    def cancel(self) -> bool:
+        """End it everywhere; False if it is over already."""
+        if self.is_over:
+            return False
+        self.engine.cancel(self)
+        return True
 
     def sent(self) -> None:
         """A link no longer reads one of this operation's payloads."""
@@ -129,19 +192,27 @@ class Operation(Collective):
         """Bytes of the result on this rank, or of the input where it gets none."""
         return self._out.nbytes or self._in.nbytes
 
-    @property
-    def is_over(self) -> bool:
-        """Whether it is complete or has failed."""
-        return self.future is None
+    def result(self) -> Any:
+        """What the caller gets, once it is over.
+
+        Raises:
+            KfcommError: it has failed.
+        """
+        if self.error is not None:
+            raise self.error
+        return self.value if self.finished_by is None else self.finished_by(self.value)
 
     def resolve(self) -> None:
         """It is complete: hand the outcome to whoever waits."""
-        future, self.future = self.future, None
-        future.operation = None
+        self.is_over = True
+        future = self.future
+        if future is None:
+            return
+        self.future = future.operation = None
         if future.done():
             return
         try:
-            outcome = self.value if self.outcome is None else self.outcome(self.value)
+            outcome = self.result()
         except Exception as error:  # noqa: BLE001  of the caller's array library: it belongs to the caller, not to this loop
             future.set_exception(error)
         else:
@@ -149,16 +220,27 @@ class Operation(Collective):
 
     def reject(self, error: BaseException) -> None:
         """It failed: tell whoever waits, and touch no memory any more."""
-        self.failed = True
+        self.is_over = self.failed = True
+        self.error = error
         future, self.future = self.future, None
-        future.operation = None
-        if not future.done():
-            future.set_exception(error)
+        if future is not None:
+            future.operation = None
+            if not future.done():
+                future.set_exception(error)
+
+    # Its memory.
 
     def to_send(self, lane: Lane, index: int, source: int) -> memoryview | bytes:
         """The bytes of one chunk, to be read by links: a copy of them if they are few."""
+        if (
+            source == INPUT
+            and lane.num_chunks == 1
+            and 0 < self._in.nbytes <= COPIED_NBYTES
+            and lane.count == self._in.size
+        ):
+            return self._in.tobytes()
         start, stop = self._bounds(lane, index)
-        if (stop - start) * self._item > COPIED_NBYTES:
+        if (stop - start) * self.work.item > COPIED_NBYTES:
             return self.bytes_of(lane, index, source)
         return self._part(lane, source, start, stop).tobytes() if stop else b""
 
@@ -172,12 +254,12 @@ class Operation(Collective):
         last = self._last
         if last is not None and last[1] == index and last[0] is lane and last[2] == source:
             return last[3]
-        item = self._item
+        item = self.work.item
         if source == INPUT:
             view = self._in_view
             if view is None:
                 view = self._in_view = self._in.view(np.uint8).data
-        elif source == RESULT or self._partial_shared:
+        elif source == RESULT or self.work.is_partial_shared:
             view = self._out_view
             if view is None:
                 view = self._out_view = self._out.view(np.uint8).data
@@ -197,18 +279,18 @@ class Operation(Collective):
         start, stop = self._bounds(lane, index)
         partial = self._part(lane, PARTIAL, start, stop)
         own = self._part(lane, INPUT, start, stop) if first else partial
-        kernel = self._kernel or self._folding()
+        kernel = self.work.kernel or self._folding()
         kernel.fold(own, self._contribution(kernel, payload, stop - start), partial)
 
-    def fold_up(self, lane: Lane, index: int, payload: Payload, first: bool, reserve: Reserve) -> None:
+    def fold_up(self, lane: Lane, index: int, payload: Payload, first: bool) -> None:
         """As ``fold``, for a partial result that is complete and goes to the lane's parent next.
 
         It is made where the link sends from, if the link has room: then nothing is copied.
         """
         start, stop = self._bounds(lane, index)
-        kernel = self._kernel or self._folding()
+        kernel = self.work.kernel or self._folding()
         nbytes = (stop - start) * kernel.accumulate_dtype.itemsize
-        room = reserve(self, lane.parent, nbytes) if nbytes > COPIED_NBYTES else None
+        room = self.engine.reserve(self, lane.parent, nbytes) if nbytes > COPIED_NBYTES else None
         if room is None:
             self.fold(lane, index, payload, first)
             return
@@ -222,14 +304,14 @@ class Operation(Collective):
         start, stop = self._bounds(lane, index)
         own = self._part(lane, INPUT if first else PARTIAL, start, stop)
         result = self._part(lane, RESULT, start, stop)
-        kernel = self._kernel or self._folding()
-        kernel.last(own, self._contribution(kernel, payload, stop - start), result, self._size)
+        kernel = self.work.kernel or self._folding()
+        kernel.last(own, self._contribution(kernel, payload, stop - start), result, self.work.size)
 
     def finish(self, lane: Lane, index: int) -> None:
         """Make the result of the input, the only contribution."""
         start, stop = self._bounds(lane, index)
         source = self._part(lane, INPUT, start, stop)
-        self._folding().finish(source, self._part(lane, RESULT, start, stop), self._size)
+        self._folding().finish(source, self._part(lane, RESULT, start, stop), self.work.size)
 
     def store(self, lane: Lane, index: int, payload: Payload) -> None:
         """Make the result of a payload, unless it arrived there."""
@@ -260,9 +342,9 @@ class Operation(Collective):
         return np.frombuffer(view, dtype)
 
     def _folding(self) -> Kernel:
-        if self._kernel is None:
+        if self.work.kernel is None:
             raise InternalError("a verb that does not reduce was given something to fold")
-        return self._kernel
+        return self.work.kernel
 
     def _array(self, source: int) -> Array:
         if source == INPUT:
@@ -274,12 +356,15 @@ class Operation(Collective):
         return self._out
 
     def _offset(self, lane: Lane, source: int) -> int:
-        if source == INPUT or (source == PARTIAL and not self._partial_shared):
+        if source == INPUT or (source == PARTIAL and not self.work.is_partial_shared):
             return lane.input_offset
         return lane.result_offset
 
     def _part(self, lane: Lane, source: int, start: int, stop: int) -> Array:
-        array = self._in if source == INPUT else self._out if source == RESULT else self._partial
+        if source == INPUT:
+            array: Array | None = self._in
+        else:
+            array = self._out if source == RESULT or self.work.is_partial_shared else self._partial
         if array is None:
             array = self._array(source)
         if stop - start == array.size:  # all of it: a slice costs 0.15 µs

@@ -1,7 +1,7 @@
 """What the links of one rank have moved, by peer and kind of link, those that have ended included.
 
 The links count for themselves; here they are only known, added up when somebody asks, and remembered as a sum when
-they end. What always holds: no sum ever falls, on whatever thread it is read.
+they end. Invariants: no sum ever falls, on whatever thread it is read.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The memory of one collective whose chunks travel in another dtype than the caller's.
 
-What always holds: links are shown memory of the operation's own, never the caller's. It has room for one chunk's
+Invariants: links are shown memory of the operation's own, never the caller's. It has room for one chunk's
 converted bytes at each chunk's place, no more: a chunk goes up at most once, and its result comes down, or is sent
 down, only after the other end has had all of that. What goes down is what came, or what the root has rounded: every
 rank makes its result of the same bytes.
@@ -14,13 +14,26 @@ import numpy as np
 
 from kfcomm.core.machine import INPUT, PARTIAL, RESULT
 from kfcomm.core.program import Lane
-from kfcomm.runtime.operation import Array, Operation, Reserve
+from kfcomm.runtime.operation import Array, Operation, Work
 
 if TYPE_CHECKING:
-    from kfcomm.reduce import Wire
+    from kfcomm.reduce import Kernel, Wire
     from kfcomm.runtime.buffers import Payload
 
 _EMPTY = memoryview(b"")
+
+
+class WiredWork(Work):
+    """What is done with data that travels in another dtype."""
+
+    __slots__ = ("wire",)
+
+    def __init__(
+        self, kernel: Kernel | None, dtype: np.dtype[Any] | None, size: int, *, in_result: bool, wire: Wire
+    ) -> None:
+        super().__init__(kernel, dtype, size, in_result=in_result)
+        self.is_partial_shared = in_result and wire.dtype == np.float32
+        self.wire = wire
 
 
 class WiredOperation(Operation):
@@ -28,16 +41,12 @@ class WiredOperation(Operation):
 
     Args:
         wire: converts, and folds in float32: the kernel is not used.
-        future, in_result, others: see ``Operation``.
+        future, source, result, work, others: see ``Operation``.
     """
 
-    __slots__ = ("_converted", "_sent_up", "_wire")
-
-    def __init__(self, future: Any, *, wire: Wire, in_result: bool, **others: Any) -> None:
-        super().__init__(future, in_result=in_result, **others)
-        self._partial_shared = in_result and wire.dtype == np.float32
-        self._partial = self._out if self._partial_shared else None
-        self._wire = wire
+    def __init__(self, future: Any, source: Array | None, result: Array | None, work: WiredWork, **others: Any) -> None:
+        super().__init__(future, source, result, work, **others)
+        self._wire = work.wire
         self._converted: Array | None = None
         self._sent_up: set[int] = set()
 
@@ -70,7 +79,7 @@ class WiredOperation(Operation):
         own = self._part(lane, INPUT, start, stop) if first else partial
         self._wire.fold(own, self._arrived(payload), partial)
 
-    def fold_up(self, lane: Lane, index: int, payload: Payload, first: bool, reserve: Reserve) -> None:
+    def fold_up(self, lane: Lane, index: int, payload: Payload, first: bool) -> None:
         """See ``Operation.fold_up``: what is sent is converted, and never where the partial result is."""
         self.fold(lane, index, payload, first)
 
@@ -79,14 +88,14 @@ class WiredOperation(Operation):
         start, stop = self._bounds(lane, index)
         own = self._part(lane, INPUT if first else PARTIAL, start, stop)
         sent = self._place(lane, start, stop) if lane.down else None
-        self._wire.last(own, self._arrived(payload), self._size, self._part(lane, RESULT, start, stop), sent)
+        self._wire.last(own, self._arrived(payload), self.work.size, self._part(lane, RESULT, start, stop), sent)
 
     def finish(self, lane: Lane, index: int) -> None:
         """Make the result of the input, the only contribution."""
         start, stop = self._bounds(lane, index)
         sent = self._place(lane, start, stop) if lane.down else None
         own = self._part(lane, INPUT, start, stop)
-        self._wire.finish(own, self._size, self._part(lane, RESULT, start, stop), sent)
+        self._wire.finish(own, self.work.size, self._part(lane, RESULT, start, stop), sent)
 
     def store(self, lane: Lane, index: int, payload: Payload) -> None:
         """Make the result of a payload, and keep its bytes if they are to be passed on."""

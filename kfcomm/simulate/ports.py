@@ -1,7 +1,7 @@
 """Ports, whose rate is shared fairly among what passes, and flows, each of which passes several at once.
 
 A *flow* is what one rank sends to another: chunks, one after the other. On its way lie *ports*: out of the host,
-perhaps up to a core of the network and down again, into the other host; or the memory inside one. What always holds:
+perhaps up to a core of the network and down again, into the other host; or the memory inside one. Invariants:
 
 - A port divides its rate equally among the flows that have a chunk in it, at every moment. Two flows that share a
   port for as long get half each.

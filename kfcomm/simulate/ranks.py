@@ -1,6 +1,6 @@
 """A rank of a simulation: a core machine, and the processor time that its effects take.
 
-What always holds: a rank does one thing at a time, in the order in which chunks arrive, as the runtime's event loop
+Invariants: a rank does one thing at a time, in the order in which chunks arrive, as the runtime's event loop
 does. Each message that it sends or receives takes ``overhead_s``, and the time of its bytes if it crosses hosts; each
 fold takes that of its bytes. What a chunk makes
 it send leaves when all that the chunk made it do is done, like the frames of a burst; within one flow, chunks leave in

@@ -7,14 +7,14 @@
         h = comm.all_reduce_async(x, name="grad/1")
         y = h.wait()
 
-A thin skin over ``kfcomm.Communicator``, which lives on an I/O thread.
+A thin skin over ``kfcomm.Communicator``, whose engine the callers drive themselves.
 """
 
 from typing import TYPE_CHECKING
 
 from kfcomm.lazy import imported_when_used
 from kfcomm.sync.communicator import Communicator, Queue, init
-from kfcomm.sync.thread import Handle
+from kfcomm.sync.handle import Handle
 
 if TYPE_CHECKING:
     from kfcomm.sync.adaptation import Adaptation

@@ -30,7 +30,7 @@ class Adaptation(Skin[Async]):
         self, comm: Communicator, policies: Sequence[Policy], *, every: int = 1, meter: Meter | None = None
     ) -> None:
         inner = comm._io.run(Async, comm._inner, policies, every=every, meter=meter)
-        super().__init__(comm._io, inner)
+        super().__init__(comm._driver, inner, comm._session)
         self._comm = comm
 
     @property

@@ -1,7 +1,7 @@
 """The blocking communicator: the verbs of ``kfcomm.Communicator`` for programs without an event loop.
 
-Every method may be called from any thread, by many at once. The async communicator that does the work lives on an
-I/O thread; sub-groups share it. Calls of one thread are begun in the order of the calls.
+Every method may be called from any thread, by many at once. A call that blocks does the work of the engine itself; an
+I/O thread does it while none does; sub-groups share it. Calls of one thread are posted in the order of the calls.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from kfcomm.collectives.messages import Queue as AsyncQueue
 from kfcomm.communicator import Communicator as Async
-from kfcomm.communicator import init as async_init
+from kfcomm.communicator import Init, prepare
 from kfcomm.devices.routes import Choice
 from kfcomm.errors import KfcommError, SessionClosed
 from kfcomm.rendezvous.settings import Arguments
 from kfcomm.strategies import AnyStrategy, StrategySpec
-from kfcomm.sync.skin import ARRAY, MANY, OBJECT, OBJECTS, PARTS, PLAIN, Skin, begun, blocking, plain
+from kfcomm.sync.driver import Driver
+from kfcomm.sync.skin import ARRAY, MANY, OBJECT, OBJECTS, PARTS, PLAIN, Skin, again, begun, blocking, plain
 from kfcomm.sync.thread import IoThread
 from kfcomm.types import Layout
 
@@ -35,13 +36,12 @@ class Communicator(Skin[Async]):
     ``kfcomm.sync.Handle`` instead of waiting. On the I/O thread itself (in a handle's callback) the blocking forms
     raise ``WouldDeadlock``; on a thread that runs an event loop of its own they block that loop.
 
-    Cost: where all ranks share memory, and in a world of one, the caller does the work itself; elsewhere 25 to 50 µs
-    more than the async verb, for the way to the I/O thread and back.
+    Cost: the caller does the work itself, over every link, without a hand-over to another thread. Only what has steps
+    of its own (``group``, ``split``, ``probe``, ``request``, queues) goes by way of the I/O thread: 25 to 50 µs.
     """
 
-    def __init__(self, io: IoThread, inner: Async, *, owns_io: bool = False) -> None:
-        session = inner._session
-        super().__init__(io, inner, session if inner.layout.size == 1 or session.hub is not None else None)
+    def __init__(self, driver: Driver, inner: Async, *, owns_io: bool = False) -> None:
+        super().__init__(driver, inner, inner._session)
         self._owns_io = owns_io
         if owns_io:
             atexit.register(self._close_at_exit)
@@ -51,7 +51,7 @@ class Communicator(Skin[Async]):
 
     # ---------------------------------------------------------------- collectives
 
-    all_reduce = blocking(Async.all_reduce, ARRAY)
+    all_reduce = again(blocking(Async.all_reduce, ARRAY))
     """Every rank gets ``x[0] ∘ x[1] ∘ ...``, element by element."""
     all_reduce_async = begun(Async.all_reduce, ARRAY)
     """Begin an ``all_reduce``."""
@@ -149,7 +149,8 @@ class Communicator(Skin[Async]):
     def save(self, name: str, x: Any, *, version: int | None = None) -> int:
         """Keep a copy of ``x`` for others to ``request``; returns its version. See ``kfcomm.Communicator.save``."""
         self._check_open()
-        return self._io.run(self._inner.save, name, plain(x), version=version)
+        kept = plain(x)
+        return self._driver.run(lambda: self._inner.save(name, kept, version=version), self._session)
 
     def queue(self, name: str, source: int, target: int, *, capacity: int = 16) -> Queue:
         """An ordered queue of arrays from rank ``source`` to ``target``. See ``kfcomm.Communicator.queue``."""
@@ -170,7 +171,7 @@ class Communicator(Skin[Async]):
         self._check_open()
         members = tuple(ranks)
         inner = self._io.wait_for(lambda: self._inner.group(members, name, strategy=strategy, timeout=timeout))
-        return Communicator(self._io, inner)
+        return Communicator(self._driver, inner)
 
     def split(
         self, color: int | str | None, key: int = 0, name: str = "split", *, timeout: float | None = None
@@ -178,7 +179,7 @@ class Communicator(Skin[Async]):
         """A communicator of the ranks that give the same ``color``. See ``kfcomm.Communicator.split``."""
         self._check_open()
         inner = self._io.wait_for(lambda: self._inner.split(color, key, name, timeout=timeout))
-        return None if inner is None else Communicator(self._io, inner)
+        return None if inner is None else Communicator(self._driver, inner)
 
     # ---------------------------------------------------------------- who and where
 
@@ -258,11 +259,12 @@ class Communicator(Skin[Async]):
         """
         if self._io.is_inherited or self._io.is_stopped:
             return
+        self._driver.heal(self._session)
         with contextlib.suppress(SessionClosed):
             # another thread closes it too, and was faster
             self._io.wait_for(self._inner.close)
         if self._owns_io:
-            self._io.stop()
+            self._driver.stop()
             atexit.unregister(self._close_at_exit)
 
     def __enter__(self) -> Self:
@@ -286,7 +288,7 @@ class Queue(Skin[AsyncQueue]):
     """One end of an ordered, bounded queue of arrays between two ranks; see ``Communicator.queue``."""
 
     def __init__(self, comm: Communicator, inner: AsyncQueue) -> None:
-        super().__init__(comm._io, inner)
+        super().__init__(comm._driver, inner, comm._session)
         self._comm = comm
 
     put = blocking(AsyncQueue.put, PLAIN)
@@ -312,10 +314,10 @@ def init(**arguments: Unpack[Arguments]) -> Communicator:
         ConfigError: the settings cannot work.
         RendezvousError: the peers do not find or accept each other.
     """
-    joining = async_init(**arguments)
-    io = IoThread(may_stand_in=joining.settings.may_share_memory)
+    settings = prepare(**arguments)
+    driver = Driver(IoThread())
     try:
-        return Communicator(io, io.wait_for(lambda: joining), owns_io=True)
+        return Communicator(driver, driver.io.wait_for(lambda: Init(settings, driver.reactor)), owns_io=True)
     except BaseException:
-        io.stop()
+        driver.stop()
         raise

@@ -1,4 +1,4 @@
-"""From an asynchronous verb to its blocking forms: the signature is taken over, the work goes to the I/O thread.
+"""From an asynchronous verb to its blocking forms: the signature is taken over, the caller drives the engine.
 
 Arrays and objects are read on the caller's thread, so that the loop never waits for a device or a large copy, and
 what the caller changes after a ``*_async`` verb has returned is the caller's affair only where the async verb says so.
@@ -19,10 +19,12 @@ from kfcomm.arrays import adapt
 from kfcomm.arrays.on_device import OnStream, current_stream, is_on_device
 from kfcomm.collectives.exchange import packed, unpacked
 from kfcomm.errors import KfcommError
-from kfcomm.sync.thread import Handle, IoThread
+from kfcomm.sync.handle import Handle
+from kfcomm.types import Op
 
 if TYPE_CHECKING:
     from kfcomm.session import Session
+    from kfcomm.sync.driver import Driver
 
 A_co = TypeVar("A_co", covariant=True)
 P = ParamSpec("P")
@@ -87,13 +89,11 @@ OBJECTS = Given("values", _read_object)
 
 
 class Skin(ABC, Generic[A_co]):
-    """Something asynchronous, and the I/O thread on which it lives.
+    """Something asynchronous, its session, and the driver of that one's engine."""
 
-    ``session``: whose work blocking calls may do themselves; None if they may not.
-    """
-
-    def __init__(self, io: IoThread, inner: A_co, session: Session | None = None) -> None:
-        self._io = io
+    def __init__(self, driver: Driver, inner: A_co, session: Session) -> None:
+        self._driver = driver
+        self._io = driver.io
         self._inner = inner
         self._session = session
 
@@ -105,11 +105,17 @@ class Skin(ABC, Generic[A_co]):
 def blocking(
     verb: Callable[Concatenate[A_co, P], Awaitable[T]], given: Given | None = None
 ) -> Callable[Concatenate[Skin[A_co], P], T]:
-    """The form of ``verb`` that returns its result."""
+    """The form of ``verb`` that returns its result.
+
+    What has several steps of its own, a coroutine, runs on the I/O thread; all else is done by the caller.
+    """
+    is_coroutine = inspect.iscoroutinefunction(verb)
 
     def call(self: Skin[A_co], /, *args: P.args, **kwargs: P.kwargs) -> T:
         self._check_open()
-        return self._io.wait_for(_prepared(verb, given, self, args, kwargs), self._session)
+        prepared: Callable[[], Any] = _prepared(verb, given, self, args, kwargs)
+        result: T = self._io.wait_for(prepared) if is_coroutine else self._driver.call(prepared, self._session)
+        return result
 
     return _dressed(call, verb.__name__, verb, "Blocks until the result is there, and returns it.")
 
@@ -118,13 +124,40 @@ def begun(
     verb: Callable[Concatenate[A_co, P], Awaitable[T]], given: Given | None = None
 ) -> Callable[Concatenate[Skin[A_co], P], Handle[T]]:
     """The form of ``verb`` that returns a handle at once."""
+    is_coroutine = inspect.iscoroutinefunction(verb)
 
     def call(self: Skin[A_co], /, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
         self._check_open()
-        return self._io.begin(_prepared(verb, given, self, args, kwargs))
+        prepared: Callable[[], Any] = _prepared(verb, given, self, args, kwargs)
+        handle: Handle[T] = Handle(self._driver, self._session)
+        if is_coroutine:
+            handle.start(prepared)
+        else:
+            self._driver.run(lambda: handle.begin(prepared), self._session)
+        return handle
 
     lead = "Begins, and returns a ``kfcomm.sync.Handle``; errors of the arguments come from it, too."
     return _dressed(call, f"{verb.__name__}_async", verb, lead)
+
+
+def again(blocking_form: Callable[..., Any]) -> Callable[..., Any]:
+    """A blocking all_reduce that takes the short way where its name was used alike before: see ``CompiledName``."""
+
+    def all_reduce(
+        self: Skin[Any], /, x: Any, name: str | None = None, *, op: str = Op.SUM, out: Any = None, **options: Any
+    ) -> Any:
+        if not options and type(x) is np.ndarray:
+            compiled = self._inner._group.compiled.get(name)
+            if compiled is not None:
+                outcome = self._driver.call_again(compiled, x, op, out, self._session)
+                if outcome is not None:
+                    return outcome
+        return blocking_form(self, x, name, op=op, out=out, **options)
+
+    all_reduce.__qualname__ = blocking_form.__qualname__
+    all_reduce.__doc__ = blocking_form.__doc__
+    all_reduce.__dict__.update(blocking_form.__dict__)
+    return all_reduce
 
 
 def _prepared(

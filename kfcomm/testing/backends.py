@@ -5,7 +5,7 @@ own at the same place, and the streams of all have come to it; until then each s
 written is poisoned. Ranks that launch different things at one place, which NCCL would answer with wrong numbers or a
 hang, are told so, and so is the test.
 
-What always holds: as `kfcomm.testing.streams` says, nothing happens on a thread of its own. Only ``connect`` waits.
+Invariants: as `kfcomm.testing.streams` says, nothing happens on a thread of its own. Only ``connect`` waits.
 
 This module must not know what a launch computes: that is in `kfcomm.testing.launches`.
 """

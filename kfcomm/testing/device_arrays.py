@@ -1,6 +1,6 @@
 """Arrays in the memory of a fake device, and what is said when a stream touches them.
 
-What always holds: NumPy cannot read them, and nothing else than work on a stream does (but for ``get``).
+Invariants: NumPy cannot read them, and nothing else than work on a stream does (but for ``get``).
 
 This module must not know what work that is.
 """

@@ -1,6 +1,6 @@
 """A device in host memory, with arrays that only it can read: what a GPU is to the runtime, without one.
 
-What always holds: results depend on the order of the calls alone. Nothing is done on a thread of the device, since it
+Invariants: results depend on the order of the calls alone. Nothing is done on a thread of the device, since it
 has none (see `kfcomm.testing.streams`), so ``notify`` may call at once. Where the program does what a real device would
 answer with wrong numbers now and then, ``FakeDevice.violations`` says so, every time.
 

@@ -1,6 +1,6 @@
 """What a fake backend is asked to do: whether it can be, in which words, and with what result.
 
-What always holds: results are folded in the order of the ranks, half floats as float32, so that they are the same every
+Invariants: results are folded in the order of the ranks, half floats as float32, so that they are the same every
 time and on every rank.
 
 This module must not know when anything happens.

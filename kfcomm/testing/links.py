@@ -11,6 +11,7 @@ from typing import Protocol
 from kfcomm.errors import TransportError
 from kfcomm.transports.base import Link, Waiter
 from kfcomm.transports.memory import MemoryNetwork
+from kfcomm.transports.reactor import Reactor
 from kfcomm.transports.shm.sharing import Sharing
 
 
@@ -43,8 +44,8 @@ class Links(Protocol):
 class InMemory:
     """Payloads are shown to the receiver in the sender's own memory."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._network = MemoryNetwork(loop)
+    def __init__(self, reactor: Reactor) -> None:
+        self._network = MemoryNetwork(reactor)
 
     def add(self, rank: int, waiter: Waiter) -> None:
         """See `Links.add`."""
@@ -75,15 +76,16 @@ class InMemory:
 class InSharedMemory:
     """Everything as between processes: arenas, rings, and socket pairs in place of dialled connections."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, size: int) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, reactor: Reactor, size: int) -> None:
         self._loop = loop
+        self._reactor = reactor
         self._size = size
         self._ranks: dict[int, Sharing] = {}
         self._cut: set[int] = set()
 
     def add(self, rank: int, waiter: Waiter) -> None:
         """See `Links.add`."""
-        sharing = self._ranks[rank] = Sharing(self._loop, waiter, self._size - 1, looks=1)
+        sharing = self._ranks[rank] = Sharing(self._loop, self._reactor, waiter, self._size - 1)
         waiter.attend = sharing.hub.wake
 
     async def connect(self, rank: int, peer: int) -> Link:

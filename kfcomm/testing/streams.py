@@ -4,7 +4,7 @@ A stream is a queue of items. An item is done as soon as everything before it an
 in whichever thread made that possible, before the call that did so returns. So a stream that nothing holds back is
 always empty, and a test that holds one back sees exactly what the rest of the program does meanwhile.
 
-What always holds: items are done under one lock, `WORLD`, which all fake devices of the process share because a
+Invariants: items are done under one lock, `WORLD`, which all fake devices of the process share because a
 collective joins any of them. What was promised to ``notify`` is called outside of it, by one thread at a time for each
 device, in the order in which the device came to it. An item that fails fails its stream: what is behind it is passed
 without being done, and whoever waits for a mark behind it fails with it, as a device's context does.

@@ -1,4 +1,4 @@
-"""A world in memory for programs without an event loop: all ranks on one I/O thread, used from as many threads."""
+"""A world in memory for programs without an event loop: all ranks share one engine lock, used from as many threads."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from kfcomm.devices import Device
 from kfcomm.sync.communicator import Communicator
+from kfcomm.sync.driver import Driver
 from kfcomm.sync.thread import IoThread
 from kfcomm.testing.world import MemoryWorld
 from kfcomm.transports.backend import BackendMaker
@@ -19,10 +20,10 @@ T = TypeVar("T")
 class SyncWorld(Sequence[Communicator]):
     """The blocking communicators of all ranks, by rank, and the faults of ``MemoryWorld``."""
 
-    def __init__(self, io: IoThread, world: MemoryWorld) -> None:
-        self._io = io
+    def __init__(self, driver: Driver, world: MemoryWorld) -> None:
+        self._io = driver.io
         self._world = world
-        self._comms = [Communicator(io, comm) for comm in world]
+        self._comms = [Communicator(driver, comm) for comm in world]
 
     def __getitem__(self, rank: Any) -> Any:
         return self._comms[rank]
@@ -55,18 +56,18 @@ def sync_world(
     async def make() -> MemoryWorld:
         return MemoryWorld(
             size, hosts=hosts, strategy=strategy, timeout_s=timeout_s, stall_after_s=stall_after_s, devices=devices,
-            maker=maker, device_transport=device_transport,
+            maker=maker, device_transport=device_transport, reactor=driver.reactor,
         )  # fmt: skip
 
-    io = IoThread()
+    driver = Driver(IoThread())
     try:
-        world = io.wait_for(make)
+        world = driver.io.wait_for(make)
         try:
-            yield SyncWorld(io, world)
+            yield SyncWorld(driver, world)
         finally:
-            io.wait_for(world.close)
+            driver.io.wait_for(world.close)
     finally:
-        io.stop()
+        driver.stop()
 
 
 def run_threads(comms: Sequence[Communicator], main: Callable[[Communicator], T]) -> list[T]:

@@ -22,7 +22,8 @@ from kfcomm.testing.links import InMemory, InSharedMemory, Links
 from kfcomm.transports.backend import BackendMaker
 from kfcomm.transports.base import Link, Waiter
 from kfcomm.transports.device_setup import DeviceSetup
-from kfcomm.transports.shm.hub import Hub
+from kfcomm.transports.loop_driver import LoopDriver
+from kfcomm.transports.reactor import Reactor
 from kfcomm.types import Layout
 
 T = TypeVar("T")
@@ -31,17 +32,18 @@ T = TypeVar("T")
 class _Way:
     """The network of one rank; implements ``session.Network``."""
 
-    def __init__(self, rank: int, links: Links, hub: MemoryHub, loop: asyncio.AbstractEventLoop, job: str) -> None:
+    def __init__(self, rank: int, links: Links, hub: MemoryHub, job: str) -> None:
         self.job = job
         self._rank = rank
         self._links = links
         self._hub = hub
-        self._loop = loop
 
-    def start(self, inbound: Waiter, events: ControlEvents, status: StatusSource) -> ControlPlane | None:
+    def start(
+        self, inbound: Waiter, reactor: Reactor, events: ControlEvents, status: StatusSource
+    ) -> ControlPlane | None:
         """See ``session.Network``."""
         self._links.add(self._rank, inbound)
-        return self._hub.join(self._rank, self._loop, events, status)
+        return self._hub.join(self._rank, reactor, events, status)
 
     async def connect(self, peer: int) -> Link:
         """See ``session.Network``."""
@@ -54,11 +56,6 @@ class _Way:
     def forget(self, peer: int) -> None:
         """See ``session.Network``."""
         self._links.forget(self._rank, peer)
-
-    @property
-    def hub(self) -> Hub | None:
-        """None: the ranks of a world in one process share a loop, so that none can wait for another without it."""
-        return None
 
     def sever(self) -> None:
         """See ``session.Network``."""
@@ -92,6 +89,7 @@ class MemoryWorld(Sequence[Communicator]):
             it is left out.
         maker: of the backends that run collectives on the devices.
         device_transport: the setting ``transport``, as far as it concerns the devices.
+        reactor: that of all ranks, driven by whoever gives it; by the running loop, if none is given.
 
     Raises:
         ConfigError: the strategy or the transport of devices cannot work.
@@ -110,27 +108,38 @@ class MemoryWorld(Sequence[Communicator]):
         devices: Sequence[Device | None] | None = None,
         maker: BackendMaker | None = None,
         device_transport: str = "auto",
+        reactor: Reactor | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
         layout = Layout.even(size, hosts, os.cpu_count() or 0)
         setups = _set_up(layout, devices, maker, device_transport)
-        self._links: Links = InSharedMemory(loop, size) if transport == "shm" else InMemory(loop)
+        self._driver: LoopDriver | None = None
+        if reactor is None:
+            reactor = Reactor()
+            self._driver = LoopDriver(reactor, loop, looks=1)
+        self._links: Links = InSharedMemory(loop, reactor, size) if transport == "shm" else InMemory(reactor)
         self._hub = MemoryHub(size)
         job = secrets.token_hex(8)
-        sessions = [
-            Session(
-                rank,
-                layout,
-                _Way(rank, self._links, self._hub, loop, job),
-                loop,
-                timeout_s=timeout_s,
-                stall_after_s=stall_after_s,
-                monitor=monitor,
-                devices=setups[rank],
-            )
-            for rank in range(size)
-        ]
-        self._comms = [Communicator(session, session.world, strategy) for session in sessions]
+        try:
+            sessions = [
+                Session(
+                    rank,
+                    layout,
+                    _Way(rank, self._links, self._hub, job),
+                    loop,
+                    reactor,
+                    timeout_s=timeout_s,
+                    stall_after_s=stall_after_s,
+                    monitor=monitor,
+                    devices=setups[rank],
+                )
+                for rank in range(size)
+            ]
+            self._comms = [Communicator(session, session.world, strategy) for session in sessions]
+        except BaseException:
+            if self._driver is not None:
+                self._driver.close()
+            raise
 
     def __getitem__(self, rank: Any) -> Any:
         return self._comms[rank]
@@ -152,7 +161,12 @@ class MemoryWorld(Sequence[Communicator]):
 
     async def close(self) -> None:
         """Close every communicator."""
-        await asyncio.gather(*(comm.close() for comm in self._comms))
+        ends = await asyncio.gather(*(comm.close() for comm in self._comms), return_exceptions=True)
+        if self._driver is not None:
+            self._driver.close()
+        for error in ends:
+            if error is not None:
+                raise error
 
 
 def _set_up(

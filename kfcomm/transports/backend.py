@@ -3,7 +3,7 @@
 A *backend* is this rank's end of one group of devices. The n-th launch of a rank meets the n-th of every other; who
 launches what, and when, is agreed above (`core.launch_order`), so that a backend never has to match names.
 
-What always holds: a launch only puts work on a stream, and returns. Every rank launches the same verbs on parts of
+Invariants: a launch only puts work on a stream, and returns. Every rank launches the same verbs on parts of
 the same sizes, in the same order. After ``abort`` whatever was launched ends by itself, and its results are void.
 """
 

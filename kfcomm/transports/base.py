@@ -3,7 +3,7 @@
 A *link* is one directed data connection: the side that opened it sends chunks, the other side answers with
 small frames only (credit, "posted"). Nothing here waits: ``send`` queues, ``flush`` moves what the peer takes.
 
-What always holds:
+Invariants:
 
 - Frames of one link arrive whole and in the order in which they leave (see ``Link.send``), or the link is lost.
 - A payload view handed to ``send`` is read until ``owner.sent()`` was called, or until ``withdraw(owner)``
@@ -54,6 +54,8 @@ class Link(Protocol):
     """World rank of the other end."""
     state: Any
     """A slot for the user of the link; the link never looks at it."""
+    needs_flush: bool
+    """Whether frames wait for ``flush``; else they are on their way when ``send`` returns."""
 
     @property
     def kind(self) -> str:
@@ -156,10 +158,8 @@ class Waiter(Inbound, Protocol):
 
     Attributes:
         attend: set by the transport; called when this rank begins to wait for something.
+        is_waiting: whether something is in flight on this rank: how much.
     """
 
     attend: Callable[[], None]
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether something is in flight on this rank."""
+    is_waiting: Callable[[], int]

@@ -1,6 +1,6 @@
 """The devices of a world, as one rank knows them: its own, and what every rank has told of its.
 
-What always holds: reports and transport are the same on all ranks, so that all take the same route for a group. This
+Invariants: reports and transport are the same on all ranks, so that all take the same route for a group. This
 module finds no device and makes no backend: both are given to it.
 """
 

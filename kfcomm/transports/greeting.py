@@ -4,7 +4,7 @@ Messages are read to their last byte and no further, so that a finished socket c
 another thread's loop with nothing lost. The rules of the handshake are in ``core.handshake``; here are its bytes,
 its time limit and its randomness.
 
-What always holds: a handshake that fails closes its socket, whatever the failure; a stranger holds a few KiB for
+Invariants: a handshake that fails closes its socket, whatever the failure; a stranger holds a few KiB for
 a bounded time.
 """
 

@@ -7,7 +7,6 @@ of a network, and what is urgent can overtake what is under way.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from kfcomm.core.frame import Header
 from kfcomm.errors import TransportError
 from kfcomm.transports.base import Counts, Inbound, Owner
 from kfcomm.transports.order import Order
+from kfcomm.transports.reactor import Readiness
 
 TURN_NBYTES = 1 << 20
 """Payload after which a link delivers no further frame in the same turn of the loop."""
@@ -24,8 +24,8 @@ _EMPTY = memoryview(b"")
 class MemoryNetwork:
     """Joins the engines of one world; each is known by its rank once it was added."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+    def __init__(self, reactor: Readiness) -> None:
+        self._reactor = reactor
         self._inbound: dict[int, Inbound] = {}
         self._links: list[MemoryLink] = []
 
@@ -41,8 +41,8 @@ class MemoryNetwork:
         """
         if peer not in self._inbound or rank not in self._inbound:
             raise TransportError(f"rank {peer} is not in this world")
-        near = MemoryLink(self._loop, self._inbound[rank], peer)
-        far = MemoryLink(self._loop, self._inbound[peer], rank)
+        near = MemoryLink(self._reactor, self._inbound[rank], peer)
+        far = MemoryLink(self._reactor, self._inbound[peer], rank)
         near.far, far.far = far, near
         self._links += [near, far]
         self._inbound[peer].opened(far)
@@ -65,13 +65,14 @@ class MemoryLink:
     """One end of a link in memory; implements ``transports.base.Link``."""
 
     kind = "memory"
+    needs_flush = True
     far: MemoryLink
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, inbound: Inbound, peer: int) -> None:
+    def __init__(self, reactor: Readiness, inbound: Inbound, peer: int) -> None:
         self.peer = peer
         self.state: Any = None
         self.is_closed = False
-        self._loop = loop
+        self._reactor = reactor
         self._inbound = inbound
         self._queue = Order()
         self._scheduled = False
@@ -99,7 +100,7 @@ class MemoryLink:
         """See ``Link.flush``."""
         if (self._queue or self._closing) and not self._scheduled:
             self._scheduled = True
-            self._loop.call_soon(self._deliver)
+            self._reactor.call_soon(self._deliver)
 
     def withdraw(self, owner: Owner) -> Sequence[Header]:
         """See ``Link.withdraw``; nothing is ever half sent here."""
@@ -132,7 +133,7 @@ class MemoryLink:
         for link in (self, self.far):
             if not link.is_closed:
                 link.is_closed = True
-                self._loop.call_soon(link._report, error)
+                self._reactor.call_soon(link._report, error)
 
     def _deliver(self) -> None:
         self._scheduled = False

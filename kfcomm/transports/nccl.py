@@ -4,7 +4,7 @@ Every verb that only moves data is done with bytes, whatever they mean. What is 
 NCCL computes; the real and the imaginary parts of complex numbers are added as numbers of their own. ``gather`` and
 ``all_to_all`` are groups of sends and receives, as NCCL has them, but for a rank's own part, which is copied.
 
-What always holds: NCCL's own errors reach nobody, only `TransportError` with its words. Nothing is asked of a
+Invariants: NCCL's own errors reach nobody, only `TransportError` with its words. Nothing is asked of a
 communicator once it is being aborted. CuPy is imported when an `Nccl` is made, and not before.
 
 NCCL reads its own environment. What a user may need: ``NCCL_DEBUG=WARN`` (or ``INFO``) prints what is behind an error;

@@ -1,6 +1,6 @@
 """In which order the frames of one link leave: by urgency, and in the order in which they were queued within one.
 
-What always holds:
+Invariants:
 
 - Frames that are no chunks (definitions, questions, answers) leave before all chunks, so nothing overtakes the
   definition that it needs. They are few and small.

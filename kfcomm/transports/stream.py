@@ -1,14 +1,14 @@
 """A link over a connected stream socket, TCP or Unix: the same frames on both.
 
-It works on the raw non-blocking socket with the loop's readiness callbacks, not on the loop's transports:
+It works on the raw non-blocking socket with readiness callbacks, not on an event loop's transports:
 those may keep a view of a buffer after a write, and then an aborted send could reach the peer torn. Here it
 is known at every moment which bytes the kernel has taken, so that exactly the rest can be dropped or copied.
 
-What always holds:
+Invariants:
 
 - A payload that is not whole in the staging buffer is received straight into its placement.
 - Owners and ``Inbound`` are never called from inside ``send``, ``withdraw``, ``disown``, ``close`` or
-  ``abort``; ``flush`` calls ``Owner.sent`` only. The end of a link is always reported from the loop.
+  ``abort``; ``flush`` calls ``Owner.sent`` only. The end of a link is always reported from the reactor.
 - ``Inbound.lost`` is called exactly once, however a link ends, after every owner still queued was told.
 
 It knows nothing of keys, credit and collectives, and opens no connection (see ``sockets``).
@@ -32,6 +32,7 @@ from kfcomm.errors import RemoteProtocolError, TransportError
 from kfcomm.transports.base import Counts, Inbound, Owner
 from kfcomm.transports.options import StreamOptions
 from kfcomm.transports.outbox import Outbox
+from kfcomm.transports.reactor import Readiness
 from kfcomm.transports.sockets import broken, hold_little
 
 _CHUNK, _BYE = int(Kind.CHUNK), int(Kind.BYE)
@@ -40,12 +41,12 @@ _CHUNK, _BYE = int(Kind.CHUNK), int(Kind.BYE)
 class StreamLink:
     """One connection as a `Link`; it owns ``sock`` and begins to read at once.
 
-    All calls belong to the thread of ``loop``. A frame that the peer must not send ends this link alone; so does
+    All calls belong to whoever drives ``reactor``. A frame that the peer must not send ends this link alone; so does
     ``RemoteProtocolError`` raised by ``inbound``, for what only the user of the link can judge.
 
     Args:
         sock: a connected stream socket whose handshake is over.
-        loop: any asyncio loop with ``add_reader`` (uvloop, selector loops).
+        reactor: who drives it: a `Reactor`, or any asyncio loop with ``add_reader`` (uvloop, selector loops).
         inbound: who hears what arrives.
         peer: world rank of the other end.
         options: sizes.
@@ -58,10 +59,12 @@ class StreamLink:
         frames_out: frames that the kernel has taken.
     """
 
+    needs_flush = True
+
     def __init__(
         self,
         sock: socket.socket,
-        loop: asyncio.AbstractEventLoop,
+        reactor: Readiness,
         inbound: Inbound,
         peer: int,
         *,
@@ -76,9 +79,9 @@ class StreamLink:
         self._burst_nbytes = options.burst_nbytes
         self._sock = sock
         self._fd = sock.fileno()
-        self._loop = loop
+        self._reactor = reactor
         self._inbound = inbound
-        self._closed: asyncio.Future[None] = loop.create_future()
+        self._waiters: list[asyncio.Future[None]] | None = []
         self._closing = self._shut = self._bye_received = False
 
         self._encode = make_encoder()
@@ -92,7 +95,7 @@ class StreamLink:
         self._placement: Any = None
         self._rest: memoryview | None = None
         self._skip = 0
-        loop.add_reader(self._fd, self._readable)
+        reactor.add_reader(self._fd, self._readable)
 
     def __repr__(self) -> str:
         now = "closed" if self._fd < 0 else "closing" if self._closing else "open"
@@ -122,7 +125,7 @@ class StreamLink:
             self._outbox.put(header, head, payload, owner, priority)
         elif owner is not None:
             self._done.append(owner)
-            self._loop.call_soon(self._tell_owners)
+            self._reactor.call_soon(self._tell_owners)
         return False
 
     def reserve(self, nbytes: int, priority: int) -> None:
@@ -174,11 +177,11 @@ class StreamLink:
         if self._outbox.nbytes:
             if not self._writer_on:
                 self._writer_on = True
-                self._loop.add_writer(self._fd, self._drain)
+                self._reactor.add_writer(self._fd, self._drain)
             return
         if self._writer_on:
             self._writer_on = False
-            self._loop.remove_writer(self._fd)
+            self._reactor.remove_writer(self._fd)
         if self._closing and not self._shut:
             self._shut = True
             try:
@@ -190,6 +193,9 @@ class StreamLink:
         """One system call's worth of frames: bytes moved, or -1 when the kernel takes no more for now."""
         outbox = self._outbox
         batch, buffers, nbytes = outbox.gather()
+        if not batch:  # Ctrl-C came while a frame was queued: its bytes are counted, and it is not there
+            outbox.clear(self._done)
+            return -1
         failure: OSError | None = None
         moved = 0
         try:
@@ -341,7 +347,7 @@ class StreamLink:
         self._closing = True
         if not (self._writer_on or self._flushing):
             self._writer_on = True
-            self._loop.add_writer(self._fd, self._drain)
+            self._reactor.add_writer(self._fd, self._drain)
 
     def lend(self) -> None:
         """See ``Link.lend``: what is whole on arrival is in the staging buffer, which is needed again at once."""
@@ -359,7 +365,10 @@ class StreamLink:
 
     async def wait_closed(self) -> None:
         """Wait until the socket is closed and ``Inbound.lost`` was called. May be cancelled."""
-        await asyncio.shield(self._closed)
+        if self._waiters is not None:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
 
     def _end_of_file(self) -> None:
         if self._bye_received or self._closing:
@@ -373,15 +382,18 @@ class StreamLink:
     def _end_with(self, error: BaseException | None) -> None:
         if self._fd < 0:
             return
-        self._loop.remove_reader(self._fd)
-        self._loop.remove_writer(self._fd)
+        self._reactor.remove_reader(self._fd)
+        self._reactor.remove_writer(self._fd)
         self._fd = -1
         self._sock.close()
         self._rest = self._placement = None
         self._outbox.clear(self._done)
-        self._loop.call_soon(self._report, error)
+        self._reactor.call_soon(self._report, error)
 
     def _report(self, error: BaseException | None) -> None:
         self._tell_owners()
         self._inbound.lost(self, error)
-        self._closed.set_result(None)
+        waiters, self._waiters = self._waiters, None
+        for waiter in waiters or ():
+            if not waiter.done():
+                waiter.set_result(None)

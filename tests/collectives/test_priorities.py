@@ -16,7 +16,7 @@ from kfcomm.core import names
 from kfcomm.errors import CollectiveAborted, ConfigError
 from kfcomm.runtime.outlet import Outlet
 from kfcomm.transports.memory import MemoryLink
-from kfcomm.transports.shm.publisher import Publisher
+from kfcomm.transports.shm.sender import ShmSender
 from tests.conformance.worlds import ends, everywhere, on_loop, same_bits, turns, world
 from tests.support import run
 
@@ -78,7 +78,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
         monkeypatch.setattr(kind, "send", send)
 
-    for kind in (Outlet, MemoryLink, Publisher):
+    for kind in (Outlet, MemoryLink, ShmSender):
         spy(kind)
     return priorities
 

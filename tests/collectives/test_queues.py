@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kfcomm.errors import CollectiveTimeout, ConfigError, PeerLost
-from tests.conformance.worlds import assert_kinds, on_loop, same_bits, turns, world
+from tests.conformance.worlds import assert_kinds, on_loop, same_bits, turns, until, world
 
 SHORT_S = 0.05
 X = np.arange(5)
@@ -30,6 +30,7 @@ async def test_queue_order_and_bound() -> None:
         assert put == [0, 1, 2], "put waits once the queue is full"
         for number in range(20):
             assert (await ways[1].get()).tolist() == [number] * number
+            await until(lambda: len(put) >= min(20, number + 4))  # noqa: B023  called in this turn alone
             await turns()
             assert len(put) == min(20, number + 4)
         await filling

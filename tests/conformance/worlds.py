@@ -96,8 +96,7 @@ def leftovers(comms: Sequence[Communicator], *, tombstones: bool = False) -> lis
             continue
         sizes = {
             "live": len(router.live),
-            "watched": len(engine.patience._watch),
-            "inquiries": len(engine.patience._inquiries),
+            "inquiries": len(engine.deadlines._inquiries),
             "dirty": len(engine.ends._dirty),
             "dials": len(engine.ends._dials),
             "early": sum(len(key.early) for key in router._names),
@@ -131,13 +130,13 @@ def _credit_missing(comm: Communicator, comms: Sequence[Communicator]) -> list[s
             continue
         window = other.window
         here = outlet.state.window
-        if (here.nbytes + window._owed_nbytes, here.headers + window._owed_headers) != (
+        if (here.nbytes + window._owed_nbytes, here.headers + window.owed_headers) != (
             whole.nbytes,
             whole.headers,
         ):
             missing.append(
                 f"rank {comm.rank}: {here.nbytes} bytes and {here.headers} headers of credit to rank {peer}, which "
-                f"owes {window._owed_nbytes} and {window._owed_headers}"
+                f"owes {window._owed_nbytes} and {window.owed_headers}"
             )
     return missing
 

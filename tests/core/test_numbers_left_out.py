@@ -51,7 +51,7 @@ def test_early_chunks_of_numbers_left_out_are_dropped_and_their_credit_is_owed()
     assert collective.seq == 2
     assert [effect[1] for effect in effects if effect[0] == Tell.DROPPED] == ["payload 0", "payload 1"]
     assert not router._names.find(PAIR.id, "x").early
-    assert incoming.window._owed_headers == 3
+    assert incoming.window.owed_headers == 3
 
 
 def test_tombstones_of_numbers_left_out_are_forgotten():
@@ -77,7 +77,7 @@ def test_numbers_are_left_out_without_a_post():
     assert router.num_uses(PAIR.id, "x") == 4
     header = (Kind.CHUNK, 0, 3, 0, 0, 1, 0, 1)
     assert router.match(incoming, header, 1, []) is None  # what comes now is too late
-    assert incoming.window._owed_headers == 3
+    assert incoming.window.owed_headers == 3
 
 
 def test_numbers_that_were_used_are_not_left_out():

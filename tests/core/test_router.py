@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kfcomm.core import names, tombstones
 from kfcomm.core import router as routers
 from kfcomm.core.cause import Cause, CauseKind
-from kfcomm.core.collective import Collective, GroupView, Incoming, Outgoing, shown
+from kfcomm.core.collective import Collective, Early, GroupView, Incoming, Outgoing, shown
 from kfcomm.core.credit import Credit, ReceiveWindow
 from kfcomm.core.frame import MAX_ID, SCHEMA, Kind
 from kfcomm.core.graph import Graph, GraphPair
@@ -185,7 +185,7 @@ def test_an_early_chunk_waits_and_its_credit_with_it():
     collective = desk.post()
     assert [effect[0] for effect in desk.take()] == [Do.FOLD, Do.FOLD_LAST, Do.SEND]
     assert collective.arrived_ranks() == RANKS
-    assert desk.incoming[1].window._owed_headers == 1
+    assert desk.incoming[1].window.owed_headers == 1
     assert desk.router.expected(SUM.group_id, "grad") is None
 
 
@@ -197,7 +197,7 @@ def test_a_chunk_that_is_still_arriving_when_its_collective_is_posted_joins_it()
     desk.take()
     desk.router.arrived(ticket, "x", desk.effects)
     assert [effect[0] for effect in desk.take()] == [Do.FOLD]
-    assert desk.incoming[1].window._owed_headers == 1
+    assert desk.incoming[1].window.owed_headers == 1
     assert collective.arrived_ranks() == (0, 1)
 
 
@@ -214,7 +214,7 @@ def test_a_chunk_that_is_still_arriving_when_its_collective_ends_is_dropped(post
     desk.take()
     desk.router.arrived(ticket, "x", desk.effects)
     assert desk.take() == [(Tell.DROPPED, "x")]
-    assert desk.incoming[1].window._owed_headers == 1
+    assert desk.incoming[1].window.owed_headers == 1
 
 
 def test_late_chunks_go_to_the_sink_and_return_their_credit():
@@ -225,7 +225,7 @@ def test_late_chunks_go_to_the_sink_and_return_their_credit():
     assert desk.match(1, charged=1) is None
     assert desk.match(1, charged=0) is None
     assert desk.take() == []
-    assert desk.incoming[1].window._owed_headers == 1
+    assert desk.incoming[1].window.owed_headers == 1
 
 
 def test_what_a_failed_collective_holds_is_dropped():
@@ -410,7 +410,7 @@ def test_a_lost_peer_closes_its_groups():
     assert desk.incoming[2].asks == 0
     assert desk.post(late) is lost  # a group of which this rank knew nothing
     assert desk.take() == [(Tell.DROPPED, "early too")]
-    assert desk.incoming[2].window._owed_headers == desk.incoming[2].window._spent_headers == 3
+    assert desk.incoming[2].window.owed_headers == desk.incoming[2].window._spent_headers == 3
     assert isinstance(desk.post(replace(pair, name="next")), Collective)
 
 
@@ -533,7 +533,7 @@ def test_a_chunk_that_breaks_a_rule_breaks_its_link_only(fields, reason):
     desk = posted_desk()
     assert desk.match(1, **fields) is None
     assert desk.reasons() == [reason]
-    assert desk.receive(1, **fields) is False
+    assert desk.receive(1, **fields) is None
     assert desk.reasons() == [reason]
     assert len(desk.router.live) == 1
 
@@ -542,7 +542,7 @@ def test_a_chunk_that_breaks_a_rule_breaks_its_link_only(fields, reason):
 def test_a_whole_chunk_is_taken_at_once_and_owes_its_credit_back(charged):
     desk = posted_desk()
     (collective,) = desk.router.live
-    assert not desk.receive(1, "x", charged=charged)
+    assert desk.receive(1, "x", charged=charged) in desk.router.live
     assert [effect[4] for effect in desk.take(Do.FOLD, Do.FOLD_UP, Do.FOLD_LAST)] == ["x"]
     assert collective.missing_ranks() == (2,)
     window = desk.incoming[1].window
@@ -553,14 +553,14 @@ def test_a_whole_chunk_is_taken_at_once_and_owes_its_credit_back(charged):
 def test_a_whole_chunk_beyond_the_credit_breaks_its_link():
     desk = posted_desk()
     desk.incoming[1].window = ReceiveWindow(Credit(NBYTES - 1, 10))
-    assert not desk.receive(1, charged=1)
+    assert desk.receive(1, charged=1) in desk.router.live
     assert desk.reasons() == ["more chunks than it had credit for"]
 
 
 def test_a_whole_chunk_that_came_early_is_kept():
     desk = Desk()
     desk.define(1)
-    assert desk.receive(1, "x", charged=1)
+    assert type(desk.receive(1, "x", charged=1)) is Early
     desk.post()
     assert [effect[4] for effect in desk.take(Do.FOLD)] == ["x"]
 
@@ -754,3 +754,80 @@ def test_a_hostile_peer_never_raises_and_harms_only_what_it_takes_part_in(size, 
     world.run()
     for node in world.nodes:
         assert not node.router.live
+
+
+# ---------------------------------------------------------------- again
+
+
+SIGNATURE = SUM.signature
+
+
+def again(desk, spec=SUM):
+    """As ``first``, the short way: the collective, or None if it has to go the long way."""
+    view = GroupView(spec.group_id, spec.members, spec.members.index(desk.rank))
+    collective, key = Collective(), desk.router.key(spec.group_id, spec.name)
+    begun = desk.router.post_again(key, view, SIGNATURE, spec.program(view.rank), spec.sizes, desk.effects, collective)
+    return collective if begun else None
+
+
+def first(desk):
+    """A use that is not over yet."""
+    view = GroupView(SUM.group_id, SUM.members, SUM.members.index(desk.rank))
+    return desk.router.post(view, SUM.name, SIGNATURE, SUM.program(view.rank), SUM.sizes, desk.effects)
+
+
+def test_the_short_way_of_a_name_that_was_used_before_does_what_the_long_one_does():
+    desk = Desk(rank=1)
+    assert again(desk) is None  # never used
+    long = first(desk)
+    sent = desk.take(Do.SEND)
+    assert again(desk) is None  # still in flight
+    desk.router.complete(long)
+    short = again(desk)
+    assert (short.seq, short.signature_id, short.signature) == (1, long.signature_id, long.signature)
+    assert [effect[2:] for effect in desk.take(Do.SEND)] == [effect[2:] for effect in sent]
+    assert list(desk.router.live) == [short]
+
+
+def test_what_came_early_is_had_on_the_short_way_too():
+    desk = Desk(rank=0)
+    desk.router.complete(first(desk))
+    desk.define(1)
+    desk.chunk(1, "early", seq=1, charged=1)
+    desk.take()
+    assert again(desk) is not None
+    assert [effect[4] for effect in desk.take(Do.FOLD)] == ["early"]
+
+
+@pytest.mark.parametrize("what", ["tombstone", "loss"])
+def test_what_is_unusual_goes_the_long_way(what):
+    desk = Desk(rank=1)
+    desk.router.complete(first(desk))
+    if what == "tombstone":
+        desk.router.on_abort(SUM.group_id, SUM.name, 1, TIMEOUT, desk.effects)
+    else:
+        desk.router.on_peer_left(2, TIMEOUT)
+    assert again(desk) is None
+
+
+def test_a_name_whose_number_was_given_away_goes_the_long_way(monkeypatch):
+    monkeypatch.setattr(names, "MAX_ID", 1)
+    desk = Desk(rank=1)
+    desk.router.complete(first(desk))
+    desk.router.complete(desk.post(replace(SUM, name="other")))
+    assert again(desk) is None
+
+
+def test_a_whole_chunk_that_cannot_be_taken_at_once_goes_the_long_way():
+    spec = Spec("grad", Verb.ALL_REDUCE, RANKS, STAR, (12,), chunk=4)
+    desk = Desk(rank=1)
+    collective = desk.post(spec)
+    assert collective.take(0, 0, DOWN, 0, NBYTES, "first", [])
+    assert not collective.take(0, 0, DOWN, 0, NBYTES, "the same again", [])
+    assert not collective.take(0, 3, DOWN, 0, NBYTES, "beyond the end", [])
+    assert not collective.take(0, 1, DOWN, 2, NBYTES, "of nobody who sends it", [])
+    assert not collective.take(0, 1, DOWN, 0, NBYTES + 4, "too large", [])
+    root = Desk(rank=0).post(SUM)
+    assert root.take(0, 0, UP, 2, NBYTES, "held", [])
+    assert not root.take(0, 0, UP, 2, NBYTES, "held twice", [])
+    assert not root.take(0, 1, UP, 1, NBYTES, "beyond the only one", [])

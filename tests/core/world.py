@@ -154,7 +154,7 @@ class Wire:
     def is_whole(self) -> bool:
         """Whether all credit is accounted for, when nothing moves."""
         sender, receiver = self.outgoing.window, self.incoming.window
-        owed = receiver._owed_nbytes, receiver._owed_headers
+        owed = receiver._owed_nbytes, receiver.owed_headers
         credit = receiver._credit
         return (
             owed

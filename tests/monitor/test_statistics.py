@@ -202,8 +202,11 @@ async def test_a_rank_that_posts_late_is_the_one_that_was_waited_for(links: str,
             if rank == late:  # all that it needed of the others was there
                 assert sum(waited.values()) < late_s - here_s + time.monotonic() - late_s
             else:
-                assert max(waited, key=waited.__getitem__) == late
-                assert waited[late] >= late_s - here_s
+                # in shared memory one look serves the ranks by turns: those before pass on what has come
+                earlier = set(range(rank)) if links == "shm" and late else set()
+                told = {late, *earlier}
+                assert max(waited, key=waited.__getitem__) in told
+                assert sum(waited[one] for one in told if one != rank) >= late_s - here_s
 
 
 # ---------------------------------------------------------------- throughput

@@ -162,7 +162,7 @@ async def many(me: Actor, *, count: int) -> dict[str, int]:
     for number in range(count):
         await me.comm.all_reduce(x, name=f"many/{number % 10}")
     engine = me.comm._session.engine
-    tables = {**vars(engine), **vars(engine.router), **vars(engine.ends), **vars(engine.patience)}
+    tables = {**vars(engine), **vars(engine.router), **vars(engine.ends), **vars(engine.deadlines)}
     return {name: len(table) for name, table in tables.items() if isinstance(table, Sized)}
 
 

@@ -11,8 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfcomm.core.collective import GroupView, Key
-from kfcomm.core.machine import FOLD
-from kfcomm.core.router import EARLY
 from kfcomm.runtime import meter as meters
 from kfcomm.runtime import traffic as traffics
 from kfcomm.runtime.meter import Meter, Tally, Throughput, bound_s, bucket_of
@@ -136,7 +134,7 @@ def test_the_time_of_a_collective_is_shared_out_by_arrival(clock: Clock) -> None
     operation = call("x", 100.0)
     for peer, now_s in ((1, 100.5), (2, 100.75), (1, 103.0)):
         clock.now_s = now_s
-        meter.arrived(peer, (FOLD, operation))
+        meter.arrived(peer, operation)
         meter.now_s = 0.0  # the burst is over
     assert meter.waited_s == [0.0, 2.75, 0.25, 0.0]
 
@@ -145,7 +143,7 @@ def test_the_clock_is_read_once_a_burst(clock: Clock) -> None:
     meter = Meter(4)
     clock.now_s = 101.0
     for number in range(5):
-        meter.arrived(1, (FOLD, call("x", 100.0 + number / 4)))
+        meter.arrived(1, call("x", 100.0 + number / 4))
         clock.now_s = 200.0  # while it folds: what is in the same burst had arrived before
     assert clock.reads == 1
     assert meter.waited_s == [0.0, 1.0 + 0.75 + 0.5 + 0.25, 0.0, 0.0]
@@ -153,8 +151,7 @@ def test_the_clock_is_read_once_a_burst(clock: Clock) -> None:
 
 def test_what_was_there_before_the_post_or_is_nobodys_adds_nothing(clock: Clock) -> None:
     meter = Meter(4)
-    meter.arrived(1, (FOLD, call("x", posted_s=clock.now_s + 1.0)))
-    meter.arrived(1, (EARLY, b"group", "y", 0, None))
+    meter.arrived(1, call("x", posted_s=clock.now_s + 1.0))
     assert meter.waited_s == [0.0] * 4
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from kfcomm.collectives.handle import Handle
 from kfcomm.errors import CollectiveMismatch
-from kfcomm.runtime.operation import Operation
 from kfcomm.types import Op
 from tests.conformance.worlds import ends, on_loop, until, works, world
 
@@ -20,9 +19,7 @@ def part(comm, root):
     x = np.ones(3)
     plan = group.plans.plan(type(group.plans.planner).reduce, x.dtype, x.shape, Op.SUM, root)
     handle = Handle(loop=group.engine.loop)
-    operation = Operation(
-        handle, source=x, result=x, kernel=plan.kernel, dtype=plan.dtype, size=2, in_result=plan.in_result
-    )
+    operation = plan.operation(handle, x, x, plan.work)
     group.engine.post(group.view, "part", plan.signature, plan.program, plan.sizes, operation, timeout_s=None)
     handle.operation = operation
     return handle
@@ -33,8 +30,8 @@ def test_a_part_that_waits_is_not_reported(caplog: pytest.LogCaptureFixture):
     async def main():
         async with world(2, stall_after_s=0.0) as comms:
             waiting = part(comms[0], 0)
-            watch = comms[0]._session.engine.patience._watch
-            await until(lambda: watch.next_s == float("inf"))  # all that was due has been
+            deadlines = comms[0]._session.engine.deadlines
+            await until(lambda: deadlines.next_s == float("inf"))  # all that was due has been
             assert not waiting.done()
             await part(comms[1], 0)
             await waiting

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 import kfcomm
@@ -80,6 +82,7 @@ async def test_a_forked_child_lets_the_device_alone() -> None:
     device = stub(0)
     comms = MemoryWorld(1, devices=[device])
     session = comms[0]._session
+    await asyncio.sleep(0)  # the loop of this process goes on, and has to know by now what it watches
     session.forked()
     assert session.devices.device is None
     assert comms[0].route is None

@@ -98,11 +98,11 @@ class BackendPath:
         self.formation = 0
         self._group = group
         self._rank, self._size = group.view.rank, group.view.size
-        self._loop = group.engine.loop
+        self._reactor = group.engine.reactor
         self._device = device
         self._maker = maker
         self._follows = follows
-        self._channel = Channel(mailbox, group.view, self._loop, self._heard, self._launch_due)
+        self._channel = Channel(mailbox, group.view, self._reactor, self._heard, self._launch_due)
         self._stream: Any = None
         self._launcher: Launcher | None = None
         self._order = self._new_order()
@@ -177,7 +177,7 @@ class BackendPath:
     def _arrive(self, call: Call) -> None:
         self._waiting[call] = None
         effects: Effects = []
-        self._order.arrived(self._key_of(call), call, self._loop.time(), effects)
+        self._order.arrived(self._key_of(call), call, self._reactor.time(), effects)
         self._perform(effects)
 
     def _perform(self, effects: Effects) -> None:
@@ -213,14 +213,14 @@ class BackendPath:
 
     def _has_launched(self, call: Call, mark: Mark, error: BaseException | None) -> None:
         if not self._to_watch:
-            self._set_timer(self._watch, self._loop.time() + WATCH_AFTER_S)
+            self._set_timer(self._watch, self._reactor.time() + WATCH_AFTER_S)
         self._to_watch.append(call)
         if error is not None:
             call.failed(error)
             return
         call.enqueued(mark)
         if self._look not in self._timers:
-            self._set_timer(self._look, self._loop.time() + LOOK_EVERY_S)
+            self._set_timer(self._look, self._reactor.time() + LOOK_EVERY_S)
 
     def _watch(self) -> None:
         """Ask to hear when the stream is past all that was launched since this was asked last."""
@@ -234,7 +234,7 @@ class BackendPath:
     def _notified(self, calls: list[Call], error: BaseException | None) -> None:
         """On a thread of the device."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
-            self._loop.call_soon_threadsafe(self._completed, calls, error)
+            self._reactor.call_soon_threadsafe(self._completed, calls, error)
 
     def _completed(self, calls: list[Call], error: BaseException | None) -> None:
         """The stream is past them."""
@@ -291,7 +291,7 @@ class BackendPath:
         elif backend is None:
             self._fail(str(error))
         else:
-            self._launcher = Launcher(backend, self._device, self._stream, self._loop, self._has_launched)
+            self._launcher = Launcher(backend, self._device, self._stream, self._reactor, self._has_launched)
             self.state = State.READY
             self._launch_due()
 
@@ -331,7 +331,7 @@ class BackendPath:
         self._due.clear()
         waiting, self._waiting = self._waiting, {}
         self._abort(list(waiting))
-        self._set_timer(self._end, self._loop.time() + (MEET_S if was is State.FORMING else GRACE_S))
+        self._set_timer(self._end, self._reactor.time() + (MEET_S if was is State.FORMING else GRACE_S))
 
     def _end(self) -> None:
         """End the backend, and what is launched and not complete with it."""
@@ -389,12 +389,12 @@ class BackendPath:
             self._has_ended(sender)
         elif kind == ORDER and formation == self.formation and self._is_ordering:
             effects: Effects = []
-            self._order.received(sender, body, self._loop.time(), effects)
+            self._order.received(sender, body, self._reactor.time(), effects)
             self._perform(effects)
 
     def _order_timer(self) -> None:
         effects: Effects = []
-        self._order.handle_timer(self._loop.time(), effects)
+        self._order.handle_timer(self._reactor.time(), effects)
         self._perform(effects)
 
     def _look(self) -> None:
@@ -404,9 +404,9 @@ class BackendPath:
             return
         reason = self._failure()
         if reason is None:
-            self._set_timer(self._look, self._loop.time() + LOOK_EVERY_S)
+            self._set_timer(self._look, self._reactor.time() + LOOK_EVERY_S)
         else:
-            self._timers[self._look] = self._loop.call_later(DOUBT_S, self._fail, f"{self.name} failed: {reason}")
+            self._timers[self._look] = self._reactor.call_later(DOUBT_S, self._fail, f"{self.name} failed: {reason}")
 
     # ---------------------------------------------------------------- shared
 
@@ -431,7 +431,7 @@ class BackendPath:
         if timer is not None:
             timer.cancel()
         if due_s is not None and self.state is not State.CLOSED:
-            self._timers[what] = self._loop.call_at(due_s, what)
+            self._timers[what] = self._reactor.call_at(due_s, what)
 
     def _in_thread(self, blocking: Callable[[], T], then: Callable[[T | None, BaseException | None], None]) -> None:
         """Run something that may block for ever, and ``then(result, error)`` on the loop."""
@@ -444,7 +444,7 @@ class BackendPath:
             except Exception as error:  # noqa: BLE001  handed on
                 failure = error
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
-                self._loop.call_soon_threadsafe(then, result, failure)
+                self._reactor.call_soon_threadsafe(then, result, failure)
 
         _on_thread(run)
 

@@ -13,7 +13,7 @@ The life of a call::
     failed, here or elsewhere           over on all ranks; the handle raises, or, if it has resolved, whoever looks
                                         for errors that came late
 
-What always holds: the memory of a call is kept alive by it, and the path keeps the call until no stream touches that.
+Invariants: the memory of a call is kept alive by it, and the path keeps the call until no stream touches that.
 This module must not know how a call is carried out.
 """
 
@@ -34,7 +34,7 @@ from kfcomm.core.collective import ItemSizes, shown
 from kfcomm.core.signature import Signature
 from kfcomm.devices import Device, Mark, Stream
 from kfcomm.errors import CollectiveAborted, CollectiveMismatch, KfcommError, PeerLost
-from kfcomm.runtime.operation import Operation
+from kfcomm.runtime.operation import Operation, Work
 from kfcomm.transports.backend import Part
 from kfcomm.types import Op, Verb
 
@@ -241,13 +241,8 @@ class Call:
 class Head(Operation):
     """What the runtime knows of a call: an operation without chunks."""
 
-    __slots__ = ("_nbytes",)
-
     def __init__(self, call: Call, size: int) -> None:
-        super().__init__(
-            _Ending(call), source=None, result=None, kernel=None, dtype=None, size=size, in_result=False,
-            priority=call.priority,
-        )  # fmt: skip
+        super().__init__(_Ending(call), None, None, Work(None, None, size, in_result=False), priority=call.priority)
         results = (part.source if part.target is None else part.target for part in call.parts)
         self._nbytes: int = sum(result.nbytes for result in results)
 

@@ -7,7 +7,6 @@ passes over it.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +19,7 @@ from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.mailbox import Mailbox, Message
 from kfcomm.core.collective import GroupView
 from kfcomm.errors import CollectiveAborted, CollectiveError, KfcommError, PeerLost
+from kfcomm.transports.reactor import Reactor
 
 logger = logging.getLogger("kfcomm")
 
@@ -37,7 +37,7 @@ class Channel:
     Args:
         mailbox: of the group.
         view: the group.
-        loop: the engine's.
+        reactor: the engine's.
         listener: called with the sender and what it said, in the order in which that sender said it.
         heard: called when something that was told has been heard by all whom it was told.
 
@@ -47,7 +47,7 @@ class Channel:
     """
 
     def __init__(
-        self, mailbox: Mailbox, view: GroupView, loop: asyncio.AbstractEventLoop, listener: Listener,
+        self, mailbox: Mailbox, view: GroupView, reactor: Reactor, listener: Listener,
         heard: Callable[[], None],
     ) -> None:  # fmt: skip
         self.batch = 0
@@ -56,7 +56,7 @@ class Channel:
         self._unheard: dict[int, int] = {}
         self._mailbox = mailbox
         self._view = view
-        self._loop = loop
+        self._reactor = reactor
         self._listener = listener
         self._outbox: dict[int, list[Any]] = {}
         self._next_to: dict[int, int] = {}
@@ -68,7 +68,7 @@ class Channel:
     def tell(self, rank: int, what: Any) -> None:
         """Send one rank something that msgpack can carry, soon."""
         if not self._outbox:
-            self._loop.call_soon(self._flush)
+            self._reactor.call_soon(self._flush)
             self._unheard[self.batch] = 0
         self._outbox.setdefault(rank, []).append(what)
 
@@ -105,15 +105,15 @@ class Channel:
         if self._is_closed:
             return
         handle = self._mailbox.send(adapt(record), rank, TAG, None)
-        handle.add_done_callback(lambda done: self._sent(rank, batch, record, done))
+        handle.when_done(self._reactor, lambda done: self._sent(rank, batch, record, done))
 
-    def _sent(self, rank: int, batch: int, record: Any, done: asyncio.Future[None]) -> None:
+    def _sent(self, rank: int, batch: int, record: Any, done: Handle[None]) -> None:
         error = None if done.cancelled() else done.exception()
         if self._is_closed:
             return
         if isinstance(error, CollectiveError) and not isinstance(error, (PeerLost, CollectiveAborted)):
             logger.warning("what rank %d tells rank %d is sent again: %s", self._view.rank, rank, error)
-            self._loop.call_later(AGAIN_AFTER_S, self._send, rank, batch, record)
+            self._reactor.call_later(AGAIN_AFTER_S, self._send, rank, batch, record)
             return
         self._unheard[batch] -= 1
         if not self._unheard[batch]:

@@ -127,7 +127,7 @@ class Failures:
         elif use not in self._asked:
             self._asked[use] = set(range(view.size)) - {LEADER}
             self._ways.tell_all([ASK, *use])
-            self._group.engine.loop.call_later(ANSWER_WITHIN_S, self._unanswered, use)
+            self._group.engine.reactor.call_later(ANSWER_WITHIN_S, self._unanswered, use)
 
     def _answered(self, use: Use, rank: int, *, launched: bool) -> None:
         left = self._asked.get(use)

@@ -252,7 +252,7 @@ class HierarchicalPath:
     def _notified(self, call: Call, under_way: _UnderWay, error: BaseException | None) -> None:
         """On a thread of the device: the results of all blocks are in place."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
-            self._inside.engine.loop.call_soon_threadsafe(self._in_place, call, under_way, error)
+            self._inside.engine.reactor.call_soon_threadsafe(self._in_place, call, under_way, error)
 
     def _in_place(self, call: Call, under_way: _UnderWay, error: BaseException | None) -> None:
         under_way.is_in_place = True

@@ -1,6 +1,6 @@
 """The host's collectives that a call of device memory is made of: plans of its segments, signed as parts of the whole.
 
-What always holds: which graphs a segment takes follows from its own size, as for any collective of the host.
+Invariants: which graphs a segment takes follows from its own size, as for any collective of the host.
 """
 
 from __future__ import annotations

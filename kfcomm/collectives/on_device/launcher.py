@@ -8,7 +8,6 @@ where they are.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import queue
 import threading
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from kfcomm.collectives.on_device.calls import Call
     from kfcomm.devices import Device, Mark, Stream
     from kfcomm.transports.backend import CollectiveBackend
+    from kfcomm.transports.reactor import Reactor
 
 Launched: TypeAlias = "Callable[[Call, Mark, BaseException | None], None]"
 
@@ -32,18 +32,18 @@ class Launcher:
         backend: of one formation.
         device: of this rank.
         stream: where all goes.
-        loop: told of what the thread has done.
+        reactor: told of what the thread has done.
         launched: called on the loop with each call, and the mark behind which its result is complete, or an error.
     """
 
     def __init__(
-        self, backend: CollectiveBackend, device: Device, stream: Stream, loop: asyncio.AbstractEventLoop,
+        self, backend: CollectiveBackend, device: Device, stream: Stream, reactor: Reactor,
         launched: Launched,
     ) -> None:  # fmt: skip
         self.backend = backend
         self._device = device
         self._stream = stream
-        self._loop = loop
+        self._reactor = reactor
         self._launched = launched
         self._kinds: set[str] = set()
         self._under_way = 0
@@ -78,7 +78,7 @@ class Launcher:
         while (call := self._queue.get()) is not None:
             mark, error = self._put(call)
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
-                self._loop.call_soon_threadsafe(self._back, call, mark, error)
+                self._reactor.call_soon_threadsafe(self._back, call, mark, error)
             del call, mark, error  # this thread keeps no memory alive while it waits for the next one
 
     def _back(self, call: Call, mark: Mark, error: BaseException | None) -> None:

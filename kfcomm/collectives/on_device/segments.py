@@ -1,6 +1,6 @@
 """How a call's memory goes through the host: in which segments, and what of each is where in host memory.
 
-What always holds: it follows from the verb, the group and the numbers of elements alone, so all ranks cut alike.
+Invariants: it follows from the verb, the group and the numbers of elements alone, so all ranks cut alike.
 Nothing here touches memory; numbers are elements, unless their name says bytes.
 
 A segment of every verb has one block of host memory, in which its collective works in place::

@@ -14,7 +14,7 @@ network and the copies back overlap. The life of a segment::
     putting    the device says that it is done     over       its block goes back; with the last, the call is done
     any        the call fails                      over       its block goes back, once no copy and no link uses it
 
-What always holds: a block goes back once, and only when neither a copy nor a link uses it; after the call has failed
+Invariants: a block goes back once, and only when neither a copy nor a link uses it; after the call has failed
 nothing is put on a stream any more.
 """
 
@@ -37,7 +37,6 @@ from kfcomm.collectives.turns import Turn
 from kfcomm.core.collective import shown
 from kfcomm.devices import Flat, Stream
 from kfcomm.errors import InternalError
-from kfcomm.runtime.operation import Operation
 from kfcomm.types import Verb
 
 if TYPE_CHECKING:
@@ -214,7 +213,7 @@ class Staging:
         staged.state = State.POSTED
         self._num_posted += 1
         handle: Handle[Any] = Handle(loop=self._path.engine.loop)
-        handle.add_done_callback(partial(self._carried_out, staged))
+        handle.when_done(self._path.engine.reactor, partial(self._carried_out, staged))
         staged.handle = handle
         try:
             self._post_as(staged, handle)
@@ -229,18 +228,17 @@ class Staging:
         seq = self._first_seq + segment.index
         if seq < path.engine.router.num_uses(path.view.id, self._call.key):
             raise InternalError(f"use {self._call.head.seq} of {shown(self._call.key)} began after a later one")
-        operation = Operation(
+        operation = plan.operation(
             handle,
-            source=None if segment.source is None else staged.memory[segment.source],
-            result=None if segment.result is None else staged.memory[segment.result],
-            kernel=plan.kernel, dtype=plan.dtype, size=path.view.size, in_result=plan.in_result,
-            priority=self._call.priority,
+            None if segment.source is None else staged.memory[segment.source],
+            None if segment.result is None else staged.memory[segment.result],
+            plan.work, priority=self._call.priority,
         )  # fmt: skip
         path.engine.post(
             path.view, self._call.key, plan.signature, plan.program, plan.sizes, operation,
             timeout_s=None, overlapping=True, seq=seq,
         )  # fmt: skip
-        if operation.future is not None:
+        if not operation.is_over:
             handle.operation = operation
 
     def _carried_out(self, staged: _Staged, done: Any) -> None:
@@ -359,12 +357,12 @@ class Staging:
         try:
             self._device.notify(stream, partial(self._hear, then))
         except Exception as error:  # noqa: BLE001  of the device's library: what cannot say so copies no more
-            self._path.engine.loop.call_soon(self._heard, then, error)
+            self._path.engine.reactor.call_soon(self._heard, then, error)
 
     def _hear(self, then: Heard, error: BaseException | None) -> None:
         """On a thread of the device."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
-            self._path.engine.loop.call_soon_threadsafe(self._heard, then, error)
+            self._path.engine.reactor.call_soon_threadsafe(self._heard, then, error)
 
     def _heard(self, then: Heard, error: BaseException | None) -> None:
         self._copying -= 1

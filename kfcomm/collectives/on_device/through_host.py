@@ -17,12 +17,14 @@ import numpy as np
 
 from kfcomm.arrays import HostArray, OutArray
 from kfcomm.arrays.on_device import DeviceArray, DeviceOut
+from kfcomm.collectives.handle import Handle
 from kfcomm.errors import CollectiveTimeout
 
 if TYPE_CHECKING:
     from kfcomm.arrays.device_kinds import DeviceKind
     from kfcomm.devices import Device, Flat, Stream
     from kfcomm.devices.pinned import Block, PinnedPool
+    from kfcomm.transports.reactor import Reactor
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 Out: TypeAlias = "OutArray | OutOfHost"
@@ -36,7 +38,8 @@ class Fetched:
         dtype: of its elements.
         stream: the caller's.
         device, pool: of the source, and of pinned memory for it.
-        loop: the engine's, which need not be running: a blocking caller may do its work.
+        loop: of those who await.
+        reactor: of the engine, which need no loop: a blocking caller may do its work.
         timeout_s: until it is given up, in seconds.
 
     Attributes:
@@ -46,10 +49,10 @@ class Fetched:
 
     def __init__(
         self, source: Flat, dtype: np.dtype[Any], stream: Stream, device: Device, pool: PinnedPool,
-        loop: asyncio.AbstractEventLoop, timeout_s: float,
+        loop: asyncio.AbstractEventLoop, reactor: Reactor, timeout_s: float,
     ) -> None:  # fmt: skip
-        self._loop = loop
-        self.here: asyncio.Future[None] = self._loop.create_future()
+        self._reactor = reactor
+        self.here: Handle[None] = Handle(loop=loop)
         self._kept: list[Any] = [source]
         self._block = pool.take(source.nbytes)
         self._is_copied = self._is_unwanted = False
@@ -60,7 +63,7 @@ class Fetched:
         except BaseException:
             self._block.release()
             raise
-        self._timer = self._loop.call_later(timeout_s, self._expired, timeout_s)
+        self._timer = self._reactor.call_later(timeout_s, self._expired, timeout_s)
 
     def keep(self, what: Any) -> None:
         """Keep something else alive until it is here."""
@@ -76,7 +79,7 @@ class Fetched:
     def _notified(self, error: BaseException | None) -> None:
         """On a thread of the device."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
-            self._loop.call_soon_threadsafe(self._arrived, error)
+            self._reactor.call_soon_threadsafe(self._arrived, error)
 
     def _arrived(self, error: BaseException | None) -> None:
         self._is_copied = True
@@ -149,10 +152,15 @@ class OutOfHost:
 
 
 def on_host(
-    array: DeviceArray, device: Device, pool: PinnedPool, loop: asyncio.AbstractEventLoop, timeout_s: float
+    array: DeviceArray,
+    device: Device,
+    pool: PinnedPool,
+    loop: asyncio.AbstractEventLoop,
+    reactor: Reactor,
+    timeout_s: float,
 ) -> tuple[HostArray, Fetched]:
     """The array as it will be in host memory, from which results come back to the device."""
-    fetched = Fetched(array.flat, array.dtype, array.stream, device, pool, loop, timeout_s)
+    fetched = Fetched(array.flat, array.dtype, array.stream, device, pool, loop, reactor, timeout_s)
     return HostArray(fetched.flat, array.shape, Returned(array.kind, device, array.stream, pool), False), fetched
 
 

@@ -1,6 +1,6 @@
 """The verbs on device memory: what is asked for, checked and turned into calls of this group's path.
 
-What always holds: a call has its place in the program at once, whatever the device is doing; the host never waits for
+Invariants: a call has its place in the program at once, whatever the device is doing; the host never waits for
 the device. In a group where some ranks have no device, arrays of the host come here too, since the others' may not be.
 """
 
@@ -158,7 +158,9 @@ class DeviceVerbs:
     def _on_host(self, array: DeviceArray) -> tuple[HostArray, Fetched]:
         device = self._device_of(array)
         group = self._group
-        return on_host(array, device, self._paths.pool_of(device), group.engine.loop, group.timeout_s)
+        return on_host(
+            array, device, self._paths.pool_of(device), group.engine.loop, group.engine.reactor, group.timeout_s
+        )
 
     def out_of_host(self, out: Any, shape: Shape, dtype: np.dtype[Any], stream: Stream | None) -> Out | None:
         """Where a result goes that is made in host memory, if the caller says so."""
@@ -277,7 +279,7 @@ class DeviceVerbs:
             handles.append(
                 self.begin(order, chosen, shapes, outs, _named(found, members), timeout_s, priority, first=first)
             )
-        join(handles, whole, lambda: {name: found[name] for name in names_given})
+        join(self._group.engine.reactor, handles, whole, lambda: {name: found[name] for name in names_given})
         return whole
 
     def refused(self, name: str | None) -> None:

@@ -1,6 +1,6 @@
 """Trace files, read: found, checked line by line, and put in order by rank.
 
-What always holds: of a malformed file the line is named; a file that breaks off, since its process was killed or still
+Invariants: of a malformed file the line is named; a file that breaks off, since its process was killed or still
 runs, is read as far as it goes. What is read is not trusted to be what was written.
 """
 

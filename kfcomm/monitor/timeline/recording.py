@@ -1,6 +1,6 @@
 """One rank's timeline while it runs: notes from the engine, written by a thread of its own.
 
-What always holds: the engine's side appends a tuple and waits for nothing; what has not been written is bounded, and
+Invariants: the engine's side appends a tuple and waits for nothing; what has not been written is bounded, and
 what does not fit is counted and left out, chunks before whole collectives; a file that cannot be written, or has
 become too large, ends the timeline and not the job. The file is whole after every write (see `layout`).
 

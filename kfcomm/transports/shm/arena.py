@@ -3,7 +3,7 @@
 The arena is cut into slabs, and a slab into pieces of one size when pieces of that size are first needed; a slab none
 of whose pieces is in use can be cut anew. The piece used last is handed out first, since it is still in the cache.
 
-What always holds: a piece is in use from ``publish`` until every reader has been released; its bytes do not change
+Invariants: a piece is in use from ``publish`` until every reader has been released; its bytes do not change
 meanwhile. This module knows neither links nor what a payload means.
 """
 

@@ -3,10 +3,10 @@
 The socket carries no data. A byte on it wakes a peer that has parked; its end is the end of the peer, after which
 what the ring still holds is read first. So a goodbye is a record (BYE), as on other links.
 
-What always holds:
+Invariants:
 
 - Owners and ``Inbound`` are never called from inside ``send``, ``withdraw``, ``disown``, ``close`` or ``abort``. The
-  end of a link is always reported from the loop, once.
+  end of a link is always reported from the reactor, once.
 - A side that sees a peer parked, after it has stored what the peer waits for, wakes it before it rests itself.
   A link that owes its peer a bell is looked at until it has settled that.
 - A peer that does not keep to the form ends this link alone, wherever that is noticed.
@@ -14,7 +14,6 @@ What always holds:
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import socket
 from abc import ABC, abstractmethod
@@ -25,8 +24,9 @@ from typing import Any, Protocol
 from kfcomm.core.frame import PREFIX_NBYTES, Header, Kind, decode_header, make_encoder
 from kfcomm.errors import RemoteProtocolError, TransportError
 from kfcomm.transports.base import Counts, Inbound, Owner
+from kfcomm.transports.reactor import Readiness
 from kfcomm.transports.shm.ring import RingReader, RingWriter
-from kfcomm.transports.shm.shared import Fence, Parked, Shared, Word
+from kfcomm.transports.shm.shared import Parked, Shared, Word, fence
 from kfcomm.transports.sockets import broken
 
 BYE = int(Kind.BYE)
@@ -64,7 +64,7 @@ class Wire:
 
     Attributes:
         sock: connected to the peer.
-        loop: where everything runs.
+        reactor: who drives the link.
         inbound: who hears what arrives.
         peer: world rank of the other end.
         shared: the segment of this link.
@@ -72,7 +72,7 @@ class Wire:
     """
 
     sock: socket.socket
-    loop: asyncio.AbstractEventLoop
+    reactor: Readiness
     inbound: Inbound
     peer: int
     shared: Shared
@@ -80,7 +80,7 @@ class Wire:
 
 
 class ShmLink(ABC):
-    """One end; see `Publisher` and `Subscriber`. Made when both sides have mapped everything.
+    """One end; see `ShmSender` and `ShmReceiver`. Made when both sides have mapped everything.
 
     Attributes:
         peer, state: see ``transports.base.Link``.
@@ -89,18 +89,19 @@ class ShmLink(ABC):
     """
 
     kind = "shm"
+    needs_flush = False
     _near: Word
     _far: Word
     _tail: Word
 
     def __init__(self, wire: Wire, rings: tuple[RingWriter, RingReader]) -> None:
-        sock, loop = wire.sock, wire.loop
+        sock = wire.sock
         sock.setblocking(False)
         self.peer = wire.peer
         self.state: Any = None
         self._sock = sock
         self._fd = sock.fileno()
-        self._loop = loop
+        self._reactor = wire.reactor
         self._inbound = wire.inbound
         self._words = wire.shared.words
         self._returned = wire.shared.returned
@@ -110,11 +111,11 @@ class ShmLink(ABC):
         self.is_restless = False
         self._keeper = wire.keeper
         self._encode = make_encoder()
-        self._fence = Fence()
+        self._fence = fence()
         self._owes_bell = False
         self._bell_looks = 0
         self._closing = self._said_bye = self._heard_bye = False
-        loop.add_reader(self._fd, self._rung)
+        wire.reactor.add_reader(self._fd, self._rung)
 
     def __repr__(self) -> str:
         now = "closed" if self._fd < 0 else "closing" if self._closing else "open"
@@ -195,7 +196,8 @@ class ShmLink(ABC):
 
     def ring_bell(self) -> None:
         """Wake the peer now if it has parked and waits for what was stored before this call."""
-        self._fence()
+        with self._fence:
+            pass
         parked = self._words[self._far]
         if parked and (self._owes_bell or parked == _FOR_ROOM):
             self._wake()
@@ -203,7 +205,8 @@ class ShmLink(ABC):
 
     def _settle_bell(self) -> None:
         """Wake the peer if it stays parked for some looks: often it comes by itself, and a wake-up is dear."""
-        self._fence()
+        with self._fence:
+            pass
         if not self._words[self._far]:
             self._owes_bell = False
         elif self._bell_looks < _BELL_AFTER_LOOKS and self._keeper.is_awake and self._keeper.is_waiting:
@@ -216,7 +219,8 @@ class ShmLink(ABC):
 
     def _tell_of_room(self) -> None:
         """Wake the peer if it has parked for want of room: something that it wrote was read."""
-        self._fence()
+        with self._fence:
+            pass
         if self._words[self._far] == _FOR_ROOM and self._fd >= 0:
             self._wake()
 
@@ -246,7 +250,7 @@ class ShmLink(ABC):
         """See ``Link.close``."""
         if not self.is_closing:
             self._closing = self.is_restless = True
-            self._loop.call_soon(self._say_bye_soon)
+            self._reactor.call_soon(self._say_bye_soon)
 
     def descriptors(self) -> tuple[int, ...]:
         """See ``Link.descriptors``."""
@@ -277,11 +281,11 @@ class ShmLink(ABC):
         if self.has_queue or not self._out.put_encoded(self._packed((BYE,))):
             return
         self._said_bye = True
-        with contextlib.suppress(OSError):  # the peer is gone: the loop will say so
+        with contextlib.suppress(OSError):  # the peer is gone: reading will say so
             self._sock.shutdown(socket.SHUT_WR)
 
     def _wake(self) -> None:
-        """If the socket is full of bells, one more would say nothing new; if its peer is gone, the loop will say so.
+        """If the socket is full of bells, one more would say nothing new; if its peer is gone, reading will say so.
 
         What the peer has left in the ring is read then, so nothing ends here.
         """
@@ -324,12 +328,12 @@ class ShmLink(ABC):
     def _end_with(self, error: BaseException | None) -> None:
         if self._fd < 0:
             return
-        self._loop.remove_reader(self._fd)
+        self._reactor.remove_reader(self._fd)
         self._fd = -1
         self._let_go()
         self._sock.close()
         self._keeper.remove(self)
-        self._loop.call_soon(self._report, error)
+        self._reactor.call_soon(self._report, error)
 
     def _report(self, error: BaseException | None) -> None:
         self._inbound.lost(self, error)

@@ -14,14 +14,14 @@ an encoded header of ``core.frame``; a chunk's header goes in plain words, which
 A record is complete before the tail that covers it is stored, and it is done with before the head is: on x86 other
 processors see stores in their order, and one item of a cast memoryview is one store.
 
-What always holds: nothing that the other side wrote is believed. Sizes, places and counters out of bounds raise
+Invariants: nothing that the other side wrote is believed. Sizes, places and counters out of bounds raise
 ``RemoteProtocolError``; each word is read once.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 from kfcomm.core.frame import Header
@@ -143,46 +143,52 @@ class RingReader:
         """Whether there is something to read."""
         return bool(self._control[self._tail_word] != self.head)
 
-    def records(self, limit: int) -> Iterator[tuple[tuple[Any, ...], memoryview | None]]:
-        """Up to so many of the records that are there, each with the payload in it, if any.
+    def read(self, limit: int, take: Callable[[tuple[Any, ...], memoryview | None], bool]) -> None:
+        """Show up to so many of the records that are there to ``take``, each with the payload in it, if any.
 
-        One is done with when the next is asked for, the last when there is none; a caller that stops before is done
-        with it when it asks again.
+        A record is done with when ``take`` returns; ``False`` ends the reading, as does an error, after which it is
+        done with, too.
 
         Raises:
             RemoteProtocolError: the writer does not keep to the form.
         """
-        control, memory, capacity, head_word = self._control, self._memory, self._nbytes, self._head_word
-        head = control[head_word] = self.head
+        control, memory, capacity = self._control, self._memory, self._nbytes
+        head = self.head
         left = control[self._tail_word] - head
-        if left and (not 0 < left <= capacity or left & (ALIGN_NBYTES - 1)):
+        if left > capacity or left <= 0 or left & (ALIGN_NBYTES - 1):
+            if not left:
+                return
             raise RemoteProtocolError(f"a ring with {left} of {capacity} bytes to read")
-        while left and limit:
-            limit -= 1
-            at = head & (capacity - 1)
-            record = RECORD.unpack_from(memory, at)
-            size = record[0]
-            if not size:
-                head += capacity - at
-                left -= capacity - at
-                at = 0
-                if left <= 0:
-                    raise RemoteProtocolError("a ring that goes to its start beyond its end")
-                record = RECORD.unpack_from(memory, 0)
+        try:
+            while left and limit:
+                limit -= 1
+                at = head & (capacity - 1)
+                record = RECORD.unpack_from(memory, at)
                 size = record[0]
-            if not HEAD_NBYTES <= size <= left or at + size > capacity or size & (ALIGN_NBYTES - 1):
-                raise RemoteProtocolError(f"a record of {size} bytes, with {left} to read")
-            head += size
-            left -= size
-            self.head = head
-            self.num_records += 1
-            if record[1]:
-                yield record, None
-            else:
-                nbytes = record[2]
-                if nbytes > size - HEAD_NBYTES:
-                    raise RemoteProtocolError(f"a payload of {nbytes} bytes in a record of {size}")
-                self.payload_nbytes += nbytes
-                at += HEAD_NBYTES
-                yield record, memory[at : at + nbytes]
-            control[head_word] = head
+                if not size:
+                    head += capacity - at
+                    left -= capacity - at
+                    at = 0
+                    if left <= 0:
+                        raise RemoteProtocolError("a ring that goes to its start beyond its end")
+                    record = RECORD.unpack_from(memory, 0)
+                    size = record[0]
+                if not HEAD_NBYTES <= size <= left or at + size > capacity or size & (ALIGN_NBYTES - 1):
+                    raise RemoteProtocolError(f"a record of {size} bytes, with {left} to read")
+                head += size
+                left -= size
+                self.num_records += 1
+                if record[1]:
+                    is_open = take(record, None)
+                else:
+                    nbytes = record[2]
+                    if nbytes > size - HEAD_NBYTES:
+                        raise RemoteProtocolError(f"a payload of {nbytes} bytes in a record of {size}")
+                    self.payload_nbytes += nbytes
+                    at += HEAD_NBYTES
+                    is_open = take(record, memory[at : at + nbytes])
+                self.head = control[self._head_word] = head
+                if not is_open:
+                    return
+        finally:
+            self.head = control[self._head_word] = head

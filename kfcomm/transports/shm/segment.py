@@ -1,6 +1,6 @@
 """Memory without a name that two processes share: made by one, handed over as a descriptor, mapped by both.
 
-What always holds: a segment never changes its size. It is sealed when it is made, and whoever maps one of a peer's
+Invariants: a segment never changes its size. It is sealed when it is made, and whoever maps one of a peer's
 looks at the seals first: a segment that shrank under a mapping would kill its reader with SIGBUS (memfd_create(2)).
 Nothing of it is on disk or below /dev/shm, and nothing is left behind by a crash.
 """

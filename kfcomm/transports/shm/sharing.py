@@ -12,13 +12,14 @@ import socket
 
 from kfcomm.errors import KfcommError, TransportError
 from kfcomm.transports.base import Waiter
+from kfcomm.transports.reactor import Reactor
 from kfcomm.transports.shm.arena import SLAB_NBYTES, Arena
 from kfcomm.transports.shm.greeting import SharingRefused, accept, offer
-from kfcomm.transports.shm.hub import LOOKS, Hub
+from kfcomm.transports.shm.hub import Hub
 from kfcomm.transports.shm.link import ShmLink, Wire
-from kfcomm.transports.shm.publisher import Publisher
+from kfcomm.transports.shm.receiver import ShmReceiver
 from kfcomm.transports.shm.segment import why_unsupported
-from kfcomm.transports.shm.subscriber import Subscriber
+from kfcomm.transports.shm.sender import ShmSender
 
 logger = logging.getLogger("kfcomm")
 
@@ -32,15 +33,16 @@ class Sharing:
     """The shared-memory links of one process.
 
     Args:
-        loop: where everything here runs.
+        loop: where links are agreed on.
+        reactor: who drives them then.
         inbound: who hears what arrives.
         num_peers: ranks on this host, without this one.
-        looks: see `Hub`.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, inbound: Waiter, num_peers: int, *, looks: int = LOOKS) -> None:
-        self.hub = Hub(loop, lambda: inbound.is_waiting, looks=looks)
+    def __init__(self, loop: asyncio.AbstractEventLoop, reactor: Reactor, inbound: Waiter, num_peers: int) -> None:
+        self.hub = Hub(reactor, inbound.is_waiting)
         self._loop = loop
+        self._reactor = reactor
         self._inbound = inbound
         self._num_slabs = min(MAX_SLABS, max(MIN_SLABS, 4 * num_peers))
         # Each piece lent may hold a slab: half of them must always come back at once.
@@ -69,8 +71,8 @@ class Sharing:
         except BaseException:
             sock.close()
             raise
-        wire = Wire(sock, self._loop, self._inbound, peer, shared, self.hub)
-        link = Publisher(wire, self._arena, self._large_window_nbytes)
+        wire = Wire(sock, self._reactor, self._inbound, peer, shared, self.hub)
+        link = ShmSender(wire, self._arena, self._large_window_nbytes)
         self.hub.add(link)
         return link
 
@@ -108,6 +110,6 @@ class Sharing:
                 raise
             logger.debug("no memory is shared with rank %d: %s", peer, error)
             return
-        link = Subscriber(Wire(sock, self._loop, self._inbound, peer, shared, self.hub), arena, max_lent)
+        link = ShmReceiver(Wire(sock, self._reactor, self._inbound, peer, shared, self.hub), arena, max_lent)
         self.hub.add(link)
         self._inbound.opened(link)

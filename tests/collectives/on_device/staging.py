@@ -17,7 +17,7 @@ from kfcomm.core.collective import ItemSizes
 from kfcomm.core.signature import Signature
 from kfcomm.devices.host import HostDevice
 from kfcomm.errors import CollectiveMismatch, PeerLost
-from kfcomm.runtime.operation import Operation
+from kfcomm.runtime.operation import Operation, Work
 from kfcomm.testing.devices import FakeDevice
 from kfcomm.transports.backend import Part
 from kfcomm.types import Op, Verb
@@ -76,9 +76,7 @@ class Call:
         loop = self.group.engine.loop
         self.result: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[None] = loop.create_future()
-        self.head = Operation(
-            Handle(loop=loop), source=None, result=None, kernel=None, dtype=None, size=2, in_result=False
-        )
+        self.head = Operation(Handle(loop=loop), None, None, Work(None, None, 2, in_result=False))
         self.head.future = Ending(self)
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kfcomm.collectives.on_device import staged, staging
+from kfcomm.collectives.on_device import staged
 from kfcomm.collectives.on_device.segments import MAX_SEGMENTS
 from kfcomm.devices.host import HostDevice
 from kfcomm.errors import CollectiveAborted, CollectiveMismatch, CollectiveTimeout, InternalError, PeerLost
@@ -350,12 +350,14 @@ async def test_ranks_whose_strategies_have_another_generation() -> None:
 async def test_priorities_are_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
-    class Noted(operations.Operation):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            seen.append(options["priority"])
-            super().__init__(*args, **options)
+    make = operations.Operation.__init__
 
-    monkeypatch.setattr(staging, "Operation", Noted)
+    def noted(self: operations.Operation, *args: Any, **options: Any) -> None:
+        if type(self) is operations.Operation and options.get("priority"):
+            seen.append(options["priority"])
+        make(self, *args, **options)
+
+    monkeypatch.setattr(operations.Operation, "__init__", noted)
     async with world(2) as comms:
         ranks = ranks_of(comms)
         await ended([rank.all_reduce(data(rank.rank, 3 * PER_SEGMENT), "k", priority=7)[0] for rank in ranks])

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import socket
 
+from kfcomm.transports.loop_driver import LoopDriver
+from kfcomm.transports.reactor import Reactor
 from kfcomm.transports.shm.arena import Arena, pieces_in
 from kfcomm.transports.shm.hub import Hub
 from kfcomm.transports.shm.link import Wire
-from kfcomm.transports.shm.publisher import Publisher
+from kfcomm.transports.shm.receiver import ShmReceiver
 from kfcomm.transports.shm.segment import attach, create
+from kfcomm.transports.shm.sender import ShmSender
 from kfcomm.transports.shm.shared import SHARED_NBYTES, Shared
-from kfcomm.transports.shm.subscriber import Subscriber
 from tests.transports.streams import Notes, Owner, chunk, noise
 
 MIB = 1 << 20
@@ -35,19 +38,21 @@ def never():
 
 
 class Process:
-    """One side of links: a hub, an arena, and the notes of each link.
+    """One side of links: a reactor that a loop drives, a hub, an arena, and the notes of each link.
 
     Attributes:
         hub, arena: as `Sharing` has them.
     """
 
     def __init__(self, loop, *, slabs=16, is_waiting=never):
-        self.loop = loop
-        self.hub = Hub(loop, is_waiting, looks=1)
+        self.reactor = Reactor()
+        self.driver = LoopDriver(self.reactor, loop, looks=1)
+        self.hub = Hub(self.reactor, is_waiting)
         self.arena = Arena(slabs)
 
     def close(self):
         self.hub.close()
+        self.driver.close()
         self.arena.close()
 
 
@@ -66,8 +71,8 @@ class Pair:
         socks = socket.socketpair()
         arena = pieces_in(attach(here.arena.descriptor, here.arena.nbytes, writable=False))
         self.notes, self.heard = notes(), notes()
-        self.link = Publisher(Wire(socks[0], here.loop, self.notes, peers[0], near, here.hub), here.arena)
-        self.other = Subscriber(Wire(socks[1], there.loop, self.heard, peers[1], far, there.hub), arena, max_lent)
+        self.link = ShmSender(Wire(socks[0], here.reactor, self.notes, peers[0], near, here.hub), here.arena)
+        self.other = ShmReceiver(Wire(socks[1], there.reactor, self.heard, peers[1], far, there.hub), arena, max_lent)
         self.words, self.shared = far.words, far
         self.sock = socks[1]
         here.hub.add(self.link)
@@ -124,7 +129,7 @@ async def turns(count=20):
 class Threads:
     """Two loops that a test steps one callback at a time, in any interleaving, down to what lies around a fence.
 
-    A side is never entered twice. Timers do not fire: nothing here may depend on the backstop.
+    Each drives a reactor. A side is never entered twice. Timers do not fire: nothing here may depend on the backstop.
     """
 
     def __init__(self, choose):
@@ -157,16 +162,38 @@ class Threads:
             for _ in range(self.choose()):
                 self.step(1 - side)
 
-        def interleaved():
+        @contextlib.contextmanager
+        def entered():
             others()
-            method()
+            with method:
+                yield
             others()
 
-        setattr(thing, name, interleaved)
+        def called(*arguments):
+            others()
+            result = method(*arguments)
+            others()
+            return result
+
+        setattr(thing, name, called if callable(method) else _Entered(entered))
+
+
+class _Entered:
+    """What is entered anew each time."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def __enter__(self):
+        self.now = self.make()
+        self.now.__enter__()
+
+    def __exit__(self, *error):
+        self.now.__exit__(*error)
 
 
 class Loop:
-    """As much of an event loop as links and hubs use."""
+    """As much of an event loop as a driver uses."""
 
     def __init__(self, threads):
         self.threads = threads
@@ -212,14 +239,7 @@ class Timer:
 
 
 def _readable(descriptor):
-    with socket.socket(fileno=os.dup(descriptor)) as sock:
-        try:
-            sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-    return True
+    return bool(select.select([descriptor], [], [], 0)[0])
 
 
 def fill(link, owner=None):

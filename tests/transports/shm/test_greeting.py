@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from kfcomm.errors import KfcommError, RemoteProtocolError, TransportError
+from kfcomm.transports.loop_driver import LoopDriver
+from kfcomm.transports.reactor import Reactor
 from kfcomm.transports.shm import greeting, segment, sharing
 from kfcomm.transports.shm.arena import SKEW_NBYTES, Arena
 from kfcomm.transports.shm.greeting import SharingRefused, accept, offer
@@ -25,7 +27,7 @@ class Inbound(Notes):
 
     def __init__(self):
         super().__init__()
-        self.is_waiting = False
+        self.is_waiting = int  # nothing
         self.links = []
 
     def opened(self, link):
@@ -38,7 +40,9 @@ async def two():
     """Two processes' sharing, their inbounds, and connected sockets; afterwards nothing is open."""
     loop = asyncio.get_running_loop()
     inbounds = Inbound(), Inbound()
-    sharings = [Sharing(loop, inbound, 1, looks=1) for inbound in inbounds]
+    reactors = Reactor(), Reactor()
+    drivers = [LoopDriver(reactor, loop, looks=1) for reactor in reactors]
+    sharings = [Sharing(loop, reactor, inbound, 1) for reactor, inbound in zip(reactors, inbounds, strict=True)]
     socks = socket.socketpair()
     for sock in socks:
         sock.setblocking(False)
@@ -50,6 +54,8 @@ async def two():
         for sock in socks:
             sock.close()
         await turns(3)
+        for driver in drivers:
+            driver.close()
 
 
 @contextlib.contextmanager
@@ -79,13 +85,13 @@ def test_a_link_comes_about_and_works():
             await heard.until(lambda heard: heard.frames)
             assert heard.frames == [(chunk(1), bytes(payload))]
             assert (link.peer, heard.links[0].peer) == (1, 0)
-            assert repr(link) == "<Publisher to rank 1, open>"
+            assert repr(link) == "<ShmSender to rank 1, open>"
             link.close()
-            assert repr(link) == "<Publisher to rank 1, closing>"
+            assert repr(link) == "<ShmSender to rank 1, closing>"
             await notes.until(lambda notes: notes.ends)
             await heard.until(lambda heard: heard.ends)
             assert notes.ends == heard.ends == [None]
-            assert repr(heard.links[0]) == "<Subscriber to rank 0, closed>"
+            assert repr(heard.links[0]) == "<ShmReceiver to rank 0, closed>"
 
     run(main())
 
@@ -352,9 +358,11 @@ def test_the_more_peers_the_more_memory_and_the_less_is_lent():
     async def main():
         loop = asyncio.get_running_loop()
         for peers in (0, 1, 3, 7, 31, 32, 63):
-            made = Sharing(loop, Inbound(), peers)
+            reactor = Reactor()
+            made = Sharing(loop, reactor, Inbound(), peers)
             assert sharing.MIN_SLABS <= made._num_slabs <= sharing.MAX_SLABS
             assert 2 * made._max_lent * peers <= made._num_slabs
             await made.close()
+            reactor.close()
 
     run(main())

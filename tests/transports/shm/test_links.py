@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kfcomm.core.frame import MAX_HEADER_NBYTES
 from kfcomm.errors import LocalProtocolError, RemoteProtocolError, TransportError
 from kfcomm.transports.shm.arena import SLAB_NBYTES
-from kfcomm.transports.shm.publisher import INLINE_NBYTES, PROMPT_WINDOW_NBYTES, WINDOW_NBYTES
+from kfcomm.transports.shm.sender import INLINE_NBYTES, PROMPT_WINDOW_NBYTES, WINDOW_NBYTES
 from kfcomm.transports.shm.shared import MAX_LENT_NBYTES, Word
 from tests.support import run
 from tests.transports.shm.pairs import HALF, MIB, Pair, fill, linked, processes, settled, turns
@@ -729,7 +729,7 @@ def test_a_severed_link_touches_neither_the_memory_nor_the_loop():
             assert (pair.words.tobytes(), pair.shared.returned.tobytes(), pair.shared._forth.tobytes()) == before
             assert not pair.notes.ends
             for number, link in zip(fds, (pair.link, pair.other), strict=True):
-                link._loop.remove_reader(number)
+                link._reactor.remove_reader(number)
                 link._sock.close()
 
     run(main())

@@ -22,11 +22,20 @@ class Ring:
 
     def read(self):
         """What the next record says, or None."""
-        had_news, read = self.reader.has_news, None
-        for record, payload in self.reader.records(1):
-            read = record[1], record[2], record[3:], None if payload is None else bytes(payload)
-        assert had_news == (read is not None)
-        return read
+        had_news, taken = self.reader.has_news, self.records(1)
+        assert had_news == bool(taken)
+        return (taken[0][0][1], taken[0][0][2], taken[0][0][3:], taken[0][1]) if taken else None
+
+    def records(self, limit):
+        """Up to so many records, each with a copy of its payload."""
+        taken = []
+
+        def take(record, payload):
+            taken.append((record, None if payload is None else bytes(payload)))
+            return True
+
+        self.reader.read(limit, take)
+        return taken
 
 
 def header(number):
@@ -81,19 +90,22 @@ def test_a_full_ring_says_so_and_takes_more_when_it_was_read(nbytes):
         assert ring.read() is None
 
 
-def test_a_record_is_done_with_when_the_next_is_asked_for_and_the_last_at_the_end():
+def test_a_record_is_done_with_when_it_was_taken_whoever_stops_or_fails():
     ring = Ring()
-    for number in range(5):
+    for number in range(6):
         ring.writer.put(header(number), 1, 0, None)
-    freed = [ring.control[HEAD] for _ in ring.reader.records(3)]
+    freed = []
+    ring.reader.read(3, lambda record, payload: freed.append(ring.control[HEAD]) or True)
     assert freed == [0, 128, 256]
     assert ring.control[HEAD] == 3 * 128
-    next(ring.reader.records(2))  # whoever stops before
-    assert ring.control[HEAD] == 3 * 128
-    assert [record[4] for record, _ in ring.reader.records(2)] == [4]
-    assert ring.control[HEAD] == 5 * 128
+    ring.reader.read(2, lambda record, payload: False)
+    assert ring.control[HEAD] == 4 * 128
+    with pytest.raises(ZeroDivisionError):
+        ring.reader.read(2, lambda record, payload: 1 / 0)
+    assert [record[4] for record, _ in ring.records(2)] == [5]
+    assert ring.control[HEAD] == 6 * 128
     assert ring.writer.is_empty
-    assert list(ring.reader.records(2)) == []
+    assert ring.records(2) == []
 
 
 def test_an_encoded_header_is_a_record_of_kind_0():
@@ -113,12 +125,12 @@ def drain(ring, limit=200):
     """Read until there is nothing more; whether the reader refused to go on. Nothing else may come of it."""
     for _ in range(limit):
         try:
-            taken = next(ring.reader.records(1), None)
+            taken = ring.records(1)
         except RemoteProtocolError:
             return True
-        if taken is None:
+        if not taken:
             return False
-        record, payload = taken
+        record, payload = taken[0]
         assert payload is None or len(payload) <= NBYTES
         assert record[1] or len(payload) == record[2]
     raise AssertionError("more records than there can be")

@@ -2,7 +2,7 @@
 
 from kfcomm.core.machine import DOWN
 from kfcomm.transports.shm.arena import SLAB_NBYTES
-from kfcomm.transports.shm.publisher import INLINE_NBYTES, WINDOW_NBYTES
+from kfcomm.transports.shm.sender import INLINE_NBYTES, WINDOW_NBYTES
 from kfcomm.transports.shm.shared import Word
 from tests.support import run
 from tests.transports.shm.pairs import HALF, Pair, fill, linked, processes, settled

@@ -43,7 +43,7 @@ _Waiting = tuple[int, int, Any, "memoryview | None", "Owner | None"]
 payload, owner."""
 
 
-class Publisher(ShmLink):
+class ShmSender(ShmLink):
     """Implements ``transports.base.Link``; ``arena`` holds what it shows, ``large_nbytes`` is the larger window."""
 
     _near, _far, _tail = Word.SENDER_PARKED, Word.RECEIVER_PARKED, Word.BACK_TAIL
@@ -79,8 +79,17 @@ class Publisher(ShmLink):
                 self._say(header)
                 return True
             level = -2 * priority - header[5]
-            if not (self._waiting and self._is_behind(level, payload)) and self._put(header, payload):
-                self._owes_bell = self.is_restless = True
+            if not self._waiting and (payload is None or len(payload) <= INLINE_NBYTES):
+                is_put = self._out.put(header, 0, 0 if payload is None else len(payload), payload)
+            else:
+                is_put = not (self._waiting and self._is_behind(level, payload)) and self._put(header, payload)
+            if is_put:
+                with self._fence:
+                    pass
+                if self._words[Word.RECEIVER_PARKED]:
+                    self._owes_bell = self.is_restless = True
+                elif self._pieces:
+                    self.is_restless = True
                 return True
         except RemoteProtocolError as error:
             self._end_with(error)
@@ -253,17 +262,18 @@ class Publisher(ShmLink):
         self._num_returned = upto
 
     def _hear(self) -> None:
-        for record, payload in self._into.records(BURST_RECORDS):
-            if record[3] or payload is None:
-                raise RemoteProtocolError(f"rank {self.peer} sent a chunk to a sender of chunks")
-            header = self._unpacked(payload)
-            if header[0] == BYE:
-                self._heard_bye = True
-            else:
-                self._inbound.receive(self, header, payload[:0])
-            if self._fd < 0:
-                break
+        self._into.read(BURST_RECORDS, self._take)
         self._inbound.burst_end(self)
+
+    def _take(self, record: tuple[Any, ...], payload: memoryview | None) -> bool:
+        if record[3] or payload is None:
+            raise RemoteProtocolError(f"rank {self.peer} sent a chunk to a sender of chunks")
+        header = self._unpacked(payload)
+        if header[0] == BYE:
+            self._heard_bye = True
+        else:
+            self._inbound.receive(self, header, payload[:0])
+        return self._fd >= 0
 
     def _let_go(self) -> None:
         self._done.extend(entry[4] for entry in self._waiting if entry[4] is not None)

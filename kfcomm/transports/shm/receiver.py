@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from kfcomm.core.frame import Header, Kind
 from kfcomm.errors import RemoteProtocolError
@@ -19,7 +20,7 @@ from kfcomm.transports.shm.shared import MAX_LENT_NBYTES, MAX_PIECES, Word
 _CHUNK = int(Kind.CHUNK)
 
 
-class Subscriber(ShmLink):
+class ShmReceiver(ShmLink):
     """Implements ``transports.base.Link``. ``arena`` is the peer's, ``max_lent`` how many of its pieces may be kept."""
 
     _near, _far, _tail = Word.RECEIVER_PARKED, Word.SENDER_PARKED, Word.FORTH_TAIL
@@ -107,26 +108,26 @@ class Subscriber(ShmLink):
         return False
 
     def _hear(self) -> None:
-        receive = self._inbound.receive
         try:
-            for record, payload in self._into.records(BURST_RECORDS):
-                if record[3] == _CHUNK:
-                    if self._heard_bye:
-                        raise RemoteProtocolError(f"rank {self.peer} sent a CHUNK after its BYE")
-                    if payload is None:
-                        self._show(record[1] - 1, record[2], record[3:])
-                    else:
-                        receive(self, record[3:], payload)
-                elif record[3] or payload is None:
-                    raise RemoteProtocolError(f"rank {self.peer} sent a record of kind {record[3]}")
-                else:
-                    self._frame(self._unpacked(payload))
-                if self._fd < 0:
-                    break
+            self._into.read(BURST_RECORDS, self._take)
         finally:
             self._inbound.burst_end(self)
             if self._fd >= 0:
                 self.ring_bell()
+
+    def _take(self, record: tuple[Any, ...], payload: memoryview | None) -> bool:
+        if record[3] == _CHUNK:
+            if self._heard_bye:
+                raise RemoteProtocolError(f"rank {self.peer} sent a CHUNK after its BYE")
+            if payload is None:
+                self._show(record[1] - 1, record[2], record[3:])
+            else:
+                self._inbound.receive(self, record[3:], payload)
+        elif record[3] or payload is None:
+            raise RemoteProtocolError(f"rank {self.peer} sent a record of kind {record[3]}")
+        else:
+            self._frame(self._unpacked(payload))
+        return self._fd >= 0
 
     def _show(self, piece: int, nbytes: int, header: Header) -> None:
         """A chunk in the peer's arena."""

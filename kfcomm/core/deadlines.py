@@ -1,0 +1,100 @@
+"""Deadlines of collectives: which wait too long, given the time. The clock is its caller's.
+
+Each collective is due up to four times: ``QUIET`` when it has waited a little (so that ranks which disagree find
+out, see ``Router.announce``), ``STALLED`` once after the stall time, ``ASK`` shortly before its deadline (so that
+the error can say who is missing), and ``EXPIRED`` at the deadline.
+
+A deadline is three numbers of what waits; nothing is entered anywhere when it begins to wait, and nothing is taken out
+when it ends. A coarse tick looks at all that waits by then, mostly at nothing.
+
+Of many that have waited a little, few are ``QUIET`` at a time, those that wait longest first: where there is only much
+to do, messages about all of it would double that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import IntEnum
+from typing import Protocol, TypeVar
+
+QUIET_AFTER_S = 0.5
+QUIET_AT_ONCE = 64
+QUIET_AGAIN_S = 0.25
+"""Seconds until more than ``QUIET_AT_ONCE`` are ``QUIET``."""
+ASK_BEFORE_S = 1.0
+"""Seconds before a deadline at which the others are asked; for short timeouts, a quarter of them."""
+NEVER = float("inf")
+
+
+class Due(IntEnum):
+    """Why a collective is due."""
+
+    QUIET = 1
+    STALLED = 2
+    ASK = 4
+    EXPIRED = 8
+
+
+class Waiting(Protocol):
+    """What has a deadline.
+
+    Attributes:
+        posted_s: when it began to wait.
+        timeout_s: after how long it has expired; ``NEVER`` for a part of something that has a deadline.
+        due_s: when it is due next; see ``first_due_s``.
+        told: what it has been due for, a sum of ``Due``; 0 at first.
+    """
+
+    posted_s: float
+    timeout_s: float
+    due_s: float
+    told: int
+
+
+W = TypeVar("W", bound=Waiting)
+
+
+def first_due_s(timeout_s: float, stall_after_s: float) -> float:
+    """Seconds after its beginning at which something is due for the first time."""
+    return min(time_s for time_s, _ in _stages(timeout_s, stall_after_s))
+
+
+def look(waiting: Iterable[W], now_s: float, stall_after_s: float) -> tuple[list[tuple[W, Due]], float]:
+    """What is due by now, each stage once, in the order of its times; and when to look again at the latest.
+
+    Cost: 0.1 µs for each of which nothing is due.
+    """
+    due: list[tuple[float, int, W, Due]] = []
+    next_s = NEVER
+    num_quiet = 0
+    for one in waiting:
+        if one.due_s <= now_s:
+            times_s = _stages(one.timeout_s, stall_after_s)
+            reached = [(one.posted_s + after_s, stage) for after_s, stage in times_s if not one.told & stage]
+            may_be_quiet = num_quiet < QUIET_AT_ONCE or now_s + QUIET_AGAIN_S >= one.posted_s + times_s[-2][0]
+            one.due_s = NEVER
+            for time_s, stage in reached:
+                if time_s > now_s:
+                    one.due_s = min(one.due_s, time_s)
+                elif stage is Due.QUIET and not may_be_quiet:
+                    one.due_s = min(one.due_s, now_s + QUIET_AGAIN_S)
+                else:
+                    num_quiet += stage is Due.QUIET
+                    one.told |= stage
+                    due.append((time_s, len(due), one, stage))
+        next_s = min(next_s, one.due_s)
+    return [(one, stage) for _, _, one, stage in sorted(due, key=lambda entry: entry[:2])], next_s
+
+
+def _stages(timeout_s: float, stall_after_s: float) -> tuple[tuple[float, Due], ...]:
+    """Seconds from the beginning, and what is due then."""
+    if timeout_s == NEVER:
+        return ((QUIET_AFTER_S, Due.QUIET), (NEVER, Due.ASK), (NEVER, Due.EXPIRED))
+    ask_s = timeout_s - min(ASK_BEFORE_S, timeout_s / 4)
+    stalled_s = stall_after_s if stall_after_s < timeout_s else NEVER
+    return (
+        (min(QUIET_AFTER_S, ask_s), Due.QUIET),
+        (stalled_s, Due.STALLED),
+        (ask_s, Due.ASK),
+        (timeout_s, Due.EXPIRED),
+    )

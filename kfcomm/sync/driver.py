@@ -1,0 +1,433 @@
+"""Blocking callers drive the engine themselves: each takes the engine lock, posts, and looks until its result is there.
+
+One caller leads at a time; others follow: they sleep until their result is there or the leader has gone (Leader/
+Followers: Schmidt et al., 2000). A leader spins while peers of the same host may bring news any moment, then rests on
+the engine's descriptor without the lock. While nobody waits, the I/O thread drives what is in flight; it gives way to
+a caller at once.
+
+Invariants:
+
+- A call is posted when it is made, by the thread that makes it, whether it blocks or not: so the calls of one thread
+  are in the order of the program, over every link.
+- Ctrl-C while a caller looks or rests cancels its call alone. In the midst of the engine's work nobody could say what
+  is left undone: then the communicator is closed, with that as its reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable
+from os import sched_yield
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from kfcomm.errors import SessionClosed
+from kfcomm.sync.thread import LOOK_EVERY_S, IoThread
+from kfcomm.transports.loop_driver import LoopDriver
+from kfcomm.transports.reactor import Reactor
+
+if TYPE_CHECKING:
+    from kfcomm.collectives.compiled import CompiledName
+    from kfcomm.runtime.operation import Operation
+    from kfcomm.session import Session
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+QUIET_S = 2e-3
+"""Of fruitless looking until a leader rests."""
+LOOKS = 64
+"""At shared memory, between two looks at descriptors and the clock."""
+LULL_S = 0.1
+"""After a call when nothing is in flight and nobody looks: then the I/O thread parks. Long, since waking it takes the
+caller's time (1 ms with more ranks than cores); a peer that cannot wait rings when it parks."""
+
+
+class Awaited(Protocol[T_co]):
+    """What a caller waits for: a handle, or an operation without one."""
+
+    def done(self) -> bool:
+        """Whether it is over."""
+        ...
+
+    def result(self) -> T_co:
+        """What the caller gets, once it is over."""
+        ...
+
+    def cancel(self) -> bool:
+        """End it everywhere."""
+        ...
+
+
+class IoDriver(LoopDriver):
+    """Drives the engine on the I/O thread, except while a caller leads."""
+
+    def __init__(self, driver: Driver, io: IoThread) -> None:
+        self._driver = driver
+        self._io = io
+        self._last_call_s = 0.0
+        self._has_lull = False
+        super().__init__(driver.reactor, io.loop)
+
+    @property
+    def timer_s(self) -> float:
+        """Until when this thread sleeps at most, by the monotonic clock."""
+        return self._timer_s
+
+    def lull(self) -> None:
+        """A call has ended and nothing is in flight: park, if none follows soon."""
+        self._last_call_s = time.monotonic()
+        if not self._has_lull and not self._is_closed:
+            self._has_lull = True
+            self._loop.call_soon(self._begin_lull)
+
+    def _begin_lull(self) -> None:
+        self._loop.call_later(LULL_S, self._after_lull)
+
+    def _after_lull(self) -> None:
+        if self._is_closed:
+            return
+        if self._driver.is_led or time.monotonic() - self._last_call_s < LULL_S:
+            self._begin_lull()
+        else:
+            self._has_lull = False
+            self.wake()
+
+    def _turn(self) -> None:
+        if self._driver.is_led:
+            self._driver.mask(is_masked=True)  # the leader looks, too; else this thread would be woken again and again
+        else:
+            super()._turn()
+            self._driver.tell_followers()
+
+    def _look(self) -> bool:
+        """Between two looks a caller may take over."""
+        return self._io.lock.is_wanted() or super()._look()
+
+
+class Driver:
+    """The callers of one engine, or of several that share a reactor.
+
+    Attributes:
+        reactor: of the engine.
+        io: the thread that drives it otherwise, and the engine lock.
+    """
+
+    def __init__(self, io: IoThread) -> None:
+        self.io = io
+        self.reactor = Reactor()
+        self._lock = io.lock
+        self._leader = 0
+        """Number of the thread of the caller who drives; 0 if none does."""
+        self._awaited: Awaited[Any] | None = None
+        """By the leader."""
+        self._is_resting = self._is_masked = False
+        """Of the leader: it has laid down the lock and sleeps; the I/O thread does not hear of descriptors."""
+        self._is_working = False
+        """Of the caller who holds the lock, as ``reactor.is_driven``: false whenever none does. The latter is cleared
+        without a call: a signal that comes at the first line of ``_leave`` leaves no more behind than the lock."""
+        self._followers: dict[int, tuple[Awaited[Any], threading.Event]] = {}
+        self._io_driver: IoDriver = io.run(IoDriver, self, io)
+        self.reactor.woken = self._wake
+
+    @property
+    def is_led(self) -> bool:
+        """Whether a caller drives."""
+        return self._leader != 0
+
+    # ---------------------------------------------------------------- for callers
+
+    def run(self, function: Callable[[], T], session: Session) -> T:
+        """Call something of the engine that does not wait, at once, on the caller's thread.
+
+        Raises:
+            SessionClosed: the communicator belongs to the parent process.
+        """
+        if self.io.is_current:
+            return function()
+        self.io.may_block()
+        try:
+            self._enter(session)
+            return function()
+        except BaseException as error:
+            self._interrupted(error, None, session)
+            raise
+        finally:
+            self.reactor.is_driven = False
+            self._leave()
+
+    def call(self, begin: Callable[[], Awaited[T]], session: Session) -> T:
+        """Begin a collective and wait for its result.
+
+        Raises:
+            WouldDeadlock: the caller is the I/O thread.
+            SessionClosed: the communicator belongs to the parent process.
+        """
+        self.io.may_block()
+        handle: Awaited[T] | None = None
+        try:
+            self._enter(session)
+            handle = begin()
+            if not handle.done():
+                self._wait(handle, math.inf)
+            return handle.result()
+        except BaseException as error:
+            self._interrupted(error, handle, session)
+            raise
+        finally:
+            self.reactor.is_driven = False
+            self._leave()
+
+    def call_again(self, compiled: CompiledName, x: Any, op: str, out: Any, session: Session) -> Any:
+        """As ``call``, for a name that was used before; None if this use is not alike: then nothing has begun."""
+        if self.io.is_current:
+            return None
+        operation: Operation | None = None
+        try:
+            self._enter(session)
+            operation = compiled.start(x, op, out, None)
+            if operation is None:
+                return None
+            if not operation.is_over:
+                self._wait(operation, math.inf)
+            return operation.result()
+        except BaseException as error:
+            self._interrupted(error, operation, session)
+            raise
+        finally:
+            self.reactor.is_driven = False
+            self._leave()
+
+    def wait(self, handle: Awaited[T], timeout_s: float | None, session: Session) -> bool:
+        """Wait until a collective is over; False if it is not after so many seconds."""
+        self.io.may_block()
+        deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            self._enter(session)
+            self._wait(handle, deadline_s)
+            return handle.done()
+        except BaseException as error:
+            self._interrupted(error, handle, session)
+            raise
+        finally:
+            self.reactor.is_driven = False
+            self._leave()
+
+    def heal(self, session: Session) -> None:
+        """Clear up what an interrupt of an earlier call of this thread may have left."""
+        if not self.io.is_current:
+            try:
+                self._enter(session)
+            finally:
+                self.reactor.is_driven = False
+                self._leave()
+
+    def stop(self) -> None:
+        """Drive no more, and end the I/O thread. May be called again.
+
+        Raises:
+            WouldDeadlock: the caller is the I/O thread.
+        """
+        with contextlib.suppress(SessionClosed):  # another thread stops it too, and was faster
+            self.io.wait_for(self._close)
+        self.io.stop()
+
+    async def _close(self) -> None:
+        while self.is_led:  # what it waits for has ended with the sessions, but it has yet to wake up
+            self.reactor.ring()
+            await asyncio.sleep(0)
+        for _, event in list(self._followers.values()):
+            event.set()
+        self._io_driver.close()
+
+    # ---------------------------------------------------------------- inside the lock
+
+    def _enter(self, session: Session) -> None:
+        reactor = self.reactor
+        if not self._lock.take():
+            # An interrupt has come while this thread left, or this is a signal handler in the midst of a call.
+            if self._leader == threading.get_ident():
+                self._leader = 0
+            if reactor.is_driven:
+                self._give_up(session, KeyboardInterrupt())
+        reactor.is_driven = self._is_working = True
+
+    def _leave(self) -> None:
+        """Hand over to whoever goes on, and lay down the lock."""
+        me = threading.get_ident()
+        if self._leader == me:
+            self._leader, self._awaited = 0, None
+        if self._followers:
+            self._followers.pop(me, None)
+        if not self._lock.is_mine():  # it was interrupted while it waited for it
+            return
+        self.reactor.is_driven = self._is_working = False
+        try:
+            self._hand_over()
+        except BaseException:  # an interrupt; all of it may be done twice
+            self._hand_over()
+            raise
+        finally:
+            self._lock.lay_down()
+
+    def _hand_over(self) -> None:
+        reactor = self.reactor
+        if self._followers:
+            self.tell_followers()
+        if self._leader:
+            if self._is_resting and (reactor.is_stirred or self._awaited is None or self._awaited.done()):
+                reactor.ring()
+            return
+        if self._is_masked:
+            self.mask(is_masked=False)
+        follower = next(iter(self._followers.values()), None)
+        if follower is not None:
+            follower[1].set()
+        elif reactor.is_stirred or reactor.is_needed or reactor.next_deadline_s < self._io_driver.timer_s:
+            self._io_driver.wake()
+        elif reactor.is_awake:
+            self._io_driver.lull()
+
+    def _wait(self, handle: Awaited[T], deadline_s: float) -> None:
+        while not handle.done() and time.monotonic() < deadline_s:
+            if self._leader in (0, threading.get_ident()):
+                self._lead(handle, deadline_s)
+            else:
+                self._follow(handle, deadline_s)
+
+    def _lead(self, handle: Awaited[T], deadline_s: float) -> None:
+        """Look at what comes until it is over, or it is time; rest when nothing comes."""
+        reactor, lock, is_done = self.reactor, self._lock, handle.done
+        most_looks = LOOKS if reactor.pollers else 0
+        if most_looks and not reactor.is_awake:
+            reactor.unpark()
+        self._is_resting = False  # an interrupted leader may have left it
+        self._leader, self._awaited = threading.get_ident(), handle
+        looks = 0
+        quiet_since_s = 0.0
+        while True:
+            if reactor.glance():
+                looks, quiet_since_s = 0, 0.0
+            elif looks < most_looks:
+                looks += 1
+                if not lock.is_wanted():
+                    self._is_working = False
+                    sched_yield()
+                    self._is_working = True
+                    continue
+                self._give_way()
+            else:
+                looks = 0
+                quiet_since_s = self._pause(quiet_since_s, deadline_s)
+            if self._followers:
+                self.tell_followers()
+            if is_done() or quiet_since_s == math.inf:
+                return
+
+    def _pause(self, quiet_since_s: float, deadline_s: float) -> float:
+        """After many looks: look at descriptors and the clock, and rest if it is quiet for long.
+
+        Returns:
+            Since when it is quiet; 0 if it is not, infinity if the time is up.
+        """
+        reactor = self.reactor
+        if self._lock.is_wanted():
+            self._give_way()
+        if reactor.progress():
+            return 0.0
+        now_s = time.monotonic()
+        if now_s >= deadline_s:
+            return math.inf
+        if reactor.pollers and now_s - (quiet_since_s or now_s) <= QUIET_S:
+            return quiet_since_s or now_s
+        self._rest(min(deadline_s, now_s + LOOK_EVERY_S, reactor.next_deadline_s) - now_s)
+        return 0.0
+
+    def _rest(self, timeout_s: float) -> None:
+        """Sleep until there is something to do, without the lock."""
+        reactor = self.reactor
+        if not reactor.park():
+            return
+        self.mask(is_masked=True)
+        try:
+            self._is_resting = True
+            self._step_out()
+            reactor.wait(timeout_s)
+        finally:
+            self._lock.take()
+            self._is_resting = False
+        reactor.is_driven = self._is_working = True
+        if reactor.pollers and not reactor.is_awake and reactor.is_needed:
+            reactor.unpark()
+
+    def _follow(self, handle: Awaited[T], deadline_s: float) -> None:
+        """Sleep until the leader has brought the result, or goes."""
+        me, event = threading.get_ident(), threading.Event()
+        try:
+            self._followers[me] = handle, event
+            if self._is_resting and self.reactor.is_stirred:
+                self.reactor.ring()
+            self._step_out()
+            event.wait(min(LOOK_EVERY_S, max(0.0, deadline_s - time.monotonic())))
+        finally:
+            self._followers.pop(me, None)  # first, and without the lock: taking it may be interrupted
+            self._lock.take()
+        self.reactor.is_driven = self._is_working = True
+
+    def tell_followers(self) -> None:
+        """Wake those whose call is over."""
+        for handle, event in list(self._followers.values()):
+            if handle.done():
+                event.set()
+
+    def _give_way(self) -> None:
+        """Pass the lock to whoever waits for it, and take it up again after them."""
+        self._step_out()
+        self._lock.take()
+        self.reactor.is_driven = self._is_working = True
+
+    def _step_out(self) -> None:
+        self.reactor.is_driven = self._is_working = False
+        self._lock.lay_down()
+
+    def mask(self, *, is_masked: bool) -> None:
+        """While a caller leads, what comes to the engine's descriptor does not wake the I/O thread as well."""
+        if is_masked != self._is_masked:
+            for descriptor in self.reactor.descriptors():
+                self.io.loop.watch(descriptor, is_wanted=not is_masked)
+            self._is_masked = is_masked
+
+    def _wake(self) -> None:
+        """Something is due in the reactor, and nobody drives it."""
+        if not self._leader:
+            self._io_driver.wake()
+        elif self._is_resting:
+            self.reactor.ring()
+
+    def _interrupted(self, error: BaseException, handle: Awaited[T] | None, session: Session) -> None:
+        """Ctrl-C between two looks ends the call alone; in the midst of the work nobody knows what is left undone."""
+        if isinstance(error, Exception):
+            return
+        if not self._lock.is_mine():  # it came while this thread waited for the lock: nothing is left undone
+            if handle is None:
+                return
+            self._lock.take()
+        if not self._is_working and handle is not None:
+            self.reactor.is_driven = self._is_working = True
+            try:
+                handle.cancel()
+            except BaseException:  # a second one
+                self._give_up(session, error)
+                raise
+        elif self._is_working:
+            self._give_up(session, error)
+            if handle is not None and handle.done():
+                with contextlib.suppress(Exception, asyncio.CancelledError):
+                    handle.result()  # the caller has the interrupt instead
+
+    def _give_up(self, session: Session, error: BaseException) -> None:
+        with contextlib.suppress(Exception):  # what was left undone may stand in the way; then peers hear of the close
+            session.give_up(f"the communicator was interrupted at its work by {type(error).__name__}")

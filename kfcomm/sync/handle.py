@@ -1,0 +1,152 @@
+"""What the ``*_async`` forms of blocking communicators return."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import functools
+import math
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kfcomm.collectives.handle import Handle as Inner
+from kfcomm.errors import KfcommError, SessionClosed
+from kfcomm.sync.thread import LOOK_EVERY_S, IoThread, copy_end
+
+if TYPE_CHECKING:
+    from kfcomm.session import Session
+    from kfcomm.sync.driver import Driver
+
+T = TypeVar("T")
+
+
+class Handle(concurrent.futures.Future[T]):
+    """A collective under way: wait for it, look at ``done()``, or ``cancel()`` it; on any thread.
+
+    It is a ``concurrent.futures.Future``, so that ``concurrent.futures.wait``, ``as_completed`` and
+    ``asyncio.wrap_future`` take it. Callbacks run on the I/O thread, where nothing may block.
+    """
+
+    def __init__(self, driver: Driver, session: Session) -> None:
+        super().__init__()
+        self._driver = driver
+        self._io: IoThread = driver.io
+        self._session = session
+        self._inner: asyncio.Future[T] | None = None
+        self._is_unwanted = False
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Wait for the result and return it; an interruption (Ctrl-C) cancels the collective.
+
+        Args:
+            timeout: seconds to wait here; the collective goes on after them. None: as long as the collective's
+                own timeout lets it.
+
+        Raises:
+            TimeoutError: it is not done yet, and has not failed.
+            WouldDeadlock: it is not done, and the caller is the I/O thread.
+            concurrent.futures.CancelledError: it was cancelled by ``cancel()`` here.
+            CollectiveError: it failed; as from the async verb.
+        """
+        return self.result(timeout)
+
+    def result(self, timeout: float | None = None) -> T:
+        """The same as ``wait``."""
+        self._wait_for_the_end(timeout)
+        return super().result(0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the end; the error, or None if there is a result. See ``wait``."""
+        self._wait_for_the_end(timeout)
+        return super().exception(0)
+
+    def cancel(self) -> bool:
+        """End the collective everywhere; False if it is complete already. Returns once nothing reads its arrays."""
+        if self.done():
+            return False
+        try:
+            if isinstance(self._inner, Inner):
+                return self._driver.run(self._cancel_here, self._session)
+            return self._io.run(self._cancel_here)
+        except SessionClosed:
+            return False
+
+    def add_done_callback(self, fn: Callable[[concurrent.futures.Future[T]], object]) -> None:
+        """Call ``fn(handle)`` on the I/O thread when it is over."""
+        super().add_done_callback(functools.partial(self._io.tell, fn))
+
+    def begin(self, verb: Callable[[], Inner[T]]) -> None:
+        """Begin a collective that is posted at once; with the lock held. Errors of ``verb`` are the handle's, too."""
+        try:
+            inner = verb()
+        except Exception as error:  # noqa: BLE001  of the arguments: it belongs to whoever waits
+            self.set_exception(error)
+            return
+        self._inner = inner
+        if inner.done():
+            self._settle(inner)
+        else:
+            self._io.keep(self)
+            inner.when_done(self._driver.reactor, self._settle)
+
+    def start(self, call: Callable[[], Awaitable[T]]) -> None:
+        """Begin something of several steps, on the I/O thread."""
+        self._io.start(call, self._started)
+
+    def give_up(self) -> None:
+        """Cancel it, if it is not complete, without a word if that cannot be."""
+        if not self.done():
+            with contextlib.suppress(KfcommError):
+                self.cancel()
+
+    def _started(self, inner: asyncio.Future[T]) -> None:
+        self._inner = inner
+        self._io.keep(self)
+        inner.add_done_callback(self._settle)
+
+    def _wait_for_the_end(self, timeout: float | None) -> None:
+        if self.done():
+            return
+        inner = self._inner
+        if isinstance(inner, Inner):
+            if not self._driver.wait(inner, timeout, self._session):
+                raise TimeoutError(f"not done within {timeout} s; it goes on")
+            self._settle(inner)
+            return
+        self._io.may_block()
+        deadline_s = math.inf if timeout is None else time.monotonic() + timeout
+        try:
+            while not self.done():
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise TimeoutError(f"not done within {timeout} s; it goes on")
+                with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
+                    super().exception(min(left_s, LOOK_EVERY_S))
+        except TimeoutError:
+            raise
+        except BaseException:
+            self.give_up()
+            raise
+
+    def _cancel_here(self) -> bool:
+        inner = self._inner
+        if self.done() or inner is None:
+            return False
+        self._is_unwanted = True
+        was_cancelled = inner.cancel()
+        if inner.cancelled():  # a task ends by and by; a collective has ended now
+            self._settle(inner)
+        return was_cancelled
+
+    def _settle(self, inner: asyncio.Future[Any]) -> None:
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # another thread has been faster
+            if self.done():
+                return
+            self._io.drop(self)
+            if inner.cancelled() and (self._is_unwanted or isinstance(inner, Inner)):  # a task's end may be the loop's
+                super().cancel()
+                self.set_running_or_notify_cancel()
+            else:
+                copy_end(inner, self)

@@ -1,0 +1,127 @@
+"""An asyncio loop drives a reactor: by readiness callbacks, one timer, and turns while there is something to look at.
+
+Where peers share memory, news come without a descriptor. While something is awaited the loop looks again and again and
+lets others run in between (sched_yield(2): 1 µs where nobody else wants to, while any sleep would cost 50). After a
+while without news it parks: peers have to ring from then on, and an idle process costs nothing.
+
+Works on any asyncio loop, uvloop's included. Everything here runs on the loop; ``wake`` may also be called by whoever
+drives the reactor instead, if the loop's ``call_soon`` can be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+
+from kfcomm.transports.reactor import Reactor
+
+SPIN_S = 1e-3
+"""Of fruitless looking before the loop parks while something is awaited; a wake-up costs up to a tenth of it."""
+LINGER_S = 2e-4
+"""The same when nothing is: the next collective of a program comes soon."""
+LOOKS = 16
+"""Fruitless looks before the loop's other callbacks get their turn; 1 where the peers are on the same loop."""
+
+
+class LoopDriver:
+    """See the module.
+
+    Args:
+        reactor: what is driven.
+        loop: by which.
+        looks: see ``LOOKS``.
+    """
+
+    def __init__(self, reactor: Reactor, loop: asyncio.AbstractEventLoop, *, looks: int = LOOKS) -> None:
+        self._reactor = reactor
+        self._loop = loop
+        self._looks = looks
+        self._is_scheduled = self._is_closed = False
+        self._quiet_since_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_s = float("inf")
+        reactor.woken = self.wake
+        reactor.failed = self._failed
+        for descriptor in reactor.descriptors():
+            loop.add_reader(descriptor, self._turn)
+        self.wake()
+
+    def wake(self) -> None:
+        """Something is due. Costs 0.1 µs when the loop is about to look anyway."""
+        self._quiet_since_s = 0.0
+        if not self._is_scheduled and not self._is_closed:
+            self._is_scheduled = True
+            self._loop.call_soon(self._scheduled_turn)
+
+    def close(self) -> None:
+        """Drive no more, and close the reactor."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for descriptor in self._reactor.descriptors():
+            self._loop.remove_reader(descriptor)
+        self._reactor.close()
+
+    def _scheduled_turn(self) -> None:
+        self._is_scheduled = False
+        if not self._is_closed:
+            self._turn()
+
+    def _turn(self) -> None:
+        reactor = self._reactor
+        reactor.is_driven = True
+        try:
+            moved = reactor.progress()
+            if reactor.is_awake and not moved:
+                moved = self._look()
+        except BaseException:
+            self.wake()  # one link has ended by it; the others go on
+            raise
+        finally:
+            reactor.is_driven = False
+        if self._is_closed:
+            return
+        if reactor.is_stirred or (moved and reactor.is_awake):
+            self.wake()
+        elif reactor.is_awake:
+            self._rest()
+        self._set_timer()
+
+    def _look(self) -> bool:
+        for _ in range(self._looks - 1):
+            os.sched_yield()
+            if self._reactor.glance():
+                return True
+        os.sched_yield()
+        return False
+
+    def _rest(self) -> None:
+        """Look again, or park after a while without news."""
+        reactor = self._reactor
+        now_s = time.monotonic()
+        quiet_since_s = self._quiet_since_s or now_s
+        if now_s - quiet_since_s > (SPIN_S if reactor.is_needed else LINGER_S):
+            if not reactor.park():
+                self.wake()
+            return
+        self.wake()
+        self._quiet_since_s = quiet_since_s
+
+    def _set_timer(self) -> None:
+        due_s = self._reactor.next_deadline_s
+        if due_s < self._timer_s:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer_s = due_s
+            self._timer = self._loop.call_later(max(0.0, due_s - time.monotonic()), self._due)
+
+    def _due(self) -> None:
+        self._timer, self._timer_s = None, float("inf")
+        self._turn()
+
+    def _failed(self, error: BaseException) -> None:
+        message = "an error in a callback of kfcomm's engine"
+        self._loop.call_exception_handler({"message": message, "exception": error})

@@ -1,0 +1,358 @@
+"""What links and the engine ask of whoever drives them: calls soon or later, and descriptors to be watched.
+
+A reactor owns no thread, no task and no event loop. It keeps what is to be done, and ``progress`` does what is due:
+deferred calls, timers, ready descriptors, and a look at what pollers (shared memory) have. Any thread may drive it,
+one at a time: an asyncio loop (``LoopDriver``), or a caller that blocks (``kfcomm.sync``).
+
+Invariants:
+
+- Callbacks run inside ``progress`` only, one after the other, and never inside the call that registered them.
+- ``woken`` is called whenever something has become due while nobody drives; a driver that rests must hear it.
+- Only ``call_soon_threadsafe`` may be called without being the driver, or holding what excludes the driver.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any, Protocol
+
+logger = logging.getLogger("kfcomm")
+
+Callback = Callable[..., object]
+
+READABLE, WRITABLE = select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP, select.EPOLLOUT
+_EVENTS = 64
+"""Descriptors that are looked at in one system call."""
+
+
+class Poller(Protocol):
+    """Something that has to be looked at, since no descriptor tells of all its news: shared memory.
+
+    Attributes:
+        is_awake: this process looks by itself, so that peers need not wake it.
+    """
+
+    is_awake: bool
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether it is worth looking again and again: something is awaited, or peers wait for what is queued."""
+
+    def progress(self) -> bool:
+        """Look once; whether there was anything."""
+
+    def park(self) -> bool:
+        """From now on peers have to wake this process by a descriptor; False if there is something to do instead."""
+
+    def unpark(self) -> None:
+        """This process looks by itself again."""
+
+
+class Readiness(Protocol):
+    """What a link asks of whoever drives it; a `Reactor` and every asyncio loop have it."""
+
+    def call_soon(self, callback: Callback, *arguments: Any) -> object:
+        """Call back soon, not from inside this call."""
+
+    def add_reader(self, descriptor: int, callback: Callback) -> object:
+        """Call back whenever this descriptor is readable."""
+
+    def remove_reader(self, descriptor: int) -> object:
+        """No more."""
+
+    def add_writer(self, descriptor: int, callback: Callback) -> object:
+        """Call back whenever this descriptor is writable."""
+
+    def remove_writer(self, descriptor: int) -> object:
+        """No more."""
+
+
+class Timer:
+    """A call that was put off."""
+
+    __slots__ = ("arguments", "callback", "when_s")
+
+    def __init__(self, when_s: float, callback: Callback, arguments: tuple[Any, ...]) -> None:
+        self.when_s = when_s
+        self.callback: Callback | None = callback
+        self.arguments = arguments
+
+    def cancel(self) -> None:
+        """It is not made any more."""
+        self.callback = None
+        self.arguments = ()
+
+
+class Reactor:
+    """See the module.
+
+    Attributes:
+        pollers: looked at in every ``progress``.
+        is_driven: somebody is about to call ``progress`` again before resting; set by the driver.
+        woken: told that something is due; set by the driver.
+        failed: told of an error that a callback raised; set by the driver.
+    """
+
+    time = staticmethod(time.monotonic)
+
+    def __init__(self) -> None:
+        self.pollers: list[Poller] = []
+        self.is_driven = False
+        self.woken: Callable[[], None] = _nothing
+        self.failed: Callable[[BaseException], None] = _log
+        self._watched: dict[int, tuple[Callback | None, Callback | None]] = {}
+        self._ready: deque[tuple[Callback, tuple[Any, ...]]] = deque()
+        self._timers: list[tuple[float, int, Timer]] = []
+        self._numbers = count()
+        self._is_rung = False
+        self._ringing = threading.Lock()
+        self._epoll = select.epoll()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.add_reader(self._bell, self._answer)
+
+    # ---------------------------------------------------------------- what is to be done
+
+    def call_soon(self, callback: Callback, *arguments: Any) -> None:
+        """Call back in this ``progress`` or the next one."""
+        ready = self._ready
+        ready.append((callback, arguments))
+        if len(ready) == 1 and not self.is_driven:
+            self.woken()
+
+    def wake(self) -> None:
+        """Something is due that nobody else tells of."""
+        if not self.is_driven:
+            self.woken()
+
+    def call_soon_threadsafe(self, callback: Callback, *arguments: Any) -> None:
+        """The same, from any thread.
+
+        Raises:
+            RuntimeError: the reactor is closed.
+        """
+        if self._epoll.closed:
+            raise RuntimeError("this reactor is closed")
+        self._ready.append((callback, arguments))
+        self.ring()
+
+    def ring(self) -> None:
+        """Let ``wait`` return, on whatever thread."""
+        with self._ringing:  # else the bell and what is known of it could differ for good
+            if not self._is_rung and not self._epoll.closed:
+                os.eventfd_write(self._bell, 1)
+                self._is_rung = True
+
+    def call_later(self, delay_s: float, callback: Callback, *arguments: Any) -> Timer:
+        """Call back after so many seconds."""
+        return self.call_at(self.time() + delay_s, callback, *arguments)
+
+    def call_at(self, when_s: float, callback: Callback, *arguments: Any) -> Timer:
+        """Call back at a time of the monotonic clock."""
+        timer = Timer(when_s, callback, arguments)
+        is_first = not self._timers or when_s < self._timers[0][0]
+        heapq.heappush(self._timers, (when_s, next(self._numbers), timer))
+        if is_first and not self.is_driven:
+            self.woken()
+        return timer
+
+    def add_reader(self, descriptor: int, callback: Callback) -> None:
+        """Call back whenever this descriptor is readable."""
+        self._watch(descriptor, callback, self._watched.get(descriptor, (None, None))[1])
+
+    def remove_reader(self, descriptor: int) -> None:
+        """No more."""
+        self._watch(descriptor, None, self._watched.get(descriptor, (None, None))[1])
+
+    def add_writer(self, descriptor: int, callback: Callback) -> None:
+        """Call back whenever this descriptor is writable."""
+        self._watch(descriptor, self._watched.get(descriptor, (None, None))[0], callback)
+
+    def remove_writer(self, descriptor: int) -> None:
+        """No more."""
+        self._watch(descriptor, self._watched.get(descriptor, (None, None))[0], None)
+
+    # ---------------------------------------------------------------- for drivers
+
+    def progress(self) -> bool:
+        """Do all that is due, without waiting for anything; whether there was anything."""
+        moved = self.glance()
+        if len(self._watched) > 1 or self._is_rung:  # more than the bell
+            moved = self._look_at_descriptors() or moved
+        if self._timers and self._timers[0][0] <= self.time():
+            moved = self._run_timers() or moved
+        return (bool(self._ready) and self._run_ready()) or moved
+
+    def glance(self) -> bool:
+        """As ``progress``, but descriptors and timers are not looked at: 1 µs less."""
+        moved = False
+        if self._ready:
+            moved = self._run_ready()
+        for poller in self.pollers:
+            try:
+                if poller.progress():
+                    moved = True
+            except Exception as error:  # noqa: BLE001  as in `_run`
+                self.failed(error)
+                moved = True
+        return moved
+
+    @property
+    def is_stirred(self) -> bool:
+        """Whether deferred calls wait."""
+        return bool(self._ready)
+
+    def recover(self) -> None:
+        """Whoever drove it was interrupted at any point of ``progress``."""
+        self._is_busy = False
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether it is worth looking at the pollers again and again."""
+        for poller in self.pollers:  # noqa: SIM110  a generator would cost three times as much
+            if poller.is_needed:
+                return True
+        return False
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether there are pollers that nobody wakes."""
+        for poller in self.pollers:  # noqa: SIM110  see is_needed
+            if poller.is_awake:
+                return True
+        return False
+
+    @property
+    def next_deadline_s(self) -> float:
+        """When ``progress`` has something to do at the latest, by the monotonic clock; infinity if never."""
+        timers = self._timers
+        while timers and timers[0][2].callback is None:
+            heapq.heappop(timers)
+        return timers[0][0] if timers else float("inf")
+
+    def descriptors(self) -> tuple[int, ...]:
+        """What to wait for: one descriptor, readable while a watched one is ready or somebody rang."""
+        return () if self._epoll.closed else (self._epoll.fileno(),)
+
+    def own_descriptors(self) -> list[int]:
+        """Descriptors that a forked child must let go of, besides those that are watched."""
+        return [] if self._epoll.closed else [self._epoll.fileno(), self._bell]
+
+    def park(self) -> bool:
+        """Let peers wake this process from now on; False if there is something to do instead."""
+        if not self._ready and self._park_all():
+            return True
+        self.unpark()
+        return False
+
+    def unpark(self) -> None:
+        """This process looks by itself."""
+        for poller in self.pollers:
+            poller.unpark()
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until a watched descriptor is ready, somebody rings, or the time is over; runs no callback.
+
+        The only method that may be called while another thread drives.
+        """
+        self._epoll.poll(max(0.0, timeout_s), 1)
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """An error that nobody else would hear of; ``context`` as in asyncio."""
+        self.failed(context.get("exception") or RuntimeError(context["message"]))
+
+    def close(self) -> None:
+        """Watch nothing any more; deferred calls are dropped."""
+        self._ready.clear()
+        self._timers.clear()
+        self._watched.clear()
+        with self._ringing:
+            if not self._epoll.closed:
+                self._epoll.close()
+                os.close(self._bell)
+                self._is_rung = False
+
+    # ---------------------------------------------------------------- inside
+
+    def _answer(self) -> None:
+        with self._ringing:
+            self._is_rung = False
+            os.eventfd_read(self._bell)
+
+    def _watch(self, descriptor: int, reader: Callback | None, writer: Callback | None) -> None:
+        epoll = self._epoll
+        mask = (READABLE if reader is not None else 0) | (WRITABLE if writer is not None else 0)
+        if descriptor in self._watched:
+            if mask:
+                epoll.modify(descriptor, mask)
+            else:
+                del self._watched[descriptor]
+                epoll.unregister(descriptor)
+        elif mask:
+            epoll.register(descriptor, mask)
+        if mask:
+            self._watched[descriptor] = (reader, writer)
+
+    def _park_all(self) -> bool:
+        is_parked = True
+        for poller in self.pollers:
+            try:
+                is_parked = poller.park() and is_parked
+            except Exception as error:  # noqa: BLE001  it looks once more in there
+                self.failed(error)
+                is_parked = False
+        return is_parked
+
+    def _look_at_descriptors(self) -> bool:
+        moved = False
+        for descriptor, events in self._epoll.poll(0, _EVENTS):
+            reader, writer = self._watched.get(descriptor, (None, None))
+            if reader is not None and events & READABLE:
+                self._run(reader, ())
+                moved = True
+            if writer is not None and events & ~select.EPOLLIN and self._watched.get(descriptor, (0, 0))[1] is writer:
+                self._run(writer, ())
+                moved = True
+        return moved
+
+    def _run_timers(self) -> bool:
+        now_s = self.time()
+        timers = self._timers
+        moved = False
+        while timers and timers[0][0] <= now_s:
+            timer = heapq.heappop(timers)[2]
+            if timer.callback is not None:
+                self._run(timer.callback, timer.arguments)
+                moved = True
+        return moved
+
+    def _run_ready(self) -> bool:
+        """What is deferred by now; what comes of it waits for the next turn, so that others get theirs."""
+        ready = self._ready
+        for _ in range(len(ready)):
+            if not ready:  # closed by one of them
+                break
+            callback, arguments = ready.popleft()
+            self._run(callback, arguments)
+        return True
+
+    def _run(self, callback: Callback, arguments: Sequence[Any]) -> None:
+        try:
+            callback(*arguments)
+        except Exception as error:  # noqa: BLE001  a defect in one callback; the others go on
+            self.failed(error)
+
+
+def _nothing() -> None:
+    """Nobody has to be told."""
+
+
+def _log(error: BaseException) -> None:
+    logger.error("an error in a callback of the engine", exc_info=error)

@@ -1,0 +1,111 @@
+"""Handles of blocking communicators: who completes them, and what they say in the end."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import signal
+import threading
+from typing import Any
+
+import pytest
+
+import kfcomm
+from kfcomm.sync import driver, handle, thread
+from kfcomm.sync.communicator import Communicator
+from kfcomm.sync.handle import Handle
+from kfcomm.testing import sync_world
+from kfcomm.transports.reactor import Reactor
+from tests.sync.worlds import Call, at_rest, driver_of, joined, leading, until
+
+
+@pytest.fixture(autouse=True)
+def unbounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (driver, handle, thread):
+        monkeypatch.setattr(module, "LOOK_EVERY_S", 1e6)
+
+
+@pytest.mark.parametrize("wait", [Handle.wait, Handle.result, Handle.exception])
+def test_a_handle_whose_wait_was_interrupted_was_cancelled(wait: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rest = Reactor.wait
+
+    def interrupted(reactor: Reactor, timeout_s: float) -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        rest(reactor, timeout_s)
+
+    with sync_world(2) as (one, other):
+        begun = one.all_reduce_async(1, "a")
+        with monkeypatch.context() as patch:
+            patch.setattr(Reactor, "wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                wait(begun)
+        concurrent.futures.wait([begun])
+        assert begun.cancelled()  # not: closed
+        with pytest.raises(concurrent.futures.CancelledError):
+            begun.wait()
+        with pytest.raises(kfcomm.CollectiveAborted, match="cancelled on rank 0"):
+            other.all_reduce(1, "a")
+        assert at_rest(one)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_whoever_completes_it_everybody_hears(transport: str) -> None:
+    """The I/O thread, the one who waits for it, or a caller who waits for something else."""
+    with joined(transport) as (one, other):
+        for completes in ("the I/O thread", "a wait", "another call"):
+            told: list[Any] = []
+            seen = threading.Event()
+            begun = one.all_reduce_async(1, "a")
+            begun.add_done_callback(lambda done, told=told, seen=seen: (told.append(done), seen.set()))
+            callers = []
+            if completes == "a wait":
+                callers = [Call(begun.wait), Call(begun.exception)]
+                until(lambda: driver_of(one)._is_resting)
+            elif completes == "another call":
+                callers = [leading(one, "lead")]
+            assert int(other.all_reduce(1, "a")) == 2
+            seen.wait()
+            assert told == [begun]
+            if completes == "another call":
+                other.all_reduce(1, "lead")
+            for caller in callers:
+                caller.result()
+            assert int(begun.result()) == 2
+            late = threading.Event()
+            begun.add_done_callback(lambda _, late=late: late.set())
+            late.wait()
+
+
+def test_what_is_cancelled_twice_or_late_stays_as_it_is() -> None:
+    with joined("shm") as (one, other):
+        begun = one.all_reduce_async(1, "a")
+        cancels = [Call(begun.cancel) for _ in range(4)]
+        assert sum(call.result() for call in cancels) == 1
+        assert begun.cancelled()
+        with pytest.raises(kfcomm.CollectiveAborted):
+            other.all_reduce(1, "a")
+        begun = one.all_reduce_async(1, "b")
+        other.all_reduce(1, "b")
+        assert int(begun.wait()) == 2
+        assert not begun.cancel()
+        assert not begun.cancelled()
+
+
+def test_a_callback_may_cancel_another_collective() -> None:
+    def cancels(_: Any) -> None:
+        ended.set_result(second.cancel())
+
+    ended: concurrent.futures.Future[bool] = concurrent.futures.Future()
+    with joined("shm") as (one, other):
+        first, second = one.all_reduce_async(1, "a"), one.all_reduce_async(1, "b")
+        first.add_done_callback(cancels)
+        other.all_reduce(1, "a")
+        assert ended.result()
+        assert second.cancelled()
+
+
+def test_handles_that_nobody_waits_for_end_with_the_communicator() -> None:
+    with joined("shm") as (one, _):
+        begun = [one.all_reduce_async(1, f"{number}") for number in range(5)]
+        one.close()
+        assert {type(each.exception()) for each in begun} == {kfcomm.CollectiveAborted}
+        assert isinstance(one, Communicator)
