@@ -43,6 +43,7 @@ class CompiledName:
         "_op",
         "_plan",
         "_shape",
+        "_signature",
         "_timeout_s",
         "_view",
         "name",
@@ -58,6 +59,7 @@ class CompiledName:
         self._op = op
         self._plan = plan
         self._key = group.engine.router.key(group.view.id, name or "")
+        self._signature = group.engine.router.same(plan.signature)
         self._timeout_s = group.timeout_s
         self._first_s = first_due_s(group.timeout_s, group.engine.deadlines.stall_after_s)
 
@@ -83,4 +85,4 @@ class CompiledName:
             operation = Operation(handle, x.reshape(-1), value.reshape(-1), plan.work, value=value)
         operation.timeout_s = self._timeout_s
         operation.due_s = operation.posted_s + self._first_s
-        return operation if self._engine.post_again(self._key, self._view, plan, operation) else None
+        return operation if self._engine.post_again(self._key, self._view, self._signature, plan, operation) else None

@@ -107,7 +107,7 @@ class Names:
             known = self._signatures[signature] = self._by_identity[id(signature)] = (number, signature)
         return known
 
-    def numbered(self, key: Key, signature: Signature) -> tuple[int, Signature] | None:
+    def numbered(self, key: Key, signature: AnySignature) -> tuple[int, Signature] | None:
         """The number of a signature that was used before, and itself; None if it, or the key, has lost its number."""
         if self._owners.get(key.id) is not key:
             return None

@@ -132,7 +132,7 @@ class Router:
         return collective
 
     def post_again(
-        self, key: Key, group: GroupView, signature: Signature, program: Program, sizes: ItemSizes, effects: Effects,
+        self, key: Key, group: GroupView, signature: AnySignature, program: Program, sizes: ItemSizes, effects: Effects,
         collective: Collective,
     ) -> bool:  # fmt: skip
         """Begin the next use of a key, as ``post`` does, if nothing is unusual; False if anything is.
@@ -147,6 +147,10 @@ class Router:
         collective.begin(program, group, key, number, sizes)
         self._start(key, collective, effects)
         return True
+
+    def same(self, signature: Signature) -> AnySignature:
+        """The very signature that stands for all that are equal to it: what ``post_again`` takes."""
+        return self._names.same(signature)
 
     def key(self, group_id: bytes, name: str) -> Key:
         """What is known of a name, made when it is first met."""

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from kfcomm.control import ControlPlane
 
 
+TICK_S = 0.02
+"""Between two looks at all that is in flight, at the least."""
 MAX_TIMEOUTS = 64
 """Different ones, of which it is remembered when something is due first."""
 
@@ -96,7 +98,7 @@ class Deadlines:
         due, next_s = look(list(self._in_flight()), self._reactor.time(), self.stall_after_s)
         self._timer, self.next_s = None, NEVER
         if next_s != NEVER:
-            self.hurry(next_s)
+            self.hurry(max(next_s, self._reactor.time() + TICK_S))
         for operation, why in due:
             if operation.failed:
                 continue

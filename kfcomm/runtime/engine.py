@@ -18,7 +18,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from kfcomm.core.cause import Cause, CauseKind
-from kfcomm.core.collective import Collective, Early, GroupView, Incoming, ItemSizes, Key, Outgoing, shown
+from kfcomm.core.collective import AnySignature, Collective, Early, GroupView, Incoming, ItemSizes, Key, Outgoing, shown
 from kfcomm.core.credit import DEFAULT_CREDIT, Credit
 from kfcomm.core.deadlines import NEVER
 from kfcomm.core.frame import Header, Kind
@@ -58,10 +58,6 @@ WARN_AT_NAMES = 100_000
 
 class Again(Protocol):
     """What the uses of a key have in common: see ``collectives.plans.Plan``."""
-
-    @property
-    def signature(self) -> Signature:
-        """What all ranks must agree on."""
 
     @property
     def program(self) -> Program:
@@ -178,7 +174,9 @@ class Engine:
         self.deadlines.begin(operation, NEVER if timeout_s is None else timeout_s)
         self.attend()
 
-    def post_again(self, key: Key, group: GroupView, plan: Again, operation: Operation) -> bool:
+    def post_again(
+        self, key: Key, group: GroupView, signature: AnySignature, plan: Again, operation: Operation
+    ) -> bool:
         """Begin the next use of a key whose last was alike, if nothing is unusual; False if anything is.
 
         The operation has its deadline.
@@ -188,7 +186,7 @@ class Engine:
         operation.engine = self
         effects: Effects = []
         try:
-            if not self.router.post_again(key, group, plan.signature, plan.program, plan.sizes, effects, operation):
+            if not self.router.post_again(key, group, signature, plan.program, plan.sizes, effects, operation):
                 return False
         except Exception as error:
             if operation not in self.router.live:

@@ -766,7 +766,9 @@ def again(desk, spec=SUM):
     """As ``first``, the short way: the collective, or None if it has to go the long way."""
     view = GroupView(spec.group_id, spec.members, spec.members.index(desk.rank))
     collective, key = Collective(), desk.router.key(spec.group_id, spec.name)
-    begun = desk.router.post_again(key, view, SIGNATURE, spec.program(view.rank), spec.sizes, desk.effects, collective)
+    begun = desk.router.post_again(
+        key, view, desk.router.same(SIGNATURE), spec.program(view.rank), spec.sizes, desk.effects, collective
+    )
     return collective if begun else None
 
 
