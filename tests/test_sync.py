@@ -1,4 +1,4 @@
-"""The blocking interface: the async verbs, on an I/O thread, from any thread."""
+"""The blocking interface: the async verbs, from any thread."""
 
 from __future__ import annotations
 

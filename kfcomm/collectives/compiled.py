@@ -46,11 +46,9 @@ class CompiledName:
         "_signature",
         "_timeout_s",
         "_view",
-        "name",
     )
 
     def __init__(self, group: Group, name: str | None, x: np.ndarray[Any, Any], op: str, plan: Plan) -> None:
-        self.name = name
         self._engine = group.engine
         self._view = group.view
         self._dtype = x.dtype

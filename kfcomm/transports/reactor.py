@@ -209,10 +209,6 @@ class Reactor:
         """Whether deferred calls wait."""
         return bool(self._ready)
 
-    def recover(self) -> None:
-        """Whoever drove it was interrupted at any point of ``progress``."""
-        self._is_busy = False
-
     @property
     def is_needed(self) -> bool:
         """Whether it is worth looking at the pollers again and again."""
