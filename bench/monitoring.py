@@ -115,7 +115,7 @@ async def member(options: argparse.Namespace) -> None:
 
 
 def _frames(engine: Any) -> int:
-    return sum(one.sent_messages + one.received_messages for one in engine.ends.traffic.totals().values())
+    return sum(one.sent_messages + one.received_messages for one in engine.links.traffic.totals().values())
 
 
 def hook_costs() -> Figures:

@@ -30,7 +30,7 @@ import numpy as np
 from bench.compare.record import write
 from bench.compare.world import ROOT
 from bench.latency import one_way_s
-from kfcomm.simulate import Host, Local, Network, Result, simulate
+from kfcomm.simulate import Host, Local, Result, SimulatedNetwork, simulate
 from kfcomm.simulate.fields import parse_time_s
 from kfcomm.sizes import show_size
 
@@ -82,11 +82,11 @@ class Winner:
         return self.behind <= 1 + NOISE
 
 
-def bed_of(record: Mapping[str, Any], latency_s: float) -> Network:
+def bed_of(record: Mapping[str, Any], latency_s: float) -> SimulatedNetwork:
     """The network of a record, on which processors are free."""
     about = record["network"]
     hosts = tuple(Host(host["name"], host["rate"] / 8, latency_s, host["ranks"]) for host in about["hosts"])
-    return Network(
+    return SimulatedNetwork(
         hosts=hosts,
         local=Local(overhead_s=0.0),
         efficiency=about["efficiency"],
@@ -103,7 +103,7 @@ def processor_costs(record: Mapping[str, Any], results: Sequence[Result]) -> tup
     return max(0.0, float(per_message)), max(0.0, float(per_byte))
 
 
-def simulated(record: Mapping[str, Any], network: Network) -> list[Result]:
+def simulated(record: Mapping[str, Any], network: SimulatedNetwork) -> list[Result]:
     """Every cell of the record, in its order."""
     return [
         simulate(figure["strategy"], network.layout, figure["nbytes"], network, key="step")
@@ -153,7 +153,7 @@ def validated(path: Path, latency_s: float) -> tuple[list[Cell], list[Winner], d
     free = bed_of(record, latency_s)
     overhead_s, copy_s_per_byte = processor_costs(record, simulated(record, free))
     local = Local(overhead_s=overhead_s, copy=1 / copy_s_per_byte if copy_s_per_byte else None)
-    network = Network(
+    network = SimulatedNetwork(
         hosts=free.hosts, local=local, efficiency=free.efficiency, cpus=free.cpus, burst_nbytes=free.burst_nbytes
     )
     cells = cells_of(record, simulated(record, network))

@@ -208,7 +208,7 @@ class Session:
             for collective, is_posted in zip(pending, posted, strict=False):
                 if not is_posted:
                     self.engine.abort(collective, cause)
-            self.engine.breaks.peer_settled(rank)
+            self.engine.recovery.peer_settled(rank)
 
         control.query(ops, rank, answered)
 
@@ -239,7 +239,7 @@ class Session:
         if self.engine.tracer is not None:
             self.engine.tracer.counter("loop lag", "ms", self._lag_s * 1e3)
         if self.engine.meter is not None:
-            self.engine.ends.traffic.mark(self._lag_seen_s)
+            self.engine.links.traffic.mark(self._lag_seen_s)
         next_s = loop.time() + LOAD_EVERY_S
         self._lag_timer = loop.call_at(next_s, self._measure_lag, next_s)
 
@@ -314,7 +314,7 @@ class Session:
             self.engine.tracer = None
         descriptors = [
             *self.network.descriptors(),
-            *self.engine.ends.descriptors(),
+            *self.engine.links.descriptors(),
             *self.engine.reactor.own_descriptors(),
         ]
         descriptors += [descriptor for service in self.services for descriptor in service.descriptors()]

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kfcomm.cli import main
-from kfcomm.simulate import Network, simulate
+from kfcomm.simulate import SimulatedNetwork, simulate
 
 NETWORK = """\
 [defaults]
@@ -55,7 +55,7 @@ def test_the_same_call_gives_the_same_files(tmp_path: Path) -> None:
     assert data == (tmp_path / "b.json").read_text()
     assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
     found = json.loads(data)
-    expected = simulate("ring", Network.load(network).layout, 1 << 20, Network.load(network))
+    expected = simulate("ring", SimulatedNetwork.load(network).layout, 1 << 20, SimulatedNetwork.load(network))
     assert found["results"][0]["seconds"] == expected.seconds
     assert found["results"][0]["busiest_port"] == "slow out"
     assert found["network"]["hosts"][3]["name"] == "slow"

@@ -19,7 +19,7 @@ from bench.netlab.namespaces import clean
 from bench.netlab.rates import parse_rate, show_rate
 from bench.netlab.tools import NetlabUnavailable
 from kfcomm.errors import ConfigError, KfcommError
-from kfcomm.simulate.network import Network
+from kfcomm.simulate.network import SimulatedNetwork
 
 UNAVAILABLE = 77
 """Exit code where no bed can be made: what automake's and meson's tests take for skipped."""
@@ -95,7 +95,7 @@ def specs_from(
     elif rate is not None:
         raise ConfigError("--rate and --network contradict each other; --slow changes single hosts of a file")
     else:
-        found = Network.load(network)
+        found = SimulatedNetwork.load(network)
         specs = specs_of(found.of_hosts(hosts, ranks) if hosts is not None or ranks is not None else found)
     for each in slow:
         name, colon, text = each.partition(":")

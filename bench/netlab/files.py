@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from bench.netlab.hosts import HostSpec
 from kfcomm.errors import ConfigError
-from kfcomm.simulate.network import Network
+from kfcomm.simulate.network import SimulatedNetwork
 
 
-def specs_of(network: Network) -> tuple[HostSpec, ...]:
+def specs_of(network: SimulatedNetwork) -> tuple[HostSpec, ...]:
     """The hosts of a network, each with the rate of its port.
 
     Latencies and what is inside a host are this machine's: they cannot be chosen.

@@ -13,7 +13,7 @@ A policy runs on every rank and decides by what all ranks share. ``kfcomm.sync.A
 from kfcomm.adapt.adaptation import Adaptation, Step
 from kfcomm.adapt.auto_strategy import AutoStrategy
 from kfcomm.adapt.detectors import Interference, Stragglers, Verdict
-from kfcomm.adapt.measuring import Meter
+from kfcomm.adapt.measuring import StepMeter
 from kfcomm.adapt.metrics import Reading, StepMetrics
 from kfcomm.adapt.policy import Context, Decision, Policy
 from kfcomm.adapt.requests import Request
@@ -27,11 +27,11 @@ __all__ = [
     "Context",
     "Decision",
     "Interference",
-    "Meter",
     "Policy",
     "Reading",
     "Request",
     "Step",
+    "StepMeter",
     "StepMetrics",
     "Stragglers",
     "Trials",

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from kfcomm.adapt.measuring import EngineMeter, Meter
+from kfcomm.adapt.measuring import EngineMeter, StepMeter
 from kfcomm.adapt.meeting import Meetings
 from kfcomm.adapt.metrics import Reading, StepMetrics
 from kfcomm.adapt.policy import Decision, Policy
@@ -51,7 +51,7 @@ class Adaptation:
     """
 
     def __init__(
-        self, comm: Communicator, policies: Sequence[Policy], *, every: int = 1, meter: Meter | None = None
+        self, comm: Communicator, policies: Sequence[Policy], *, every: int = 1, meter: StepMeter | None = None
     ) -> None:
         for policy in policies:
             if not isinstance(policy, Policy):

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kfcomm.communicator import Communicator
 
 
-class Meter(Protocol):
+class StepMeter(Protocol):
     """What tells an ``Adaptation`` how its rank is doing."""
 
     def read(self) -> Reading:
@@ -34,7 +34,7 @@ class EngineMeter:
         self._load = engine.load
 
     def read(self) -> Reading:
-        """See `Meter`."""
+        """See `StepMeter`."""
         now_s = time.monotonic()
         meter = self._engine.meter
         members = self._comm._group.view.members

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from kfcomm.bench.table import Column, Table, show_number
-from kfcomm.simulate import Network, Result
+from kfcomm.simulate import Result, SimulatedNetwork
 from kfcomm.sizes import show_size
 
 _FORMAT = 1
@@ -39,7 +39,7 @@ class Simulations:
         results: so far.
     """
 
-    network: Network
+    network: SimulatedNetwork
     source: str
     dtype: str = "float32"
     results: list[Result] = field(default_factory=list)

@@ -19,7 +19,7 @@ from kfcomm.cli import options
 from kfcomm.cli.errors import reported_errors
 from kfcomm.errors import ConfigError
 from kfcomm.plugins import build
-from kfcomm.simulate import Network, Result, num_messages
+from kfcomm.simulate import Result, SimulatedNetwork, num_messages
 from kfcomm.simulate import simulate as simulate_one
 from kfcomm.sizes import parse_sizes, show_size
 
@@ -97,15 +97,15 @@ def simulate(
         files.write(simulations)
 
 
-def network_of(path: Path | None) -> tuple[Network, str]:
+def network_of(path: Path | None) -> tuple[SimulatedNetwork, str]:
     """The network of a file, or the default, and how it is called.
 
     Raises:
-        ConfigError: see ``Network.load``.
+        ConfigError: see ``SimulatedNetwork.load``.
     """
     if path is None:
-        return Network(), "10 Gbit/s Ethernet, shared memory inside of hosts"
-    return Network.load(path), str(path)
+        return SimulatedNetwork(), "10 Gbit/s Ethernet, shared memory inside of hosts"
+    return SimulatedNetwork.load(path), str(path)
 
 
 def names_of(strategies: Sequence[str]) -> tuple[str, ...]:
@@ -139,7 +139,7 @@ def simulated(
     strategies: Sequence[str],
     worlds: Sequence[World],
     sizes: Sequence[int],
-    network: Network,
+    network: SimulatedNetwork,
     dtype: str,
     say: Callable[[str], None],
 ) -> Iterator[Result]:

@@ -4,7 +4,7 @@ An engine moves data and holds a `ControlPlane`; the plane tells the engine what
 asks `StatusSource` on behalf of the peers. None of this ever waits for an engine: a rank that computes for minutes
 still answers, so that busy is not taken for dead.
 
-What always holds, for the engine on each rank:
+Invariants, for the engine on each rank:
 
 - Each abort is heard at most once, and exactly once by every rank that lives on; never by the rank that sent it.
 - A rank is reported as lost at most once, and never after it was reported as leaving.
@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kfcomm.control.clock import ClockSample
-from kfcomm.core.gossip import Op
+from kfcomm.core.gossip import CollectiveId
 from kfcomm.core.handshake import Purpose
 
 Answer = Callable[[int, list[bool], str], None]
@@ -87,7 +87,7 @@ class ControlPlane(Protocol):
     def report_exit(self, rank: int, code: int) -> None:
         """The process of ``rank`` has ended (the launcher saw it): lost, unless it has left in good order."""
 
-    def query(self, ops: Sequence[Op], target: int, answer: Answer) -> int:
+    def query(self, ops: Sequence[CollectiveId], target: int, answer: Answer) -> int:
         """Ask ``target``, or all other ranks (-1), which of these collectives they have posted.
 
         ``answer`` is called at most once per rank, and never for a rank that is gone or does not reply within

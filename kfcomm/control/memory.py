@@ -17,7 +17,7 @@ from typing import Any
 
 from kfcomm.control.base import Answer, Calls, ControlEvents, StatusSource, ToldClock
 from kfcomm.control.clock import ClockReader, ClockSample, sample_of
-from kfcomm.core.gossip import EVERYBODY, Op
+from kfcomm.core.gossip import EVERYBODY, CollectiveId
 from kfcomm.errors import LocalProtocolError
 
 News = Callable[[ControlEvents], None]
@@ -127,7 +127,7 @@ class MemoryControl:
         """See `ControlPlane.report_exit`."""
         self.declare_lost(rank, f"its process ended with code {code}")
 
-    def query(self, ops: Sequence[Op], target: int, answer: Answer) -> int:
+    def query(self, ops: Sequence[CollectiveId], target: int, answer: Answer) -> int:
         """See `ControlPlane.query`."""
         with self._hub.lock:
             for plane in list(self._hub.planes.values()):
@@ -170,7 +170,7 @@ class MemoryControl:
         if self._open:
             self._post(self._tell, news)
 
-    def answer_to(self, asker: MemoryControl, ops: Sequence[Op], answer: Answer) -> None:
+    def answer_to(self, asker: MemoryControl, ops: Sequence[CollectiveId], answer: Answer) -> None:
         """Answer a question of another rank."""
         if self._open:
             posted = [self.status.is_posted(*op) for op in ops]

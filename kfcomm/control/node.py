@@ -26,7 +26,7 @@ from kfcomm.control.links import Links
 from kfcomm.control.questions import Question, Questions
 from kfcomm.control.upcalls import Upcalls
 from kfcomm.core.frame import Header
-from kfcomm.core.gossip import EVERYBODY, MAX_NAMED_RANKS, Body, Effect, Effects, Gossip, Op, clip
+from kfcomm.core.gossip import EVERYBODY, MAX_NAMED_RANKS, Body, CollectiveId, Effect, Effects, Gossip, clip
 from kfcomm.errors import RemoteProtocolError
 
 EXPECTED_DIAL_S = 1.0
@@ -96,7 +96,7 @@ class ControlNode:
             self._flood([Body.LOST, rank, clip(reason)])
             self._on_lost(rank, reason)
 
-    def query(self, ops: Sequence[Op], target: int, answer: Answer | None) -> None:
+    def query(self, ops: Sequence[CollectiveId], target: int, answer: Answer | None) -> None:
         """See `ControlPlane.query`."""
         if target == self.rank:
             if answer is not None:
@@ -214,7 +214,7 @@ class ControlNode:
 
     # Questions and answers.
 
-    def _posted(self, ops: Sequence[Op] | Sequence[list[Any]]) -> list[bool]:
+    def _posted(self, ops: Sequence[CollectiveId] | Sequence[list[Any]]) -> list[bool]:
         return [self._status.is_posted(group, key, seq) for group, key, seq in ops]
 
     def _on_query(self, origin: int, number: int, target: int, ops: list[list[Any]]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kfcomm.control.base import Answer
-from kfcomm.core.gossip import Op, batches
+from kfcomm.core.gossip import CollectiveId, batches
 
 
 @dataclass(eq=False, slots=True)
@@ -54,7 +54,7 @@ class Questions:
         self._open: dict[Question, None] = {}
         self._floods: dict[int, tuple[Question, int]] = {}
 
-    def ask(self, ops: Sequence[Op], target: int, answer: Answer | None) -> Question:
+    def ask(self, ops: Sequence[CollectiveId], target: int, answer: Answer | None) -> Question:
         """Open a question."""
         question = Question(target, batches(ops), answer)
         self._open[question] = None

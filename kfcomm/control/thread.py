@@ -27,7 +27,7 @@ from kfcomm.control.clock import ClockReader, answer_clock, measure_clock
 from kfcomm.control.node import ControlNode
 from kfcomm.control.upcalls import Upcalls
 from kfcomm.core.credit import DEFAULT_CREDIT, Credit
-from kfcomm.core.gossip import Op
+from kfcomm.core.gossip import CollectiveId
 from kfcomm.core.handshake import Hello, Identity, Purpose
 from kfcomm.errors import KfcommError, LocalProtocolError
 from kfcomm.transports.greeting import HANDSHAKE_TIMEOUT_S, dial, serve
@@ -200,7 +200,7 @@ class ControlThread:
         """See `ControlPlane.report_exit`."""
         self.declare_lost(rank, f"the process of rank {rank} ended with code {code}")
 
-    def query(self, ops: Sequence[Op], target: int, answer: Answer) -> int:
+    def query(self, ops: Sequence[CollectiveId], target: int, answer: Answer) -> int:
         """See `ControlPlane.query`."""
         asked = list(ops)
         self._call(lambda node: node.query(asked, target, answer))

@@ -69,7 +69,8 @@ class Effect(IntEnum):
 
 
 Effects = list[tuple[Any, ...]]
-Op = tuple[bytes, str, int]
+CollectiveId = tuple[bytes, str, int]
+"""Group id, key, sequence number."""
 
 
 def ring_neighbours(rank: int, living: Sequence[int]) -> tuple[int, ...]:
@@ -98,7 +99,7 @@ def clip(text: str, nbytes: int = MAX_TEXT_NBYTES) -> str:
     return text.encode("utf-8", "replace")[:nbytes].decode("utf-8", "ignore")
 
 
-def batches(ops: Iterable[Op]) -> list[list[list[Any]]]:
+def batches(ops: Iterable[CollectiveId]) -> list[list[list[Any]]]:
     """The ops of a question, in parts that each fit one QUERY; one empty part for none."""
     parts: list[list[list[Any]]] = [[]]
     room = MAX_QUERY_NBYTES

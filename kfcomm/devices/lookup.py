@@ -1,6 +1,6 @@
 """Which device a rank gets, and what it tells the others of it.
 
-What always holds: CuPy, and what uses it, is imported where there may be a device, and nowhere else.
+Invariants: CuPy, and what uses it, is imported where there may be a device, and nowhere else.
 """
 
 from __future__ import annotations

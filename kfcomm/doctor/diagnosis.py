@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kfcomm.core.collective import shown
-from kfcomm.doctor.records import WORLD, Event, Key, Pending, Record
+from kfcomm.doctor.records import WORLD, CollectiveKey, Event, Pending, Record
 from kfcomm.types import Verb
 
 
@@ -24,7 +24,7 @@ class Wait:
         unknown: ranks without a dump of which nothing is known.
     """
 
-    key: Key
+    key: CollectiveKey
     title: str
     verb: str
     waiting: dict[int, float]
@@ -78,7 +78,7 @@ def diagnose(records: list[Record]) -> Diagnosis:
     """Put the records of one job together; one for each rank, at least one."""
     by_rank = {record.rank: record for record in records}
     size = records[0].size
-    posted: dict[Key, Pending] = {wait.key: wait for record in records for wait in record.waiting}
+    posted: dict[CollectiveKey, Pending] = {wait.key: wait for record in records for wait in record.waiting}
     waits = [_collective(by_rank, one) for one in posted.values()] + _receives(records)
     return Diagnosis(
         size=size,
@@ -131,7 +131,7 @@ def _receives(records: list[Record]) -> list[Wait]:
             of = () if one.source is None else (one.source,)
             waits.append(
                 Wait(
-                    key=Key(one.group, one.tag, -1),
+                    key=CollectiveKey(one.group, one.tag, -1),
                     title=f"recv with {one.tag} on rank {record.rank} from {whom}",
                     verb="recv",
                     waiting={record.rank: one.waited_s},
@@ -144,11 +144,11 @@ def _receives(records: list[Record]) -> list[Wait]:
     return waits
 
 
-def _has_used(record: Record, key: Key) -> bool:
+def _has_used(record: Record, key: CollectiveKey) -> bool:
     return record.uses.get((key.group, key.name), 0) > key.seq
 
 
-def _ended(record: Record, key: Key) -> str:
+def _ended(record: Record, key: CollectiveKey) -> str:
     """How a use of a name that is over ended. Events do not tell groups apart: of several ends the last is taken."""
     ends = [
         event

@@ -18,7 +18,7 @@ WORLD = b"world".hex()
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class CollectiveKey:
     """One use of one name in one group."""
 
     group: str
@@ -30,7 +30,7 @@ class Key:
 class Pending:
     """A collective in flight, as one rank sees it. ``members`` and ``arrived`` are ranks of the world."""
 
-    key: Key
+    key: CollectiveKey
     verb: str
     members: tuple[int, ...]
     arrived: tuple[int, ...]
@@ -157,7 +157,7 @@ def _record(path: str, one: Any) -> Record:
 
 def _pending(wait: Any) -> Pending:
     return Pending(
-        Key(_is(str, wait["group"]), _is(str, wait["name"]), _is(int, wait["seq"])),
+        CollectiveKey(_is(str, wait["group"]), _is(str, wait["name"]), _is(int, wait["seq"])),
         _is(str, wait["verb"]),
         tuple(_is(int, rank) for rank in wait["members"]),
         tuple(_is(int, rank) for rank in wait["arrived"]),

@@ -47,8 +47,8 @@ def statistics_of(session: Session, group: Group, message_groups: Callable[[], C
 
 def peers_of(engine: Engine, meter: Meter) -> tuple[PeerStatistics, ...]:
     """What was exchanged with each peer, by rank."""
-    totals = engine.ends.traffic.totals()
-    rates = engine.ends.traffic.rates(totals, time.monotonic())
+    totals = engine.links.traffic.totals()
+    rates = engine.links.traffic.rates(totals, time.monotonic())
     kinds = dict(totals.keys())  # of the latest link to each peer
     found = [
         PeerStatistics(

@@ -70,7 +70,7 @@ class Probe:
         """See ``kfcomm.strategies.bound_seconds``."""
         return measured.bound_seconds(self.layout, self.bandwidth.tolist(), nbytes)
 
-    def network(self) -> measured.Network:
+    def network(self) -> measured.NetworkModel:
         """For ``predict_seconds`` of ``kfcomm.strategies.cost``: the constants of its model as they were measured."""
         return measured.network_of(self.layout, self.latency_s.tolist(), self.bandwidth.tolist())
 

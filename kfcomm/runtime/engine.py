@@ -1,6 +1,6 @@
 """The runtime of one rank: it carries out what the router and the machines decide.
 
-The engine owns the operations in flight, their deadlines, and the ends of the links. Events come in from the
+The engine owns the operations in flight, their deadlines, and the table of the links. Events come in from the
 caller (``post``, ``cancel``), from links (``transports.base.Inbound``), from the control plane and from the
 clock; each is given to the core, whose effects are carried out at once, in order. Frames are queued meanwhile and
 moved at the end of the burst, so that what belongs together leaves in one write.
@@ -27,14 +27,14 @@ from kfcomm.core.program import Lane, Program
 from kfcomm.core.router import ANSWER, BROKEN, DROPPED, EARLY, FAILED, FLOOD, VIOLATION, Router
 from kfcomm.core.signature import Signature
 from kfcomm.errors import RemoteProtocolError, SessionClosed
-from kfcomm.runtime.breaks import Breaks
 from kfcomm.runtime.buffers import BlockPool, Payload
 from kfcomm.runtime.deadlines import Deadlines
-from kfcomm.runtime.ends import Ends
 from kfcomm.runtime.failures import error_of
+from kfcomm.runtime.link_table import LinkTable
 from kfcomm.runtime.meter import Meter
 from kfcomm.runtime.operation import Operation
 from kfcomm.runtime.recorder import Recorder
+from kfcomm.runtime.recovery import LinkRecovery
 from kfcomm.transports.base import Link
 from kfcomm.transports.reactor import Reactor
 
@@ -115,12 +115,12 @@ class Engine:
         self.loss_listeners: list[Callable[[], None]] = []
         self.end_listeners: list[Callable[[], None]] = []
         self.receivers: list[Callable[[], list[dict[str, Any]]]] = []
-        self.ends = Ends(connect, loop, reactor, self.router.open, self.router.opened, self._link_failed)
-        self.breaks = Breaks(self.router, self.ends, reactor, self.abort)
+        self.links = LinkTable(connect, loop, reactor, self.router.open, self.router.opened, self._link_failed)
+        self.recovery = LinkRecovery(self.router, self.links, reactor, self.abort)
         self.deadlines = Deadlines(
             rank, reactor, stall_after_s, in_flight=self.in_flight, announce=self._announce, abort=self.abort
         )
-        self.attend: Callable[[], None] = _nothing
+        self.on_wait: Callable[[], None] = _nothing
         self.is_unusual = False
         self.load: Load | None = None
         self.pool = BlockPool()
@@ -165,14 +165,14 @@ class Engine:
                 return
         if effects:
             self._perform(effects)
-        ends = self.ends
+        links = self.links
         if operation.is_over:  # its caller may go on without a turn of the reactor
-            ends.flush()
+            links.flush()
             return
-        if ends.is_dirty:
-            ends.flush_soon()
+        if links.is_dirty:
+            links.flush_soon()
         self.deadlines.begin(operation, NEVER if timeout_s is None else timeout_s)
-        self.attend()
+        self.on_wait()
 
     def post_again(
         self, key: Key, group: GroupView, signature: AnySignature, plan: Again, operation: Operation
@@ -194,15 +194,15 @@ class Engine:
             self._broke(operation, error)
         if effects:
             self._perform(effects)
-        ends = self.ends
+        links = self.links
         if operation.is_over:
-            ends.flush()
+            links.flush()
         else:
-            if ends.is_dirty:
-                ends.flush_soon()
+            if links.is_dirty:
+                links.flush_soon()
             if operation.due_s < self.deadlines.next_s:
                 self.deadlines.hurry(operation.due_s)
-            self.attend()
+            self.on_wait()
         return True
 
     def begins(self, operation: Operation) -> None:
@@ -211,8 +211,8 @@ class Engine:
         self.recorder.append((operation.posted_s, "posted", key.name, operation.seq, operation.signature[0]))
         if self.tracer is not None:
             self.tracer.posted(operation)
-        if operation.priority and not self.ends.are_prompt:
-            self.ends.be_prompt()
+        if operation.priority and not self.links.is_low_latency:
+            self.links.set_low_latency()
         if not operation.seq and self.router.num_keys >= self._warn_at:
             self._warn_at *= 10
             logger.warning(MANY_NAMES, self.rank, self.router.num_keys, key.name)
@@ -251,7 +251,7 @@ class Engine:
         effects: Effects = []
         self.router.abort(collective, cause, effects)
         self._perform(effects)
-        self.ends.flush_soon()
+        self.links.flush_soon()
 
     def end(self, reason: str) -> None:
         """Fail all that is in flight, here and on the other ranks; from now on posts raise ``SessionClosed``."""
@@ -275,8 +275,8 @@ class Engine:
     async def close(self, timeout_s: float) -> None:
         """Say goodbye on every link and wait, bounded, until the peers have; then close what is left."""
         self.deadlines.close()
-        self.breaks.close()
-        await self.ends.close(timeout_s)
+        self.recovery.close()
+        await self.links.close(timeout_s)
 
     @property
     def control(self) -> ControlPlane | None:
@@ -285,7 +285,7 @@ class Engine:
 
     @control.setter
     def control(self, control: ControlPlane | None) -> None:
-        self._control = self.deadlines.control = self.breaks.control = control
+        self._control = self.deadlines.control = self.recovery.control = control
 
     # ---------------------------------------------------------------- what the control plane tells
 
@@ -299,14 +299,14 @@ class Engine:
         """A peer is gone: everything that it takes part in fails, now and later."""
         effects: Effects = []
         self.router.on_peer_lost(peer, Cause(CauseKind.LOST, peer, f"rank {peer} is lost: {reason}"), effects)
-        self.ends.drop(peer)
+        self.links.drop(peer)
         self._perform(effects)
         self._tell_losses()
 
     def on_peer_left(self, peer: int, cause: Cause) -> None:
         """A peer posts nothing more: later posts that need it fail; what it has posted may still complete."""
         self.router.on_peer_left(peer, cause)
-        self.ends.goodbye(peer)
+        self.links.goodbye(peer)
         self._tell_losses()
 
     def _tell_losses(self) -> None:
@@ -317,7 +317,7 @@ class Engine:
 
     def opened(self, link: Link) -> None:
         """A peer opened a link to this process."""
-        self.ends.opened(link)
+        self.links.opened(link)
 
     def receive(self, link: Link, header: Header, payload: memoryview) -> None:
         """A whole frame; ``payload`` may be read during this call only."""
@@ -362,7 +362,7 @@ class Engine:
         elif kind == ASK:
             self.router.on_ask(state, header, effects)
         elif kind == OPEN:
-            self.ends.numbered(state, header[1])
+            self.links.numbered(state, header[1])
         else:
             raise RemoteProtocolError(f"rank {link.peer} sent a {Kind(kind).name} to a receiver of chunks")
 
@@ -407,26 +407,26 @@ class Engine:
             owed = state.window.settle() if state.window.owed_headers else None
             if owed is not None:
                 link.send((CREDIT, owed.nbytes, owed.headers))
-                self.ends.back(state)
-        if self.ends.is_dirty:
-            self.ends.flush()
+                self.links.back(state)
+        if self.links.is_dirty:
+            self.links.flush()
 
     def lost(self, link: Link, error: BaseException | None) -> None:
         """A link is gone; without a goodbye, what it may have carried fails, and the peer is looked after."""
         peer, state = link.peer, link.state
-        self.ends.lost(link)
-        self.breaks.look_if_in_vain(peer)
-        if error is None or self.ends.closing or peer in self.router.lost:
+        self.links.lost(link)
+        self.recovery.look_if_in_vain(peer)
+        if error is None or self.links.closing or peer in self.router.lost:
             return
         if isinstance(error, RemoteProtocolError):
             logger.warning("rank %d closed a link from rank %d: %s", self.rank, peer, error)
         if type(state) is Incoming:
-            self.breaks.incoming_broke(state, str(error))
+            self.recovery.incoming_broke(state, str(error))
         else:
-            self.breaks.outgoing_broke(state, str(error))
+            self.recovery.outgoing_broke(state, str(error))
 
     def _link_failed(self, outgoing: Outgoing, reason: str) -> None:
-        self.breaks.outgoing_broke(outgoing, reason)
+        self.recovery.outgoing_broke(outgoing, reason)
 
     # ---------------------------------------------------------------- effects
 
@@ -455,10 +455,10 @@ class Engine:
         """Carry out an effect of the router's own."""
         tag = effect[0]
         if tag == ANSWER:
-            link = self.ends.back(effect[1])
+            link = self.links.back(effect[1])
             if link is not None:
                 link.send(effect[2])
-                self.ends.flush_soon()
+                self.links.flush_soon()
         elif tag == FAILED:
             self._failed(effect[1], effect[2])
         elif tag == FLOOD:
@@ -474,7 +474,7 @@ class Engine:
         elif tag == DROPPED:
             effect[1].release(self.pool)
         elif tag == BROKEN:
-            self.breaks.peer_says(effect[1], effect[2], effect[3])
+            self.recovery.peer_says(effect[1], effect[2], effect[3])
 
     def send(
         self,
@@ -494,14 +494,14 @@ class Engine:
             data = operation.to_send(lane, index, source)
         nbytes = len(data)
         key, number, signature = operation.key, operation.signature_id, operation.signature
-        ends, tracer = self.ends, self.tracer
+        links, tracer = self.links, self.tracer
         num_read = 0
         for to in ranks:
             peer = operation.group.members[to]
-            outlet = ends.towards(peer)
-            link, state = outlet.link, outlet.state
+            sender = links.towards(peer)
+            link, state = sender.link, sender.state
             if link is None or link.needs_flush:
-                ends.mark(outlet)
+                links.mark(sender)
             is_known = state.keys.get(key.id) is key and state.signatures.get(number) is signature
             header: Header | None
             if is_known and operation.posted >> to & 1:
@@ -512,21 +512,21 @@ class Engine:
                 effect = (SEND, operation, ranks, lane, index, phase, source, payload)
                 before, header = self.router.admit(state, effect, operation, to, nbytes)
                 for definition in before:
-                    outlet.send(definition)
+                    sender.send(definition)
             if header is None:
                 continue
             if tracer is not None:
                 tracer.sent(peer, operation, nbytes)
             # Without payload too: who is done may block its loop or exit, so its frames must have left by then.
-            num_read += (link or outlet).send(header, data if nbytes else None, operation, operation.priority)
+            num_read += (link or sender).send(header, data if nbytes else None, operation, operation.priority)
         return num_read
 
     def reserve(self, operation: Operation, to: int, nbytes: int) -> memoryview | None:
         """Memory that the link to a group rank sends from, for a chunk that is made there and sent next."""
-        outlet = self.ends.to(operation.group.members[to])
-        if outlet.link is None or not self.router.may_send(outlet.state, operation, to, nbytes):
+        sender = self.links.to(operation.group.members[to])
+        if sender.link is None or not self.router.may_send(sender.state, operation, to, nbytes):
             return None
-        return outlet.link.reserve(nbytes, operation.priority)
+        return sender.link.reserve(nbytes, operation.priority)
 
     def sent(self, operation: Operation) -> None:
         """A link no longer reads one of its payloads."""
@@ -568,11 +568,11 @@ class Engine:
         self.recorder.note("failed", collective.name, collective.seq, cause.message)
         if self.tracer is not None:
             self.tracer.ended(operation, cause.message)
-        for outlet in self.ends.outlets():
-            for header in outlet.withdraw(operation):
+        for sender in self.links.senders():
+            for header in sender.withdraw(operation):
                 if header[7]:
-                    outlet.state.window.give(collective.nbytes_sent(header[4], header[6], header[5]), 1)
-        self.ends.disown(operation)
+                    sender.state.window.give(collective.nbytes_sent(header[4], header[6], header[5]), 1)
+        self.links.disown(operation)
         story = self.recorder.story(collective.name) if cause.kind is CauseKind.INTERNAL else ()
         operation.reject(error_of(cause, collective.name, story))
         self._tell_mismatch(collective.group, collective.name, collective.seq, cause)
@@ -585,11 +585,11 @@ class Engine:
             listener(name, seq)
 
     def _violated(self, incoming: Incoming, reason: str) -> None:
-        link = self.ends.back(incoming)
+        link = self.links.back(incoming)
         if link is not None:
             logger.warning("rank %d closes a link from rank %d, which sent %s", self.rank, link.peer, reason)
             link.abort()
-            self.breaks.incoming_broke(incoming, f"rank {link.peer} sent {reason}")
+            self.recovery.incoming_broke(incoming, f"rank {link.peer} sent {reason}")
 
     # ---------------------------------------------------------------- chunks and links
 
@@ -617,10 +617,10 @@ class Engine:
         for to in collective.unheard():
             peer = collective.group.members[to]
             if peer not in self.router.lost:
-                outlet = self.ends.to(peer)
-                for header in self.router.announce(outlet.state, collective):
-                    outlet.send(header)
-        self.ends.flush_soon()
+                sender = self.links.to(peer)
+                for header in self.router.announce(sender.state, collective):
+                    sender.send(header)
+        self.links.flush_soon()
 
 
 def _nothing() -> None:

@@ -1,11 +1,12 @@
 """The same core machines over simulated links, in virtual time: how long a strategy takes on a network.
 
-`simulate` runs one all_reduce. A `Network` says what the ranks run on; it can be read from a file, by ``Network.load``.
+`simulate` runs one all_reduce. A `SimulatedNetwork` says what the ranks run on; ``SimulatedNetwork.load``
+reads one from a file.
 Thousands of ranks are simulated in minutes, on one processor.
 """
 
-from kfcomm.simulate.network import Host, Link, Local, Network, Switch
+from kfcomm.simulate.network import Host, Link, Local, SimulatedNetwork, Switch
 from kfcomm.simulate.result import Result, Use
 from kfcomm.simulate.world import num_messages, simulate
 
-__all__ = ["Host", "Link", "Local", "Network", "Result", "Switch", "Use", "num_messages", "simulate"]
+__all__ = ["Host", "Link", "Local", "Result", "SimulatedNetwork", "Switch", "Use", "num_messages", "simulate"]

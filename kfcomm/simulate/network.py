@@ -38,7 +38,8 @@ A file describes it, in TOML::
     hosts = 32
     uplink = "100 Gbit/s"
 
-Everything may be left out. Defaults are those of ``strategies.cost.Network``: 10 Gbit/s Ethernet and shared memory.
+Everything may be left out. Defaults are those of ``strategies.cost.NetworkModel``: 10 Gbit/s Ethernet and shared
+memory.
 This module owns the values and the file; what they mean over time is in ``ports``.
 """
 
@@ -54,7 +55,7 @@ from kfcomm.simulate.fields import Document, Table
 from kfcomm.strategies import cost
 from kfcomm.types import Layout
 
-_COSTS = cost.Network()
+_COSTS = cost.NetworkModel()
 
 TCP_EFFICIENCY = 1448 / 1514
 """Payload in an Ethernet frame of 1514 bytes that carries TCP over IPv4 with timestamps."""
@@ -118,7 +119,7 @@ class Local:
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
+class SimulatedNetwork:
     """Hosts and what joins them.
 
     Attributes:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from kfcomm.simulate.agenda import Agenda
-from kfcomm.simulate.network import Link, Network
+from kfcomm.simulate.network import Link, SimulatedNetwork
 from kfcomm.simulate.ports import Port
 from kfcomm.types import Layout
 
@@ -23,7 +23,7 @@ class Routes:
         layout: where the ranks are.
     """
 
-    def __init__(self, agenda: Agenda, network: Network, layout: Layout) -> None:
+    def __init__(self, agenda: Agenda, network: SimulatedNetwork, layout: Layout) -> None:
         self._agenda = agenda
         self._network = network
         self._at = layout.hosts

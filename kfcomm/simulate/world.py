@@ -17,7 +17,7 @@ from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.errors import ConfigError, InternalError
 from kfcomm.plugins import build
 from kfcomm.simulate.agenda import Agenda
-from kfcomm.simulate.network import Network
+from kfcomm.simulate.network import SimulatedNetwork
 from kfcomm.simulate.ports import Flow
 from kfcomm.simulate.ranks import Carry, Processors, Rank, Work
 from kfcomm.simulate.result import Result, Use
@@ -30,7 +30,7 @@ def simulate(
     strategy: str | AnyStrategy | Graph | GraphPair,
     layout: Layout,
     nbytes: int,
-    network: Network | None = None,
+    network: SimulatedNetwork | None = None,
     *,
     dtype: str = "float32",
     key: str = "",
@@ -57,7 +57,7 @@ def simulate(
     built = build(strategy, layout)
     if layout.size == 1:
         raise ConfigError("one rank alone communicates nothing: simulate at least 2")
-    network = _matched(network or Network(), layout)
+    network = _matched(network or SimulatedNetwork(), layout)
     with _without_collections():
         plans = _plans(built, layout.size, layout.size, nbytes, dtype, key)
         agenda = Agenda()
@@ -79,7 +79,7 @@ def num_messages(strategy: AnyStrategy, nbytes: int, dtype: str = "float32") -> 
     return 2 * (strategy.size - 1) * plan.program.num_slots
 
 
-def _matched(network: Network, layout: Layout) -> Network:
+def _matched(network: SimulatedNetwork, layout: Layout) -> SimulatedNetwork:
     if len(network.hosts) > layout.num_hosts:
         raise ConfigError(f"the network has {len(network.hosts)} hosts, and the ranks are on {layout.num_hosts}")
     network = network.of_hosts(layout.num_hosts)
@@ -100,7 +100,7 @@ def _plans(strategy: AnyStrategy, ranks: int, size: int, nbytes: int, dtype: str
 
 
 def _ranks(
-    agenda: Agenda, routes: Routes, network: Network, layout: Layout, plans: list[Plan], carry: Carry | None
+    agenda: Agenda, routes: Routes, network: SimulatedNetwork, layout: Layout, plans: list[Plan], carry: Carry | None
 ) -> list[Rank]:
     local = network.local
     copy_s_per_byte = 1 / local.copy if local.copy else 0.0
@@ -117,7 +117,7 @@ def _ranks(
     return ranks
 
 
-def _processors(agenda: Agenda, network: Network, layout: Layout) -> list[Processors | None]:
+def _processors(agenda: Agenda, network: SimulatedNetwork, layout: Layout) -> list[Processors | None]:
     """Those of each host, if its ranks have to share them; on a test bed, the same for all."""
     if network.cpus:
         return [Processors(agenda, network.cpus)] * layout.num_hosts

@@ -1,6 +1,6 @@
 """Strategies: from the layout of the ranks to the graphs along which data travels.
 
-`build` turns a name into graph pairs; `from_edges` and `from_fathers` make one by hand, and the functions of `measured`
+`build` turns a name into graph pairs; `from_edges` and `from_parents` make one by hand, and the functions of `measured`
 from matrices of latency and bandwidth. One algorithm is one file, with its graphs, its cost as a formula, and where it
 comes from. Everything here is pure and deterministic:
 ranks that agree on name and layout have the same graphs.
@@ -14,7 +14,7 @@ from typing import TypeAlias
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.errors import ConfigError
 from kfcomm.strategies import auto as _auto
-from kfcomm.strategies.base import AnyStrategy, SizedStrategy, Strategy, from_edges, from_fathers
+from kfcomm.strategies.base import AnyStrategy, SizedStrategy, Strategy, from_edges, from_parents
 from kfcomm.strategies.measured import bound_seconds, hosts_of, minimum_spanning_tree, packed_trees
 from kfcomm.strategies.registry import ALGORITHMS
 from kfcomm.strategies.rules import from_rules, is_rules, parse_rules
@@ -29,7 +29,7 @@ __all__ = [
     "bound_seconds",
     "build",
     "from_edges",
-    "from_fathers",
+    "from_parents",
     "hosts_of",
     "minimum_spanning_tree",
     "names",

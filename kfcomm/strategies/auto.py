@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Final
 
 from kfcomm.strategies.base import SizedStrategy, Strategy
-from kfcomm.strategies.cost import Load, Network, Profile
+from kfcomm.strategies.cost import Load, NetworkModel, Profile
 from kfcomm.strategies.registry import ALGORITHMS
 from kfcomm.types import Layout
 
@@ -20,7 +20,7 @@ _MAX_RANKS_WITH_PAIR_EACH: Final = 128  # above this, graphs for every rank take
 _SIZES: Final = tuple(1 << bit for bit in range(6, 31))  # 64 B to 1 GiB
 
 
-def auto(layout: Layout, network: Network | None = None) -> SizedStrategy:
+def auto(layout: Layout, network: NetworkModel | None = None) -> SizedStrategy:
     """The cheapest strategy for each message size, by ``predict_seconds`` at 64 B, 128 B, ... 1 GiB.
 
     Few steps and messages win for short messages, an idle busiest port for long ones, and little traffic
@@ -34,7 +34,7 @@ def auto(layout: Layout, network: Network | None = None) -> SizedStrategy:
     profiles = [Profile.of_loads(one, layout, [loads[id(pair)] for pair in one.pairs]) for one in candidates]
     rules: list[tuple[int | None, Strategy]] = []
     for nbytes in _SIZES:
-        seconds = [profile.seconds(nbytes, network or Network()) for profile in profiles]
+        seconds = [profile.seconds(nbytes, network or NetworkModel()) for profile in profiles]
         best = candidates[seconds.index(min(seconds))]
         if rules and rules[-1][1] is best:
             rules.pop()

@@ -157,7 +157,7 @@ AnyStrategy = Strategy | SizedStrategy
 
 
 def from_edges(size: int, edges: Iterable[tuple[int, int]], *, name: str = "custom") -> Strategy:
-    """A strategy of one tree, used in both directions, from its ``(father, child)`` edges.
+    """A strategy of one tree, used in both directions, from its ``(parent, child)`` edges.
 
     Contributions are folded in the order in which the edges name the children.
 
@@ -171,14 +171,14 @@ def from_edges(size: int, edges: Iterable[tuple[int, int]], *, name: str = "cust
     return Strategy(name, (GraphPair.of(tree),))
 
 
-def from_fathers(fathers: Sequence[int], *, name: str = "custom") -> Strategy:
-    """A strategy of one tree, used in both directions; ``fathers[r]`` is above ``r``, the root its own father.
+def from_parents(parents: Sequence[int], *, name: str = "custom") -> Strategy:
+    """A strategy of one tree, used in both directions; ``parents[r]`` is above ``r``, the root its own parent.
 
     Raises:
         ConfigError: the array does not describe a spanning tree; the message says why.
     """
     try:
-        tree = Graph.from_fathers(fathers)
+        tree = Graph.from_parents(parents)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"strategy {name!r}: {error}") from error
     return Strategy(name, (GraphPair.of(tree),))

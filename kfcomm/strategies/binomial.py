@@ -1,6 +1,6 @@
 """Binomial: recursive halving and doubling, as rotated binomial trees. Owns those graphs and their cost.
 
-One pair for each rank: pair ``r`` is the binomial tree over the labels ``v``, in which the father of ``v`` is
+One pair for each rank: pair ``r`` is the binomial tree over the labels ``v``, in which the parent of ``v`` is
 ``v`` without its lowest bit set, and label 0 is rank ``r``. If n is a power of two, label ``v`` is rank
 ``r xor v``; then in all pairs together rank ``i`` talks to i xor 1, i xor 2, i xor 4, … only, with parts of
 1/2, 1/4, 1/8, … of the message: recursive halving on the way up, doubling on the way down. For n = m·2^b with m

@@ -2,7 +2,7 @@
 
 Two measures. `Cost` is exact and free of hardware: steps and bytes of one all_reduce whose message is shared
 out among the pairs. Every strategy file states the same `Cost` as a closed formula of the layout; that
-the two agree is a test. `predict_seconds` turns counts into time with a `Network`, which is what ``auto``
+the two agree is a test. `predict_seconds` turns counts into time with a `NetworkModel`, which is what ``auto``
 compares. Both look at graphs and layouts only; neither knows links, clocks, or how a message is really cut.
 
 The model is the Hockney (alpha-beta) model with LogGP's overhead for each message and the work of reduction:
@@ -19,9 +19,9 @@ along it: chunks follow each other (pipelining), so that neither the chain nor t
 and links come near the slower of the two. Where a host has fewer processors than ranks, all that they do together
 counts: then few messages and copies beat idle ports. Copies are those through shared memory: a contribution that a leaf
 gives, a result that is shown (to all at once), and each that is kept; partial results are made where they are shown. A
-host has one network port for all its ranks; ports are full
-duplex. Where hosts are unlike (``Network.rates``), each port and each link between two hosts takes its own time, the
-chain that of the hosts on the slowest way, and the latencies are those of the quickest links between the same hosts.
+host has one network port for all its ranks; ports are full duplex. Where hosts are unlike (``NetworkModel.rates``),
+each port and each link between two hosts takes its own time, the chain that of the hosts on the slowest way, and the
+latencies are those of the quickest links between the same hosts.
 Sources: R. Hockney, "The communication challenge for MPP" (1994); A. Alexandrov et al., "LogGP" (1995).
 """
 
@@ -55,7 +55,7 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
+class NetworkModel:
     """The constants of the time model, for edges inside a host and between hosts.
 
     The defaults are those of shared memory on a small server, measured (see "Performance"), and of TCP over 10 Gbit/s
@@ -108,7 +108,7 @@ class Load(NamedTuple):
         hosts, size, num_hosts = layout.hosts, layout.size, layout.num_hosts
         messages, folds, copies = [0] * size, [0] * size, [0] * size
         near, far = ([0] * size, [0] * size), ([0] * num_hosts, [0] * num_hosts)
-        up = [(child, father) for father, child in pair.reduce.edges]
+        up = [(child, parent) for parent, child in pair.reduce.edges]
         down = pair.broadcast.edges
         for a, b in (*up, *down):
             messages[a] += 1
@@ -116,11 +116,11 @@ class Load(NamedTuple):
             sent, received, source, target = (*near, a, b) if hosts[a] == hosts[b] else (*far, hosts[a], hosts[b])
             sent[source] += 1
             received[target] += 1
-        for child, father in up:
-            folds[father] += 1
-            copies[child] += hosts[child] == hosts[father] and not pair.reduce.children[child]
-        shown = {(father, child) for father, child in down if hosts[father] == hosts[child]}
-        for rank in (*(child for _, child in shown), *{father for father, _ in shown}):
+        for child, parent in up:
+            folds[parent] += 1
+            copies[child] += hosts[child] == hosts[parent] and not pair.reduce.children[child]
+        shown = {(parent, child) for parent, child in down if hosts[parent] == hosts[child]}
+        for rank in (*(child for _, child in shown), *{parent for parent, _ in shown}):
             copies[rank] += 1
         return cls(_ways(pair, hosts), messages, folds, copies, near, far)
 
@@ -208,7 +208,7 @@ class Profile:
             num_cpus=ones[0].num_cpus,
         )
 
-    def seconds(self, nbytes: int, network: Network) -> float:
+    def seconds(self, nbytes: int, network: NetworkModel) -> float:
         """The time model of the module's docstring."""
         part = nbytes / self.num_parts
         chunk = min(part * self.largest, network.chunk_nbytes)
@@ -217,7 +217,7 @@ class Profile:
         chain = max(near * chunk * local_s + far * chunk * cross_s for near, far in self.ways)
         return self.sum_up(nbytes, network, latency, chain, self.cross_parts * part * cross_s)
 
-    def sum_up(self, nbytes: int, network: Network, latency: float, chain: float, cross: float) -> float:
+    def sum_up(self, nbytes: int, network: NetworkModel, latency: float, chain: float, cross: float) -> float:
         """The time model, given what the network between hosts has to do with it, in seconds."""
         part = nbytes / self.num_parts
         chunks_per_part = max(1, -(-nbytes // (self.num_pairs * network.chunk_nbytes)))
@@ -248,15 +248,15 @@ def measure(strategy: Strategy, layout: Layout | None = None) -> Cost:
     )
 
 
-def predict_seconds(strategy: AnyStrategy, layout: Layout, nbytes: int, network: Network | None = None) -> float:
-    """How long an all_reduce of ``nbytes`` bytes should take by the model; ``network`` defaults to `Network()`.
+def predict_seconds(strategy: AnyStrategy, layout: Layout, nbytes: int, network: NetworkModel | None = None) -> float:
+    """How long an all_reduce of ``nbytes`` bytes should take by the model; ``network`` defaults to `NetworkModel()`.
 
     An estimate for comparing strategies with each other, not a promise of a time.
 
     Raises:
         ConfigError: the network has rates of another number of hosts than the layout has.
     """
-    network = network or Network()
+    network = network or NetworkModel()
     chosen = strategy.select(nbytes)
     if network.rates is None:
         return Profile.of(chosen, layout).seconds(nbytes, network)
@@ -266,7 +266,7 @@ def predict_seconds(strategy: AnyStrategy, layout: Layout, nbytes: int, network:
     return max(_seconds_by_rates(way, layout, nbytes, network, network.rates) for way in ways)
 
 
-def network_of(layout: Layout, latency_s: Matrix, bandwidth: Matrix) -> Network:
+def network_of(layout: Layout, latency_s: Matrix, bandwidth: Matrix) -> NetworkModel:
     """The constants of the time model as they were measured; those of the work of ranks are the defaults.
 
     Args:
@@ -281,8 +281,8 @@ def network_of(layout: Layout, latency_s: Matrix, bandwidth: Matrix) -> Network:
     pairs = [(a, b) for a in range(layout.size) for b in range(layout.size) if a != b]
     local = [(a, b) for a, b in pairs if layout.hosts[a] == layout.hosts[b]]
     cross = [(a, b) for a, b in pairs if layout.hosts[a] != layout.hosts[b]]
-    usual = Network()
-    return Network(
+    usual = NetworkModel()
+    return NetworkModel(
         local_alpha_s=_median((latencies[a][b] for a, b in local), usual.local_alpha_s),
         local_beta_s_per_byte=_median((1 / rates[a][b] for a, b in local), usual.local_beta_s_per_byte),
         cross_alpha_s=_median((latencies[a][b] for a, b in cross), usual.cross_alpha_s),
@@ -297,7 +297,7 @@ def _median(values: Iterable[float], otherwise: float) -> float:
     return ranked[len(ranked) // 2] if ranked else otherwise
 
 
-def _seconds_by_rates(strategy: Strategy, layout: Layout, nbytes: int, network: Network, rates: Rates) -> float:
+def _seconds_by_rates(strategy: Strategy, layout: Layout, nbytes: int, network: NetworkModel, rates: Rates) -> float:
     """The time model where hosts are unlike, of a strategy that shares messages out."""
     profile, hosts, shares = Profile.of(strategy, layout), layout.hosts, _shares(strategy)
     part = nbytes / profile.num_parts
@@ -367,8 +367,8 @@ def _shares(strategy: Strategy) -> tuple[int, ...]:
 def _sends(pairs: Sequence[GraphPair], shares: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """``(from, to, parts)`` of everything that moves in an all_reduce."""
     for pair, parts in zip(pairs, shares, strict=True):
-        yield from ((child, father, parts) for father, child in pair.reduce.edges)
-        yield from ((father, child, parts) for father, child in pair.broadcast.edges)
+        yield from ((child, parent, parts) for parent, child in pair.reduce.edges)
+        yield from ((parent, child, parts) for parent, child in pair.broadcast.edges)
 
 
 def _ports(size: int, sends: Iterable[tuple[int, int, int]]) -> tuple[list[int], list[int]]:

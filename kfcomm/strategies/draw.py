@@ -73,7 +73,7 @@ def _pair(strategy: Strategy, layout: Layout, asked: int | None) -> Iterator[str
         if len(strategy.pairs) > 1
         else f"root {pair.root}"
     )
-    if pair.reduce.fathers == pair.broadcast.fathers and not (_is_chain(pair.reduce) and pair.size > 2):
+    if pair.reduce.parents == pair.broadcast.parents and not (_is_chain(pair.reduce) and pair.size > 2):
         yield "  reduce: up to the root; broadcast: the same way down"
         yield from _tree(pair.reduce, layout)
         if pair.reduce != pair.broadcast:
@@ -110,7 +110,7 @@ def _tree(graph: Graph, layout: Layout) -> Iterator[str]:
     stack = [(item, "  ", last) for item, last in _items(graph, graph.root, layout)]
     while stack:
         ranks, indent, last = stack.pop()
-        above, host = layout.hosts[graph.fathers[ranks[0]]], layout.hosts[ranks[0]]
+        above, host = layout.hosts[graph.parents[ranks[0]]], layout.hosts[ranks[0]]
         branch = ("└" if last else "├") + ("──" if above == host else "══")
         note = "" if above == host else f"  host {host}"
         yield f"{indent}{branch} {', '.join(map(str, ranks))}{note}"

@@ -195,7 +195,7 @@ def _round_slow_links(root: int, rates: Rates) -> _Tree:
             there / min(rates.send[a], rates.receive[b]), back / min(rates.send[b], rates.receive[a])
         )  # fmt: skip
 
-    fathers = [root] * len(hosts)
+    parents = [root] * len(hosts)
     direct = [host for host in hosts if host != root and quality(host, root) >= _DETOUR_BELOW]
     used = dict.fromkeys(direct, 0)
     for host in hosts:
@@ -203,9 +203,9 @@ def _round_slow_links(root: int, rates: Rates) -> _Tree:
             continue
         best = min(direct, key=lambda relay: (-min(0.9, quality(host, relay)), used[relay], relay))
         if quality(host, best) > quality(host, root):
-            fathers[host] = best
+            parents[host] = best
             used[best] += 1
-    return _Tree(root, tuple(fathers), tuple(fathers))
+    return _Tree(root, tuple(parents), tuple(parents))
 
 
 def _loads(tree: _Tree, rates: Rates) -> dict[tuple[int, ...], float]:
@@ -234,8 +234,8 @@ def _over_ranks(tree: _Tree, layout: Layout, turn: int, rates: Rates) -> GraphPa
     # What arrives last is folded last: nothing waits for it.
     slow_last = sorted((host for host in range(len(groups)) if host != tree.root), key=lambda host: -rates.send[host])
 
-    def graph(fathers: Sequence[int]) -> Graph:
-        between = [(speakers[fathers[host]], speakers[host]) for host in slow_last]
+    def graph(parents: Sequence[int]) -> Graph:
+        between = [(speakers[parents[host]], speakers[host]) for host in slow_last]
         return Graph.from_edges(layout.size, local + between)
 
     reduce = graph(tree.up)

@@ -141,10 +141,10 @@ def _polar(radius: float, angle: float) -> Point:
 
 def _edges(pair: GraphPair, layout: Layout, points: tuple[Point, ...]) -> Iterator[str]:
     (reduce, warm, _), (broadcast, cold, _) = _PHASES
-    for father, child in pair.reduce.edges:
-        yield _arrow(child, father, layout, points, (reduce, warm))
-    for father, child in pair.broadcast.edges:
-        yield _arrow(father, child, layout, points, (broadcast, cold))
+    for parent, child in pair.reduce.edges:
+        yield _arrow(child, parent, layout, points, (reduce, warm))
+    for parent, child in pair.broadcast.edges:
+        yield _arrow(parent, child, layout, points, (broadcast, cold))
 
 
 def _arrow(a: int, b: int, layout: Layout, points: tuple[Point, ...], phase: tuple[str, str]) -> str:

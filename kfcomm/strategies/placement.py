@@ -17,7 +17,7 @@ from kfcomm.types import Layout
 
 RADIUS: Final = 14.0  # of a rank's circle
 SPACING: Final = 44.0  # between neighbouring circles, at least
-_LEVEL: Final = 66.0  # between a father and its children, at least
+_LEVEL: Final = 66.0  # between a parent and its children, at least
 _MARGIN: Final = 20.0  # between a box's edge and its circles
 _HEAD: Final = 24.0  # room for a box's label
 _GAP: Final = 56.0  # between boxes

@@ -38,11 +38,11 @@ def _chains(ranks: tuple[int, ...], alone: tuple[tuple[int], ...], root: int) ->
 
 def _chain(order: tuple[int, ...], alone: tuple[tuple[int], ...]) -> Graph:
     """A tree in which each rank has the next one of ``order`` below it."""
-    fathers = [order[0]] * len(order)
+    parents = [order[0]] * len(order)
     children: list[tuple[int, ...]] = [()] * len(order)
     for above, below in zip(order, order[1:], strict=False):
-        fathers[below], children[above] = above, alone[below]
-    return Graph(tuple(fathers), tuple(children), order[0])
+        parents[below], children[above] = above, alone[below]
+    return Graph(tuple(parents), tuple(children), order[0])
 
 
 def cost(layout: Layout) -> Cost:

@@ -31,7 +31,7 @@ def heap_degree(size: int) -> int:
 def hierarchy(layout: Layout, host_edges: Iterable[tuple[int, int]]) -> Graph:
     """A star inside each host around its master; the masters joined by a tree of hosts.
 
-    ``host_edges`` are ``(father, child)`` pairs of host numbers that form a tree. Ranks of the own host come
+    ``host_edges`` are ``(parent, child)`` pairs of host numbers that form a tree. Ranks of the own host come
     before other masters among the children, because their data arrives first.
     """
     masters = layout.masters

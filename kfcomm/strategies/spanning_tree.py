@@ -34,14 +34,14 @@ def minimum_spanning_tree(latency_s: Matrix, *, name: str = "minimum_spanning_tr
     both = [[rows[a][b] + rows[b][a] for b in range(size)] for a in range(size)]
     neighbours = _joined(size, _prim(both))
     root = min(range(size), key=lambda rank: (max(_ways(neighbours, both, rank).values()), rank))
-    fathers, heights = _hung(neighbours, both, root)
+    parents, heights = _hung(neighbours, both, root)
     below: list[list[int]] = [[] for _ in range(size)]
-    for rank, father in enumerate(fathers):
+    for rank, parent in enumerate(parents):
         if rank != root:
-            below[father].append(rank)
-    soonest = [sorted(ranks, key=lambda r: heights[r] + both[r][fathers[r]]) for ranks in below]
-    reduce = Graph(tuple(fathers), tuple(map(tuple, soonest)), root)
-    broadcast = Graph(tuple(fathers), tuple(tuple(reversed(ranks)) for ranks in soonest), root)
+            below[parent].append(rank)
+    soonest = [sorted(ranks, key=lambda r: heights[r] + both[r][parents[r]]) for ranks in below]
+    reduce = Graph(tuple(parents), tuple(map(tuple, soonest)), root)
+    broadcast = Graph(tuple(parents), tuple(tuple(reversed(ranks)) for ranks in soonest), root)
     return Strategy(name, (GraphPair(reduce, broadcast),))
 
 
@@ -81,15 +81,15 @@ def _ways(neighbours: list[list[int]], weights: list[list[float]], start: int) -
 
 
 def _hung(neighbours: list[list[int]], weights: list[list[float]], root: int) -> tuple[list[int], list[float]]:
-    """``(father, how far the farthest rank below is)`` of every rank."""
-    fathers = list(range(len(neighbours)))
+    """``(parent, how far the farthest rank below is)`` of every rank."""
+    parents = list(range(len(neighbours)))
     heights = [0.0] * len(neighbours)
     order = list(_ways(neighbours, weights, root))
     seen = {root}
     for rank in order[1:]:
-        fathers[rank] = next(other for other in neighbours[rank] if other in seen)
+        parents[rank] = next(other for other in neighbours[rank] if other in seen)
         seen.add(rank)
     for rank in reversed(order[1:]):
-        father = fathers[rank]
-        heights[father] = max(heights[father], heights[rank] + weights[rank][father])
-    return fathers, heights
+        parent = parents[rank]
+        heights[parent] = max(heights[parent], heights[rank] + weights[rank][parent])
+    return parents, heights

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from kfcomm.adapt import Adaptation as Async
-from kfcomm.adapt import Decision, Meter, Policy, StepMetrics
+from kfcomm.adapt import Decision, Policy, StepMeter, StepMetrics
 from kfcomm.sync.communicator import Communicator
 from kfcomm.sync.skin import Skin
 
@@ -27,7 +27,7 @@ class Adaptation(Skin[Async]):
     """
 
     def __init__(
-        self, comm: Communicator, policies: Sequence[Policy], *, every: int = 1, meter: Meter | None = None
+        self, comm: Communicator, policies: Sequence[Policy], *, every: int = 1, meter: StepMeter | None = None
     ) -> None:
         inner = comm._io.run(Async, comm._inner, policies, every=every, meter=meter)
         super().__init__(comm._driver, inner, comm._session)

@@ -278,7 +278,7 @@ class Driver:
         if self._followers:
             self.tell_followers()
         if self._leader:
-            if self._is_resting and (reactor.is_stirred or self._awaited is None or self._awaited.done()):
+            if self._is_resting and (reactor.has_deferred or self._awaited is None or self._awaited.done()):
                 reactor.ring()
             return
         if self._is_masked:
@@ -286,7 +286,7 @@ class Driver:
         follower = next(iter(self._followers.values()), None)
         if follower is not None:
             follower[1].set()
-        elif reactor.is_stirred or reactor.is_needed or reactor.next_deadline_s < self._io_driver.timer_s:
+        elif reactor.has_deferred or reactor.is_needed or reactor.next_deadline_s < self._io_driver.timer_s:
             self._io_driver.wake()
         elif reactor.is_awake:
             self._io_driver.lull()
@@ -368,7 +368,7 @@ class Driver:
         me, event = threading.get_ident(), threading.Event()
         try:
             self._followers[me] = handle, event
-            if self._is_resting and self.reactor.is_stirred:
+            if self._is_resting and self.reactor.has_deferred:
                 self.reactor.ring()
             self._step_out()
             event.wait(min(LOOK_EVERY_S, max(0.0, deadline_s - time.monotonic())))

@@ -88,7 +88,7 @@ class Link(Protocol):
         """
         ...
 
-    def be_prompt(self) -> None:
+    def set_low_latency(self) -> None:
         """From now on hand over, and take, little at a time, so that what is urgent soon overtakes the rest.
 
         Never undone. It costs some throughput, and is asked for when the first priority is used.
@@ -157,9 +157,9 @@ class Waiter(Inbound, Protocol):
     """An ``Inbound`` that knows when it waits, for transports that look for arrivals.
 
     Attributes:
-        attend: set by the transport; called when this rank begins to wait for something.
+        on_wait: set by the transport; called when this rank begins to wait for something.
         is_waiting: whether something is in flight on this rank: how much.
     """
 
-    attend: Callable[[], None]
+    on_wait: Callable[[], None]
     is_waiting: Callable[[], int]

@@ -84,7 +84,7 @@ class LoopDriver:
             reactor.is_driven = False
         if self._is_closed:
             return
-        if reactor.is_stirred or (moved and reactor.is_awake):
+        if reactor.has_deferred or (moved and reactor.is_awake):
             self.wake()
         elif reactor.is_awake:
             self._rest()

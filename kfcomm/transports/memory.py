@@ -93,8 +93,8 @@ class MemoryLink:
     def reserve(self, nbytes: int, priority: int) -> None:
         """See ``Link.reserve``: payloads are sent from where they are."""
 
-    def be_prompt(self) -> None:
-        """See ``Link.be_prompt``: it always is."""
+    def set_low_latency(self) -> None:
+        """See ``Link.set_low_latency``: it always is."""
 
     def flush(self) -> None:
         """See ``Link.flush``."""

@@ -58,7 +58,7 @@ class Nccl:
     """Makes backends over NCCL; implements `kfcomm.transports.backend.BackendMaker`.
 
     Args:
-        cuda: ``cupy.cuda``, or what stands in for it in a test.
+        cuda: ``cupy.cuda``, or a fake of it in a test.
 
     Raises:
         TransportError: CuPy or NCCL is missing, or cannot be loaded.

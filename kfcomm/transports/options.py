@@ -20,7 +20,7 @@ class StreamOptions:
         gather_nbytes: see `Outbox`.
         gather_frames: see `Outbox`; at most 500, since the kernel takes 1024 buffers.
         small_nbytes: see `Outbox`.
-        prompt_nbytes: at most so much is a burst, and is gathered, on a link that is to be prompt.
+        low_latency_nbytes: at most so much is a burst, and is gathered, on a low-latency link.
     """
 
     staging_nbytes: int = 1 << 17
@@ -30,7 +30,7 @@ class StreamOptions:
     gather_nbytes: int = 1 << 21
     gather_frames: int = 256
     small_nbytes: int = 1 << 11
-    prompt_nbytes: int = 1 << 17
+    low_latency_nbytes: int = 1 << 17
 
     def __post_init__(self) -> None:
         if self.staging_nbytes < PREFIX_NBYTES + MAX_HEADER_NBYTES:

@@ -205,7 +205,7 @@ class Reactor:
         return moved
 
     @property
-    def is_stirred(self) -> bool:
+    def has_deferred(self) -> bool:
         """Whether deferred calls wait."""
         return bool(self._ready)
 

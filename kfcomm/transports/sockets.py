@@ -24,9 +24,9 @@ BACKLOG = 4096
 """Connections that wait to be accepted; Linux lowers this to net.core.somaxconn."""
 
 UNIX_SNDBUF_NBYTES = 1 << 20
-PROMPT_UNIX_SNDBUF_NBYTES = 1 << 19
-PROMPT_RCVBUF_NBYTES = 1 << 18
-PROMPT_UNSENT_NBYTES = 1 << 17
+LOW_LATENCY_UNIX_SNDBUF_NBYTES = 1 << 19
+LOW_LATENCY_RCVBUF_NBYTES = 1 << 18
+LOW_LATENCY_UNSENT_NBYTES = 1 << 17
 _FULL_BACKLOG_WAIT_S = 0.01
 _NOT_MINE_TO_TAKE = {errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES, errno.EPERM, errno.EINVAL}
 
@@ -157,11 +157,11 @@ def hold_little(sock: socket.socket) -> None:
     20 % more CPU.
     """
     if sock.family == socket.AF_UNIX:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, PROMPT_UNIX_SNDBUF_NBYTES)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOW_LATENCY_UNIX_SNDBUF_NBYTES)
         return
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, PROMPT_RCVBUF_NBYTES)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, LOW_LATENCY_RCVBUF_NBYTES)
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, PROMPT_UNSENT_NBYTES)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, LOW_LATENCY_UNSENT_NBYTES)
 
 
 def watch(sock: socket.socket, dead_after_s: float) -> None:

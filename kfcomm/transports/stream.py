@@ -131,10 +131,10 @@ class StreamLink:
     def reserve(self, nbytes: int, priority: int) -> None:
         """See ``Link.reserve``: payloads are sent from where they are."""
 
-    def be_prompt(self) -> None:
-        """See ``Link.be_prompt``."""
-        self._burst_nbytes = min(self._options.burst_nbytes, self._options.prompt_nbytes)
-        self._outbox.gather_nbytes = min(self._options.gather_nbytes, self._options.prompt_nbytes)
+    def set_low_latency(self) -> None:
+        """See ``Link.set_low_latency``."""
+        self._burst_nbytes = min(self._options.burst_nbytes, self._options.low_latency_nbytes)
+        self._outbox.gather_nbytes = min(self._options.gather_nbytes, self._options.low_latency_nbytes)
         if self._fd >= 0:
             with contextlib.suppress(OSError):  # a dead connection: reading tells so
                 hold_little(self._sock)

@@ -26,7 +26,7 @@ class Clock:
         return self.now_s
 
 
-class Op:
+class FakeOperation:
     """As much of an operation as counts here."""
 
     def __init__(self, posted_s: float, nbytes: int = 10, failed: bool = False) -> None:
@@ -45,7 +45,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_times_that_overlap_count_once(clock: Clock) -> None:
     live: list[Any] = []
     total = Load(lambda: live)
-    first, second = Op(101.0), Op(103.0, 20)
+    first, second = FakeOperation(101.0), FakeOperation(103.0, 20)
     live += [first, second]
     clock.now_s = 104.0
     live.remove(second)
@@ -59,7 +59,7 @@ def test_times_that_overlap_count_once(clock: Clock) -> None:
 
 
 def test_the_first_may_end_first(clock: Clock) -> None:
-    live: list[Any] = [Op(101.0), Op(102.0)]
+    live: list[Any] = [FakeOperation(101.0), FakeOperation(102.0)]
     total = Load(lambda: live)
     total.ended(live.pop(0), is_last=False)
     assert total.busy_s(110.0) == 9.0
@@ -71,13 +71,13 @@ def test_the_first_may_end_first(clock: Clock) -> None:
 def test_what_fails_takes_time_and_carries_nothing(clock: Clock) -> None:
     total = Load(list)
     clock.now_s = 105.0
-    total.ended(Op(101.0, failed=True), is_last=True)  # type: ignore[arg-type]
+    total.ended(FakeOperation(101.0, failed=True), is_last=True)  # type: ignore[arg-type]
     assert total.busy_s(200.0) == 4.0
     assert (total.count, total.nbytes) == (0, 0)
 
 
 def test_what_began_before_counts_from_the_beginning(clock: Clock) -> None:
-    live: list[Any] = [Op(90.0)]
+    live: list[Any] = [FakeOperation(90.0)]
     total = Load(lambda: live)
     assert total.busy_s(103.0) == 3.0
     clock.now_s = 104.0

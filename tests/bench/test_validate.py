@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from bench.validate import NOISE, Cell, Winner, bed_of, main, processor_costs, simulated, validated, winners_of
-from kfcomm.simulate import Host, Local, Network, simulate
+from kfcomm.simulate import Host, Local, SimulatedNetwork, simulate
 
 OVERHEAD_S, COPY_S_PER_BYTE, LATENCY_S = 5e-5, 2e-9, 4e-5
 
@@ -19,7 +19,7 @@ def record() -> dict[str, Any]:
     """What a bed would record whose times are those of the simulator."""
     hosts = tuple(Host(f"h{number}", 25e6, LATENCY_S) for number in range(4))
     local = Local(overhead_s=OVERHEAD_S, copy=1 / COPY_S_PER_BYTE)
-    network = Network(hosts=hosts, local=local, efficiency=0.9, cpus=2, burst_nbytes=16000)
+    network = SimulatedNetwork(hosts=hosts, local=local, efficiency=0.9, cpus=2, burst_nbytes=16000)
     figures = []
     for nbytes in (1 << 18, 1 << 21):
         for strategy in ("ring", "star", "binary_tree"):

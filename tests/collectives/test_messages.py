@@ -175,10 +175,10 @@ async def test_a_message_that_makes_no_sense(announced: Any, early: bool) -> Non
         sent = comms[0].send(X, 1)
         collective = next(iter(comms[0]._session.engine.router.live))
         collective.signature = announced
-        outlet = comms[0]._session.engine.ends._outlets[1]
-        outlet._backlog = [
+        sender = comms[0]._session.engine.links._senders[1]
+        sender._backlog = [
             ((*header[:2], list(announced)) if header[0] == Kind.SIGNATURE else header, *rest)
-            for header, *rest in outlet._backlog
+            for header, *rest in sender._backlog
         ]
         await turns()
         outcomes = await asyncio.gather(sent, waiting or comms[1].recv(0), return_exceptions=True)

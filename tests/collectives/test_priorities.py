@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kfcomm import Communicator
 from kfcomm.core import names
 from kfcomm.errors import CollectiveAborted, ConfigError
-from kfcomm.runtime.outlet import Outlet
+from kfcomm.runtime.peer_sender import PeerSender
 from kfcomm.transports.memory import MemoryLink
 from kfcomm.transports.shm.sender import ShmSender
 from tests.conformance.worlds import ends, everywhere, on_loop, same_bits, turns, world
@@ -78,7 +78,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
         monkeypatch.setattr(kind, "send", send)
 
-    for kind in (Outlet, MemoryLink, ShmSender):
+    for kind in (PeerSender, MemoryLink, ShmSender):
         spy(kind)
     return priorities
 
@@ -148,20 +148,20 @@ async def test_what_is_urgent_overtakes_what_is_under_way(links: None, strategy:
 
 @pytest.mark.parametrize("links", ["memory"], indirect=True)
 @on_loop
-async def test_links_are_prompt_from_the_first_priority_on(links: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt: set[MemoryLink] = set()
-    monkeypatch.setattr(MemoryLink, "be_prompt", lambda link: prompt.add(link))
+async def test_links_have_low_latency_from_the_first_priority_on(links: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    low_latency: set[MemoryLink] = set()
+    monkeypatch.setattr(MemoryLink, "set_low_latency", lambda link: low_latency.add(link))
     async with world(3, strategy="star") as comms:
 
         def open_links() -> set[Any]:
-            return {link for comm in comms for link in comm._session.engine.ends._links()}
+            return {link for comm in comms for link in comm._session.engine.links._links()}
 
         await everywhere(comms, lambda comm: comm.all_reduce(X))
-        assert not prompt
+        assert not low_latency
         await everywhere(comms, lambda comm: comm.all_reduce(X, priority=-1))
-        assert prompt == open_links()
+        assert low_latency == open_links()
         await asyncio.gather(comms[1].send(X, 2), comms[2].recv(1))
-        assert prompt == open_links()
+        assert low_latency == open_links()
 
 
 @pytest.mark.parametrize("links", ["memory"], indirect=True)

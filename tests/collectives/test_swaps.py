@@ -207,7 +207,7 @@ async def test_graphs_of_ones_own() -> None:
     [
         ("rign", "did you mean ring"),
         ("", "known are"),
-        (Graph.from_fathers([0, 0]), "for 2 ranks, not for 3"),
+        (Graph.from_parents([0, 0]), "for 2 ranks, not for 3"),
         (strategies.build("ring", Layout.even(4)), "for 4 ranks"),
         (3, "int"),
     ],

@@ -97,15 +97,15 @@ def leftovers(comms: Sequence[Communicator], *, tombstones: bool = False) -> lis
         sizes = {
             "live": len(router.live),
             "inquiries": len(engine.deadlines._inquiries),
-            "dirty": len(engine.ends._dirty),
-            "dials": len(engine.ends._dials),
+            "dirty": len(engine.links._dirty),
+            "dials": len(engine.links._dials),
             "early": sum(len(key.early) for key in router._names),
             "live under keys": sum(len(key.live) for key in router._names),
             "tombstones": 0 if tombstones else len(router._dead),
-            "asks": sum(incoming.asks for incoming in engine.ends._incoming),
+            "asks": sum(incoming.asks for incoming in engine.links._incoming),
             "serving": len(comm._mailbox._serving),
-            "backlogs": sum(len(outlet._backlog) for outlet in engine.ends._outlets.values()),
-            "queued": sum(_queued(outlet.link) for outlet in engine.ends._outlets.values() if outlet.link),
+            "backlogs": sum(len(sender._backlog) for sender in engine.links._senders.values()),
+            "queued": sum(_queued(sender.link) for sender in engine.links._senders.values() if sender.link),
         }
         left += [f"rank {comm.rank}: {what}: {number}" for what, number in sizes.items() if number]
         left += _credit_missing(comm, comms)
@@ -121,15 +121,15 @@ def _credit_missing(comm: Communicator, comms: Sequence[Communicator]) -> list[s
     missing = []
     whole = credit_of(len(comms))
     by_rank = {one._session.rank: one for one in comms}
-    for peer, outlet in comm._session.engine.ends._outlets.items():
-        link: Any = outlet.link
+    for peer, sender in comm._session.engine.links._senders.items():
+        link: Any = sender.link
         far = by_rank[peer]._session.engine
         # between two ranks there is at most one link each way
-        other = next((one for one in far.ends._incoming if one.peer == comm._session.rank), None)
+        other = next((one for one in far.links._incoming if one.peer == comm._session.rank), None)
         if link is None or other is None:
             continue
         window = other.window
-        here = outlet.state.window
+        here = sender.state.window
         if (here.nbytes + window._owed_nbytes, here.headers + window.owed_headers) != (
             whole.nbytes,
             whole.headers,

@@ -16,14 +16,14 @@ def test_a_tree_is_the_same_from_its_edges_and_spans_all_ranks(tree: Graph) -> N
     assert_spans(tree)
     again = Graph.from_edges(tree.size, tree.edges, root=tree.root)
     assert (again, again.digest, hash(again)) == (tree, tree.digest, hash(tree))
-    assert Graph.from_fathers(tree.fathers).fathers == tree.fathers
+    assert Graph.from_parents(tree.parents).parents == tree.parents
 
 
 @given(trees())
 def test_preorder_depth_and_path_agree(tree: Graph) -> None:
     assert sorted(tree.preorder) == list(range(tree.size))
     place = {rank: at for at, rank in enumerate(tree.preorder)}
-    assert all(place[father] < place[child] for father, child in tree.edges)
+    assert all(place[parent] < place[child] for parent, child in tree.edges)
     assert tree.depth == max(len(tree.path(rank)) for rank in range(tree.size)) - 1
     for rank in range(tree.size):
         way = tree.path(rank)
@@ -46,30 +46,30 @@ def test_rerooting_keeps_links_and_the_order_of_children(tree: Graph, data: st.D
             assert moved.children[rank] == tree.children[rank]
         else:
             assert moved.children[rank] == kept + former
-    assert moved.rerooted(tree.root).fathers == tree.fathers
+    assert moved.rerooted(tree.root).parents == tree.parents
     assert tree.rerooted(tree.root) is tree
 
 
 @pytest.mark.parametrize("root", [-1, 3])
 def test_rerooting_at_no_rank(root: int) -> None:
     with pytest.raises(ValueError, match=rf"root {root} is outside 0\.\.2"):
-        Graph.from_fathers([0, 0, 0]).rerooted(root)
+        Graph.from_parents([0, 0, 0]).rerooted(root)
 
 
 @pytest.mark.parametrize(
-    ("fathers", "message"),
+    ("parents", "message"),
     [
         ([], "at least one rank"),
-        ([0, 2], r"rank 1 has father 2, outside 0\.\.1"),
-        ([-1, 0], r"rank 0 has father -1"),
+        ([0, 2], r"rank 1 has parent 2, outside 0\.\.1"),
+        ([-1, 0], r"rank 0 has parent -1"),
         ([0, 1], r"exactly one root .* got \[0, 1\]"),
         ([1, 0], "got none"),
         ([0, 2, 1], r"ranks \[1, 2\] are on or below a cycle"),
     ],
 )
-def test_father_arrays_that_are_no_trees(fathers: list[int], message: str) -> None:
+def test_parent_arrays_that_are_no_trees(parents: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Graph.from_fathers(fathers)
+        Graph.from_parents(parents)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_father_arrays_that_are_no_trees(fathers: list[int], message: str) -> No
         (2, [(0, 2)], r"edge \(0, 2\) names rank 2, outside 0\.\.1"),
         (2, [(-1, 1)], r"names rank -1"),
         (2, [(1, 1)], "self-loop"),
-        (3, [(0, 2), (1, 2)], "rank 2 has two fathers, 0 and 1"),
+        (3, [(0, 2), (1, 2)], "rank 2 has two parents, 0 and 1"),
         (3, [(0, 1)], r"exactly one root, got \[0, 2\]"),
         (2, [(0, 1), (1, 0)], "a cycle"),
         (4, [(0, 1), (2, 3), (3, 2)], r"ranks \[2, 3\] are on or below a cycle"),
@@ -96,31 +96,31 @@ def test_the_root_of_edges_can_be_checked_against() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fathers", "children", "root", "message"),
+    ("parents", "children", "root", "message"),
     [
         ((0, 0), ((), ()), 0, "contradict"),
         ((0, 0), ((1,),), 0, "contradict"),
         ((0, 0, 0), ((1, 1), (), ()), 0, "contradict"),
         ((0, 0), ((1, 1), ()), 0, "contradict"),
-        ((0, 0), ((1,), ()), 1, "rank 1 is not its own father"),
-        ((0, 0), ((1,), ()), 2, "rank 2 is not its own father"),
-        ((), (), 0, "rank 0 is not its own father"),
+        ((0, 0), ((1,), ()), 1, "rank 1 is not its own parent"),
+        ((0, 0), ((1,), ()), 2, "rank 2 is not its own parent"),
+        ((), (), 0, "rank 0 is not its own parent"),
         ((0, 2, 1), ((), (2,), (1,)), 0, "cycle"),
     ],
 )
 def test_parts_that_do_not_fit_together(
-    fathers: tuple[int, ...], children: tuple[tuple[int, ...], ...], root: int, message: str
+    parents: tuple[int, ...], children: tuple[tuple[int, ...], ...], root: int, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        Graph(fathers, children, root)
+        Graph(parents, children, root)
 
 
 def test_integers_of_other_kinds_make_the_same_value() -> None:
-    plain = Graph.from_fathers([0, 0, 1])
-    assert Graph.from_fathers(list(np.array([0, 0, 1]))).digest == plain.digest
+    plain = Graph.from_parents([0, 0, 1])
+    assert Graph.from_parents(list(np.array([0, 0, 1]))).digest == plain.digest
     assert Graph.from_edges(3, np.array([[0, 1], [1, 2]])).digest == plain.digest
     with pytest.raises(TypeError):
-        Graph.from_fathers([0, 0.5])  # type: ignore[list-item]
+        Graph.from_parents([0, 0.5])  # type: ignore[list-item]
     with pytest.raises(TypeError):
         Graph.from_edges(2, [(0, 1.0)])  # type: ignore[list-item]
 
@@ -139,7 +139,7 @@ def test_digests_tell_shape_root_and_fold_order_apart() -> None:
 
 def test_graphs_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        Graph.from_fathers([0]).root = 1  # type: ignore[misc]
+        Graph.from_parents([0]).root = 1  # type: ignore[misc]
 
 
 def test_pairs_need_one_size_and_one_root() -> None:
@@ -148,6 +148,6 @@ def test_pairs_need_one_size_and_one_root() -> None:
     assert (pair.size, pair.root) == (3, 0)
     assert len({pair.digest, GraphPair(down, up).digest, GraphPair.of(up).digest}) == 3
     with pytest.raises(ValueError, match="one size, got 3 and 2"):
-        GraphPair(up, Graph.from_fathers([0, 0]))
+        GraphPair(up, Graph.from_parents([0, 0]))
     with pytest.raises(ValueError, match="one root, got 0 and 2"):
         GraphPair(up, up.rerooted(2))

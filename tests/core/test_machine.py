@@ -9,8 +9,8 @@ from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.core.machine import DOWN, INPUT, PARTIAL, PAYLOAD, RESULT, UP, Do, Machine
 from kfcomm.core.program import NOBODY
 
-STAR = GraphPair.of(Graph.from_fathers([0, 0, 0, 0]))
-CHAIN = GraphPair.of(Graph.from_fathers([0, 0, 1]))
+STAR = GraphPair.of(Graph.from_parents([0, 0, 0, 0]))
+CHAIN = GraphPair.of(Graph.from_parents([0, 0, 1]))
 
 
 class Bench:
@@ -128,10 +128,10 @@ def test_gated_lanes_begin_when_all_others_are_complete():
 @pytest.mark.parametrize(
     ("program", "effects"),
     [
-        (programs.all_reduce(0, [GraphPair.of(Graph.from_fathers([0]))], 2, 4), [(Do.FINISH, 0, 0)]),
-        (programs.reduce(0, GraphPair.of(Graph.from_fathers([0])), 2, 4), [(Do.FINISH, 0, 0)]),
-        (programs.broadcast(0, GraphPair.of(Graph.from_fathers([0])), 2, 4), [(Do.COPY, 1, 0)]),
-        (programs.barrier(0, GraphPair.of(Graph.from_fathers([0]))), []),
+        (programs.all_reduce(0, [GraphPair.of(Graph.from_parents([0]))], 2, 4), [(Do.FINISH, 0, 0)]),
+        (programs.reduce(0, GraphPair.of(Graph.from_parents([0])), 2, 4), [(Do.FINISH, 0, 0)]),
+        (programs.broadcast(0, GraphPair.of(Graph.from_parents([0])), 2, 4), [(Do.COPY, 1, 0)]),
+        (programs.barrier(0, GraphPair.of(Graph.from_parents([0]))), []),
     ],
 )
 def test_alone_it_is_done_at_once(program, effects):
@@ -222,7 +222,7 @@ def test_who_still_has_to_send_is_awaited():
 
 @pytest.mark.parametrize("size", [255, 256, 300])
 def test_a_root_may_have_more_children_than_a_byte_can_count(size):
-    star = GraphPair.of(Graph.from_fathers([0] * size))
+    star = GraphPair.of(Graph.from_parents([0] * size))
     bench = Bench(programs.all_reduce(0, [star], 1, 1))
     effects = [effect for sender in range(1, size) for effect in bench.arrive(sender, sender=sender)]
     assert [effect[0] for effect in effects] == [Do.FOLD] * (size - 2) + [Do.FOLD_LAST] + [Do.SEND]

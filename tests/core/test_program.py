@@ -13,8 +13,8 @@ from kfcomm.types import Verb
 from tests.core import specs
 from tests.core.specs import VERBS, Spec
 
-CHAIN = GraphPair.of(Graph.from_fathers([0, 0, 1]))  # 0 - 1 - 2
-STAR = GraphPair.of(Graph.from_fathers([0, 0, 0]))
+CHAIN = GraphPair.of(Graph.from_parents([0, 0, 1]))  # 0 - 1 - 2
+STAR = GraphPair.of(Graph.from_parents([0, 0, 0]))
 
 
 def lanes(program: Program) -> list[Lane]:

@@ -24,7 +24,7 @@ from tests.core import specs
 from tests.core.specs import ITEM, Spec
 from tests.core.world import Memory, Weather, World
 
-STAR = (GraphPair.of(Graph.from_fathers([0, 0, 0])),)
+STAR = (GraphPair.of(Graph.from_parents([0, 0, 0])),)
 RANKS = (0, 1, 2)
 SUM = Spec("grad", Verb.ALL_REDUCE, RANKS, STAR, (4,), chunk=4)
 NBYTES = 4 * ITEM.itemsize

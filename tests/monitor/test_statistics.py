@@ -75,7 +75,7 @@ async def test_payloads_in_memory_are_counted_to_the_byte() -> None:
 
 @on_loop
 async def test_what_is_passed_on_is_counted_where_it_is_passed_on(links: str) -> None:
-    chain = kfcomm.strategies.from_fathers([0, 0, 1], name="chain")
+    chain = kfcomm.strategies.from_parents([0, 0, 1], name="chain")
     async with world(3, strategy=chain) as comms:
         await everywhere(comms, lambda comm: comm.broadcast(X, 0, "x"))
         await everywhere(comms, lambda comm: comm.gather(X, 0, "y"))

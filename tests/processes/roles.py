@@ -148,7 +148,7 @@ async def digest_under(comm: kfcomm.Communicator, strategy: str, elements: int) 
 
 async def unplug(me: Actor) -> int:
     """Break every data connection of this rank, as a broken cable would; their number."""
-    descriptors = me.comm._session.engine.ends.descriptors()
+    descriptors = me.comm._session.engine.links.descriptors()
     for descriptor in descriptors:
         # The other end may have broken it already.
         with socket.socket(fileno=os.dup(descriptor)) as sock, contextlib.suppress(OSError):
@@ -162,7 +162,7 @@ async def many(me: Actor, *, count: int) -> dict[str, int]:
     for number in range(count):
         await me.comm.all_reduce(x, name=f"many/{number % 10}")
     engine = me.comm._session.engine
-    tables = {**vars(engine), **vars(engine.router), **vars(engine.ends), **vars(engine.deadlines)}
+    tables = {**vars(engine), **vars(engine.router), **vars(engine.links), **vars(engine.deadlines)}
     return {name: len(table) for name, table in tables.items() if isinstance(table, Sized)}
 
 

@@ -81,7 +81,7 @@ async def fork_a_meddler(me: Actor) -> None:
     if child == 0:
         try:
             hub = _sharing(me).hub
-            for link in me.comm._session.engine.ends._links():
+            for link in me.comm._session.engine.links._links():
                 link.send((6, 1, 1))
                 link.flush()
                 link.close()

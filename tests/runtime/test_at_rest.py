@@ -31,8 +31,8 @@ def _sizes(comms: Any) -> list[dict[str, int]]:
             "serving": len(comm._mailbox._serving),
             "pairs": len(comm._mailbox._pairs),
             "slots": comm._blobs._num_slots,
-            "outlets": len(comm._session.engine.ends._outlets),
-            "incoming": len(comm._session.engine.ends._incoming),
+            "senders": len(comm._session.engine.links._senders),
+            "incoming": len(comm._session.engine.links._incoming),
             "links": len(comms._links._network._links),
         }
         for comm in comms

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from kfcomm.core.cause import Cause, CauseKind
-from kfcomm.runtime.breaks import Breaks
+from kfcomm.runtime.recovery import LinkRecovery
 
 LEFT = Cause(CauseKind.LOST, 1, "rank 1 has left")
 
 
 class Desk:
-    """The breaks of rank 0, whose link to rank 1 has broken under three collectives."""
+    """The link recovery of rank 0, whose link to rank 1 has broken under three collectives."""
 
     def __init__(self) -> None:
         key = SimpleNamespace(group_id=b"g", name="a")
@@ -25,12 +25,12 @@ class Desk:
         self.timers: list[Any] = []
         router = SimpleNamespace(rank=0, lost=self.lost, broke=lambda _: list(self.carried), owes=lambda _: False)
         loop = SimpleNamespace(call_later=lambda _, call, *args: self.timers.append(lambda: call(*args)))
-        ends = SimpleNamespace(closing=False)
-        breaks: Any = Breaks(router, ends, loop, lambda one, cause: self.failed.append((one.seq, cause.kind)))  # type: ignore[arg-type]
-        breaks.control = SimpleNamespace(
+        links = SimpleNamespace(closing=False)
+        recovery: Any = LinkRecovery(router, links, loop, lambda one, cause: self.failed.append((one.seq, cause.kind)))  # type: ignore[arg-type]
+        recovery.control = SimpleNamespace(
             suspect=lambda *_: None, query=lambda ops, peer, answer: self.answers.append(answer)
         )
-        breaks.outgoing_broke(SimpleNamespace(peer=1), "gone")
+        recovery.outgoing_broke(SimpleNamespace(peer=1), "gone")
 
     def told(self, *posted: bool) -> list[tuple[int, CauseKind]]:
         """What has failed, and by what, once the peer has answered."""

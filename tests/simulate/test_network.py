@@ -4,7 +4,7 @@ import pytest
 
 from kfcomm.errors import ConfigError
 from kfcomm.simulate.fields import parse_rate, parse_time_s
-from kfcomm.simulate.network import TCP_EFFICIENCY, Host, Link, Network, Switch
+from kfcomm.simulate.network import TCP_EFFICIENCY, Host, Link, SimulatedNetwork, Switch
 from kfcomm.strategies import cost
 
 FULL = """\
@@ -77,7 +77,7 @@ def test_no_time(text):
 
 
 def test_a_file_says_all_that_there_is():
-    network = Network.parse(FULL)
+    network = SimulatedNetwork.parse(FULL)
     slow = Host("slow", 6.25e6, 1e-4, ranks=1, cpus=4)
     assert network.hosts == (slow, Host("h1", 25e6, 1e-4, 2, 4), Host("h2", 25e6, 1e-4, 2, 4))
     assert network.links == (Link(("slow", "h2"), None, 5e-3),)
@@ -91,34 +91,34 @@ def test_a_file_says_all_that_there_is():
 
 
 def test_an_empty_file_is_the_network_of_the_cost_model():
-    default = Network.parse("").default
-    costs = cost.Network()
+    default = SimulatedNetwork.parse("").default
+    costs = cost.NetworkModel()
     assert default.bandwidth == 1 / costs.cross_beta_s_per_byte
     assert default.latency_s == costs.cross_alpha_s
-    assert Network().efficiency == 1.0
+    assert SimulatedNetwork().efficiency == 1.0
 
 
 def test_hosts_that_are_not_listed_are_like_the_default():
-    network = Network.parse(FULL).of_hosts(5)
+    network = SimulatedNetwork.parse(FULL).of_hosts(5)
     assert [host.name for host in network.hosts] == ["slow", "h1", "h2", "h0", "h3"]
     assert [host.ranks for host in network.hosts] == [1, 2, 2, 2, 2]
-    assert {host.ranks for host in Network.parse(FULL).of_hosts(3, ranks=8).hosts} == {8}
+    assert {host.ranks for host in SimulatedNetwork.parse(FULL).of_hosts(3, ranks=8).hosts} == {8}
 
 
 def test_switches_of_equally_many_hosts():
-    network = Network.parse('[switch]\nhosts = 2\nuplink = "1 GB/s"').of_hosts(5)
+    network = SimulatedNetwork.parse('[switch]\nhosts = 2\nuplink = "1 GB/s"').of_hosts(5)
     assert [network.switch_of(host) for host in range(5)] == [0, 0, 1, 1, 2]
     assert network.uplink_of(2) == 1e9
 
 
 def test_too_many_hosts_are_listed():
     with pytest.raises(ConfigError, match="2 hosts are too few: the network lists 3"):
-        Network.parse(FULL).of_hosts(2)
+        SimulatedNetwork.parse(FULL).of_hosts(2)
 
 
 def test_no_hosts_at_all():
     with pytest.raises(ConfigError, match="--hosts 8x1"):
-        Network.parse("").of_hosts()
+        SimulatedNetwork.parse("").of_hosts()
 
 
 @pytest.mark.parametrize(
@@ -155,12 +155,12 @@ def test_no_hosts_at_all():
 )
 def test_a_malformed_file_names_line_and_field(text, message):
     with pytest.raises(ConfigError, match=f"^{message}".replace("[", r"\[").replace("?", r"\?")):
-        Network.parse(text, "net.toml")
+        SimulatedNetwork.parse(text, "net.toml")
 
 
 def test_a_file_that_cannot_be_read(tmp_path):
     with pytest.raises(ConfigError, match=r"none\.toml' cannot be read"):
-        Network.load(tmp_path / "none.toml")
+        SimulatedNetwork.load(tmp_path / "none.toml")
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="cannot be read"):
-        Network.load(tmp_path / "binary.toml")
+        SimulatedNetwork.load(tmp_path / "binary.toml")

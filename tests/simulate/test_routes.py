@@ -3,7 +3,7 @@
 import pytest
 
 from kfcomm.simulate.agenda import Agenda
-from kfcomm.simulate.network import Network
+from kfcomm.simulate.network import SimulatedNetwork
 from kfcomm.simulate.routes import Routes
 
 TEXT = """\
@@ -33,7 +33,7 @@ uplink = "20 GB/s"
 
 @pytest.fixture
 def routes():
-    network = Network.parse(TEXT)
+    network = SimulatedNetwork.parse(TEXT)
     return Routes(Agenda(), network, network.layout)  # ranks 0 and 1 on h0, then one on each host
 
 
@@ -62,6 +62,6 @@ def test_a_port_has_one_end_on_each_way(routes):
 
 
 def test_memory_is_without_a_limit_where_none_is_given():
-    network = Network().of_hosts(1, ranks=2)
+    network = SimulatedNetwork().of_hosts(1, ranks=2)
     found, _ = Routes(Agenda(), network, network.layout).between(1, 0)
     assert [port.name for port in found] == ["rank 1 local out", "rank 0 local in"]

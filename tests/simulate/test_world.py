@@ -10,9 +10,9 @@ from kfcomm.core.chunk import split
 from kfcomm.core.graph import GraphPair
 from kfcomm.core.machine import Do
 from kfcomm.errors import ConfigError
-from kfcomm.simulate import Host, Local, Network, num_messages, simulate
+from kfcomm.simulate import Host, Local, SimulatedNetwork, num_messages, simulate
 from kfcomm.strategies import Strategy, build, names
-from kfcomm.strategies.base import SizedStrategy, from_fathers
+from kfcomm.strategies.base import SizedStrategy, from_parents
 from kfcomm.types import Layout
 
 RATE = 2.0**30
@@ -21,7 +21,7 @@ FREE = Local(bandwidth=RATE, latency_s=0.0, overhead_s=0.0, fold=float("inf"))
 
 
 def network(latency_s=0.0, local=FREE, **host):
-    return Network(default=Host("", bandwidth=RATE, latency_s=latency_s, **host), local=local)
+    return SimulatedNetwork(default=Host("", bandwidth=RATE, latency_s=latency_s, **host), local=local)
 
 
 def seconds(strategy, size, nbytes=NBYTES, on=None, hosts=None):
@@ -111,7 +111,7 @@ def test_chunks_of_a_long_message_follow_each_other():
 
 
 def test_the_slow_host_is_the_busiest_port():
-    on = Network(hosts=(Host("h0", RATE), Host("slow", RATE / 4), Host("h2", RATE)), local=FREE)
+    on = SimulatedNetwork(hosts=(Host("h0", RATE), Host("slow", RATE / 4), Host("h2", RATE)), local=FREE)
     result = simulate("ring", Layout.even(3, 3), 3 << 20, on)
     assert result.busiest.port == "slow out"
     assert result.bound_s == 4 * (1 << 20) / (RATE / 4)
@@ -149,10 +149,10 @@ def test_a_strategy_by_size_is_the_one_for_this_size():
 
 def test_what_goes_whole_takes_the_way_that_its_key_picks():
     layout = Layout.even(3, 3)
-    pairs = (build("star", layout).pairs[0], GraphPair.of(from_fathers([0, 0, 1]).pairs[0].reduce))
+    pairs = (build("star", layout).pairs[0], GraphPair.of(from_parents([0, 0, 1]).pairs[0].reduce))
     either = Strategy("either", pairs, is_whole=True)
     found = {simulate(either, layout, NBYTES, network(), key=str(number)).seconds for number in range(16)}
-    assert found == {seconds("star", 3), seconds(from_fathers([0, 0, 1]), 3)}
+    assert found == {seconds("star", 3), seconds(from_parents([0, 0, 1]), 3)}
 
 
 class Values:

@@ -29,12 +29,12 @@ def links(graph: Graph) -> set[frozenset[int]]:
 
 
 def assert_spans(graph: Graph) -> None:
-    """Every rank comes to the root by its fathers, and children say the same as fathers."""
-    assert graph.fathers[graph.root] == graph.root
+    """Every rank comes to the root by its parents, and children say the same as parents."""
+    assert graph.parents[graph.root] == graph.root
     for rank in range(graph.size):
         way = [rank]
         while way[-1] != graph.root:
-            way.append(graph.fathers[way[-1]])
+            way.append(graph.parents[way[-1]])
             assert len(way) <= graph.size
-        assert rank == graph.root or graph.children[graph.fathers[rank]].count(rank) == 1
+        assert rank == graph.root or graph.children[graph.parents[rank]].count(rank) == 1
     assert sum(map(len, graph.children)) == graph.size - 1

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.errors import ConfigError
-from kfcomm.strategies import AnyStrategy, SizedStrategy, Strategy, build, from_edges, from_fathers, names
+from kfcomm.strategies import AnyStrategy, SizedStrategy, Strategy, build, from_edges, from_parents, names
 from kfcomm.types import Layout
 from tests.strategies.layouts import LAYOUTS, assert_spans, links, trees
 
@@ -32,7 +32,7 @@ def test_any_rank_can_be_the_root(layout: Layout, data: st.DataObject) -> None:
 def test_both_graphs_of_a_pair_are_rerooted() -> None:
     pair = GraphPair(Graph.from_edges(3, [(0, 1), (1, 2)]), Graph.from_edges(3, [(0, 2), (2, 1)]))
     moved = Strategy("odd", (pair,)).rooted(2)
-    assert (moved.reduce.fathers, moved.broadcast.fathers) == ((1, 2, 2), (2, 2, 2))
+    assert (moved.reduce.parents, moved.broadcast.parents) == ((1, 2, 2), (2, 2, 2))
 
 
 @pytest.mark.parametrize("root", [-1, 4])
@@ -90,7 +90,7 @@ def test_shares_that_cannot_be(shares: tuple[int, ...], message: str) -> None:
 def test_strategies_that_cannot_be() -> None:
     with pytest.raises(ConfigError, match="'none' has no graph pair"):
         Strategy("none", ())
-    mixed = tuple(GraphPair.of(Graph.from_fathers([0] * size)) for size in (2, 3))
+    mixed = tuple(GraphPair.of(Graph.from_parents([0] * size)) for size in (2, 3))
     with pytest.raises(ConfigError, match=r"mixes graphs of sizes \[2, 3\]"):
         Strategy("mixed", mixed)
 
@@ -135,18 +135,18 @@ def test_rules_of_different_sizes() -> None:
 
 def test_a_users_own_tree() -> None:
     assert from_edges(3, [(1, 2), (1, 0)], name="mine").pairs[0].reduce.children == ((), (2, 0), ())
-    assert from_fathers([1, 1, 1]).pairs[0].reduce.children == ((), (0, 2), ())
-    assert from_fathers([1, 1, 1]).name == "custom"
-    with pytest.raises(ConfigError, match="strategy 'mine': rank 1 has two fathers"):
+    assert from_parents([1, 1, 1]).pairs[0].reduce.children == ((), (0, 2), ())
+    assert from_parents([1, 1, 1]).name == "custom"
+    with pytest.raises(ConfigError, match="strategy 'mine': rank 1 has two parents"):
         from_edges(3, [(0, 1), (2, 1)], name="mine")
     with pytest.raises(ConfigError, match=r"strategy 'custom': .*exactly one root"):
-        from_fathers([0, 1])
+        from_parents([0, 1])
     with pytest.raises(ConfigError, match="strategy 'custom'"):
-        from_fathers([0, "a"])  # type: ignore[list-item]
+        from_parents([0, "a"])  # type: ignore[list-item]
 
 
 def test_build_takes_whatever_has_graphs() -> None:
-    tree = Graph.from_fathers([0, 0, 0, 0])
+    tree = Graph.from_parents([0, 0, 0, 0])
     star = build("star", FOUR)
     assert build(star, FOUR) is star
     assert build("auto", FOUR).digest == build(build("auto", FOUR), FOUR).digest
@@ -155,7 +155,7 @@ def test_build_takes_whatever_has_graphs() -> None:
 
 @pytest.mark.parametrize("spec", ["star", "auto", "graph"])
 def test_build_checks_the_size(spec: str) -> None:
-    ready = Graph.from_fathers([0, 0, 0, 0]) if spec == "graph" else build(spec, FOUR)
+    ready = Graph.from_parents([0, 0, 0, 0]) if spec == "graph" else build(spec, FOUR)
     with pytest.raises(ConfigError, match=f"strategy '{spec.replace('graph', 'custom')}' is for 4 ranks, not for 3"):
         build(ready, Layout.even(3))
 

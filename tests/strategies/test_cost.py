@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.strategies import SizedStrategy, Strategy, build, from_edges, names
 from kfcomm.strategies.auto import auto
-from kfcomm.strategies.cost import Cost, Network, Profile, measure, predict_seconds
+from kfcomm.strategies.cost import Cost, NetworkModel, Profile, measure, predict_seconds
 from kfcomm.strategies.registry import ALGORITHMS, Algorithm
 from kfcomm.types import Layout
 from tests.strategies.layouts import LAYOUTS, trees
 
 GRID = [1 << bit for bit in range(6, 31)]
-EXACT = Network(
+EXACT = NetworkModel(
     local_alpha_s=1.0,
     local_beta_s_per_byte=0.5,
     cross_alpha_s=100.0,
@@ -120,7 +120,7 @@ def test_a_share_of_several_parts_is_as_many_pairs(
     shared = replace(built, shares=shares)
     apart = replace(built, pairs=(*[built.pairs[0]] * times, *built.pairs[1:]))
     assert measure(shared, layout) == measure(apart, layout)
-    free = Network(overhead_s=0.0, chunk_nbytes=1)
+    free = NetworkModel(overhead_s=0.0, chunk_nbytes=1)
     one, other = (predict_seconds(strategy, layout, nbytes, free) for strategy in (shared, apart))
     assert one == pytest.approx(other)
 
@@ -130,8 +130,8 @@ def test_the_slowest_way_counts_whichever_kind_of_hop_is_slow() -> None:
     layout = Layout.of("AAAAB")
     strategy = from_edges(5, [(0, 1), (1, 2), (2, 3), (0, 4)])
     assert Profile.of(strategy, layout).ways == ((0, 2), (3, 1), (6, 0))
-    slow_network = Network(local_alpha_s=1.0, cross_alpha_s=10.0, overhead_s=0.0)
-    slow_host = Network(local_alpha_s=10.0, cross_alpha_s=1.0, overhead_s=0.0)
+    slow_network = NetworkModel(local_alpha_s=1.0, cross_alpha_s=10.0, overhead_s=0.0)
+    slow_host = NetworkModel(local_alpha_s=10.0, cross_alpha_s=1.0, overhead_s=0.0)
     assert predict_seconds(strategy, layout, 0, slow_network) == 20.0
     assert predict_seconds(strategy, layout, 0, slow_host) == 60.0
 
@@ -156,9 +156,9 @@ def test_auto_is_never_slower_by_the_model_than_another_choice(layout: Layout) -
     chosen = auto(layout)
     profiles = {algorithm.name: Profile.of(algorithm.build(layout), layout) for algorithm in ALGORITHMS}
     for nbytes in GRID:
-        seconds = {name: profile.seconds(nbytes, Network()) for name, profile in profiles.items()}
+        seconds = {name: profile.seconds(nbytes, NetworkModel()) for name, profile in profiles.items()}
         choice = chosen.select(nbytes)
-        assert Profile.of(choice, layout).seconds(nbytes, Network()) <= min(seconds.values())
+        assert Profile.of(choice, layout).seconds(nbytes, NetworkModel()) <= min(seconds.values())
     used = [(strategy.name, strategy.is_whole) for _, strategy in chosen.rules]
     assert all(one != two for one, two in zip(used, used[1:], strict=False))
 
@@ -176,10 +176,10 @@ def test_auto_prefers_few_steps_for_short_and_idle_ports_for_long_messages() -> 
 
 def test_auto_follows_the_constants() -> None:
     layout = Layout.even(16)
-    costly_messages = auto(layout, Network(overhead_s=1.0))
+    costly_messages = auto(layout, NetworkModel(overhead_s=1.0))
     assert costly_messages.select(1 << 20) == replace(build("ring", layout).select(0), is_whole=True)
     assert auto(layout).select(1 << 20).name == "clique"
-    free_messages = auto(layout, Network(overhead_s=0.0))
+    free_messages = auto(layout, NetworkModel(overhead_s=0.0))
     assert free_messages.select(1 << 20) == build("clique", layout)
 
 

@@ -24,17 +24,17 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def read_outline(lines: list[str]) -> dict[int, int]:
-    """The father of every rank of a drawn tree."""
-    fathers: dict[int, int] = {}
+    """The parent of every rank of a drawn tree."""
+    parents: dict[int, int] = {}
     above: dict[int, int] = {}
     for line in lines:
         found = re.match(r"^(?P<indent>[ │]*)(?P<branch>[├└][─═]{2} )?(?P<ranks>\d+(, \d+)*)(  host \d+)?$", line)
         assert found, line
         level = len(found["indent"]) // 4 + 1 if found["branch"] else 0
         for rank in map(int, found["ranks"].split(", ")):
-            fathers[rank] = above[level - 1] if level else rank
+            parents[rank] = above[level - 1] if level else rank
             above[level] = rank
-    return fathers
+    return parents
 
 
 @given(trees(max_size=24), st.data())
@@ -45,7 +45,7 @@ def test_an_outline_shows_the_tree_and_its_hosts(tree: Graph, data: st.DataObjec
     if "reduce    " in text:
         assert all(len(below) <= 1 for below in tree.children)
         return
-    assert read_outline(outline) == dict(enumerate(tree.fathers))
+    assert read_outline(outline) == dict(enumerate(tree.parents))
     crossings = sum(layout.hosts[a] != layout.hosts[b] for a, b in tree.edges)
     assert text.count("══") <= crossings
     assert (crossings == 0) == ("══" not in text)

@@ -16,12 +16,12 @@ from kfcomm.strategies import (
     bound_seconds,
     build,
     from_edges,
-    from_fathers,
+    from_parents,
     hosts_of,
     minimum_spanning_tree,
     packed_trees,
 )
-from kfcomm.strategies.cost import Network, measure, network_of, predict_seconds
+from kfcomm.strategies.cost import NetworkModel, measure, network_of, predict_seconds
 from kfcomm.strategies.matrices import Rates
 from kfcomm.strategies.packed_trees import ports_of
 from kfcomm.strategies.weights import balanced
@@ -53,7 +53,7 @@ def seconds_by_ports(strategy: Strategy, layout: Layout, bandwidth: Rows, nbytes
     shares = strategy.shares or (1,) * len(strategy.pairs)
     busy: dict[Any, float] = {}
     for pair, share in zip(strategy.pairs, shares, strict=True):
-        sends = [(child, father) for father, child in pair.reduce.edges] + list(pair.broadcast.edges)
+        sends = [(child, parent) for parent, child in pair.reduce.edges] + list(pair.broadcast.edges)
         for a, b in [(nodes.hosts[a], nodes.hosts[b]) for a, b in sends]:
             if a != b:
                 places = {("out", a): rates.send[a], ("in", b): rates.receive[b], (a, b): rates.links[a][b]}
@@ -139,7 +139,7 @@ def test_ports_that_send_and_receive_at_unlike_rates() -> None:
     bandwidth = between_ports(send, receive)
     six = Layout.even(6, 6)
     wide = packed_trees(six, bandwidth)
-    assert any(pair.reduce.fathers != pair.broadcast.fathers for pair in wide.pairs)
+    assert any(pair.reduce.parents != pair.broadcast.parents for pair in wide.pairs)
     assert seconds_by_ports(wide, six, bandwidth, NBYTES) <= 1.05 * bound_seconds(six, bandwidth, NBYTES)
 
 
@@ -294,7 +294,7 @@ def test_the_tree_keeps_off_a_slow_link() -> None:
         rows[3][other] = 1e-3
     rows[3][1] = 2e-5
     (pair,) = minimum_spanning_tree(rows).pairs
-    assert pair.reduce.fathers[3] == 1 or pair.reduce.children[3] == (1,)
+    assert pair.reduce.parents[3] == 1 or pair.reduce.children[3] == (1,)
 
 
 # ---------------------------------------------------------------- hosts found
@@ -357,7 +357,7 @@ def test_the_constants_are_measured_where_there_is_something_to_measure() -> Non
     assert (network.local_alpha_s, network.local_beta_s_per_byte) == (1, 1 / 4)
     assert (network.cross_alpha_s, network.cross_beta_s_per_byte) == (6, 1 / 8)
     alone = network_of(Layout((0,)), [[0]], [[0]])
-    assert replace(alone, rates=None) == Network()
+    assert replace(alone, rates=None) == NetworkModel()
 
 
 def test_seconds_by_rates_counted_by_hand() -> None:
@@ -365,7 +365,7 @@ def test_seconds_by_rates_counted_by_hand() -> None:
     links = ((math.inf, 8.0, 4.0), (8.0, math.inf, 1.0), (4.0, 1.0, math.inf))
     latency = ((0.0, 10.0, 20.0), (11.0, 0.0, 40.0), (21.0, 40.0, 0.0))
     rates = Rates(send=(8.0, 8.0, 4.0), receive=(8.0, 8.0, 4.0), links=links, latency_s=latency)
-    network = Network(
+    network = NetworkModel(
         local_alpha_s=1.0,
         local_beta_s_per_byte=0.125,
         overhead_s=0.25,
@@ -390,7 +390,7 @@ def test_seconds_by_rates_counted_by_hand() -> None:
 @settings(max_examples=40)
 @given(LAYOUTS.filter(lambda layout: layout.size > 1), st.integers(0, 1 << 26))
 def test_hosts_that_are_alike_are_predicted_as_if_they_had_no_rates(layout: Layout, nbytes: int) -> None:
-    plain = Network(cross_beta_s_per_byte=4e-8, cross_alpha_s=1e-4)
+    plain = NetworkModel(cross_beta_s_per_byte=4e-8, cross_alpha_s=1e-4)
     rates = Rates.of(layout, spread(layout, [25e6] * layout.num_hosts))
     for name in ("ring", "clique", "tree", "binomial"):
         strategy = build(name, layout)
@@ -470,10 +470,10 @@ def test_matrices_of_another_size() -> None:
         (lambda: from_edges(4, [(0, 1)]), r"exactly one root, got \[0, 2, 3\]: no edge names 2, 3"),
         (lambda: from_edges(3, [(0, 1), (0, 3)]), r"edge \(0, 3\) names rank 3, outside 0\.\.2"),
         (lambda: from_edges(3, [(0, 1), (0, -1)]), r"edge \(0, -1\) names rank -1, outside 0\.\.2"),
-        (lambda: from_fathers([0, 2, 1]), r"ranks \[1, 2\] are on or below a cycle"),
-        (lambda: from_fathers([0, 1, 0]), r"exactly one root \(a rank that is its own father\), got \[0, 1\]"),
-        (lambda: from_fathers([1, 0]), r"exactly one root .*, got none"),
-        (lambda: from_fathers([0, 7]), r"rank 1 has father 7, outside 0\.\.1"),
+        (lambda: from_parents([0, 2, 1]), r"ranks \[1, 2\] are on or below a cycle"),
+        (lambda: from_parents([0, 1, 0]), r"exactly one root \(a rank that is its own parent\), got \[0, 1\]"),
+        (lambda: from_parents([1, 0]), r"exactly one root .*, got none"),
+        (lambda: from_parents([0, 7]), r"rank 1 has parent 7, outside 0\.\.1"),
     ],
 )
 def test_graphs_that_are_no_trees(make: Any, message: str) -> None:

@@ -22,9 +22,9 @@ def made(name: str, layout: Layout) -> Strategy:
     return build(name, layout).select(0)
 
 
-def fathers(strategy: Strategy) -> list[tuple[int, ...]]:
+def parents(strategy: Strategy) -> list[tuple[int, ...]]:
     assert all(pair.reduce == pair.broadcast for pair in strategy.pairs)
-    return [pair.reduce.fathers for pair in strategy.pairs]
+    return [pair.reduce.parents for pair in strategy.pairs]
 
 
 @given(LAYOUTS, st.sampled_from(names()), st.integers(0, 1 << 26))
@@ -39,12 +39,12 @@ def test_every_graph_spans_all_ranks_and_is_the_same_again(layout: Layout, name:
 
 @given(LAYOUTS)
 def test_star_is_rank_0_above_all(layout: Layout) -> None:
-    assert fathers(made("star", layout)) == [(0,) * layout.size]
+    assert parents(made("star", layout)) == [(0,) * layout.size]
 
 
 @given(LAYOUTS)
 def test_clique_is_a_star_around_each_rank(layout: Layout) -> None:
-    assert fathers(made("clique", layout)) == [(rank,) * layout.size for rank in range(layout.size)]
+    assert parents(made("clique", layout)) == [(rank,) * layout.size for rank in range(layout.size)]
 
 
 @given(LAYOUTS)
@@ -59,7 +59,7 @@ def test_ring_goes_round_once_to_the_root_and_once_from_it(layout: Layout) -> No
 
 @given(LAYOUTS)
 def test_binary_tree_is_a_heap(layout: Layout) -> None:
-    assert fathers(made("binary_tree", layout)) == [tuple(max(0, rank - 1) // 2 for rank in range(layout.size))]
+    assert parents(made("binary_tree", layout)) == [tuple(max(0, rank - 1) // 2 for rank in range(layout.size))]
 
 
 @given(LAYOUTS, st.sampled_from(HIERARCHICAL))
@@ -68,10 +68,10 @@ def test_in_hierarchies_only_masters_cross_hosts(layout: Layout, name: str) -> N
     for graph in (pair.reduce for pair in made(name, layout).pairs):
         for rank, host in enumerate(layout.hosts):
             if rank not in masters:
-                assert graph.fathers[rank] == masters[host]
+                assert graph.parents[rank] == masters[host]
                 assert graph.children[rank] == ()
             else:
-                assert graph.fathers[rank] in masters
+                assert graph.parents[rank] in masters
                 local = [child for child in graph.children[rank] if layout.hosts[child] == host]
                 assert list(graph.children[rank][: len(local)]) == local == sorted(local)
 
@@ -81,7 +81,7 @@ def test_the_masters_form_stars_and_heaps(layout: Layout) -> None:
     masters, count = layout.masters, layout.num_hosts
 
     def of_masters(name: str) -> list[list[int]]:
-        return [[masters.index(graph[rank]) for rank in masters] for graph in fathers(made(name, layout))]
+        return [[masters.index(graph[rank]) for rank in masters] for graph in parents(made(name, layout))]
 
     heap = [max(0, host - 1) // 2 for host in range(count)]
     turned = [[(heap[(host - top) % count] + top) % count for host in range(count)] for top in range(count)]
@@ -92,16 +92,16 @@ def test_the_masters_form_stars_and_heaps(layout: Layout) -> None:
 
 
 def test_hierarchies_written_out() -> None:
-    assert fathers(made("tree", NINE)) == [(0, 0, 0, 2, 2, 0, 5, 5, 5)]
-    assert fathers(made("binary_tree_star", NINE)) == [(0, 0, 0, 2, 2, 0, 5, 5, 5)]
-    assert fathers(made("multi_star", NINE)) == [
+    assert parents(made("tree", NINE)) == [(0, 0, 0, 2, 2, 0, 5, 5, 5)]
+    assert parents(made("binary_tree_star", NINE)) == [(0, 0, 0, 2, 2, 0, 5, 5, 5)]
+    assert parents(made("multi_star", NINE)) == [
         (0, 0, 0, 2, 2, 0, 5, 5, 5),
         (2, 0, 2, 2, 2, 2, 5, 5, 5),
         (5, 0, 5, 2, 2, 5, 5, 5, 5),
     ]
     four_hosts = Layout.of("ABCDABCD")
-    assert fathers(made("binary_tree_star", four_hosts)) == [(0, 0, 0, 1, 0, 1, 2, 3)]
-    assert fathers(made("multi_binary_tree_star", four_hosts))[3] == (3, 3, 0, 3, 0, 1, 2, 3)
+    assert parents(made("binary_tree_star", four_hosts)) == [(0, 0, 0, 1, 0, 1, 2, 3)]
+    assert parents(made("multi_binary_tree_star", four_hosts))[3] == (3, 3, 0, 3, 0, 1, 2, 3)
 
 
 @pytest.mark.parametrize("bits", range(7))
@@ -110,15 +110,15 @@ def test_binomial_is_recursive_halving_and_doubling(bits: int) -> None:
     size = 1 << bits
     pairs = made("binomial", Layout.even(size)).pairs
     swapped = {(i, i ^ 1 << b): size >> (b + 1) for i in range(size) for b in range(bits)}
-    up = Counter((child, father) for pair in pairs for father, child in pair.reduce.edges)
+    up = Counter((child, parent) for pair in pairs for parent, child in pair.reduce.edges)
     down = Counter(edge for pair in pairs for edge in pair.broadcast.edges)
     assert up == down == swapped
     for root, pair in enumerate(pairs):
         assert pair.root == root
         assert [child ^ root for child in pair.reduce.children[root]] == [1 << b for b in range(bits)]
-        for child, father in enumerate(pair.reduce.fathers):
+        for child, parent in enumerate(pair.reduce.parents):
             ready = [below ^ child for below in pair.reduce.children[child]]
-            assert all(step < child ^ father for step in ready) or child == root
+            assert all(step < child ^ parent for step in ready) or child == root
 
 
 @given(LAYOUTS)
@@ -127,10 +127,10 @@ def test_binomial_loads_all_ranks_alike(layout: Layout) -> None:
     pairs = made("binomial", layout).pairs
     assert [pair.root for pair in pairs] == list(range(size))
     for pair in pairs:
-        assert pair.reduce.fathers == pair.broadcast.fathers
+        assert pair.reduce.parents == pair.broadcast.parents
         assert pair.reduce.children == tuple(below[::-1] for below in pair.broadcast.children)
         assert pair.reduce.depth == size.bit_length() - 1
-    ends = Counter(father for pair in pairs for father, _ in pair.reduce.edges)
+    ends = Counter(parent for pair in pairs for parent, _ in pair.reduce.edges)
     assert all(ends[rank] == size - 1 for rank in range(size))
 
 
@@ -140,8 +140,8 @@ def test_binomial_crosses_hosts_as_little_as_can_be(hosts: int, ranks: int) -> N
     """Hosts of a power of two of ranks: inside a host first, then each rank with its like on other hosts."""
     layout = Layout.even(hosts * ranks, hosts)
     for pair in made("binomial", layout).pairs:
-        for father, child in pair.reduce.edges:
-            assert layout.hosts[father] == layout.hosts[child] or father % ranks == child % ranks
+        for parent, child in pair.reduce.edges:
+            assert layout.hosts[parent] == layout.hosts[child] or parent % ranks == child % ranks
         assert sum(layout.hosts[a] != layout.hosts[b] for a, b in pair.reduce.edges) == hosts - 1
 
 
@@ -149,14 +149,14 @@ def _sums(pair: GraphPair) -> list[int]:
     """What every rank holds after rank ``r`` gave ``2**r``: every bit exactly once, or it is no all_reduce."""
     held = [1 << rank for rank in range(pair.size)]
     for rank in reversed(pair.reduce.preorder[1:]):
-        held[pair.reduce.fathers[rank]] += held[rank]
-    for father, child in _downwards(pair.broadcast):
-        held[child] = held[father]
+        held[pair.reduce.parents[rank]] += held[rank]
+    for parent, child in _downwards(pair.broadcast):
+        held[child] = held[parent]
     return held
 
 
 def _downwards(graph: Graph) -> list[tuple[int, int]]:
-    return [(graph.fathers[rank], rank) for rank in graph.preorder[1:]]
+    return [(graph.parents[rank], rank) for rank in graph.preorder[1:]]
 
 
 @given(LAYOUTS, st.sampled_from(names()))

@@ -70,7 +70,7 @@ class Communicator:
 
 
 class Cuda:
-    """Stands in for ``cupy.cuda``; its constants of NCCL are those of nccl.h."""
+    """A fake of ``cupy.cuda``; its constants of NCCL are those of nccl.h."""
 
     def __init__(self) -> None:
         self.made: list[Communicator] = []

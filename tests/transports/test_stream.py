@@ -150,7 +150,7 @@ def test_what_is_urgent_overtakes_all_that_the_kernel_has_not_taken(kind, plain)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_link_may_become_prompt_while_it_is_busy(kind, plain):
+def test_a_link_may_become_low_latency_while_it_is_busy(kind, plain):
     async def main():
         async with linked(kind) as (link, _, other, heard):
             payloads = [noise(3 << 20) for _ in range(3)]
@@ -158,10 +158,10 @@ def test_a_link_may_become_prompt_while_it_is_busy(kind, plain):
                 link.send(chunk(index), memoryview(payload))
             link.flush()
             for end in (link, other):
-                end.be_prompt()
+                end.set_low_latency()
             await heard.until(lambda heard: len(heard.frames) == 3)
             assert heard.frames == [(chunk(index), bytes(payload)) for index, payload in enumerate(payloads)]
-        link.be_prompt()
+        link.set_low_latency()
 
     run(main(), plain=plain)
 

@@ -7,8 +7,10 @@ once, and telling all peers costs more than a small collective.
 
 Invariants:
 
-- Before it rests, the hub looks once more, after all have been told. No wake-up is lost, except between two ranks that
-  both have nothing in flight; a peer that waits rings when it parks, whether or not this side has parked.
+- Before it rests, the hub looks once more, after all peers have been told that it parks.
+- A wake-up can be missed only between two ranks that both have nothing in flight. That is harmless: nobody waits for
+  what was sent. A rank that waits wakes, when it parks, every peer that has not read all that was sent to it, parked
+  or not.
 """
 
 from __future__ import annotations

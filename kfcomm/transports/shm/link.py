@@ -148,8 +148,8 @@ class ShmLink(ABC):
         """See ``Link.reserve``."""
 
     @abstractmethod
-    def be_prompt(self) -> None:
-        """See ``Link.be_prompt``."""
+    def set_low_latency(self) -> None:
+        """See ``Link.set_low_latency``."""
 
     @abstractmethod
     def lend(self) -> Any:

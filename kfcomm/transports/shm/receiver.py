@@ -58,8 +58,8 @@ class ShmReceiver(ShmLink):
     def reserve(self, nbytes: int, priority: int) -> None:
         """See ``Link.reserve``: answers have no payload."""
 
-    def be_prompt(self) -> None:
-        """See ``Link.be_prompt``: answers are small."""
+    def set_low_latency(self) -> None:
+        """See ``Link.set_low_latency``: answers are small."""
 
     def lend(self) -> int | None:
         """See ``Link.lend``."""

@@ -32,8 +32,8 @@ INLINE_NBYTES = 1 << 12
 WINDOW_NBYTES = 1 << 20
 """Bytes in pieces under way to one peer, beyond which contributions wait. Those do not count that the peer has read and
 keeps for longer."""
-PROMPT_WINDOW_NBYTES = 1 << 19
-"""The only window of a link that is to be prompt: one large piece, so that something urgent waits for 2 chunks on its
+LOW_LATENCY_WINDOW_NBYTES = 1 << 19
+"""The only window of a low-latency link: one large piece, so that something urgent waits for 2 chunks on its
 way there and back. With more ranks than cores it costs throughput: see "Priorities"."""
 
 _CHUNK, _SIGNATURE = int(Kind.CHUNK), int(Kind.SIGNATURE)
@@ -114,9 +114,9 @@ class ShmSender(ShmLink):
             self._end_with(error)
             return None
 
-    def be_prompt(self) -> None:
-        """See ``Link.be_prompt``."""
-        self._window = self._large_window = PROMPT_WINDOW_NBYTES
+    def set_low_latency(self) -> None:
+        """See ``Link.set_low_latency``."""
+        self._window = self._large_window = LOW_LATENCY_WINDOW_NBYTES
 
     def lend(self) -> None:
         """See ``Link.lend``: answers have no payload to lend."""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kfcomm.core.frame import MAX_HEADER_NBYTES
 from kfcomm.errors import LocalProtocolError, RemoteProtocolError, TransportError
 from kfcomm.transports.shm.arena import SLAB_NBYTES
-from kfcomm.transports.shm.sender import INLINE_NBYTES, PROMPT_WINDOW_NBYTES, WINDOW_NBYTES
+from kfcomm.transports.shm.sender import INLINE_NBYTES, LOW_LATENCY_WINDOW_NBYTES, WINDOW_NBYTES
 from kfcomm.transports.shm.shared import MAX_LENT_NBYTES, Word
 from tests.support import run
 from tests.transports.shm.pairs import HALF, MIB, Pair, fill, linked, processes, settled, turns
@@ -297,12 +297,12 @@ def test_some_pieces_are_lent_and_a_window_of_others_goes_on():
     run(main())
 
 
-def test_what_is_lent_does_not_stop_what_follows_on_a_prompt_link():
+def test_what_is_lent_does_not_stop_what_follows_on_a_low_latency_link():
     async def main():
         async with linked() as pair:
             keeping = Keeping(pair)
-            pair.link.be_prompt()
-            pair.link.be_prompt()
+            pair.link.set_low_latency()
+            pair.link.set_low_latency()
             for index in range(20):
                 pair.link.send(chunk(index), memoryview(HALF)[:])
             pair.link.send(chunk(20), memoryview(noise(SLAB_NBYTES)))  # more than the window
@@ -315,15 +315,15 @@ def test_what_is_lent_does_not_stop_what_follows_on_a_prompt_link():
     run(main())
 
 
-def test_no_more_than_a_small_window_is_ahead_on_a_prompt_link():
+def test_no_more_than_a_small_window_is_ahead_on_a_low_latency_link():
     async def main():
         async with linked() as pair:
             count = fill(pair.link)
-            pair.link.be_prompt()  # from now on: what was sent has to be read first
+            pair.link.set_low_latency()  # from now on: what was sent has to be read first
             assert not pair.link.send(chunk(100), memoryview(HALF), Owner())
             await pair.heard.until(lambda heard: len(heard.frames) == count + 1)
             await settled(pair)
-            assert fill(pair.link) == PROMPT_WINDOW_NBYTES // len(HALF)
+            assert fill(pair.link) == LOW_LATENCY_WINDOW_NBYTES // len(HALF)
             pair.words[Word.LENT] = (1 << 64) - 1  # believed only as far as may be
             assert fill(pair.link) <= MAX_LENT_NBYTES // len(HALF)
             pair.words[Word.LENT] = 0

@@ -1,4 +1,4 @@
-"""What follows when a link breaks between this rank and a peer that may live: see ``core.links`` for the rules.
+"""Recovery from a link that breaks between this rank and a peer that may live: see ``core.links`` for the rules.
 
 The side that opened the link fails what it has in flight on it, once it is known whether the peer is gone or only
 the link, and opens the next one if that has something to tell. The other side fails nothing; it sees to it that
@@ -15,7 +15,7 @@ from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import Collective, Incoming, Outgoing
 from kfcomm.core.links import LINKS
 from kfcomm.core.router import Router
-from kfcomm.runtime.ends import Ends
+from kfcomm.runtime.link_table import LinkTable
 from kfcomm.transports.reactor import Reactor, Timer
 
 if TYPE_CHECKING:
@@ -29,22 +29,22 @@ CALM_S = 10.0
 """After so long without a break, the next one is followed by a new link at once."""
 
 
-class Breaks:
-    """The broken links of one rank.
+class LinkRecovery:
+    """Recovers the broken links of one rank.
 
     Args:
         router: what they may have carried.
-        ends: where new ones are opened.
+        links: opens new ones.
         reactor: whose clock counts.
         abort: fails a collective here and on every other rank.
     """
 
     def __init__(
-        self, router: Router, ends: Ends, reactor: Reactor, abort: Callable[[Collective, Cause], None]
+        self, router: Router, links: LinkTable, reactor: Reactor, abort: Callable[[Collective, Cause], None]
     ) -> None:
         self.control: ControlPlane | None = None
         self._router = router
-        self._ends = ends
+        self._links = links
         self._reactor = reactor
         self._abort = abort
         self._settled: set[int] = set()
@@ -54,7 +54,7 @@ class Breaks:
     def outgoing_broke(self, outgoing: Outgoing, reason: str) -> None:
         """A link that this rank opened has broken, or could not be opened."""
         peer = outgoing.peer
-        if self.control is None or self._ends.closing or peer in self._router.lost:
+        if self.control is None or self._links.closing or peer in self._router.lost:
             return
         cause = self._cause(peer, reason)
         self.control.suspect(peer, cause.message)
@@ -67,7 +67,7 @@ class Breaks:
     def incoming_broke(self, incoming: Incoming, reason: str) -> None:
         """A link that a peer opened has broken."""
         peer = incoming.peer
-        if self.control is None or self._ends.closing or peer in self._router.lost:
+        if self.control is None or self._links.closing or peer in self._router.lost:
             return
         cause = self._cause(peer, reason)
         self.control.suspect(peer, cause.message)
@@ -76,7 +76,7 @@ class Breaks:
 
     def peer_says(self, peer: int, number: int, reason: str) -> None:
         """The peer says that it cannot hear this link any more."""
-        outgoing = self._ends.break_off(peer, number)
+        outgoing = self._links.break_off(peer, number)
         if outgoing is not None:
             self.outgoing_broke(outgoing, reason)
 
@@ -87,7 +87,7 @@ class Breaks:
 
     def look_if_in_vain(self, peer: int) -> None:
         """A link to or from this peer has ended: if it has left and sends on no other, all that could come has come."""
-        if peer in self._settled and not self._ends.closing and not self._ends.hears(peer):
+        if peer in self._settled and not self._links.closing and not self._links.hears(peer):
             for collective in self._router.awaiting(peer):
                 self._abort(collective, self._cause(peer, "it was closed before all had come"))
 
@@ -125,6 +125,6 @@ class Breaks:
 
     def _redial(self, peer: int) -> None:
         del self._redials[peer]
-        if not self._ends.closing and self._router.owes(peer):
-            self._ends.to(peer)
-            self._ends.flush_soon()
+        if not self._links.closing and self._router.owes(peer):
+            self._links.to(peer)
+            self._links.flush_soon()

@@ -63,7 +63,7 @@ async def lost_on_the_way(comms: Any) -> asyncio.Future[Any]:
 
 def break_link(comms: Any, rank: int, peer: int) -> None:
     """The link that ``rank`` has opened to ``peer`` breaks; the one back does not."""
-    link = comms[rank]._session.engine.ends._outlets[peer].link
+    link = comms[rank]._session.engine.links._senders[peer].link
     link.end(TransportError("it was cut"))
 
 
@@ -98,17 +98,17 @@ async def test_a_break_that_only_the_receiver_notices() -> None:
     async with world(2, strategy="star", tombstones=True) as comms:
         waiting = await lost_on_the_way(comms)
         engine = comms[1]._session.engine
-        (incoming,) = engine.ends._incoming
-        engine.breaks.incoming_broke(incoming, "it is deaf")
+        (incoming,) = engine.links._incoming
+        engine.recovery.incoming_broke(incoming, "it is deaf")
         with pytest.raises(CollectiveError, match="the link between ranks 0 and 1 broke"):
             await waiting
-        (newer,) = engine.ends._incoming
+        (newer,) = engine.links._incoming
         assert newer is not incoming
         handles = [comm.all_reduce(X, "k") for comm in comms]
         for _ in range(2):
-            engine.breaks.incoming_broke(incoming, "as was said before")
+            engine.recovery.incoming_broke(incoming, "as was said before")
         assert [y.tolist() for y in await asyncio.gather(*handles)] == [[2.0] * 4] * 2
-        assert list(engine.ends._incoming) == [newer]
+        assert list(engine.links._incoming) == [newer]
 
 
 @on_loop
@@ -127,14 +127,14 @@ async def test_links_may_be_heard_of_in_the_wrong_order() -> None:
     async with world(2, strategy="star", tombstones=True) as comms:
         await works(comms, "k")
         engine = comms[1]._session.engine
-        (current,) = engine.ends._incoming
+        (current,) = engine.links._incoming
         links = comms._links._network
         late, newer = links.connect(0, 1), links.connect(0, 1)
         for link, number in ((newer, 3), (late, 2)):
             link.send((int(Kind.OPEN), number))
             link.flush()
             await turns()
-        assert [incoming.number for incoming in engine.ends._incoming] == [3]
+        assert [incoming.number for incoming in engine.links._incoming] == [3]
         assert current.number == 1
         newer.abort()
         await turns()

@@ -1,7 +1,7 @@
-"""The ends of all links of one rank: those it opened, to send chunks, and those that peers opened to it.
+"""The table of all links of one rank: those it opened, to send chunks, and those that peers opened to it.
 
-Links are opened when something is to be sent, and replaced when they break. Frames are queued at an end and moved
-together: at the end of a burst of events, or in the next turn of the loop.
+A link is opened when something is to be sent, and replaced when it breaks. Frames are queued and then sent together:
+at the end of a burst of events, or in the next turn of the loop.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Awaitable, Callable, Iterator
 from kfcomm.core.collective import Incoming, Outgoing
 from kfcomm.core.frame import Header
 from kfcomm.errors import TransportError
-from kfcomm.runtime.outlet import Outlet
+from kfcomm.runtime.peer_sender import PeerSender
 from kfcomm.runtime.traffic import Traffic
 from kfcomm.transports.base import Link, Owner
 from kfcomm.transports.reactor import Reactor
 
 
-class Ends:
+class LinkTable:
     """The links of one rank, by peer.
 
     Args:
@@ -32,7 +32,7 @@ class Ends:
 
     Attributes:
         closing: nothing more is opened.
-        are_prompt: links hand over little at a time.
+        is_low_latency: links hand over little at a time, see ``Link.set_low_latency``.
         traffic: what all links have moved, those that have ended included.
     """
 
@@ -46,7 +46,7 @@ class Ends:
         failed: Callable[[Outgoing, str], None],
     ) -> None:
         self.closing = False
-        self.are_prompt = False
+        self.is_low_latency = False
         self.traffic = Traffic()
         self._connect = connect
         self._loop = loop
@@ -54,30 +54,30 @@ class Ends:
         self._begin = begin
         self._accept = accept
         self._open_failed = failed
-        self._outlets: dict[int, Outlet] = {}
+        self._senders: dict[int, PeerSender] = {}
         self._incoming: dict[Incoming, Link] = {}
-        self._dirty: dict[Outlet | Link, None] = {}
+        self._dirty: dict[PeerSender | Link, None] = {}
         self._flush_scheduled = False
         self._dials: set[asyncio.Task[None]] = set()
         self._all_closed = asyncio.Event()
 
-    def to(self, peer: int) -> Outlet:
-        """The end towards a peer, to be flushed soon; a link is opened if there is none."""
-        outlet = self.towards(peer)
-        self._dirty[outlet] = None
-        return outlet
+    def to(self, peer: int) -> PeerSender:
+        """The sender to a peer, to be flushed soon; a link is opened if there is none."""
+        sender = self.towards(peer)
+        self._dirty[sender] = None
+        return sender
 
-    def mark(self, outlet: Outlet) -> None:
+    def mark(self, sender: PeerSender) -> None:
         """Something is queued there, to be flushed soon."""
-        self._dirty[outlet] = None
+        self._dirty[sender] = None
 
-    def towards(self, peer: int) -> Outlet:
-        """The end towards a peer; a link is opened if there is none."""
-        outlet = self._outlets.get(peer)
-        if outlet is None:
-            outlet = self._outlets[peer] = Outlet(*self._begin(peer))
-            self._loop.call_soon(self._start_to_dial, outlet, peer)
-        return outlet
+    def towards(self, peer: int) -> PeerSender:
+        """The sender to a peer; a link is opened if there is none."""
+        sender = self._senders.get(peer)
+        if sender is None:
+            sender = self._senders[peer] = PeerSender(*self._begin(peer))
+            self._loop.call_soon(self._start_to_dial, sender, peer)
+        return sender
 
     @property
     def is_dirty(self) -> bool:
@@ -96,8 +96,8 @@ class Ends:
         self.traffic.add(link)
         link.state = self._accept(link.peer)
         self._incoming[link.state] = link
-        if self.are_prompt:
-            link.be_prompt()
+        if self.is_low_latency:
+            link.set_low_latency()
 
     def numbered(self, incoming: Incoming, number: int) -> None:
         """The peer says which link this is: only the newest is left, since a peer redials only what has broken."""
@@ -113,25 +113,25 @@ class Ends:
         if type(link.state) is Incoming:
             self._incoming.pop(link.state, None)
         else:
-            outlet = self._outlets.get(link.peer)
-            if outlet is not None and outlet.link is link:
-                del self._outlets[link.peer]
+            sender = self._senders.get(link.peer)
+            if sender is not None and sender.link is link:
+                del self._senders[link.peer]
         self._dirty.pop(link, None)
         self._look_if_all_closed()
 
     def drop(self, peer: int) -> None:
         """A peer is gone: nothing more is sent to it, and no memory read for it."""
-        outlet = self._outlets.pop(peer, None)
-        if outlet is not None and outlet.link is not None:
-            outlet.link.abort()
+        sender = self._senders.pop(peer, None)
+        if sender is not None and sender.link is not None:
+            sender.link.abort()
 
     def break_off(self, peer: int, number: int) -> Outgoing | None:
         """The peer cannot hear the link of this number any more: its sending end, unless there is a newer one."""
-        outlet = self._outlets.get(peer)
-        if outlet is None or outlet.state.number != number:
+        sender = self._senders.get(peer)
+        if sender is None or sender.state.number != number:
             return None
         self.drop(peer)
-        return outlet.state
+        return sender.state
 
     def hears(self, peer: int) -> bool:
         """Whether a link is open on which this peer sends."""
@@ -139,24 +139,24 @@ class Ends:
 
     def goodbye(self, peer: int) -> None:
         """A peer leaves and waits for this side's goodbye: say it after what is queued."""
-        outlet = self._outlets.get(peer)
-        if outlet is not None and outlet.link is not None:
-            outlet.link.close()
+        sender = self._senders.get(peer)
+        if sender is not None and sender.link is not None:
+            sender.link.close()
 
-    def outlets(self) -> Iterator[Outlet]:
-        """The ends that send."""
-        return iter(self._outlets.values())
+    def senders(self) -> Iterator[PeerSender]:
+        """The senders to all peers to which this side has opened a link."""
+        return iter(self._senders.values())
 
     def disown(self, owner: Owner) -> None:
         """Nothing that arrives is written to this owner's memory any more."""
         for link in self._incoming.values():
             link.disown(owner)
 
-    def be_prompt(self) -> None:
-        """Calls differ in urgency from now on: see ``Link.be_prompt``."""
-        self.are_prompt = True
+    def set_low_latency(self) -> None:
+        """Calls differ in urgency from now on: see ``Link.set_low_latency``."""
+        self.is_low_latency = True
         for link in self._links():
-            link.be_prompt()
+            link.set_low_latency()
 
     def flush_soon(self) -> None:
         """Move what is queued when the reactor has its next turn, with what else is queued until then."""
@@ -195,10 +195,10 @@ class Ends:
 
     def peers_in_use(self) -> list[int]:
         """Ranks to which this side has opened a link."""
-        return sorted(self._outlets)
+        return sorted(self._senders)
 
     def _opened_here(self) -> list[Link]:
-        return [outlet.link for outlet in self._outlets.values() if outlet.link is not None]
+        return [sender.link for sender in self._senders.values() if sender.link is not None]
 
     def _links(self) -> list[Link]:
         return [*self._incoming.values(), *self._opened_here()]
@@ -207,26 +207,26 @@ class Ends:
         if self.closing and not self._links():
             self._all_closed.set()
 
-    def _start_to_dial(self, outlet: Outlet, peer: int) -> None:
-        if self.closing or self._outlets.get(peer) is not outlet:
+    def _start_to_dial(self, sender: PeerSender, peer: int) -> None:
+        if self.closing or self._senders.get(peer) is not sender:
             return
-        task = self._loop.create_task(self._dial(outlet, peer), name=f"kfcomm dial rank {peer}")
+        task = self._loop.create_task(self._dial(sender, peer), name=f"kfcomm dial rank {peer}")
         self._dials.add(task)
         task.add_done_callback(self._dials.discard)
 
-    async def _dial(self, outlet: Outlet, peer: int) -> None:
+    async def _dial(self, sender: PeerSender, peer: int) -> None:
         try:
             link = await self._connect(peer)
         except TransportError as error:
-            if self._outlets.get(peer) is outlet:
-                del self._outlets[peer]
-            self._open_failed(outlet.state, str(error))
+            if self._senders.get(peer) is sender:
+                del self._senders[peer]
+            self._open_failed(sender.state, str(error))
             return
         self.traffic.add(link)
-        if self._outlets.get(peer) is outlet:
-            if self.are_prompt:
-                link.be_prompt()
-            outlet.attach(link)
+        if self._senders.get(peer) is sender:
+            if self.is_low_latency:
+                link.set_low_latency()
+            sender.attach(link)
         else:
-            link.state = outlet.state
+            link.state = sender.state
             link.close()

@@ -1,7 +1,7 @@
-"""The sending end of the way to one peer: it exists before its link does, and outlives a broken one.
+"""Sends frames to one peer. It exists before its link is open, and keeps the frames queued until then.
 
-Frames queued before the link is open wait here; when a link breaks, the outlet is replaced, since what was
-defined and spent on that link is gone with it.
+When a link breaks, its sender is replaced too: the names that were defined on that link, and the credit that was spent
+on it, are lost with the link.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kfcomm.core.frame import Header
 from kfcomm.transports.base import Link, Owner
 
 
-class Outlet:
+class PeerSender:
     """Sends to ``state.peer``, now or as soon as there is a link: ``first`` before all else.
 
     Attributes:
