@@ -4,8 +4,8 @@ Each collective is due up to four times: ``QUIET`` when it has waited a little (
 out, see ``Router.announce``), ``STALLED`` once after the stall time, ``ASK`` shortly before its deadline (so that
 the error can say who is missing), and ``EXPIRED`` at the deadline.
 
-A deadline is three numbers of what waits; nothing is entered anywhere when it begins to wait, and nothing is taken out
-when it ends. A coarse tick looks at all that waits by then, mostly at nothing.
+A deadline is three numbers that are kept with the collective. No queue is updated when a collective begins or ends.
+Instead a coarse tick looks at all collectives that are in flight at that moment, which are mostly none.
 
 Of many that have waited a little, few are ``QUIET`` at a time, those that wait longest first: where there is only much
 to do, messages about all of it would double that.

@@ -1,11 +1,11 @@
 """What the two ends of a data link tell each other beside chunks: what numbers stand for, and what was lost.
 
-A link that breaks loses frames, and neither end can say which. Its *sender* decides what that means, in the moment
-in which it learns of the break: all that it has posted by then under a name which the link knew may have been on it;
-nothing that it posts later can have been. What it has in flight of that, it fails. What it has completed may still be
-in flight at the receiver, who waits for a chunk that was lost: a collective that completes anywhere has been posted
-everywhere (see ``program``). So the next link begins by defining these names again, each with the sequence number
-below which a broken link may have lost something; the receiver fails those of them that wait for the sender.
+A link that breaks loses frames, and neither end can say which. Its *sender* decides what that means, when it learns of
+the break. A collective is affected if it was posted by then, under a name that was defined on the link. Nothing that is
+posted later is affected. The sender fails those of the affected that it has in flight. Those that it has completed may
+still be in flight at the receiver, and wait there for a chunk that was lost: a collective that completes anywhere has
+been posted everywhere (see ``program``). So the next link begins by defining these names again, each with the sequence
+number below which a broken link may have lost something. The receiver fails those below it that wait for the sender.
 
 Invariants: when, how often and in which order the two ends hear of a break changes nothing. The receiver
 fails nothing by itself; if it is the first to notice, it asks the sender to notice too (``LINKS``), by the number

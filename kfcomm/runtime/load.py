@@ -1,7 +1,7 @@
 """For how long collectives are under way on one rank, and how much they carry.
 
-The engine tells of every end; between the ends nothing is counted, so that what costs nothing when nobody asks costs
-0.2 µs for each collective when somebody does.
+The engine reports the end of every collective; nothing is counted in between. So this costs 0.2 µs for each collective
+where it is used, and nothing where it is not.
 """
 
 from __future__ import annotations

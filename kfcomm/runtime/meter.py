@@ -1,9 +1,8 @@
 """What one rank counts and times while it works: calls by key, and the waiting for each peer.
 
 The engine holds a `Meter` and tells it of every chunk that arrives and of every collective that ends; bytes are
-counted by the links (see ``runtime.traffic``). Everything here is made to cost next to nothing where it is told, on
-the engine's loop, and to be read on any thread: a reader may find one number a chunk ahead of another, never a wrong
-one.
+counted by the links (see ``runtime.traffic``). Counting is cheap, since it happens on the engine's loop. The
+numbers may be read on any thread: a reader may see one number updated before another, but never a wrong number.
 
 The time of a collective, from its post to the last chunk that it gets, is shared out among the peers from which its
 chunks come: each adds what has passed since the chunk before it (or the post) to the peer's ``waited_s``. So a peer

@@ -1,8 +1,8 @@
 """What records a timeline of a rank, as the runtime sees it: a hook that is None unless somebody asked for one.
 
-The engine and what is above it tell a tracer what happens, as it happens; nothing is ever asked back, and nothing that
-a tracer does changes what the runtime does. A caller looks first whether there is one (``if engine.tracer is not
-None``), so that a program without a timeline pays for one look.
+The engine and what is above it tell a tracer what happens, as it happens. A tracer returns nothing, and cannot change
+what the runtime does. Callers first check that there is one (``if engine.tracer is not None``), so a program without a
+timeline pays for that check only.
 """
 
 from __future__ import annotations

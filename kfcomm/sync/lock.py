@@ -2,9 +2,9 @@
 
 Invariants:
 
-- Whoever asks for it gets it before the one who lays it down can have it back.
-- It always knows its owner. A signal handler that raises (Ctrl-C) may do so between any two instructions, so that a
-  thread can leave it taken: that thread finds out when it asks again.
+- A thread that waits for the lock gets it before the thread that releases it can take it again.
+- The lock always knows its owner. A signal handler (Ctrl-C) can raise between any two instructions, so a thread may
+  leave the lock taken. It finds out when it asks for the lock again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """From an asynchronous verb to its blocking forms: the signature is taken over, the caller drives the engine.
 
-Arrays and objects are read on the caller's thread, so that the loop never waits for a device or a large copy, and
-what the caller changes after a ``*_async`` verb has returned is the caller's affair only where the async verb says so.
+Arrays and objects are read on the caller's thread, so that the loop never waits for a device or a large copy. After
+a ``*_async`` verb has returned, the caller may change what it gave, except where the async verb says otherwise.
 """
 
 from __future__ import annotations

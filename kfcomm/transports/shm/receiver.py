@@ -1,8 +1,8 @@
 """The end of a shared-memory link that a peer opened: it reads chunks where the peer has put them.
 
 A payload is shown to ``Inbound.receive`` in the peer's arena, and its piece goes back when the call returns, unless it
-was lent for longer. Not much is lent: as long as some always come back at once, no sender waits for a receiver that
-waits for another sender.
+was lent for longer. How much is lent is bounded, so that other pieces always go back at once. Otherwise a sender could
+wait for a receiver that itself waits for another sender.
 """
 
 from __future__ import annotations

@@ -5,9 +5,8 @@ made there (``reserve``) or is there for another peer, and with that the caller'
 room waits, in the order that ``transports.order`` describes, but results go before contributions of one priority.
 
 Two *windows* bound what is under way to one peer: a small one for contributions, which every rank has at once, and a
-larger one for what came of them, partial results and results. There is only as much of these as contributions were
-taken, and if they had to wait, they would have to be copied: once more than where they are made, and for each peer
-anew.
+larger one for what came of them, partial results and results. There can be no more of these than contributions
+were taken. If they had to wait, each would have to be copied once more for each peer.
 """
 
 from __future__ import annotations
