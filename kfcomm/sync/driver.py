@@ -44,6 +44,9 @@ LOOKS = 64
 LULL_S = 0.1
 """After a call when nothing is in flight and nobody looks: then the I/O thread parks. Long, since waking it takes the
 caller's time (1 ms with more ranks than cores); a peer that cannot wait rings when it parks."""
+MASKED_S = 20e-3
+"""The same where no memory is shared: so long what comes stays in the kernel, for the next call of a program that makes
+one after the other. Else the I/O thread would wake up for what peers send for that call, and take the caller's time."""
 
 
 class Awaited(Protocol[T_co]):
@@ -78,19 +81,25 @@ class IoDriver(LoopDriver):
         return self._timer_s
 
     def lull(self) -> None:
-        """A call has ended and nothing is in flight: park, if none follows soon."""
+        """A call has ended and nothing is in flight: take over, if none follows soon."""
         self._last_call_s = time.monotonic()
         if not self._has_lull and not self._is_closed:
             self._has_lull = True
             self._loop.call_soon(self._begin_lull)
 
+    @property
+    def _lull_s(self) -> float:
+        return LULL_S if self._reactor.pollers else MASKED_S
+
     def _begin_lull(self) -> None:
-        self._loop.call_later(LULL_S, self._after_lull)
+        self._loop.call_later(self._lull_s, self._after_lull)
 
     def _after_lull(self) -> None:
         if self._is_closed:
             return
-        if self._driver.is_led or time.monotonic() - self._last_call_s < LULL_S:
+        if self._driver.is_led:  # whoever leads tells when it ends
+            self._has_lull = False
+        elif time.monotonic() - self._last_call_s < self._lull_s:
             self._begin_lull()
         else:
             self._has_lull = False
@@ -100,6 +109,7 @@ class IoDriver(LoopDriver):
         if self._driver.is_led:
             self._driver.mask(is_masked=True)  # the leader looks, too; else this thread would be woken again and again
         else:
+            self._driver.mask(is_masked=False)
             super()._turn()
             self._driver.tell_followers()
 
@@ -131,6 +141,7 @@ class Driver:
         without a call: a signal that comes at the first line of ``_leave`` leaves no more behind than the lock."""
         self._followers: dict[int, tuple[Awaited[Any], threading.Event]] = {}
         self._io_driver: IoDriver = io.run(IoDriver, self, io)
+        io.listen = self._io_driver.wake
         self.reactor.woken = self._wake
 
     @property
@@ -281,14 +292,15 @@ class Driver:
             if self._is_resting and (reactor.has_deferred or self._awaited is None or self._awaited.done()):
                 reactor.ring()
             return
-        if self._is_masked:
-            self.mask(is_masked=False)
         follower = next(iter(self._followers.values()), None)
         if follower is not None:
             follower[1].set()
-        elif reactor.has_deferred or reactor.is_needed or reactor.next_deadline_s < self._io_driver.timer_s:
+            return
+        if self._is_masked and (self.io.is_busy or reactor.pollers):
+            self.mask(is_masked=False)
+        if reactor.has_deferred or reactor.is_needed or reactor.next_deadline_s < self._io_driver.timer_s:
             self._io_driver.wake()
-        elif reactor.is_awake:
+        elif self._is_masked or reactor.is_awake:
             self._io_driver.lull()
 
     def _wait(self, handle: Awaited[T], deadline_s: float) -> None:
@@ -330,13 +342,15 @@ class Driver:
     def _pause(self, quiet_since_s: float, deadline_s: float) -> float:
         """After many looks: look at descriptors and the clock, and rest if it is quiet for long.
 
+        Without pollers it rests at once: a rest ends at once if there is something, and what it finds is known then.
+
         Returns:
             Since when it is quiet; 0 if it is not, infinity if the time is up.
         """
         reactor = self.reactor
         if self._lock.is_wanted():
             self._give_way()
-        if reactor.progress():
+        if reactor.pollers and reactor.progress():
             return 0.0
         now_s = time.monotonic()
         if now_s >= deadline_s:
@@ -344,6 +358,8 @@ class Driver:
         if reactor.pollers and now_s - (quiet_since_s or now_s) <= QUIET_S:
             return quiet_since_s or now_s
         self._rest(min(deadline_s, now_s + LOOK_EVERY_S, reactor.next_deadline_s) - now_s)
+        if not reactor.pollers:
+            reactor.progress()
         return 0.0
 
     def _rest(self, timeout_s: float) -> None:
