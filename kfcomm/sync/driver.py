@@ -350,6 +350,8 @@ class Driver:
         reactor = self.reactor
         if self._lock.is_wanted():
             self._give_way()
+            if self._awaited is None or self._awaited.done():  # who had the lock has ended it, and rings nobody awake
+                return 0.0
         if reactor.pollers and reactor.progress():
             return 0.0
         now_s = time.monotonic()

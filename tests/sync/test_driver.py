@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import select
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 import kfcomm
+from kfcomm.core import deadlines
 from kfcomm.sync import Communicator, driver, handle, lock, thread
 from kfcomm.testing import run_threads, sync_world
 from kfcomm.transports import reactor
@@ -29,6 +31,13 @@ from tests.sync.worlds import TRANSPORTS, Call, at_rest, driver_of, following, h
 def unbounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (driver, handle, thread):
         monkeypatch.setattr(module, "LOOK_EVERY_S", 1e6)
+
+
+@pytest.fixture
+def no_inquiries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody who waits wakes up to tell the others, or to ask them."""
+    monkeypatch.setattr(deadlines, "QUIET_AFTER_S", 1e6)
+    monkeypatch.setattr(deadlines, "ASK_BEFORE_S", 0.0)
 
 
 # ---------------------------------------------------------------- leader and followers
@@ -132,6 +141,7 @@ def test_closing_wakes_leader_and_followers(transport: str) -> None:
         until(lambda: at_rest(one))
 
 
+@pytest.mark.usefixtures("no_inquiries")
 def test_a_link_that_is_opened_wakes_the_leader_whose_last_frame_it_takes() -> None:
     """Whichever rank is the root of a name sends the result on links that may have yet to be opened."""
     with joined("tcp", 4) as comms:
@@ -286,40 +296,47 @@ def test_who_calls_after_a_lull_is_heard_by_who_has_parked(monkeypatch: pytest.M
 
 
 def mask(comm: Communicator) -> None:
-    """As after a call in which it had to wait."""
+    """As after a call in which it had to wait, once the I/O thread has done what it was told to."""
     driving = driver_of(comm)
-    driving._io_driver._timer_s = 0.0  # no deadline wakes the I/O thread any more
+    until(lambda: not driving._io_driver._is_scheduled)
     driving.run(lambda: driving.mask(is_masked=True), comm._session)
 
 
+@pytest.mark.usefixtures("no_inquiries")
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
 def test_what_comes_between_two_calls_of_many_is_left_to_the_next_one(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "MASKED_S", 1e6)
     with joined(transport) as (one, other):
-        called(one, other)
+        run_threads([one, other], lambda comm: comm.reduce(1, 0, "x"))
+        driving = driver_of(one)
         mask(one)
-        io_driver, turns = driver_of(one)._io_driver, []
-        monkeypatch.setattr(io_driver, "_turn", lambda **_: turns.append(1))
-        for _ in range(20):
-            begun = other.all_reduce_async(1, "x")
-            assert int(one.all_reduce(1, "x")) == 2
-            assert int(begun.wait()) == 2
-        assert len(turns) < 5
+        for _ in range(5):
+            begun = other.reduce_async(1, 0, "x")
+            select.select(driving.reactor.descriptors(), (), ())  # it has come
+            driving.io.loop.call_soon_threadsafe(int)  # the thread itself is awake, and does not hear of it
+            assert driving._is_masked
+            assert int(one.reduce(1, 0, "x")) == 2
+            assert driving._is_masked
+            begun.wait()
 
 
+@pytest.mark.usefixtures("no_inquiries")
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
 def test_the_io_thread_listens_at_once_when_something_begins_there(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "MASKED_S", 1e6)
+
+    async def nothing() -> None:
+        pass
+
     with joined(transport) as (one, other):
         called(one, other)
         mask(one)
-        call = Call(one.recv, 1)
-        other.send(np.ones(3), 0)
-        assert call.result().sum() == 3
+        driver_of(one).io.wait_for(nothing)
+        until(lambda: not driver_of(one)._is_masked)
         begun = one.recv_async(1)
         called(one, other)  # and goes on listening after a call
         assert not driver_of(one)._is_masked
