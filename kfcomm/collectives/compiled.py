@@ -2,7 +2,7 @@
 
 A group keeps one for each name that is in use. A call that fits skips what the first one did: checks, plan, names,
 signature, deadlines. Whatever does not fit, or is unusual, goes the long way, which alone knows what to make of it. All
-are forgotten when the strategy changes.
+belong to the strategy in force, and are there again when it comes again.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ class CompiledName:
     """
 
     __slots__ = (
+        "_compiled",
         "_dtype",
         "_engine",
         "_first_s",
+        "_group",
         "_is_flat",
-        "_key",
         "_op",
         "_plan",
         "_shape",
-        "_signature",
         "_timeout_s",
-        "_view",
     )
 
     def __init__(self, group: Group, name: str | None, x: np.ndarray[Any, Any], op: str, plan: Plan) -> None:
         self._engine = group.engine
-        self._view = group.view
+        self._group = group
         self._dtype = x.dtype
         self._shape = x.shape
         self._is_flat = x.ndim == 1
         self._op = op
         self._plan = plan
-        self._key = group.engine.router.key(group.view.id, name or "")
-        self._signature = group.engine.router.same(plan.signature)
+        self._compiled = group.engine.router.compiled(
+            group.view, name or "", plan.signature, plan.program, plan.sizes
+        )
         self._timeout_s = group.timeout_s
         self._first_s = first_due_s(group.timeout_s, group.engine.deadlines.stall_after_s)
 
@@ -83,4 +83,5 @@ class CompiledName:
             operation = Operation(handle, x.reshape(-1), value.reshape(-1), plan.work, value=value)
         operation.timeout_s = self._timeout_s
         operation.due_s = operation.posted_s + self._first_s
-        return operation if self._engine.post_again(self._key, self._view, self._signature, plan, operation) else None
+        generation = self._group.plans.generation
+        return operation if self._engine.post_again(self._compiled, operation, generation) else None

@@ -54,7 +54,7 @@ class Group:
         self._generations = Generations(view.rank, layout)
         self.plans = self._generations.plans(strategy, 0)
         self.turns = Turns()
-        self.compiled: dict[str | None, CompiledName] = {}
+        self.compiled = self.plans.compiled
         self._waiting: list[Callable[[], None]] | None = None
 
     @property
@@ -88,12 +88,17 @@ class Group:
         priority: int = 0,
         handle: Handle[Any],
         seq: int | None = None,
+        generation: int | None = None,
     ) -> Operation:
-        """Begin a collective now; see ``Operation`` for ``value`` and ``outcome``."""
+        """Begin a collective now; see ``Operation`` for ``value`` and ``outcome``.
+
+        ``generation``: of the strategy of ``plan``, if that is not the one in force.
+        """
         operation = plan.operation(handle, source, result, plan.work, value=value, finish=outcome, priority=priority)
         self.engine.post(
             self.view, key, plan.signature, plan.program, plan.sizes, operation,
             timeout_s=self.timeout_s if timeout_s is None else timeout_s, overlapping=overlapping, seq=seq,
+            generation=self.plans.generation if generation is None else generation,
         )  # fmt: skip
         if operation.failed:
             handle.seq = self.last_seq(key)
@@ -142,10 +147,12 @@ class Group:
     def _ask(self, strategy: AnyStrategy, timeout_s: float | None, verdict: Handle[None]) -> None:
         """One barrier whose signature holds the graphs' digest: who has others fails it for all."""
         self._waiting = []
-        self.compiled.clear()
+        self.compiled = {}
         plan = self._generations.agreement(strategy)
         handle: Handle[None] = Handle(loop=self.engine.loop)
-        operation = self.post(plan, STRATEGY_KEY, source=None, result=None, timeout_s=timeout_s, handle=handle)
+        operation = self.post(
+            plan, STRATEGY_KEY, source=None, result=None, timeout_s=timeout_s, handle=handle, generation=0
+        )
         handle.when_done(self.engine.reactor, lambda done: self._decide(strategy, operation, done, verdict))
         verdict.when_done(self.engine.reactor, lambda asked: handle.cancel() if asked.cancelled() else None)
 
@@ -154,6 +161,7 @@ class Group:
         if error is None:
             # Not the number of those that were agreed: ranks that differ in that would never meet again.
             self.plans = self._generations.plans(strategy, operation.seq + 1)
+        self.compiled = self.plans.compiled
         self._trace_swap(strategy, error)
         waiting, self._waiting = self._waiting, None
         for begin in waiting or ():

@@ -492,6 +492,7 @@ def _start(
     group.post(
         made, under, overlapping=name is None, source=None if array is None else array.flat, result=result,
         value=value, outcome=outcome, timeout_s=timeout, priority=priority, handle=handle, seq=seq,
+        generation=plans.generation,
     )  # fmt: skip
 
 

@@ -26,10 +26,10 @@ import msgpack
 
 from kfcomm.errors import LocalProtocolError, RemoteProtocolError
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 PREFIX = struct.Struct("<II")
 PREFIX_NBYTES = PREFIX.size
-CHUNK_HEADER = struct.Struct("<BIQIIBIB")
+CHUNK_HEADER = struct.Struct("<BIQIIBII")
 """Packed or unpacked in 0.1 µs; as msgpack, with a look at each field, it takes 0.3 and 0.7."""
 CHUNK_FRAME = struct.Struct(PREFIX.format + CHUNK_HEADER.format[1:])
 """The prefix and the header of a CHUNK."""
@@ -60,8 +60,8 @@ class Kind(IntEnum):
 
 
 SCHEMA: dict[int, tuple[type, ...]] = {
-    Kind.CHUNK: (int, int, int, int, int, int, int),  # key id, seq, signature id, lane, phase, index, charged
-    Kind.ASK: (int, int, int),  # key id, seq, signature id: tell me when this is posted
+    Kind.CHUNK: (int, int, int, int, int, int, int),  # key id, seq, signature id, lane, phase, index, stamp: see core.collective.Collective
+    Kind.ASK: (int, int, int, int),  # key id, seq, signature id, generation: tell me when this is posted
     Kind.KEY: (int, bytes, str, int),  # key id, group id, name, uses below this one may be lost: see core.links
     Kind.SIGNATURE: (int, list),  # signature id, fields
     Kind.POSTED: (int, int),  # key id of the receiver of this frame, seq

@@ -28,7 +28,7 @@ from collections.abc import MutableSequence
 from enum import IntEnum
 from typing import Any
 
-from kfcomm.core.program import NOBODY, Lane, Program
+from kfcomm.core.program import NOBODY, Lane, Program, Route
 
 
 class Phase(IntEnum):
@@ -90,23 +90,20 @@ class Machine:
         finished: DONE was emitted.
     """
 
-    __slots__ = ("_folded", "_gate", "_held", "finished", "program", "remaining", "sends")
-
-    _folded: MutableSequence[int]
-    _held: dict[tuple[int, int], Any] | None
+    # Most stay what they are here: then they cost a machine neither time nor memory.
+    sends = _gate = 0
+    finished = False
+    _held: dict[tuple[int, int], Any] | None = None
 
     def __init__(self, program: Program) -> None:
         """Nothing has happened yet."""
         self.program = program
-        self.remaining = program.num_slots
-        self.sends = 0
-        self.finished = False
-        self._gate = program.gate
+        self.remaining = num_slots = program.num_slots
+        if program.gate:
+            self._gate = program.gate
         # Children folded per chunk; one more than there are children once the result is here.
         # Bytes where they suffice: unlike a list they are nothing that the garbage collector has to look at.
-        num_slots = program.num_slots
-        self._folded = bytearray(num_slots) if program.small_counts else [0] * num_slots
-        self._held = None
+        self._folded: MutableSequence[int] = bytearray(num_slots) if program.small_counts else [0] * num_slots
 
     def start(self, effects: Effects) -> None:
         """Do all that needs nobody else."""
@@ -119,47 +116,88 @@ class Machine:
         if not self.remaining:
             self._check(effects)
 
-    def accepts(self, lane: Lane, index: int, phase: int, sender: int) -> int:
-        """The position of ``sender`` among the lane's children (0 for the down phase) if this chunk may come now.
-
-        ``NOBODY`` if it may not: a wrong phase, a sender who is not on this lane, a chunk that was here before.
-        """
+    def accepts(self, route: Route, index: int) -> bool:
+        """Whether this chunk may come now: there is one of that number, and it was not here before."""
+        lane = route.lane
         if not 0 <= index < lane.num_chunks:
-            return NOBODY
+            return False
         slot = lane.base + index
-        folded = self._folded[slot]
-        children = lane.children
-        if phase == UP:
-            if sender not in children:
-                return NOBODY
-            position = children.index(sender)
-            return NOBODY if position < folded or (self._held and (slot, position) in self._held) else position
-        if phase != DOWN or not lane.down or sender != lane.source:
-            return NOBODY
-        return 0 if folded == len(children) else NOBODY
+        if route.phase == DOWN:
+            return self._folded[slot] == route.position
+        return self._folded[slot] <= route.position and not (self._held and (slot, route.position) in self._held)
 
     def awaits(self, sender: int) -> bool:
         """Whether a chunk of this rank is still to come. O(chunks)."""
-        for lane in self.program.lanes.values():
-            for index in range(lane.num_chunks):
-                if sender == lane.source and self._folded[lane.base + index] <= len(lane.children):
-                    return True
-                if self.accepts(lane, index, UP, sender) != NOBODY:
-                    return True
+        for (_, _, other), route in self.program.routes.items():
+            if other == sender:
+                lane = route.lane
+                for index in range(lane.num_chunks):
+                    if route.phase == DOWN and self._folded[lane.base + index] <= len(lane.children):
+                        return True
+                    if self.accepts(route, index):
+                        return True
         return False
 
-    def arrived(self, lane: Lane, index: int, phase: int, position: int, payload: Any, effects: Effects) -> None:
-        """A chunk is here; ``position`` is what ``accepts`` said of it.
+    def take(self, route: Route, index: int, payload: Any, effects: Effects) -> bool:
+        """A chunk is here: take it if it is the next of its place; if not, nothing has happened.
+
+        This is what nearly every chunk comes by. One that comes out of turn goes by ``arrived``.
+        """
+        lane, position = route.lane, route.position
+        slot = lane.base + index
+        folded = self._folded
+        if folded[slot] != position or self._held:
+            return False
+        folded[slot] = position + 1
+        if route.phase:
+            if lane.keeps:
+                self._store(lane, index, payload, effects)
+                if lane.targets:
+                    self._send(lane.targets, lane, index, DOWN, RESULT, None, effects)
+            else:
+                if lane.targets:
+                    self._send(lane.targets, lane, index, DOWN, PAYLOAD, payload, effects)
+                self._release(payload, effects)
+            self.remaining -= 1
+            if self._gate:
+                self._passed(lane, effects)
+        else:
+            if not lane.count:
+                self._release(payload, effects)
+            elif not route.is_last:
+                self._fold(FOLD, lane, index, payload, not position, effects)
+            else:
+                self._fold(FOLD_LAST if lane.parent == NOBODY else FOLD_UP, lane, index, payload, not position, effects)
+            if route.is_last:
+                self._reduced(lane, index, PARTIAL, effects)
+        if not (self.remaining or self.sends):
+            self.finished = True
+            self._done(effects)
+        return True
+
+    def arrived(self, route: Route, index: int, payload: Any, effects: Effects) -> None:
+        """A chunk is here that ``accepts`` has let in: take it, or hold it until it is the next.
 
         Of a chunk that was accepted twice, because it came on two links at a time, only the first to be complete
         counts.
         """
-        if phase == UP:
-            self._arrived_up(lane, index, position, payload, effects)
-        else:
-            self._arrived_down(lane, index, payload, effects)
-        if not self.remaining:
-            self._check(effects)
+        lane, position = route.lane, route.position
+        slot = lane.base + index
+        held, self._held = self._held or {}, None
+        try:
+            if self.take(route, index, payload, effects):
+                position += 1
+                while held and (slot, position) in held:
+                    following = self.program.routes[lane.number, UP, lane.children[position]]
+                    self.take(following, index, held.pop((slot, position)), effects)
+                    position += 1
+            elif route.phase == DOWN or position < self._folded[slot] or (slot, position) in held:
+                self._release(payload, effects)
+            else:
+                held[slot, position] = payload
+                self._hold(payload, effects)
+        finally:
+            self._held = held or None
 
     def done_elsewhere(self, effects: Effects) -> None:
         """What a program without lanes stands for has been carried out."""
@@ -177,34 +215,6 @@ class Machine:
         self.sends -= times
         if not (self.remaining or self.sends):
             self._check(effects)
-
-    def _arrived_up(self, lane: Lane, index: int, position: int, payload: Any, effects: Effects) -> None:
-        slot = lane.base + index
-        folded = self._folded[slot]
-        if position != folded:
-            if self._held is None:
-                self._held = {}
-            if position < folded or (slot, position) in self._held:
-                self._release(payload, effects)
-                return
-            self._held[slot, position] = payload
-            self._hold(payload, effects)
-            return
-        held = self._held
-        while True:
-            if lane.count:
-                is_last = folded + 1 == len(lane.children)
-                tag = FOLD if not is_last else FOLD_LAST if lane.parent == NOBODY else FOLD_UP
-                self._fold(tag, lane, index, payload, folded == 0, effects)
-            else:
-                self._release(payload, effects)
-            folded += 1
-            if not held or (slot, folded) not in held:
-                break
-            payload = held.pop((slot, folded))
-        self._folded[slot] = folded
-        if folded == len(lane.children):
-            self._reduced(lane, index, PARTIAL, effects)
 
     def _reduced(self, lane: Lane, index: int, source: int, effects: Effects) -> None:
         """Every contribution of this rank's subtree is in ``source``."""
@@ -229,24 +239,14 @@ class Machine:
                 self._send(lane.targets, lane, index, DOWN, INPUT, None, effects)
             self._completed(lane, effects)
 
-    def _arrived_down(self, lane: Lane, index: int, payload: Any, effects: Effects) -> None:
-        if self._folded[lane.base + index] != len(lane.children):
-            self._release(payload, effects)
-            return
-        self._folded[lane.base + index] += 1
-        if lane.keeps:
-            self._store(lane, index, payload, effects)
-            if lane.targets:
-                self._send(lane.targets, lane, index, DOWN, RESULT, None, effects)
-        else:
-            if lane.targets:
-                self._send(lane.targets, lane, index, DOWN, PAYLOAD, payload, effects)
-            self._release(payload, effects)
-        self._completed(lane, effects)
-
     def _completed(self, lane: Lane, effects: Effects) -> None:
         self.remaining -= 1
-        if self._gate and not lane.gated:
+        if self._gate:
+            self._passed(lane, effects)
+
+    def _passed(self, lane: Lane, effects: Effects) -> None:
+        """A chunk is complete; the last of those that are not gated lets the others begin."""
+        if not lane.gated:
             self._gate -= 1
             if not self._gate:
                 for other in self.program.lanes.values():

@@ -35,6 +35,7 @@ class Deadlines:
         abort: called for one whose deadline has passed.
 
     Attributes:
+        inquiries: about what waits long; to ``end`` with it.
         next_s: when the tick comes; what is due earlier has to ``hurry``.
     """
 
@@ -56,7 +57,7 @@ class Deadlines:
         self._in_flight = in_flight
         self._announce = announce
         self._abort = abort
-        self._inquiries: dict[Operation, Inquiry] = {}
+        self.inquiries: dict[Operation, Inquiry] = {}
         self._timer: Timer | None = None
         self._first_s: dict[float, float] = {}
 
@@ -78,14 +79,9 @@ class Deadlines:
         self.next_s = due_s
         self._timer = self._reactor.call_at(due_s, self._tick)
 
-    @property
-    def has_inquiries(self) -> bool:
-        """Whether there is anything to ``end``."""
-        return bool(self._inquiries)
-
     def end(self, operation: Operation) -> None:
         """It waits no longer."""
-        self._inquiries.pop(operation, None)
+        self.inquiries.pop(operation, None)
 
     def close(self) -> None:
         """Look at nothing any more."""
@@ -115,7 +111,7 @@ class Deadlines:
             self._abort(operation, inquiry.timed_out())
 
     def _inquiry(self, operation: Operation) -> Inquiry:
-        inquiry = self._inquiries.get(operation)
+        inquiry = self.inquiries.get(operation)
         if inquiry is None:
-            inquiry = self._inquiries[operation] = Inquiry(operation, self._rank)
+            inquiry = self.inquiries[operation] = Inquiry(operation, self._rank)
         return inquiry

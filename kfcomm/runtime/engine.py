@@ -15,10 +15,10 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from kfcomm.core.cause import Cause, CauseKind
-from kfcomm.core.collective import AnySignature, Collective, Early, GroupView, Incoming, ItemSizes, Key, Outgoing, shown
+from kfcomm.core.collective import Collective, Compiled, Early, GroupView, Incoming, ItemSizes, Outgoing, shown
 from kfcomm.core.credit import DEFAULT_CREDIT, Credit
 from kfcomm.core.deadlines import NEVER
 from kfcomm.core.frame import Header, Kind
@@ -54,18 +54,6 @@ MANY_NAMES = (
     "so give collectives names that come again, not new ones at every step"
 )
 WARN_AT_NAMES = 100_000
-
-
-class Again(Protocol):
-    """What the uses of a key have in common: see ``collectives.plans.Plan``."""
-
-    @property
-    def program(self) -> Program:
-        """What this rank does."""
-
-    @property
-    def sizes(self) -> ItemSizes:
-        """Bytes per element on the wire."""
 
 
 EarlyListener = Callable[[bytes, str, int, Any], None]
@@ -141,6 +129,7 @@ class Engine:
         timeout_s: float | None,
         overlapping: bool = False,
         seq: int | None = None,
+        generation: int = 0,
     ) -> None:
         """Begin a collective; its operation's future tells the end. Costs O(chunks that can leave at once).
 
@@ -153,8 +142,9 @@ class Engine:
         effects: Effects = []
         try:
             cause = self.router.post(
-                group, name, signature, program, sizes, effects, overlapping=overlapping, seq=seq, collective=operation
-            )
+                group, name, signature, program, sizes, effects,
+                overlapping=overlapping, seq=seq, generation=generation, collective=operation,
+            )  # fmt: skip
         except Exception as error:
             if operation not in self.router.live:
                 raise
@@ -169,15 +159,13 @@ class Engine:
         if operation.is_over:  # its caller may go on without a turn of the reactor
             links.flush()
             return
-        if links.is_dirty:
+        if links.dirty:
             links.flush_soon()
         self.deadlines.begin(operation, NEVER if timeout_s is None else timeout_s)
         self.on_wait()
 
-    def post_again(
-        self, key: Key, group: GroupView, signature: AnySignature, plan: Again, operation: Operation
-    ) -> bool:
-        """Begin the next use of a key whose last was alike, if nothing is unusual; False if anything is.
+    def post_again(self, compiled: Compiled, operation: Operation, generation: int) -> bool:
+        """Begin the next use of a compiled name, if nothing is unusual; False if anything is.
 
         The operation has its deadline.
         """
@@ -186,7 +174,7 @@ class Engine:
         operation.engine = self
         effects: Effects = []
         try:
-            if not self.router.post_again(key, group, signature, plan.program, plan.sizes, effects, operation):
+            if not self.router.post_again(compiled, operation, generation, effects):
                 return False
         except Exception as error:
             if operation not in self.router.live:
@@ -194,12 +182,11 @@ class Engine:
             self._broke(operation, error)
         if effects:
             self._perform(effects)
-        links = self.links
         if operation.is_over:
-            links.flush()
+            self.links.flush()
         else:
-            if links.is_dirty:
-                links.flush_soon()
+            if self.links.dirty:
+                self.links.flush_soon()
             if operation.due_s < self.deadlines.next_s:
                 self.deadlines.hurry(operation.due_s)
             self.on_wait()
@@ -207,8 +194,9 @@ class Engine:
 
     def begins(self, operation: Operation) -> None:
         """An operation has its place and number; it starts now."""
-        key = operation.key
-        self.recorder.append((operation.posted_s, "posted", key.name, operation.seq, operation.signature[0]))
+        compiled = operation.compiled
+        key = compiled.key
+        self.recorder.append((operation.posted_s, "posted", key.name, operation.seq, compiled.signature[0]))
         if self.tracer is not None:
             self.tracer.posted(operation)
         if operation.priority and not self.links.is_low_latency:
@@ -321,25 +309,25 @@ class Engine:
 
     def receive(self, link: Link, header: Header, payload: memoryview) -> None:
         """A whole frame; ``payload`` may be read during this call only."""
+        state = link.state
         effects: Effects = []
-        state, meter = link.state, self.meter
         if header[0] == CHUNK and type(state) is Incoming:
+            meter = self.meter
+            if meter is not None and not meter.now_s:
+                meter.now_s = monotonic()
             if self.tracer is not None:
                 key = state.keys.get(header[1])
                 if key is not None:
                     self.tracer.arrived(link.peer, key, header[2], len(payload))
-            if meter is not None and not meter.now_s:
-                meter.now_s = monotonic()
-            chunk = Payload(payload, None, link)
             try:
-                whose = self.router.receive(state, header, len(payload), chunk, effects)
+                whose = self.router.receive(state, header, len(payload), payload, effects)
+                if whose is None:
+                    whose = self._receive_unlike(link, state, header, payload, effects)
             except Exception as error:  # noqa: BLE001  it ends this collective alone
                 key = state.keys.get(header[1])
                 self._broke(None if key is None else key.live.get(header[2]), error)
                 return
-            if type(whose) is Early:
-                chunk.copy(self.pool)  # nobody knows for how long: what is lent may hold up its sender
-            elif whose is not None and meter is not None:
+            if meter is not None and whose is not None:
                 meter.arrived(link.peer, cast("Operation", whose))
         elif type(state) is Incoming:
             self._hear(link, state, header, effects)
@@ -351,6 +339,21 @@ class Engine:
             raise RemoteProtocolError(f"rank {link.peer} sent a {Kind(header[0]).name} to a sender of chunks")
         if effects:
             self._perform(effects)
+
+    def _receive_unlike(
+        self, link: Link, state: Incoming, header: Header, payload: memoryview, effects: Effects
+    ) -> Collective | None:
+        """A chunk that is not like one that came before it; whose it is, if that is posted."""
+        ticket = self.router.match(state, header, len(payload), effects)
+        if ticket is None:
+            return None
+        chunk = Payload(payload, None, link)
+        self.router.arrived(ticket, chunk, effects)
+        whose: Collective | Early = ticket[0]
+        if isinstance(whose, Early):
+            chunk.copy(self.pool)  # nobody knows for how long: what is lent may hold up its sender
+            return None
+        return whose
 
     def _hear(self, link: Link, state: Incoming, header: Header, effects: Effects) -> None:
         """A frame without payload from a sender of chunks."""
@@ -408,7 +411,7 @@ class Engine:
             if owed is not None:
                 link.send((CREDIT, owed.nbytes, owed.headers))
                 self.links.back(state)
-        if self.links.is_dirty:
+        if self.links.dirty:
             self.links.flush()
 
     def lost(self, link: Link, error: BaseException | None) -> None:
@@ -438,7 +441,8 @@ class Engine:
             elif not effect[1].failed:  # what a machine decides is done at once; this was held back by the router
                 operation: Operation = effect[1]
                 try:
-                    operation.sends -= self.send(operation, *effect[2:])
+                    operation.sends -= len(effect[2])  # they were counted when they were held back
+                    self.send(operation, *effect[2:])
                     operation.was_read(effects, 0)
                 except Exception as error:  # noqa: BLE001  it ends this collective alone
                     self._broke(operation, error)
@@ -485,41 +489,40 @@ class Engine:
         phase: int,
         source: int,
         payload: Any,
-    ) -> int:
-        """Send a chunk to some group ranks, or hold it back until they may have it; how often it was read by now."""
+    ) -> None:
+        """Send a chunk to some group ranks, or hold it back until they may have it; count what is still to be read."""
         if source == PAYLOAD:
             payload.forwarded(self.pool)
             data = payload.view
         else:
             data = operation.to_send(lane, index, source)
         nbytes = len(data)
-        key, number, signature = operation.key, operation.signature_id, operation.signature
-        links, tracer = self.links, self.tracer
-        num_read = 0
+        compiled, seq = operation.compiled, operation.seq
+        links, members = self.links, compiled.group.members
         for to in ranks:
-            peer = operation.group.members[to]
-            sender = links.towards(peer)
+            sender = links.by_peer.get(members[to]) or links.towards(members[to])
             link, state = sender.link, sender.state
             if link is None or link.needs_flush:
                 links.mark(sender)
-            is_known = state.keys.get(key.id) is key and state.signatures.get(number) is signature
-            header: Header | None
-            if is_known and operation.posted >> to & 1:
-                header = (CHUNK, key.id, operation.seq, number, lane.number, phase, index, 0)
-            elif is_known and operation.deferred is None and state.window.take(nbytes):
-                header = (CHUNK, key.id, operation.seq, number, lane.number, phase, index, 1)
+            if compiled in state.known and operation.posted >> to & 1:
+                stamp = operation.stamp
+            elif compiled in state.known and operation.deferred is None and state.window.take(nbytes):
+                stamp = operation.stamp + 1
             else:
                 effect = (SEND, operation, ranks, lane, index, phase, source, payload)
-                before, header = self.router.admit(state, effect, operation, to, nbytes)
+                before, admitted = self.router.admit(state, effect, operation, to, nbytes)
                 for definition in before:
                     sender.send(definition)
-            if header is None:
-                continue
-            if tracer is not None:
-                tracer.sent(peer, operation, nbytes)
+                if admitted is None:
+                    operation.sends += 1
+                    continue
+                stamp = admitted[7]
+            header = (CHUNK, compiled.key_id, seq, compiled.signature_id, lane.number, phase, index, stamp)
+            if self.tracer is not None:
+                self.tracer.sent(members[to], operation, nbytes)
             # Without payload too: who is done may block its loop or exit, so its frames must have left by then.
-            num_read += (link or sender).send(header, data if nbytes else None, operation, operation.priority)
-        return num_read
+            if not (link or sender).send(header, data if nbytes else None, operation, operation.priority):
+                operation.sends += 1
 
     def reserve(self, operation: Operation, to: int, nbytes: int) -> memoryview | None:
         """Memory that the link to a group rank sends from, for a chunk that is made there and sent next."""
@@ -539,9 +542,9 @@ class Engine:
         if self.meter is not None:
             self.meter.completed(operation, now_s)
         self.router.complete(operation)
-        if self.deadlines.has_inquiries:
+        if self.deadlines.inquiries:
             self.deadlines.end(operation)
-        self.recorder.append((now_s, "completed", operation.key.name, operation.seq, ""))
+        self.recorder.append((now_s, "completed", operation.compiled.key.name, operation.seq, ""))
         if self.tracer is not None:
             self.tracer.ended(operation)
         operation.resolve()
@@ -595,9 +598,9 @@ class Engine:
 
     def _room(self, ticket: Any, nbytes: int) -> Payload:
         if ticket is not None and type(ticket[0]) is not Early:
-            operation, lane, index, phase, _ = ticket
-            if phase == DOWN and lane.keeps:
-                return Payload(operation.bytes_of(lane, index, RESULT), operation)
+            operation, route, index = ticket
+            if route.phase == DOWN and route.lane.keeps:
+                return Payload(operation.bytes_of(route.lane, index, RESULT), operation)
         return Payload.held(self.pool, nbytes)
 
     def _trace_arrival(self, peer: int, placement: Payload) -> None:
