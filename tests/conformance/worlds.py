@@ -96,8 +96,8 @@ def leftovers(comms: Sequence[Communicator], *, tombstones: bool = False) -> lis
             continue
         sizes = {
             "live": len(router.live),
-            "inquiries": len(engine.deadlines._inquiries),
-            "dirty": len(engine.links._dirty),
+            "inquiries": len(engine.deadlines.inquiries),
+            "dirty": len(engine.links.dirty),
             "dials": len(engine.links._dials),
             "early": sum(len(key.early) for key in router._names),
             "live under keys": sum(len(key.live) for key in router._names),
