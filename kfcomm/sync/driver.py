@@ -72,11 +72,6 @@ class IoDriver(LoopDriver):
         self._has_lull = False
         super().__init__(driver.reactor, io.loop)
 
-    @property
-    def timer_s(self) -> float:
-        """Until when this thread sleeps at most, by the monotonic clock."""
-        return self._timer_s
-
     def lull(self) -> None:
         """A call has ended and nothing is in flight: park, if none follows soon."""
         self._last_call_s = time.monotonic()
@@ -183,7 +178,7 @@ class Driver:
 
     def call_again(self, compiled: CompiledName, x: Any, op: str, out: Any, session: Session) -> Any:
         """As ``call``, for a name that was used before; None if this use is not alike: then nothing has begun."""
-        if self.io.is_current:
+        if self._lock.is_mine():  # in a callback on the I/O thread, or in a signal handler
             return None
         operation: Operation | None = None
         try:
@@ -207,7 +202,8 @@ class Driver:
         deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         try:
             self._enter(session)
-            self._wait(handle, deadline_s)
+            if not handle.done() and time.monotonic() < deadline_s:
+                self._wait(handle, deadline_s)
             return handle.done()
         except BaseException as error:
             self._interrupted(error, handle, session)
@@ -246,22 +242,23 @@ class Driver:
     # ---------------------------------------------------------------- inside the lock
 
     def _enter(self, session: Session) -> None:
-        reactor = self.reactor
         if not self._lock.take():
-            # An interrupt has come while this thread left, or this is a signal handler in the midst of a call.
-            if self._leader == threading.get_ident():
-                self._leader = 0
-            if reactor.is_driven:
-                self._give_up(session, KeyboardInterrupt())
-        reactor.is_driven = self._is_working = True
+            self._found_taken(session)
+        self.reactor.is_driven = self._is_working = True
+
+    def _found_taken(self, session: Session) -> None:
+        """An interrupt has come while this thread left, or this is a signal handler in the midst of a call."""
+        if self._leader == threading.get_ident():
+            self._leader = 0
+        if self.reactor.is_driven:
+            self._give_up(session, KeyboardInterrupt())
 
     def _leave(self) -> None:
         """Hand over to whoever goes on, and lay down the lock."""
-        me = threading.get_ident()
-        if self._leader == me:
+        if self._leader and self._leader == threading.get_ident():
             self._leader, self._awaited = 0, None
         if self._followers:
-            self._followers.pop(me, None)
+            self._followers.pop(threading.get_ident(), None)
         if not self._lock.is_mine():  # it was interrupted while it waited for it
             return
         self.reactor.is_driven = self._is_working = False
@@ -275,10 +272,18 @@ class Driver:
 
     def _hand_over(self) -> None:
         reactor = self.reactor
-        if self._followers:
-            self.tell_followers()
+        if self._followers or self._leader or self._is_masked:
+            self._hand_over_to_others()
+        elif reactor.deferred or reactor.due_s < self._io_driver.timer_s or reactor.is_needed:
+            self._io_driver.wake()
+        elif reactor.is_awake:
+            self._io_driver.lull()
+
+    def _hand_over_to_others(self) -> None:
+        reactor = self.reactor
+        self.tell_followers()
         if self._leader:
-            if self._is_resting and (reactor.has_deferred or self._awaited is None or self._awaited.done()):
+            if self._is_resting and (reactor.deferred or self._awaited is None or self._awaited.done()):
                 reactor.ring()
             return
         if self._is_masked:
@@ -286,17 +291,17 @@ class Driver:
         follower = next(iter(self._followers.values()), None)
         if follower is not None:
             follower[1].set()
-        elif reactor.has_deferred or reactor.is_needed or reactor.next_deadline_s < self._io_driver.timer_s:
-            self._io_driver.wake()
-        elif reactor.is_awake:
-            self._io_driver.lull()
+        else:
+            self._hand_over()
 
     def _wait(self, handle: Awaited[T], deadline_s: float) -> None:
-        while not handle.done() and time.monotonic() < deadline_s:
-            if self._leader in (0, threading.get_ident()):
+        while True:
+            if not self._leader or self._leader == threading.get_ident():
                 self._lead(handle, deadline_s)
             else:
                 self._follow(handle, deadline_s)
+            if handle.done() or time.monotonic() >= deadline_s:
+                return
 
     def _lead(self, handle: Awaited[T], deadline_s: float) -> None:
         """Look at what comes until it is over, or it is time; rest when nothing comes."""
@@ -368,7 +373,7 @@ class Driver:
         me, event = threading.get_ident(), threading.Event()
         try:
             self._followers[me] = handle, event
-            if self._is_resting and self.reactor.has_deferred:
+            if self._is_resting and self.reactor.deferred:
                 self.reactor.ring()
             self._step_out()
             event.wait(min(LOOK_EVERY_S, max(0.0, deadline_s - time.monotonic())))

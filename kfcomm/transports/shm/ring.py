@@ -36,6 +36,8 @@ SLACK_NBYTES = 64
 """Beyond the last record, so that a head can be read anywhere."""
 
 _NO_FIELDS = (0,) * 8
+_ROUND_UP = HEAD_NBYTES + ALIGN_NBYTES - 1
+_PACK_INTO, _UNPACK_FROM = RECORD.pack_into, RECORD.unpack_from
 
 
 class RingWriter:
@@ -53,7 +55,7 @@ class RingWriter:
     """
 
     __slots__ = (
-        "_control", "_head", "_head_word", "_memory", "_nbytes", "_tail", "_tail_word", "_words",
+        "_control", "_head", "_head_word", "_mask", "_memory", "_nbytes", "_tail", "_tail_word", "_words",
         "num_records", "payload_nbytes",
     )  # fmt: skip
 
@@ -62,7 +64,8 @@ class RingWriter:
         self._words = memory.cast("Q")
         self._control = control
         self._nbytes = len(memory) - SLACK_NBYTES
-        self._tail_word, self._head_word = tail, head
+        self._mask = self._nbytes - 1
+        self._tail_word, self._head_word = int(tail), int(head)
         self._tail = self._head = 0
         self.num_records = self.payload_nbytes = 0
 
@@ -72,21 +75,18 @@ class RingWriter:
         Raises:
             RemoteProtocolError: the reader's counter makes no sense.
         """
-        size = PLACE_NBYTES if payload is None else (HEAD_NBYTES + nbytes + ALIGN_NBYTES - 1) & -ALIGN_NBYTES
-        tail, capacity, memory = self._tail, self._nbytes, self._memory
-        at = tail & (capacity - 1)
-        end = tail + size
-        if at + size > capacity:
-            end += capacity - at
-        if end - self._head > capacity and not self._has_room(end - tail):
-            return False
-        if at + size > capacity:
-            self._words[at >> 3] = 0
-            at = 0
-        RECORD.pack_into(memory, at, size, place, nbytes, *header)
+        size = PLACE_NBYTES if payload is None else (nbytes + _ROUND_UP) & -ALIGN_NBYTES
+        at = self._tail & self._mask
+        end = self._tail + size
+        if end - self._head > self._nbytes or at + size > self._nbytes:
+            end = self._make_room(at, size)
+            if not end:
+                return False
+            at = end - size & self._mask
+        _PACK_INTO(self._memory, at, size, place, nbytes, *header)
         if payload is not None:
             at += HEAD_NBYTES
-            memory[at : at + nbytes] = payload
+            self._memory[at : at + nbytes] = payload
         self._tail = self._control[self._tail_word] = end
         self.num_records += 1
         self.payload_nbytes += nbytes
@@ -108,6 +108,15 @@ class RingWriter:
         """Whether the reader has read all."""
         return bool(self._control[self._head_word] == self._tail)
 
+    def _make_room(self, at: int, size: int) -> int:
+        """Where a record ends that does not fit behind the last one; 0 if there is no room for it now."""
+        unused = self._nbytes - at if at + size > self._nbytes else 0
+        if not self._has_room(unused + size):
+            return 0
+        if unused:
+            self._words[at >> 3] = 0
+        return self._tail + unused + size
+
     def _has_room(self, nbytes: int) -> bool:
         head = self._control[self._head_word]
         if not self._head <= head <= self._tail:
@@ -125,23 +134,15 @@ class RingReader:
         payload_nbytes: of those payloads that were in the ring.
     """
 
-    __slots__ = (
-        "_control", "_head_word", "_memory", "_nbytes", "_tail_word",
-        "head", "num_records", "payload_nbytes",
-    )  # fmt: skip
+    __slots__ = ("_control", "_head_word", "_memory", "_nbytes", "_tail_word", "head", "num_records", "payload_nbytes")
 
     def __init__(self, memory: memoryview, control: memoryview, *, tail: int, head: int) -> None:
         self._memory = memory
         self._control = control
         self._nbytes = len(memory) - SLACK_NBYTES
-        self._tail_word, self._head_word = tail, head
+        self._tail_word, self._head_word = int(tail), int(head)
         self.head = 0
         self.num_records = self.payload_nbytes = 0
-
-    @property
-    def has_news(self) -> bool:
-        """Whether there is something to read."""
-        return bool(self._control[self._tail_word] != self.head)
 
     def read(self, limit: int, take: Callable[[tuple[Any, ...], memoryview | None], bool]) -> None:
         """Show up to so many of the records that are there to ``take``, each with the payload in it, if any.
@@ -152,28 +153,28 @@ class RingReader:
         Raises:
             RemoteProtocolError: the writer does not keep to the form.
         """
-        control, memory, capacity = self._control, self._memory, self._nbytes
+        control, memory, mask = self._control, self._memory, self._nbytes - 1
         head = self.head
         left = control[self._tail_word] - head
-        if left > capacity or left <= 0 or left & (ALIGN_NBYTES - 1):
+        if not 0 < left <= self._nbytes or left & (ALIGN_NBYTES - 1):
             if not left:
                 return
-            raise RemoteProtocolError(f"a ring with {left} of {capacity} bytes to read")
+            raise RemoteProtocolError(f"a ring with {left} of {self._nbytes} bytes to read")
         try:
             while left and limit:
                 limit -= 1
-                at = head & (capacity - 1)
-                record = RECORD.unpack_from(memory, at)
+                at = head & mask
+                record = _UNPACK_FROM(memory, at)
                 size = record[0]
                 if not size:
-                    head += capacity - at
-                    left -= capacity - at
+                    head += mask + 1 - at
+                    left -= mask + 1 - at
                     at = 0
                     if left <= 0:
                         raise RemoteProtocolError("a ring that goes to its start beyond its end")
-                    record = RECORD.unpack_from(memory, 0)
+                    record = _UNPACK_FROM(memory, 0)
                     size = record[0]
-                if not HEAD_NBYTES <= size <= left or at + size > capacity or size & (ALIGN_NBYTES - 1):
+                if not HEAD_NBYTES <= size <= left or size & (ALIGN_NBYTES - 1) or at + size > mask + 1:
                     raise RemoteProtocolError(f"a record of {size} bytes, with {left} to read")
                 head += size
                 left -= size

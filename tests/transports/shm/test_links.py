@@ -572,7 +572,7 @@ def test_a_peer_that_is_gone_has_its_last_words_read_whatever_else_fails(plain):
             pair.other.send([CREDIT, 1, 1])
             pair.other.ring_bell()
             pair.words[pair.other._far] = 1  # as if the peer had died at rest: its bell cannot be rung
-            pair.other._owes_bell = True
+            pair.other.owes_bell = True
             pair.other.ring_bell()
             await pair.ended()
             assert len(pair.heard.frames) == 2

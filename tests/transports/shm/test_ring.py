@@ -22,7 +22,7 @@ class Ring:
 
     def read(self):
         """What the next record says, or None."""
-        had_news, taken = self.reader.has_news, self.records(1)
+        had_news, taken = self.control[TAIL] != self.reader.head, self.records(1)
         assert had_news == bool(taken)
         return (taken[0][0][1], taken[0][0][2], taken[0][0][3:], taken[0][1]) if taken else None
 
