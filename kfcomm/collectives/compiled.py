@@ -7,17 +7,21 @@ belong to the strategy in force, and are there again when it comes again.
 
 from __future__ import annotations
 
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kfcomm.core.deadlines import first_due_s
-from kfcomm.runtime.operation import Operation
+from kfcomm.core.machine import INPUT, UP, Effects
+from kfcomm.core.program import Lane
+from kfcomm.runtime.operation import COPIED_NBYTES, Array, Operation
 
 if TYPE_CHECKING:
     from kfcomm.collectives.group import Group
     from kfcomm.collectives.handle import Handle
     from kfcomm.collectives.plans import Plan
+    from kfcomm.runtime.buffers import Payload
 
 MAX_NAMES = 1 << 14
 """Of a group, compiled at a time, half a KiB each: more than this are hardly used again and again."""
@@ -35,31 +39,31 @@ class CompiledName:
     """
 
     __slots__ = (
-        "_compiled",
         "_dtype",
-        "_engine",
-        "_first_s",
-        "_group",
         "_is_flat",
         "_op",
-        "_plan",
         "_shape",
-        "_timeout_s",
+        "compiled",
+        "engine",
+        "first_s",
+        "group",
+        "is_small",
+        "timeout_s",
+        "work",
     )
 
     def __init__(self, group: Group, name: str | None, x: np.ndarray[Any, Any], op: str, plan: Plan) -> None:
-        self._engine = group.engine
-        self._group = group
+        self.engine = group.engine
+        self.group = group
         self._dtype = x.dtype
         self._shape = x.shape
         self._is_flat = x.ndim == 1
         self._op = op
-        self._plan = plan
-        self._compiled = group.engine.router.compiled(
-            group.view, name or "", plan.signature, plan.program, plan.sizes
-        )
-        self._timeout_s = group.timeout_s
-        self._first_s = first_due_s(group.timeout_s, group.engine.deadlines.stall_after_s)
+        self.work = plan.work
+        self.compiled = group.engine.router.compiled(group.view, name or "", plan.signature, plan.program, plan.sizes)
+        self.is_small = plan.program.num_slots == 1 and 0 < x.nbytes <= COPIED_NBYTES
+        self.timeout_s = group.timeout_s
+        self.first_s = first_due_s(group.timeout_s, group.engine.deadlines.stall_after_s)
 
     def start(self, x: np.ndarray[Any, Any], op: str, out: Any, handle: Handle[Any] | None) -> Operation | None:
         """Begin a use with this array, or None if it is not like the first one. Nothing has happened then."""
@@ -76,12 +80,52 @@ class CompiledName:
             value = x
         else:
             return None
-        plan = self._plan
         if self._is_flat:
-            operation = Operation(handle, x, value, plan.work, value=value)
+            use = Use(self, handle, x, value, value)
         else:
-            operation = Operation(handle, x.reshape(-1), value.reshape(-1), plan.work, value=value)
-        operation.timeout_s = self._timeout_s
-        operation.due_s = operation.posted_s + self._first_s
-        generation = self._group.plans.generation
-        return operation if self._engine.post_again(self._compiled, operation, generation) else None
+            use = Use(self, handle, x.reshape(-1), value.reshape(-1), value)
+        return use if self.engine.post_again(self.compiled, use) else None
+
+
+class Use(Operation):
+    """One use of a compiled name: an operation of which all is known but its number and its arrays."""
+
+    def __init__(self, name: CompiledName, future: Any, source: Array, result: Array, value: Any) -> None:
+        compiled = name.compiled
+        program = compiled.program
+        self.compiled = compiled
+        self.program = program
+        self.remaining = program.num_slots
+        self._folded = bytearray(program.num_slots) if program.small_counts else [0] * program.num_slots
+        if program.gate:
+            self._gate = program.gate
+        self.posted = compiled.posted
+        if name.is_small:
+            self.is_small = True
+        self.stamp = name.group.plans.generation << 1
+        self.engine = name.engine
+        self.work = name.work
+        self.future = future
+        self._in = source
+        self._out = result
+        self.value = value
+        self.posted_s = self.heard_s = now_s = monotonic()
+        self.timeout_s = name.timeout_s
+        self.due_s = now_s + name.first_s
+
+    def start(self, effects: Effects) -> None:
+        """See ``Machine.start``. It is no first use, and has no priority; if it is to be traced, it is none."""
+        key = self.compiled.key
+        self.engine.recorder.append((self.posted_s, "posted", key.name, self.seq, self.compiled.signature[0]))
+        sends = self.program.first_sends
+        if sends is None:
+            super(Operation, self).start(effects)
+        else:
+            for to, lane, index in sends:
+                self.engine.send(self, to, lane, index, UP, INPUT, None)
+
+    def _store(self, lane: Lane, index: int, payload: Payload | memoryview, effects: Effects) -> None:
+        if type(payload) is memoryview and lane.count == len(self._out):
+            self._out[:] = np.frombuffer(payload, self._out.dtype)
+        else:
+            super()._store(lane, index, payload, effects)

@@ -5,12 +5,14 @@ They hold state and answer questions about it; what happens to them is decided i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from kfcomm.core.credit import DEFAULT_CREDIT, Credit, ReceiveWindow, SendWindow
 from kfcomm.core.frame import Header
-from kfcomm.core.machine import UP, Effect, Effects, Machine
+from kfcomm.core.machine import UP, Effect, Machine
 from kfcomm.core.program import Lane, Program, Route
 
 AnySignature = tuple[Any, ...]
@@ -107,11 +109,11 @@ class Arrival:
         compiled: the name.
         live: the name's uses in flight.
         route: of the program.
-        sender, posted: group rank of the sender, and its bit; see ``Collective``.
+        posted: the bit of the sender; see ``Collective``.
         last, last_nbytes, nbytes: the number of the last chunk, its size, and that of the others.
     """
 
-    __slots__ = ("compiled", "last", "last_nbytes", "live", "nbytes", "posted", "route", "sender")
+    __slots__ = ("compiled", "last", "last_nbytes", "live", "nbytes", "posted", "route")
 
     def __init__(self, compiled: Compiled, route: Route, sender: int) -> None:
         program, sizes, lane = compiled.program, compiled.sizes, route.lane
@@ -119,7 +121,6 @@ class Arrival:
         self.compiled = compiled
         self.live = compiled.key.live
         self.route = route
-        self.sender = sender
         self.posted = 1 << sender
         self.last = lane.num_chunks - 1
         self.nbytes = program.chunk_elements * item
@@ -257,6 +258,7 @@ class Outgoing:
     """
 
     __slots__ = ("former", "keys", "known", "number", "peer", "signatures", "window")
+    arrivals: Mapping[tuple[int, int, int, int], Arrival] = MappingProxyType({})  # nothing is received
 
     def __init__(self, peer: int, credit: Credit = DEFAULT_CREDIT, number: int = 0) -> None:
         self.peer = peer

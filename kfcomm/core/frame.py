@@ -60,7 +60,7 @@ class Kind(IntEnum):
 
 
 SCHEMA: dict[int, tuple[type, ...]] = {
-    Kind.CHUNK: (int, int, int, int, int, int, int),  # key id, seq, signature id, lane, phase, index, stamp: see core.collective.Collective
+    Kind.CHUNK: (int, int, int, int, int, int, int),  # key id, seq, signature id, lane, phase, index, stamp
     Kind.ASK: (int, int, int, int),  # key id, seq, signature id, generation: tell me when this is posted
     Kind.KEY: (int, bytes, str, int),  # key id, group id, name, uses below this one may be lost: see core.links
     Kind.SIGNATURE: (int, list),  # signature id, fields

@@ -108,6 +108,8 @@ class Program:
         neighbours: ranks with which this rank exchanges chunks.
         small_counts: no lane has more children than a byte can count.
         first: the lanes that begin here at once.
+        first_sends: if all that is done at once is to send parts of the input up, and more is to follow: the chunks,
+            each as destinations, lane and number; else None.
         routes: what arrives here, by lane number, way (0 up, 1 down) and sender.
     """
 
@@ -118,13 +120,18 @@ class Program:
     neighbours: frozenset[int] = field(default_factory=frozenset)
     small_counts: bool = field(init=False, repr=False, compare=False)
     first: tuple[Lane, ...] = field(init=False, repr=False, compare=False)
+    first_sends: tuple[tuple[tuple[int, ...], Lane, int], ...] | None = field(init=False, repr=False, compare=False)
     routes: dict[tuple[int, int, int], Route] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         most = max((len(lane.children) for lane in self.lanes.values()), default=0)
         object.__setattr__(self, "small_counts", most < MAX_BYTE)
-        first = (lane for lane in self.lanes.values() if not (lane.children if lane.up else lane.gated or lane.awaited))
-        object.__setattr__(self, "first", tuple(first))
+        lanes = self.lanes.values()
+        first = tuple(lane for lane in lanes if not (lane.children if lane.up else lane.gated or lane.awaited))
+        object.__setattr__(self, "first", first)
+        only_sends = all(lane.up and lane.down and lane.parent != NOBODY for lane in first)
+        sends = tuple(((lane.parent,), lane, index) for lane in first for index in range(lane.num_chunks))
+        object.__setattr__(self, "first_sends", sends if only_sends and self.num_slots else None)
         routes = {}
         for number, lane in self.lanes.items():
             for position, child in enumerate(lane.children):

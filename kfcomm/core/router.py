@@ -137,18 +137,17 @@ class Router:
         self._start(key, collective, effects)
         return collective
 
-    def post_again(self, compiled: Compiled, collective: Collective, generation: int, effects: Effects) -> bool:
+    def post_again(self, compiled: Compiled, collective: Collective, effects: Effects) -> bool:
         """Begin the next use of a compiled name, as ``post`` does, if nothing is unusual; False if anything is.
 
-        A second use in flight is unusual.
+        A second use in flight is unusual. ``collective`` has begun but for its number.
         """
         key = compiled.key
         if key.live or self._dead or self.lost or compiled.version != self._names.version:
             return False
-        collective.begin(compiled, generation)
-        seq = key.next_seq
-        key.live[seq] = collective
+        collective.seq = seq = key.next_seq
         key.next_seq = seq + 1
+        key.live[seq] = collective
         self.live[collective] = None
         collective.start(effects)
         if key.early:
@@ -305,19 +304,14 @@ class Router:
         if arrival is None:
             return None
         collective = arrival.live.get(seq)
-        if collective is None or collective.compiled is not arrival.compiled:
+        if collective is None or collective.compiled is not arrival.compiled or collective.deferred:
+            return None
+        if nbytes != (arrival.nbytes if index < arrival.last else arrival.last_nbytes) or index > arrival.last:
             return None
         charged = stamp - collective.stamp
-        if index >= arrival.last:
-            if index != arrival.last or nbytes != arrival.last_nbytes:
-                return None
-        elif nbytes != arrival.nbytes:
-            return None
         if charged and charged != 1:
             return None
         collective.posted |= arrival.posted
-        if collective.deferred:
-            self._saw(collective, arrival.sender, effects)
         if not collective.take(arrival.route, index, payload, effects):
             return None
         if charged and not incoming.window.pass_on(nbytes):
@@ -531,9 +525,11 @@ class Router:
         if not collective.posted >> sender & 1:
             self._saw(collective, sender, effects)
         if phase == UP or route.lane.keeps or not route.lane.targets:  # what is passed on has to be kept for long
-            if len(incoming.arrivals) >= MAX_ARRIVALS:
-                incoming.arrivals.clear()
-            incoming.arrivals[key_id, number, lane, phase] = Arrival(collective.compiled, route, sender)
+            known = incoming.arrivals.get((key_id, number, lane, phase))
+            if known is None or known.compiled is not collective.compiled:
+                if len(incoming.arrivals) >= MAX_ARRIVALS:
+                    incoming.arrivals.clear()
+                incoming.arrivals[key_id, number, lane, phase] = Arrival(collective.compiled, route, sender)
         return (collective, route, index)
 
     def _agrees(

@@ -164,17 +164,16 @@ class Engine:
         self.deadlines.begin(operation, NEVER if timeout_s is None else timeout_s)
         self.on_wait()
 
-    def post_again(self, compiled: Compiled, operation: Operation, generation: int) -> bool:
+    def post_again(self, compiled: Compiled, operation: Operation) -> bool:
         """Begin the next use of a compiled name, if nothing is unusual; False if anything is.
 
-        The operation has its deadline.
+        The operation has its deadline, and knows the name.
         """
         if self.is_unusual:
             return False
-        operation.engine = self
         effects: Effects = []
         try:
-            if not self.router.post_again(compiled, operation, generation, effects):
+            if not self.router.post_again(compiled, operation, effects):
                 return False
         except Exception as error:
             if operation not in self.router.live:
@@ -184,12 +183,12 @@ class Engine:
             self._perform(effects)
         if operation.is_over:
             self.links.flush()
-        else:
-            if self.links.dirty:
-                self.links.flush_soon()
-            if operation.due_s < self.deadlines.next_s:
-                self.deadlines.hurry(operation.due_s)
-            self.on_wait()
+            return True
+        if self.links.dirty:
+            self.links.flush_soon()
+        if operation.due_s < self.deadlines.next_s:
+            self.deadlines.hurry(operation.due_s)
+        self.on_wait()
         return True
 
     def begins(self, operation: Operation) -> None:
@@ -309,56 +308,60 @@ class Engine:
 
     def receive(self, link: Link, header: Header, payload: memoryview) -> None:
         """A whole frame; ``payload`` may be read during this call only."""
-        state = link.state
         effects: Effects = []
-        if header[0] == CHUNK and type(state) is Incoming:
+        if header[0] == CHUNK:
             meter = self.meter
             if meter is not None and not meter.now_s:
                 meter.now_s = monotonic()
             if self.tracer is not None:
-                key = state.keys.get(header[1])
-                if key is not None:
-                    self.tracer.arrived(link.peer, key, header[2], len(payload))
+                self._trace_chunk(link, header, payload)
             try:
-                whose = self.router.receive(state, header, len(payload), payload, effects)
+                whose = self.router.receive(link.state, header, len(payload), payload, effects)
                 if whose is None:
-                    whose = self._receive_unlike(link, state, header, payload, effects)
+                    whose = self._receive_unlike(link, header, payload, effects)
+            except RemoteProtocolError:
+                raise
             except Exception as error:  # noqa: BLE001  it ends this collective alone
-                key = state.keys.get(header[1])
+                key = link.state.keys.get(header[1])
                 self._broke(None if key is None else key.live.get(header[2]), error)
                 return
             if meter is not None and whose is not None:
                 meter.arrived(link.peer, cast("Operation", whose))
-        elif type(state) is Incoming:
-            self._hear(link, state, header, effects)
-        elif header[0] == POSTED:
-            self.router.on_posted(state, header[1], header[2], effects)
-        elif header[0] == CREDIT:
-            state.window.give(header[1], header[2])
         else:
-            raise RemoteProtocolError(f"rank {link.peer} sent a {Kind(header[0]).name} to a sender of chunks")
+            self._hear(link, header, effects)
         if effects:
             self._perform(effects)
 
-    def _receive_unlike(
-        self, link: Link, state: Incoming, header: Header, payload: memoryview, effects: Effects
-    ) -> Collective | None:
+    def _receive_unlike(self, link: Link, header: Header, payload: memoryview, effects: Effects) -> Any:
         """A chunk that is not like one that came before it; whose it is, if that is posted."""
-        ticket = self.router.match(state, header, len(payload), effects)
+        if type(link.state) is not Incoming:
+            raise RemoteProtocolError(f"rank {link.peer} sent a chunk to a sender of chunks")
+        ticket = self.router.match(link.state, header, len(payload), effects)
         if ticket is None:
             return None
         chunk = Payload(payload, None, link)
         self.router.arrived(ticket, chunk, effects)
-        whose: Collective | Early = ticket[0]
-        if isinstance(whose, Early):
+        if type(ticket[0]) is Early:
             chunk.copy(self.pool)  # nobody knows for how long: what is lent may hold up its sender
             return None
-        return whose
+        return ticket[0]
 
-    def _hear(self, link: Link, state: Incoming, header: Header, effects: Effects) -> None:
-        """A frame without payload from a sender of chunks."""
-        kind = header[0]
-        if kind == KEY:
+    def _trace_chunk(self, link: Link, header: Header, payload: memoryview) -> None:
+        key = link.state.keys.get(header[1])
+        if key is not None and self.tracer is not None:
+            self.tracer.arrived(link.peer, key, header[2], len(payload))
+
+    def _hear(self, link: Link, header: Header, effects: Effects) -> None:
+        """A frame without payload."""
+        kind, state = header[0], link.state
+        if type(state) is not Incoming:
+            if kind == POSTED:
+                self.router.on_posted(state, header[1], header[2], effects)
+            elif kind == CREDIT:
+                state.window.give(header[1], header[2])
+            else:
+                raise RemoteProtocolError(f"rank {link.peer} sent a {Kind(kind).name} to a sender of chunks")
+        elif kind == KEY:
             self.router.define_key(state, header[1], header[2], header[3], header[4], effects)
         elif kind == SIGNATURE:
             self.router.define_signature(state, header[1], header[2], effects)
@@ -403,11 +406,11 @@ class Engine:
 
     def burst_end(self, link: Link) -> None:
         """All that had arrived was handed over: give credit back, and move what was queued."""
-        state = link.state
         if self.meter is not None:
             self.meter.now_s = 0.0
-        if type(state) is Incoming:
-            owed = state.window.settle() if state.window.owed_headers else None
+        state = link.state
+        if type(state) is Incoming and state.window.owed_headers:
+            owed = state.window.settle()
             if owed is not None:
                 link.send((CREDIT, owed.nbytes, owed.headers))
                 self.links.back(state)
@@ -497,18 +500,23 @@ class Engine:
         else:
             data = operation.to_send(lane, index, source)
         nbytes = len(data)
-        compiled, seq = operation.compiled, operation.seq
-        links, members = self.links, compiled.group.members
+        compiled, links = operation.compiled, self.links
         for to in ranks:
-            sender = links.by_peer.get(members[to]) or links.towards(members[to])
+            peer = compiled.group.members[to]
+            sender = links.by_peer.get(peer) or links.towards(peer)
             link, state = sender.link, sender.state
             if link is None or link.needs_flush:
-                links.mark(sender)
-            if compiled in state.known and operation.posted >> to & 1:
-                stamp = operation.stamp
-            elif compiled in state.known and operation.deferred is None and state.window.take(nbytes):
-                stamp = operation.stamp + 1
-            else:
+                links.dirty[sender] = None
+            stamp = -1
+            if compiled in state.known and operation.deferred is None:
+                window = state.window
+                if operation.posted >> to & 1:
+                    stamp = operation.stamp
+                elif window.headers > 0 and window.nbytes >= nbytes:
+                    window.headers -= 1
+                    window.nbytes -= nbytes
+                    stamp = operation.stamp + 1
+            if stamp < 0:
                 effect = (SEND, operation, ranks, lane, index, phase, source, payload)
                 before, admitted = self.router.admit(state, effect, operation, to, nbytes)
                 for definition in before:
@@ -517,9 +525,9 @@ class Engine:
                     operation.sends += 1
                     continue
                 stamp = admitted[7]
-            header = (CHUNK, compiled.key_id, seq, compiled.signature_id, lane.number, phase, index, stamp)
             if self.tracer is not None:
-                self.tracer.sent(members[to], operation, nbytes)
+                self.tracer.sent(peer, operation, nbytes)
+            header = (CHUNK, compiled.key_id, operation.seq, compiled.signature_id, lane.number, phase, index, stamp)
             # Without payload too: who is done may block its loop or exit, so its frames must have left by then.
             if not (link or sender).send(header, data if nbytes else None, operation, operation.priority):
                 operation.sends += 1
@@ -539,12 +547,13 @@ class Engine:
     def completed(self, operation: Operation) -> None:
         """All that an operation had to do is done."""
         now_s = monotonic()
+        key = operation.compiled.key
         if self.meter is not None:
-            self.meter.completed(operation, now_s)
+            self.meter.completed(operation, key, now_s)
         self.router.complete(operation)
         if self.deadlines.inquiries:
             self.deadlines.end(operation)
-        self.recorder.append((now_s, "completed", operation.compiled.key.name, operation.seq, ""))
+        self.recorder.append((now_s, "completed", key.name, operation.seq, ""))
         if self.tracer is not None:
             self.tracer.ended(operation)
         operation.resolve()

@@ -78,6 +78,7 @@ class Operation(Collective):
     Attributes:
         engine: set when it is posted.
         is_over: it is complete or has failed.
+        is_small: its input is one chunk, and sent from a copy.
         failed: an error was raised for it; nothing touches its memory any more.
         error: that one.
         posted_s: when it was made, by the monotonic clock.
@@ -87,7 +88,7 @@ class Operation(Collective):
 
     # Most stay what they are here: then they cost an operation neither time nor memory.
     engine: Engine
-    is_over = failed = False
+    is_over = failed = is_small = False
     error: BaseException | None = None
     value: Any = None
     finished_by: Callable[[Any], Any] | None = None
@@ -240,6 +241,8 @@ class Operation(Collective):
 
     def to_send(self, lane: Lane, index: int, source: int) -> memoryview | bytes:
         """The bytes of one chunk, to be read by links: a copy of them if they are few."""
+        if self.is_small and source == INPUT:
+            return self._in.tobytes()
         if (
             source == INPUT
             and lane.num_chunks == 1

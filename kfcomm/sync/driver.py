@@ -68,24 +68,25 @@ class IoDriver(LoopDriver):
     def __init__(self, driver: Driver, io: IoThread) -> None:
         self._driver = driver
         self._io = io
-        self._last_call_s = 0.0
+        self._calls = self._calls_then = 0
         self._has_lull = False
         super().__init__(driver.reactor, io.loop)
 
     def lull(self) -> None:
         """A call has ended and nothing is in flight: park, if none follows soon."""
-        self._last_call_s = time.monotonic()
+        self._calls += 1
         if not self._has_lull and not self._is_closed:
             self._has_lull = True
             self._loop.call_soon(self._begin_lull)
 
     def _begin_lull(self) -> None:
+        self._calls_then = self._calls
         self._loop.call_later(LULL_S, self._after_lull)
 
     def _after_lull(self) -> None:
         if self._is_closed:
             return
-        if self._driver.is_led or time.monotonic() - self._last_call_s < LULL_S:
+        if self._driver.is_led or self._calls != self._calls_then:
             self._begin_lull()
         else:
             self._has_lull = False
@@ -182,12 +183,16 @@ class Driver:
             return None
         operation: Operation | None = None
         try:
-            self._enter(session)
+            self._lock.take()
+            self.reactor.is_driven = self._is_working = True
             operation = compiled.start(x, op, out, None)
             if operation is None:
                 return None
             if not operation.is_over:
-                self._wait(operation, math.inf)
+                if self._leader:
+                    self._wait(operation, math.inf)
+                else:
+                    self._lead(operation, math.inf)
             return operation.result()
         except BaseException as error:
             self._interrupted(error, operation, session)
@@ -297,6 +302,8 @@ class Driver:
     def _wait(self, handle: Awaited[T], deadline_s: float) -> None:
         while True:
             if not self._leader or self._leader == threading.get_ident():
+                if not self.reactor.is_awake:
+                    self.reactor.unpark()
                 self._lead(handle, deadline_s)
             else:
                 self._follow(handle, deadline_s)
@@ -304,11 +311,9 @@ class Driver:
                 return
 
     def _lead(self, handle: Awaited[T], deadline_s: float) -> None:
-        """Look at what comes until it is over, or it is time; rest when nothing comes."""
-        reactor, lock, is_done = self.reactor, self._lock, handle.done
+        """Look at what comes until it is over, or it is time; rest when nothing comes. The reactor does not rest yet."""
+        reactor, is_done = self.reactor, handle.done
         most_looks = LOOKS if reactor.pollers else 0
-        if most_looks and not reactor.is_awake:
-            reactor.unpark()
         self._is_resting = False  # an interrupted leader may have left it
         self._leader, self._awaited = threading.get_ident(), handle
         looks = 0
@@ -318,7 +323,7 @@ class Driver:
                 looks, quiet_since_s = 0, 0.0
             elif looks < most_looks:
                 looks += 1
-                if not lock.is_wanted():
+                if not self._lock.is_wanted():
                     self._is_working = False
                     sched_yield()
                     self._is_working = True

@@ -30,8 +30,8 @@ from kfcomm.transports.shm.shared import Parked, Shared, Word, fence
 from kfcomm.transports.sockets import broken
 
 BYE = int(Kind.BYE)
-BURST_RECORDS = 64
-"""Read before others get their turn: a peer may write as fast as this side reads."""
+BURST_NBYTES = 1 << 14
+"""Of records, read before others get their turn: a peer may write as fast as this side reads."""
 _BELL = b"!"
 _FOR_ROOM = int(Parked.FOR_ROOM)
 _MAX_BELLS = 4096
@@ -259,6 +259,7 @@ class ShmLink(ABC):
     def sever(self) -> None:
         """In a forked child: the link is the parent's. From now on nothing here touches its memory, or the loop."""
         self._fd = -1
+        self._into.is_open = False
         self._words = memoryview(bytearray(self._words.nbytes)).cast("Q")
 
     def _say_bye_soon(self) -> None:
@@ -326,6 +327,7 @@ class ShmLink(ABC):
             return
         self._reactor.remove_reader(self._fd)
         self._fd = -1
+        self._into.is_open = False
         self._let_go()
         self._sock.close()
         self._keeper.remove(self)

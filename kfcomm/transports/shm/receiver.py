@@ -8,13 +8,14 @@ wait for a receiver that itself waits for another sender.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from kfcomm.core.frame import Header, Kind
 from kfcomm.errors import RemoteProtocolError
 from kfcomm.transports.base import Owner
-from kfcomm.transports.shm.link import BURST_RECORDS, BYE, ShmLink, Wire
+from kfcomm.transports.shm.link import BURST_NBYTES, BYE, ShmLink, Wire
 from kfcomm.transports.shm.shared import MAX_LENT_NBYTES, MAX_PIECES, Word
 
 _CHUNK = int(Kind.CHUNK)
@@ -34,6 +35,7 @@ class ShmReceiver(ShmLink):
         self._shown: tuple[int, int] | None = None
         self._num_returned = 0
         self._answers: deque[bytes] = deque()
+        self._take_chunk: Callable[[Header, memoryview], None] = partial(wire.inbound.receive, self)
         super().__init__(wire, wire.shared.receiver_rings())
 
     def send(
@@ -96,7 +98,7 @@ class ShmReceiver(ShmLink):
                 self._say_bye()
             if self._words[_FORTH_TAIL] != self._into.head:
                 try:
-                    self._into.read(BURST_RECORDS, self._take)
+                    self._into.read(BURST_NBYTES, self._take, self._take_chunk)
                 finally:
                     self._inbound.burst_end(self)
                     with self._fence:
@@ -117,18 +119,21 @@ class ShmReceiver(ShmLink):
         self.is_restless = bool(self._answers or self.owes_bell or self._closing)
         return False
 
-    def _take(self, record: tuple[Any, ...], payload: memoryview | None) -> bool:
-        if record[3] == _CHUNK and payload is not None and not self._heard_bye:
-            self._inbound.receive(self, record[3:], payload)
-        elif record[3] == _CHUNK:
+    def _take(self, record: tuple[Any, ...], payload: memoryview | None) -> None:
+        if record[3] == _CHUNK:
             if self._heard_bye:
-                raise RemoteProtocolError(f"rank {self.peer} sent a CHUNK after its BYE")
+                raise self._too_late()
             self._show(record[1] - 1, record[2], record[3:])
         elif record[3] or payload is None:
             raise RemoteProtocolError(f"rank {self.peer} sent a record of kind {record[3]}")
         else:
             self._frame(self._unpacked(payload))
-        return self._fd >= 0
+
+    def _too_late(self) -> RemoteProtocolError:
+        return RemoteProtocolError(f"rank {self.peer} sent a CHUNK after its BYE")
+
+    def _refuse_chunk(self, *_: object) -> None:
+        raise self._too_late()
 
     def _show(self, piece: int, nbytes: int, header: Header) -> None:
         """A chunk in the peer's arena."""
@@ -148,6 +153,7 @@ class ShmReceiver(ShmLink):
     def _frame(self, header: Header) -> None:
         if header[0] == BYE:
             self._heard_bye = True
+            self._take_chunk = self._refuse_chunk
         else:
             self._inbound.receive(self, header, self._arena[:0])
 
@@ -168,6 +174,7 @@ class ShmReceiver(ShmLink):
         return bool(self._answers)
 
     def _let_go(self) -> None:
+        self._take_chunk = _nobody_takes
         self._answers.clear()
         self._say_closed()
 
@@ -175,3 +182,7 @@ class ShmReceiver(ShmLink):
         """The link has ended: once nothing of the peer's arena is read any more, it may use that again."""
         if not self._lent and self._shown is None:
             self._words[Word.CLOSED] = 1
+
+
+def _nobody_takes(header: Header, payload: memoryview) -> None:
+    """The link has ended."""

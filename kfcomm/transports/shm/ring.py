@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
-from kfcomm.core.frame import Header
+from kfcomm.core.frame import Header, Kind
 from kfcomm.errors import RemoteProtocolError
 
 RECORD = struct.Struct("@11Q")
@@ -35,7 +35,12 @@ PLACE_NBYTES = 128
 SLACK_NBYTES = 64
 """Beyond the last record, so that a head can be read anywhere."""
 
+_CHUNK = int(Kind.CHUNK)
 _NO_FIELDS = (0,) * 8
+Take: TypeAlias = "Callable[[tuple[Any, ...], memoryview | None], object]"
+"""Given the integers of a record, and its payload if that travels in the ring."""
+TakeChunk: TypeAlias = "Callable[[Header, memoryview], object]"
+"""Given the header of a chunk and its payload."""
 _ROUND_UP = HEAD_NBYTES + ALIGN_NBYTES - 1
 _PACK_INTO, _UNPACK_FROM = RECORD.pack_into, RECORD.unpack_from
 
@@ -130,11 +135,15 @@ class RingReader:
 
     Attributes:
         head: bytes ever read.
+        is_open: reading goes on.
         num_records: ever read.
         payload_nbytes: of those payloads that were in the ring.
     """
 
-    __slots__ = ("_control", "_head_word", "_memory", "_nbytes", "_tail_word", "head", "num_records", "payload_nbytes")
+    __slots__ = (
+        "_control", "_head_word", "_memory", "_nbytes", "_tail_word",
+        "head", "is_open", "num_records", "payload_nbytes",
+    )  # fmt: skip
 
     def __init__(self, memory: memoryview, control: memoryview, *, tail: int, head: int) -> None:
         self._memory = memory
@@ -142,54 +151,59 @@ class RingReader:
         self._nbytes = len(memory) - SLACK_NBYTES
         self._tail_word, self._head_word = int(tail), int(head)
         self.head = 0
+        self.is_open = True
         self.num_records = self.payload_nbytes = 0
 
-    def read(self, limit: int, take: Callable[[tuple[Any, ...], memoryview | None], bool]) -> None:
-        """Show up to so many of the records that are there to ``take``, each with the payload in it, if any.
+    def read(self, limit: int, take: Take, take_chunk: TakeChunk) -> None:
+        """Show records that are there, at least one and not many more bytes of them than ``limit``.
 
-        A record is done with when ``take`` returns; ``False`` ends the reading, as does an error, after which it is
-        done with, too.
+        Chunks whose payload is in the ring go to ``take_chunk``, with that; all else to ``take``. A record is done with
+        when that returns; so it is when it raises, which ends the reading, as does ``is_open`` when it is cleared.
 
         Raises:
             RemoteProtocolError: the writer does not keep to the form.
         """
-        control, memory, mask = self._control, self._memory, self._nbytes - 1
+        control, memory, capacity = self._control, self._memory, self._nbytes
         head = self.head
         left = control[self._tail_word] - head
-        if not 0 < left <= self._nbytes or left & (ALIGN_NBYTES - 1):
+        if not 0 < left <= capacity:
             if not left:
                 return
-            raise RemoteProtocolError(f"a ring with {left} of {self._nbytes} bytes to read")
+            raise RemoteProtocolError(f"a ring with {left} of {capacity} bytes to read")
+        rest = left - limit if left > limit else 0
         try:
-            while left and limit:
-                limit -= 1
-                at = head & mask
+            while left > rest:
+                at = head & (capacity - 1)
                 record = _UNPACK_FROM(memory, at)
                 size = record[0]
                 if not size:
-                    head += mask + 1 - at
-                    left -= mask + 1 - at
+                    head += capacity - at
+                    left -= capacity - at
                     at = 0
                     if left <= 0:
                         raise RemoteProtocolError("a ring that goes to its start beyond its end")
                     record = _UNPACK_FROM(memory, 0)
                     size = record[0]
-                if not HEAD_NBYTES <= size <= left or size & (ALIGN_NBYTES - 1) or at + size > mask + 1:
+                if size > left or size & (ALIGN_NBYTES - 1) or at + size > capacity:
                     raise RemoteProtocolError(f"a record of {size} bytes, with {left} to read")
                 head += size
                 left -= size
                 self.num_records += 1
                 if record[1]:
-                    is_open = take(record, None)
+                    take(record, None)
                 else:
                     nbytes = record[2]
+                    at += HEAD_NBYTES
                     if nbytes > size - HEAD_NBYTES:
                         raise RemoteProtocolError(f"a payload of {nbytes} bytes in a record of {size}")
                     self.payload_nbytes += nbytes
-                    at += HEAD_NBYTES
-                    is_open = take(record, memory[at : at + nbytes])
+                    if record[3] == _CHUNK:
+                        take_chunk(record[3:], memory[at : at + nbytes])
+                    else:
+                        take(record, memory[at : at + nbytes])
                 self.head = control[self._head_word] = head
-                if not is_open:
+                if not self.is_open:
                     return
-        finally:
+        except BaseException:
             self.head = control[self._head_word] = head
+            raise

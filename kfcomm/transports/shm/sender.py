@@ -23,7 +23,7 @@ from kfcomm.errors import LocalProtocolError, RemoteProtocolError
 from kfcomm.transports.base import Owner
 from kfcomm.transports.order import FRONT
 from kfcomm.transports.shm.arena import SLAB_NBYTES, Arena
-from kfcomm.transports.shm.link import BURST_RECORDS, BYE, ShmLink, Wire
+from kfcomm.transports.shm.link import BURST_NBYTES, BYE, ShmLink, Wire
 from kfcomm.transports.shm.shared import MAX_LENT_NBYTES, MAX_PIECES, Word
 
 INLINE_NBYTES = 1 << 12
@@ -269,18 +269,21 @@ class ShmSender(ShmLink):
         self._num_returned = upto
 
     def _hear(self) -> None:
-        self._into.read(BURST_RECORDS, self._take)
+        self._into.read(BURST_NBYTES, self._take, self._refuse_chunk)
         self._inbound.burst_end(self)
 
-    def _take(self, record: tuple[Any, ...], payload: memoryview | None) -> bool:
+    def _refuse_chunk(self, *_: object) -> None:
+        raise RemoteProtocolError(f"rank {self.peer} sent a chunk to a sender of chunks")
+
+    def _take(self, record: tuple[Any, ...], payload: memoryview | None) -> None:
         if record[3] or payload is None:
-            raise RemoteProtocolError(f"rank {self.peer} sent a chunk to a sender of chunks")
+            self._refuse_chunk()
+            return
         header = self._unpacked(payload)
         if header[0] == BYE:
             self._heard_bye = True
         else:
             self._inbound.receive(self, header, payload[:0])
-        return self._fd >= 0
 
     def _let_go(self) -> None:
         self._done.extend(entry[4] for entry in self._waiting if entry[4] is not None)
