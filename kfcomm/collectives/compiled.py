@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kfcomm.core.deadlines import first_due_s
-from kfcomm.core.machine import INPUT, UP, Effects
+from kfcomm.core.machine import FOLD, FOLD_UP, INPUT, UP, Effects
 from kfcomm.core.program import Lane
 from kfcomm.runtime.operation import COPIED_NBYTES, Array, Operation
 
@@ -48,6 +48,7 @@ class CompiledName:
         "first_s",
         "group",
         "is_small",
+        "is_whole",
         "timeout_s",
         "work",
     )
@@ -62,6 +63,7 @@ class CompiledName:
         self.work = plan.work
         self.compiled = group.engine.router.compiled(group.view, name or "", plan.signature, plan.program, plan.sizes)
         self.is_small = plan.program.num_slots == 1 and 0 < x.nbytes <= COPIED_NBYTES
+        self.is_whole = plan.program.num_slots == 1 and plan.work.is_partial_shared
         self.timeout_s = group.timeout_s
         self.first_s = first_due_s(group.timeout_s, group.engine.deadlines.stall_after_s)
 
@@ -88,8 +90,13 @@ class CompiledName:
 
 
 class Use(Operation):
-    """One use of a compiled name: an operation of which all is known but its number and its arrays."""
+    """One use of a compiled name: an operation of which all is known but its number and its arrays.
 
+    Attributes:
+        is_whole: it is one chunk, and what is folded lies in the result.
+    """
+
+    is_whole = False
     def __init__(self, name: CompiledName, future: Any, source: Array, result: Array, value: Any) -> None:
         compiled = name.compiled
         program = compiled.program
@@ -102,6 +109,8 @@ class Use(Operation):
         self.posted = compiled.posted
         if name.is_small:
             self.is_small = True
+        if name.is_whole:
+            self.is_whole = True
         self.stamp = name.group.plans.generation << 1
         self.engine = name.engine
         self.work = name.work
@@ -123,6 +132,19 @@ class Use(Operation):
         else:
             for to, lane, index in sends:
                 self.engine.send(self, to, lane, index, UP, INPUT, None)
+
+    def _fold(
+        self, tag: int, lane: Lane, index: int, payload: Payload | memoryview, first: bool, effects: Effects
+    ) -> None:
+        if not self.is_whole or type(payload) is not memoryview or tag == FOLD_UP:
+            super()._fold(tag, lane, index, payload, first, effects)
+            return
+        kernel, out = self._folding(), self._out
+        own = self._in if first else out
+        if tag == FOLD:
+            kernel.fold(own, np.frombuffer(payload, out.dtype), out)
+        else:
+            kernel.last(own, np.frombuffer(payload, out.dtype), out, self.work.size)
 
     def _store(self, lane: Lane, index: int, payload: Payload | memoryview, effects: Effects) -> None:
         if type(payload) is memoryview and lane.count == len(self._out):

@@ -139,15 +139,12 @@ class Machine:
         return False
 
     def take(self, route: Route, index: int, payload: Any, effects: Effects) -> bool:
-        """A chunk is here: take it if it is the next of its place; if not, nothing has happened.
-
-        This is what nearly every chunk comes by. One that comes out of turn goes by ``arrived``.
-        """
+        """A chunk that is on this lane is here; False if it was here before, and then nothing has happened."""
         lane, position = route.lane, route.position
         slot = lane.base + index
         folded = self._folded
         if folded[slot] != position or self._held:
-            return False
+            return self._take_in_turn(route, index, payload, effects)
         folded[slot] = position + 1
         if route.phase:
             if lane.keeps:
@@ -175,29 +172,38 @@ class Machine:
             self._done(effects)
         return True
 
+    def _take_in_turn(self, route: Route, index: int, payload: Any, effects: Effects) -> bool:
+        """As ``take``, where a chunk is out of turn, or others are held: children are folded in their order."""
+        lane, position = route.lane, route.position
+        slot = lane.base + index
+        folded = self._folded[slot]
+        if folded != position:
+            if route.phase or position < folded or (self._held and (slot, position) in self._held):
+                return False
+            if self._held is None:
+                self._held = {}
+            self._held[slot, position] = self._hold(payload, effects)
+            return True
+        held, self._held = self._held or {}, None
+        try:
+            self.take(route, index, payload, effects)
+            position += 1
+            while (slot, position) in held and not route.phase:
+                following = self.program.routes[lane.number, UP, lane.children[position]]
+                self.take(following, index, held.pop((slot, position)), effects)
+                position += 1
+        finally:
+            self._held = held or None
+        return True
+
     def arrived(self, route: Route, index: int, payload: Any, effects: Effects) -> None:
-        """A chunk is here that ``accepts`` has let in: take it, or hold it until it is the next.
+        """A chunk is here that ``accepts`` has let in.
 
         Of a chunk that was accepted twice, because it came on two links at a time, only the first to be complete
         counts.
         """
-        lane, position = route.lane, route.position
-        slot = lane.base + index
-        held, self._held = self._held or {}, None
-        try:
-            if self.take(route, index, payload, effects):
-                position += 1
-                while held and (slot, position) in held:
-                    following = self.program.routes[lane.number, UP, lane.children[position]]
-                    self.take(following, index, held.pop((slot, position)), effects)
-                    position += 1
-            elif route.phase == DOWN or position < self._folded[slot] or (slot, position) in held:
-                self._release(payload, effects)
-            else:
-                held[slot, position] = payload
-                self._hold(payload, effects)
-        finally:
-            self._held = held or None
+        if not self.take(route, index, payload, effects):
+            self._release(payload, effects)
 
     def done_elsewhere(self, effects: Effects) -> None:
         """What a program without lanes stands for has been carried out."""
@@ -269,8 +275,9 @@ class Machine:
     def _fold(self, tag: int, lane: Lane, index: int, payload: Any, first: bool, effects: Effects) -> None:
         effects.append((tag, self, lane, index, payload, first))
 
-    def _hold(self, payload: Any, effects: Effects) -> None:
+    def _hold(self, payload: Any, effects: Effects) -> Any:
         effects.append((HOLD, self, payload))
+        return payload
 
     def _finish(self, lane: Lane, index: int, effects: Effects) -> None:
         effects.append((FINISH, self, lane, index))

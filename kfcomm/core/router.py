@@ -297,7 +297,7 @@ class Router:
         """A chunk that is here as a whole and like one that came before it: give it to its collective at once.
 
         None, and nothing has happened, if it has to go by ``match`` and ``arrived``, which alone know what to make of
-        it: it is the first of its kind, out of turn, early, late, or wrong.
+        it: it is the first of its kind, early, late, or wrong.
         """
         _, key_id, seq, number, lane, phase, index, stamp = header
         arrival = incoming.arrivals.get((key_id, number, lane, phase))

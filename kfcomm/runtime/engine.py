@@ -75,6 +75,7 @@ class Engine:
     Attributes:
         tracer: records a timeline, if one is wanted.
         meter: what is counted and timed; None if nothing is.
+        lender: the link whose chunk is being taken in.
         is_unusual: every post goes the long way, since it may be refused.
     """
 
@@ -110,6 +111,7 @@ class Engine:
         )
         self.on_wait: Callable[[], None] = _nothing
         self.is_unusual = False
+        self.lender: Link | None = None
         self.load: Load | None = None
         self.pool = BlockPool()
         self._ended = ""
@@ -315,6 +317,7 @@ class Engine:
                 meter.now_s = monotonic()
             if self.tracer is not None:
                 self._trace_chunk(link, header, payload)
+            self.lender = link
             try:
                 whose = self.router.receive(link.state, header, len(payload), payload, effects)
                 if whose is None:

@@ -17,12 +17,12 @@ from kfcomm.core.deadlines import NEVER
 from kfcomm.core.machine import FOLD_LAST, FOLD_UP, INPUT, PARTIAL, RESULT, Effects
 from kfcomm.core.program import Lane
 from kfcomm.errors import InternalError
+from kfcomm.runtime.buffers import Payload
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kfcomm.reduce import Kernel
-    from kfcomm.runtime.buffers import Payload
     from kfcomm.runtime.engine import Engine
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -149,8 +149,11 @@ class Operation(Collective):
         if type(payload) is not memoryview:
             payload.release(self.engine.pool)
 
-    def _hold(self, payload: Payload, effects: Effects) -> None:
+    def _hold(self, payload: Payload | memoryview, effects: Effects) -> Payload:
+        if type(payload) is memoryview:
+            payload = Payload(payload, None, self.engine.lender)
         payload.keep(self.engine.pool)
+        return payload
 
     def _finish(self, lane: Lane, index: int, effects: Effects) -> None:
         self.finish(lane, index)

@@ -311,7 +311,7 @@ class Driver:
                 return
 
     def _lead(self, handle: Awaited[T], deadline_s: float) -> None:
-        """Look at what comes until it is over, or it is time; rest when nothing comes. The reactor does not rest yet."""
+        """Look at what comes until it is over, or it is time; rest when nothing comes."""
         reactor, is_done = self.reactor, handle.done
         most_looks = LOOKS if reactor.pollers else 0
         self._is_resting = False  # an interrupted leader may have left it
