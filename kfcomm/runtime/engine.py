@@ -552,7 +552,7 @@ class Engine:
         now_s = monotonic()
         key = operation.compiled.key
         if self.meter is not None:
-            self.meter.completed(operation, key, now_s)
+            self.meter.completed(operation, now_s)
         self.router.complete(operation)
         if self.deadlines.inquiries:
             self.deadlines.end(operation)

@@ -165,12 +165,12 @@ class Meter:
             self.waited_s[peer] += waited_s
             operation.heard_s = now_s
 
-    def completed(self, operation: Operation, key: Key, now_s: float) -> None:
-        """A collective is complete, under this key."""
+    def completed(self, operation: Operation, now_s: float) -> None:
+        """A collective is complete."""
         ended = self._ended
         # as Operation.nbytes, which costs 0.1 µs more
         nbytes = operation._out.nbytes or operation._in.nbytes
-        ended.append((key, now_s - operation.posted_s, nbytes))
+        ended.append((operation.key, now_s - operation.posted_s, nbytes))
         if len(ended) >= BATCH and self._lock.acquire(blocking=False):
             self._settle()
 

@@ -225,7 +225,7 @@ def test_what_chunks_need_to_be_understood_goes_ahead_of_them():
 def test_a_number_that_gets_another_meaning_overtakes_nothing_that_knows_the_old_one():
     async def main():
         async with linked() as pair:
-            first, second, question = [4, 1, ["first"]], [4, 1, ["second"]], [2, 0, 0, 1]
+            first, second, question = [4, 1, ["first"]], [4, 1, ["second"]], [2, 0, 0, 1, 0]
             pair.link.send(first)
             count = fill(pair.link)
             for index, priority in enumerate([0, 5, 0]):

@@ -11,6 +11,7 @@ from kfcomm.transports.shm.ring import ALIGN_NBYTES, HEAD_NBYTES, RECORD, SLACK_
 NBYTES = 1 << 12
 TAIL, HEAD = 0, 1
 MAX = (1 << 64) - 1
+ALL = NBYTES
 
 
 class Ring:
@@ -32,10 +33,15 @@ class Ring:
 
         def take(record, payload):
             taken.append((record, None if payload is None else bytes(payload)))
-            return True
+            self.reader.is_open = len(taken) < limit
 
-        self.reader.read(limit, take)
+        self.reader.is_open = True
+        self.reader.read(ALL, take, lambda header, payload: take((0, 0, len(payload), *header), payload))
         return taken
+
+
+def unexpected(header, payload):
+    raise AssertionError(header)
 
 
 def header(number):
@@ -95,13 +101,13 @@ def test_a_record_is_done_with_when_it_was_taken_whoever_stops_or_fails():
     for number in range(6):
         ring.writer.put(header(number), 1, 0, None)
     freed = []
-    ring.reader.read(3, lambda record, payload: freed.append(ring.control[HEAD]) or True)
+    ring.reader.read(2 * 128 + 1, lambda record, payload: freed.append(ring.control[HEAD]), unexpected)
     assert freed == [0, 128, 256]
     assert ring.control[HEAD] == 3 * 128
-    ring.reader.read(2, lambda record, payload: False)
+    ring.reader.read(ALL, lambda record, payload: setattr(ring.reader, "is_open", False), unexpected)
     assert ring.control[HEAD] == 4 * 128
     with pytest.raises(ZeroDivisionError):
-        ring.reader.read(2, lambda record, payload: 1 / 0)
+        ring.reader.read(ALL, lambda record, payload: 1 / 0, unexpected)
     assert [record[4] for record, _ in ring.records(2)] == [5]
     assert ring.control[HEAD] == 6 * 128
     assert ring.writer.is_empty
