@@ -1,86 +1,228 @@
-"""A name that was used before, with all that can be known of its next use worked out: an all_reduce of one kind.
+"""A name that was used before, with all that can be known of its next use worked out: a collective of one kind.
 
 A group keeps one for each name that is in use. A call that fits skips what the first one did: checks, plan, names,
 signature, deadlines. Whatever does not fit, or is unusual, goes the long way, which alone knows what to make of it. All
 are forgotten when the strategy changes.
+
+Compiled are verbs whose shapes every rank knows by itself, in calls with NumPy arrays and without a timeout, a priority
+or a wire dtype of their own.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
 from kfcomm.core.deadlines import first_due_s
 from kfcomm.runtime.operation import Operation
+from kfcomm.types import Verb
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kfcomm.collectives.group import Group
     from kfcomm.collectives.handle import Handle
     from kfcomm.collectives.plans import Plan
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+Shape: TypeAlias = tuple[int, ...]
+Arguments: TypeAlias = tuple[Any, ...]
+"""A verb, then its op, then the type of its root and its root, as far as it has them.
+
+The type, since 1.0 and True equal 1, and what only equals a rank is for the long way to judge.
+"""
+
+# Looked up at each call: as attributes of the enum they would cost twice as much.
+ALL_REDUCE: Final = Verb.ALL_REDUCE
+REDUCE: Final = Verb.REDUCE
+BROADCAST: Final = Verb.BROADCAST
+GATHER: Final = Verb.GATHER
+ALL_GATHER: Final = Verb.ALL_GATHER
+REDUCE_SCATTER: Final = Verb.REDUCE_SCATTER
+ALL_TO_ALL: Final = Verb.ALL_TO_ALL
+BARRIER: Final = Verb.BARRIER
+
+IN_PLACE: Final = frozenset((ALL_REDUCE, REDUCE, BROADCAST))
+"""Verbs whose result may be made in the memory of the input."""
+
+NO_ARRAY: Final = np.empty(0, np.uint8)
+"""What a verb is started with that takes no array."""
+
+NOT_ALIKE: Final = object()
+"""In place of a result: the call is not like the one before it, and nothing has begun."""
 
 MAX_NAMES = 1 << 14
 """Of a group, compiled at a time, half a KiB each: more than this are hardly used again and again."""
 
 
-class CompiledName:
-    """See the module.
+class Compiled:
+    """A name whose uses have no arrays, and what is known of those that do.
 
     Args:
         group: whose name it is.
         name: of the calls; None for those without one.
-        x: the array of the first use.
-        op: as the caller gave it.
+        arguments: of the first use.
         plan: of the first use.
     """
 
     __slots__ = (
-        "_dtype",
+        "_arguments",
         "_engine",
         "_first_s",
-        "_is_flat",
         "_key",
-        "_op",
         "_plan",
-        "_shape",
         "_signature",
         "_timeout_s",
         "_view",
+        "work",
     )
 
-    def __init__(self, group: Group, name: str | None, x: np.ndarray[Any, Any], op: str, plan: Plan) -> None:
+    def __init__(self, group: Group, name: str | None, arguments: Arguments, plan: Plan) -> None:
         self._engine = group.engine
         self._view = group.view
-        self._dtype = x.dtype
-        self._shape = x.shape
-        self._is_flat = x.ndim == 1
-        self._op = op
+        self._arguments = arguments
         self._plan = plan
+        self.work = plan.work
         self._key = group.engine.router.key(group.view.id, name or "")
         self._signature = group.engine.router.same(plan.signature)
         self._timeout_s = group.timeout_s
         self._first_s = first_due_s(group.timeout_s, group.engine.deadlines.stall_after_s)
 
-    def start(self, x: np.ndarray[Any, Any], op: str, out: Any, handle: Handle[Any] | None) -> Operation | None:
-        """Begin a use with this array, or None if it is not like the first one. Nothing has happened then."""
-        if x.dtype is not self._dtype or x.shape != self._shape or not x.flags.c_contiguous:
-            return None
-        if op is not self._op and op != self._op:
+    def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Operation | None:
+        """Begin a use with these arrays, or None if it is not like the first one. Nothing has happened then.
+
+        Without a handle the caller waits for the operation itself.
+        """
+        return self.post(Operation(handle, None, None, self.work)) if arguments == self._arguments else None
+
+    def use(self, x: Any, arguments: Arguments, out: Any) -> Use | None:
+        """Uses with these very arrays again and again, or None if they are not like the first one."""
+        return Use(self, None) if arguments == self._arguments else None
+
+    def post(self, operation: Operation) -> Operation | None:
+        """Begin a use that was made for this name."""
+        operation.timeout_s = self._timeout_s
+        operation.due_s = operation.posted_s + self._first_s
+        if self._engine.post_again(self._key, self._view, self._signature, self._plan, operation):
+            return operation
+        return None
+
+
+class CompiledName(Compiled):
+    """A name under which arrays are exchanged.
+
+    Args:
+        group: whose name it is.
+        name: of the calls; None for those without one.
+        arguments: of the first use.
+        dtype: of the array of the first use.
+        shape: of the array of the first use.
+        gets: shape of this rank's result; None if it gets none.
+        plan: of the first use.
+    """
+
+    __slots__ = ("_dtype", "_gets", "_is_flat", "_is_in_place", "_room", "_shape")
+
+    def __init__(
+        self, group: Group, name: str | None, arguments: Arguments, dtype: np.dtype[Any], shape: Shape,
+        gets: Shape | None, plan: Plan,
+    ) -> None:  # fmt: skip
+        super().__init__(group, name, arguments, plan)
+        self._dtype = dtype
+        self._shape = shape
+        self._gets = gets
+        self._is_flat = len(shape) == 1 and (gets is None or len(gets) == 1)
+        self._is_in_place = gets is not None and arguments[0] in IN_PLACE
+        # One call either way, of something that is not Python: no test, no look-up of what is known.
+        self._room: Callable[[], Any] = NoneType if gets is None else partial(np.empty, gets, dtype)
+
+    def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Operation | None:
+        """See ``Compiled.start``."""
+        if (
+            arguments != self._arguments
+            or x.dtype is not self._dtype
+            or x.shape != self._shape
+            or not x.flags.c_contiguous
+        ):
             return None
         if out is None:
             try:
-                value = np.empty(self._shape, self._dtype)
+                value = self._room()
             except MemoryError:  # the other ranks have to be told
                 return None
-        elif out is x and x.flags.writeable:
+        elif out is x and self._is_in_place and x.flags.writeable:
             value = x
+        elif self._takes(x, out):
+            value = None if self._gets is None else out
         else:
             return None
-        plan = self._plan
         if self._is_flat:
-            operation = Operation(handle, x, value, plan.work, value=value)
+            operation = Operation(handle, x, value, self.work, value=value)
         else:
-            operation = Operation(handle, x.reshape(-1), value.reshape(-1), plan.work, value=value)
-        operation.timeout_s = self._timeout_s
+            result = None if value is None else value.reshape(-1)
+            operation = Operation(handle, x.reshape(-1), result, self.work, value=value)
+        operation.timeout_s = self._timeout_s  # what `post` does: a call less
         operation.due_s = operation.posted_s + self._first_s
-        return operation if self._engine.post_again(self._key, self._view, self._signature, plan, operation) else None
+        if self._engine.post_again(self._key, self._view, self._signature, self._plan, operation):
+            return operation
+        return None
+
+    def use(self, x: Any, arguments: Arguments, out: Any) -> Use | None:
+        """See ``Compiled.use``."""
+        if arguments != self._arguments or x.dtype is not self._dtype:
+            return None
+        if x.shape != self._shape or not x.flags.c_contiguous:
+            return None
+        if self._gets is None:
+            return Use(self, x)
+        if out is None:
+            return Use(self, x, room=self._room)
+        if (out is x and self._is_in_place and x.flags.writeable) or self._takes(x, out):
+            return Use(self, x, out)
+        return None
+
+    def _takes(self, x: Array, out: Any) -> bool:
+        """Whether a result can be made in ``out``, which is ignored where there is none."""
+        if self._gets is None:
+            return True
+        if type(out) is not np.ndarray or out.dtype is not self._dtype or out.shape != self._gets:
+            return False
+        # Two contiguous arrays share memory if their bounds do.
+        return out.flags.c_contiguous and out.flags.writeable and not np.may_share_memory(x, out)
+
+
+class Use:
+    """Uses of a compiled name with arrays that stay the same: nothing is left to be checked or looked up.
+
+    Args:
+        compiled: the name.
+        x: what this rank gives, if anything.
+        value: where the result goes, and what the caller gets; None where this rank gets nothing, or with ``room``.
+        room: makes a new array for each result.
+    """
+
+    __slots__ = ("_compiled", "_result", "_room", "_source", "_value")
+
+    def __init__(
+        self, compiled: Compiled, x: Array | None, value: Array | None = None, *,
+        room: Callable[[], Array] | None = None,
+    ) -> None:  # fmt: skip
+        self._compiled = compiled
+        self._source = None if x is None else x.reshape(-1)
+        self._value = value
+        self._result = None if value is None else value.reshape(-1)
+        self._room = room
+
+    def start(self, handle: Handle[Any] | None) -> Operation | None:
+        """Begin a use, or None if anything is unusual. Nothing has happened then."""
+        compiled = self._compiled
+        if self._room is None:
+            return compiled.post(Operation(handle, self._source, self._result, compiled.work, value=self._value))
+        try:
+            value = self._room()
+        except MemoryError:  # the other ranks have to be told
+            return None
+        return compiled.post(Operation(handle, self._source, value.reshape(-1), compiled.work, value=value))

@@ -250,14 +250,6 @@ class Plans:
         """The plan for a barrier, made at each."""
         return self._sign(self.planner.barrier(name))
 
-    def known(self, dtype: np.dtype[Any], shape: tuple[int, ...], op: Op | str, key: str) -> Plan | None:
-        """The plan for an all_reduce, if it was made before: then the dtype is supported, and the op has a meaning."""
-        found = self._ways.get((dtype, shape, op, None))
-        if found is None:
-            return None
-        ways, shares = found
-        return ways[0] if len(ways) == 1 else ways[pair_of(key, len(ways), shares)]
-
     def all_reduce(
         self, dtype: np.dtype[Any], shape: tuple[int, ...], op: Op, key: str, wire: WireDtype = None
     ) -> Plan:

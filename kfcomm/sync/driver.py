@@ -24,13 +24,14 @@ from collections.abc import Callable
 from os import sched_yield
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from kfcomm.collectives.compiled import NOT_ALIKE
 from kfcomm.errors import SessionClosed
 from kfcomm.sync.thread import LOOK_EVERY_S, IoThread
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor
 
 if TYPE_CHECKING:
-    from kfcomm.collectives.compiled import CompiledName
+    from kfcomm.collectives.compiled import Arguments, Compiled
     from kfcomm.runtime.operation import Operation
     from kfcomm.session import Session
 
@@ -181,16 +182,16 @@ class Driver:
             self.reactor.is_driven = False
             self._leave()
 
-    def call_again(self, compiled: CompiledName, x: Any, op: str, out: Any, session: Session) -> Any:
-        """As ``call``, for a name that was used before; None if this use is not alike: then nothing has begun."""
+    def call_again(self, compiled: Compiled, x: Any, arguments: Arguments, out: Any, session: Session) -> Any:
+        """As ``call``, for a name used before; ``NOT_ALIKE`` if this use is another one: then nothing has begun."""
         if self.io.is_current:
-            return None
+            return NOT_ALIKE
         operation: Operation | None = None
         try:
             self._enter(session)
-            operation = compiled.start(x, op, out, None)
+            operation = compiled.start(x, arguments, out, None)
             if operation is None:
-                return None
+                return NOT_ALIKE
             if not operation.is_over:
                 self._wait(operation, math.inf)
             return operation.result()
