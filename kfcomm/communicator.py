@@ -321,7 +321,7 @@ class Communicator(Monitored):
     def _leave(self) -> None:
         if not self._left:
             self._left = True
-            self._group.compiled.clear()
+            self._group.forget()
             self._session.engine.end_listeners.remove(self._leave)
             self._session.drains.remove(self._devices.drained)
             self._paths.close()

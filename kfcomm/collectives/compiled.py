@@ -1,14 +1,20 @@
-"""A name that was used before, with all that can be known of its next use worked out: an all_reduce of one kind.
+"""A name that was used before, with all that can be known of its next use worked out: a collective of one kind.
 
 A group keeps one for each name that is in use. A call that fits skips what the first one did: checks, plan, names,
 signature, deadlines. Whatever does not fit, or is unusual, goes the long way, which alone knows what to make of it. All
 belong to the strategy in force, and are there again when it comes again.
+
+Compiled are verbs whose shapes every rank knows by itself, in calls with NumPy arrays and without a timeout, a priority
+or a wire dtype of their own.
 """
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
@@ -16,80 +22,203 @@ from kfcomm.core.deadlines import first_due_s
 from kfcomm.core.machine import FOLD, FOLD_UP, INPUT, UP, Effects
 from kfcomm.core.program import Lane
 from kfcomm.runtime.operation import COPIED_NBYTES, Array, Operation
+from kfcomm.types import Verb
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kfcomm.collectives.group import Group
     from kfcomm.collectives.handle import Handle
     from kfcomm.collectives.plans import Plan
     from kfcomm.runtime.buffers import Payload
 
+Shape: TypeAlias = tuple[int, ...]
+Arguments: TypeAlias = tuple[Any, ...]
+"""A verb, then its op, then the type of its root and its root, as far as it has them.
+
+The type, since 1.0 and True equal 1, and what only equals a rank is for the long way to judge.
+"""
+
+# Looked up at each call: as attributes of the enum they would cost twice as much.
+ALL_REDUCE: Final = Verb.ALL_REDUCE
+REDUCE: Final = Verb.REDUCE
+BROADCAST: Final = Verb.BROADCAST
+GATHER: Final = Verb.GATHER
+ALL_GATHER: Final = Verb.ALL_GATHER
+REDUCE_SCATTER: Final = Verb.REDUCE_SCATTER
+ALL_TO_ALL: Final = Verb.ALL_TO_ALL
+BARRIER: Final = Verb.BARRIER
+
+IN_PLACE: Final = frozenset((ALL_REDUCE, REDUCE, BROADCAST))
+"""Verbs whose result may be made in the memory of the input."""
+
+NO_ARRAY: Final = np.empty(0, np.uint8)
+"""What a verb is started with that takes no array."""
+
+NOT_ALIKE: Final = object()
+"""In place of a result: the call is not like the one before it, and nothing has begun."""
+
 MAX_NAMES = 1 << 14
 """Of a group, compiled at a time, half a KiB each: more than this are hardly used again and again."""
 
 
-class CompiledName:
-    """See the module.
+class Compiled:
+    """A name whose uses have no arrays, and what is known of those that do.
 
     Args:
         group: whose name it is.
         name: of the calls; None for those without one.
-        x: the array of the first use.
-        op: as the caller gave it.
+        arguments: of the first use.
         plan: of the first use.
     """
 
     __slots__ = (
-        "_dtype",
-        "_is_flat",
-        "_op",
-        "_shape",
-        "compiled",
-        "engine",
-        "first_s",
-        "group",
-        "is_small",
-        "is_whole",
-        "timeout_s",
-        "work",
-    )
+        "_arguments", "engine", "first_s", "group", "is_small", "is_whole", "series", "timeout_s", "work",
+    )  # fmt: skip
 
-    def __init__(self, group: Group, name: str | None, x: np.ndarray[Any, Any], op: str, plan: Plan) -> None:
+    def __init__(self, group: Group, name: str | None, arguments: Arguments, plan: Plan) -> None:
         self.engine = group.engine
         self.group = group
-        self._dtype = x.dtype
-        self._shape = x.shape
-        self._is_flat = x.ndim == 1
-        self._op = op
+        self.series = group.engine.router.series(group.view, name or "", plan.signature, plan.program, plan.sizes)
         self.work = plan.work
-        self.compiled = group.engine.router.compiled(group.view, name or "", plan.signature, plan.program, plan.sizes)
-        self.is_small = plan.program.num_slots == 1 and 0 < x.nbytes <= COPIED_NBYTES
-        self.is_whole = plan.program.num_slots == 1 and plan.work.is_partial_shared
         self.timeout_s = group.timeout_s
         self.first_s = first_due_s(group.timeout_s, group.engine.deadlines.stall_after_s)
+        self.is_small = False
+        self.is_whole = plan.program.num_slots == 1 and plan.work.is_partial_shared
+        self._arguments = arguments
 
-    def start(self, x: np.ndarray[Any, Any], op: str, out: Any, handle: Handle[Any] | None) -> Operation | None:
-        """Begin a use with this array, or None if it is not like the first one. Nothing has happened then."""
-        if x.dtype is not self._dtype or x.shape != self._shape or not x.flags.c_contiguous:
-            return None
-        if op is not self._op and op != self._op:
+    def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Operation | None:
+        """Begin a use with these arrays, or None if it is not like the first one. Nothing has happened then.
+
+        Without a handle the caller waits for the operation itself.
+        """
+        return self.post(CompiledOperation(self, handle, None, None, None)) if arguments == self._arguments else None
+
+    def use(self, x: Any, arguments: Arguments, out: Any) -> Use | None:
+        """Uses with these very arrays again and again, or None if they are not like the first one."""
+        return Use(self, None) if arguments == self._arguments else None
+
+    def post(self, operation: CompiledOperation) -> Operation | None:
+        """Begin a use that was made for this name, or None if anything is unusual."""
+        return operation if self.engine.post_again(self.series, operation) else None
+
+
+class CompiledName(Compiled):
+    """A name under which arrays are exchanged.
+
+    Args:
+        group: whose name it is.
+        name: of the calls; None for those without one.
+        arguments: of the first use.
+        dtype: of the array of the first use.
+        shape: of the array of the first use.
+        gets: shape of this rank's result; None if it gets none.
+        plan: of the first use.
+    """
+
+    __slots__ = ("_dtype", "_gets", "_is_flat", "_is_in_place", "_room", "_shape")
+
+    def __init__(
+        self, group: Group, name: str | None, arguments: Arguments, dtype: np.dtype[Any], shape: Shape,
+        gets: Shape | None, plan: Plan,
+    ) -> None:  # fmt: skip
+        super().__init__(group, name, arguments, plan)
+        nbytes = dtype.itemsize * math.prod(shape)
+        self.is_small = plan.program.num_slots == 1 and 0 < nbytes <= COPIED_NBYTES
+        self._dtype = dtype
+        self._shape = shape
+        self._gets = gets
+        self._is_flat = len(shape) == 1 and (gets is None or len(gets) == 1)
+        self._is_in_place = gets is not None and arguments[0] in IN_PLACE
+        # One call either way, of something that is not Python: no test, no look-up of what is known.
+        self._room: Callable[[], Any] = NoneType if gets is None else partial(np.empty, gets, dtype)
+
+    def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Operation | None:
+        """See ``Compiled.start``."""
+        if (
+            arguments != self._arguments
+            or x.dtype is not self._dtype
+            or x.shape != self._shape
+            or not x.flags.c_contiguous
+        ):
             return None
         if out is None:
             try:
-                value = np.empty(self._shape, self._dtype)
+                value = self._room()
             except MemoryError:  # the other ranks have to be told
                 return None
-        elif out is x and x.flags.writeable:
+        elif out is x and self._is_in_place and x.flags.writeable:
             value = x
+        elif self._takes(x, out):
+            value = None if self._gets is None else out
         else:
             return None
         if self._is_flat:
-            use = Use(self, handle, x, value, value)
+            operation = CompiledOperation(self, handle, x, value, value)
         else:
-            use = Use(self, handle, x.reshape(-1), value.reshape(-1), value)
-        return use if self.engine.post_again(self.compiled, use) else None
+            result = None if value is None else value.reshape(-1)
+            operation = CompiledOperation(self, handle, x.reshape(-1), result, value)
+        return operation if self.engine.post_again(self.series, operation) else None
+
+    def use(self, x: Any, arguments: Arguments, out: Any) -> Use | None:
+        """See ``Compiled.use``."""
+        if arguments != self._arguments or x.dtype is not self._dtype:
+            return None
+        if x.shape != self._shape or not x.flags.c_contiguous:
+            return None
+        if self._gets is None:
+            return Use(self, x)
+        if out is None:
+            return Use(self, x, room=self._room)
+        if (out is x and self._is_in_place and x.flags.writeable) or self._takes(x, out):
+            return Use(self, x, out)
+        return None
+
+    def _takes(self, x: Array, out: Any) -> bool:
+        """Whether a result can be made in ``out``, which is ignored where there is none."""
+        if self._gets is None:
+            return True
+        if type(out) is not np.ndarray or out.dtype is not self._dtype or out.shape != self._gets:
+            return False
+        # Two contiguous arrays share memory if their bounds do.
+        return out.flags.c_contiguous and out.flags.writeable and not np.may_share_memory(x, out)
 
 
-class Use(Operation):
+class Use:
+    """Uses of a compiled name with arrays that stay the same: nothing is left to be checked or looked up.
+
+    Args:
+        compiled: the name.
+        x: what this rank gives, if anything.
+        value: where the result goes, and what the caller gets; None where this rank gets nothing, or with ``room``.
+        room: makes a new array for each result.
+    """
+
+    __slots__ = ("_compiled", "_result", "_room", "_source", "_value")
+
+    def __init__(
+        self, compiled: Compiled, x: Array | None, value: Array | None = None, *,
+        room: Callable[[], Array] | None = None,
+    ) -> None:  # fmt: skip
+        self._compiled = compiled
+        self._source = None if x is None else x.reshape(-1)
+        self._value = value
+        self._result = None if value is None else value.reshape(-1)
+        self._room = room
+
+    def start(self, handle: Handle[Any] | None) -> Operation | None:
+        """Begin a use, or None if anything is unusual. Nothing has happened then."""
+        compiled = self._compiled
+        if self._room is None:
+            return compiled.post(CompiledOperation(compiled, handle, self._source, self._result, self._value))
+        try:
+            value = self._room()
+        except MemoryError:  # the other ranks have to be told
+            return None
+        return compiled.post(CompiledOperation(compiled, handle, self._source, value.reshape(-1), value))
+
+
+class CompiledOperation(Operation):
     """One use of a compiled name: an operation of which all is known but its number and its arrays.
 
     Attributes:
@@ -97,35 +226,36 @@ class Use(Operation):
     """
 
     is_whole = False
-    def __init__(self, name: CompiledName, future: Any, source: Array, result: Array, value: Any) -> None:
-        compiled = name.compiled
-        program = compiled.program
-        self.compiled = compiled
-        self.program = program
-        self.remaining = program.num_slots
-        self._folded = bytearray(program.num_slots) if program.small_counts else [0] * program.num_slots
+
+    def __init__(
+        self, name: Compiled, future: Any, source: Array | None, result: Array | None, value: Array | None
+    ) -> None:
+        self.series = series = name.series
+        self.program = program = series.program
+        self.remaining = num_slots = program.num_slots
+        self._folded = bytearray(num_slots) if program.small_counts else [0] * num_slots
         if program.gate:
             self._gate = program.gate
-        self.posted = compiled.posted
         if name.is_small:
             self.is_small = True
         if name.is_whole:
             self.is_whole = True
+        self.posted = series.posted
         self.stamp = name.group.plans.generation << 1
         self.engine = name.engine
         self.work = name.work
         self.future = future
-        self._in = source
-        self._out = result
+        self._in = NO_ARRAY if source is None else source
+        self._out = NO_ARRAY if result is None else result
         self.value = value
         self.posted_s = self.heard_s = now_s = monotonic()
         self.timeout_s = name.timeout_s
         self.due_s = now_s + name.first_s
 
     def start(self, effects: Effects) -> None:
-        """See ``Machine.start``. It is no first use, and has no priority; if it is to be traced, it is none."""
-        key = self.compiled.key
-        self.engine.recorder.append((self.posted_s, "posted", key.name, self.seq, self.compiled.signature[0]))
+        """See ``Machine.start``. It is no first use, and has no priority; if all is traced, nothing is compiled."""
+        series = self.series
+        self.engine.recorder.append((self.posted_s, "posted", series.key.name, self.seq, series.signature[0]))
         sends = self.program.first_sends
         if sends is None:
             super(Operation, self).start(effects)

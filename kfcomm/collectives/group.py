@@ -12,7 +12,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kfcomm.collectives.compiled import MAX_NAMES, CompiledName
+from kfcomm.arrays import HostArray
+from kfcomm.collectives.compiled import MAX_NAMES, Arguments, Compiled, CompiledName
 from kfcomm.collectives.generations import Generations
 from kfcomm.collectives.handle import Handle, named
 from kfcomm.collectives.plans import Plan
@@ -22,9 +23,10 @@ from kfcomm.errors import ConfigError
 from kfcomm.runtime.engine import Engine
 from kfcomm.runtime.operation import Operation
 from kfcomm.strategies import AnyStrategy
-from kfcomm.types import Layout, Op
+from kfcomm.types import Layout
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+Shape: TypeAlias = tuple[int, ...]
 
 UNNAMED = ""
 STRATEGY_KEY = "\0strategy"
@@ -41,7 +43,8 @@ class Group:
         layout: hosts of the members.
         plans: plans under the strategy in force.
         turns: of the calls that have several steps.
-        compiled: by name; empty while a strategy is being agreed.
+        compiled: by name; empty while a strategy is being agreed. Another dictionary whenever something is forgotten:
+            what was found in this one holds for as long as it is the same.
     """
 
     def __init__(
@@ -106,14 +109,30 @@ class Group:
             named(handle, operation)
         return operation
 
-    def compile(self, name: str | None, x: Array, op: Op) -> None:
-        """An all_reduce of this kind was posted: work out what can be known of the next one under this name."""
-        if self._waiting is None and not self.engine.is_unusual:
-            plan = self.plans.known(x.dtype, x.shape, op, name or UNNAMED)
-            if plan is not None:
-                if len(self.compiled) >= MAX_NAMES:
-                    self.compiled.clear()
-                self.compiled[name] = CompiledName(self, name, x, op, plan)
+    def compile(
+        self, name: str | None, arguments: Arguments, array: HostArray | None, gets: Shape | None, plan: Plan
+    ) -> None:
+        """A collective of this kind was posted: work out what can be known of the next one under this name.
+
+        Args:
+            name: of the call.
+            arguments: of the call.
+            array: what this rank gave, a view of a NumPy array; None for a verb without arrays.
+            gets: shape of what this rank gets; None if it gets nothing.
+            plan: under which it was posted.
+        """
+        if self._waiting is not None or self.engine.is_unusual:
+            return
+        if len(self.compiled) >= MAX_NAMES:
+            self.forget()
+        if array is None:
+            self.compiled[name] = Compiled(self, name, arguments, plan)
+        else:
+            self.compiled[name] = CompiledName(self, name, arguments, array.dtype, array.shape, gets, plan)
+
+    def forget(self) -> None:
+        """What was compiled holds no longer."""
+        self.compiled = self.plans.compiled = {}
 
     def refuse(self, key: str, error: BaseException, *, steps: int = 1) -> None:
         """A call failed before it was posted: it fails on the other ranks too, at its place among the posts."""

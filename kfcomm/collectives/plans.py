@@ -29,7 +29,7 @@ from kfcomm.strategies import AnyStrategy, Strategy
 from kfcomm.types import Op, Verb
 
 if TYPE_CHECKING:
-    from kfcomm.collectives.compiled import CompiledName
+    from kfcomm.collectives.compiled import Compiled
 
 CHUNK_NBYTES = 1 << 19
 """Of a chunk: large enough that its way through Python costs little, small enough to stay in the cache."""
@@ -233,7 +233,7 @@ class Plans:
     def __init__(self, planner: Planner, generation: int = 0) -> None:
         self.planner = planner
         self.generation = generation
-        self.compiled: dict[str | None, CompiledName] = {}
+        self.compiled: dict[str | None, Compiled] = {}
         self._plans: dict[Hashable, Plan] = {}
         self._ways: dict[Hashable, tuple[list[Plan | None], Shares]] = {}
 
@@ -256,14 +256,6 @@ class Plans:
     def barrier(self, name: str) -> Plan:
         """The plan for a barrier, made at each."""
         return self.planner.barrier(name)
-
-    def known(self, dtype: np.dtype[Any], shape: tuple[int, ...], op: Op | str, key: str) -> Plan | None:
-        """The plan for an all_reduce, if it was made before: then the dtype is supported, and the op has a meaning."""
-        found = self._ways.get((dtype, shape, op, None))
-        if found is None:
-            return None
-        ways, shares = found
-        return ways[0] if len(ways) == 1 else ways[pair_of(key, len(ways), shares)]
 
     def all_reduce(
         self, dtype: np.dtype[Any], shape: tuple[int, ...], op: Op, key: str, wire: WireDtype = None

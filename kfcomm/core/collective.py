@@ -48,11 +48,11 @@ class Key:
     """A name in a group, and everything that is going on under it.
 
     Attributes:
-        compiled: by the number of a signature, what uses of this kind have in common.
+        series: by the number of a signature, what uses of this kind have in common.
         tally: a slot for whoever counts; the core never looks at it.
     """
 
-    __slots__ = ("compiled", "early", "group_id", "id", "live", "name", "next_seq", "tally")
+    __slots__ = ("early", "group_id", "id", "live", "name", "next_seq", "series", "tally")
 
     def __init__(self, number: int, group_id: bytes, name: str) -> None:
         self.id = number
@@ -61,7 +61,7 @@ class Key:
         self.next_seq = 0
         self.live: dict[int, Collective] = {}
         self.early: dict[int, Early] = {}
-        self.compiled: dict[int, Compiled] = {}
+        self.series: dict[int, Series] = {}
         self.tally: Any = None
 
 
@@ -73,8 +73,8 @@ class ItemSizes:
     partial: int
 
 
-class Compiled:
-    """A name under one signature and one strategy, with all that can be known of its uses: worked out at the first.
+class Series:
+    """The uses of a name with one signature, and all that can be known of them: worked out at the first.
 
     Attributes:
         group, key: whose it is.
@@ -103,23 +103,23 @@ class Compiled:
 
 
 class Arrival:
-    """What one link brings for one compiled name on one lane: found by the numbers in a chunk's header.
+    """What one link brings of one series on one lane: found by the numbers in a chunk's header.
 
     Attributes:
-        compiled: the name.
-        live: the name's uses in flight.
+        series: the series.
+        live: the uses of its name in flight.
         route: of the program.
         posted: the bit of the sender; see ``Collective``.
         last, last_nbytes, nbytes: the number of the last chunk, its size, and that of the others.
     """
 
-    __slots__ = ("compiled", "last", "last_nbytes", "live", "nbytes", "posted", "route")
+    __slots__ = ("last", "last_nbytes", "live", "nbytes", "posted", "route", "series")
 
-    def __init__(self, compiled: Compiled, route: Route, sender: int) -> None:
-        program, sizes, lane = compiled.program, compiled.sizes, route.lane
+    def __init__(self, series: Series, route: Route, sender: int) -> None:
+        program, sizes, lane = series.program, series.sizes, route.lane
         item = sizes.partial if route.is_partial else sizes.item
-        self.compiled = compiled
-        self.live = compiled.key.live
+        self.series = series
+        self.live = series.key.live
         self.route = route
         self.posted = 1 << sender
         self.last = lane.num_chunks - 1
@@ -133,7 +133,7 @@ class Collective(Machine):
     Whoever posts may derive from it and hand in what is still to ``begin``, so that effects name their own.
 
     Attributes:
-        compiled: the name, and what is known of its uses.
+        series: what it has in common with other uses of its name.
         seq: which use of the name it is.
         stamp: twice the generation of the strategy, which is not part of the signature: so strategies may come again
             and again. A chunk's header has one more where the chunk is charged to the sender's credit.
@@ -141,7 +141,7 @@ class Collective(Machine):
         deferred: by rank, sends that wait for the word that it has posted; None while nothing ever waited.
     """
 
-    compiled: Compiled
+    series: Series
     seq: int
     stamp: int
     posted: int
@@ -150,28 +150,28 @@ class Collective(Machine):
     def __init__(self) -> None:
         """Nothing yet: see ``begin``."""
 
-    def begin(self, compiled: Compiled, generation: int) -> None:
+    def begin(self, series: Series, generation: int) -> None:
         """Take the name, and the number that is the key's next."""
-        super().__init__(compiled.program)
-        self.compiled = compiled
-        self.seq = compiled.key.next_seq
+        super().__init__(series.program)
+        self.series = series
+        self.seq = series.key.next_seq
         self.stamp = generation << 1
-        self.posted = compiled.posted
+        self.posted = series.posted
 
     @property
     def key(self) -> Key:
         """The key under which it was posted."""
-        return self.compiled.key
+        return self.series.key
 
     @property
     def group(self) -> GroupView:
         """The group in which it was posted."""
-        return self.compiled.group
+        return self.series.group
 
     @property
     def signature(self) -> AnySignature:
         """What all ranks must agree on."""
-        return self.compiled.signature
+        return self.series.signature
 
     @property
     def generation(self) -> int:
@@ -181,21 +181,21 @@ class Collective(Machine):
     @property
     def name(self) -> str:
         """The name under which it was posted."""
-        return self.compiled.key.name
+        return self.series.key.name
 
     @property
     def title(self) -> str:
         """The name, for people."""
-        return shown(self.compiled.key.name)
+        return shown(self.series.key.name)
 
     def nbytes_expected(self, route: Route, index: int) -> int:
         """Size of a chunk that comes by this route."""
-        sizes = self.compiled.sizes
+        sizes = self.series.sizes
         return self._count(route.lane, index) * (sizes.partial if route.is_partial else sizes.item)
 
     def nbytes_sent(self, number: int, index: int, phase: int) -> int:
         """Size of a chunk that this rank sends on lane ``number``."""
-        lane, sizes = self.program.lanes[number], self.compiled.sizes
+        lane, sizes = self.program.lanes[number], self.series.sizes
         return self._count(lane, index) * (sizes.partial if phase == UP and lane.children else sizes.item)
 
     def _count(self, lane: Lane, index: int) -> int:
@@ -266,7 +266,7 @@ class Outgoing:
         self.window = SendWindow(credit)
         self.keys: dict[int, Key] = {}
         self.former: list[Key] = []
-        self.known: set[Compiled] = set()
+        self.known: set[Series] = set()
         self.signatures: dict[int, AnySignature] = {}
 
 

@@ -58,8 +58,8 @@ class Links:
 def definitions(outgoing: Outgoing, collective: Collective) -> list[Header]:
     """What a link has to be told before it is sent anything of this collective."""
     defined: list[Header] = []
-    compiled = collective.compiled
-    key, number, signature = compiled.key, compiled.signature_id, compiled.signature
+    series = collective.series
+    key, number, signature = series.key, series.signature_id, series.signature
     if outgoing.keys.get(key.id) is not key:
         defined.append(_define(outgoing, key, 0))
     if outgoing.signatures.get(number) is not signature:
@@ -67,7 +67,7 @@ def definitions(outgoing: Outgoing, collective: Collective) -> list[Header]:
             outgoing.known.clear()
         outgoing.signatures[number] = signature
         defined.append((SIGNATURE, number, list(signature)))
-    outgoing.known.add(compiled)
+    outgoing.known.add(series)
     return defined
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kfcomm.core.collective import AnySignature, Compiled, GroupView, ItemSizes, Key
+from kfcomm.core.collective import AnySignature, GroupView, ItemSizes, Key, Series
 from kfcomm.core.frame import MAX_ID
 from kfcomm.core.program import Program
 from kfcomm.core.signature import Signature
@@ -104,12 +104,10 @@ class Names:
             known = self._signatures[signature] = self._by_identity[id(signature)] = (number, signature)
         return known
 
-    def compiled(
-        self, group: GroupView, key: Key, signature: Signature, program: Program, sizes: ItemSizes
-    ) -> Compiled:
+    def series(self, group: GroupView, key: Key, signature: Signature, program: Program, sizes: ItemSizes) -> Series:
         """What the uses of a key with this signature have in common, worked out at the first of them."""
         numbered = self.signature(signature)
-        known = key.compiled.get(numbered[0])
+        known = key.series.get(numbered[0])
         if (
             known is None
             or known.key_id != key.id
@@ -117,7 +115,7 @@ class Names:
             or not (known.program is program or known.program == program)
             or not (known.group is group or known.group.members == group.members)
         ):
-            known = key.compiled[numbered[0]] = Compiled(group, key, numbered, program, sizes)
+            known = key.series[numbered[0]] = Series(group, key, numbered, program, sizes)
         known.version = self.version
         return known
 

@@ -27,7 +27,6 @@ from kfcomm.core.collective import (
     AnySignature,
     Arrival,
     Collective,
-    Compiled,
     Early,
     EarlyItem,
     GroupView,
@@ -35,6 +34,7 @@ from kfcomm.core.collective import (
     ItemSizes,
     Key,
     Outgoing,
+    Series,
     shown,
 )
 from kfcomm.core.credit import DEFAULT_CREDIT, Credit
@@ -133,17 +133,17 @@ class Router:
                 return cause
         if collective is None:
             collective = Collective()
-        collective.begin(self._names.compiled(group, key, signature, program, sizes), generation)
+        collective.begin(self._names.series(group, key, signature, program, sizes), generation)
         self._start(key, collective, effects)
         return collective
 
-    def post_again(self, compiled: Compiled, collective: Collective, effects: Effects) -> bool:
-        """Begin the next use of a compiled name, as ``post`` does, if nothing is unusual; False if anything is.
+    def post_again(self, series: Series, collective: Collective, effects: Effects) -> bool:
+        """Begin the next use of a series, as ``post`` does, if nothing is unusual; False if anything is.
 
         A second use in flight is unusual. ``collective`` has begun but for its number.
         """
-        key = compiled.key
-        if key.live or self._dead or self.lost or compiled.version != self._names.version:
+        key = series.key
+        if key.live or self._dead or self.lost or series.version != self._names.version:
             return False
         collective.seq = seq = key.next_seq
         key.next_seq = seq + 1
@@ -154,11 +154,9 @@ class Router:
             self._replay(collective, effects)
         return True
 
-    def compiled(
-        self, group: GroupView, name: str, signature: Signature, program: Program, sizes: ItemSizes
-    ) -> Compiled:
+    def series(self, group: GroupView, name: str, signature: Signature, program: Program, sizes: ItemSizes) -> Series:
         """What the uses of a name with this signature have in common: what ``post_again`` takes."""
-        return self._names.compiled(group, self._names.used(group.id, name), signature, program, sizes)
+        return self._names.series(group, self._names.used(group.id, name), signature, program, sizes)
 
     def refuse(self, group: GroupView, name: str, message: str, effects: Effects, *, seq: int | None = None) -> Cause:
         """A call failed its local checks: it takes its sequence number (see ``post``), and fails on every rank."""
@@ -201,9 +199,9 @@ class Router:
         when its receiver has posted.
         """
         _, _, _, lane, index, phase, source, payload = effect
-        compiled = collective.compiled
-        key_id, number = compiled.key_id, compiled.signature_id
-        before = [] if compiled in outgoing.known else definitions(outgoing, collective)
+        series = collective.series
+        key_id, number = series.key_id, series.signature_id
+        before = [] if series in outgoing.known else definitions(outgoing, collective)
         if collective.posted >> to & 1:
             charged = 0
         elif not (collective.deferred and to in collective.deferred) and outgoing.window.take(nbytes):
@@ -233,8 +231,8 @@ class Router:
         without a chunk between them (as two that both believe to be the root). Neighbours in a graph form one
         piece, so if each rank announces itself to its own, at least two that differ will meet.
         """
-        compiled = collective.compiled
-        ask = (ASK, compiled.key_id, collective.seq, compiled.signature_id, collective.generation)
+        series = collective.series
+        ask = (ASK, series.key_id, collective.seq, series.signature_id, collective.generation)
         return [*definitions(outgoing, collective), ask]
 
     def open(self, peer: int) -> tuple[Outgoing, list[Header]]:
@@ -304,7 +302,7 @@ class Router:
         if arrival is None:
             return None
         collective = arrival.live.get(seq)
-        if collective is None or collective.compiled is not arrival.compiled or collective.deferred:
+        if collective is None or collective.series is not arrival.series or collective.deferred:
             return None
         if nbytes != (arrival.nbytes if index < arrival.last else arrival.last_nbytes) or index > arrival.last:
             return None
@@ -526,10 +524,10 @@ class Router:
             self._saw(collective, sender, effects)
         if phase == UP or route.lane.keeps or not route.lane.targets:  # what is passed on has to be kept for long
             known = incoming.arrivals.get((key_id, number, lane, phase))
-            if known is None or known.compiled is not collective.compiled:
+            if known is None or known.series is not collective.series:
                 if len(incoming.arrivals) >= MAX_ARRIVALS:
                     incoming.arrivals.clear()
-                incoming.arrivals[key_id, number, lane, phase] = Arrival(collective.compiled, route, sender)
+                incoming.arrivals[key_id, number, lane, phase] = Arrival(collective.series, route, sender)
         return (collective, route, index)
 
     def _agrees(

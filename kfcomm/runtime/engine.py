@@ -18,7 +18,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, cast
 
 from kfcomm.core.cause import Cause, CauseKind
-from kfcomm.core.collective import Collective, Compiled, Early, GroupView, Incoming, ItemSizes, Outgoing, shown
+from kfcomm.core.collective import Collective, Early, GroupView, Incoming, ItemSizes, Outgoing, Series, shown
 from kfcomm.core.credit import DEFAULT_CREDIT, Credit
 from kfcomm.core.deadlines import NEVER
 from kfcomm.core.frame import Header, Kind
@@ -166,16 +166,16 @@ class Engine:
         self.deadlines.begin(operation, NEVER if timeout_s is None else timeout_s)
         self.on_wait()
 
-    def post_again(self, compiled: Compiled, operation: Operation) -> bool:
-        """Begin the next use of a compiled name, if nothing is unusual; False if anything is.
+    def post_again(self, series: Series, operation: Operation) -> bool:
+        """Begin the next use of a series, if nothing is unusual; False if anything is.
 
-        The operation has its deadline, and knows the name.
+        The operation has its deadline, and knows the series.
         """
         if self.is_unusual:
             return False
         effects: Effects = []
         try:
-            if not self.router.post_again(compiled, operation, effects):
+            if not self.router.post_again(series, operation, effects):
                 return False
         except Exception as error:
             if operation not in self.router.live:
@@ -195,9 +195,9 @@ class Engine:
 
     def begins(self, operation: Operation) -> None:
         """An operation has its place and number; it starts now."""
-        compiled = operation.compiled
-        key = compiled.key
-        self.recorder.append((operation.posted_s, "posted", key.name, operation.seq, compiled.signature[0]))
+        series = operation.series
+        key = series.key
+        self.recorder.append((operation.posted_s, "posted", key.name, operation.seq, series.signature[0]))
         if self.tracer is not None:
             self.tracer.posted(operation)
         if operation.priority and not self.links.is_low_latency:
@@ -503,15 +503,15 @@ class Engine:
         else:
             data = operation.to_send(lane, index, source)
         nbytes = len(data)
-        compiled, links = operation.compiled, self.links
+        series, links = operation.series, self.links
         for to in ranks:
-            peer = compiled.group.members[to]
+            peer = series.group.members[to]
             sender = links.by_peer.get(peer) or links.towards(peer)
             link, state = sender.link, sender.state
             if link is None or link.needs_flush:
                 links.dirty[sender] = None
             stamp = -1
-            if compiled in state.known and operation.deferred is None:
+            if series in state.known and operation.deferred is None:
                 window = state.window
                 if operation.posted >> to & 1:
                     stamp = operation.stamp
@@ -530,7 +530,7 @@ class Engine:
                 stamp = admitted[7]
             if self.tracer is not None:
                 self.tracer.sent(peer, operation, nbytes)
-            header = (CHUNK, compiled.key_id, operation.seq, compiled.signature_id, lane.number, phase, index, stamp)
+            header = (CHUNK, series.key_id, operation.seq, series.signature_id, lane.number, phase, index, stamp)
             # Without payload too: who is done may block its loop or exit, so its frames must have left by then.
             if not (link or sender).send(header, data if nbytes else None, operation, operation.priority):
                 operation.sends += 1
@@ -550,7 +550,7 @@ class Engine:
     def completed(self, operation: Operation) -> None:
         """All that an operation had to do is done."""
         now_s = monotonic()
-        key = operation.compiled.key
+        key = operation.series.key
         if self.meter is not None:
             self.meter.completed(operation, now_s)
         self.router.complete(operation)

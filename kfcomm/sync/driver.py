@@ -24,13 +24,14 @@ from collections.abc import Callable
 from os import sched_yield
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from kfcomm.collectives.compiled import NOT_ALIKE
 from kfcomm.errors import SessionClosed
 from kfcomm.sync.thread import LOOK_EVERY_S, IoThread
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor
 
 if TYPE_CHECKING:
-    from kfcomm.collectives.compiled import CompiledName
+    from kfcomm.collectives.compiled import Arguments, Compiled
     from kfcomm.runtime.operation import Operation
     from kfcomm.session import Session
 
@@ -177,17 +178,17 @@ class Driver:
             self.reactor.is_driven = False
             self._leave()
 
-    def call_again(self, compiled: CompiledName, x: Any, op: str, out: Any, session: Session) -> Any:
-        """As ``call``, for a name that was used before; None if this use is not alike: then nothing has begun."""
+    def call_again(self, compiled: Compiled, x: Any, arguments: Arguments, out: Any, session: Session) -> Any:
+        """As ``call``, for a name used before; ``NOT_ALIKE`` if this use is another one: then nothing has begun."""
         if self._lock.is_mine():  # in a callback on the I/O thread, or in a signal handler
-            return None
+            return NOT_ALIKE
         operation: Operation | None = None
         try:
             self._lock.take()
             self.reactor.is_driven = self._is_working = True
-            operation = compiled.start(x, op, out, None)
+            operation = compiled.start(x, arguments, out, None)
             if operation is None:
-                return None
+                return NOT_ALIKE
             if not operation.is_over:
                 if self._leader:
                     self._wait(operation, math.inf)

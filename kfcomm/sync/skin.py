@@ -20,7 +20,6 @@ from kfcomm.arrays.on_device import OnStream, current_stream, is_on_device
 from kfcomm.collectives.exchange import packed, unpacked
 from kfcomm.errors import KfcommError
 from kfcomm.sync.handle import Handle
-from kfcomm.types import Op
 
 if TYPE_CHECKING:
     from kfcomm.session import Session
@@ -63,7 +62,7 @@ def _read(x: Any) -> Any:
 def _read_parts(x: Any) -> Any:
     if x is None:
         return None
-    return [_read(part) for part in x] if isinstance(x, (list, tuple)) else _read(x)
+    return [_read(part) for part in x] if isinstance(x, (list, tuple)) else _read_array(x)
 
 
 def _read_many(arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,26 +137,6 @@ def begun(
 
     lead = "Begins, and returns a ``kfcomm.sync.Handle``; errors of the arguments come from it, too."
     return _dressed(call, f"{verb.__name__}_async", verb, lead)
-
-
-def again(blocking_form: Callable[..., Any]) -> Callable[..., Any]:
-    """A blocking all_reduce that takes the short way where its name was used alike before: see ``CompiledName``."""
-
-    def all_reduce(
-        self: Skin[Any], /, x: Any, name: str | None = None, *, op: str = Op.SUM, out: Any = None, **options: Any
-    ) -> Any:
-        if not options and type(x) is np.ndarray:
-            compiled = self._inner._group.compiled.get(name)
-            if compiled is not None:
-                outcome = self._driver.call_again(compiled, x, op, out, self._session)
-                if outcome is not None:
-                    return outcome
-        return blocking_form(self, x, name, op=op, out=out, **options)
-
-    all_reduce.__qualname__ = blocking_form.__qualname__
-    all_reduce.__doc__ = blocking_form.__doc__
-    all_reduce.__dict__.update(blocking_form.__dict__)
-    return all_reduce
 
 
 def _prepared(
