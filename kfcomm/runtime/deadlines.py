@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,10 +16,12 @@ from kfcomm.transports.reactor import Reactor, Timer
 
 if TYPE_CHECKING:
     from kfcomm.control import ControlPlane
-
+logger = logging.getLogger("kfcomm")
 
 TICK_S = 0.02
 """Between two looks at all that is in flight, at the least."""
+REPORTS_AT_ONCE = 16
+"""Of those that have waited too long, as many are asked about and reported one by one; of the rest, their number."""
 MAX_TIMEOUTS = 64
 """Different ones, of which it is remembered when something is due first."""
 
@@ -95,9 +98,14 @@ class Deadlines:
         self._timer, self.next_s = None, NEVER
         if next_s != NEVER:
             self.hurry(max(next_s, self._reactor.time() + TICK_S))
+        num_stalled = 0
         for operation, why in due:
             if operation.failed:
                 continue
+            if why is Due.STALLED:
+                num_stalled += 1
+                if num_stalled > REPORTS_AT_ONCE:
+                    continue
             if why is Due.QUIET:
                 self._announce(operation)
             elif why is Due.EXPIRED:
@@ -105,6 +113,9 @@ class Deadlines:
                 inquiry.conclude(self.control, self._reactor, partial(self._expired, operation, inquiry))
             else:
                 self._inquiry(operation).ask(self.control, self._reactor, report=why is Due.STALLED)
+        if num_stalled > REPORTS_AT_ONCE:
+            more = num_stalled - REPORTS_AT_ONCE
+            logger.warning("rank %d has waited as long for %d more than those that are reported", self._rank, more)
 
     def _expired(self, operation: Operation, inquiry: Inquiry) -> None:
         if not operation.failed and not operation.finished:

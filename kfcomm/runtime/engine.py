@@ -503,23 +503,24 @@ class Engine:
         else:
             data = operation.to_send(lane, index, source)
         nbytes = len(data)
-        series, links = operation.series, self.links
+        series, links, stamp = operation.series, self.links, operation.stamp
         for to in ranks:
             peer = series.group.members[to]
             sender = links.by_peer.get(peer) or links.towards(peer)
-            link, state = sender.link, sender.state
+            link, state, window = sender.link, sender.state, sender.state.window
             if link is None or link.needs_flush:
                 links.dirty[sender] = None
-            stamp = -1
-            if series in state.known and operation.deferred is None:
-                window = state.window
-                if operation.posted >> to & 1:
-                    stamp = operation.stamp
-                elif window.headers > 0 and window.nbytes >= nbytes:
+            charged = 0
+            if series not in state.known or operation.deferred is not None:
+                charged = -1
+            elif not operation.posted >> to & 1:
+                if window.headers > 0 and window.nbytes >= nbytes:
                     window.headers -= 1
                     window.nbytes -= nbytes
-                    stamp = operation.stamp + 1
-            if stamp < 0:
+                    charged = 1
+                else:
+                    charged = -1
+            if charged < 0:
                 effect = (SEND, operation, ranks, lane, index, phase, source, payload)
                 before, admitted = self.router.admit(state, effect, operation, to, nbytes)
                 for definition in before:
@@ -527,10 +528,11 @@ class Engine:
                 if admitted is None:
                     operation.sends += 1
                     continue
-                stamp = admitted[7]
+                charged = admitted[7] - stamp
             if self.tracer is not None:
                 self.tracer.sent(peer, operation, nbytes)
-            header = (CHUNK, series.key_id, operation.seq, series.signature_id, lane.number, phase, index, stamp)
+            number = lane.number
+            header = (CHUNK, series.key_id, operation.seq, series.signature_id, number, phase, index, stamp + charged)
             # Without payload too: who is done may block its loop or exit, so its frames must have left by then.
             if not (link or sender).send(header, data if nbytes else None, operation, operation.priority):
                 operation.sends += 1

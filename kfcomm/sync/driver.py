@@ -64,33 +64,37 @@ class Awaited(Protocol[T_co]):
 
 
 class IoDriver(LoopDriver):
-    """Drives the engine on the I/O thread, except while a caller leads."""
+    """Drives the engine on the I/O thread, except while a caller leads.
+
+    Attributes:
+        calls: after which nothing was in flight.
+        has_lull: it will look by itself whether to park.
+    """
 
     def __init__(self, driver: Driver, io: IoThread) -> None:
         self._driver = driver
         self._io = io
-        self._calls = self._calls_then = 0
-        self._has_lull = False
+        self.calls = self._calls_then = 0
+        self.has_lull = False
         super().__init__(driver.reactor, io.loop)
 
     def lull(self) -> None:
         """A call has ended and nothing is in flight: park, if none follows soon."""
-        self._calls += 1
-        if not self._has_lull and not self._is_closed:
-            self._has_lull = True
+        if not self._is_closed:
+            self.has_lull = True
             self._loop.call_soon(self._begin_lull)
 
     def _begin_lull(self) -> None:
-        self._calls_then = self._calls
+        self._calls_then = self.calls
         self._loop.call_later(LULL_S, self._after_lull)
 
     def _after_lull(self) -> None:
         if self._is_closed:
             return
-        if self._driver.is_led or self._calls != self._calls_then:
+        if self._driver.is_led or self.calls != self._calls_then:
             self._begin_lull()
         else:
-            self._has_lull = False
+            self.has_lull = False
             self.wake()
 
     def _turn(self) -> None:
@@ -180,11 +184,13 @@ class Driver:
 
     def call_again(self, compiled: Compiled, x: Any, arguments: Arguments, out: Any, session: Session) -> Any:
         """As ``call``, for a name used before; ``NOT_ALIKE`` if this use is another one: then nothing has begun."""
-        if self._lock.is_mine():  # in a callback on the I/O thread, or in a signal handler
+        lock = self._lock
+        if lock.is_mine():  # in a callback on the I/O thread, or in a signal handler
             return NOT_ALIKE
         operation: Operation | None = None
         try:
-            self._lock.take()
+            with lock.gate:
+                lock.acquire()
             self.reactor.is_driven = self._is_working = True
             operation = compiled.start(x, arguments, out, None)
             if operation is None:
@@ -274,16 +280,22 @@ class Driver:
             self._hand_over()
             raise
         finally:
-            self._lock.lay_down()
+            self._lock.release()
 
     def _hand_over(self) -> None:
-        reactor = self.reactor
+        reactor, io_driver = self.reactor, self._io_driver
         if self._followers or self._leader or self._is_masked:
             self._hand_over_to_others()
-        elif reactor.deferred or reactor.due_s < self._io_driver.timer_s or reactor.is_needed:
-            self._io_driver.wake()
-        elif reactor.is_awake:
-            self._io_driver.lull()
+        elif reactor.deferred or reactor.due_s < io_driver.timer_s:
+            io_driver.wake()
+        else:
+            for poller in reactor.pollers:
+                if poller.is_needed:
+                    io_driver.wake()
+                elif poller.is_awake:
+                    io_driver.calls += 1
+                    if not io_driver.has_lull:
+                        io_driver.lull()
 
     def _hand_over_to_others(self) -> None:
         reactor = self.reactor

@@ -17,29 +17,35 @@ from typing import Any
 class EngineLock:
     """Two locks, the first of which is held while waiting for the second.
 
+    What is called at every collective is an attribute, and nothing of Python's runs in it.
+
     Attributes:
+        gate: held while waiting for the lock.
+        acquire: waits for it; to be called by who holds the gate, and has not had the lock: see ``take``.
+        release: lets others have it; to be called by who has it.
         is_wanted: whether somebody waits for it.
         is_mine: whether this thread holds it.
     """
 
-    __slots__ = ("_acquire", "_gate", "_release", "is_mine", "is_wanted")
+    __slots__ = ("acquire", "gate", "is_mine", "is_wanted", "release")
 
     def __init__(self) -> None:
-        self._gate = threading.Lock()
+        self.gate = threading.Lock()
         lock: Any = threading.RLock()  # never taken twice: it knows its owner, without a moment in between
-        self._acquire, self._release = lock.acquire, lock.release
-        self.is_wanted: Callable[[], bool] = self._gate.locked
+        self.acquire: Callable[[], bool] = lock.acquire
+        self.release: Callable[[], None] = lock.release
+        self.is_wanted: Callable[[], bool] = self.gate.locked
         self.is_mine: Callable[[], bool] = lock._is_owned  # as threading.Condition asks it
 
     def take(self) -> bool:
         """Wait for it; False if this thread has had it all the time: it was left taken by an interrupt."""
         if self.is_mine():
             return False
-        with self._gate:
-            self._acquire()
+        with self.gate:
+            self.acquire()
         return True
 
     def lay_down(self) -> None:
         """Let others have it; nothing if it is not this thread's."""
         if self.is_mine():
-            self._release()
+            self.release()

@@ -17,7 +17,7 @@ from kfcomm.errors import (
     PeerLost,
     SessionClosed,
 )
-from kfcomm.runtime import inquiry
+from kfcomm.runtime import deadlines, inquiry
 from kfcomm.transports.memory import MemoryLink
 from tests.conformance.worlds import assert_kinds, ends, everywhere, on_loop, turns, until, works, world
 
@@ -128,6 +128,27 @@ def test_a_stall_is_reported_once_in_one_line(
         assert "arrived ranks [0, 2], missing ranks [1, 3]" in report
         assert "rank 1 last completed 'earlier' #0" in report
         assert "rank 3 last completed 'earlier' #0" in report
+
+
+def test_of_very_many_that_wait_few_are_reported_one_by_one(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inquiry, "ANSWER_WITHIN_S", SHORT_S)
+    monkeypatch.setattr(deadlines, "REPORTS_AT_ONCE", 3)
+
+    @on_loop
+    async def main() -> None:
+        async with world(2, stall_after_s=SHORT_S) as comms:
+            names = [f"slow {number}" for number in range(20)]
+            handles = [comms[0].all_reduce(X, name) for name in names]
+            await until(lambda: len(_reports(caplog)) >= 4)
+            await asyncio.gather(*handles, *(comms[1].all_reduce(X, name) for name in names))
+
+    with caplog.at_level(logging.WARNING, "kfcomm"):
+        main()
+    reports = _reports(caplog)
+    assert "rank 0 has waited as long for 17 more than those that are reported" in reports
+    assert len(reports) == 4
 
 
 def _reports(caplog: pytest.LogCaptureFixture) -> list[str]:

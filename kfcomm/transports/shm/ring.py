@@ -166,11 +166,9 @@ class RingReader:
         control, memory, capacity = self._control, self._memory, self._nbytes
         head = self.head
         left = control[self._tail_word] - head
-        if not 0 < left <= capacity:
-            if not left:
-                return
+        if left > capacity or left < 0:
             raise RemoteProtocolError(f"a ring with {left} of {capacity} bytes to read")
-        rest = left - limit if left > limit else 0
+        rest = max(left - limit, 0)
         try:
             while left > rest:
                 at = head & (capacity - 1)
