@@ -423,6 +423,7 @@ class Engine:
     def lost(self, link: Link, error: BaseException | None) -> None:
         """A link is gone; without a goodbye, what it may have carried fails, and the peer is looked after."""
         peer, state = link.peer, link.state
+        self.lender = None
         self.links.lost(link)
         self.recovery.look_if_in_vain(peer)
         if error is None or self.links.closing or peer in self.router.lost:

@@ -255,12 +255,13 @@ def test_between_two_calls_nobody_looks_and_nobody_is_told(monkeypatch: pytest.M
         until(lambda: not here.is_awake and not hub_of(other).is_awake)
         monkeypatch.setattr(driver, "LULL_S", 1e6)
         driving.run(here.unpark, one._session)  # a call that has looked, and waits for nothing any more
-        assert io_driver._has_lull
-        driving.io.run(io_driver._after_lull)  # the time since the last call is not over
-        assert io_driver._has_lull
+        assert io_driver.has_lull
+        io_driver.calls += 1
+        driving.io.run(io_driver._after_lull)  # there was another call
+        assert io_driver.has_lull
         assert here.is_awake
         assert int(run_threads([one, other], lambda comm: comm.all_reduce(1, "x"))[0]) == 2
-        until(lambda: io_driver._has_lull)
+        until(lambda: io_driver.has_lull)
         monkeypatch.setattr(driver, "LULL_S", 0.0)
         driving.io.run(io_driver._after_lull)
         until(lambda: not here.is_awake)
