@@ -10,7 +10,7 @@ from typing import Any
 
 from kfcomm.core.credit import DEFAULT_CREDIT, Credit, ReceiveWindow, SendWindow
 from kfcomm.core.frame import Header
-from kfcomm.core.machine import UP, Effect, Effects, Machine
+from kfcomm.core.machine import UP, Effect, Machine
 from kfcomm.core.program import Lane, Program, Route
 
 AnySignature = tuple[Any, ...]

@@ -139,9 +139,10 @@ class Machine:
         return False
 
     def take(self, route: Route, index: int, payload: Any, effects: Effects) -> bool:
-        """A chunk is here: take it if it is the next of its place; if not, nothing has happened.
+        """A chunk is here: take it if it is the next of its place and nothing is held; if not, nothing has happened.
 
-        This is what nearly every chunk comes by. One that comes out of turn goes by ``arrived``.
+        This is what nearly every chunk comes by. One that comes out of turn goes by ``arrived``, and so does all that
+        comes while one is held, since another may follow from it.
         """
         lane, position = route.lane, route.position
         slot = lane.base + index

@@ -115,6 +115,7 @@ class Names:
             or known.key_id != key.id
             or known.signature is not numbered[1]
             or not (known.program is program or known.program == program)
+            or not (known.sizes is sizes or known.sizes == sizes)
             or not (known.group is group or known.group.members == group.members)
         ):
             known = key.compiled[numbered[0]] = Compiled(group, key, numbered, program, sizes)
