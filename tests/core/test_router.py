@@ -377,6 +377,20 @@ def test_a_chunk_or_a_question_of_another_generation_is_a_mismatch(when):
     assert desk.incoming[1].window.owed_headers == desk.incoming[1].window._spent_headers
 
 
+def test_a_chunk_of_a_later_generation_is_charged_only_if_its_header_says_so():
+    desk = Desk()
+    window = desk.incoming[1].window
+    desk.define(1)
+    assert desk.whole(1, generation=3) is None
+    assert desk.reasons() == ["a chunk of 'grad', which is not posted, without credit"]
+    desk.router.abort(desk.post(replace(SUM, generation=3)), TIMEOUT, desk.effects)
+    assert desk.whole(1, generation=3) is None  # too late
+    collective = desk.post(replace(SUM, generation=3))
+    assert desk.whole(1, seq=1, generation=3) is collective
+    assert (window.owed_headers, window._spent_headers) == (0, 0)
+    assert desk.reasons() == []
+
+
 # ---------------------------------------------------------------- what is known of a kind of chunks
 
 
