@@ -76,7 +76,7 @@ SCHEMA: dict[int, tuple[type, ...]] = {
     Kind.WELCOME: (int, int),  # credit: payload bytes and headers
     Kind.REFUSED: (str,),  # why
 }
-"""The fields after the kind, by type. Integers are never negative."""
+"""The fields after the kind, by type. Integers are never negative. For the stamp see ``core.collective.Collective``."""
 
 _LENGTHS_OF_INTEGERS = {int(kind): 1 + len(types) for kind, types in SCHEMA.items() if types and set(types) == {int}}
 """The rows that hot frames have, checked without looking at the row: 0.4 µs instead of 0.75."""

@@ -113,8 +113,8 @@ class Machine:
                     self._reduced(lane, index, INPUT, effects)
             else:
                 self._begin(lane, effects)
-        if not self.remaining:
-            self._check(effects)
+        if not (self.remaining or self.sends):
+            self._end(effects)
 
     def accepts(self, route: Route, index: int) -> bool:
         """Whether this chunk may come now: there is one of that number, and it was not here before."""
@@ -157,7 +157,7 @@ class Machine:
                 self._release(payload, effects)
             self.remaining -= 1
             if self._gate:
-                self._passed(lane, effects)
+                self._passed(effects)
         else:
             if not lane.count:
                 self._release(payload, effects)
@@ -168,8 +168,7 @@ class Machine:
             if route.is_last:
                 self._reduced(lane, index, PARTIAL, effects)
         if not (self.remaining or self.sends):
-            self.finished = True
-            self._done(effects)
+            self._end(effects)
         return True
 
     def _take_in_turn(self, route: Route, index: int, payload: Any, effects: Effects) -> bool:
@@ -208,7 +207,7 @@ class Machine:
     def done_elsewhere(self, effects: Effects) -> None:
         """What a program without lanes stands for has been carried out."""
         self.remaining -= 1
-        self._check(effects)
+        self._end(effects)
 
     def take_held(self) -> list[Any]:
         """Give up the payloads that are held: the machine will not run any more."""
@@ -220,21 +219,21 @@ class Machine:
         """Payloads that SEND handed out, one for each destination, are no longer read."""
         self.sends -= times
         if not (self.remaining or self.sends):
-            self._check(effects)
+            self._end(effects)
 
     def _reduced(self, lane: Lane, index: int, source: int, effects: Effects) -> None:
         """Every contribution of this rank's subtree is in ``source``."""
         if lane.parent != NOBODY:
             self._send((lane.parent,), lane, index, UP, source, None, effects)
             if not lane.down:
-                self._completed(lane, effects)
+                self._completed(effects)
             return
         if lane.count and source == INPUT:
             self._finish(lane, index, effects)
         self._folded[lane.base + index] += 1
         if lane.targets:
             self._send(lane.targets, lane, index, DOWN, RESULT, None, effects)
-        self._completed(lane, effects)
+        self._completed(effects)
 
     def _begin(self, lane: Lane, effects: Effects) -> None:
         for index in range(lane.num_chunks):
@@ -243,26 +242,24 @@ class Machine:
             self._folded[lane.base + index] += 1
             if lane.targets:
                 self._send(lane.targets, lane, index, DOWN, INPUT, None, effects)
-            self._completed(lane, effects)
+            self._completed(effects)
 
-    def _completed(self, lane: Lane, effects: Effects) -> None:
+    def _completed(self, effects: Effects) -> None:
         self.remaining -= 1
         if self._gate:
-            self._passed(lane, effects)
+            self._passed(effects)
 
-    def _passed(self, lane: Lane, effects: Effects) -> None:
-        """A chunk is complete; the last of those that are not gated lets the others begin."""
-        if not lane.gated:
-            self._gate -= 1
-            if not self._gate:
-                for other in self.program.lanes.values():
-                    if other.gated:
-                        self._begin(other, effects)
+    def _passed(self, effects: Effects) -> None:
+        """A chunk is complete; the last of those that are not gated, as all are until then, lets the others begin."""
+        self._gate -= 1
+        if not self._gate:
+            for lane in self.program.lanes.values():
+                if lane.gated:
+                    self._begin(lane, effects)
 
-    def _check(self, effects: Effects) -> None:
-        if not self.remaining and not self.sends and not self.finished:
-            self.finished = True
-            self._done(effects)
+    def _end(self, effects: Effects) -> None:
+        self.finished = True
+        self._done(effects)
 
     # What follows from an event.
 

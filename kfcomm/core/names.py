@@ -113,6 +113,7 @@ class Names:
             or known.key_id != key.id
             or known.signature is not numbered[1]
             or not (known.program is program or known.program == program)
+            or not (known.sizes is sizes or known.sizes == sizes)
             or not (known.group is group or known.group.members == group.members)
         ):
             known = key.series[numbered[0]] = Series(group, key, numbered, program, sizes)

@@ -294,8 +294,9 @@ class Router:
     ) -> Collective | None:
         """A chunk that is here as a whole and like one that came before it: give it to its collective at once.
 
-        None, and nothing has happened, if it has to go by ``match`` and ``arrived``, which alone know what to make of
-        it: it is the first of its kind, early, late, or wrong.
+        None if it has to go by ``match`` and ``arrived``, which alone know what to make of it: it is the first of its
+        kind, early, late, or wrong. Nothing has happened then, but that its sender may be known to have posted: it has,
+        whatever is to become of the chunk.
         """
         _, key_id, seq, number, lane, phase, index, stamp = header
         arrival = incoming.arrivals.get((key_id, number, lane, phase))

@@ -259,7 +259,7 @@ class ShmLink(ABC):
     def sever(self) -> None:
         """In a forked child: the link is the parent's. From now on nothing here touches its memory, or the loop."""
         self._fd = -1
-        self._into.is_open = False
+        self._into.close()
         self._words = memoryview(bytearray(self._words.nbytes)).cast("Q")
 
     def _say_bye_soon(self) -> None:
@@ -327,7 +327,7 @@ class ShmLink(ABC):
             return
         self._reactor.remove_reader(self._fd)
         self._fd = -1
-        self._into.is_open = False
+        self._into.close()
         self._let_go()
         self._sock.close()
         self._keeper.remove(self)

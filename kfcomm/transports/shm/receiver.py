@@ -8,7 +8,7 @@ wait for a receiver that itself waits for another sender.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -35,8 +35,8 @@ class ShmReceiver(ShmLink):
         self._shown: tuple[int, int] | None = None
         self._num_returned = 0
         self._answers: deque[bytes] = deque()
-        self._take_chunk: Callable[[Header, memoryview], None] = partial(wire.inbound.receive, self)
         super().__init__(wire, wire.shared.receiver_rings())
+        self._into.take_chunk = partial(wire.inbound.receive, self)
 
     def send(
         self, header: Header, payload: memoryview | None = None, owner: Owner | None = None, priority: int = 0
@@ -98,7 +98,7 @@ class ShmReceiver(ShmLink):
                 self._say_bye()
             if self._words[_FORTH_TAIL] != self._into.head:
                 try:
-                    self._into.read(BURST_NBYTES, self._take, self._take_chunk)
+                    self._into.read(BURST_NBYTES, self._take)
                 finally:
                     self._inbound.burst_end(self)
                     with self._fence:
@@ -153,7 +153,7 @@ class ShmReceiver(ShmLink):
     def _frame(self, header: Header) -> None:
         if header[0] == BYE:
             self._heard_bye = True
-            self._take_chunk = self._refuse_chunk
+            self._into.take_chunk = self._refuse_chunk
         else:
             self._inbound.receive(self, header, self._arena[:0])
 
@@ -174,7 +174,6 @@ class ShmReceiver(ShmLink):
         return bool(self._answers)
 
     def _let_go(self) -> None:
-        self._take_chunk = _nobody_takes
         self._answers.clear()
         self._say_closed()
 
@@ -182,7 +181,3 @@ class ShmReceiver(ShmLink):
         """The link has ended: once nothing of the peer's arena is read any more, it may use that again."""
         if not self._lent and self._shown is None:
             self._words[Word.CLOSED] = 1
-
-
-def _nobody_takes(header: Header, payload: memoryview) -> None:
-    """The link has ended."""

@@ -136,13 +136,14 @@ class RingReader:
     Attributes:
         head: bytes ever read.
         is_open: reading goes on.
+        take_chunk: given what ``read`` finds of chunks whose payload is in the ring.
         num_records: ever read.
         payload_nbytes: of those payloads that were in the ring.
     """
 
     __slots__ = (
         "_control", "_head_word", "_memory", "_nbytes", "_tail_word",
-        "head", "is_open", "num_records", "payload_nbytes",
+        "head", "is_open", "num_records", "payload_nbytes", "take_chunk",
     )  # fmt: skip
 
     def __init__(self, memory: memoryview, control: memoryview, *, tail: int, head: int) -> None:
@@ -152,9 +153,10 @@ class RingReader:
         self._tail_word, self._head_word = int(tail), int(head)
         self.head = 0
         self.is_open = True
+        self.take_chunk: TakeChunk = _nobody_takes
         self.num_records = self.payload_nbytes = 0
 
-    def read(self, limit: int, take: Take, take_chunk: TakeChunk) -> None:
+    def read(self, limit: int, take: Take) -> None:
         """Show records that are there, at least one and not many more bytes of them than ``limit``.
 
         Chunks whose payload is in the ring go to ``take_chunk``, with that; all else to ``take``. A record is done with
@@ -196,7 +198,7 @@ class RingReader:
                         raise RemoteProtocolError(f"a payload of {nbytes} bytes in a record of {size}")
                     self.payload_nbytes += nbytes
                     if record[3] == _CHUNK:
-                        take_chunk(record[3:], memory[at : at + nbytes])
+                        self.take_chunk(record[3:], memory[at : at + nbytes])
                     else:
                         take(record, memory[at : at + nbytes])
                 self.head = control[self._head_word] = head
@@ -205,3 +207,12 @@ class RingReader:
         except BaseException:
             self.head = control[self._head_word] = head
             raise
+
+    def close(self) -> None:
+        """Read no more: what is being read is the last."""
+        self.is_open = False
+        self.take_chunk = _nobody_takes
+
+
+def _nobody_takes(header: Header, payload: memoryview) -> None:
+    """The link has ended, or has yet to begin."""

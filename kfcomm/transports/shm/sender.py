@@ -61,6 +61,7 @@ class ShmSender(ShmLink):
         self._numbers = count()
         self._done: deque[Owner] = deque()
         super().__init__(wire, wire.shared.sender_rings())
+        self._into.take_chunk = self._refuse_chunk
 
     def send(
         self, header: Header, payload: memoryview | None = None, owner: Owner | None = None, priority: int = 0
@@ -269,7 +270,7 @@ class ShmSender(ShmLink):
         self._num_returned = upto
 
     def _hear(self) -> None:
-        self._into.read(BURST_NBYTES, self._take, self._refuse_chunk)
+        self._into.read(BURST_NBYTES, self._take)
         self._inbound.burst_end(self)
 
     def _refuse_chunk(self, *_: object) -> None:

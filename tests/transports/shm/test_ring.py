@@ -36,12 +36,9 @@ class Ring:
             self.reader.is_open = len(taken) < limit
 
         self.reader.is_open = True
-        self.reader.read(ALL, take, lambda header, payload: take((0, 0, len(payload), *header), payload))
+        self.reader.take_chunk = lambda header, payload: take((0, 0, len(payload), *header), payload)
+        self.reader.read(ALL, take)
         return taken
-
-
-def unexpected(header, payload):
-    raise AssertionError(header)
 
 
 def header(number):
@@ -101,13 +98,13 @@ def test_a_record_is_done_with_when_it_was_taken_whoever_stops_or_fails():
     for number in range(6):
         ring.writer.put(header(number), 1, 0, None)
     freed = []
-    ring.reader.read(2 * 128 + 1, lambda record, payload: freed.append(ring.control[HEAD]), unexpected)
+    ring.reader.read(2 * 128 + 1, lambda record, payload: freed.append(ring.control[HEAD]))
     assert freed == [0, 128, 256]
     assert ring.control[HEAD] == 3 * 128
-    ring.reader.read(ALL, lambda record, payload: setattr(ring.reader, "is_open", False), unexpected)
+    ring.reader.read(ALL, lambda record, payload: setattr(ring.reader, "is_open", False))
     assert ring.control[HEAD] == 4 * 128
     with pytest.raises(ZeroDivisionError):
-        ring.reader.read(ALL, lambda record, payload: 1 / 0, unexpected)
+        ring.reader.read(ALL, lambda record, payload: 1 / 0)
     assert [record[4] for record, _ in ring.records(2)] == [5]
     assert ring.control[HEAD] == 6 * 128
     assert ring.writer.is_empty
