@@ -277,7 +277,7 @@ class CompiledOperation(Operation):
             kernel.last(own, np.frombuffer(payload, out.dtype), out, self.work.size)
 
     def _store(self, lane: Lane, index: int, payload: Payload | memoryview, effects: Effects) -> None:
-        if type(payload) is memoryview and lane.count == len(self._out):
+        if type(payload) is memoryview and lane.count == len(self._out) and lane.num_chunks == 1:
             self._out[:] = np.frombuffer(payload, self._out.dtype)
         else:
             super()._store(lane, index, payload, effects)

@@ -508,19 +508,15 @@ class Engine:
         for to in ranks:
             peer = series.group.members[to]
             sender = links.by_peer.get(peer) or links.towards(peer)
-            link, state, window = sender.link, sender.state, sender.state.window
+            link, state = sender.link, sender.state
             if link is None or link.needs_flush:
                 links.dirty[sender] = None
-            charged = 0
-            if series not in state.known or operation.deferred is not None:
-                charged = -1
-            elif not operation.posted >> to & 1:
-                if window.headers > 0 and window.nbytes >= nbytes:
-                    window.headers -= 1
-                    window.nbytes -= nbytes
+            charged = -1
+            if series in state.known and operation.deferred is None:
+                if operation.posted >> to & 1:
+                    charged = 0
+                elif state.window.take(nbytes):
                     charged = 1
-                else:
-                    charged = -1
             if charged < 0:
                 effect = (SEND, operation, ranks, lane, index, phase, source, payload)
                 before, admitted = self.router.admit(state, effect, operation, to, nbytes)
@@ -562,7 +558,10 @@ class Engine:
         self.recorder.append((now_s, "completed", key.name, operation.seq, ""))
         if self.tracer is not None:
             self.tracer.ended(operation)
-        operation.resolve()
+        if operation.future is None:
+            operation.is_over = True
+        else:
+            operation.resolve()
         if self.load is not None:
             self.load.ended(operation, is_last=not self.router.live)
 

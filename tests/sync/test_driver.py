@@ -256,6 +256,7 @@ def test_between_two_calls_nobody_looks_and_nobody_is_told(monkeypatch: pytest.M
         monkeypatch.setattr(driver, "LULL_S", 1e6)
         driving.run(here.unpark, one._session)  # a call that has looked, and waits for nothing any more
         assert io_driver.has_lull
+        driving.io.run(lambda: None)  # it has begun to wait
         io_driver.calls += 1
         driving.io.run(io_driver._after_lull)  # there was another call
         assert io_driver.has_lull
