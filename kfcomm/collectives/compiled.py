@@ -10,6 +10,7 @@ or a wire dtype of their own.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from functools import partial
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -45,6 +46,9 @@ REDUCE_SCATTER: Final = Verb.REDUCE_SCATTER
 ALL_TO_ALL: Final = Verb.ALL_TO_ALL
 BARRIER: Final = Verb.BARRIER
 
+COMPILABLE: Final = frozenset((ALL_REDUCE, REDUCE, BROADCAST, GATHER, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BARRIER))
+"""Verbs that can be compiled."""
+
 IN_PLACE: Final = frozenset((ALL_REDUCE, REDUCE, BROADCAST))
 """Verbs whose result may be made in the memory of the input."""
 
@@ -58,8 +62,8 @@ MAX_NAMES = 1 << 14
 """Of a group, compiled at a time, half a KiB each: more than this are hardly used again and again."""
 
 
-class Compiled:
-    """A name whose uses have no arrays, and what is known of those that do.
+class Compiled(ABC):
+    """What is known of a name that was used before.
 
     Args:
         group: whose name it is.
@@ -77,7 +81,7 @@ class Compiled:
         "_signature",
         "_timeout_s",
         "_view",
-        "work",
+        "_work",
     )
 
     def __init__(self, group: Group, name: str | None, arguments: Arguments, plan: Plan) -> None:
@@ -85,30 +89,40 @@ class Compiled:
         self._view = group.view
         self._arguments = arguments
         self._plan = plan
-        self.work = plan.work
+        self._work = plan.work
         self._key = group.engine.router.key(group.view.id, name or "")
         self._signature = group.engine.router.same(plan.signature)
         self._timeout_s = group.timeout_s
         self._first_s = first_due_s(group.timeout_s, group.engine.deadlines.stall_after_s)
 
+    @abstractmethod
     def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Operation | None:
         """Begin a use with these arrays, or None if it is not like the first one. Nothing has happened then.
 
         Without a handle the caller waits for the operation itself.
         """
-        return self.post(Operation(handle, None, None, self.work)) if arguments == self._arguments else None
 
+    @abstractmethod
     def use(self, x: Any, arguments: Arguments, out: Any) -> Use | None:
         """Uses with these very arrays again and again, or None if they are not like the first one."""
-        return Use(self, None) if arguments == self._arguments else None
 
-    def post(self, operation: Operation) -> Operation | None:
-        """Begin a use that was made for this name."""
-        operation.timeout_s = self._timeout_s
-        operation.due_s = operation.posted_s + self._first_s
-        if self._engine.post_again(self._key, self._view, self._signature, self._plan, operation):
-            return operation
-        return None
+
+class CompiledBarrier(Compiled):
+    """A name under which no arrays are exchanged; see ``Compiled``."""
+
+    __slots__ = ("_use",)
+
+    def __init__(self, group: Group, name: str | None, arguments: Arguments, plan: Plan) -> None:
+        super().__init__(group, name, arguments, plan)
+        self._use = Use(self, None)
+
+    def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Operation | None:
+        """See ``Compiled.start``."""
+        return self._use.start(handle) if arguments == self._arguments else None
+
+    def use(self, x: Any, arguments: Arguments, out: Any) -> Use | None:
+        """See ``Compiled.use``."""
+        return self._use if arguments == self._arguments else None
 
 
 class CompiledName(Compiled):
@@ -160,11 +174,11 @@ class CompiledName(Compiled):
         else:
             return None
         if self._is_flat:
-            operation = Operation(handle, x, value, self.work, value=value)
+            operation = Operation(handle, x, value, self._work, value=value)
         else:
             result = None if value is None else value.reshape(-1)
-            operation = Operation(handle, x.reshape(-1), result, self.work, value=value)
-        operation.timeout_s = self._timeout_s  # what `post` does: a call less
+            operation = Operation(handle, x.reshape(-1), result, self._work, value=value)
+        operation.timeout_s = self._timeout_s
         operation.due_s = operation.posted_s + self._first_s
         if self._engine.post_again(self._key, self._view, self._signature, self._plan, operation):
             return operation
@@ -204,13 +218,33 @@ class Use:
         room: makes a new array for each result.
     """
 
-    __slots__ = ("_compiled", "_result", "_room", "_source", "_value")
+    __slots__ = (
+        "_engine",
+        "_first_s",
+        "_key",
+        "_plan",
+        "_result",
+        "_room",
+        "_signature",
+        "_source",
+        "_timeout_s",
+        "_value",
+        "_view",
+        "_work",
+    )
 
     def __init__(
         self, compiled: Compiled, x: Array | None, value: Array | None = None, *,
         room: Callable[[], Array] | None = None,
     ) -> None:  # fmt: skip
-        self._compiled = compiled
+        self._engine = compiled._engine
+        self._view = compiled._view
+        self._plan = compiled._plan
+        self._work = compiled._work
+        self._key = compiled._key
+        self._signature = compiled._signature
+        self._timeout_s = compiled._timeout_s
+        self._first_s = compiled._first_s
         self._source = None if x is None else x.reshape(-1)
         self._value = value
         self._result = None if value is None else value.reshape(-1)
@@ -218,11 +252,16 @@ class Use:
 
     def start(self, handle: Handle[Any] | None) -> Operation | None:
         """Begin a use, or None if anything is unusual. Nothing has happened then."""
-        compiled = self._compiled
         if self._room is None:
-            return compiled.post(Operation(handle, self._source, self._result, compiled.work, value=self._value))
-        try:
-            value = self._room()
-        except MemoryError:  # the other ranks have to be told
-            return None
-        return compiled.post(Operation(handle, self._source, value.reshape(-1), compiled.work, value=value))
+            operation = Operation(handle, self._source, self._result, self._work, value=self._value)
+        else:
+            try:
+                value = self._room()
+            except MemoryError:  # the other ranks have to be told
+                return None
+            operation = Operation(handle, self._source, value.reshape(-1), self._work, value=value)
+        operation.timeout_s = self._timeout_s
+        operation.due_s = operation.posted_s + self._first_s
+        if self._engine.post_again(self._key, self._view, self._signature, self._plan, operation):
+            return operation
+        return None
