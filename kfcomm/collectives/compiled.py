@@ -11,6 +11,7 @@ or a wire dtype of their own.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from functools import partial
 from time import monotonic
 from types import NoneType
@@ -49,6 +50,9 @@ REDUCE_SCATTER: Final = Verb.REDUCE_SCATTER
 ALL_TO_ALL: Final = Verb.ALL_TO_ALL
 BARRIER: Final = Verb.BARRIER
 
+COMPILABLE: Final = frozenset((ALL_REDUCE, REDUCE, BROADCAST, GATHER, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BARRIER))
+"""Verbs that can be compiled."""
+
 IN_PLACE: Final = frozenset((ALL_REDUCE, REDUCE, BROADCAST))
 """Verbs whose result may be made in the memory of the input."""
 
@@ -62,8 +66,8 @@ MAX_NAMES = 1 << 14
 """Of a group, compiled at a time, half a KiB each: more than this are hardly used again and again."""
 
 
-class Compiled:
-    """A name whose uses have no arrays, and what is known of those that do.
+class Compiled(ABC):
+    """What is known of a name that was used before.
 
     Args:
         group: whose name it is.
@@ -87,20 +91,34 @@ class Compiled:
         self.is_whole = plan.program.num_slots == 1 and plan.work.is_partial_shared
         self._arguments = arguments
 
+    @abstractmethod
     def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Operation | None:
         """Begin a use with these arrays, or None if it is not like the first one. Nothing has happened then.
 
         Without a handle the caller waits for the operation itself.
         """
-        return self.post(CompiledOperation(self, handle, None, None, None)) if arguments == self._arguments else None
 
+    @abstractmethod
     def use(self, x: Any, arguments: Arguments, out: Any) -> Use | None:
         """Uses with these very arrays again and again, or None if they are not like the first one."""
-        return Use(self, None) if arguments == self._arguments else None
 
-    def post(self, operation: CompiledOperation) -> Operation | None:
-        """Begin a use that was made for this name, or None if anything is unusual."""
-        return operation if self.engine.post_again(self.series, operation) else None
+
+class CompiledBarrier(Compiled):
+    """A name under which no arrays are exchanged; see ``Compiled``."""
+
+    __slots__ = ("_use",)
+
+    def __init__(self, group: Group, name: str | None, arguments: Arguments, plan: Plan) -> None:
+        super().__init__(group, name, arguments, plan)
+        self._use = Use(self, None)
+
+    def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Operation | None:
+        """See ``Compiled.start``."""
+        return self._use.start(handle) if arguments == self._arguments else None
+
+    def use(self, x: Any, arguments: Arguments, out: Any) -> Use | None:
+        """See ``Compiled.use``."""
+        return self._use if arguments == self._arguments else None
 
 
 class CompiledName(Compiled):
@@ -188,19 +206,18 @@ class Use:
     """Uses of a compiled name with arrays that stay the same: nothing is left to be checked or looked up.
 
     Args:
-        compiled: the name.
+        name: the compiled name.
         x: what this rank gives, if anything.
         value: where the result goes, and what the caller gets; None where this rank gets nothing, or with ``room``.
         room: makes a new array for each result.
     """
 
-    __slots__ = ("_compiled", "_result", "_room", "_source", "_value")
+    __slots__ = ("_name", "_result", "_room", "_source", "_value")
 
     def __init__(
-        self, compiled: Compiled, x: Array | None, value: Array | None = None, *,
-        room: Callable[[], Array] | None = None,
-    ) -> None:  # fmt: skip
-        self._compiled = compiled
+        self, name: Compiled, x: Array | None, value: Array | None = None, *, room: Callable[[], Array] | None = None
+    ) -> None:
+        self._name = name
         self._source = None if x is None else x.reshape(-1)
         self._value = value
         self._result = None if value is None else value.reshape(-1)
@@ -208,14 +225,16 @@ class Use:
 
     def start(self, handle: Handle[Any] | None) -> Operation | None:
         """Begin a use, or None if anything is unusual. Nothing has happened then."""
-        compiled = self._compiled
+        name = self._name
         if self._room is None:
-            return compiled.post(CompiledOperation(compiled, handle, self._source, self._result, self._value))
-        try:
-            value = self._room()
-        except MemoryError:  # the other ranks have to be told
-            return None
-        return compiled.post(CompiledOperation(compiled, handle, self._source, value.reshape(-1), value))
+            operation = CompiledOperation(name, handle, self._source, self._result, self._value)
+        else:
+            try:
+                value = self._room()
+            except MemoryError:  # the other ranks have to be told
+                return None
+            operation = CompiledOperation(name, handle, self._source, value.reshape(-1), value)
+        return operation if name.engine.post_again(name.series, operation) else None
 
 
 class CompiledOperation(Operation):

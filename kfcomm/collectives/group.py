@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kfcomm.arrays import HostArray
-from kfcomm.collectives.compiled import MAX_NAMES, Arguments, Compiled, CompiledName
+from kfcomm.collectives.compiled import MAX_NAMES, Arguments, CompiledBarrier, CompiledName
 from kfcomm.collectives.generations import Generations
 from kfcomm.collectives.handle import Handle, named
 from kfcomm.collectives.plans import Plan
@@ -126,7 +126,7 @@ class Group:
         if len(self.compiled) >= MAX_NAMES:
             self.forget()
         if array is None:
-            self.compiled[name] = Compiled(self, name, arguments, plan)
+            self.compiled[name] = CompiledBarrier(self, name, arguments, plan)
         else:
             self.compiled[name] = CompiledName(self, name, arguments, array.dtype, array.shape, gets, plan)
 

@@ -22,7 +22,7 @@ from kfcomm.rendezvous.settings import Arguments
 from kfcomm.strategies import AnyStrategy, StrategySpec
 from kfcomm.sync.again import again
 from kfcomm.sync.driver import Driver
-from kfcomm.sync.skin import ARRAY, MANY, OBJECT, OBJECTS, PARTS, PLAIN, Skin, begun, blocking, plain
+from kfcomm.sync.skin import ARRAY, MANY, OBJECT, OBJECTS, PARTS, PLAIN, Skin, begun, blocking, plain, prepared
 from kfcomm.sync.thread import IoThread
 from kfcomm.types import Layout, Verb
 
@@ -156,6 +156,37 @@ class Communicator(Skin[Async]):
     def queue(self, name: str, source: int, target: int, *, capacity: int = 16) -> Queue:
         """An ordered queue of arrays from rank ``source`` to ``target``. See ``kfcomm.Communicator.queue``."""
         return Queue(self, self._inner.queue(name, source, target, capacity=capacity))
+
+    # ---------------------------------------------------------------- to be started again and again
+
+    all_reduce_init = prepared(Async.all_reduce_init)
+    """Prepare an ``all_reduce``."""
+    all_reduce_many_init = prepared(Async.all_reduce_many_init)
+    """Prepare an ``all_reduce_many``; each start takes the arrays that the mapping holds then."""
+    monitored_all_reduce_init = prepared(Async.monitored_all_reduce_init)
+    """Prepare a ``monitored_all_reduce``."""
+    reduce_init = prepared(Async.reduce_init)
+    """Prepare a ``reduce``."""
+    broadcast_init = prepared(Async.broadcast_init)
+    """Prepare a ``broadcast``."""
+    gather_init = prepared(Async.gather_init)
+    """Prepare a ``gather``."""
+    all_gather_init = prepared(Async.all_gather_init)
+    """Prepare an ``all_gather``."""
+    scatter_init = prepared(Async.scatter_init)
+    """Prepare a ``scatter``."""
+    reduce_scatter_init = prepared(Async.reduce_scatter_init)
+    """Prepare a ``reduce_scatter``."""
+    all_to_all_init = prepared(Async.all_to_all_init)
+    """Prepare an ``all_to_all``."""
+    barrier_init = prepared(Async.barrier_init)
+    """Prepare a ``barrier``."""
+    consensus_init = prepared(Async.consensus_init)
+    """Prepare a ``consensus``."""
+    send_init = prepared(Async.send_init)
+    """Prepare a ``send``; each start sends one message."""
+    recv_init = prepared(Async.recv_init)
+    """Prepare a ``recv``; each start receives the next message."""
 
     # ---------------------------------------------------------------- groups and graphs
 

@@ -22,8 +22,10 @@ from kfcomm.errors import KfcommError
 from kfcomm.sync.handle import Handle
 
 if TYPE_CHECKING:
+    from kfcomm.collectives.persistent import PersistentCollective as AsyncPersistent
     from kfcomm.session import Session
     from kfcomm.sync.driver import Driver
+    from kfcomm.sync.persistent import PersistentCollective
 
 A_co = TypeVar("A_co", covariant=True)
 P = ParamSpec("P")
@@ -116,7 +118,7 @@ def blocking(
         result: T = self._io.wait_for(prepared) if is_coroutine else self._driver.call(prepared, self._session)
         return result
 
-    return _dressed(call, verb.__name__, verb, "Blocks until the result is there, and returns it.")
+    return dressed(call, verb.__name__, verb, "Blocks until the result is there, and returns it.")
 
 
 def begun(
@@ -136,7 +138,22 @@ def begun(
         return handle
 
     lead = "Begins, and returns a ``kfcomm.sync.Handle``; errors of the arguments come from it, too."
-    return _dressed(call, f"{verb.__name__}_async", verb, lead)
+    return dressed(call, f"{verb.__name__}_async", verb, lead)
+
+
+def prepared(
+    init: Callable[Concatenate[A_co, P], AsyncPersistent[T]],
+) -> Callable[Concatenate[Skin[A_co], P], PersistentCollective[T]]:
+    """The form of an ``*_init`` method whose starts are waited for."""
+
+    def call(self: Skin[A_co], /, *args: P.args, **kwargs: P.kwargs) -> PersistentCollective[T]:
+        from kfcomm.sync.persistent import PersistentCollective
+
+        self._check_open()
+        inner = self._driver.run(lambda: init(self._inner, *args, **kwargs), self._session)
+        return PersistentCollective(self._driver, self._session, inner)
+
+    return dressed(call, init.__name__, init, "Returns a ``kfcomm.sync.PersistentCollective``.")
 
 
 def _prepared(
@@ -147,7 +164,7 @@ def _prepared(
     return partial(verb, skin._inner, *args, **kwargs)
 
 
-def _dressed(call: Callable[P, T], name: str, verb: Callable[..., Any], lead: str) -> Callable[P, T]:
+def dressed(call: Callable[P, T], name: str, verb: Callable[..., Any], lead: str) -> Callable[P, T]:
     """What ``help`` and editors show: the verb's parameters and its text, after what differs."""
     call.__name__ = call.__qualname__ = name
     call.__doc__ = f"{lead}\n\n{inspect.getdoc(verb)}"
