@@ -224,6 +224,7 @@ class LinkTable:
             if self.is_low_latency:
                 link.set_low_latency()
             sender.attach(link)
+            self._reactor.wake()  # what has left just now may have been the last that a caller waits for
         else:
             link.state = sender.state
             link.close()

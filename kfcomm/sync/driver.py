@@ -45,6 +45,9 @@ LOOKS = 64
 LULL_S = 0.1
 """After a call when nothing is in flight and nobody looks: then the I/O thread parks. Long, since waking it takes the
 caller's time (1 ms with more ranks than cores); a peer that cannot wait rings when it parks."""
+MASKED_S = 20e-3
+"""The same where no memory is shared: so long what comes stays in the kernel, for the next call of a program that makes
+one after the other. Else the I/O thread would wake up for what peers send for that call, and take the caller's time."""
 
 
 class Awaited(Protocol[T_co]):
@@ -79,19 +82,25 @@ class IoDriver(LoopDriver):
         super().__init__(driver.reactor, io.loop)
 
     def lull(self) -> None:
-        """A call has ended and nothing is in flight: park, if none follows soon."""
+        """A call has ended and nothing is in flight: take over, if none follows soon."""
         if not self._is_closed:
             self.has_lull = True
             self._loop.call_soon(self._begin_lull)
 
+    @property
+    def _lull_s(self) -> float:
+        return LULL_S if self._reactor.pollers else MASKED_S
+
     def _begin_lull(self) -> None:
         self._calls_then = self.calls
-        self._loop.call_later(LULL_S, self._after_lull)
+        self._loop.call_later(self._lull_s, self._after_lull)
 
     def _after_lull(self) -> None:
         if self._is_closed:
             return
-        if self._driver.is_led or self.calls != self._calls_then:
+        if self._driver.is_led:  # whoever leads tells when it ends
+            self.has_lull = False
+        elif self.calls != self._calls_then:
             self._begin_lull()
         else:
             self.has_lull = False
@@ -101,6 +110,7 @@ class IoDriver(LoopDriver):
         if self._driver.is_led:
             self._driver.mask(is_masked=True)  # the leader looks, too; else this thread would be woken again and again
         else:
+            self._driver.mask(is_masked=False)
             super()._turn()
             self._driver.tell_followers()
 
@@ -132,6 +142,7 @@ class Driver:
         without a call: a signal that comes at the first line of ``_leave`` leaves no more behind than the lock."""
         self._followers: dict[int, tuple[Awaited[Any], threading.Event]] = {}
         self._io_driver: IoDriver = io.run(IoDriver, self, io)
+        io.listen = self._io_driver.wake
         self.reactor.woken = self._wake
 
     @property
@@ -283,34 +294,33 @@ class Driver:
             self._lock.release()
 
     def _hand_over(self) -> None:
+        if self._followers or self._leader:
+            self._tell_others()
+            return
         reactor, io_driver = self.reactor, self._io_driver
-        if self._followers or self._leader or self._is_masked:
-            self._hand_over_to_others()
-        elif reactor.deferred or reactor.due_s < io_driver.timer_s:
+        if self._is_masked and (self.io.is_busy or reactor.pollers):
+            self.mask(is_masked=False)
+        is_unheard = self._is_masked
+        for poller in reactor.pollers:
+            if poller.is_needed:
+                io_driver.wake()
+                return
+            is_unheard = poller.is_awake
+        if reactor.deferred or reactor.due_s < io_driver.timer_s:
             io_driver.wake()
-        else:
-            for poller in reactor.pollers:
-                if poller.is_needed:
-                    io_driver.wake()
-                elif poller.is_awake:
-                    io_driver.calls += 1
-                    if not io_driver.has_lull:
-                        io_driver.lull()
+        elif is_unheard:
+            io_driver.calls += 1
+            if not io_driver.has_lull:
+                io_driver.lull()
 
-    def _hand_over_to_others(self) -> None:
-        reactor = self.reactor
+    def _tell_others(self) -> None:
+        """Who leads goes on; or else one of those who follow leads next."""
         self.tell_followers()
         if self._leader:
-            if self._is_resting and (reactor.deferred or self._awaited is None or self._awaited.done()):
-                reactor.ring()
-            return
-        if self._is_masked:
-            self.mask(is_masked=False)
-        follower = next(iter(self._followers.values()), None)
-        if follower is not None:
-            follower[1].set()
+            if self._is_resting and (self.reactor.deferred or self._awaited is None or self._awaited.done()):
+                self.reactor.ring()
         else:
-            self._hand_over()
+            next(iter(self._followers.values()))[1].set()
 
     def _wait(self, handle: Awaited[T], deadline_s: float) -> None:
         while True:
@@ -353,13 +363,15 @@ class Driver:
     def _pause(self, quiet_since_s: float, deadline_s: float) -> float:
         """After many looks: look at descriptors and the clock, and rest if it is quiet for long.
 
+        Without pollers it rests at once: a rest ends at once if there is something, and what it finds is known then.
+
         Returns:
             Since when it is quiet; 0 if it is not, infinity if the time is up.
         """
         reactor = self.reactor
         if self._lock.is_wanted():
             self._give_way()
-        if reactor.progress():
+        if reactor.pollers and reactor.progress():
             return 0.0
         now_s = time.monotonic()
         if now_s >= deadline_s:
@@ -367,6 +379,8 @@ class Driver:
         if reactor.pollers and now_s - (quiet_since_s or now_s) <= QUIET_S:
             return quiet_since_s or now_s
         self._rest(min(deadline_s, now_s + LOOK_EVERY_S, reactor.next_deadline_s) - now_s)
+        if not reactor.pollers:
+            reactor.progress()
         return 0.0
 
     def _rest(self, timeout_s: float) -> None:

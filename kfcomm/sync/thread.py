@@ -79,11 +79,18 @@ class IoLoop(asyncio.SelectorEventLoop):
 
 
 class IoThread:
-    """The thread, a daemon: it keeps no process alive."""
+    """The thread, a daemon: it keeps no process alive.
+
+    Attributes:
+        lock: the engine lock.
+        loop: what it runs.
+        listen: called when something begins here that may wait for what peers send; set by the driver.
+    """
 
     def __init__(self) -> None:
         self.lock = EngineLock()
         self.loop = IoLoop(self.lock)
+        self.listen: Callable[[], object] = _nothing
         self._pid = os.getpid()
         self._stop = asyncio.Event()
         self._ended = False
@@ -107,6 +114,11 @@ class IoThread:
     def is_stopped(self) -> bool:
         """Whether the thread has ended."""
         return not self._thread.is_alive()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something of a caller's is under way, here or in the engine; with the lock held."""
+        return bool(self._pending)
 
     def may_block(self) -> None:
         """Refuse to wait where nobody would ever end the wait.
@@ -152,6 +164,7 @@ class IoThread:
                 future.set_exception(error)
             self.loop.call_soon(has_begun.set)  # after the first step of a task that was made just now
             begun(future)
+            self.listen()
 
         if self.is_current:
             begin()
@@ -249,6 +262,10 @@ class IoThread:
 
     async def _until_stopped(self) -> None:
         await self._stop.wait()
+
+
+def _nothing() -> None:
+    """Nobody has to be told."""
 
 
 def copy_end(inner: asyncio.Future[T], outer: concurrent.futures.Future[T]) -> None:

@@ -54,6 +54,13 @@ class Outbox(Order):
         else:
             self.add((head, payload, nbytes, owner, header, self.make_way(header, priority)))
 
+    def take_only(self) -> Frame | None:
+        """The only frame, off the queue, if there is but one, a chunk, and it is small. ``nbytes`` still counts it."""
+        chunks = self._chunks
+        if len(chunks) != 1 or self._front or self._less_urgent or self._cut is not None:
+            return None
+        return chunks.popleft() if self.nbytes <= self._small_nbytes else None
+
     def gather(self) -> tuple[list[Frame], list[Any], int]:
         """The next frames, their buffers for one system call, and the bytes in them.
 
@@ -64,12 +71,6 @@ class Outbox(Order):
         if self._cut is not None:
             front.appendleft(self._cut)
             self._cut = None
-        elif len(chunks) == 1 and not (front or self._less_urgent):  # what a small call does: 0.3 µs less than below
-            frame = chunks.popleft()
-            head, payload, nbytes, _, _, _ = frame
-            if payload is None:
-                return [frame], [head], nbytes
-            return [frame], [head + payload] if len(payload) <= small else [head, payload], nbytes
         batch: list[Frame] = []
         buffers: list[Any] = []
         parts: list[Any] = []

@@ -116,6 +116,7 @@ class Reactor:
         self._timers: list[tuple[float, int, Timer]] = []
         self._numbers = count()
         self._is_rung = False
+        self._found: list[tuple[int, int]] = []
         self._ringing = threading.Lock()
         self._epoll = select.epoll()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -256,9 +257,10 @@ class Reactor:
     def wait(self, timeout_s: float) -> None:
         """Sleep until a watched descriptor is ready, somebody rings, or the time is over; runs no callback.
 
-        The only method that may be called while another thread drives.
+        The next ``progress`` begins with what was found ready, without asking for it again. The only method that may be
+        called while another thread drives: what was found may be out of date by then, and callbacks must bear that.
         """
-        self._epoll.poll(max(0.0, timeout_s), 1)
+        self._found = self._epoll.poll(max(0.0, timeout_s), _EVENTS)
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         """An error that nobody else would hear of; ``context`` as in asyncio."""
@@ -279,8 +281,9 @@ class Reactor:
 
     def _answer(self) -> None:
         with self._ringing:
-            self._is_rung = False
-            os.eventfd_read(self._bell)
+            if self._is_rung:  # else it was answered since it was found ready
+                self._is_rung = False
+                os.eventfd_read(self._bell)
 
     def _watch(self, descriptor: int, reader: Callback | None, writer: Callback | None) -> None:
         epoll = self._epoll
@@ -308,7 +311,8 @@ class Reactor:
 
     def _look_at_descriptors(self) -> bool:
         moved = False
-        for descriptor, events in self._epoll.poll(0, _EVENTS):
+        found, self._found = self._found, []
+        for descriptor, events in found or self._epoll.poll(0, _EVENTS):
             reader, writer = self._watched.get(descriptor, (None, None))
             if reader is not None and events & READABLE:
                 self._run(reader, ())

@@ -132,6 +132,13 @@ def test_closing_wakes_leader_and_followers(transport: str) -> None:
         until(lambda: at_rest(one))
 
 
+def test_a_link_that_is_opened_wakes_the_leader_whose_last_frame_it_takes() -> None:
+    """Whichever rank is the root of a name sends the result on links that may have yet to be opened."""
+    with joined("tcp", 4) as comms:
+        for number in range(12):
+            run_threads(comms, lambda comm, name=f"{number}": comm.barrier(name))
+
+
 def test_posting_wakes_a_leader_that_sleeps() -> None:
     """What it posts is sent by the leader, who has to hear of it."""
     with joined("tcp") as (one, other):
@@ -277,6 +284,61 @@ def test_who_calls_after_a_lull_is_heard_by_who_has_parked(monkeypatch: pytest.M
                 until(lambda: not hub_of(one).is_awake and not hub_of(other).is_awake)
             begun = one.all_reduce_async(1, "x")
             assert int(other.all_reduce(1, "x")) == 2
+            assert int(begun.wait()) == 2
+
+
+def mask(comm: Communicator) -> None:
+    """As after a call in which it had to wait."""
+    driving = driver_of(comm)
+    driving._io_driver._timer_s = 0.0  # no deadline wakes the I/O thread any more
+    driving.run(lambda: driving.mask(is_masked=True), comm._session)
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_what_comes_between_two_calls_of_many_is_left_to_the_next_one(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "MASKED_S", 1e6)
+    with joined(transport) as (one, other):
+        called(one, other)
+        mask(one)
+        io_driver, turns = driver_of(one)._io_driver, []
+        monkeypatch.setattr(io_driver, "_turn", lambda: turns.append(1))
+        for _ in range(20):
+            begun = other.all_reduce_async(1, "x")
+            assert int(one.all_reduce(1, "x")) == 2
+            assert int(begun.wait()) == 2
+        assert len(turns) < 5
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_the_io_thread_listens_at_once_when_something_begins_there(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "MASKED_S", 1e6)
+    with joined(transport) as (one, other):
+        called(one, other)
+        mask(one)
+        call = Call(one.recv, 1)
+        other.send(np.ones(3), 0)
+        assert call.result().sum() == 3
+        begun = one.recv_async(1)
+        called(one, other)  # and goes on listening after a call
+        assert not driver_of(one)._is_masked
+        other.send(np.ones(3), 0)
+        assert begun.wait().sum() == 3
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_who_makes_no_more_calls_listens_after_a_while(transport: str) -> None:
+    with joined(transport) as (one, other):
+        for _ in range(3):
+            called(one, other)
+            mask(one)
+            until(lambda: not driver_of(one)._is_masked)
+            begun = other.all_reduce_async(1, "x")
+            until(lambda: one._inner._group.engine.router.expected(one._inner._group.view.id, "x") is not None)
+            assert int(one.all_reduce(1, "x")) == 2
             assert int(begun.wait()) == 2
 
 

@@ -314,6 +314,33 @@ def test_readers_and_writers_are_called_while_a_descriptor_is_ready(
     reactor.remove_reader(one.fileno())
 
 
+def test_what_a_wait_has_found_is_not_asked_for_again_and_may_be_out_of_date(
+    reactor: Reactor, socks: tuple[socket.socket, socket.socket]
+) -> None:
+    one, other = socks
+    heard: list[bytes] = []
+
+    def read() -> None:
+        with contextlib.suppress(BlockingIOError):
+            heard.append(one.recv(10))
+
+    reactor.add_reader(one.fileno(), read)
+    other.send(b"a")
+    reactor.ring()
+    reactor.wait(FOREVER_S)
+    assert not heard
+    assert one.recv(10) == b"a"  # somebody else was faster, who has answered the bell, too
+    reactor._answer()
+    assert reactor.progress()
+    assert not heard
+    assert not reactor.progress()
+    other.send(b"b")
+    reactor.wait(FOREVER_S)
+    reactor.remove_reader(one.fileno())
+    assert not reactor.progress()
+    assert not heard
+
+
 def test_the_end_of_a_peer_is_something_to_read_and_ends_a_wait_to_write(
     reactor: Reactor, socks: tuple[socket.socket, socket.socket]
 ) -> None:
