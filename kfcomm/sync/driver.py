@@ -106,12 +106,12 @@ class IoDriver(LoopDriver):
             self.has_lull = False
             self.wake()
 
-    def _turn(self) -> None:
+    def _turn(self, *, is_told: bool = False) -> None:
         if self._driver.is_led:
             self._driver.mask(is_masked=True)  # the leader looks, too; else this thread would be woken again and again
         else:
             self._driver.mask(is_masked=False)
-            super()._turn()
+            super()._turn(is_told=is_told)
             self._driver.tell_followers()
 
     def _look(self) -> bool:

@@ -71,13 +71,14 @@ class LoopDriver:
     def _scheduled_turn(self) -> None:
         self._is_scheduled = False
         if not self._is_closed:
-            self._turn()
+            # The loop calls for a descriptor by itself, unless turns for the pollers leave it no time to.
+            self._turn(is_told=not self._reactor.pollers)
 
-    def _turn(self) -> None:
+    def _turn(self, *, is_told: bool = False) -> None:
         reactor = self._reactor
         reactor.is_driven = True
         try:
-            moved = reactor.progress()
+            moved = reactor.progress(is_told=is_told)
             if reactor.is_awake and not moved:
                 moved = self._look()
         except BaseException:

@@ -186,10 +186,13 @@ class Reactor:
 
     # ---------------------------------------------------------------- for drivers
 
-    def progress(self) -> bool:
-        """Do all that is due, without waiting for anything; whether there was anything."""
+    def progress(self, *, is_told: bool = False) -> bool:
+        """Do all that is due, without waiting for anything; whether there was anything.
+
+        Descriptors are not looked at if the driver ``is_told`` when one of ``descriptors`` is readable, and none is.
+        """
         moved = self.glance()
-        if len(self._watched) > 1 or self._is_rung:  # more than the bell
+        if not is_told and (len(self._watched) > 1 or self._is_rung):  # more than the bell
             moved = self._look_at_descriptors() or moved
         if self.due_s <= self.time():
             moved = self._run_timers() or moved

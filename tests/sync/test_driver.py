@@ -303,7 +303,7 @@ def test_what_comes_between_two_calls_of_many_is_left_to_the_next_one(
         called(one, other)
         mask(one)
         io_driver, turns = driver_of(one)._io_driver, []
-        monkeypatch.setattr(io_driver, "_turn", lambda: turns.append(1))
+        monkeypatch.setattr(io_driver, "_turn", lambda **_: turns.append(1))
         for _ in range(20):
             begun = other.all_reduce_async(1, "x")
             assert int(one.all_reduce(1, "x")) == 2
