@@ -171,7 +171,7 @@ class Engine:
 
         The operation has its deadline, and knows the series.
         """
-        if self.is_unusual:
+        if self.is_unusual or self.tracer is not None:
             return False
         effects: Effects = []
         try:

@@ -196,7 +196,7 @@ class Driver:
     def call_again(self, compiled: Compiled, x: Any, arguments: Arguments, out: Any, session: Session) -> Any:
         """As ``call``, for a name used before; ``NOT_ALIKE`` if this use is another one: then nothing has begun."""
         lock = self._lock
-        if lock.is_mine():  # in a callback on the I/O thread, or in a signal handler
+        if lock.is_mine() or session.engine.is_unusual:  # in a callback on the I/O thread, or in a forked child
             return NOT_ALIKE
         operation: Operation | None = None
         try:
@@ -446,7 +446,7 @@ class Driver:
 
     def _interrupted(self, error: BaseException, handle: Awaited[T] | None, session: Session) -> None:
         """Ctrl-C between two looks ends the call alone; in the midst of the work nobody knows what is left undone."""
-        if isinstance(error, Exception):
+        if isinstance(error, (Exception, asyncio.CancelledError)):  # the outcome of the call
             return
         if not self._lock.is_mine():  # it came while this thread waited for the lock: nothing is left undone
             if handle is None:
