@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from functools import partial
+from functools import lru_cache, partial
 from time import monotonic
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -89,7 +89,7 @@ class Compiled(ABC):
         self.first_s = first_due_s(group.timeout_s, group.engine.deadlines.stall_after_s)
         self.is_small = False
         self.is_whole = plan.program.num_slots == 1 and plan.work.is_partial_shared
-        self._arguments = arguments
+        self._arguments = _shared(arguments)
 
     @abstractmethod
     def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Operation | None:
@@ -149,7 +149,7 @@ class CompiledName(Compiled):
         self._is_flat = len(shape) == 1 and (gets is None or len(gets) == 1)
         self._is_in_place = gets is not None and arguments[0] in IN_PLACE
         # One call either way, of something that is not Python: no test, no look-up of what is known.
-        self._room: Callable[[], Any] = NoneType if gets is None else partial(np.empty, gets, dtype)
+        self._room: Callable[[], Any] = NoneType if gets is None else _room(gets, dtype)
 
     def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Operation | None:
         """See ``Compiled.start``."""
@@ -235,6 +235,19 @@ class Use:
                 return None
             operation = CompiledOperation(name, handle, self._source, value.reshape(-1), value)
         return operation if name.engine.post_again(name.series, operation) else None
+
+
+# Of ten thousand names most are of a few kinds: what they have in common is one object, for the garbage collector too.
+
+
+@lru_cache(256)
+def _shared(arguments: Arguments) -> Arguments:
+    return arguments
+
+
+@lru_cache(4096)
+def _room(shape: Shape, dtype: np.dtype[Any]) -> Callable[[], Any]:
+    return partial(np.empty, shape, dtype)
 
 
 class CompiledOperation(Operation):

@@ -48,11 +48,12 @@ class Key:
     """A name in a group, and everything that is going on under it.
 
     Attributes:
-        series: by the number of a signature, what uses of this kind have in common.
+        series: what the latest uses have in common.
+        others: the same of earlier ones, by the number of their signature; None while there are none, as of most names.
         tally: a slot for whoever counts; the core never looks at it.
     """
 
-    __slots__ = ("early", "group_id", "id", "live", "name", "next_seq", "series", "tally")
+    __slots__ = ("early", "group_id", "id", "live", "name", "next_seq", "others", "series", "tally")
 
     def __init__(self, number: int, group_id: bytes, name: str) -> None:
         self.id = number
@@ -61,7 +62,8 @@ class Key:
         self.next_seq = 0
         self.live: dict[int, Collective] = {}
         self.early: dict[int, Early] = {}
-        self.series: dict[int, Series] = {}
+        self.series: Series | None = None
+        self.others: dict[int, Series] | None = None
         self.tally: Any = None
 
 

@@ -107,7 +107,9 @@ class Names:
     def series(self, group: GroupView, key: Key, signature: Signature, program: Program, sizes: ItemSizes) -> Series:
         """What the uses of a key with this signature have in common, worked out at the first of them."""
         numbered = self.signature(signature)
-        known = key.series.get(numbered[0])
+        latest = known = key.series
+        if known is not None and known.signature_id != numbered[0]:
+            known = key.others.get(numbered[0]) if key.others else None
         if (
             known is None
             or known.key_id != key.id
@@ -116,7 +118,12 @@ class Names:
             or not (known.sizes is sizes or known.sizes == sizes)
             or not (known.group is group or known.group.members == group.members)
         ):
-            known = key.series[numbered[0]] = Series(group, key, numbered, program, sizes)
+            known = Series(group, key, numbered, program, sizes)
+        if known is not latest and latest is not None and latest.signature_id != known.signature_id:
+            if key.others is None:
+                key.others = {}
+            key.others[latest.signature_id] = latest
+        key.series = known
         known.version = self.version
         return known
 
