@@ -55,11 +55,11 @@ class Outbox(Order):
             self.add((head, payload, nbytes, owner, header, self.make_way(header, priority)))
 
     def take_only(self) -> Frame | None:
-        """The only frame, off the queue, if there is but one, a chunk, and it is small. ``nbytes`` still counts it."""
+        """The only frame, off the queue until ``advance``, if there is but one, a chunk. ``nbytes`` still counts it."""
         chunks = self._chunks
         if len(chunks) != 1 or self._front or self._less_urgent or self._cut is not None:
             return None
-        return chunks.popleft() if self.nbytes <= self._small_nbytes else None
+        return chunks.popleft()
 
     def gather(self) -> tuple[list[Frame], list[Any], int]:
         """The next frames, their buffers for one system call, and the bytes in them.

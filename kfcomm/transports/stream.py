@@ -78,6 +78,7 @@ class StreamLink:
         self.bytes_in = self.bytes_out = self.frames_in = self.frames_out = 0
         self._options = options = options or StreamOptions()
         self._burst_nbytes = options.burst_nbytes
+        self._small_nbytes = options.small_nbytes
         self._sock = sock
         self._fd = sock.fileno()
         # Bound once: each is called for every small frame.
@@ -166,11 +167,16 @@ class StreamLink:
         return self._outbox.withdraw(owner)
 
     def _send_only(self, frame: Frame) -> None:
-        """Send the only frame there is, a small one: what ``_drain`` would do, in a third of the steps."""
+        """Send the only frame there is: what ``_drain`` would do, in a third of the steps."""
         head, payload, nbytes, owner, _, _ = frame
         moved = 0
         try:
-            moved = self._send_bytes(head if payload is None else head + payload)
+            if payload is None:
+                moved = self._send_bytes(head)
+            elif nbytes <= self._small_nbytes:
+                moved = self._send_bytes(head + payload)
+            else:
+                moved = self._sock.sendmsg((head, payload))
         except OSError as error:
             if not isinstance(error, (BlockingIOError, InterruptedError)):
                 self._outbox.put_back(frame)
