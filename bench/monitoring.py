@@ -38,7 +38,8 @@ import numpy as np
 
 import kfcomm
 from kfcomm.bench.workloads import WORKLOADS
-from kfcomm.core.collective import GroupView, Key
+from kfcomm.core.collective import GroupView, ItemSizes, Key, Series
+from kfcomm.core.program import elsewhere
 from kfcomm.runtime.meter import Meter
 from kfcomm.runtime.operation import Operation, Work
 from kfcomm.transports.shm.ring import RingReader
@@ -127,7 +128,8 @@ def hook_costs() -> Figures:
     for number in range(214):
         x = np.ones(1 << (number % 16), np.float32)
         operation = Operation(loop.create_future(), x, x, Work(None, x.dtype, 4, in_result=False))
-        operation.key, operation.group = Key(number, group.id, f"gradient/{number}"), group
+        key = Key(number, group.id, f"gradient/{number}")
+        operation.series = Series(group, key, (0, ()), elsewhere(0, 4), ItemSizes(4, 4))
         operations.append(operation)
 
     def arrived() -> None:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from kfcomm import adapt, strategies, sync
     from kfcomm.collectives.handle import Handle
     from kfcomm.collectives.messages import Queue
+    from kfcomm.collectives.persistent import PersistentCollective
     from kfcomm.communicator import Communicator, init
     from kfcomm.dumps import dump
     from kfcomm.monitor import Statistics
@@ -44,6 +45,7 @@ else:  # type checkers would take any name for one that is there
         {
             "Communicator": "kfcomm.communicator",
             "Handle": "kfcomm.collectives.handle",
+            "PersistentCollective": "kfcomm.collectives.persistent",
             "Queue": "kfcomm.collectives.messages",
             "Statistics": "kfcomm.monitor",
             "adapt": "kfcomm.adapt",
@@ -68,6 +70,7 @@ __all__ = [
     "Layout",
     "Op",
     "PeerLost",
+    "PersistentCollective",
     "ProtocolError",
     "Queue",
     "RendezvousError",

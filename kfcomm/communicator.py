@@ -20,9 +20,9 @@ from kfcomm.collectives.generations import MAX_STRATEGIES
 from kfcomm.collectives.group import STRATEGY_KEY, Group, check_name, check_timeout
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.mailbox import Mailbox
-from kfcomm.collectives.monitored import Monitored
 from kfcomm.collectives.on_device.paths import Paths
 from kfcomm.collectives.on_device.verbs import DeviceVerbs
+from kfcomm.collectives.persistent import Persistent
 from kfcomm.core.collective import GroupView
 from kfcomm.devices.routes import Choice
 from kfcomm.dumps import install_signal, snapshot
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Communicator(Monitored):
+class Communicator(Persistent):
     """The collectives of one group of ranks. Made by ``kfcomm.init``, ``group`` and ``split``.
 
     Use it on its own event loop only. Every verb returns a handle of a collective that is already under way.
@@ -321,7 +321,7 @@ class Communicator(Monitored):
     def _leave(self) -> None:
         if not self._left:
             self._left = True
-            self._group.compiled.clear()
+            self._group.forget()
             self._session.engine.end_listeners.remove(self._leave)
             self._session.drains.remove(self._devices.drained)
             self._paths.close()

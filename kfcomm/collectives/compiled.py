@@ -1,86 +1,315 @@
-"""A name that was used before, with all that can be known of its next use worked out: an all_reduce of one kind.
+"""A name that was used before, with all that can be known of its next use worked out: a collective of one kind.
 
 A group keeps one for each name that is in use. A call that fits skips what the first one did: checks, plan, names,
 signature, deadlines. Whatever does not fit, or is unusual, goes the long way, which alone knows what to make of it. All
-are forgotten when the strategy changes.
+belong to the strategy in force, and are there again when it comes again.
+
+Compiled are verbs whose shapes every rank knows by itself, in calls with NumPy arrays and without a timeout, a priority
+or a wire dtype of their own.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import math
+from abc import ABC, abstractmethod
+from functools import lru_cache, partial
+from time import monotonic
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
 from kfcomm.core.deadlines import first_due_s
-from kfcomm.runtime.operation import Operation
+from kfcomm.core.machine import FOLD, FOLD_UP, INPUT, UP, Effects
+from kfcomm.core.program import Lane
+from kfcomm.runtime.operation import COPIED_NBYTES, Array, Operation
+from kfcomm.types import Verb
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kfcomm.collectives.group import Group
     from kfcomm.collectives.handle import Handle
     from kfcomm.collectives.plans import Plan
+    from kfcomm.runtime.buffers import Payload
+
+Shape: TypeAlias = tuple[int, ...]
+Arguments: TypeAlias = tuple[Any, ...]
+"""A verb, then its op, then the type of its root and its root, as far as it has them.
+
+The type, since 1.0 and True equal 1, and what only equals a rank is for the long way to judge.
+"""
+
+# Looked up at each call: as attributes of the enum they would cost twice as much.
+ALL_REDUCE: Final = Verb.ALL_REDUCE
+REDUCE: Final = Verb.REDUCE
+BROADCAST: Final = Verb.BROADCAST
+GATHER: Final = Verb.GATHER
+ALL_GATHER: Final = Verb.ALL_GATHER
+REDUCE_SCATTER: Final = Verb.REDUCE_SCATTER
+ALL_TO_ALL: Final = Verb.ALL_TO_ALL
+BARRIER: Final = Verb.BARRIER
+
+COMPILABLE: Final = frozenset((ALL_REDUCE, REDUCE, BROADCAST, GATHER, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BARRIER))
+"""Verbs that can be compiled."""
+
+IN_PLACE: Final = frozenset((ALL_REDUCE, REDUCE, BROADCAST))
+"""Verbs whose result may be made in the memory of the input."""
+
+NO_ARRAY: Final = np.empty(0, np.uint8)
+"""What a verb is started with that takes no array."""
+
+NOT_ALIKE: Final = object()
+"""In place of a result: the call is not like the one before it, and nothing has begun."""
 
 MAX_NAMES = 1 << 14
 """Of a group, compiled at a time, half a KiB each: more than this are hardly used again and again."""
 
 
-class CompiledName:
-    """See the module.
+class Compiled(ABC):
+    """What is known of a name that was used before.
 
     Args:
         group: whose name it is.
         name: of the calls; None for those without one.
-        x: the array of the first use.
-        op: as the caller gave it.
+        arguments: of the first use.
         plan: of the first use.
     """
 
     __slots__ = (
-        "_dtype",
-        "_engine",
-        "_first_s",
-        "_is_flat",
-        "_key",
-        "_op",
-        "_plan",
-        "_shape",
-        "_signature",
-        "_timeout_s",
-        "_view",
-    )
+        "_arguments", "engine", "first_s", "group", "is_small", "is_whole", "series", "timeout_s", "work",
+    )  # fmt: skip
 
-    def __init__(self, group: Group, name: str | None, x: np.ndarray[Any, Any], op: str, plan: Plan) -> None:
-        self._engine = group.engine
-        self._view = group.view
-        self._dtype = x.dtype
-        self._shape = x.shape
-        self._is_flat = x.ndim == 1
-        self._op = op
-        self._plan = plan
-        self._key = group.engine.router.key(group.view.id, name or "")
-        self._signature = group.engine.router.same(plan.signature)
-        self._timeout_s = group.timeout_s
-        self._first_s = first_due_s(group.timeout_s, group.engine.deadlines.stall_after_s)
+    def __init__(self, group: Group, name: str | None, arguments: Arguments, plan: Plan) -> None:
+        self.engine = group.engine
+        self.group = group
+        self.series = group.engine.router.series(group.view, name or "", plan.signature, plan.program, plan.sizes)
+        self.work = plan.work
+        self.timeout_s = group.timeout_s
+        self.first_s = first_due_s(group.timeout_s, group.engine.deadlines.stall_after_s)
+        self.is_small = False
+        self.is_whole = plan.program.num_slots == 1 and plan.work.is_partial_shared
+        self._arguments = _shared(arguments)
 
-    def start(self, x: np.ndarray[Any, Any], op: str, out: Any, handle: Handle[Any] | None) -> Operation | None:
-        """Begin a use with this array, or None if it is not like the first one. Nothing has happened then."""
-        if x.dtype is not self._dtype or x.shape != self._shape or not x.flags.c_contiguous:
-            return None
-        if op is not self._op and op != self._op:
+    @abstractmethod
+    def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Operation | None:
+        """Begin a use with these arrays, or None if it is not like the first one. Nothing has happened then.
+
+        Without a handle the caller waits for the operation itself.
+        """
+
+    @abstractmethod
+    def use(self, x: Any, arguments: Arguments, out: Any) -> Use | None:
+        """Uses with these very arrays again and again, or None if they are not like the first one."""
+
+
+class CompiledBarrier(Compiled):
+    """A name under which no arrays are exchanged; see ``Compiled``."""
+
+    __slots__ = ("_use",)
+
+    def __init__(self, group: Group, name: str | None, arguments: Arguments, plan: Plan) -> None:
+        super().__init__(group, name, arguments, plan)
+        self._use = Use(self, None)
+
+    def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Operation | None:
+        """See ``Compiled.start``."""
+        return self._use.start(handle) if arguments == self._arguments else None
+
+    def use(self, x: Any, arguments: Arguments, out: Any) -> Use | None:
+        """See ``Compiled.use``."""
+        return self._use if arguments == self._arguments else None
+
+
+class CompiledName(Compiled):
+    """A name under which arrays are exchanged.
+
+    Args:
+        group: whose name it is.
+        name: of the calls; None for those without one.
+        arguments: of the first use.
+        dtype: of the array of the first use.
+        shape: of the array of the first use.
+        gets: shape of this rank's result; None if it gets none.
+        plan: of the first use.
+    """
+
+    __slots__ = ("_dtype", "_gets", "_is_flat", "_is_in_place", "_room", "_shape")
+
+    def __init__(
+        self, group: Group, name: str | None, arguments: Arguments, dtype: np.dtype[Any], shape: Shape,
+        gets: Shape | None, plan: Plan,
+    ) -> None:  # fmt: skip
+        super().__init__(group, name, arguments, plan)
+        nbytes = dtype.itemsize * math.prod(shape)
+        self.is_small = plan.program.num_slots == 1 and 0 < nbytes <= COPIED_NBYTES
+        self._dtype = dtype
+        self._shape = shape
+        self._gets = gets
+        self._is_flat = len(shape) == 1 and (gets is None or len(gets) == 1)
+        self._is_in_place = gets is not None and arguments[0] in IN_PLACE
+        # One call either way, of something that is not Python: no test, no look-up of what is known.
+        self._room: Callable[[], Any] = NoneType if gets is None else _room(gets, dtype)
+
+    def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Operation | None:
+        """See ``Compiled.start``."""
+        if (
+            arguments != self._arguments
+            or x.dtype is not self._dtype
+            or x.shape != self._shape
+            or not x.flags.c_contiguous
+        ):
             return None
         if out is None:
             try:
-                value = np.empty(self._shape, self._dtype)
+                value = self._room()
             except MemoryError:  # the other ranks have to be told
                 return None
-        elif out is x and x.flags.writeable:
+        elif out is x and self._is_in_place and x.flags.writeable:
             value = x
+        elif self._takes(x, out):
+            value = None if self._gets is None else out
         else:
             return None
-        plan = self._plan
         if self._is_flat:
-            operation = Operation(handle, x, value, plan.work, value=value)
+            operation = CompiledOperation(self, handle, x, value, value)
         else:
-            operation = Operation(handle, x.reshape(-1), value.reshape(-1), plan.work, value=value)
-        operation.timeout_s = self._timeout_s
-        operation.due_s = operation.posted_s + self._first_s
-        return operation if self._engine.post_again(self._key, self._view, self._signature, plan, operation) else None
+            result = None if value is None else value.reshape(-1)
+            operation = CompiledOperation(self, handle, x.reshape(-1), result, value)
+        return operation if self.engine.post_again(self.series, operation) else None
+
+    def use(self, x: Any, arguments: Arguments, out: Any) -> Use | None:
+        """See ``Compiled.use``."""
+        if arguments != self._arguments or x.dtype is not self._dtype:
+            return None
+        if x.shape != self._shape or not x.flags.c_contiguous:
+            return None
+        if self._gets is None:
+            return Use(self, x)
+        if out is None:
+            return Use(self, x, room=self._room)
+        if (out is x and self._is_in_place and x.flags.writeable) or self._takes(x, out):
+            return Use(self, x, out)
+        return None
+
+    def _takes(self, x: Array, out: Any) -> bool:
+        """Whether a result can be made in ``out``, which is ignored where there is none."""
+        if self._gets is None:
+            return True
+        if type(out) is not np.ndarray or out.dtype is not self._dtype or out.shape != self._gets:
+            return False
+        # Two contiguous arrays share memory if their bounds do.
+        return out.flags.c_contiguous and out.flags.writeable and not np.may_share_memory(x, out)
+
+
+class Use:
+    """Uses of a compiled name with arrays that stay the same: nothing is left to be checked or looked up.
+
+    Args:
+        name: the compiled name.
+        x: what this rank gives, if anything.
+        value: where the result goes, and what the caller gets; None where this rank gets nothing, or with ``room``.
+        room: makes a new array for each result.
+    """
+
+    __slots__ = ("_name", "_result", "_room", "_source", "_value")
+
+    def __init__(
+        self, name: Compiled, x: Array | None, value: Array | None = None, *, room: Callable[[], Array] | None = None
+    ) -> None:
+        self._name = name
+        self._source = None if x is None else x.reshape(-1)
+        self._value = value
+        self._result = None if value is None else value.reshape(-1)
+        self._room = room
+
+    def start(self, handle: Handle[Any] | None) -> Operation | None:
+        """Begin a use, or None if anything is unusual. Nothing has happened then."""
+        name = self._name
+        if self._room is None:
+            operation = CompiledOperation(name, handle, self._source, self._result, self._value)
+        else:
+            try:
+                value = self._room()
+            except MemoryError:  # the other ranks have to be told
+                return None
+            operation = CompiledOperation(name, handle, self._source, value.reshape(-1), value)
+        return operation if name.engine.post_again(name.series, operation) else None
+
+
+# Of ten thousand names most are of a few kinds: what they have in common is one object, for the garbage collector too.
+
+
+@lru_cache(256)
+def _shared(arguments: Arguments) -> Arguments:
+    return arguments
+
+
+@lru_cache(4096)
+def _room(shape: Shape, dtype: np.dtype[Any]) -> Callable[[], Any]:
+    return partial(np.empty, shape, dtype)
+
+
+class CompiledOperation(Operation):
+    """One use of a compiled name: an operation of which all is known but its number and its arrays.
+
+    Attributes:
+        is_whole: it is one chunk, and what is folded lies in the result.
+    """
+
+    is_whole = False
+
+    def __init__(
+        self, name: Compiled, future: Any, source: Array | None, result: Array | None, value: Array | None
+    ) -> None:
+        self.series = series = name.series
+        self.program = program = series.program
+        self.remaining = num_slots = program.num_slots
+        self._folded = bytearray(num_slots) if program.small_counts else [0] * num_slots
+        if program.gate:
+            self._gate = program.gate
+        if name.is_small:
+            self.is_small = True
+        if name.is_whole:
+            self.is_whole = True
+        self.posted = series.posted
+        self.stamp = name.group.plans.generation << 1
+        self.engine = name.engine
+        self.work = name.work
+        self.future = future
+        self._in = NO_ARRAY if source is None else source
+        self._out = NO_ARRAY if result is None else result
+        self.value = value
+        self.posted_s = self.heard_s = now_s = monotonic()
+        self.timeout_s = name.timeout_s
+        self.due_s = now_s + name.first_s
+
+    def start(self, effects: Effects) -> None:
+        """See ``Machine.start``. It is no first use, and has no priority; if all is traced, nothing is compiled."""
+        series = self.series
+        self.engine.recorder.append((self.posted_s, "posted", series.key.name, self.seq, series.signature[0]))
+        sends = self.program.first_sends
+        if sends is None:
+            super(Operation, self).start(effects)
+        else:
+            for to, lane, index in sends:
+                self.engine.send(self, to, lane, index, UP, INPUT, None)
+
+    def _fold(
+        self, tag: int, lane: Lane, index: int, payload: Payload | memoryview, first: bool, effects: Effects
+    ) -> None:
+        if not self.is_whole or type(payload) is not memoryview or tag == FOLD_UP:
+            super()._fold(tag, lane, index, payload, first, effects)
+            return
+        kernel, out = self._folding(), self._out
+        own = self._in if first else out
+        if tag == FOLD:
+            kernel.fold(own, np.frombuffer(payload, out.dtype), out)
+        else:
+            kernel.last(own, np.frombuffer(payload, out.dtype), out, self.work.size)
+
+    def _store(self, lane: Lane, index: int, payload: Payload | memoryview, effects: Effects) -> None:
+        if type(payload) is memoryview and lane.count == len(self._out) and lane.num_chunks == 1:
+            self._out[:] = np.frombuffer(payload, self._out.dtype)
+        else:
+            super()._store(lane, index, payload, effects)

@@ -16,6 +16,7 @@ import numpy as np
 from kfcomm.arrays import HostArray, adapt
 from kfcomm.arrays.dtypes import dtype_name, dtype_of
 from kfcomm.arrays.kinds import NUMPY
+from kfcomm.collectives.compiled import ALL_GATHER, ALL_TO_ALL, GATHER
 from kfcomm.collectives.group import UNNAMED, later_key
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.on_device.through_host import Fetched, Out
@@ -66,6 +67,9 @@ class Exchange(Verbs):
             stream: see ``all_reduce``.
         """
         if not concat:
+            again = self._again(x, name, (GATHER, type(root), root), out, timeout, priority, stream)
+            if again is not None:
+                return again
             if self._devices.takes(x, stream):
                 return self._on_device(Verb.GATHER, x, name, out, timeout, priority, stream, root=root)
             return self._gather_stacked(x, root, name, out, timeout, priority)
@@ -84,9 +88,13 @@ class Exchange(Verbs):
     ) -> Handle[Any]:  # fmt: skip
         """Every rank gets the arrays of all ranks; see ``gather``, and ``broadcast`` for ``wire_dtype``."""
         if not concat:
+            again = self._again(x, name, (ALL_GATHER,), out, timeout, priority, stream, wire_dtype)
+            if again is not None:
+                return again
             if self._devices.takes(x, stream):
                 return self._on_device(Verb.ALL_GATHER, x, name, out, timeout, priority, stream, wire_dtype=wire_dtype)
-            return self._all_gather_stacked(x, name, out, timeout, priority, wire_dtype)
+            alike = (ALL_GATHER,) if type(x) is np.ndarray and wire_dtype is None else None
+            return self._all_gather_stacked(x, name, out, timeout, priority, wire_dtype, alike)
         wire: np.dtype[Any] | None = None
         if wire_dtype is not None:
             with self._checks(name, timeout, priority, steps=2):
@@ -163,6 +171,9 @@ class Exchange(Verbs):
             priority: see ``all_reduce``.
             stream: see ``all_reduce``.
         """
+        again = self._again(x, name, (ALL_TO_ALL,), out, timeout, priority, stream)
+        if again is not None:
+            return again
         if not isinstance(x, (list, tuple)):
             if self._devices.takes(x, stream):
                 return self._on_device(Verb.ALL_TO_ALL, x, name, out, timeout, priority, stream)

@@ -1,8 +1,8 @@
 """The strategies that a group has had: what is kept of each for the time when it comes again.
 
-Every change of strategy is a generation of its own, and signatures say which. All else of a plan is the same whenever
-its strategy is, so that a program which goes back and forth between strategies plans each kind of collective once for
-each. Not kept for good: beyond `MAX_STRATEGIES` everything is made anew.
+Every change of strategy is a generation of its own, and every chunk says which. A plan is the same whenever its
+strategy is, so that a program which goes back and forth between strategies plans each kind of collective once for each.
+Not kept for good: beyond `MAX_STRATEGIES` everything is made anew.
 """
 
 from __future__ import annotations

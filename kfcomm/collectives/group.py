@@ -12,7 +12,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kfcomm.collectives.compiled import MAX_NAMES, CompiledName
+from kfcomm.arrays import HostArray
+from kfcomm.collectives.compiled import MAX_NAMES, Arguments, CompiledBarrier, CompiledName
 from kfcomm.collectives.generations import Generations
 from kfcomm.collectives.handle import Handle, named
 from kfcomm.collectives.plans import Plan
@@ -22,9 +23,10 @@ from kfcomm.errors import ConfigError
 from kfcomm.runtime.engine import Engine
 from kfcomm.runtime.operation import Operation
 from kfcomm.strategies import AnyStrategy
-from kfcomm.types import Layout, Op
+from kfcomm.types import Layout
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+Shape: TypeAlias = tuple[int, ...]
 
 UNNAMED = ""
 STRATEGY_KEY = "\0strategy"
@@ -41,7 +43,8 @@ class Group:
         layout: hosts of the members.
         plans: plans under the strategy in force.
         turns: of the calls that have several steps.
-        compiled: by name; empty while a strategy is being agreed.
+        compiled: by name; empty while a strategy is being agreed. Another dictionary whenever something is forgotten:
+            what was found in this one holds for as long as it is the same.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class Group:
         self._generations = Generations(view.rank, layout)
         self.plans = self._generations.plans(strategy, 0)
         self.turns = Turns()
-        self.compiled: dict[str | None, CompiledName] = {}
+        self.compiled = self.plans.compiled
         self._waiting: list[Callable[[], None]] | None = None
 
     @property
@@ -88,12 +91,17 @@ class Group:
         priority: int = 0,
         handle: Handle[Any],
         seq: int | None = None,
+        generation: int | None = None,
     ) -> Operation:
-        """Begin a collective now; see ``Operation`` for ``value`` and ``outcome``."""
+        """Begin a collective now; see ``Operation`` for ``value`` and ``outcome``.
+
+        ``generation``: of the strategy of ``plan``, if that is not the one in force.
+        """
         operation = plan.operation(handle, source, result, plan.work, value=value, finish=outcome, priority=priority)
         self.engine.post(
             self.view, key, plan.signature, plan.program, plan.sizes, operation,
             timeout_s=self.timeout_s if timeout_s is None else timeout_s, overlapping=overlapping, seq=seq,
+            generation=self.plans.generation if generation is None else generation,
         )  # fmt: skip
         if operation.failed:
             handle.seq = self.last_seq(key)
@@ -101,14 +109,30 @@ class Group:
             named(handle, operation)
         return operation
 
-    def compile(self, name: str | None, x: Array, op: Op) -> None:
-        """An all_reduce of this kind was posted: work out what can be known of the next one under this name."""
-        if self._waiting is None and not self.engine.is_unusual:
-            plan = self.plans.known(x.dtype, x.shape, op, name or UNNAMED)
-            if plan is not None:
-                if len(self.compiled) >= MAX_NAMES:
-                    self.compiled.clear()
-                self.compiled[name] = CompiledName(self, name, x, op, plan)
+    def compile(
+        self, name: str | None, arguments: Arguments, array: HostArray | None, gets: Shape | None, plan: Plan
+    ) -> None:
+        """A collective of this kind was posted: work out what can be known of the next one under this name.
+
+        Args:
+            name: of the call.
+            arguments: of the call.
+            array: what this rank gave, a view of a NumPy array; None for a verb without arrays.
+            gets: shape of what this rank gets; None if it gets nothing.
+            plan: under which it was posted.
+        """
+        if self._waiting is not None or self.engine.is_unusual:
+            return
+        if len(self.compiled) >= MAX_NAMES:
+            self.forget()
+        if array is None:
+            self.compiled[name] = CompiledBarrier(self, name, arguments, plan)
+        else:
+            self.compiled[name] = CompiledName(self, name, arguments, array.dtype, array.shape, gets, plan)
+
+    def forget(self) -> None:
+        """What was compiled holds no longer."""
+        self.compiled = self.plans.compiled = {}
 
     def refuse(self, key: str, error: BaseException, *, steps: int = 1) -> None:
         """A call failed before it was posted: it fails on the other ranks too, at its place among the posts."""
@@ -142,10 +166,12 @@ class Group:
     def _ask(self, strategy: AnyStrategy, timeout_s: float | None, verdict: Handle[None]) -> None:
         """One barrier whose signature holds the graphs' digest: who has others fails it for all."""
         self._waiting = []
-        self.compiled.clear()
+        self.compiled = {}
         plan = self._generations.agreement(strategy)
         handle: Handle[None] = Handle(loop=self.engine.loop)
-        operation = self.post(plan, STRATEGY_KEY, source=None, result=None, timeout_s=timeout_s, handle=handle)
+        operation = self.post(
+            plan, STRATEGY_KEY, source=None, result=None, timeout_s=timeout_s, handle=handle, generation=0
+        )
         handle.when_done(self.engine.reactor, lambda done: self._decide(strategy, operation, done, verdict))
         verdict.when_done(self.engine.reactor, lambda asked: handle.cancel() if asked.cancelled() else None)
 
@@ -154,6 +180,7 @@ class Group:
         if error is None:
             # Not the number of those that were agreed: ranks that differ in that would never meet again.
             self.plans = self._generations.plans(strategy, operation.seq + 1)
+        self.compiled = self.plans.compiled
         self._trace_swap(strategy, error)
         waiting, self._waiting = self._waiting, None
         for begin in waiting or ():

@@ -78,7 +78,7 @@ class Handle(asyncio.Future[T]):
 
 def named(handle: Handle[T], operation: Operation) -> Handle[T]:
     """The handle of an operation that was posted under it."""
-    handle.seq = operation.seq
+    handle._seq = operation.seq
     if not operation.is_over:
         handle.operation = operation
     return handle

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from kfcomm.collectives.compiled import ALL_REDUCE
 from kfcomm.collectives.group import Group, check_name
 from kfcomm.collectives.handle import Handle, named
 from kfcomm.collectives.messages import Messages
@@ -72,7 +73,8 @@ class Monitored(Messages):
         handle.watch(meter, nbytes)
         group.in_order(lambda: handle.begin(group))
         if type(x) is np.ndarray and timeout is None and not priority and wire_dtype is None and stream is None:
-            operation = self._start_again(x, name, op, out, handle)
+            compiled = group.compiled.get(name)
+            operation = None if compiled is None else compiled.start(x, (ALL_REDUCE, op), out, handle)
             if operation is not None:
                 return named(handle, operation)
         return self._all_reduce(x, name, op, out, timeout, priority, wire_dtype, handle, stream)

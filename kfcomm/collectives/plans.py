@@ -1,15 +1,16 @@
 """From a verb and its arguments to what the engine runs: a signature, a program, kernels and sizes.
 
 A plan does not depend on the key or the data, so the plans that were made are kept: a loop that exchanges the same
-tensors at every step makes each plan once. But for the generation in its signature it does not depend on when its
-strategy came into force either, so that a strategy which comes again finds its plans again.
+tensors at every step makes each plan once. It does not depend on when its strategy came into force either, so that a
+strategy which comes again finds its plans again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -26,6 +27,9 @@ from kfcomm.runtime.operation import Operation, Work
 from kfcomm.runtime.wired import WiredOperation, WiredWork
 from kfcomm.strategies import AnyStrategy, Strategy
 from kfcomm.types import Op, Verb
+
+if TYPE_CHECKING:
+    from kfcomm.collectives.compiled import Compiled
 
 CHUNK_NBYTES = 1 << 19
 """Of a chunk: large enough that its way through Python costs little, small enough to stay in the cache."""
@@ -153,7 +157,7 @@ class Planner:
         """No data."""
         graphs = self.strategy.select(0)
         program = programs.barrier(self.rank, graphs.pairs[pair_of(name, len(graphs.pairs), graphs.shares)])
-        signature = Signature(Verb.BARRIER, "", (), "", -1, graphs.name, 0, graphs.digest)
+        signature = Signature(Verb.BARRIER, "", (), "", -1, graphs.name, graphs.digest)
         return Plan(signature, program, ItemSizes(1, 1), Work(None, None, self.size, in_result=False), -1)
 
     def _prepare(
@@ -193,7 +197,7 @@ class Planner:
         self, verb: Verb, dtype: np.dtype[Any], shape: tuple[int, ...], root: int, program: Program, graphs: Strategy
     ) -> Signature:
         return Signature(
-            str(verb), dtype_name(dtype), shape, "", root, graphs.name, 0, graphs.digest, program.chunk_elements
+            str(verb), dtype_name(dtype), shape, "", root, graphs.name, graphs.digest, program.chunk_elements
         )
 
 
@@ -221,20 +225,23 @@ class Plans:
     Attributes:
         planner: makes what is missing.
         generation: which of the group's strategies this is; 0 for the first.
+        compiled: by name, what can be known of the next use.
     """
 
-    __slots__ = ("_drafts", "_plans", "_ways", "generation", "planner")
+    __slots__ = ("_plans", "_ways", "compiled", "generation", "planner")
 
-    def __init__(self, planner: Planner, generation: int = 0, drafts: dict[Hashable, Plan] | None = None) -> None:
+    def __init__(self, planner: Planner, generation: int = 0) -> None:
         self.planner = planner
         self.generation = generation
-        self._drafts: dict[Hashable, Plan] = {} if drafts is None else drafts
+        self.compiled: dict[str | None, Compiled] = {}
         self._plans: dict[Hashable, Plan] = {}
         self._ways: dict[Hashable, tuple[list[Plan | None], Shares]] = {}
 
     def again(self, generation: int) -> Plans:
-        """The plans of a later generation of the same strategy."""
-        return Plans(self.planner, generation, self._drafts)
+        """The same plans for a later generation of the same strategy."""
+        later = copy(self)
+        later.generation = generation
+        return later
 
     def plan(self, make: Callable[..., Plan], *what: Hashable) -> Plan:
         """The plan ``make(planner, *what)``, made when it is first needed."""
@@ -243,20 +250,12 @@ class Plans:
         if plan is None:
             if len(self._plans) >= MAX_PLANS:
                 self._plans.clear()
-            plan = self._plans[key] = self._signed(make, *what)
+            plan = self._plans[key] = make(self.planner, *what)
         return plan
 
     def barrier(self, name: str) -> Plan:
         """The plan for a barrier, made at each."""
-        return self._sign(self.planner.barrier(name))
-
-    def known(self, dtype: np.dtype[Any], shape: tuple[int, ...], op: Op | str, key: str) -> Plan | None:
-        """The plan for an all_reduce, if it was made before: then the dtype is supported, and the op has a meaning."""
-        found = self._ways.get((dtype, shape, op, None))
-        if found is None:
-            return None
-        ways, shares = found
-        return ways[0] if len(ways) == 1 else ways[pair_of(key, len(ways), shares)]
+        return self.planner.barrier(name)
 
     def all_reduce(
         self, dtype: np.dtype[Any], shape: tuple[int, ...], op: Op, key: str, wire: WireDtype = None
@@ -273,20 +272,8 @@ class Plans:
         way = pair_of(key, len(ways), shares) if len(ways) > 1 else 0
         plan = ways[way]
         if plan is None:
-            plan = ways[way] = self._signed(Planner.all_reduce, dtype, shape, op, way, wire)
+            plan = ways[way] = self.plan(Planner.all_reduce, dtype, shape, op, way, wire)
         return plan
-
-    def _signed(self, make: Callable[..., Plan], *what: Hashable) -> Plan:
-        key = (make, *what)
-        draft = self._drafts.get(key)
-        if draft is None:
-            if len(self._drafts) >= MAX_PLANS:
-                self._drafts.clear()
-            draft = self._drafts[key] = make(self.planner, *what)
-        return self._sign(draft)
-
-    def _sign(self, draft: Plan) -> Plan:
-        return replace(draft, signature=draft.signature._replace(generation=self.generation))
 
 
 def chunk_elements(dtype: np.dtype[Any]) -> int:

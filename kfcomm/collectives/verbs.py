@@ -15,6 +15,17 @@ import numpy as np
 
 from kfcomm.arrays import HostArray, OutArray, adapt, adapt_out, overlaps, same_memory
 from kfcomm.arrays.kinds import NUMPY
+from kfcomm.collectives.compiled import (
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BARRIER,
+    BROADCAST,
+    GATHER,
+    NO_ARRAY,
+    REDUCE,
+    REDUCE_SCATTER,
+    Arguments,
+)
 from kfcomm.collectives.group import (
     UNNAMED,
     Group,
@@ -30,7 +41,6 @@ from kfcomm.collectives.plans import Plan, Planner, Plans, row_elements
 from kfcomm.core.chunk import split
 from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.reduce import kernel, wire_dtype_of
-from kfcomm.runtime.operation import Operation
 from kfcomm.types import Op, Verb
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -117,11 +127,9 @@ class Verbs:
 
         Cost: with n ranks and S bytes, ring: 2(n-1) steps, 2(n-1)/n·S bytes per rank; see "Algorithms".
         """
-        if type(x) is np.ndarray and timeout is None and not priority and wire_dtype is None and stream is None:
-            handle: Handle[Any] = Handle(loop=self._group.engine.loop)
-            operation = self._start_again(x, name, op, out, handle)
-            if operation is not None:
-                return named(handle, operation)
+        again = self._again(x, name, (ALL_REDUCE, op), out, timeout, priority, stream, wire_dtype)
+        if again is not None:
+            return again
         return self._all_reduce(x, name, op, out, timeout, priority, wire_dtype, stream=stream)
 
     def all_reduce_many(
@@ -200,20 +208,24 @@ class Verbs:
 
         With a ``wire_dtype`` the result, which does not travel, is not rounded to it.
         """
+        again = self._again(x, name, (REDUCE, op, type(root), root), out, timeout, priority, stream, wire_dtype)
+        if again is not None:
+            return again
         if self._devices.takes(x, stream):
             return self._on_device(
                 Verb.REDUCE, x, name, out, timeout, priority, stream, op=op, root=root, wire_dtype=wire_dtype
             )
         with self._checks(name, timeout, priority):
-            root = self._check_rank("root", root)
+            to = self._check_rank("root", root)
             array = adapt(x)
             op = _checked_op(op, array.dtype)
             wire = None if wire_dtype is None else wire_dtype_of(wire_dtype, array.dtype)
-            target = self._out(out, array.shape, array.dtype, root)
+            target = self._out(out, array.shape, array.dtype, to)
+        alike = (REDUCE, op, type(root), root) if type(x) is np.ndarray and wire is None else None
 
-        plan = (Plans.plan, Planner.reduce, array.dtype, array.shape, op, root, wire)
+        plan = (Plans.plan, Planner.reduce, array.dtype, array.shape, op, to, wire)
 
-        return self._begin(name, array, array.shape, target, timeout, priority, plan, in_place=True)
+        return self._begin(name, array, array.shape, target, timeout, priority, plan, in_place=True, alike=alike)
 
     def broadcast(
         self, x: Any, root: int = 0, name: str | None = None, *, out: Any = None, timeout: float | None = None,
@@ -232,15 +244,19 @@ class Verbs:
                 most abs(x)·u.
             stream: see ``all_reduce``.
         """
+        again = self._again(x, name, (BROADCAST, type(root), root), out, timeout, priority, stream, wire_dtype)
+        if again is not None:
+            return again
         if self._devices.takes(x, stream):
             return self._on_device(
                 Verb.BROADCAST, x, name, out, timeout, priority, stream, root=root, wire_dtype=wire_dtype
             )
-        return self._broadcast(x, root, name, out, timeout, priority, wire_dtype)
+        alike = (BROADCAST, type(root), root) if type(x) is np.ndarray and wire_dtype is None else None
+        return self._broadcast(x, root, name, out, timeout, priority, wire_dtype, alike)
 
     def _broadcast(
         self, x: Any, root: int, name: str | None, out: Any, timeout: float | None, priority: int,
-        wire_dtype: str | None = None,
+        wire_dtype: str | None = None, alike: Arguments | None = None,
     ) -> Handle[Any]:  # fmt: skip
         with self._checks(name, timeout, priority):
             root = self._check_rank("root", root)
@@ -250,24 +266,26 @@ class Verbs:
 
         plan = (Plans.plan, Planner.broadcast, array.dtype, array.shape, root, wire)
 
-        return self._begin(name, array, array.shape, target, timeout, priority, plan, in_place=True)
+        return self._begin(name, array, array.shape, target, timeout, priority, plan, in_place=True, alike=alike)
 
     def _gather_stacked(
         self, x: Any, root: int, name: str | None, out: Any, timeout: float | None, priority: int
     ) -> Handle[Any]:
         with self._checks(name, timeout, priority):
-            root = self._check_rank("root", root)
+            to = self._check_rank("root", root)
             array = adapt(x)
             shape = (self._group.view.size, *array.shape)
-            target = self._out(out, shape, array.dtype, root)
+            target = self._out(out, shape, array.dtype, to)
+        alike = (GATHER, type(root), root) if type(x) is np.ndarray else None
 
-        plan = (Plans.plan, Planner.gather, array.dtype, array.shape, root)
+        plan = (Plans.plan, Planner.gather, array.dtype, array.shape, to)
 
-        return self._begin(name, array, shape, target, timeout, priority, plan)
+        return self._begin(name, array, shape, target, timeout, priority, plan, alike=alike)
 
     def _all_gather_stacked(
-        self, x: Any, name: str | None, out: Any, timeout: float | None, priority: int, wire_dtype: str | None = None
-    ) -> Handle[Any]:
+        self, x: Any, name: str | None, out: Any, timeout: float | None, priority: int, wire_dtype: str | None = None,
+        alike: Arguments | None = None,
+    ) -> Handle[Any]:  # fmt: skip
         with self._checks(name, timeout, priority):
             array = adapt(x)
             wire = None if wire_dtype is None else wire_dtype_of(wire_dtype, array.dtype)
@@ -276,7 +294,7 @@ class Verbs:
 
         plan = (Plans.plan, Planner.all_gather, array.dtype, array.shape, (), wire)
 
-        return self._begin(name, array, shape, target, timeout, priority, plan)
+        return self._begin(name, array, shape, target, timeout, priority, plan, alike=alike)
 
     def reduce_scatter(
         self, x: Any, name: str | None = None, *, op: Op | str = Op.SUM, out: Any = None,
@@ -287,6 +305,9 @@ class Verbs:
         Parts are as even as possible: the first ``len(x) % size`` are one row longer. See ``all_reduce``; with a
         ``wire_dtype`` the results, which do not travel, are not rounded to it.
         """
+        again = self._again(x, name, (REDUCE_SCATTER, op), out, timeout, priority, stream, wire_dtype)
+        if again is not None:
+            return again
         if self._devices.takes(x, stream):
             return self._on_device(
                 Verb.REDUCE_SCATTER, x, name, out, timeout, priority, stream, op=op, wire_dtype=wire_dtype
@@ -300,9 +321,11 @@ class Verbs:
             shape = (rows, *array.shape[1:])
             target = None if out is None else adapt_out(out, shape, array.dtype)
 
+        alike = (REDUCE_SCATTER, op) if type(x) is np.ndarray and wire is None else None
+
         plan = (Plans.plan, Planner.reduce_scatter, array.dtype, array.shape, op, wire)
 
-        return self._begin(name, array, shape, target, timeout, priority, plan)
+        return self._begin(name, array, shape, target, timeout, priority, plan, alike=alike)
 
     def _all_to_all_even(self, x: Any, name: str | None, out: Any, timeout: float | None, priority: int) -> Handle[Any]:
         with self._checks(name, timeout, priority):
@@ -312,17 +335,21 @@ class Verbs:
             _check_shares(array.shape, size)
             target = None if out is None else adapt_out(out, array.shape, array.dtype)
         rows = ((array.shape[0] // size,) * size,) * size
+        alike = (ALL_TO_ALL,) if type(x) is np.ndarray else None
 
         plan = (Plans.plan, Planner.all_to_all, array.dtype, array.shape[1:], rows)
 
-        return self._begin(name, array, array.shape, target, timeout, priority, plan)
+        return self._begin(name, array, array.shape, target, timeout, priority, plan, alike=alike)
 
     def barrier(self, name: str | None = None, *, timeout: float | None = None, priority: int = 0) -> Handle[None]:
         """Done when every rank has called it."""
+        again = self._again(NO_ARRAY, name, (BARRIER,), None, timeout, priority)
+        if again is not None:
+            return again
         with self._checks(name, timeout, priority):
             pass
 
-        return self._begin(name, None, (), None, timeout, priority, (Plans.barrier, name or UNNAMED))
+        return self._begin(name, None, (), None, timeout, priority, (Plans.barrier, name or UNNAMED), alike=(BARRIER,))
 
     # ---------------------------------------------------------------- shared by the verbs
 
@@ -384,46 +411,56 @@ class Verbs:
             op = _checked_op(op, array.dtype)
             wire = None if wire_dtype is None else wire_dtype_of(wire_dtype, array.dtype)
             target = None if out is None else adapt_out(out, array.shape, array.dtype)
-        begun = self._begin(
+        alike = (ALL_REDUCE, op) if type(x) is np.ndarray and wire is None else None
+        return self._begin(
             name, array, array.shape, target, timeout, priority,
             (Plans.all_reduce, array.dtype, array.shape, op, name or UNNAMED, wire), in_place=True, handle=handle,
+            alike=alike,
         )  # fmt: skip
-        if type(x) is np.ndarray and wire is None and not self._devices.mixed:
-            self._group.compile(name, x, op)
-        return begun
 
-    def _start_again(
-        self, x: Array, name: str | None, op: Op | str, out: Any, handle: Handle[Any] | None
-    ) -> Operation | None:
-        """An all_reduce under a name whose last one was alike; None if it has to go the long way.
-
-        Without a handle the caller waits for the operation itself.
-        """
-        compiled = self._group.compiled.get(name)
-        return None if compiled is None else compiled.start(x, op, out, handle)
+    def _again(
+        self, x: Any, name: str | None, arguments: Arguments, out: Any, timeout: float | None, priority: int,
+        stream: Any = None, wire_dtype: str | None = None,
+    ) -> Handle[Any] | None:  # fmt: skip
+        """A call under a name whose last use was alike; None if it has to go the long way. See ``CompiledName``."""
+        group = self._group
+        compiled = group.compiled.get(name)
+        if (
+            compiled is None
+            or timeout is not None
+            or priority
+            or wire_dtype is not None
+            or stream is not None
+            or type(x) is not np.ndarray
+        ):
+            return None
+        handle: Handle[Any] = Handle(loop=group.engine.loop)
+        operation = compiled.start(x, arguments, out, handle)
+        return None if operation is None else named(handle, operation)
 
     def _begin(
         self, name: str | None, array: HostArray | None, shape: Shape, target: Out | None,
         timeout: float | None, priority: int, plan: MakePlan, *, in_place: bool = False, later: Later | None = None,
-        handle: Handle[Any] | None = None,
+        handle: Handle[Any] | None = None, alike: Arguments | None = None,
     ) -> Handle[Any]:  # fmt: skip
         """Post now, or after a verdict on the strategy, with room for a result of ``shape``.
 
         ``later``: for the later steps of a call, which are posted at once, under the plans of its first. ``handle``:
-        what is returned; a new one if left out.
+        what is returned; a new one if left out. ``alike``: what a next call under this name needs to have in common
+        with this one, if its name can be compiled.
         """
         group = self._group
         if handle is None:
             handle = Handle(loop=group.engine.loop)
         if later is not None or not group.waits:
-            _start(group, handle, name, array, shape, target, timeout, priority, plan, in_place, later)
+            _start(group, handle, name, array, shape, target, timeout, priority, plan, in_place, later, alike)
             return handle
 
         def begin() -> None:
             if handle.cancelled():
                 handle.seq = group.refuse_now(name or UNNAMED, asyncio.CancelledError())
             else:
-                _start(group, handle, name, array, shape, target, timeout, priority, plan, in_place, later)
+                _start(group, handle, name, array, shape, target, timeout, priority, plan, in_place, later, alike)
 
         group.in_order(begin)
         return handle
@@ -476,6 +513,7 @@ def _checked_op(op: Op | str, dtype: np.dtype[Any]) -> Op:
 def _start(
     group: Group, handle: Handle[Any], name: str | None, array: HostArray | None, shape: Shape,
     target: Out | None, timeout: float | None, priority: int, plan: MakePlan, in_place: bool, later: Later | None,
+    alike: Arguments | None,
 ) -> None:  # fmt: skip
     """Post what ``_begin`` was asked to."""
     if later is None:
@@ -492,7 +530,10 @@ def _start(
     group.post(
         made, under, overlapping=name is None, source=None if array is None else array.flat, result=result,
         value=value, outcome=outcome, timeout_s=timeout, priority=priority, handle=handle, seq=seq,
+        generation=plans.generation,
     )  # fmt: skip
+    if alike is not None and (array is None or array.is_view):
+        group.compile(name, alike, array, None if made.result_count < 0 else shape, made)
 
 
 def _room(

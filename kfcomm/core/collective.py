@@ -5,13 +5,15 @@ They hold state and answer questions about it; what happens to them is decided i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from kfcomm.core.credit import DEFAULT_CREDIT, Credit, ReceiveWindow, SendWindow
 from kfcomm.core.frame import Header
-from kfcomm.core.machine import UP, Effect, Effects, Machine
-from kfcomm.core.program import Lane, Program
+from kfcomm.core.machine import UP, Effect, Machine
+from kfcomm.core.program import Lane, Program, Route
 
 AnySignature = tuple[Any, ...]
 """A ``Signature``, or whatever a peer sent in its place."""
@@ -46,10 +48,12 @@ class Key:
     """A name in a group, and everything that is going on under it.
 
     Attributes:
+        series: what the latest uses have in common.
+        others: the same of earlier ones, by the number of their signature; None while there are none, as of most names.
         tally: a slot for whoever counts; the core never looks at it.
     """
 
-    __slots__ = ("early", "group_id", "id", "live", "name", "next_seq", "tally")
+    __slots__ = ("early", "group_id", "id", "live", "name", "next_seq", "others", "series", "tally")
 
     def __init__(self, number: int, group_id: bytes, name: str) -> None:
         self.id = number
@@ -58,6 +62,8 @@ class Key:
         self.next_seq = 0
         self.live: dict[int, Collective] = {}
         self.early: dict[int, Early] = {}
+        self.series: Series | None = None
+        self.others: dict[int, Series] | None = None
         self.tally: Any = None
 
 
@@ -69,94 +75,134 @@ class ItemSizes:
     partial: int
 
 
+class Series:
+    """The uses of a name with one signature, and all that can be known of them: worked out at the first.
+
+    Attributes:
+        group, key: whose it is.
+        signature, signature_id: what all ranks must agree on, and the number that stands for it on this rank's links.
+        key_id: the number of the key.
+        program, sizes: what this rank does.
+        posted: the bit of this rank; see ``Collective``.
+        version: of the names, see ``names.Names``: with another one the numbers have to be looked up again.
+    """
+
+    __slots__ = (
+        "group", "key", "key_id", "posted", "program", "signature", "signature_id", "sizes", "version",
+    )  # fmt: skip
+
+    def __init__(
+        self, group: GroupView, key: Key, signature: tuple[int, AnySignature], program: Program, sizes: ItemSizes
+    ) -> None:
+        self.group = group
+        self.key = key
+        self.key_id = key.id
+        self.signature_id, self.signature = signature
+        self.program = program
+        self.sizes = sizes
+        self.posted = 1 << group.rank
+        self.version = 0
+
+
+class Arrival:
+    """What one link brings of one series on one lane: found by the numbers in a chunk's header.
+
+    Attributes:
+        series: the series.
+        live: the uses of its name in flight.
+        route: of the program.
+        posted: the bit of the sender; see ``Collective``.
+        last, last_nbytes, nbytes: the number of the last chunk, its size, and that of the others.
+    """
+
+    __slots__ = ("last", "last_nbytes", "live", "nbytes", "posted", "route", "series")
+
+    def __init__(self, series: Series, route: Route, sender: int) -> None:
+        program, sizes, lane = series.program, series.sizes, route.lane
+        item = sizes.partial if route.is_partial else sizes.item
+        self.series = series
+        self.live = series.key.live
+        self.route = route
+        self.posted = 1 << sender
+        self.last = lane.num_chunks - 1
+        self.nbytes = program.chunk_elements * item
+        self.last_nbytes = lane.count * item - self.last * self.nbytes
+
+
 class Collective(Machine):
     """A machine with a name: posted, and not complete.
 
     Whoever posts may derive from it and hand in what is still to ``begin``, so that effects name their own.
 
     Attributes:
+        series: what it has in common with other uses of its name.
+        seq: which use of the name it is.
+        stamp: twice the generation of the strategy, which is not part of the signature: so strategies may come again
+            and again. A chunk's header has one more where the chunk is charged to the sender's credit.
         posted: bit r is set once group rank r is known to have posted it.
         deferred: by rank, sends that wait for the word that it has posted; None while nothing ever waited.
     """
 
-    __slots__ = ("deferred", "group", "key", "posted", "seq", "signature", "signature_id", "sizes")
+    series: Series
+    seq: int
+    stamp: int
+    posted: int
+    deferred: dict[int, list[Effect]] | None = None
 
     def __init__(self) -> None:
         """Nothing yet: see ``begin``."""
 
-    def begin(
-        self, program: Program, group: GroupView, key: Key, signature: tuple[int, AnySignature], sizes: ItemSizes
-    ) -> None:
+    def begin(self, series: Series, generation: int) -> None:
         """Take the name, and the number that is the key's next."""
-        self.program = program
-        self.remaining = num_slots = program.num_slots
-        self.sends = 0
-        self.finished = False
-        self._gate = program.gate
-        self._folded = bytearray(num_slots) if program.small_counts else [0] * num_slots
-        self._held = None
-        self.group = group
-        self.key = key
-        self.seq = key.next_seq
-        self.signature_id, self.signature = signature
-        self.sizes = sizes
-        self.posted = 1 << group.rank
-        self.deferred: dict[int, list[Effect]] | None = None
+        super().__init__(series.program)
+        self.series = series
+        self.seq = series.key.next_seq
+        self.stamp = generation << 1
+        self.posted = series.posted
+
+    @property
+    def key(self) -> Key:
+        """The key under which it was posted."""
+        return self.series.key
+
+    @property
+    def group(self) -> GroupView:
+        """The group in which it was posted."""
+        return self.series.group
+
+    @property
+    def signature(self) -> AnySignature:
+        """What all ranks must agree on."""
+        return self.series.signature
+
+    @property
+    def generation(self) -> int:
+        """Of the strategy."""
+        return self.stamp >> 1
 
     @property
     def name(self) -> str:
         """The name under which it was posted."""
-        return self.key.name
+        return self.series.key.name
 
     @property
     def title(self) -> str:
         """The name, for people."""
-        return shown(self.key.name)
+        return shown(self.series.key.name)
 
-    def take(
-        self, number: int, index: int, phase: int, sender: int, nbytes: int, payload: Any, effects: Effects
-    ) -> bool:
-        """A chunk is here as a whole: take it if it may come now (see ``accepts``) and has the right size."""
-        route = self.program.routes.get((number, phase, sender))
-        if route is None:
-            return False
-        lane, position, is_partial = route
-        count = lane.count
-        if lane.num_chunks != 1:
-            if index >= lane.num_chunks:
-                return False
-            chunk = self.program.chunk_elements
-            count = min(chunk, count - index * chunk)
-        elif index:
-            return False
-        sizes = self.sizes
-        if nbytes != count * (sizes.partial if is_partial else sizes.item):
-            return False
-        slot = lane.base + index
-        folded = self._folded[slot]
-        if phase:
-            if folded != len(lane.children):
-                return False
-            self._arrived_down(lane, index, payload, effects)
-        else:
-            if position < folded or (self._held and (slot, position) in self._held):
-                return False
-            self._arrived_up(lane, index, position, payload, effects)
-        if not self.remaining:
-            self._check(effects)
-        return True
-
-    def nbytes_expected(self, lane: Lane, index: int, phase: int, position: int) -> int:
-        """Size of a chunk that comes from the child at ``position``, or down."""
-        chunk = self.program.chunk_elements
-        count = lane.count if lane.num_chunks == 1 else min(chunk, lane.count - index * chunk)
-        return count * (self.sizes.item if phase != UP or lane.leaf_children[position] else self.sizes.partial)
+    def nbytes_expected(self, route: Route, index: int) -> int:
+        """Size of a chunk that comes by this route."""
+        sizes = self.series.sizes
+        return self._count(route.lane, index) * (sizes.partial if route.is_partial else sizes.item)
 
     def nbytes_sent(self, number: int, index: int, phase: int) -> int:
         """Size of a chunk that this rank sends on lane ``number``."""
-        lane = self.program.lanes[number]
-        count = min(self.program.chunk_elements, lane.count - index * self.program.chunk_elements)
-        return count * (self.sizes.partial if phase == UP and lane.children else self.sizes.item)
+        lane, sizes = self.program.lanes[number], self.series.sizes
+        return self._count(lane, index) * (sizes.partial if phase == UP and lane.children else sizes.item)
+
+    def _count(self, lane: Lane, index: int) -> int:
+        chunk = self.program.chunk_elements
+        return lane.count if lane.num_chunks == 1 else min(chunk, lane.count - index * chunk)
 
     def arrived_ranks(self) -> tuple[int, ...]:
         """Group ranks known to have posted it, this one included."""
@@ -189,9 +235,10 @@ class Incoming:
 
     Attributes:
         number: what the peer calls this link; 0 until it has said so.
+        arrivals: by the numbers of key, signature and lane, and the phase: what is known of such chunks.
     """
 
-    __slots__ = ("asks", "keys", "number", "peer", "signatures", "window")
+    __slots__ = ("arrivals", "asks", "keys", "number", "peer", "signatures", "window")
 
     def __init__(self, peer: int, credit: Credit = DEFAULT_CREDIT) -> None:
         self.peer = peer
@@ -199,6 +246,7 @@ class Incoming:
         self.window = ReceiveWindow(credit)
         self.keys: dict[int, Key] = {}
         self.signatures: dict[int, AnySignature] = {}
+        self.arrivals: dict[tuple[int, int, int, int], Arrival] = {}
         self.asks = 0
 
 
@@ -208,9 +256,11 @@ class Outgoing:
     Attributes:
         number: of all links to this peer.
         former: keys that were defined on it, and whose numbers stand for others now.
+        known: what may be sent without defining anything first.
     """
 
-    __slots__ = ("former", "keys", "number", "peer", "signatures", "window")
+    __slots__ = ("former", "keys", "known", "number", "peer", "signatures", "window")
+    arrivals: Mapping[tuple[int, int, int, int], Arrival] = MappingProxyType({})  # nothing is received
 
     def __init__(self, peer: int, credit: Credit = DEFAULT_CREDIT, number: int = 0) -> None:
         self.peer = peer
@@ -218,6 +268,7 @@ class Outgoing:
         self.window = SendWindow(credit)
         self.keys: dict[int, Key] = {}
         self.former: list[Key] = []
+        self.known: set[Series] = set()
         self.signatures: dict[int, AnySignature] = {}
 
 

@@ -52,10 +52,11 @@ class SendWindow:
 
     def take(self, nbytes: int) -> bool:
         """Spend a header and ``nbytes``, if there is enough of both."""
-        if not self.allows(nbytes):
+        left = self.nbytes - nbytes
+        if left < 0 or self.headers <= 0:
             return False
+        self.nbytes = left
         self.headers -= 1
-        self.nbytes -= nbytes
         return True
 
     def give(self, nbytes: int, headers: int) -> None:

@@ -58,12 +58,16 @@ class Links:
 def definitions(outgoing: Outgoing, collective: Collective) -> list[Header]:
     """What a link has to be told before it is sent anything of this collective."""
     defined: list[Header] = []
-    key, number = collective.key, collective.signature_id
+    series = collective.series
+    key, number, signature = series.key, series.signature_id, series.signature
     if outgoing.keys.get(key.id) is not key:
         defined.append(_define(outgoing, key, 0))
-    if outgoing.signatures.get(number) is not collective.signature:
-        outgoing.signatures[number] = collective.signature
-        defined.append((SIGNATURE, number, list(collective.signature)))
+    if outgoing.signatures.get(number) is not signature:
+        if number in outgoing.signatures:
+            outgoing.known.clear()
+        outgoing.signatures[number] = signature
+        defined.append((SIGNATURE, number, list(signature)))
+    outgoing.known.add(series)
     return defined
 
 
@@ -71,5 +75,6 @@ def _define(outgoing: Outgoing, key: Key, below: int) -> Header:
     former = outgoing.keys.get(key.id)
     if former is not None:
         outgoing.former.append(former)
+        outgoing.known.clear()
     outgoing.keys[key.id] = key
     return (KEY, key.id, key.group_id, key.name, below)

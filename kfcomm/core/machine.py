@@ -28,7 +28,7 @@ from collections.abc import MutableSequence
 from enum import IntEnum
 from typing import Any
 
-from kfcomm.core.program import NOBODY, Lane, Program
+from kfcomm.core.program import NOBODY, Lane, Program, Route
 
 
 class Phase(IntEnum):
@@ -90,23 +90,20 @@ class Machine:
         finished: DONE was emitted.
     """
 
-    __slots__ = ("_folded", "_gate", "_held", "finished", "program", "remaining", "sends")
-
-    _folded: MutableSequence[int]
-    _held: dict[tuple[int, int], Any] | None
+    # Most stay what they are here: then they cost a machine neither time nor memory.
+    sends = _gate = 0
+    finished = False
+    _held: dict[tuple[int, int], Any] | None = None
 
     def __init__(self, program: Program) -> None:
         """Nothing has happened yet."""
         self.program = program
-        self.remaining = program.num_slots
-        self.sends = 0
-        self.finished = False
-        self._gate = program.gate
+        self.remaining = num_slots = program.num_slots
+        if program.gate:
+            self._gate = program.gate
         # Children folded per chunk; one more than there are children once the result is here.
         # Bytes where they suffice: unlike a list they are nothing that the garbage collector has to look at.
-        num_slots = program.num_slots
-        self._folded = bytearray(num_slots) if program.small_counts else [0] * num_slots
-        self._held = None
+        self._folded: MutableSequence[int] = bytearray(num_slots) if program.small_counts else [0] * num_slots
 
     def start(self, effects: Effects) -> None:
         """Do all that needs nobody else."""
@@ -116,55 +113,101 @@ class Machine:
                     self._reduced(lane, index, INPUT, effects)
             else:
                 self._begin(lane, effects)
-        if not self.remaining:
-            self._check(effects)
+        if not (self.remaining or self.sends):
+            self._end(effects)
 
-    def accepts(self, lane: Lane, index: int, phase: int, sender: int) -> int:
-        """The position of ``sender`` among the lane's children (0 for the down phase) if this chunk may come now.
-
-        ``NOBODY`` if it may not: a wrong phase, a sender who is not on this lane, a chunk that was here before.
-        """
+    def accepts(self, route: Route, index: int) -> bool:
+        """Whether this chunk may come now: there is one of that number, and it was not here before."""
+        lane = route.lane
         if not 0 <= index < lane.num_chunks:
-            return NOBODY
+            return False
         slot = lane.base + index
-        folded = self._folded[slot]
-        children = lane.children
-        if phase == UP:
-            if sender not in children:
-                return NOBODY
-            position = children.index(sender)
-            return NOBODY if position < folded or (self._held and (slot, position) in self._held) else position
-        if phase != DOWN or not lane.down or sender != lane.source:
-            return NOBODY
-        return 0 if folded == len(children) else NOBODY
+        if route.phase == DOWN:
+            return self._folded[slot] == route.position
+        return self._folded[slot] <= route.position and not (self._held and (slot, route.position) in self._held)
 
     def awaits(self, sender: int) -> bool:
         """Whether a chunk of this rank is still to come. O(chunks)."""
-        for lane in self.program.lanes.values():
-            for index in range(lane.num_chunks):
-                if sender == lane.source and self._folded[lane.base + index] <= len(lane.children):
-                    return True
-                if self.accepts(lane, index, UP, sender) != NOBODY:
-                    return True
+        for (_, _, other), route in self.program.routes.items():
+            if other == sender:
+                lane = route.lane
+                for index in range(lane.num_chunks):
+                    if route.phase == DOWN and self._folded[lane.base + index] <= len(lane.children):
+                        return True
+                    if self.accepts(route, index):
+                        return True
         return False
 
-    def arrived(self, lane: Lane, index: int, phase: int, position: int, payload: Any, effects: Effects) -> None:
-        """A chunk is here; ``position`` is what ``accepts`` said of it.
+    def take(self, route: Route, index: int, payload: Any, effects: Effects) -> bool:
+        """A chunk that is on this lane is here; False if it was here before, and then nothing has happened."""
+        lane, position = route.lane, route.position
+        slot = lane.base + index
+        folded = self._folded
+        if folded[slot] != position or self._held:
+            return self._take_in_turn(route, index, payload, effects)
+        folded[slot] = position + 1
+        if route.phase:
+            if lane.keeps:
+                self._store(lane, index, payload, effects)
+                if lane.targets:
+                    self._send(lane.targets, lane, index, DOWN, RESULT, None, effects)
+            else:
+                if lane.targets:
+                    self._send(lane.targets, lane, index, DOWN, PAYLOAD, payload, effects)
+                self._release(payload, effects)
+            self.remaining -= 1
+            if self._gate:
+                self._passed(effects)
+        else:
+            if not lane.count:
+                self._release(payload, effects)
+            elif not route.is_last:
+                self._fold(FOLD, lane, index, payload, not position, effects)
+            else:
+                self._fold(FOLD_LAST if lane.parent == NOBODY else FOLD_UP, lane, index, payload, not position, effects)
+            if route.is_last:
+                self._reduced(lane, index, PARTIAL, effects)
+        if not (self.remaining or self.sends):
+            self._end(effects)
+        return True
+
+    def _take_in_turn(self, route: Route, index: int, payload: Any, effects: Effects) -> bool:
+        """As ``take``, where a chunk is out of turn, or others are held: children are folded in their order."""
+        lane, position = route.lane, route.position
+        slot = lane.base + index
+        folded = self._folded[slot]
+        if folded != position:
+            if route.phase or position < folded or (self._held and (slot, position) in self._held):
+                return False
+            if self._held is None:
+                self._held = {}
+            self._held[slot, position] = self._hold(payload, effects)
+            return True
+        held, self._held = self._held or {}, None
+        try:
+            self.take(route, index, payload, effects)
+            position += 1
+            while (slot, position) in held and not route.phase:
+                following = self.program.routes[lane.number, UP, lane.children[position]]
+                self.take(following, index, held.pop((slot, position)), effects)
+                position += 1
+        finally:
+            self._held = held or None
+        return True
+
+    def arrived(self, route: Route, index: int, payload: Any, effects: Effects) -> None:
+        """A chunk is here that ``accepts`` has let in.
 
         Of a chunk that was accepted twice, because it came on two links at a time, only the first to be complete
         counts.
         """
-        if phase == UP:
-            self._arrived_up(lane, index, position, payload, effects)
-        else:
-            self._arrived_down(lane, index, payload, effects)
-        if not self.remaining:
-            self._check(effects)
+        if not self.take(route, index, payload, effects):
+            self._release(payload, effects)
 
     def done_elsewhere(self, effects: Effects) -> None:
         """What a program without lanes stands for has been carried out."""
         self.remaining -= 1
-        self._check(effects)
+        self._end(effects)
 
     def take_held(self) -> list[Any]:
         """Give up the payloads that are held: the machine will not run any more."""
@@ -176,49 +219,21 @@ class Machine:
         """Payloads that SEND handed out, one for each destination, are no longer read."""
         self.sends -= times
         if not (self.remaining or self.sends):
-            self._check(effects)
-
-    def _arrived_up(self, lane: Lane, index: int, position: int, payload: Any, effects: Effects) -> None:
-        slot = lane.base + index
-        folded = self._folded[slot]
-        if position != folded:
-            if self._held is None:
-                self._held = {}
-            if position < folded or (slot, position) in self._held:
-                self._release(payload, effects)
-                return
-            self._held[slot, position] = payload
-            self._hold(payload, effects)
-            return
-        held = self._held
-        while True:
-            if lane.count:
-                is_last = folded + 1 == len(lane.children)
-                tag = FOLD if not is_last else FOLD_LAST if lane.parent == NOBODY else FOLD_UP
-                self._fold(tag, lane, index, payload, folded == 0, effects)
-            else:
-                self._release(payload, effects)
-            folded += 1
-            if not held or (slot, folded) not in held:
-                break
-            payload = held.pop((slot, folded))
-        self._folded[slot] = folded
-        if folded == len(lane.children):
-            self._reduced(lane, index, PARTIAL, effects)
+            self._end(effects)
 
     def _reduced(self, lane: Lane, index: int, source: int, effects: Effects) -> None:
         """Every contribution of this rank's subtree is in ``source``."""
         if lane.parent != NOBODY:
             self._send((lane.parent,), lane, index, UP, source, None, effects)
             if not lane.down:
-                self._completed(lane, effects)
+                self._completed(effects)
             return
         if lane.count and source == INPUT:
             self._finish(lane, index, effects)
         self._folded[lane.base + index] += 1
         if lane.targets:
             self._send(lane.targets, lane, index, DOWN, RESULT, None, effects)
-        self._completed(lane, effects)
+        self._completed(effects)
 
     def _begin(self, lane: Lane, effects: Effects) -> None:
         for index in range(lane.num_chunks):
@@ -227,36 +242,24 @@ class Machine:
             self._folded[lane.base + index] += 1
             if lane.targets:
                 self._send(lane.targets, lane, index, DOWN, INPUT, None, effects)
-            self._completed(lane, effects)
+            self._completed(effects)
 
-    def _arrived_down(self, lane: Lane, index: int, payload: Any, effects: Effects) -> None:
-        if self._folded[lane.base + index] != len(lane.children):
-            self._release(payload, effects)
-            return
-        self._folded[lane.base + index] += 1
-        if lane.keeps:
-            self._store(lane, index, payload, effects)
-            if lane.targets:
-                self._send(lane.targets, lane, index, DOWN, RESULT, None, effects)
-        else:
-            if lane.targets:
-                self._send(lane.targets, lane, index, DOWN, PAYLOAD, payload, effects)
-            self._release(payload, effects)
-        self._completed(lane, effects)
-
-    def _completed(self, lane: Lane, effects: Effects) -> None:
+    def _completed(self, effects: Effects) -> None:
         self.remaining -= 1
-        if self._gate and not lane.gated:
-            self._gate -= 1
-            if not self._gate:
-                for other in self.program.lanes.values():
-                    if other.gated:
-                        self._begin(other, effects)
+        if self._gate:
+            self._passed(effects)
 
-    def _check(self, effects: Effects) -> None:
-        if not self.remaining and not self.sends and not self.finished:
-            self.finished = True
-            self._done(effects)
+    def _passed(self, effects: Effects) -> None:
+        """A chunk is complete; the last of those that are not gated, as all are until then, lets the others begin."""
+        self._gate -= 1
+        if not self._gate:
+            for lane in self.program.lanes.values():
+                if lane.gated:
+                    self._begin(lane, effects)
+
+    def _end(self, effects: Effects) -> None:
+        self.finished = True
+        self._done(effects)
 
     # What follows from an event.
 
@@ -269,8 +272,9 @@ class Machine:
     def _fold(self, tag: int, lane: Lane, index: int, payload: Any, first: bool, effects: Effects) -> None:
         effects.append((tag, self, lane, index, payload, first))
 
-    def _hold(self, payload: Any, effects: Effects) -> None:
+    def _hold(self, payload: Any, effects: Effects) -> Any:
         effects.append((HOLD, self, payload))
+        return payload
 
     def _finish(self, lane: Lane, index: int, effects: Effects) -> None:
         effects.append((FINISH, self, lane, index))

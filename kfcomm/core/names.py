@@ -9,34 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kfcomm.core.collective import AnySignature, Key
+from kfcomm.core.collective import AnySignature, GroupView, ItemSizes, Key, Series
 from kfcomm.core.frame import MAX_ID
+from kfcomm.core.program import Program
 from kfcomm.core.signature import Signature
 from kfcomm.errors import LocalProtocolError
 
 MAX_SIGNATURES = 1 << 12
-"""Signatures are numbered below this. The oldest gives up its number to a new one, so memory stays bounded.
-
-Signatures that differ in nothing but the generation of their strategy share two numbers, for even generations and odd
-ones: a program that changes its strategy again and again needs no more of them, and two generations that are in flight
-at a time do not take one number from each other by turns.
-"""
+"""Signatures are numbered below this. The oldest gives up its number to a new one, so memory stays bounded."""
 
 UNNUMBERED = -1
 
 
 class Names:
-    """The names of one rank in one epoch."""
+    """The names of one rank in one epoch.
+
+    Attributes:
+        version: another one whenever a number was given another meaning.
+    """
 
     __slots__ = (
-        "_by_identity",
-        "_by_name",
-        "_next_id",
-        "_next_signature",
-        "_numbered",
-        "_owners",
-        "_roles",
-        "_signatures",
+        "_by_identity", "_by_name", "_next_id", "_next_signature", "_numbered", "_owners", "_signatures", "version",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -46,8 +39,8 @@ class Names:
         self._signatures: dict[AnySignature, tuple[int, Signature]] = {}
         self._by_identity: dict[int, tuple[int, Signature]] = {}
         self._numbered: dict[int, Signature] = {}
-        self._roles: dict[Signature, int] = {}
         self._next_signature = 0
+        self.version = 0
 
     def __iter__(self) -> Iterator[Key]:
         return iter(self._by_name.values())
@@ -84,6 +77,8 @@ class Names:
         for number in range(self._next_id, self._next_id + MAX_ID):
             owner = self._owners.get(number % MAX_ID)
             if owner is None or not owner.live:
+                if owner is not None:
+                    self.version += 1
                 key.id = number % MAX_ID
                 self._owners[key.id] = key
                 self._next_id = key.id + 1
@@ -98,32 +93,39 @@ class Names:
             return known
         known = self._signatures.get(signature)
         if known is None:
-            number = self._number_of(_role(signature))
+            number = self._next_signature
+            self._next_signature = (number + 1) % MAX_SIGNATURES
             old = self._numbered.get(number)
             if old is not None:
+                self.version += 1
                 del self._signatures[old]
                 del self._by_identity[id(old)]
             self._numbered[number] = signature
             known = self._signatures[signature] = self._by_identity[id(signature)] = (number, signature)
         return known
 
-    def numbered(self, key: Key, signature: AnySignature) -> tuple[int, Signature] | None:
-        """The number of a signature that was used before, and itself; None if it, or the key, has lost its number."""
-        if self._owners.get(key.id) is not key:
-            return None
-        return self._by_identity.get(id(signature))
-
-    def _number_of(self, role: Signature) -> int:
-        """The number of the last but one generation of a signature, if it is still that; else the next."""
-        number = self._roles.get(role)
-        if number is None:
-            number = self._next_signature
-            self._next_signature = (number + 1) % MAX_SIGNATURES
-            old = self._numbered.get(number)
-            if old is not None:
-                del self._roles[_role(old)]
-            self._roles[role] = number
-        return number
+    def series(self, group: GroupView, key: Key, signature: Signature, program: Program, sizes: ItemSizes) -> Series:
+        """What the uses of a key with this signature have in common, worked out at the first of them."""
+        numbered = self.signature(signature)
+        latest = known = key.series
+        if known is not None and known.signature_id != numbered[0]:
+            known = key.others.get(numbered[0]) if key.others else None
+        if (
+            known is None
+            or known.key_id != key.id
+            or known.signature is not numbered[1]
+            or not (known.program is program or known.program == program)
+            or not (known.sizes is sizes or known.sizes == sizes)
+            or not (known.group is group or known.group.members == group.members)
+        ):
+            known = Series(group, key, numbered, program, sizes)
+        if known is not latest and latest is not None and latest.signature_id != known.signature_id:
+            if key.others is None:
+                key.others = {}
+            key.others[latest.signature_id] = latest
+        key.series = known
+        known.version = self.version
+        return known
 
     def same(self, signature: AnySignature) -> AnySignature:
         """The value that stands for this signature, or itself if this rank has not used it (lately).
@@ -133,8 +135,3 @@ class Names:
         """
         known = self._signatures.get(signature)
         return signature if known is None else known[1]
-
-
-def _role(signature: Signature) -> Signature:
-    """What signatures have in common that share a number."""
-    return signature._replace(generation=signature.generation % 2)

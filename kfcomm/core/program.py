@@ -78,6 +78,25 @@ class Lane:
 
 
 @dataclass(frozen=True, slots=True)
+class Route:
+    """What comes to this rank on one lane, one way, from one sender.
+
+    Attributes:
+        lane: the lane.
+        phase: 0 up, 1 down.
+        position: how many of the lane's children are folded before it: all of them before what comes down.
+        is_partial: the sender sends a partial result, not its input.
+        is_last: it comes from the last of the children.
+    """
+
+    lane: Lane
+    phase: int
+    position: int
+    is_partial: bool = False
+    is_last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """The lanes of one rank for one verb, by number.
 
@@ -89,8 +108,9 @@ class Program:
         neighbours: ranks with which this rank exchanges chunks.
         small_counts: no lane has more children than a byte can count.
         first: the lanes that begin here at once.
-        routes: what arrives here: by lane number, way (0 up, 1 down) and sender, the lane, the sender's position among
-            the lane's children (0 for down), and whether it sends a partial result.
+        first_sends: if all that is done at once is to send parts of the input up, and more is to follow: the chunks,
+            each as destinations, lane and number; else None.
+        routes: what arrives here, by lane number, way (0 up, 1 down) and sender.
     """
 
     lanes: dict[int, Lane]
@@ -100,19 +120,25 @@ class Program:
     neighbours: frozenset[int] = field(default_factory=frozenset)
     small_counts: bool = field(init=False, repr=False, compare=False)
     first: tuple[Lane, ...] = field(init=False, repr=False, compare=False)
-    routes: dict[tuple[int, int, int], tuple[Lane, int, bool]] = field(init=False, repr=False, compare=False)
+    first_sends: tuple[tuple[tuple[int, ...], Lane, int], ...] | None = field(init=False, repr=False, compare=False)
+    routes: dict[tuple[int, int, int], Route] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         most = max((len(lane.children) for lane in self.lanes.values()), default=0)
         object.__setattr__(self, "small_counts", most < MAX_BYTE)
-        first = (lane for lane in self.lanes.values() if not (lane.children if lane.up else lane.gated or lane.awaited))
-        object.__setattr__(self, "first", tuple(first))
+        lanes = self.lanes.values()
+        first = tuple(lane for lane in lanes if not (lane.children if lane.up else lane.gated or lane.awaited))
+        object.__setattr__(self, "first", first)
+        only_sends = all(lane.up and lane.down and lane.parent != NOBODY for lane in first)
+        sends = tuple(((lane.parent,), lane, index) for lane in first for index in range(lane.num_chunks))
+        object.__setattr__(self, "first_sends", sends if only_sends and self.num_slots else None)
         routes = {}
         for number, lane in self.lanes.items():
             for position, child in enumerate(lane.children):
-                routes[number, 0, child] = (lane, position, not lane.leaf_children[position])
+                is_last = position + 1 == len(lane.children)
+                routes[number, 0, child] = Route(lane, 0, position, not lane.leaf_children[position], is_last)
             if lane.down and lane.awaited:
-                routes[number, 1, lane.source] = (lane, 0, False)
+                routes[number, 1, lane.source] = Route(lane, 1, len(lane.children))
         object.__setattr__(self, "routes", routes)
 
 
@@ -294,6 +320,7 @@ def all_to_all(rank: int, counts: Sequence[Sequence[int]], chunk_elements: int) 
     return builder.build()
 
 
+@lru_cache(256)
 def send(rank: int, count: int, chunk_elements: int) -> Program:
     """``count`` elements from rank 0 to rank 1 of a group of two."""
     builder = Builder(rank, chunk_elements)

@@ -25,6 +25,7 @@ from typing import Any
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import (
     AnySignature,
+    Arrival,
     Collective,
     Early,
     EarlyItem,
@@ -33,17 +34,20 @@ from kfcomm.core.collective import (
     ItemSizes,
     Key,
     Outgoing,
+    Series,
     shown,
 )
 from kfcomm.core.credit import DEFAULT_CREDIT, Credit
 from kfcomm.core.frame import MAX_ID, Header, Kind
 from kfcomm.core.links import LINKS, Links, definitions
-from kfcomm.core.machine import SEND, Effect, Effects
+from kfcomm.core.machine import SEND, UP, Effect, Effects
 from kfcomm.core.names import MAX_SIGNATURES, Names
-from kfcomm.core.program import NOBODY, Program
+from kfcomm.core.program import Program
 from kfcomm.core.signature import Signature, describe, differing, from_wire
 from kfcomm.core.tombstones import Tombstones
 
+MAX_ARRIVALS = 1 << 15
+"""Kinds of chunks of one link that are known at a time."""
 MAX_ASKS = 1 << 17
 """More unanswered questions than this on one link are taken for an attack."""
 
@@ -104,6 +108,7 @@ class Router:
         *,
         overlapping: bool = False,
         seq: int | None = None,
+        generation: int = 0,
         collective: Collective | None = None,
     ) -> Collective | Cause:
         """Begin a collective under the key's next sequence number, or say why it cannot begin.
@@ -111,6 +116,7 @@ class Router:
         ``overlapping``: further uses of the key may begin before earlier ones are complete; otherwise a
         second use while the first is in flight fails on every rank, and the first goes on.
         ``seq``: take this number, which is not below the next, and leave out those before it.
+        ``generation``: of the strategy under which the program was made; the same on every rank.
         ``collective``: what is to begin; a new one if left out.
 
         Raises:
@@ -127,34 +133,30 @@ class Router:
                 return cause
         if collective is None:
             collective = Collective()
-        collective.begin(program, group, key, self._names.signature(signature), sizes)
+        collective.begin(self._names.series(group, key, signature, program, sizes), generation)
         self._start(key, collective, effects)
         return collective
 
-    def post_again(
-        self, key: Key, group: GroupView, signature: AnySignature, program: Program, sizes: ItemSizes, effects: Effects,
-        collective: Collective,
-    ) -> bool:  # fmt: skip
-        """Begin the next use of a key, as ``post`` does, if nothing is unusual; False if anything is.
+    def post_again(self, series: Series, collective: Collective, effects: Effects) -> bool:
+        """Begin the next use of a series, as ``post`` does, if nothing is unusual; False if anything is.
 
-        The key must have been used in this group, with this very signature. A second use in flight is unusual.
+        A second use in flight is unusual. ``collective`` has begun but for its number.
         """
-        if self._dead or self.lost or key.live:
+        key = series.key
+        if key.live or self._dead or self.lost or series.version != self._names.version:
             return False
-        number = self._names.numbered(key, signature)
-        if number is None:
-            return False
-        collective.begin(program, group, key, number, sizes)
-        self._start(key, collective, effects)
+        collective.seq = seq = key.next_seq
+        key.next_seq = seq + 1
+        key.live[seq] = collective
+        self.live[collective] = None
+        collective.start(effects)
+        if key.early:
+            self._replay(collective, effects)
         return True
 
-    def same(self, signature: Signature) -> AnySignature:
-        """The very signature that stands for all that are equal to it: what ``post_again`` takes."""
-        return self._names.same(signature)
-
-    def key(self, group_id: bytes, name: str) -> Key:
-        """What is known of a name, made when it is first met."""
-        return self._names.key(group_id, name)
+    def series(self, group: GroupView, name: str, signature: Signature, program: Program, sizes: ItemSizes) -> Series:
+        """What the uses of a name with this signature have in common: what ``post_again`` takes."""
+        return self._names.series(group, self._names.used(group.id, name), signature, program, sizes)
 
     def refuse(self, group: GroupView, name: str, message: str, effects: Effects, *, seq: int | None = None) -> Cause:
         """A call failed its local checks: it takes its sequence number (see ``post``), and fails on every rank."""
@@ -197,11 +199,9 @@ class Router:
         when its receiver has posted.
         """
         _, _, _, lane, index, phase, source, payload = effect
-        key = collective.key
-        number = collective.signature_id
-        before: list[Header] = []
-        if outgoing.keys.get(key.id) is not key or outgoing.signatures.get(number) is not collective.signature:
-            before = definitions(outgoing, collective)
+        series = collective.series
+        key_id, number = series.key_id, series.signature_id
+        before = [] if series in outgoing.known else definitions(outgoing, collective)
         if collective.posted >> to & 1:
             charged = 0
         elif not (collective.deferred and to in collective.deferred) and outgoing.window.take(nbytes):
@@ -211,10 +211,11 @@ class Router:
                 collective.deferred = {}
             waiting = collective.deferred.setdefault(to, [])
             if not waiting:
-                before.append((ASK, key.id, collective.seq, number))
+                before.append((ASK, key_id, collective.seq, number, collective.generation))
             waiting.append((SEND, collective, (to,), lane, index, phase, source, payload))
             return before, None
-        return before, (CHUNK, key.id, collective.seq, number, lane.number, phase, index, charged)
+        stamp = collective.stamp + charged
+        return before, (CHUNK, key_id, collective.seq, number, lane.number, phase, index, stamp)
 
     @staticmethod
     def may_send(outgoing: Outgoing, collective: Collective, to: int, nbytes: int) -> bool:
@@ -230,7 +231,8 @@ class Router:
         without a chunk between them (as two that both believe to be the root). Neighbours in a graph form one
         piece, so if each rank announces itself to its own, at least two that differ will meet.
         """
-        ask = (ASK, collective.key.id, collective.seq, collective.signature_id)
+        series = collective.series
+        ask = (ASK, series.key_id, collective.seq, series.signature_id, collective.generation)
         return [*definitions(outgoing, collective), ask]
 
     def open(self, peer: int) -> tuple[Outgoing, list[Header]]:
@@ -265,6 +267,8 @@ class Router:
         if number >= MAX_ID:
             effects.append((VIOLATION, incoming, f"key number {number}"))
             return
+        if number in incoming.keys:
+            incoming.arrivals.clear()
         key = incoming.keys[number] = self._names.key(group_id, name)
         for collective in [one for seq, one in key.live.items() if seq < below]:
             if self._awaits(collective, incoming.peer):
@@ -281,38 +285,42 @@ class Router:
         if number >= MAX_SIGNATURES:
             effects.append((VIOLATION, incoming, f"signature number {number}"))
         else:
+            if number in incoming.signatures:
+                incoming.arrivals.clear()
             incoming.signatures[number] = signature
 
     def receive(
         self, incoming: Incoming, header: Header, nbytes: int, payload: Any, effects: Effects
-    ) -> Collective | Early | None:
-        """A chunk that is here as a whole: what ``match`` and ``arrived`` do, in one step where all is well.
+    ) -> Collective | None:
+        """A chunk that is here as a whole and like one that came before it: give it to its collective at once.
 
-        Returns:
-            Whose it was; ``Early`` if the payload is kept for what is not posted yet, None if it is nobody's.
+        None if it has to go by ``match`` and ``arrived``, which alone know what to make of it: it is the first of its
+        kind, early, late, or wrong. Nothing has happened then, but that its sender may be known to have posted: it has,
+        whatever is to become of the chunk.
         """
-        _, number, seq, signature_number, lane_number, phase, index, charged = header
-        key = incoming.keys.get(number)
-        collective = None if key is None else key.live.get(seq)
-        if collective is not None and incoming.signatures.get(signature_number) is collective.signature:
-            sender = collective.group.index.get(incoming.peer)
-            if sender is not None:
-                if not collective.posted >> sender & 1:
-                    self._saw(collective, sender, effects)
-                if collective.take(lane_number, index, phase, sender, nbytes, payload, effects):
-                    if charged and not incoming.window.pass_on(nbytes):
-                        effects.append((VIOLATION, incoming, OVERDRAWN))
-                    return collective
-        ticket = self.match(incoming, header, nbytes, effects)
-        if ticket is None:
+        _, key_id, seq, number, lane, phase, index, stamp = header
+        arrival = incoming.arrivals.get((key_id, number, lane, phase))
+        if arrival is None:
             return None
-        self.arrived(ticket, payload, effects)
-        target: Collective | Early = ticket[0]
-        return target
+        collective = arrival.live.get(seq)
+        if collective is None or collective.series is not arrival.series or collective.deferred:
+            return None
+        if nbytes != (arrival.nbytes if index < arrival.last else arrival.last_nbytes) or index > arrival.last:
+            return None
+        charged = stamp - collective.stamp
+        if charged and charged != 1:
+            return None
+        collective.posted |= arrival.posted
+        if not collective.take(arrival.route, index, payload, effects):
+            return None
+        if charged and not incoming.window.pass_on(nbytes):
+            effects.append((VIOLATION, incoming, OVERDRAWN))
+        return collective
 
     def match(self, incoming: Incoming, header: Header, nbytes: int, effects: Effects) -> Ticket | None:
         """Whose chunk this is. None: nobody's, drop the payload (the effects say why, if there is more to say)."""
-        _, number, seq, signature_number, _, _, _, charged = header
+        _, number, seq, signature_number, _, _, _, stamp = header
+        charged = stamp & 1
         key = incoming.keys.get(number)
         signature = incoming.signatures.get(signature_number)
         if key is None or signature is None:
@@ -333,8 +341,7 @@ class Router:
         target = ticket[0]
         if type(target) is not Early:
             if target.key.live.get(target.seq) is target:
-                _, lane, index, phase, position = ticket
-                target.arrived(lane, index, phase, position, payload, effects)
+                target.arrived(ticket[1], ticket[2], payload, effects)
             else:
                 effects.append((DROPPED, payload))
             return
@@ -348,7 +355,7 @@ class Router:
 
     def on_ask(self, incoming: Incoming, header: Header, effects: Effects) -> None:
         """The peer wants to know when a collective is posted here."""
-        _, number, seq, signature_number = header
+        _, number, seq, signature_number, _ = header
         key = incoming.keys.get(number)
         signature = incoming.signatures.get(signature_number)
         if key is None or signature is None:
@@ -447,9 +454,7 @@ class Router:
         key.next_seq += 1
         collective.start(effects)
         if key.early:
-            early = key.early.pop(collective.seq, None)
-            if early is not None:
-                self._replay(early, collective, effects)
+            self._replay(collective, effects)
 
     def _obstacle(self, group: GroupView, key: Key, overlapping: bool, effects: Effects) -> Cause | None:
         cause = self._tombstones.take(key, key.next_seq) if self._dead else None
@@ -506,28 +511,36 @@ class Router:
         if sender is None:
             effects.append((VIOLATION, incoming, f"a chunk of {collective.title}, where it takes no part"))
             return None
-        if signature is not collective.signature and not self._agrees(sender, collective, signature, effects):
+        _, key_id, _, number, lane, phase, index, stamp = header
+        if not self._agrees(sender, collective, signature, stamp >> 1, effects):
             return None
-        _, _, _, _, number, phase, index, _ = header
-        lane = collective.program.lanes.get(number)
-        position = NOBODY if lane is None else collective.accepts(lane, index, phase, sender)
-        if lane is None or position == NOBODY:
+        route = collective.program.routes.get((lane, phase, sender))
+        if route is None or not collective.accepts(route, index):
             effects.append((VIOLATION, incoming, f"a chunk of {collective.title} that does not belong there"))
             return None
-        if nbytes != collective.nbytes_expected(lane, index, phase, position):
+        if nbytes != collective.nbytes_expected(route, index):
             effects.append((VIOLATION, incoming, f"a chunk of {collective.title} of {nbytes} bytes"))
             return None
         if not collective.posted >> sender & 1:
             self._saw(collective, sender, effects)
-        return (collective, lane, index, phase, position)
+        if phase == UP or route.lane.keeps or not route.lane.targets:  # what is passed on has to be kept for long
+            known = incoming.arrivals.get((key_id, number, lane, phase))
+            if known is None or known.series is not collective.series:
+                if len(incoming.arrivals) >= MAX_ARRIVALS:
+                    incoming.arrivals.clear()
+                incoming.arrivals[key_id, number, lane, phase] = Arrival(collective.series, route, sender)
+        return (collective, route, index)
 
-    def _agrees(self, sender: int, collective: Collective, signature: AnySignature, effects: Effects) -> bool:
-        if signature == collective.signature:
+    def _agrees(
+        self, sender: int, collective: Collective, signature: AnySignature, generation: int, effects: Effects
+    ) -> bool:
+        ours = collective.signature
+        if (signature is ours or signature == ours) and generation == collective.generation:
             return True
         message = (
-            f"{collective.title:.200} differs between ranks ({differing(signature, collective.signature)}): "
-            f"rank {sender} has {describe(signature)}; rank {collective.group.rank} has "
-            f"{describe(collective.signature)}"
+            f"{collective.title:.200} differs between ranks ({differing(signature, ours)}): "
+            f"rank {sender} has {describe(signature, generation)}; rank {collective.group.rank} has "
+            f"{describe(ours, collective.generation)}"
         )
         self.abort(collective, Cause(CauseKind.MISMATCH, self.rank, message), effects)
         return False
@@ -541,7 +554,7 @@ class Router:
     def _match_early(
         self, incoming: Incoming, key: Key, signature: AnySignature, header: Header, nbytes: int, effects: Effects
     ) -> Ticket | None:
-        seq, charged = header[2], header[7]
+        seq, charged = header[2], header[7] & 1
         if self._tombstones.is_over(key, seq):
             if charged:
                 incoming.window.matched(nbytes)
@@ -564,11 +577,15 @@ class Router:
         sender = collective.group.index.get(incoming.peer)
         if sender is None:
             effects.append((VIOLATION, incoming, f"a question about {collective.title}, where it takes no part"))
-        elif self._agrees(sender, collective, signature, effects):
+        elif self._agrees(sender, collective, signature, header[4], effects):
             self._saw(collective, sender, effects)
             effects.append((ANSWER, incoming, (POSTED, header[1], header[2])))
 
-    def _replay(self, early: Early, collective: Collective, effects: Effects) -> None:
+    def _replay(self, collective: Collective, effects: Effects) -> None:
+        """Let a collective that has begun have what came early for it."""
+        early = collective.key.early.pop(collective.seq, None)
+        if early is None:
+            return
         early.collective = collective
         for incoming, signature, header in early.asks or ():
             incoming.asks -= 1

@@ -22,7 +22,6 @@ class Signature(NamedTuple):
     op: str = ""
     root: int = -1
     strategy: str = ""
-    generation: int = 0
     graphs: bytes = b""
     chunk_elements: int = 0
     counts: tuple[Any, ...] = ()
@@ -39,11 +38,11 @@ def from_wire(fields: list[Any]) -> tuple[Any, ...]:
     return tuple(_frozen(field, MAX_NESTING) for field in fields)
 
 
-def describe(signature: Sequence[Any]) -> str:
-    """A signature in words, bounded: it may come from a peer."""
+def describe(signature: Sequence[Any], generation: int = 0) -> str:
+    """A signature in words, under a generation of its strategy; bounded: it may come from a peer."""
     if len(signature) != len(Signature._fields):
         return f"something else: {reprlib.repr(signature)[:200]}"
-    verb, dtype, shape, op, root, strategy, generation, graphs, chunk_elements, counts, wire_dtype, memory = signature
+    verb, dtype, shape, op, root, strategy, graphs, chunk_elements, counts, wire_dtype, memory = signature
     words = [f"{verb} of {dtype} {shape}" if dtype else f"{verb}"]
     if memory:
         words.append(f"in {memory} memory")
@@ -63,10 +62,10 @@ def describe(signature: Sequence[Any]) -> str:
 
 
 def differing(one: Sequence[Any], other: Sequence[Any]) -> str:
-    """The names of the fields in which two signatures differ."""
+    """The names of the fields in which two signatures differ; if in none, it is the generation of the strategy."""
     if len(one) != len(other):
         return "everything"
-    return ", ".join(name for name, a, b in zip(Signature._fields, one, other, strict=False) if a != b)
+    return ", ".join(name for name, a, b in zip(Signature._fields, one, other, strict=False) if a != b) or "generation"
 
 
 def _frozen(value: Any, nesting: int) -> Any:

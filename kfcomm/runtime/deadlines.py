@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,10 +16,14 @@ from kfcomm.transports.reactor import Reactor, Timer
 
 if TYPE_CHECKING:
     from kfcomm.control import ControlPlane
-
+logger = logging.getLogger("kfcomm")
 
 TICK_S = 0.02
 """Between two looks at all that is in flight, at the least."""
+TICK_LOOKS = 50
+"""The same, in times of what the last look took: of very many in flight, looking takes 2 % of the time at most."""
+REPORTS_AT_ONCE = 16
+"""Of those that have waited too long, as many are asked about and reported one by one; of the rest, their number."""
 MAX_TIMEOUTS = 64
 """Different ones, of which it is remembered when something is due first."""
 
@@ -35,6 +40,7 @@ class Deadlines:
         abort: called for one whose deadline has passed.
 
     Attributes:
+        inquiries: about what waits long; to ``end`` with it.
         next_s: when the tick comes; what is due earlier has to ``hurry``.
     """
 
@@ -56,7 +62,7 @@ class Deadlines:
         self._in_flight = in_flight
         self._announce = announce
         self._abort = abort
-        self._inquiries: dict[Operation, Inquiry] = {}
+        self.inquiries: dict[Operation, Inquiry] = {}
         self._timer: Timer | None = None
         self._first_s: dict[float, float] = {}
 
@@ -78,14 +84,9 @@ class Deadlines:
         self.next_s = due_s
         self._timer = self._reactor.call_at(due_s, self._tick)
 
-    @property
-    def has_inquiries(self) -> bool:
-        """Whether there is anything to ``end``."""
-        return bool(self._inquiries)
-
     def end(self, operation: Operation) -> None:
         """It waits no longer."""
-        self._inquiries.pop(operation, None)
+        self.inquiries.pop(operation, None)
 
     def close(self) -> None:
         """Look at nothing any more."""
@@ -95,13 +96,20 @@ class Deadlines:
         self.next_s = NEVER
 
     def _tick(self) -> None:
-        due, next_s = look(list(self._in_flight()), self._reactor.time(), self.stall_after_s)
+        begun_s = self._reactor.time()
+        due, next_s = look(self._in_flight(), begun_s, self.stall_after_s)
         self._timer, self.next_s = None, NEVER
         if next_s != NEVER:
-            self.hurry(max(next_s, self._reactor.time() + TICK_S))
+            now_s = self._reactor.time()
+            self.hurry(max(next_s, now_s + max(TICK_S, TICK_LOOKS * (now_s - begun_s))))
+        num_stalled = 0
         for operation, why in due:
             if operation.failed:
                 continue
+            if why is Due.STALLED:
+                num_stalled += 1
+                if num_stalled > REPORTS_AT_ONCE:
+                    continue
             if why is Due.QUIET:
                 self._announce(operation)
             elif why is Due.EXPIRED:
@@ -109,13 +117,16 @@ class Deadlines:
                 inquiry.conclude(self.control, self._reactor, partial(self._expired, operation, inquiry))
             else:
                 self._inquiry(operation).ask(self.control, self._reactor, report=why is Due.STALLED)
+        if num_stalled > REPORTS_AT_ONCE:
+            more = num_stalled - REPORTS_AT_ONCE
+            logger.warning("rank %d has waited as long for %d more than those that are reported", self._rank, more)
 
     def _expired(self, operation: Operation, inquiry: Inquiry) -> None:
         if not operation.failed and not operation.finished:
             self._abort(operation, inquiry.timed_out())
 
     def _inquiry(self, operation: Operation) -> Inquiry:
-        inquiry = self._inquiries.get(operation)
+        inquiry = self.inquiries.get(operation)
         if inquiry is None:
-            inquiry = self._inquiries[operation] = Inquiry(operation, self._rank)
+            inquiry = self.inquiries[operation] = Inquiry(operation, self._rank)
         return inquiry

@@ -15,10 +15,10 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from kfcomm.core.cause import Cause, CauseKind
-from kfcomm.core.collective import AnySignature, Collective, Early, GroupView, Incoming, ItemSizes, Key, Outgoing, shown
+from kfcomm.core.collective import Collective, Early, GroupView, Incoming, ItemSizes, Outgoing, Series, shown
 from kfcomm.core.credit import DEFAULT_CREDIT, Credit
 from kfcomm.core.deadlines import NEVER
 from kfcomm.core.frame import Header, Kind
@@ -56,18 +56,6 @@ MANY_NAMES = (
 WARN_AT_NAMES = 100_000
 
 
-class Again(Protocol):
-    """What the uses of a key have in common: see ``collectives.plans.Plan``."""
-
-    @property
-    def program(self) -> Program:
-        """What this rank does."""
-
-    @property
-    def sizes(self) -> ItemSizes:
-        """Bytes per element on the wire."""
-
-
 EarlyListener = Callable[[bytes, str, int, Any], None]
 MismatchListener = Callable[[str, int], None]
 """Of one group: told the name and the number of what its ranks do not agree about."""
@@ -87,6 +75,7 @@ class Engine:
     Attributes:
         tracer: records a timeline, if one is wanted.
         meter: what is counted and timed; None if nothing is.
+        lender: the link whose chunk is being taken in.
         is_unusual: every post goes the long way, since it may be refused.
     """
 
@@ -122,6 +111,7 @@ class Engine:
         )
         self.on_wait: Callable[[], None] = _nothing
         self.is_unusual = False
+        self.lender: Link | None = None
         self.load: Load | None = None
         self.pool = BlockPool()
         self._ended = ""
@@ -141,6 +131,7 @@ class Engine:
         timeout_s: float | None,
         overlapping: bool = False,
         seq: int | None = None,
+        generation: int = 0,
     ) -> None:
         """Begin a collective; its operation's future tells the end. Costs O(chunks that can leave at once).
 
@@ -153,8 +144,9 @@ class Engine:
         effects: Effects = []
         try:
             cause = self.router.post(
-                group, name, signature, program, sizes, effects, overlapping=overlapping, seq=seq, collective=operation
-            )
+                group, name, signature, program, sizes, effects,
+                overlapping=overlapping, seq=seq, generation=generation, collective=operation,
+            )  # fmt: skip
         except Exception as error:
             if operation not in self.router.live:
                 raise
@@ -169,24 +161,21 @@ class Engine:
         if operation.is_over:  # its caller may go on without a turn of the reactor
             links.flush()
             return
-        if links.is_dirty:
+        if links.dirty:
             links.flush_soon()
         self.deadlines.begin(operation, NEVER if timeout_s is None else timeout_s)
         self.on_wait()
 
-    def post_again(
-        self, key: Key, group: GroupView, signature: AnySignature, plan: Again, operation: Operation
-    ) -> bool:
-        """Begin the next use of a key whose last was alike, if nothing is unusual; False if anything is.
+    def post_again(self, series: Series, operation: Operation) -> bool:
+        """Begin the next use of a series, if nothing is unusual; False if anything is.
 
-        The operation has its deadline.
+        The operation has its deadline, and knows the series.
         """
-        if self.is_unusual:
+        if self.is_unusual or self.tracer is not None:
             return False
-        operation.engine = self
         effects: Effects = []
         try:
-            if not self.router.post_again(key, group, signature, plan.program, plan.sizes, effects, operation):
+            if not self.router.post_again(series, operation, effects):
                 return False
         except Exception as error:
             if operation not in self.router.live:
@@ -194,21 +183,21 @@ class Engine:
             self._broke(operation, error)
         if effects:
             self._perform(effects)
-        links = self.links
         if operation.is_over:
-            links.flush()
-        else:
-            if links.is_dirty:
-                links.flush_soon()
-            if operation.due_s < self.deadlines.next_s:
-                self.deadlines.hurry(operation.due_s)
-            self.on_wait()
+            self.links.flush()
+            return True
+        if self.links.dirty:
+            self.links.flush_soon()
+        if operation.due_s < self.deadlines.next_s:
+            self.deadlines.hurry(operation.due_s)
+        self.on_wait()
         return True
 
     def begins(self, operation: Operation) -> None:
         """An operation has its place and number; it starts now."""
-        key = operation.key
-        self.recorder.append((operation.posted_s, "posted", key.name, operation.seq, operation.signature[0]))
+        series = operation.series
+        key = series.key
+        self.recorder.append((operation.posted_s, "posted", key.name, operation.seq, series.signature[0]))
         if self.tracer is not None:
             self.tracer.posted(operation)
         if operation.priority and not self.links.is_low_latency:
@@ -322,40 +311,60 @@ class Engine:
     def receive(self, link: Link, header: Header, payload: memoryview) -> None:
         """A whole frame; ``payload`` may be read during this call only."""
         effects: Effects = []
-        state, meter = link.state, self.meter
-        if header[0] == CHUNK and type(state) is Incoming:
-            if self.tracer is not None:
-                key = state.keys.get(header[1])
-                if key is not None:
-                    self.tracer.arrived(link.peer, key, header[2], len(payload))
+        if header[0] == CHUNK:
+            meter = self.meter
             if meter is not None and not meter.now_s:
                 meter.now_s = monotonic()
-            chunk = Payload(payload, None, link)
+            if self.tracer is not None:
+                self._trace_chunk(link, header, payload)
+            self.lender = link
             try:
-                whose = self.router.receive(state, header, len(payload), chunk, effects)
+                whose = self.router.receive(link.state, header, len(payload), payload, effects)
+                if whose is None:
+                    whose = self._receive_unlike(link, header, payload, effects)
+            except RemoteProtocolError:
+                raise
             except Exception as error:  # noqa: BLE001  it ends this collective alone
-                key = state.keys.get(header[1])
+                key = link.state.keys.get(header[1])
                 self._broke(None if key is None else key.live.get(header[2]), error)
                 return
-            if type(whose) is Early:
-                chunk.copy(self.pool)  # nobody knows for how long: what is lent may hold up its sender
-            elif whose is not None and meter is not None:
+            if meter is not None and whose is not None:
                 meter.arrived(link.peer, cast("Operation", whose))
-        elif type(state) is Incoming:
-            self._hear(link, state, header, effects)
-        elif header[0] == POSTED:
-            self.router.on_posted(state, header[1], header[2], effects)
-        elif header[0] == CREDIT:
-            state.window.give(header[1], header[2])
         else:
-            raise RemoteProtocolError(f"rank {link.peer} sent a {Kind(header[0]).name} to a sender of chunks")
+            self._hear(link, header, effects)
         if effects:
             self._perform(effects)
 
-    def _hear(self, link: Link, state: Incoming, header: Header, effects: Effects) -> None:
-        """A frame without payload from a sender of chunks."""
-        kind = header[0]
-        if kind == KEY:
+    def _receive_unlike(self, link: Link, header: Header, payload: memoryview, effects: Effects) -> Any:
+        """A chunk that is not like one that came before it; whose it is, if that is posted."""
+        if type(link.state) is not Incoming:
+            raise RemoteProtocolError(f"rank {link.peer} sent a chunk to a sender of chunks")
+        ticket = self.router.match(link.state, header, len(payload), effects)
+        if ticket is None:
+            return None
+        chunk = Payload(payload, None, link)
+        self.router.arrived(ticket, chunk, effects)
+        if type(ticket[0]) is Early:
+            chunk.copy(self.pool)  # nobody knows for how long: what is lent may hold up its sender
+            return None
+        return ticket[0]
+
+    def _trace_chunk(self, link: Link, header: Header, payload: memoryview) -> None:
+        key = link.state.keys.get(header[1])
+        if key is not None and self.tracer is not None:
+            self.tracer.arrived(link.peer, key, header[2], len(payload))
+
+    def _hear(self, link: Link, header: Header, effects: Effects) -> None:
+        """A frame without payload."""
+        kind, state = header[0], link.state
+        if type(state) is not Incoming:
+            if kind == POSTED:
+                self.router.on_posted(state, header[1], header[2], effects)
+            elif kind == CREDIT:
+                state.window.give(header[1], header[2])
+            else:
+                raise RemoteProtocolError(f"rank {link.peer} sent a {Kind(kind).name} to a sender of chunks")
+        elif kind == KEY:
             self.router.define_key(state, header[1], header[2], header[3], header[4], effects)
         elif kind == SIGNATURE:
             self.router.define_signature(state, header[1], header[2], effects)
@@ -400,20 +409,21 @@ class Engine:
 
     def burst_end(self, link: Link) -> None:
         """All that had arrived was handed over: give credit back, and move what was queued."""
-        state = link.state
         if self.meter is not None:
             self.meter.now_s = 0.0
-        if type(state) is Incoming:
-            owed = state.window.settle() if state.window.owed_headers else None
+        state = link.state
+        if type(state) is Incoming and state.window.owed_headers:
+            owed = state.window.settle()
             if owed is not None:
                 link.send((CREDIT, owed.nbytes, owed.headers))
                 self.links.back(state)
-        if self.links.is_dirty:
+        if self.links.dirty:
             self.links.flush()
 
     def lost(self, link: Link, error: BaseException | None) -> None:
         """A link is gone; without a goodbye, what it may have carried fails, and the peer is looked after."""
         peer, state = link.peer, link.state
+        self.lender = None
         self.links.lost(link)
         self.recovery.look_if_in_vain(peer)
         if error is None or self.links.closing or peer in self.router.lost:
@@ -438,7 +448,8 @@ class Engine:
             elif not effect[1].failed:  # what a machine decides is done at once; this was held back by the router
                 operation: Operation = effect[1]
                 try:
-                    operation.sends -= self.send(operation, *effect[2:])
+                    operation.sends -= len(effect[2])  # they were counted when they were held back
+                    self.send(operation, *effect[2:])
                     operation.was_read(effects, 0)
                 except Exception as error:  # noqa: BLE001  it ends this collective alone
                     self._broke(operation, error)
@@ -485,41 +496,43 @@ class Engine:
         phase: int,
         source: int,
         payload: Any,
-    ) -> int:
-        """Send a chunk to some group ranks, or hold it back until they may have it; how often it was read by now."""
+    ) -> None:
+        """Send a chunk to some group ranks, or hold it back until they may have it; count what is still to be read."""
         if source == PAYLOAD:
             payload.forwarded(self.pool)
             data = payload.view
         else:
             data = operation.to_send(lane, index, source)
         nbytes = len(data)
-        key, number, signature = operation.key, operation.signature_id, operation.signature
-        links, tracer = self.links, self.tracer
-        num_read = 0
+        series, links, stamp = operation.series, self.links, operation.stamp
         for to in ranks:
-            peer = operation.group.members[to]
-            sender = links.towards(peer)
+            peer = series.group.members[to]
+            sender = links.by_peer.get(peer) or links.towards(peer)
             link, state = sender.link, sender.state
             if link is None or link.needs_flush:
-                links.mark(sender)
-            is_known = state.keys.get(key.id) is key and state.signatures.get(number) is signature
-            header: Header | None
-            if is_known and operation.posted >> to & 1:
-                header = (CHUNK, key.id, operation.seq, number, lane.number, phase, index, 0)
-            elif is_known and operation.deferred is None and state.window.take(nbytes):
-                header = (CHUNK, key.id, operation.seq, number, lane.number, phase, index, 1)
-            else:
+                links.dirty[sender] = None
+            charged = -1
+            if series in state.known and operation.deferred is None:
+                if operation.posted >> to & 1:
+                    charged = 0
+                elif state.window.take(nbytes):
+                    charged = 1
+            if charged < 0:
                 effect = (SEND, operation, ranks, lane, index, phase, source, payload)
-                before, header = self.router.admit(state, effect, operation, to, nbytes)
+                before, admitted = self.router.admit(state, effect, operation, to, nbytes)
                 for definition in before:
                     sender.send(definition)
-            if header is None:
-                continue
-            if tracer is not None:
-                tracer.sent(peer, operation, nbytes)
+                if admitted is None:
+                    operation.sends += 1
+                    continue
+                charged = admitted[7] - stamp
+            if self.tracer is not None:
+                self.tracer.sent(peer, operation, nbytes)
+            number = lane.number
+            header = (CHUNK, series.key_id, operation.seq, series.signature_id, number, phase, index, stamp + charged)
             # Without payload too: who is done may block its loop or exit, so its frames must have left by then.
-            num_read += (link or sender).send(header, data if nbytes else None, operation, operation.priority)
-        return num_read
+            if not (link or sender).send(header, data if nbytes else None, operation, operation.priority):
+                operation.sends += 1
 
     def reserve(self, operation: Operation, to: int, nbytes: int) -> memoryview | None:
         """Memory that the link to a group rank sends from, for a chunk that is made there and sent next."""
@@ -536,15 +549,19 @@ class Engine:
     def completed(self, operation: Operation) -> None:
         """All that an operation had to do is done."""
         now_s = monotonic()
+        key = operation.series.key
         if self.meter is not None:
             self.meter.completed(operation, now_s)
         self.router.complete(operation)
-        if self.deadlines.has_inquiries:
+        if self.deadlines.inquiries:
             self.deadlines.end(operation)
-        self.recorder.append((now_s, "completed", operation.key.name, operation.seq, ""))
+        self.recorder.append((now_s, "completed", key.name, operation.seq, ""))
         if self.tracer is not None:
             self.tracer.ended(operation)
-        operation.resolve()
+        if operation.future is None:
+            operation.is_over = True
+        else:
+            operation.resolve()
         if self.load is not None:
             self.load.ended(operation, is_last=not self.router.live)
 
@@ -595,9 +612,9 @@ class Engine:
 
     def _room(self, ticket: Any, nbytes: int) -> Payload:
         if ticket is not None and type(ticket[0]) is not Early:
-            operation, lane, index, phase, _ = ticket
-            if phase == DOWN and lane.keeps:
-                return Payload(operation.bytes_of(lane, index, RESULT), operation)
+            operation, route, index = ticket
+            if route.phase == DOWN and route.lane.keeps:
+                return Payload(operation.bytes_of(route.lane, index, RESULT), operation)
         return Payload.held(self.pool, nbytes)
 
     def _trace_arrival(self, peer: int, placement: Payload) -> None:

@@ -31,7 +31,9 @@ class LinkTable:
         failed: called with such an end and a reason when its link cannot be opened.
 
     Attributes:
+        by_peer: the sending end towards each peer, by world rank.
         closing: nothing more is opened.
+        dirty: what is to be flushed.
         is_low_latency: links hand over little at a time, see ``Link.set_low_latency``.
         traffic: what all links have moved, those that have ended included.
     """
@@ -54,9 +56,9 @@ class LinkTable:
         self._begin = begin
         self._accept = accept
         self._open_failed = failed
-        self._senders: dict[int, PeerSender] = {}
+        self.by_peer: dict[int, PeerSender] = {}
         self._incoming: dict[Incoming, Link] = {}
-        self._dirty: dict[PeerSender | Link, None] = {}
+        self.dirty: dict[PeerSender | Link, None] = {}
         self._flush_scheduled = False
         self._dials: set[asyncio.Task[None]] = set()
         self._all_closed = asyncio.Event()
@@ -64,31 +66,26 @@ class LinkTable:
     def to(self, peer: int) -> PeerSender:
         """The sender to a peer, to be flushed soon; a link is opened if there is none."""
         sender = self.towards(peer)
-        self._dirty[sender] = None
+        self.dirty[sender] = None
         return sender
 
     def mark(self, sender: PeerSender) -> None:
         """Something is queued there, to be flushed soon."""
-        self._dirty[sender] = None
+        self.dirty[sender] = None
 
     def towards(self, peer: int) -> PeerSender:
         """The sender to a peer; a link is opened if there is none."""
-        sender = self._senders.get(peer)
+        sender = self.by_peer.get(peer)
         if sender is None:
-            sender = self._senders[peer] = PeerSender(*self._begin(peer))
+            sender = self.by_peer[peer] = PeerSender(*self._begin(peer))
             self._loop.call_soon(self._start_to_dial, sender, peer)
         return sender
-
-    @property
-    def is_dirty(self) -> bool:
-        """Whether something is queued that has to be flushed."""
-        return bool(self._dirty)
 
     def back(self, incoming: Incoming) -> Link | None:
         """The link that a peer opened, to answer on; to be flushed soon."""
         link = self._incoming.get(incoming)
         if link is not None:
-            self._dirty[link] = None
+            self.dirty[link] = None
         return link
 
     def opened(self, link: Link) -> None:
@@ -113,21 +110,21 @@ class LinkTable:
         if type(link.state) is Incoming:
             self._incoming.pop(link.state, None)
         else:
-            sender = self._senders.get(link.peer)
+            sender = self.by_peer.get(link.peer)
             if sender is not None and sender.link is link:
-                del self._senders[link.peer]
-        self._dirty.pop(link, None)
+                del self.by_peer[link.peer]
+        self.dirty.pop(link, None)
         self._look_if_all_closed()
 
     def drop(self, peer: int) -> None:
         """A peer is gone: nothing more is sent to it, and no memory read for it."""
-        sender = self._senders.pop(peer, None)
+        sender = self.by_peer.pop(peer, None)
         if sender is not None and sender.link is not None:
             sender.link.abort()
 
     def break_off(self, peer: int, number: int) -> Outgoing | None:
         """The peer cannot hear the link of this number any more: its sending end, unless there is a newer one."""
-        sender = self._senders.get(peer)
+        sender = self.by_peer.get(peer)
         if sender is None or sender.state.number != number:
             return None
         self.drop(peer)
@@ -139,13 +136,13 @@ class LinkTable:
 
     def goodbye(self, peer: int) -> None:
         """A peer leaves and waits for this side's goodbye: say it after what is queued."""
-        sender = self._senders.get(peer)
+        sender = self.by_peer.get(peer)
         if sender is not None and sender.link is not None:
             sender.link.close()
 
     def senders(self) -> Iterator[PeerSender]:
         """The senders to all peers to which this side has opened a link."""
-        return iter(self._senders.values())
+        return iter(self.by_peer.values())
 
     def disown(self, owner: Owner) -> None:
         """Nothing that arrives is written to this owner's memory any more."""
@@ -167,8 +164,8 @@ class LinkTable:
     def flush(self) -> None:
         """Move what is queued, now."""
         self._flush_scheduled = False
-        while self._dirty:
-            dirty, self._dirty = self._dirty, {}
+        while self.dirty:
+            dirty, self.dirty = self.dirty, {}
             for end in dirty:
                 end.flush()
 
@@ -195,10 +192,10 @@ class LinkTable:
 
     def peers_in_use(self) -> list[int]:
         """Ranks to which this side has opened a link."""
-        return sorted(self._senders)
+        return sorted(self.by_peer)
 
     def _opened_here(self) -> list[Link]:
-        return [sender.link for sender in self._senders.values() if sender.link is not None]
+        return [sender.link for sender in self.by_peer.values() if sender.link is not None]
 
     def _links(self) -> list[Link]:
         return [*self._incoming.values(), *self._opened_here()]
@@ -208,7 +205,7 @@ class LinkTable:
             self._all_closed.set()
 
     def _start_to_dial(self, sender: PeerSender, peer: int) -> None:
-        if self.closing or self._senders.get(peer) is not sender:
+        if self.closing or self.by_peer.get(peer) is not sender:
             return
         task = self._loop.create_task(self._dial(sender, peer), name=f"kfcomm dial rank {peer}")
         self._dials.add(task)
@@ -218,12 +215,12 @@ class LinkTable:
         try:
             link = await self._connect(peer)
         except TransportError as error:
-            if self._senders.get(peer) is sender:
-                del self._senders[peer]
+            if self.by_peer.get(peer) is sender:
+                del self.by_peer[peer]
             self._open_failed(sender.state, str(error))
             return
         self.traffic.add(link)
-        if self._senders.get(peer) is sender:
+        if self.by_peer.get(peer) is sender:
             if self.is_low_latency:
                 link.set_low_latency()
             sender.attach(link)

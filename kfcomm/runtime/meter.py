@@ -12,7 +12,7 @@ counts for itself: the sums grow faster than the clock. Chunks that came before 
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from math import ceil, frexp
 from threading import Lock
 from time import monotonic
@@ -61,7 +61,7 @@ class Tally:
     def __init__(self) -> None:
         self.nbytes = self.failures = 0
         self.total_s = self.max_s = 0.0
-        self.buckets: defaultdict[int, int] = defaultdict(int)
+        self.buckets: dict[int, int] = {}  # of numbers alone: the garbage collector does not look at it
 
     @property
     def count(self) -> int:
@@ -78,7 +78,7 @@ class Tally:
             whole.total_s += tally.total_s
             whole.max_s = max(whole.max_s, tally.max_s)
             for bucket, count in dict(tally.buckets).items():
-                whole.buckets[bucket] += count
+                whole.buckets[bucket] = whole.buckets.get(bucket, 0) + count
         return whole
 
     def quantile(self, share: float) -> float:
@@ -194,7 +194,8 @@ class Meter:
                     tally = key.tally = self._tally(key.group_id, key.name)
                 tally.nbytes += nbytes
                 tally.total_s += taken_s
-                tally.buckets[frexp(taken_s**PER_OCTAVE)[1]] += 1  # as bucket_of
+                bucket = frexp(taken_s**PER_OCTAVE)[1]  # as bucket_of
+                tally.buckets[bucket] = tally.buckets.get(bucket, 0) + 1
                 if taken_s > tally.max_s:
                     tally.max_s = taken_s
         finally:

@@ -17,12 +17,12 @@ from kfcomm.core.deadlines import NEVER
 from kfcomm.core.machine import FOLD_LAST, FOLD_UP, INPUT, PARTIAL, RESULT, Effects
 from kfcomm.core.program import Lane
 from kfcomm.errors import InternalError
+from kfcomm.runtime.buffers import Payload
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kfcomm.reduce import Kernel
-    from kfcomm.runtime.buffers import Payload
     from kfcomm.runtime.engine import Engine
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -78,6 +78,7 @@ class Operation(Collective):
     Attributes:
         engine: set when it is posted.
         is_over: it is complete or has failed.
+        is_small: its input is one chunk, and sent from a copy.
         failed: an error was raised for it; nothing touches its memory any more.
         error: that one.
         posted_s: when it was made, by the monotonic clock.
@@ -87,7 +88,7 @@ class Operation(Collective):
 
     # Most stay what they are here: then they cost an operation neither time nor memory.
     engine: Engine
-    is_over = failed = False
+    is_over = failed = is_small = False
     error: BaseException | None = None
     value: Any = None
     finished_by: Callable[[Any], Any] | None = None
@@ -123,7 +124,7 @@ class Operation(Collective):
         if priority:
             self.priority = priority
 
-    # What the machine decides is done at once.
+    # What the machine decides is done at once. A payload is a `Payload`, or a view that may be read during the call.
 
     def start(self, effects: Effects) -> None:
         """See ``Machine.start``."""
@@ -133,35 +134,46 @@ class Operation(Collective):
     def _send(
         self, to: tuple[int, ...], lane: Lane, index: int, phase: int, source: int, payload: Any, effects: Effects
     ) -> None:
-        self.sends += len(to)
-        self.sends -= self.engine.send(self, to, lane, index, phase, source, payload)
+        self.engine.send(self, to, lane, index, phase, source, payload)
 
-    def _fold(self, tag: int, lane: Lane, index: int, payload: Payload, first: bool, effects: Effects) -> None:
+    def _fold(
+        self, tag: int, lane: Lane, index: int, payload: Payload | memoryview, first: bool, effects: Effects
+    ) -> None:
+        view = payload if type(payload) is memoryview else payload.view
         if tag == FOLD_LAST:
-            self.fold_last(lane, index, payload, first)
+            self.fold_last(lane, index, view, first)
         elif tag == FOLD_UP:
-            self.fold_up(lane, index, payload, first)
+            self.fold_up(lane, index, view, first)
         else:
-            self.fold(lane, index, payload, first)
-        if payload.home is not None:
+            self.fold(lane, index, view, first)
+        if type(payload) is not memoryview:
             payload.release(self.engine.pool)
 
-    def _hold(self, payload: Payload, effects: Effects) -> None:
+    def _hold(self, payload: Payload | memoryview, effects: Effects) -> Payload:
+        if type(payload) is memoryview:
+            payload = Payload(payload, None, self.engine.lender)
         payload.keep(self.engine.pool)
+        return payload
 
     def _finish(self, lane: Lane, index: int, effects: Effects) -> None:
         self.finish(lane, index)
 
-    def _store(self, lane: Lane, index: int, payload: Payload, effects: Effects) -> None:
-        self.store(lane, index, payload)
-        if payload.home is not None:
+    def _store(self, lane: Lane, index: int, payload: Payload | memoryview, effects: Effects) -> None:
+        if type(payload) is memoryview:
+            self.store(lane, index, payload)
+        else:
+            if payload.owner is not self:
+                self.store(lane, index, payload.view)
+            else:
+                self.stored(lane, index, payload.view)
             payload.release(self.engine.pool)
 
     def _copy(self, lane: Lane, index: int, effects: Effects) -> None:
         self.copy(lane, index)
 
-    def _release(self, payload: Payload, effects: Effects) -> None:
-        payload.release(self.engine.pool)
+    def _release(self, payload: Payload | memoryview, effects: Effects) -> None:
+        if type(payload) is not memoryview:
+            payload.release(self.engine.pool)
 
     def _done(self, effects: Effects) -> None:
         self.engine.completed(self)
@@ -232,6 +244,8 @@ class Operation(Collective):
 
     def to_send(self, lane: Lane, index: int, source: int) -> memoryview | bytes:
         """The bytes of one chunk, to be read by links: a copy of them if they are few."""
+        if self.is_small and source == INPUT:
+            return self._in.tobytes()
         if (
             source == INPUT
             and lane.num_chunks == 1
@@ -274,15 +288,15 @@ class Operation(Collective):
         self._last = (lane, index, source, view)
         return view
 
-    def fold(self, lane: Lane, index: int, payload: Payload, first: bool) -> None:
-        """Make the partial result: (input if first else partial) ∘ payload."""
+    def fold(self, lane: Lane, index: int, view: memoryview, first: bool) -> None:
+        """Make the partial result: (input if first else partial) ∘ what ``view`` holds."""
         start, stop = self._bounds(lane, index)
         partial = self._part(lane, PARTIAL, start, stop)
         own = self._part(lane, INPUT, start, stop) if first else partial
         kernel = self.work.kernel or self._folding()
-        kernel.fold(own, self._contribution(kernel, payload, stop - start), partial)
+        kernel.fold(own, self._contribution(kernel, view, stop - start), partial)
 
-    def fold_up(self, lane: Lane, index: int, payload: Payload, first: bool) -> None:
+    def fold_up(self, lane: Lane, index: int, view: memoryview, first: bool) -> None:
         """As ``fold``, for a partial result that is complete and goes to the lane's parent next.
 
         It is made where the link sends from, if the link has room: then nothing is copied.
@@ -292,20 +306,20 @@ class Operation(Collective):
         nbytes = (stop - start) * kernel.accumulate_dtype.itemsize
         room = self.engine.reserve(self, lane.parent, nbytes) if nbytes > COPIED_NBYTES else None
         if room is None:
-            self.fold(lane, index, payload, first)
+            self.fold(lane, index, view, first)
             return
         own = self._part(lane, INPUT if first else PARTIAL, start, stop)
         made = np.frombuffer(room, kernel.accumulate_dtype)
-        kernel.fold(own, self._contribution(kernel, payload, stop - start), made)
+        kernel.fold(own, self._contribution(kernel, view, stop - start), made)
         self._last = (lane, index, PARTIAL, room)
 
-    def fold_last(self, lane: Lane, index: int, payload: Payload, first: bool) -> None:
-        """Make the result: (input if first else partial) ∘ payload, finished."""
+    def fold_last(self, lane: Lane, index: int, view: memoryview, first: bool) -> None:
+        """Make the result: (input if first else partial) ∘ what ``view`` holds, finished."""
         start, stop = self._bounds(lane, index)
         own = self._part(lane, INPUT if first else PARTIAL, start, stop)
         result = self._part(lane, RESULT, start, stop)
         kernel = self.work.kernel or self._folding()
-        kernel.last(own, self._contribution(kernel, payload, stop - start), result, self.work.size)
+        kernel.last(own, self._contribution(kernel, view, stop - start), result, self.work.size)
 
     def finish(self, lane: Lane, index: int) -> None:
         """Make the result of the input, the only contribution."""
@@ -313,12 +327,17 @@ class Operation(Collective):
         source = self._part(lane, INPUT, start, stop)
         self._folding().finish(source, self._part(lane, RESULT, start, stop), self.work.size)
 
-    def store(self, lane: Lane, index: int, payload: Payload) -> None:
-        """Make the result of a payload, unless it arrived there."""
-        if payload.owner is not self and lane.count:
+    def store(self, lane: Lane, index: int, view: memoryview) -> None:
+        """Make the result of what ``view`` holds."""
+        result = self._out
+        if lane.count != result.size or lane.num_chunks != 1:
             start, stop = self._bounds(lane, index)
             result = self._part(lane, RESULT, start, stop)
-            result[:] = np.frombuffer(payload.view, result.dtype)
+        if lane.count:
+            result[:] = np.frombuffer(view, result.dtype)
+
+    def stored(self, lane: Lane, index: int, view: memoryview) -> None:
+        """What ``view`` holds has arrived where the result belongs."""
 
     def copy(self, lane: Lane, index: int) -> None:
         """Make the result of the input."""
@@ -335,9 +354,8 @@ class Operation(Collective):
         return start, min(start + chunk, lane.count)
 
     @staticmethod
-    def _contribution(kernel: Kernel, payload: Payload, count: int) -> Array:
+    def _contribution(kernel: Kernel, view: memoryview, count: int) -> Array:
         """What ``count`` elements of a child are: its input, or a partial result."""
-        view = payload.view
         dtype = kernel.dtype if view.nbytes == count * kernel.dtype.itemsize else kernel.accumulate_dtype
         return np.frombuffer(view, dtype)
 

@@ -18,7 +18,6 @@ from kfcomm.runtime.operation import Array, Operation, Work
 
 if TYPE_CHECKING:
     from kfcomm.reduce import Kernel, Wire
-    from kfcomm.runtime.buffers import Payload
 
 _EMPTY = memoryview(b"")
 
@@ -72,23 +71,23 @@ class WiredOperation(Operation):
         self._last = (lane, index, source, view)
         return view
 
-    def fold(self, lane: Lane, index: int, payload: Payload, first: bool) -> None:
-        """Make the partial result: (input if first else partial) ∘ payload."""
+    def fold(self, lane: Lane, index: int, view: memoryview, first: bool) -> None:
+        """Make the partial result: (input if first else partial) ∘ what ``view`` holds."""
         start, stop = self._bounds(lane, index)
         partial = self._part(lane, PARTIAL, start, stop)
         own = self._part(lane, INPUT, start, stop) if first else partial
-        self._wire.fold(own, self._arrived(payload), partial)
+        self._wire.fold(own, self._arrived(view), partial)
 
-    def fold_up(self, lane: Lane, index: int, payload: Payload, first: bool) -> None:
+    def fold_up(self, lane: Lane, index: int, view: memoryview, first: bool) -> None:
         """See ``Operation.fold_up``: what is sent is converted, and never where the partial result is."""
-        self.fold(lane, index, payload, first)
+        self.fold(lane, index, view, first)
 
-    def fold_last(self, lane: Lane, index: int, payload: Payload, first: bool) -> None:
-        """Make the result: (input if first else partial) ∘ payload, finished, and rounded if it travels."""
+    def fold_last(self, lane: Lane, index: int, view: memoryview, first: bool) -> None:
+        """Make the result: (input if first else partial) ∘ what ``view`` holds, finished, and rounded if it travels."""
         start, stop = self._bounds(lane, index)
         own = self._part(lane, INPUT if first else PARTIAL, start, stop)
         sent = self._place(lane, start, stop) if lane.down else None
-        self._wire.last(own, self._arrived(payload), self.work.size, self._part(lane, RESULT, start, stop), sent)
+        self._wire.last(own, self._arrived(view), self.work.size, self._part(lane, RESULT, start, stop), sent)
 
     def finish(self, lane: Lane, index: int) -> None:
         """Make the result of the input, the only contribution."""
@@ -97,13 +96,17 @@ class WiredOperation(Operation):
         own = self._part(lane, INPUT, start, stop)
         self._wire.finish(own, self.work.size, self._part(lane, RESULT, start, stop), sent)
 
-    def store(self, lane: Lane, index: int, payload: Payload) -> None:
-        """Make the result of a payload, and keep its bytes if they are to be passed on."""
+    def store(self, lane: Lane, index: int, view: memoryview) -> None:
+        """Make the result of what ``view`` holds, and keep its bytes if they are to be passed on."""
         start, stop = self._bounds(lane, index)
-        arrived = self._arrived(payload)
-        if lane.targets and payload.owner is not self:
-            self._place(lane, start, stop)[:] = arrived
-        self._wire.decode(arrived, self._part(lane, RESULT, start, stop))
+        if lane.targets:
+            self._place(lane, start, stop)[:] = self._arrived(view)
+        self._wire.decode(self._arrived(view), self._part(lane, RESULT, start, stop))
+
+    def stored(self, lane: Lane, index: int, view: memoryview) -> None:
+        """Make the result of what has arrived where converted bytes belong."""
+        start, stop = self._bounds(lane, index)
+        self._wire.decode(self._arrived(view), self._part(lane, RESULT, start, stop))
 
     def copy(self, lane: Lane, index: int) -> None:
         """Make the result of the input, and its bytes for those who get it."""
@@ -112,8 +115,8 @@ class WiredOperation(Operation):
         self._wire.encode(self._part(lane, INPUT, start, stop), place)
         self._wire.decode(place, self._part(lane, RESULT, start, stop))
 
-    def _arrived(self, payload: Payload) -> Array:
-        return np.frombuffer(payload.view, self._wire.wire_dtype)
+    def _arrived(self, view: memoryview) -> Array:
+        return np.frombuffer(view, self._wire.wire_dtype)
 
     def _place(self, lane: Lane, start: int, stop: int) -> Array:
         """Where the converted bytes of a chunk are. Lanes that share one offset differ in the other."""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from kfcomm.core.collective import ItemSizes
 from kfcomm.core.machine import FOLD, FOLD_LAST, FOLD_UP, SEND, UP, Effect, Effects, Machine
-from kfcomm.core.program import NOBODY, Lane, Program
+from kfcomm.core.program import Lane, Program
 from kfcomm.errors import InternalError
 from kfcomm.simulate.agenda import Agenda
 from kfcomm.simulate.ports import Flow
@@ -183,11 +183,10 @@ class Rank:
         if chunk is None:
             self._machine.start(effects)
         else:
-            lane = self._program.lanes[chunk.lane]
-            position = self._machine.accepts(lane, chunk.number, chunk.phase, chunk.sender)
-            if position == NOBODY:
+            route = self._program.routes.get((chunk.lane, chunk.phase, chunk.sender))
+            if route is None or not self._machine.accepts(route, chunk.number):
                 raise InternalError(f"rank {self._rank} was sent a chunk that its machine does not take: {chunk}")
-            self._machine.arrived(lane, chunk.number, chunk.phase, position, chunk.payload, effects)
+            self._machine.arrived(route, chunk.number, chunk.payload, effects)
             busy_s = self._work.message_s(self._rank, chunk.sender, chunk.nbytes)
         sends, for_effects_s = self._perform(effects)
         busy_s += for_effects_s

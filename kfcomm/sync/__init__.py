@@ -18,7 +18,11 @@ from kfcomm.sync.handle import Handle
 
 if TYPE_CHECKING:
     from kfcomm.sync.adaptation import Adaptation
+    from kfcomm.sync.persistent import PersistentCollective
 else:  # type checkers would take any name for one that is there
-    __getattr__ = imported_when_used(__name__, {"Adaptation": "kfcomm.sync.adaptation"})
+    __getattr__ = imported_when_used(
+        __name__,
+        {"Adaptation": "kfcomm.sync.adaptation", "PersistentCollective": "kfcomm.sync.persistent"},
+    )
 
-__all__ = ["Adaptation", "Communicator", "Handle", "Queue", "init"]
+__all__ = ["Adaptation", "Communicator", "Handle", "PersistentCollective", "Queue", "init"]

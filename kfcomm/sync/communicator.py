@@ -20,10 +20,11 @@ from kfcomm.devices.routes import Choice
 from kfcomm.errors import KfcommError, SessionClosed
 from kfcomm.rendezvous.settings import Arguments
 from kfcomm.strategies import AnyStrategy, StrategySpec
+from kfcomm.sync.again import again
 from kfcomm.sync.driver import Driver
-from kfcomm.sync.skin import ARRAY, MANY, OBJECT, OBJECTS, PARTS, PLAIN, Skin, again, begun, blocking, plain
+from kfcomm.sync.skin import ARRAY, MANY, OBJECT, OBJECTS, PARTS, PLAIN, Skin, begun, blocking, plain, prepared
 from kfcomm.sync.thread import IoThread
-from kfcomm.types import Layout
+from kfcomm.types import Layout, Verb
 
 if TYPE_CHECKING:
     from kfcomm.monitor import Statistics
@@ -51,7 +52,7 @@ class Communicator(Skin[Async]):
 
     # ---------------------------------------------------------------- collectives
 
-    all_reduce = again(blocking(Async.all_reduce, ARRAY))
+    all_reduce = again(blocking(Async.all_reduce, ARRAY), Verb.ALL_REDUCE)
     """Every rank gets ``x[0] ∘ x[1] ∘ ...``, element by element."""
     all_reduce_async = begun(Async.all_reduce, ARRAY)
     """Begin an ``all_reduce``."""
@@ -63,19 +64,19 @@ class Communicator(Skin[Async]):
     """An ``all_reduce`` whose throughput is recorded."""
     monitored_all_reduce_async = begun(Async.monitored_all_reduce, ARRAY)
     """Begin a ``monitored_all_reduce``."""
-    reduce = blocking(Async.reduce, ARRAY)
+    reduce = again(blocking(Async.reduce, ARRAY), Verb.REDUCE)
     """Rank ``root`` gets what ``all_reduce`` would give; the others get None."""
     reduce_async = begun(Async.reduce, ARRAY)
     """Begin a ``reduce``."""
-    broadcast = blocking(Async.broadcast, ARRAY)
+    broadcast = again(blocking(Async.broadcast, ARRAY), Verb.BROADCAST)
     """Every rank gets the ``x`` of rank ``root``."""
     broadcast_async = begun(Async.broadcast, ARRAY)
     """Begin a ``broadcast``."""
-    gather = blocking(Async.gather, ARRAY)
+    gather = again(blocking(Async.gather, ARRAY), Verb.GATHER)
     """Rank ``root`` gets the arrays of all ranks; the others get None."""
     gather_async = begun(Async.gather, ARRAY)
     """Begin a ``gather``."""
-    all_gather = blocking(Async.all_gather, ARRAY)
+    all_gather = again(blocking(Async.all_gather, ARRAY), Verb.ALL_GATHER)
     """Every rank gets the arrays of all ranks."""
     all_gather_async = begun(Async.all_gather, ARRAY)
     """Begin an ``all_gather``."""
@@ -83,15 +84,15 @@ class Communicator(Skin[Async]):
     """Rank r gets the r-th part of the root's array."""
     scatter_async = begun(Async.scatter, PARTS)
     """Begin a ``scatter``."""
-    reduce_scatter = blocking(Async.reduce_scatter, ARRAY)
+    reduce_scatter = again(blocking(Async.reduce_scatter, ARRAY), Verb.REDUCE_SCATTER)
     """Rank r gets the r-th part of what ``all_reduce`` would give."""
     reduce_scatter_async = begun(Async.reduce_scatter, ARRAY)
     """Begin a ``reduce_scatter``."""
-    all_to_all = blocking(Async.all_to_all, PARTS)
+    all_to_all = again(blocking(Async.all_to_all, PARTS), Verb.ALL_TO_ALL)
     """Rank i gets the i-th part of every rank's ``x``."""
     all_to_all_async = begun(Async.all_to_all, PARTS)
     """Begin an ``all_to_all``."""
-    barrier = blocking(Async.barrier)
+    barrier = again(blocking(Async.barrier), Verb.BARRIER)
     """Returns when every rank has called it."""
     barrier_async = begun(Async.barrier)
     """Begin a ``barrier``."""
@@ -155,6 +156,37 @@ class Communicator(Skin[Async]):
     def queue(self, name: str, source: int, target: int, *, capacity: int = 16) -> Queue:
         """An ordered queue of arrays from rank ``source`` to ``target``. See ``kfcomm.Communicator.queue``."""
         return Queue(self, self._inner.queue(name, source, target, capacity=capacity))
+
+    # ---------------------------------------------------------------- to be started again and again
+
+    all_reduce_init = prepared(Async.all_reduce_init)
+    """Prepare an ``all_reduce``."""
+    all_reduce_many_init = prepared(Async.all_reduce_many_init)
+    """Prepare an ``all_reduce_many``; each start takes the arrays that the mapping holds then."""
+    monitored_all_reduce_init = prepared(Async.monitored_all_reduce_init)
+    """Prepare a ``monitored_all_reduce``."""
+    reduce_init = prepared(Async.reduce_init)
+    """Prepare a ``reduce``."""
+    broadcast_init = prepared(Async.broadcast_init)
+    """Prepare a ``broadcast``."""
+    gather_init = prepared(Async.gather_init)
+    """Prepare a ``gather``."""
+    all_gather_init = prepared(Async.all_gather_init)
+    """Prepare an ``all_gather``."""
+    scatter_init = prepared(Async.scatter_init)
+    """Prepare a ``scatter``."""
+    reduce_scatter_init = prepared(Async.reduce_scatter_init)
+    """Prepare a ``reduce_scatter``."""
+    all_to_all_init = prepared(Async.all_to_all_init)
+    """Prepare an ``all_to_all``."""
+    barrier_init = prepared(Async.barrier_init)
+    """Prepare a ``barrier``."""
+    consensus_init = prepared(Async.consensus_init)
+    """Prepare a ``consensus``."""
+    send_init = prepared(Async.send_init)
+    """Prepare a ``send``; each start sends one message."""
+    recv_init = prepared(Async.recv_init)
+    """Prepare a ``recv``; each start receives the next message."""
 
     # ---------------------------------------------------------------- groups and graphs
 

@@ -24,13 +24,14 @@ from collections.abc import Callable
 from os import sched_yield
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from kfcomm.collectives.compiled import NOT_ALIKE
 from kfcomm.errors import SessionClosed
 from kfcomm.sync.thread import LOOK_EVERY_S, IoThread
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor
 
 if TYPE_CHECKING:
-    from kfcomm.collectives.compiled import CompiledName
+    from kfcomm.collectives.compiled import Arguments, Compiled
     from kfcomm.runtime.operation import Operation
     from kfcomm.session import Session
 
@@ -66,25 +67,24 @@ class Awaited(Protocol[T_co]):
 
 
 class IoDriver(LoopDriver):
-    """Drives the engine on the I/O thread, except while a caller leads."""
+    """Drives the engine on the I/O thread, except while a caller leads.
+
+    Attributes:
+        calls: after which nothing was in flight.
+        has_lull: it will look by itself whether to park.
+    """
 
     def __init__(self, driver: Driver, io: IoThread) -> None:
         self._driver = driver
         self._io = io
-        self._last_call_s = 0.0
-        self._has_lull = False
+        self.calls = self._calls_then = 0
+        self.has_lull = False
         super().__init__(driver.reactor, io.loop)
-
-    @property
-    def timer_s(self) -> float:
-        """Until when this thread sleeps at most, by the monotonic clock."""
-        return self._timer_s
 
     def lull(self) -> None:
         """A call has ended and nothing is in flight: take over, if none follows soon."""
-        self._last_call_s = time.monotonic()
-        if not self._has_lull and not self._is_closed:
-            self._has_lull = True
+        if not self._is_closed:
+            self.has_lull = True
             self._loop.call_soon(self._begin_lull)
 
     @property
@@ -92,17 +92,18 @@ class IoDriver(LoopDriver):
         return LULL_S if self._reactor.pollers else MASKED_S
 
     def _begin_lull(self) -> None:
+        self._calls_then = self.calls
         self._loop.call_later(self._lull_s, self._after_lull)
 
     def _after_lull(self) -> None:
         if self._is_closed:
             return
         if self._driver.is_led:  # whoever leads tells when it ends
-            self._has_lull = False
-        elif time.monotonic() - self._last_call_s < self._lull_s:
+            self.has_lull = False
+        elif self.calls != self._calls_then:
             self._begin_lull()
         else:
-            self._has_lull = False
+            self.has_lull = False
             self.wake()
 
     def _turn(self, *, is_told: bool = False) -> None:
@@ -192,18 +193,24 @@ class Driver:
             self.reactor.is_driven = False
             self._leave()
 
-    def call_again(self, compiled: CompiledName, x: Any, op: str, out: Any, session: Session) -> Any:
-        """As ``call``, for a name that was used before; None if this use is not alike: then nothing has begun."""
-        if self.io.is_current:
-            return None
+    def call_again(self, compiled: Compiled, x: Any, arguments: Arguments, out: Any, session: Session) -> Any:
+        """As ``call``, for a name used before; ``NOT_ALIKE`` if this use is another one: then nothing has begun."""
+        lock = self._lock
+        if lock.is_mine() or session.engine.is_unusual:  # in a callback on the I/O thread, or in a forked child
+            return NOT_ALIKE
         operation: Operation | None = None
         try:
-            self._enter(session)
-            operation = compiled.start(x, op, out, None)
+            with lock.gate:
+                lock.acquire()
+            self.reactor.is_driven = self._is_working = True
+            operation = compiled.start(x, arguments, out, None)
             if operation is None:
-                return None
+                return NOT_ALIKE
             if not operation.is_over:
-                self._wait(operation, math.inf)
+                if self._leader:
+                    self._wait(operation, math.inf)
+                else:
+                    self._lead(operation, math.inf)
             return operation.result()
         except BaseException as error:
             self._interrupted(error, operation, session)
@@ -218,7 +225,8 @@ class Driver:
         deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         try:
             self._enter(session)
-            self._wait(handle, deadline_s)
+            if not handle.done() and time.monotonic() < deadline_s:
+                self._wait(handle, deadline_s)
             return handle.done()
         except BaseException as error:
             self._interrupted(error, handle, session)
@@ -257,22 +265,23 @@ class Driver:
     # ---------------------------------------------------------------- inside the lock
 
     def _enter(self, session: Session) -> None:
-        reactor = self.reactor
         if not self._lock.take():
-            # An interrupt has come while this thread left, or this is a signal handler in the midst of a call.
-            if self._leader == threading.get_ident():
-                self._leader = 0
-            if reactor.is_driven:
-                self._give_up(session, KeyboardInterrupt())
-        reactor.is_driven = self._is_working = True
+            self._found_taken(session)
+        self.reactor.is_driven = self._is_working = True
+
+    def _found_taken(self, session: Session) -> None:
+        """An interrupt has come while this thread left, or this is a signal handler in the midst of a call."""
+        if self._leader == threading.get_ident():
+            self._leader = 0
+        if self.reactor.is_driven:
+            self._give_up(session, KeyboardInterrupt())
 
     def _leave(self) -> None:
         """Hand over to whoever goes on, and lay down the lock."""
-        me = threading.get_ident()
-        if self._leader == me:
+        if self._leader and self._leader == threading.get_ident():
             self._leader, self._awaited = 0, None
         if self._followers:
-            self._followers.pop(me, None)
+            self._followers.pop(threading.get_ident(), None)
         if not self._lock.is_mine():  # it was interrupted while it waited for it
             return
         self.reactor.is_driven = self._is_working = False
@@ -282,40 +291,52 @@ class Driver:
             self._hand_over()
             raise
         finally:
-            self._lock.lay_down()
+            self._lock.release()
 
     def _hand_over(self) -> None:
-        reactor = self.reactor
-        if self._followers:
-            self.tell_followers()
-        if self._leader:
-            if self._is_resting and (reactor.has_deferred or self._awaited is None or self._awaited.done()):
-                reactor.ring()
+        if self._followers or self._leader:
+            self._tell_others()
             return
-        follower = next(iter(self._followers.values()), None)
-        if follower is not None:
-            follower[1].set()
-            return
+        reactor, io_driver = self.reactor, self._io_driver
         if self._is_masked and (self.io.is_busy or reactor.pollers):
             self.mask(is_masked=False)
-        if reactor.has_deferred or reactor.is_needed or reactor.next_deadline_s < self._io_driver.timer_s:
-            self._io_driver.wake()
-        elif self._is_masked or reactor.is_awake:
-            self._io_driver.lull()
+        is_unheard = self._is_masked
+        for poller in reactor.pollers:
+            if poller.is_needed:
+                io_driver.wake()
+                return
+            is_unheard = poller.is_awake
+        if reactor.deferred or reactor.due_s < io_driver.timer_s:
+            io_driver.wake()
+        elif is_unheard:
+            io_driver.calls += 1
+            if not io_driver.has_lull:
+                io_driver.lull()
+
+    def _tell_others(self) -> None:
+        """Who leads goes on; or else one of those who follow leads next."""
+        self.tell_followers()
+        if self._leader:
+            if self._is_resting and (self.reactor.deferred or self._awaited is None or self._awaited.done()):
+                self.reactor.ring()
+        else:
+            next(iter(self._followers.values()))[1].set()
 
     def _wait(self, handle: Awaited[T], deadline_s: float) -> None:
-        while not handle.done() and time.monotonic() < deadline_s:
-            if self._leader in (0, threading.get_ident()):
+        while True:
+            if not self._leader or self._leader == threading.get_ident():
+                if not self.reactor.is_awake:
+                    self.reactor.unpark()
                 self._lead(handle, deadline_s)
             else:
                 self._follow(handle, deadline_s)
+            if handle.done() or time.monotonic() >= deadline_s:
+                return
 
     def _lead(self, handle: Awaited[T], deadline_s: float) -> None:
         """Look at what comes until it is over, or it is time; rest when nothing comes."""
-        reactor, lock, is_done = self.reactor, self._lock, handle.done
+        reactor, is_done = self.reactor, handle.done
         most_looks = LOOKS if reactor.pollers else 0
-        if most_looks and not reactor.is_awake:
-            reactor.unpark()
         self._is_resting = False  # an interrupted leader may have left it
         self._leader, self._awaited = threading.get_ident(), handle
         looks = 0
@@ -325,7 +346,7 @@ class Driver:
                 looks, quiet_since_s = 0, 0.0
             elif looks < most_looks:
                 looks += 1
-                if not lock.is_wanted():
+                if not self._lock.is_wanted():
                     self._is_working = False
                     sched_yield()
                     self._is_working = True
@@ -386,7 +407,7 @@ class Driver:
         me, event = threading.get_ident(), threading.Event()
         try:
             self._followers[me] = handle, event
-            if self._is_resting and self.reactor.has_deferred:
+            if self._is_resting and self.reactor.deferred:
                 self.reactor.ring()
             self._step_out()
             event.wait(min(LOOK_EVERY_S, max(0.0, deadline_s - time.monotonic())))
@@ -427,7 +448,7 @@ class Driver:
 
     def _interrupted(self, error: BaseException, handle: Awaited[T] | None, session: Session) -> None:
         """Ctrl-C between two looks ends the call alone; in the midst of the work nobody knows what is left undone."""
-        if isinstance(error, Exception):
+        if isinstance(error, (Exception, asyncio.CancelledError)):  # the outcome of the call
             return
         if not self._lock.is_mine():  # it came while this thread waited for the lock: nothing is left undone
             if handle is None:

@@ -10,34 +10,42 @@ Invariants:
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
 
 class EngineLock:
-    """Two locks, the first of which is held while waiting for the second."""
+    """Two locks, the first of which is held while waiting for the second.
 
-    __slots__ = ("_gate", "_lock")
+    What is called at every collective is an attribute, and nothing of Python's runs in it.
+
+    Attributes:
+        gate: held while waiting for the lock.
+        acquire: waits for it; to be called by who holds the gate, and has not had the lock: see ``take``.
+        release: lets others have it; to be called by who has it.
+        is_wanted: whether somebody waits for it.
+        is_mine: whether this thread holds it.
+    """
+
+    __slots__ = ("acquire", "gate", "is_mine", "is_wanted", "release")
 
     def __init__(self) -> None:
-        self._gate = threading.Lock()
-        self._lock = threading.RLock()  # never taken twice: it knows its owner, without a moment in between
-
-    def is_wanted(self) -> bool:
-        """Whether somebody waits for it."""
-        return self._gate.locked()
-
-    def is_mine(self) -> bool:
-        """Whether this thread holds it."""
-        return bool(self._lock._is_owned())  # type: ignore[attr-defined]  # as threading.Condition asks it
+        self.gate = threading.Lock()
+        lock: Any = threading.RLock()  # never taken twice: it knows its owner, without a moment in between
+        self.acquire: Callable[[], bool] = lock.acquire
+        self.release: Callable[[], None] = lock.release
+        self.is_wanted: Callable[[], bool] = self.gate.locked
+        self.is_mine: Callable[[], bool] = lock._is_owned  # as threading.Condition asks it
 
     def take(self) -> bool:
         """Wait for it; False if this thread has had it all the time: it was left taken by an interrupt."""
         if self.is_mine():
             return False
-        with self._gate:
-            self._lock.acquire()
+        with self.gate:
+            self.acquire()
         return True
 
     def lay_down(self) -> None:
         """Let others have it; nothing if it is not this thread's."""
         if self.is_mine():
-            self._lock.release()
+            self.release()

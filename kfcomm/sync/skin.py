@@ -20,11 +20,12 @@ from kfcomm.arrays.on_device import OnStream, current_stream, is_on_device
 from kfcomm.collectives.exchange import packed, unpacked
 from kfcomm.errors import KfcommError
 from kfcomm.sync.handle import Handle
-from kfcomm.types import Op
 
 if TYPE_CHECKING:
+    from kfcomm.collectives.persistent import PersistentCollective as AsyncPersistent
     from kfcomm.session import Session
     from kfcomm.sync.driver import Driver
+    from kfcomm.sync.persistent import PersistentCollective
 
 A_co = TypeVar("A_co", covariant=True)
 P = ParamSpec("P")
@@ -63,7 +64,7 @@ def _read(x: Any) -> Any:
 def _read_parts(x: Any) -> Any:
     if x is None:
         return None
-    return [_read(part) for part in x] if isinstance(x, (list, tuple)) else _read(x)
+    return [_read(part) for part in x] if isinstance(x, (list, tuple)) else _read_array(x)
 
 
 def _read_many(arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,7 +118,7 @@ def blocking(
         result: T = self._io.wait_for(prepared) if is_coroutine else self._driver.call(prepared, self._session)
         return result
 
-    return _dressed(call, verb.__name__, verb, "Blocks until the result is there, and returns it.")
+    return dressed(call, verb.__name__, verb, "Blocks until the result is there, and returns it.")
 
 
 def begun(
@@ -137,27 +138,22 @@ def begun(
         return handle
 
     lead = "Begins, and returns a ``kfcomm.sync.Handle``; errors of the arguments come from it, too."
-    return _dressed(call, f"{verb.__name__}_async", verb, lead)
+    return dressed(call, f"{verb.__name__}_async", verb, lead)
 
 
-def again(blocking_form: Callable[..., Any]) -> Callable[..., Any]:
-    """A blocking all_reduce that takes the short way where its name was used alike before: see ``CompiledName``."""
+def prepared(
+    init: Callable[Concatenate[A_co, P], AsyncPersistent[T]],
+) -> Callable[Concatenate[Skin[A_co], P], PersistentCollective[T]]:
+    """The form of an ``*_init`` method whose starts are waited for."""
 
-    def all_reduce(
-        self: Skin[Any], /, x: Any, name: str | None = None, *, op: str = Op.SUM, out: Any = None, **options: Any
-    ) -> Any:
-        if not options and type(x) is np.ndarray:
-            compiled = self._inner._group.compiled.get(name)
-            if compiled is not None:
-                outcome = self._driver.call_again(compiled, x, op, out, self._session)
-                if outcome is not None:
-                    return outcome
-        return blocking_form(self, x, name, op=op, out=out, **options)
+    def call(self: Skin[A_co], /, *args: P.args, **kwargs: P.kwargs) -> PersistentCollective[T]:
+        from kfcomm.sync.persistent import PersistentCollective
 
-    all_reduce.__qualname__ = blocking_form.__qualname__
-    all_reduce.__doc__ = blocking_form.__doc__
-    all_reduce.__dict__.update(blocking_form.__dict__)
-    return all_reduce
+        self._check_open()
+        inner = self._driver.run(lambda: init(self._inner, *args, **kwargs), self._session)
+        return PersistentCollective(self._driver, self._session, inner)
+
+    return dressed(call, init.__name__, init, "Returns a ``kfcomm.sync.PersistentCollective``.")
 
 
 def _prepared(
@@ -168,7 +164,7 @@ def _prepared(
     return partial(verb, skin._inner, *args, **kwargs)
 
 
-def _dressed(call: Callable[P, T], name: str, verb: Callable[..., Any], lead: str) -> Callable[P, T]:
+def dressed(call: Callable[P, T], name: str, verb: Callable[..., Any], lead: str) -> Callable[P, T]:
     """What ``help`` and editors show: the verb's parameters and its text, after what differs."""
     call.__name__ = call.__qualname__ = name
     call.__doc__ = f"{lead}\n\n{inspect.getdoc(verb)}"

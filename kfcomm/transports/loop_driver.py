@@ -31,6 +31,9 @@ class LoopDriver:
         reactor: what is driven.
         loop: by which.
         looks: see ``LOOKS``.
+
+    Attributes:
+        timer_s: until when the loop sleeps at most, by the monotonic clock.
     """
 
     def __init__(self, reactor: Reactor, loop: asyncio.AbstractEventLoop, *, looks: int = LOOKS) -> None:
@@ -40,7 +43,7 @@ class LoopDriver:
         self._is_scheduled = self._is_closed = False
         self._quiet_since_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self._timer_s = float("inf")
+        self.timer_s = float("inf")
         reactor.woken = self.wake
         reactor.failed = self._failed
         for descriptor in reactor.descriptors():
@@ -85,7 +88,7 @@ class LoopDriver:
             reactor.is_driven = False
         if self._is_closed:
             return
-        if reactor.has_deferred or (moved and reactor.is_awake):
+        if reactor.deferred or (moved and reactor.is_awake):
             self.wake()
         elif reactor.is_awake:
             self._rest()
@@ -113,14 +116,14 @@ class LoopDriver:
 
     def _set_timer(self) -> None:
         due_s = self._reactor.next_deadline_s
-        if due_s < self._timer_s:
+        if due_s < self.timer_s:
             if self._timer is not None:
                 self._timer.cancel()
-            self._timer_s = due_s
+            self.timer_s = due_s
             self._timer = self._loop.call_later(max(0.0, due_s - time.monotonic()), self._due)
 
     def _due(self) -> None:
-        self._timer, self._timer_s = None, float("inf")
+        self._timer, self.timer_s = None, float("inf")
         self._turn()
 
     def _failed(self, error: BaseException) -> None:

@@ -95,6 +95,8 @@ class Reactor:
     """See the module.
 
     Attributes:
+        deferred: calls that are due, and their arguments.
+        due_s: no timer is due earlier, by the monotonic clock.
         pollers: looked at in every ``progress``.
         is_driven: somebody is about to call ``progress`` again before resting; set by the driver.
         woken: told that something is due; set by the driver.
@@ -109,7 +111,8 @@ class Reactor:
         self.woken: Callable[[], None] = _nothing
         self.failed: Callable[[BaseException], None] = _log
         self._watched: dict[int, tuple[Callback | None, Callback | None]] = {}
-        self._ready: deque[tuple[Callback, tuple[Any, ...]]] = deque()
+        self.due_s = float("inf")
+        self.deferred: deque[tuple[Callback, tuple[Any, ...]]] = deque()
         self._timers: list[tuple[float, int, Timer]] = []
         self._numbers = count()
         self._is_rung = False
@@ -123,7 +126,7 @@ class Reactor:
 
     def call_soon(self, callback: Callback, *arguments: Any) -> None:
         """Call back in this ``progress`` or the next one."""
-        ready = self._ready
+        ready = self.deferred
         ready.append((callback, arguments))
         if len(ready) == 1 and not self.is_driven:
             self.woken()
@@ -141,7 +144,7 @@ class Reactor:
         """
         if self._epoll.closed:
             raise RuntimeError("this reactor is closed")
-        self._ready.append((callback, arguments))
+        self.deferred.append((callback, arguments))
         self.ring()
 
     def ring(self) -> None:
@@ -158,10 +161,11 @@ class Reactor:
     def call_at(self, when_s: float, callback: Callback, *arguments: Any) -> Timer:
         """Call back at a time of the monotonic clock."""
         timer = Timer(when_s, callback, arguments)
-        is_first = not self._timers or when_s < self._timers[0][0]
         heapq.heappush(self._timers, (when_s, next(self._numbers), timer))
-        if is_first and not self.is_driven:
-            self.woken()
+        if when_s < self.due_s:
+            self.due_s = when_s
+            if not self.is_driven:
+                self.woken()
         return timer
 
     def add_reader(self, descriptor: int, callback: Callback) -> None:
@@ -190,14 +194,14 @@ class Reactor:
         moved = self.glance()
         if not is_told and (len(self._watched) > 1 or self._is_rung):  # more than the bell
             moved = self._look_at_descriptors() or moved
-        if self._timers and self._timers[0][0] <= self.time():
+        if self.due_s <= self.time():
             moved = self._run_timers() or moved
-        return (bool(self._ready) and self._run_ready()) or moved
+        return (bool(self.deferred) and self._run_ready()) or moved
 
     def glance(self) -> bool:
         """As ``progress``, but descriptors and timers are not looked at: 1 µs less."""
         moved = False
-        if self._ready:
+        if self.deferred:
             moved = self._run_ready()
         for poller in self.pollers:
             try:
@@ -207,11 +211,6 @@ class Reactor:
                 self.failed(error)
                 moved = True
         return moved
-
-    @property
-    def has_deferred(self) -> bool:
-        """Whether deferred calls wait."""
-        return bool(self._ready)
 
     @property
     def is_needed(self) -> bool:
@@ -235,7 +234,8 @@ class Reactor:
         timers = self._timers
         while timers and timers[0][2].callback is None:
             heapq.heappop(timers)
-        return timers[0][0] if timers else float("inf")
+        self.due_s = due_s = timers[0][0] if timers else float("inf")
+        return due_s
 
     def descriptors(self) -> tuple[int, ...]:
         """What to wait for: one descriptor, readable while a watched one is ready or somebody rang."""
@@ -247,7 +247,7 @@ class Reactor:
 
     def park(self) -> bool:
         """Let peers wake this process from now on; False if there is something to do instead."""
-        if not self._ready and self._park_all():
+        if not self.deferred and self._park_all():
             return True
         self.unpark()
         return False
@@ -271,7 +271,7 @@ class Reactor:
 
     def close(self) -> None:
         """Watch nothing any more; deferred calls are dropped."""
-        self._ready.clear()
+        self.deferred.clear()
         self._timers.clear()
         self._watched.clear()
         with self._ringing:
@@ -334,11 +334,12 @@ class Reactor:
             if timer.callback is not None:
                 self._run(timer.callback, timer.arguments)
                 moved = True
+        self.due_s = timers[0][0] if timers else float("inf")
         return moved
 
     def _run_ready(self) -> bool:
         """What is deferred by now; what comes of it waits for the next turn, so that others get theirs."""
-        ready = self._ready
+        ready = self.deferred
         for _ in range(len(ready)):
             if not ready:  # closed by one of them
                 break

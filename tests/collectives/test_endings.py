@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from kfcomm.errors import (
     PeerLost,
     SessionClosed,
 )
-from kfcomm.runtime import inquiry
+from kfcomm.runtime import deadlines, inquiry
 from kfcomm.transports.memory import MemoryLink
 from tests.conformance.worlds import assert_kinds, ends, everywhere, on_loop, turns, until, works, world
 
@@ -128,6 +129,31 @@ def test_a_stall_is_reported_once_in_one_line(
         assert "arrived ranks [0, 2], missing ranks [1, 3]" in report
         assert "rank 1 last completed 'earlier' #0" in report
         assert "rank 3 last completed 'earlier' #0" in report
+
+
+def test_of_very_many_that_wait_few_are_reported_one_by_one(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inquiry, "ANSWER_WITHIN_S", SHORT_S)
+    monkeypatch.setattr(deadlines, "REPORTS_AT_ONCE", 3)
+
+    @on_loop
+    async def main() -> None:
+        async with world(2, stall_after_s=SHORT_S) as comms:
+            names = [f"slow {number}" for number in range(20)]
+            handles = [comms[0].all_reduce(X, name) for name in names]
+            await until(lambda: sum(map(_told_of, _reports(caplog))) == len(names))
+            await asyncio.gather(*handles, *(comms[1].all_reduce(X, name) for name in names))
+
+    with caplog.at_level(logging.WARNING, "kfcomm"):
+        main()
+    assert len(_reports(caplog)) < 20
+
+
+def _told_of(report: str) -> int:
+    """Of how many collectives a report tells."""
+    more = re.search("as long for ([0-9]+) more", report)
+    return int(more[1]) if more else 1
 
 
 def _reports(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -174,8 +174,8 @@ async def test_a_message_that_makes_no_sense(announced: Any, early: bool) -> Non
         waiting = None if early else comms[1].recv(0)
         sent = comms[0].send(X, 1)
         collective = next(iter(comms[0]._session.engine.router.live))
-        collective.signature = announced
-        sender = comms[0]._session.engine.links._senders[1]
+        collective.series.signature = announced
+        sender = comms[0]._session.engine.links.by_peer[1]
         sender._backlog = [
             ((*header[:2], list(announced)) if header[0] == Kind.SIGNATURE else header, *rest)
             for header, *rest in sender._backlog

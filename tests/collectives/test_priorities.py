@@ -57,7 +57,7 @@ def test_every_verb_is_tried() -> None:
     takes = {
         name
         for name, verb in inspect.getmembers(Communicator, inspect.isfunction)
-        if "priority" in inspect.signature(verb).parameters and not name.startswith("_")
+        if "priority" in inspect.signature(verb).parameters and not name.startswith("_") and not name.endswith("_init")
     }
     tried = {name.split(",")[0].split(" of")[0] for name in CALLS}
     assert takes == tried | {"send", "send_object", "recv", "recv_any", "recv_object"}

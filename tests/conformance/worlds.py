@@ -96,16 +96,16 @@ def leftovers(comms: Sequence[Communicator], *, tombstones: bool = False) -> lis
             continue
         sizes = {
             "live": len(router.live),
-            "inquiries": len(engine.deadlines._inquiries),
-            "dirty": len(engine.links._dirty),
+            "inquiries": len(engine.deadlines.inquiries),
+            "dirty": len(engine.links.dirty),
             "dials": len(engine.links._dials),
             "early": sum(len(key.early) for key in router._names),
             "live under keys": sum(len(key.live) for key in router._names),
             "tombstones": 0 if tombstones else len(router._dead),
             "asks": sum(incoming.asks for incoming in engine.links._incoming),
             "serving": len(comm._mailbox._serving),
-            "backlogs": sum(len(sender._backlog) for sender in engine.links._senders.values()),
-            "queued": sum(_queued(sender.link) for sender in engine.links._senders.values() if sender.link),
+            "backlogs": sum(len(sender._backlog) for sender in engine.links.by_peer.values()),
+            "queued": sum(_queued(sender.link) for sender in engine.links.by_peer.values() if sender.link),
         }
         left += [f"rank {comm.rank}: {what}: {number}" for what, number in sizes.items() if number]
         left += _credit_missing(comm, comms)
@@ -121,7 +121,7 @@ def _credit_missing(comm: Communicator, comms: Sequence[Communicator]) -> list[s
     missing = []
     whole = credit_of(len(comms))
     by_rank = {one._session.rank: one for one in comms}
-    for peer, sender in comm._session.engine.links._senders.items():
+    for peer, sender in comm._session.engine.links.by_peer.items():
         link: Any = sender.link
         far = by_rank[peer]._session.engine
         # between two ranks there is at most one link each way

@@ -73,8 +73,7 @@ class Spec:
         shape = (sum(self.counts),) if self.verb is Verb.REDUCE_SCATTER else (self.count,)
         root = self.root if self.verb in ROOTED else -1
         return Signature(
-            str(self.verb), "float32", shape, "sum", root, "custom", self.generation, self.strategy.digest,
-            self.chunk, self.counts,
+            str(self.verb), "float32", shape, "sum", root, "custom", self.strategy.digest, self.chunk, self.counts,
         )  # fmt: skip
 
     def rows(self, rank: int) -> list[int]:

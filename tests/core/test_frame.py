@@ -140,6 +140,22 @@ def test_the_header_of_a_chunk_is_packed(fields, payload_nbytes):
     assert decode(head) == ([Kind.CHUNK, *fields], payload_nbytes)
 
 
+def test_a_generation_has_room_in_the_header_of_a_chunk_and_beyond():
+    encode = make_encoder()
+    packed, larger = encode([Kind.CHUNK, 1, 2, 3, 4, 1, 5, 2**32 - 1]), encode([Kind.CHUNK, 1, 2, 3, 4, 1, 5, 2**32])
+    assert len(packed) == CHUNK_FRAME.size
+    assert len(larger) != CHUNK_FRAME.size
+    assert decode(packed)[0][7] == 2**32 - 1
+    assert decode(larger)[0][7] == 2**32
+
+
+def test_a_question_names_its_generation():
+    encode = make_encoder()
+    assert decode(encode((Kind.ASK, 1, 2, 3, 4)))[0] == [Kind.ASK, 1, 2, 3, 4]
+    with pytest.raises(RemoteProtocolError, match="ASK has 3 fields, not 4"):
+        decode(encode((Kind.ASK, 1, 2, 3)))
+
+
 @pytest.mark.parametrize(
     ("head", "why"),
     [

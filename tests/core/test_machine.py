@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kfcomm.core import program as programs
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.core.machine import DOWN, INPUT, PARTIAL, PAYLOAD, RESULT, UP, Do, Machine
-from kfcomm.core.program import NOBODY
+from tests.core import specs
 
 STAR = GraphPair.of(Graph.from_parents([0, 0, 0, 0]))
 CHAIN = GraphPair.of(Graph.from_parents([0, 0, 1]))
@@ -19,16 +22,20 @@ class Bench:
     def __init__(self, program):
         self.machine = Machine(program)
         self.lanes = program.lanes
+        self.routes = program.routes
         self.effects = []
         self.machine.start(self.effects)
 
-    def arrive(self, payload, phase=UP, sender=1, lane=0, index=0):
-        position = self.machine.accepts(self.lanes[lane], index, phase, sender)
-        assert position != NOBODY
-        return self.arrive_at(position, payload, phase, lane, index)
+    def accepts(self, phase, sender, lane=0, index=0):
+        route = self.routes.get((lane, phase, sender))
+        return route is not None and self.machine.accepts(route, index)
 
-    def arrive_at(self, position, payload, phase=UP, lane=0, index=0):
-        self.machine.arrived(self.lanes[lane], index, phase, position, payload, self.effects)
+    def arrive(self, payload, phase=UP, sender=1, lane=0, index=0):
+        assert self.accepts(phase, sender, lane, index)
+        return self.arrive_unasked(payload, phase, sender, lane, index)
+
+    def arrive_unasked(self, payload, phase=UP, sender=1, lane=0, index=0):
+        self.machine.arrived(self.routes[lane, phase, sender], index, payload, self.effects)
         return self.take()
 
     def sent(self, times=1):
@@ -155,44 +162,47 @@ def test_chunks_without_payload_are_neither_folded_nor_kept():
 
 
 def test_what_does_not_belong_is_refused():
-    machine = (bench := root()).machine
-    lane = bench.lanes[0]
-    assert machine.accepts(lane, 0, UP, 0) == NOBODY  # no child of itself
-    assert machine.accepts(lane, 0, UP, 9) == NOBODY
-    assert machine.accepts(lane, 2, UP, 1) == NOBODY  # there are two chunks
-    assert machine.accepts(lane, 0, DOWN, 1) == NOBODY  # the root is told nothing
-    assert machine.accepts(lane, 0, 7, 1) == NOBODY
-    assert machine.accepts(lane, 1, UP, 3) == 2
+    bench = root()
+    assert not bench.accepts(UP, 0)  # no child of itself
+    assert not bench.accepts(UP, 9)
+    assert not bench.accepts(UP, 1, lane=1)  # there is one lane
+    assert not bench.accepts(UP, 1, index=2)  # there are two chunks
+    assert not bench.accepts(UP, 1, index=-1)
+    assert not bench.accepts(DOWN, 1)  # the root is told nothing
+    assert not bench.accepts(7, 1)
+    assert bench.accepts(UP, 3, index=1)
     bench.arrive("c", sender=3)
-    assert machine.accepts(lane, 0, UP, 3) == NOBODY  # held
+    assert not bench.accepts(UP, 3)  # held
+    assert bench.accepts(UP, 2)
     bench.arrive("a", sender=1)
-    assert machine.accepts(lane, 0, UP, 1) == NOBODY  # folded
+    assert not bench.accepts(UP, 1)  # folded
     bench.arrive("b", sender=2)
-    assert [machine.accepts(lane, 0, UP, sender) for sender in (1, 2, 3)] == [NOBODY] * 3
+    assert [bench.accepts(UP, sender) for sender in (1, 2, 3)] == [False] * 3
 
 
 def test_a_result_comes_once_and_after_the_contributions():
     bench = Bench(programs.all_reduce(1, [CHAIN], 1, 1))
-    lane = bench.lanes[0]
-    assert bench.machine.accepts(lane, 0, DOWN, 0) == NOBODY
+    assert not bench.accepts(DOWN, 0)
     bench.arrive("a", sender=2)
-    assert bench.machine.accepts(lane, 0, 2, 0) == NOBODY  # no such phase
-    assert bench.machine.accepts(lane, 0, DOWN, 2) == NOBODY
+    assert not bench.accepts(2, 0)  # no such phase
+    assert not bench.accepts(DOWN, 2)
+    assert bench.accepts(DOWN, 0)
     bench.arrive("r", DOWN, 0)
-    assert bench.machine.accepts(lane, 0, DOWN, 0) == NOBODY
-    assert bench.machine.accepts(Bench(programs.reduce(1, CHAIN, 1, 1)).lanes[0], 0, DOWN, 0) == NOBODY
+    assert not bench.accepts(DOWN, 0)
+    assert not Bench(programs.reduce(1, CHAIN, 1, 1)).accepts(DOWN, 0)
 
 
 def test_of_a_chunk_that_came_on_two_links_the_second_does_nothing():
     bench = root()
-    assert bench.arrive_at(2, "c") == [(Do.HOLD, "c")]
-    assert bench.arrive_at(2, "again") == [(Do.RELEASE, "again")]
-    bench.arrive_at(0, "a")
-    assert bench.arrive_at(0, "again") == [(Do.RELEASE, "again")]
+    assert bench.arrive("c", sender=3) == [(Do.HOLD, "c")]
+    assert bench.arrive_unasked("again", sender=3) == [(Do.RELEASE, "again")]
+    bench.arrive("a", sender=1)
+    assert bench.arrive_unasked("again", sender=1) == [(Do.RELEASE, "again")]
+    assert bench.machine.take_held() == ["c"]
     leaf = Bench(programs.all_reduce(3, [STAR], 1, 4))
     leaf.take()
-    assert leaf.arrive_at(0, "r", DOWN) == [(Do.STORE, 0, 0, "r")]
-    assert leaf.arrive_at(0, "again", DOWN) == [(Do.RELEASE, "again")]
+    assert leaf.arrive("r", DOWN, 0) == [(Do.STORE, 0, 0, "r")]
+    assert leaf.arrive_unasked("again", DOWN, 0) == [(Do.RELEASE, "again")]
     assert leaf.sent() == [(Do.DONE,)]
 
 
@@ -226,5 +236,102 @@ def test_a_root_may_have_more_children_than_a_byte_can_count(size):
     bench = Bench(programs.all_reduce(0, [star], 1, 1))
     effects = [effect for sender in range(1, size) for effect in bench.arrive(sender, sender=sender)]
     assert [effect[0] for effect in effects] == [Do.FOLD] * (size - 2) + [Do.FOLD_LAST] + [Do.SEND]
-    assert bench.machine.accepts(bench.lanes[0], 0, UP, 1) == NOBODY
+    assert not bench.accepts(UP, 1)
     assert bench.sent(size - 1) == [(Do.DONE,)]
+
+
+# ---------------------------------------------------------------- the short way
+
+
+class Twins:
+    """Two machines of one program: ``short`` is given a chunk by ``take`` first, ``long`` never.
+
+    ``here`` is what has come: for each chunk of the program, the positions; that after the children's is the result.
+    What may come, and what is next, is worked out from it alone. ``said`` are the effects, the same of both.
+    """
+
+    def __init__(self, program):
+        self.program = program
+        self.short, self.long = Machine(program), Machine(program)
+        self.here = [set() for _ in range(program.num_slots)]
+        self.said = []
+        self.both(lambda machine, effects: machine.start(effects))
+
+    def both(self, do):
+        """One event for both."""
+        said = []
+        for machine in (self.short, self.long):
+            effects = []
+            do(machine, effects)
+            assert all(effect[1] is machine for effect in effects)
+            said.append([(effect[0], *effect[2:]) for effect in effects])
+        assert said[0] == said[1]
+        self.said += said[0]
+
+    def arrive(self, route, index, payload):
+        """A chunk comes, whether or not it may; whether it may."""
+        here, position = self.here[route.lane.base + index], route.position
+        is_next = position not in here and set(range(position)) <= here
+        is_allowed = is_next or (route.phase == UP and position not in here)
+        for machine in (self.short, self.long):
+            assert machine.accepts(route, index) == is_allowed
+
+        def come(machine, effects):
+            if machine is self.short:
+                before = self.state(machine)
+                assert machine.take(route, index, payload, effects) == is_allowed
+                if not is_allowed:
+                    assert (effects, self.state(machine)) == ([], before)
+            elif is_allowed:
+                machine.arrived(route, index, payload, effects)
+
+        self.both(come)
+        if is_allowed:
+            here.add(position)
+        return is_allowed
+
+    @staticmethod
+    def state(machine):
+        """All that a machine knows."""
+        known = dict(vars(machine))
+        return known | {"_folded": bytes(known["_folded"]), "_held": dict(known.get("_held") or {})}
+
+    def was_read(self, times):
+        """Payloads are no longer read."""
+        self.both(lambda machine, effects: machine.was_read(effects, times))
+
+
+@settings(max_examples=150)
+@given(size=st.integers(1, 7), seed=st.integers(0, 2**32 - 1))
+def test_what_is_taken_has_the_same_effects_and_only_what_was_here_is_refused(size, seed):
+    rnd = random.Random(seed)
+    spec = specs.spec(rnd, "key", tuple(range(size)))
+    twins = Twins(spec.program(rnd.randrange(size)))
+    bag = [(route, index) for route in twins.program.routes.values() for index in range(route.lane.num_chunks)]
+    everything = list(bag)
+    while bag:
+        route, index = rnd.choice(everything if rnd.random() < 0.2 else bag)  # once more, or one that is missing
+        if twins.arrive(route, index, object()):
+            bag.remove((route, index))
+        if twins.short.sends and rnd.random() < 0.5:
+            twins.was_read(rnd.randint(1, twins.short.sends))
+    if twins.short.sends:
+        twins.was_read(twins.short.sends)
+    assert twins.short.finished
+    assert [effect[0] for effect in twins.said].count(Do.DONE) == 1
+    assert twins.said[-1] == (Do.DONE,)
+    ends = [effect for effect in twins.said if effect[0] in (Do.FOLD, Do.FOLD_UP, Do.FOLD_LAST, Do.STORE, Do.RELEASE)]
+    assert len(ends) == len(everything)  # each payload is folded, stored or released, and once
+
+
+def test_while_a_chunk_is_held_others_are_taken():
+    bench = root()  # of two chunks
+    routes, machine = bench.routes, bench.machine
+    assert machine.take(routes[0, UP, 3], 0, "c", bench.effects)
+    assert machine.take(routes[0, UP, 1], 1, "a1", bench.effects)
+    assert not machine.take(routes[0, UP, 3], 0, "c again", bench.effects)
+    assert bench.take() == [(Do.HOLD, "c"), (Do.FOLD, 0, 1, "a1", True)]
+    bench.arrive("a", sender=1)
+    bench.arrive("b", sender=2)
+    assert machine.take(routes[0, UP, 2], 1, "b1", bench.effects)
+    assert bench.take() == [(Do.FOLD, 0, 1, "b1", False)]

@@ -3,6 +3,8 @@ from __future__ import annotations
 import pytest
 
 from kfcomm.core import names
+from kfcomm.core import program as programs
+from kfcomm.core.collective import GroupView, ItemSizes
 from kfcomm.core.names import Names
 from kfcomm.core.signature import Signature
 from kfcomm.errors import LocalProtocolError
@@ -78,18 +80,89 @@ def test_the_oldest_signature_gives_up_its_number(few):
     assert len(few._signatures) == len(few._numbered) == 3
 
 
-def test_later_generations_take_the_number_of_the_last_but_one() -> None:
+# ---------------------------------------------------------------- what uses of a name have in common
+
+GROUP = GroupView(b"group", (0, 1), 0)
+SIZES = ItemSizes(4, 4)
+ONE, OTHER = Signature("send", shape=(1,)), Signature("send", shape=(2,))
+
+
+def series(known, name="a", signature=ONE, *, group=GROUP, count=1, sizes=SIZES):
+    program = programs.send.__wrapped__(0, count, 1)  # made anew each time
+    return known.series(group, known.used(group.id, name), signature, program, sizes)
+
+
+def test_what_uses_have_in_common_is_one_object_for_each_key_and_signature():
     known = Names()
-    first, other = Signature("all_reduce", generation=1), Signature("barrier", generation=1)
-    assert [known.signature(one)[0] for one in (first, other)] == [0, 1]
-    generations = [first._replace(generation=number) for number in range(2, 9)]
-    assert [known.signature(one)[0] for one in generations] == [2, 0, 2, 0, 2, 0, 2]
-    assert known.same(generations[-1]) is generations[-1]
-    assert known.signature(other) == (1, other)
+    first = series(known)
+    assert (first.group, first.key, first.key_id) == (GROUP, known.find(b"group", "a"), 0)
+    assert (first.signature, first.signature_id) == (ONE, 0)
+    assert (first.sizes, first.posted, first.version) == (SIZES, 1, known.version)
+    same_group = GroupView(GROUP.id, GROUP.members, GROUP.rank)
+    for again in (series(known), series(known, signature=Signature("send", shape=(1,)), group=same_group)):
+        assert again is first
+    other = series(known, signature=OTHER)
+    assert (other.key, other.signature, other.signature_id) == (first.key, OTHER, 1)
+    assert (series(known), series(known, signature=OTHER)) == (first, other)
+    assert series(known, "b") is not first
+    assert {first.key.series, *first.key.others.values()} == {first, other}
 
 
-def test_a_number_that_went_to_another_signature_is_not_taken_back(few) -> None:
-    first = Signature("send", generation=1)
-    assert few.signature(first)[0] == 0
-    assert [few.signature(Signature("send", shape=(length,)))[0] for length in range(3)] == [1, 2, 0]
-    assert few.signature(first._replace(generation=3))[0] == 1
+@pytest.mark.parametrize(
+    "change",
+    [{"count": 2}, {"sizes": ItemSizes(4, 8)}, {"group": GroupView(b"group", (0, 2), 0)}],
+    ids=["program", "sizes", "members"],
+)
+def test_what_is_worked_out_from_something_else_is_another_object(change):
+    known = Names()
+    first = series(known)
+    second = series(known, **change)
+    assert second is not first
+    assert series(known, **change) is second
+    assert (second.key_id, second.signature_id) == (first.key_id, first.signature_id)
+    assert second.key.series is second
+
+
+def test_a_key_that_has_another_number_is_compiled_anew(few):
+    first = series(few)
+    numbered(few, "b", "c", "d")  # d takes over the number of a
+    second = series(few)
+    assert (first.key, first.key_id) == (second.key, 0)
+    assert second is not first
+    assert second.key_id == second.key.id == 1
+    assert first.version != few.version == second.version
+
+
+def test_a_key_that_has_its_number_back_is_compiled_as_before(few):
+    first = series(few)
+    numbered(few, "b", "c", "d", "e", "f")  # d, e and f take over all three
+    assert first.version != few.version
+    assert series(few) is first
+    assert first.key_id == first.key.id == 0
+    assert first.version == few.version
+
+
+def test_a_signature_that_took_over_a_number_is_compiled_anew(few):
+    first = series(few)
+    for length in range(2, 5):
+        few.signature(Signature("send", shape=(length,)))
+    second = series(few, signature=Signature("send", shape=(4,)))
+    assert second is not first
+    assert second.signature_id == first.signature_id == 0
+    assert first.version != few.version == second.version
+    third = series(few)
+    assert third is not first
+    assert (third.signature, third.signature_id) == (ONE, 1)
+
+
+def test_the_version_is_another_one_only_when_a_number_is_given_another_meaning(few):
+    numbered(few, "a", "b", "c", "a")
+    for one in (ONE, OTHER, ONE):
+        few.signature(one)
+    assert few.version == 0
+    numbered(few, "d")
+    assert few.version == 1
+    few.signature(Signature("send", shape=(3,)))
+    assert few.version == 1
+    few.signature(Signature("send", shape=(4,)))
+    assert few.version == 2

@@ -27,6 +27,8 @@ from tests.core.world import Memory, Weather, World
 STAR = (GraphPair.of(Graph.from_parents([0, 0, 0])),)
 RANKS = (0, 1, 2)
 SUM = Spec("grad", Verb.ALL_REDUCE, RANKS, STAR, (4,), chunk=4)
+UNLIKE = (GraphPair(STAR[0].reduce, Graph.from_parents([0, 0, 1])),)
+"""Other graphs, along which the reduction goes as along the star."""
 NBYTES = 4 * ITEM.itemsize
 TIMEOUT = Cause(CauseKind.TIMEOUT, 2, "too late")
 
@@ -48,43 +50,64 @@ class Desk:
         self.effects.clear()
         return taken
 
+    def view(self, spec=SUM):
+        return GroupView(spec.group_id, spec.members, spec.members.index(self.rank))
+
     def post(self, spec=SUM, **options):
-        view = GroupView(spec.group_id, spec.members, spec.members.index(self.rank))
+        view = self.view(spec)
         return self.router.post(
             view, spec.name, spec.signature, spec.program(view.rank), spec.sizes, self.effects,
-            overlapping=spec.overlapping, **options,
+            overlapping=spec.overlapping, generation=spec.generation, **options,
         )  # fmt: skip
 
     def refuse(self, spec=SUM, **options):
-        view = GroupView(spec.group_id, spec.members, spec.members.index(self.rank))
-        return self.router.refuse(view, spec.name, "why", self.effects, **options)
+        return self.router.refuse(self.view(spec), spec.name, "why", self.effects, **options)
 
-    def define(self, peer, spec=SUM, number=0):
-        self.router.define_key(self.incoming[peer], number, spec.group_id, spec.name, 0, self.effects)
-        self.router.define_signature(self.incoming[peer], number, _listed(spec.signature), self.effects)
+    def series(self, spec=SUM):
+        view = self.view(spec)
+        return self.router.series(view, spec.name, spec.signature, spec.program(view.rank), spec.sizes)
 
-    def match(self, peer, seq=0, number=0, lane=0, phase=UP, index=0, charged=0, nbytes=NBYTES):
-        header = [Kind.CHUNK, number, seq, number, lane, phase, index, charged]
-        return self.router.match(self.incoming[peer], header, nbytes, self.effects)
+    def define(self, peer, spec=SUM, number=0, signature_number=None):
+        incoming = self.incoming[peer]
+        self.router.define_key(incoming, number, spec.group_id, spec.name, 0, self.effects)
+        number = number if signature_number is None else signature_number
+        self.router.define_signature(incoming, number, _listed(spec.signature), self.effects)
 
-    def receive(self, peer, payload="x", seq=0, number=0, lane=0, phase=UP, index=0, charged=0, nbytes=NBYTES):
-        header = [Kind.CHUNK, number, seq, number, lane, phase, index, charged]
-        return self.router.receive(self.incoming[peer], header, nbytes, payload, self.effects)
+    def match(self, peer, nbytes=NBYTES, **fields):
+        return self.router.match(self.incoming[peer], header(**fields), nbytes, self.effects)
+
+    def receive(self, peer, payload="x", nbytes=NBYTES, **fields):
+        """The short way alone."""
+        return self.router.receive(self.incoming[peer], header(**fields), nbytes, payload, self.effects)
 
     def chunk(self, peer, payload, **fields):
+        """The long way alone."""
         ticket = self.match(peer, **fields)
         if ticket is not None:
             self.router.arrived(ticket, payload, self.effects)
         return ticket
 
-    def ask(self, peer, seq=0, number=0):
-        self.router.on_ask(self.incoming[peer], [Kind.ASK, number, seq, number], self.effects)
+    def whole(self, peer, payload="x", **fields):
+        """As the engine does: whose it is."""
+        whose = self.receive(peer, payload, **fields)
+        if whose is None:
+            ticket = self.chunk(peer, payload, **fields)
+            whose = None if ticket is None else ticket[0]
+        return whose
+
+    def ask(self, peer, seq=0, number=0, generation=0):
+        self.router.on_ask(self.incoming[peer], [Kind.ASK, number, seq, number, generation], self.effects)
 
     def told(self, seq=0, spec=SUM, cause=TIMEOUT):
         self.router.on_abort(spec.group_id, spec.name, seq, cause, self.effects)
 
     def reasons(self):
         return [reason for _, _, reason in self.take(Tell.VIOLATION)]
+
+
+def header(seq=0, number=0, lane=0, phase=UP, index=0, charged=0, generation=0):
+    """Of a chunk; key and signature have the same number."""
+    return [Kind.CHUNK, number, seq, number, lane, phase, index, 2 * generation + charged]
 
 
 def _listed(value):
@@ -110,7 +133,7 @@ def test_names_are_defined_once_and_credit_is_spent_until_the_receiver_has_poste
     definitions, header = admit(desk, first)
     assert [one[0] for one in definitions] == [Kind.KEY, Kind.SIGNATURE]
     assert header == (Kind.CHUNK, 0, 0, 0, 0, UP, 0, 1)
-    assert admit(desk, second) == ([(Kind.ASK, 0, 0, 0)], None)
+    assert admit(desk, second) == ([(Kind.ASK, 0, 0, 0, 0)], None)
     assert admit(desk, second) == ([], None)  # asked once
     desk.router.on_posted(desk.outgoing[0], 0, 0, desk.effects)
     assert desk.take() == [second, second]
@@ -131,7 +154,7 @@ def test_a_send_that_waits_is_not_overtaken_though_there_is_credit_again():
 
 def test_another_graph_may_change_the_signature_under_the_same_key():
     desk = Desk(1)
-    for spec in (SUM, replace(SUM, generation=1), SUM):
+    for spec in (SUM, replace(SUM, pairs=UNLIKE), SUM):
         desk.post(replace(spec, overlapping=True))
     definitions = [admit(desk, effect)[0] for effect in desk.take(Do.SEND)]
     assert [[one[0] for one in before] for before in definitions] == [
@@ -139,6 +162,22 @@ def test_another_graph_may_change_the_signature_under_the_same_key():
         [Kind.SIGNATURE],
         [],
     ]
+
+
+def test_a_generation_defines_nothing_and_is_told_in_chunks_and_questions():
+    desk = Desk(1, Credit(NBYTES, 10))
+    specs_ = [replace(SUM, overlapping=True, generation=generation) for generation in (0, 3, 3, 0)]
+    first, second, third, fourth = [desk.post(spec) for spec in specs_]
+    assert first.series is second.series
+    assert [one.generation for one in (first, second, third, fourth)] == [0, 3, 3, 0]
+    effects = desk.take(Do.SEND)
+    assert admit(desk, effects[0])[1] == (Kind.CHUNK, 0, 0, 0, 0, UP, 0, 1)
+    desk.outgoing[0].window.give(NBYTES, 1)
+    assert admit(desk, effects[1]) == ([], (Kind.CHUNK, 0, 1, 0, 0, UP, 0, 2 * 3 + 1))
+    assert admit(desk, effects[2]) == ([(Kind.ASK, 0, 2, 0, 3)], None)
+    desk.router.on_posted(desk.outgoing[0], 0, 2, desk.effects)
+    assert admit(desk, *desk.take()) == ([], (Kind.CHUNK, 0, 2, 0, 0, UP, 0, 2 * 3))
+    assert desk.router.announce(desk.outgoing[0], second) == [(Kind.ASK, 0, 1, 0, 3)]
 
 
 def test_an_answer_about_what_was_not_asked_is_ignored():
@@ -157,7 +196,7 @@ def test_announcing_asks_and_the_answer_is_heard():
     waiting = root.post()
     assert waiting.unheard() == (1, 2)
     key, signature, ask = root.router.announce(root.outgoing[1], waiting)
-    assert [key[0], signature[0], ask] == [Kind.KEY, Kind.SIGNATURE, (Kind.ASK, 0, 0, 0)]
+    assert [key[0], signature[0], ask] == [Kind.KEY, Kind.SIGNATURE, (Kind.ASK, 0, 0, 0, 0)]
     assert root.router.announce(root.outgoing[1], waiting) == [ask]
     leaf.router.define_key(leaf.incoming[0], *key[1:], leaf.effects)
     leaf.router.define_signature(leaf.incoming[0], *signature[1:], leaf.effects)
@@ -292,17 +331,332 @@ def test_what_begins_may_be_the_callers_own():
     assert list(desk.router.live) == [own]
 
 
-def test_after_a_mismatch_nobody_is_answered():
+@pytest.mark.parametrize("theirs", [replace(SUM, pairs=UNLIKE), replace(SUM, generation=9)])
+def test_after_a_mismatch_nobody_is_answered(theirs):
     desk = Desk()
-    desk.define(1, replace(SUM, generation=9))
+    desk.define(1, theirs)
     desk.define(2)
-    desk.ask(1)
+    desk.ask(1, generation=theirs.generation)
     desk.ask(2)
     desk.chunk(2, "x", charged=1)
     collective = desk.post()
     assert [effect[0] for effect in desk.take()] == [Tell.EARLY, Tell.FLOOD, Tell.FAILED, Tell.DROPPED]
     assert collective not in desk.router.live
     assert (desk.incoming[1].asks, desk.incoming[2].asks) == (0, 0)
+
+
+@pytest.mark.parametrize("when", ["posted", "early", "asked", "asked early", "like another"])
+def test_a_chunk_or_a_question_of_another_generation_is_a_mismatch(when):
+    desk = Desk()
+    ours, theirs = replace(SUM, generation=4, overlapping=True), replace(SUM, generation=5)
+    seq = 0
+    desk.define(1, theirs)
+    if when == "like another":
+        desk.post(ours)
+        assert desk.chunk(1, "x", generation=4)
+        seq = 1
+    collective = desk.post(ours) if "early" not in when else None
+    desk.take()
+    if "asked" in when:
+        desk.ask(1, seq, generation=5)
+    else:
+        assert (desk.whole(1, seq=seq, charged=1, generation=5) is None) == (collective is not None)
+    if collective is None:
+        assert [effect[0] for effect in desk.take()] == [Tell.EARLY]
+        collective = desk.post(ours)
+    flood, failed, *rest = desk.take()
+    assert (flood[0], failed[0]) == (Tell.FLOOD, Tell.FAILED)
+    assert [effect[0] for effect in rest] == ([Tell.DROPPED] if when == "early" else [])
+    assert collective not in desk.router.live
+    cause = failed[2]
+    assert cause.kind is CauseKind.MISMATCH
+    assert cause.message.startswith("'grad' differs between ranks (generation): rank 1 has all_reduce")
+    assert "(generation 5, graphs " in cause.message.split("; rank 0 has ")[0]
+    assert "(generation 4, graphs " in cause.message.split("; rank 0 has ")[1]
+    assert desk.incoming[1].asks == 0
+    assert desk.incoming[1].window.owed_headers == desk.incoming[1].window._spent_headers
+
+
+def test_a_chunk_of_a_later_generation_is_charged_only_if_its_header_says_so():
+    desk = Desk()
+    window = desk.incoming[1].window
+    desk.define(1)
+    assert desk.whole(1, generation=3) is None
+    assert desk.reasons() == ["a chunk of 'grad', which is not posted, without credit"]
+    desk.router.abort(desk.post(replace(SUM, generation=3)), TIMEOUT, desk.effects)
+    assert desk.whole(1, generation=3) is None  # too late
+    collective = desk.post(replace(SUM, generation=3))
+    assert desk.whole(1, seq=1, generation=3) is collective
+    assert (window.owed_headers, window._spent_headers) == (0, 0)
+    assert desk.reasons() == []
+
+
+# ---------------------------------------------------------------- what is known of a kind of chunks
+
+
+TWICE = replace(SUM, overlapping=True)
+
+
+def primed_desk(spec=TWICE, uses=2):
+    """A rank that has had a chunk of the first use from rank 1: those of others like it may go the short way."""
+    desk = Desk()
+    for _ in range(uses):
+        desk.post(spec)
+    desk.define(1, spec)
+    desk.take()
+    assert desk.receive(1) is None
+    assert desk.chunk(1, "x")
+    desk.take()
+    return desk
+
+
+def test_a_chunk_like_one_before_it_goes_the_short_way():
+    desk = primed_desk()
+    first, second = desk.router.live
+    assert desk.receive(1, "y", seq=1) is second
+    assert [(effect[0], effect[1], effect[4]) for effect in desk.take()] == [(Do.FOLD, second, "y")]
+    assert second.missing_ranks() == (2,)
+    assert desk.receive(2, "z") is None  # the other link has brought nothing yet
+    assert desk.take() == []
+    assert first.missing_ranks() == (2,)
+
+
+@pytest.mark.parametrize("charged", [0, 1])
+def test_what_the_short_way_takes_owes_its_credit_back(charged):
+    desk = primed_desk()
+    assert desk.receive(1, seq=1, charged=charged) in desk.router.live
+    window = desk.incoming[1].window
+    window.matched(1000)  # enough to be worth an answer
+    assert window.settle() == Credit(1000 + charged * NBYTES, 1 + charged)
+
+
+def test_what_the_short_way_takes_beyond_the_credit_breaks_its_link():
+    desk = primed_desk()
+    desk.incoming[1].window = ReceiveWindow(Credit(NBYTES - 1, 10))
+    assert desk.receive(1, seq=1, charged=1) in desk.router.live
+    assert desk.reasons() == ["more chunks than it had credit for"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"number": 1},
+        {"lane": 1},
+        {"phase": DOWN},
+        {"index": 1},
+        {"nbytes": NBYTES - 4},
+        {"nbytes": NBYTES + 4},
+        {"generation": 1},
+        {"seq": 0},  # that was here before
+        {"seq": 2},  # not posted
+    ],
+)
+def test_a_chunk_unlike_those_before_it_goes_the_long_way(fields):
+    desk = primed_desk()
+    window = desk.incoming[1].window
+    assert desk.receive(1, **{"seq": 1, "charged": 1} | fields) is None
+    assert desk.take() == []
+    assert (window.owed_headers, window._spent_headers) == (0, 0)
+    assert [one.arrived_ranks() for one in desk.router.live] == [(0, 1), (0,)]
+
+
+def test_of_several_chunks_each_has_its_size():
+    desk = primed_desk(replace(TWICE, counts=(10,)))  # two whole ones, and a half
+    second = list(desk.router.live)[1]
+    assert desk.receive(1, seq=1, index=2) is None
+    assert desk.receive(1, seq=1, index=1, nbytes=8) is None
+    assert desk.receive(1, seq=1, index=3, nbytes=8) is None
+    assert desk.receive(1, seq=1, index=2, nbytes=8) is second
+    assert desk.receive(1, seq=1, index=1) is second
+    assert desk.receive(1, seq=1, index=0) is second
+
+
+def test_what_waits_for_the_word_that_its_receiver_has_posted_goes_when_a_chunk_comes():
+    desk = Desk(1, Credit(NBYTES, 10))
+    spec = replace(SUM, pairs=(GraphPair.of(Graph.from_parents([0, 0, 1])),), overlapping=True)  # 0 - 1 - 2
+    desk.define(2, spec)
+    desk.define(0, spec)
+    first, second = [desk.post(spec) for _ in range(2)]
+    for _ in range(2):
+        desk.outgoing[0].window.take(NBYTES)
+    desk.chunk(2, "x")
+    desk.chunk(0, "r", phase=DOWN)
+    desk.chunk(2, "x", seq=1)
+    *_, up = desk.take(Do.SEND)
+    assert up[1] is second
+    assert admit(desk, up)[1] is None
+    assert desk.receive(0, "r", seq=1, phase=DOWN) is None  # it has to go the long way
+    desk.chunk(0, "r", seq=1, phase=DOWN)
+    again, stored, down = desk.take(Do.SEND, Do.STORE)
+    assert (again, stored[:2], down[:2]) == (up, (Do.STORE, second), (Do.SEND, second))
+    assert first.missing_ranks() == second.missing_ranks() == ()
+
+
+def test_what_is_passed_on_goes_the_long_way_always():
+    """It has to be kept for long, and what comes the short way may be read during the call only."""
+    desk = Desk(1)
+    chain = (GraphPair.of(Graph.from_parents([0, 0, 1])),)
+    spec = Spec("all", Verb.GATHER, RANKS, chain, (4, 4, 4), chunk=4, overlapping=True)
+    for seq in range(2):
+        desk.post(spec)
+        desk.define(2, spec)
+        assert desk.receive(2, seq=seq, lane=2, phase=DOWN) is None
+        assert desk.chunk(2, "x", seq=seq, lane=2, phase=DOWN)
+
+
+@pytest.mark.parametrize("what", ["key", "signature"])
+@pytest.mark.parametrize("other", [TWICE, replace(TWICE, name="other", chunk=2)])
+def test_a_number_that_is_defined_anew_is_known_by_its_new_meaning_only(what, other):
+    desk = primed_desk()
+    second = list(desk.router.live)[1]
+    incoming = desk.incoming[1]
+    assert len(incoming.arrivals) == 1
+    if what == "key":
+        desk.router.define_key(incoming, 0, other.group_id, other.name, 0, desk.effects)
+    else:
+        desk.router.define_signature(incoming, 0, _listed(other.signature), desk.effects)
+    assert not incoming.arrivals
+    assert desk.receive(1, seq=1) is None
+    whose = desk.whole(1, seq=1, charged=1)
+    if other is TWICE:
+        assert whose is second
+        assert desk.receive(1, seq=1) is None
+        assert len(incoming.arrivals) == 1
+    elif what == "key":
+        assert type(whose) is Early
+        assert second in desk.router.live
+    else:
+        assert whose is None
+        assert second not in desk.router.live
+
+
+def test_a_number_that_is_defined_for_the_first_time_leaves_what_is_known():
+    desk = primed_desk()
+    desk.define(1, replace(SUM, name="other", chunk=2), number=1)
+    assert len(desk.incoming[1].arrivals) == 1
+    assert desk.receive(1, seq=1) in desk.router.live
+
+
+def test_a_use_that_was_compiled_anew_is_looked_up_anew(monkeypatch):
+    monkeypatch.setattr(names, "MAX_ID", 1)
+    desk = primed_desk(uses=1)
+    (first,) = desk.router.live
+    desk.router.abort(first, TIMEOUT, desk.effects)
+    desk.router.abort(desk.post(replace(SUM, name="other", counts=(8,))), TIMEOUT, desk.effects)
+    monkeypatch.setattr(names, "MAX_ID", 2)
+    second, third = desk.post(TWICE), desk.post(TWICE)
+    assert second.series is not first.series
+    desk.take()
+    assert desk.receive(1, "y", seq=1) is None
+    assert desk.take() == []
+    assert desk.chunk(1, "y", seq=1)
+    assert desk.receive(1, "z", seq=2) is third
+
+
+def test_what_is_known_of_a_link_is_bounded(monkeypatch):
+    monkeypatch.setattr(routers, "MAX_ARRIVALS", 3)
+    desk = Desk()
+    most = 0
+    for number in range(8):
+        spec = replace(TWICE, name=f"key{number}")
+        for _ in range(2):
+            desk.post(spec)
+        desk.define(1, spec, number)
+        assert desk.whole(1, number=number) in desk.router.live
+        assert desk.receive(1, number=number, seq=1) in desk.router.live  # the newest is known in any case
+        most = max(most, len(desk.incoming[1].arrivals))
+    assert most == 3
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_signature_that_is_equal_but_another_object_is_accepted(when):
+    desk = Desk()
+    if when == "before":
+        desk.define(1, TWICE)
+    collectives = [desk.post(TWICE) for _ in range(2)]
+    if when == "after":
+        desk.define(1, TWICE)
+    defined = desk.incoming[1].signatures[0]
+    assert defined == collectives[0].signature
+    assert (defined is collectives[0].signature) == (when == "after")
+    assert desk.whole(1) is collectives[0]
+    assert desk.receive(1, seq=1) is collectives[1]
+    desk.ask(1)
+    assert [effect[0] for effect in desk.take()] == [Do.FOLD, Do.FOLD, Tell.ANSWER]
+
+
+# ---------------------------------------------------------------- what a link need not be told
+
+
+def kinds(definitions):
+    return [one[0] for one in definitions]
+
+
+def sent(desk, spec):
+    """Post, and give it up; what had to be defined first, and the numbers of key and signature in the chunk."""
+    collective = desk.post(spec)
+    (effect,) = desk.take(Do.SEND)
+    before, chunk = admit(desk, effect)
+    assert collective.series in desk.outgoing[0].known
+    desk.router.abort(collective, TIMEOUT, desk.effects)
+    desk.take()
+    return kinds(before), chunk[1], chunk[3]
+
+
+def test_what_was_sent_before_needs_no_definitions_until_a_signature_number_means_something_else(monkeypatch):
+    monkeypatch.setattr(names, "MAX_SIGNATURES", 2)
+    desk = Desk(1)
+    a, b, c = (replace(SUM, name=name, chunk=4 + place) for place, name in enumerate("abc"))
+    assert sent(desk, a) == ([Kind.KEY, Kind.SIGNATURE], 0, 0)
+    assert sent(desk, a) == ([], 0, 0)
+    assert sent(desk, b) == ([Kind.KEY, Kind.SIGNATURE], 1, 1)
+    assert sent(desk, a) == ([], 0, 0)
+    assert len(desk.outgoing[0].known) == 2
+    assert sent(desk, c) == ([Kind.KEY, Kind.SIGNATURE], 2, 0)  # the number that a's had
+    assert len(desk.outgoing[0].known) == 1
+    assert sent(desk, a) == ([Kind.SIGNATURE], 0, 1)
+    assert len(desk.outgoing[0].known) == 1
+    assert sent(desk, b) == ([Kind.SIGNATURE], 1, 0)
+
+
+def test_what_was_sent_before_is_forgotten_when_its_key_number_means_something_else(monkeypatch):
+    monkeypatch.setattr(names, "MAX_ID", 2)
+    desk = Desk(1)
+    a, b, c = (replace(SUM, name=name) for name in "abc")
+    assert sent(desk, a) == ([Kind.KEY, Kind.SIGNATURE], 0, 0)
+    assert sent(desk, b) == ([Kind.KEY], 1, 0)
+    assert sent(desk, c) == ([Kind.KEY], 0, 0)
+    assert len(desk.outgoing[0].known) == 1
+    assert sent(desk, b) == ([], 1, 0)  # defined on the link, though forgotten among what is known
+    assert sent(desk, a) == ([Kind.KEY], 1, 0)
+    assert sent(desk, c) == ([], 0, 0)
+    assert sent(desk, a) == ([], 1, 0)
+
+
+def test_a_key_that_was_given_another_number_and_its_old_one_again_is_defined_again(monkeypatch):
+    monkeypatch.setattr(names, "MAX_ID", 2)
+    desk = Desk(1)
+    a, b, c = (replace(SUM, name=name) for name in "abc")
+    sent(desk, a)
+    sent(desk, b)
+    sent(desk, c)  # takes 0 from a
+    assert sent(desk, a) == ([Kind.KEY], 1, 0)
+    assert sent(desk, b) == ([Kind.KEY], 0, 0)
+    assert sent(desk, c) == ([Kind.KEY], 1, 0)
+    assert sent(desk, a) == ([Kind.KEY], 0, 0)  # as at first, but the link has been told otherwise since
+
+
+def test_a_key_with_another_number_that_was_given_away_without_a_word_on_the_link_is_right_too(monkeypatch):
+    monkeypatch.setattr(names, "MAX_ID", 2)
+    desk = Desk(1)
+    a, b, c = (replace(SUM, name=name) for name in "abc")
+    sent(desk, a)
+    for other in (b, c):  # takes 0 from a, but sends nothing
+        desk.router.abort(desk.post(other), TIMEOUT, desk.effects)
+    desk.take()
+    assert sent(desk, a) == ([Kind.KEY], 1, 0)
+    assert sent(desk, c) == ([Kind.KEY], 0, 0)
+    assert sent(desk, a) == ([], 1, 0)
 
 
 # ---------------------------------------------------------------- aborts and tombstones
@@ -514,6 +868,7 @@ def posted_desk():
     return desk
 
 
+@pytest.mark.parametrize("way", ["match", "whole", "like another"])
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
@@ -525,24 +880,27 @@ def posted_desk():
         ({"phase": 7}, "a chunk of 'grad' that does not belong there"),
         ({"nbytes": 0}, "a chunk of 'grad' of 0 bytes"),
         ({"nbytes": NBYTES + 1}, f"a chunk of 'grad' of {NBYTES + 1} bytes"),
-        ({"seq": 1}, "a chunk of 'grad', which is not posted, without credit"),
+        ({"seq": 2}, "a chunk of 'grad', which is not posted, without credit"),
         ({"charged": 1, "nbytes": 1001}, "more chunks than it had credit for"),
     ],
 )
-def test_a_chunk_that_breaks_a_rule_breaks_its_link_only(fields, reason):
-    desk = posted_desk()
-    assert desk.match(1, **fields) is None
+def test_a_chunk_that_breaks_a_rule_breaks_its_link_only(way, fields, reason):
+    if way == "like another":
+        desk = primed_desk()
+        fields = {"seq": 1} | fields
+    else:
+        desk = posted_desk()
+    live = list(desk.router.live)
+    assert (desk.match if way == "match" else desk.whole)(1, **fields) is None
     assert desk.reasons() == [reason]
-    assert desk.receive(1, **fields) is None
-    assert desk.reasons() == [reason]
-    assert len(desk.router.live) == 1
+    assert list(desk.router.live) == live
 
 
 @pytest.mark.parametrize("charged", [0, 1])
-def test_a_whole_chunk_is_taken_at_once_and_owes_its_credit_back(charged):
+def test_a_chunk_is_taken_at_once_and_owes_its_credit_back(charged):
     desk = posted_desk()
     (collective,) = desk.router.live
-    assert desk.receive(1, "x", charged=charged) in desk.router.live
+    assert desk.whole(1, "x", charged=charged) is collective
     assert [effect[4] for effect in desk.take(Do.FOLD, Do.FOLD_UP, Do.FOLD_LAST)] == ["x"]
     assert collective.missing_ranks() == (2,)
     window = desk.incoming[1].window
@@ -550,17 +908,17 @@ def test_a_whole_chunk_is_taken_at_once_and_owes_its_credit_back(charged):
     assert window.settle() == Credit(1000 + charged * NBYTES, 1 + charged)
 
 
-def test_a_whole_chunk_beyond_the_credit_breaks_its_link():
+def test_a_chunk_beyond_the_credit_breaks_its_link():
     desk = posted_desk()
     desk.incoming[1].window = ReceiveWindow(Credit(NBYTES - 1, 10))
-    assert desk.receive(1, charged=1) in desk.router.live
+    assert desk.whole(1, charged=1) is None
     assert desk.reasons() == ["more chunks than it had credit for"]
 
 
 def test_a_whole_chunk_that_came_early_is_kept():
     desk = Desk()
     desk.define(1)
-    assert type(desk.receive(1, "x", charged=1)) is Early
+    assert type(desk.whole(1, "x", charged=1)) is Early
     desk.post()
     assert [effect[4] for effect in desk.take(Do.FOLD)] == ["x"]
 
@@ -589,7 +947,7 @@ def test_a_rank_outside_the_group_is_not_taken_for_the_source_that_a_root_lacks(
     desk.post(broadcast)
     desk.define(4, broadcast, number=1)
     for phase, lane in ((UP, 0), (DOWN, 0), (UP, 1), (DOWN, 1)):
-        assert not desk.receive(4, number=1, lane=lane, phase=phase)
+        assert desk.whole(4, number=1, lane=lane, phase=phase) is None
         assert desk.reasons() == ["a chunk of 'b', where it takes no part"]
 
 
@@ -601,9 +959,9 @@ def test_a_rank_outside_the_group_neither_sends_nor_asks_nor_disagrees(spec):
     desk.define(4, spec)
     desk.define(4, replace(spec, name="b"), number=1)
     for phase in (UP, DOWN):
-        assert desk.match(4, phase=phase) is None
-        assert desk.match(4, number=1, lane=1, phase=phase) is None
-    desk.ask(4)
+        assert desk.match(4, phase=phase, generation=spec.generation) is None
+        assert desk.match(4, number=1, lane=1, phase=phase, generation=spec.generation) is None
+    desk.ask(4, generation=spec.generation)
     reasons = desk.reasons()
     assert len(reasons) == 5
     assert all("where it takes no part" in reason for reason in reasons)
@@ -685,7 +1043,7 @@ def hostile(rnd: random.Random, keys: list[Spec], victim: int) -> tuple[list, in
                 header[rnd.randrange(1, 8)] = rnd.choice([0, 1, 2, huge])
             return header, rnd.choice([nbytes] * 8 + [0, 4, 2000])
         case Kind.ASK:
-            return [Kind.ASK, place, rnd.choice([0, 0, 1, huge]), other], 0
+            return [Kind.ASK, place, rnd.choice([0, 0, 1, huge]), other, rnd.choice([0, 0, 0, 1, huge])], 0
         case Kind.KEY:
             name = rnd.choice([keys[place].name, keys[place].name, "", "x" * 100])
             below = rnd.choice([0, 0, 1, huge])
@@ -759,77 +1117,70 @@ def test_a_hostile_peer_never_raises_and_harms_only_what_it_takes_part_in(size, 
 # ---------------------------------------------------------------- again
 
 
-SIGNATURE = SUM.signature
+def again(desk, series, generation=0):
+    """The next use of a series, the short way: the collective, or None if it has to go the long way."""
+    collective = Collective()
+    collective.begin(series, generation)
+    return collective if desk.router.post_again(series, collective, desk.effects) else None
 
 
-def again(desk, spec=SUM):
-    """As ``first``, the short way: the collective, or None if it has to go the long way."""
-    view = GroupView(spec.group_id, spec.members, spec.members.index(desk.rank))
-    collective, key = Collective(), desk.router.key(spec.group_id, spec.name)
-    begun = desk.router.post_again(
-        key, view, desk.router.same(SIGNATURE), spec.program(view.rank), spec.sizes, desk.effects, collective
-    )
-    return collective if begun else None
-
-
-def first(desk):
-    """A use that is not over yet."""
-    view = GroupView(SUM.group_id, SUM.members, SUM.members.index(desk.rank))
-    return desk.router.post(view, SUM.name, SIGNATURE, SUM.program(view.rank), SUM.sizes, desk.effects)
-
-
-def test_the_short_way_of_a_name_that_was_used_before_does_what_the_long_one_does():
+def test_the_short_way_of_a_name_does_what_the_long_one_does():
     desk = Desk(rank=1)
-    assert again(desk) is None  # never used
-    long = first(desk)
-    sent = desk.take(Do.SEND)
-    assert again(desk) is None  # still in flight
+    long = desk.post()
+    posted = desk.take(Do.SEND)
+    series = desk.series()
+    assert series is long.series
+    assert again(desk, series) is None  # still in flight
+    assert desk.take() == []
+    assert desk.router.num_uses(SUM.group_id, SUM.name) == 1
     desk.router.complete(long)
-    short = again(desk)
-    assert (short.seq, short.signature_id, short.signature) == (1, long.signature_id, long.signature)
-    assert [effect[2:] for effect in desk.take(Do.SEND)] == [effect[2:] for effect in sent]
+    short = again(desk, series, generation=7)
+    assert (short.seq, short.series, short.generation, short.arrived_ranks()) == (1, series, 7, (1,))
+    assert (short.key, short.group, short.signature) == (long.key, long.group, long.signature)
+    assert [effect[2:] for effect in desk.take(Do.SEND)] == [effect[2:] for effect in posted]
     assert list(desk.router.live) == [short]
+    assert desk.router.is_posted(SUM.group_id, SUM.name, 1)
+
+
+def test_the_short_way_is_there_before_the_first_use():
+    desk = Desk(rank=1)
+    first = again(desk, desk.series())
+    assert first.seq == 0
+    assert [effect[1] for effect in desk.take(Do.SEND)] == [first]
 
 
 def test_what_came_early_is_had_on_the_short_way_too():
     desk = Desk(rank=0)
-    desk.router.complete(first(desk))
+    desk.router.complete(desk.post())
     desk.define(1)
     desk.chunk(1, "early", seq=1, charged=1)
     desk.take()
-    assert again(desk) is not None
+    assert again(desk, desk.series()) is not None
     assert [effect[4] for effect in desk.take(Do.FOLD)] == ["early"]
 
 
 @pytest.mark.parametrize("what", ["tombstone", "loss"])
 def test_what_is_unusual_goes_the_long_way(what):
     desk = Desk(rank=1)
-    desk.router.complete(first(desk))
+    desk.router.complete(desk.post())
+    series = desk.series()
     if what == "tombstone":
         desk.router.on_abort(SUM.group_id, SUM.name, 1, TIMEOUT, desk.effects)
     else:
         desk.router.on_peer_left(2, TIMEOUT)
-    assert again(desk) is None
+    assert again(desk, series) is None
 
 
-def test_a_name_whose_number_was_given_away_goes_the_long_way(monkeypatch):
-    monkeypatch.setattr(names, "MAX_ID", 1)
+@pytest.mark.parametrize(("bound", "change"), [("MAX_ID", {"name": "other"}), ("MAX_SIGNATURES", {"chunk": 2})])
+def test_a_name_whose_number_was_given_away_goes_the_long_way(monkeypatch, bound, change):
+    monkeypatch.setattr(names, bound, 1)
     desk = Desk(rank=1)
-    desk.router.complete(first(desk))
-    desk.router.complete(desk.post(replace(SUM, name="other")))
-    assert again(desk) is None
-
-
-def test_a_whole_chunk_that_cannot_be_taken_at_once_goes_the_long_way():
-    spec = Spec("grad", Verb.ALL_REDUCE, RANKS, STAR, (12,), chunk=4)
-    desk = Desk(rank=1)
-    collective = desk.post(spec)
-    assert collective.take(0, 0, DOWN, 0, NBYTES, "first", [])
-    assert not collective.take(0, 0, DOWN, 0, NBYTES, "the same again", [])
-    assert not collective.take(0, 3, DOWN, 0, NBYTES, "beyond the end", [])
-    assert not collective.take(0, 1, DOWN, 2, NBYTES, "of nobody who sends it", [])
-    assert not collective.take(0, 1, DOWN, 0, NBYTES + 4, "too large", [])
-    root = Desk(rank=0).post(SUM)
-    assert root.take(0, 0, UP, 2, NBYTES, "held", [])
-    assert not root.take(0, 0, UP, 2, NBYTES, "held twice", [])
-    assert not root.take(0, 1, UP, 1, NBYTES, "beyond the only one", [])
+    series = desk.series()
+    desk.router.complete(desk.post())
+    desk.router.complete(desk.post(replace(SUM, **change)))
+    assert again(desk, series) is None
+    renewed = desk.series()
+    assert (renewed is series) == (bound == "MAX_ID")  # its number came back to the key
+    if renewed is not series:
+        assert again(desk, series) is None
+    assert again(desk, renewed) is not None

@@ -5,7 +5,7 @@ import pytest
 
 from kfcomm.core.signature import MAX_NESTING, Signature, describe, differing, from_wire
 
-WHOLE = Signature("all_to_all", "float32", (2, 3), "sum", 1, "ring", 4, b"\xab\xcd" * 8, 128, ((1, 2), (3, 4)))
+WHOLE = Signature("all_to_all", "float32", (2, 3), "sum", 1, "ring", b"\xab\xcd" * 8, 128, ((1, 2), (3, 4)))
 
 
 @pytest.mark.parametrize("signature", [Signature("barrier"), WHOLE, WHOLE._replace(shape=(), counts=())])
@@ -29,7 +29,7 @@ def test_nesting_is_bounded():
 
 
 def test_words_hold_all_that_applies_and_no_more():
-    assert describe(WHOLE) == (
+    assert describe(WHOLE, 4) == (
         "all_to_all of float32 (2, 3), op sum, root 1, strategy ring (generation 4, graphs abcdabcd), chunks of 128, "
         "counts ((1, 2), (3, 4))"
     )
@@ -49,7 +49,10 @@ def test_words_hold_all_that_applies_and_no_more():
         (None,) * 10,
         (b"x" * 60_000,) * 10,
         ("x" * 60_000, "y" * 60_000),
-        (1, 2, 3, 4, 5, 6, 7, "graphs", 9, [{}]),
+        tuple(range(11)),
+        (None,) * 11,
+        (b"x" * 60_000,) * 11,
+        (1, 2, 3, 4, 5, 6, "graphs", 8, [{}], 10, 11),
     ],
 )
 def test_any_signature_has_words_and_they_are_few(nonsense):
@@ -58,5 +61,5 @@ def test_any_signature_has_words_and_they_are_few(nonsense):
 
 def test_what_differs_is_named():
     assert differing(WHOLE, WHOLE._replace(root=2, op="max")) == "op, root"
-    assert differing(WHOLE, WHOLE) == ""
+    assert differing(WHOLE, WHOLE) == "generation"  # which is no field, and all that is left to differ
     assert differing(WHOLE, ()) == "everything"

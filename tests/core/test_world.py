@@ -66,13 +66,31 @@ def test_keys_are_used_again_and_again_one_use_after_the_other_or_overlapping(si
     rnd = random.Random(seed)
     chains = []
     for key in random_specs(rnd, size, 4):
-        uses = [replace(specs.spec(rnd, key.name, key.members), overlapping=bool(seed % 2)) for _ in range(4)]
-        chains.append([replace(use, salt=place) for place, use in enumerate(uses)])
+        kinds = [key, *(specs.spec(rnd, key.name, key.members) for _ in range(rnd.randrange(4)))]
+        chains.append(
+            [
+                replace(rnd.choice(kinds), overlapping=bool(seed % 2), generation=rnd.randrange(3), salt=place)
+                for place in range(5)
+            ]
+        )
     world = World(size, weather)
     world.plan_all(chains)
     world.run()
     world.check_done([use for chain in chains for use in chain])
     world.check_at_rest()
+
+
+def test_whole_chunks_go_both_ways_and_most_of_a_kind_the_short_one():
+    ways = (GraphPair.of(specs.tree(random.Random(0), 4, root=1)),)
+    key = Spec("key", Verb.ALL_REDUCE, (0, 1, 2, 3), ways, (23,), chunk=2)
+    world = World(4, Weather(order="oldest", streamed=0.0))
+    chain = [replace(key, salt=place, generation=place // 3) for place in range(6)]
+    world.plan_all([chain])
+    world.run()
+    world.check_done(chain)
+    world.check_at_rest()
+    assert world.short + world.long == 6 * key.cost()[0]
+    assert 0 < world.long < world.short
 
 
 @settings(max_examples=25)
@@ -146,7 +164,7 @@ def test_every_verb_on_every_strategy_sends_what_its_formula_says(name, verb):
 
 
 def variants(rnd: random.Random, key: Spec) -> list[Spec]:
-    """The same key, seen in other ways: each differs from it in a field or two of the signature."""
+    """The same key, seen in other ways: each differs from it in a field or two of the signature, or in generation."""
     one = key.counts[:1]
     others = [
         replace(key, chunk=key.chunk + 1),
@@ -157,7 +175,7 @@ def variants(rnd: random.Random, key: Spec) -> list[Spec]:
         *(replace(key, verb=verb, counts=one) for verb in (Verb.BARRIER, Verb.ALL_REDUCE, Verb.REDUCE)),
         *(replace(key, verb=Verb.BROADCAST, counts=one, root=root) for root in range(key.size)),
     ]
-    return [other for other in others if other.signature != key.signature]
+    return [other for other in others if (other.signature, other.generation) != (key.signature, key.generation)]
 
 
 def disagreement(rnd: random.Random, size: int, name: str = "bad") -> list[Spec]:

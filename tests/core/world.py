@@ -209,6 +209,7 @@ class World:
         self.wires: list[Wire] = []
         self.violations: list[tuple[Incoming, str]] = []
         self.early: list[tuple] = []
+        self.short = self.long = 0  # whole chunks that were taken at once, and those that were not
         self._views: dict[tuple[bytes, int], GroupView] = {}
         self._starved = self.random.randrange(size)
 
@@ -258,7 +259,7 @@ class World:
         seq = self.seq(rank, spec)
         outcome = node.router.post(
             group, spec.name, spec.signature, spec.program(group.rank), spec.sizes, effects,
-            overlapping=spec.overlapping,
+            overlapping=spec.overlapping, generation=spec.generation,
         )  # fmt: skip
         assert node.router.is_posted(spec.group_id, spec.name, seq)
         posted: Memory | Cause = outcome if isinstance(outcome, Cause) else memory
@@ -469,10 +470,9 @@ class World:
     def _chunk(self, wire: Wire, node: Node, header: Header, data: np.ndarray | None, effects: list[Effect]) -> None:
         nbytes = 0 if data is None else data.nbytes
         if self.random.random() >= self.weather.streamed:
-            shown = Payload(node, np.empty(0, ITEM) if data is None else data, -1, None)
-            is_early = node.router.receive(wire.incoming, header, nbytes, shown, effects)
-            if not is_early and not any(shown in effect for effect in effects):
-                shown.release()  # nobody's
+            self._whole(
+                wire, node, header, Payload(node, np.empty(0, ITEM) if data is None else data, -1, None), effects
+            )
             return
         ticket = node.router.match(wire.incoming, header, nbytes, effects)
         self.perform(node, effects)
@@ -486,17 +486,35 @@ class World:
         else:
             node.router.arrived(ticket, payload, effects)
 
+    def _whole(self, wire: Wire, node: Node, header: Header, shown: Payload, effects: list[Effect]) -> None:
+        """A chunk that came as a whole: the short way if that takes it, else the long one, as in the engine."""
+        nbytes = shown.data.nbytes
+        whose = node.router.receive(wire.incoming, header, nbytes, shown, effects)
+        if whose is not None:
+            self.short += 1
+            self.perform(node, effects)
+            effects.clear()
+            assert shown.held or shown not in node.payloads, "it may be read during the call only, unless it is held"
+            return
+        assert not any(shown in effect for effect in effects)
+        ticket = node.router.match(wire.incoming, header, nbytes, effects)
+        if ticket is None:
+            shown.release()  # nobody's
+        else:
+            self.long += 1
+            node.router.arrived(ticket, shown, effects)
+
     def _room(self, node: Node, ticket: tuple, data: np.ndarray) -> Payload:
         """DESIGN: a posted collective can always absorb its chunks; an early one has its peer's credit."""
         if isinstance(ticket[0], Early):
             return Payload(node, data, -1, None)
-        collective, lane, index, phase, position = ticket
+        collective, route, index = ticket
         memory = self.memory_of[collective]
-        if phase == DOWN and lane.keeps:
+        if route.phase == DOWN and route.lane.keeps:
             return Payload(node, data, -1, memory)
         block = node.block()
         if block < 0:
-            place = (lane.number, index, phase, position)
+            place = (route.lane.number, index, route.phase, route.position)
             assert place not in memory.reserved, "reserved memory is used once"
             memory.reserved.add(place)
         return Payload(node, data, block, None)
@@ -691,7 +709,7 @@ class World:
         wire.chunks += 1
         wire.nbytes += data.nbytes
         self.tokens.append((self._taken, wire))
-        self._send(wire, Frame(msgpack.packb(header), data, memory, effect, bool(header[7])))
+        self._send(wire, Frame(msgpack.packb(header), data, memory, effect, bool(header[7] & 1)))
 
     def _send(self, wire: Wire, frame: Frame) -> None:
         wire.queue.append(frame)

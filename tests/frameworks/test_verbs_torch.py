@@ -126,3 +126,18 @@ async def test_what_cannot_be_exchanged() -> None:
             await asyncio.gather(comms[1].all_reduce(torch.ones(2)), return_exceptions=True), CollectiveAborted
         )
         await works(comms)
+
+
+@on_loop
+async def test_persistent_collectives_take_what_the_tensors_hold() -> None:
+    async with world(SIZE) as comms:
+        xs, out = _xs(torch.float32), torch.zeros(6, 2)
+        plain = [comm.all_reduce_init(xs[comm.rank], "x") for comm in comms]
+        into = [comm.all_reduce_init(xs[comm.rank], "y", out=out if comm.rank == 0 else None) for comm in comms]
+        for _ in range(3):
+            for x in xs:
+                x += 1
+            for prepared in (plain, into):
+                results = await everywhere(comms, lambda comm, each=prepared: each[comm.rank].start())
+                assert all(torch.equal(one, xs[0] + xs[1] + xs[2]) for one in results)
+            assert into[0].result() is out

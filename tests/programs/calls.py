@@ -34,6 +34,7 @@ class Action:
         out: what must be returned itself, or None.
         pipe: the queue whose method it is; None: the communicator's.
         any_result: nothing is known of the result.
+        series: of starts of one persistent collective; it is prepared with the arrays of the first.
     """
 
     verb: str
@@ -44,6 +45,7 @@ class Action:
     out: Array | None = None
     pipe: Pipe | None = None
     any_result: bool = False
+    series: int | None = None
 
 
 class Call(Protocol):

@@ -30,6 +30,8 @@ class Collective:
         priorities: of each rank.
         monitored: the ranks that call ``monitored_all_reduce``.
         is_strided: whether the inputs have gaps.
+        series: of calls that are alike but for what the arrays hold.
+        starting: the ranks for which the series is one persistent collective; the others make plain calls.
     """
 
     verb: str
@@ -47,6 +49,8 @@ class Collective:
     wire: str | None = None
     monitored: tuple[int, ...] = ()
     is_strided: bool = False
+    series: int | None = None
+    starting: tuple[int, ...] = ()
 
     @property
     def names(self) -> Sequence[str]:
@@ -74,7 +78,8 @@ class Collective:
             options["out"] = out
         inputs = [] if x is None or out is x else x if isinstance(x, list) else [x]
         verb = "monitored_all_reduce" if rank in self.monitored else self.verb
-        return Action(verb, (x,), options, expected, inputs, out)
+        series = self.series if rank in self.starting else None
+        return Action(verb, (x,), options, expected, inputs, out, series=series)
 
     def _input(self, rank: int) -> Any:
         """What a rank gives; what only the root of a ``scatter`` gives is that of every rank here."""

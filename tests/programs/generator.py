@@ -108,6 +108,7 @@ class _Generator:
         self._is_urgent = self._random.random() < 0.3
         self._menu: list[tuple[int, Callable[[Group], None]]] = [
             (40, self._collective),
+            (3, self._series),
             (6, self._many),
             (8, self._agreement),
             (8, self._objects),
@@ -264,6 +265,23 @@ class _Generator:
             monitored=tuple(rank for rank in range(size) if draw.random() < 0.7) if monitored else (),
             is_strided=draw.random() < 0.1 and "x" not in outs,
         )
+
+    def _series(self, group: Group) -> None:
+        """A persistent collective that is started some times; each start meets plain calls of some ranks."""
+        draw, name = self._random, self._name(group)
+        drawn = self._drawn(group, name)
+        if drawn.form:
+            return
+        number = self._number
+        for _ in range(draw.randint(2, 4)):
+            starting = tuple(rank for rank in range(group.size) if draw.random() < 0.8)
+            call = replace(drawn, name=name, salt=self._salt(), series=number, starting=starting)
+            made = self._do(group, call)
+            self._meet(group, made)
+            if draw.random() < 0.3:
+                self._swap(group)
+            if made.number in self._in_flight:
+                self._wait([made.number])
 
     def _form(self, verb: str) -> str:
         draw = self._random.random()

@@ -40,9 +40,16 @@ Call = Callable[[], Any]
 
 # ---------------------------------------------------------------- what is interrupted
 
+
+def _persistent(prepared: sync.PersistentCollective[Any]) -> Call:
+    return lambda: prepared.start().wait()
+
+
 VICTIMS: dict[str, Callable[[sync.Communicator, str], Call]] = {
     "all_reduce": lambda comm, name: lambda: comm.all_reduce(X, name),
     "wait": lambda comm, name: comm.all_reduce_async(X, name).wait,
+    "persistent": lambda comm, name: _persistent(comm.all_reduce_init(X, name)),
+    "persistent run": lambda comm, name: comm.all_reduce_init(X, name).run,
     "all_reduce_many": lambda comm, name: lambda: comm.all_reduce_many({name: X, "b": X}),
     "monitored_all_reduce": lambda comm, name: lambda: comm.monitored_all_reduce(X, name),
     "reduce": lambda comm, name: lambda: comm.reduce(X, 0, name),
@@ -75,6 +82,8 @@ VICTIMS: dict[str, Callable[[sync.Communicator, str], Call]] = {
 
 HELPERS: dict[str, Callable[[sync.Communicator, str], Any]] = {
     "wait": lambda comm, name: comm.all_reduce_async(X, name),
+    "persistent": lambda comm, name: comm.all_reduce_async(X, name),
+    "persistent run": lambda comm, name: comm.all_reduce_async(X, name),
     "all_reduce_many": lambda comm, name: comm.all_reduce_many_async({name: X, "b": X}),
     "reduce": lambda comm, name: comm.reduce_async(X, 0, name),
     "broadcast": lambda comm, name: comm.broadcast_async(X, 0, name),

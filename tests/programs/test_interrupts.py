@@ -53,11 +53,11 @@ def test_at_a_line_in_a_world_of_one(children: Nursery) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_at_the_line_where_a_call_waits(children: Nursery, transport: str) -> None:
     """The way to the I/O thread and back, which every blocking call goes, in full."""
-    assert_right(children, transport, 2, Targets(["all_reduce", "wait"], SAMPLE, WORLDS, below="sync/"))
+    assert_right(children, transport, 2, Targets(["all_reduce", "wait", "persistent"], SAMPLE, WORLDS, below="sync/"))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("verb", ["all_reduce", "wait", "all_gather concat"])
+@pytest.mark.parametrize("verb", ["all_reduce", "wait", "persistent", "all_gather concat"])
 def test_a_signal_at_any_moment_of_many_calls(children: Nursery, transport: str, verb: str) -> None:
     for _ in range(SIGNALS):
         with world(children, transport, 2) as one:

@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import random
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -114,7 +114,8 @@ class Awaiting:
 
     def forget(self, handle: Any) -> None:
         handle.cancel()
-        handle.add_done_callback(lambda done: done.cancelled() or done.exception())
+        if isinstance(handle, asyncio.Future):
+            handle.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 def blocking(walk: Coroutine[Any, Any, T]) -> T:
@@ -136,6 +137,7 @@ class Walker:
         self._rank: int = comm.rank
         self._comms: dict[int, Any] = {0: comm}
         self._queues: dict[tuple[int, Pipe], Any] = {}
+        self._prepared: dict[int, tuple[Any, Action]] = {}
         self._begun: dict[int, tuple[Do, Action, list[Any], Any]] = {}
         self._place = 0
         self._report: Report | None = None
@@ -183,12 +185,33 @@ class Walker:
         if action is None:
             return
         target = comm if action.pipe is None else self._queue(do.comm, action.pipe)
+        if action.series is not None:
+            await self._start(do, comm, action)
+            return
         before = [x.copy() for x in action.inputs]
         if do.blocks[self._rank]:
             result = await self._interface.call(getattr(target, action.verb), *action.args, **action.options)
             self._check(do, action, before, result)
         else:
             handle = await self._interface.begin(target, action.verb, *action.args, **action.options)
+            self._begun[do.number] = (do, action, before, handle)
+
+    async def _start(self, do: Do, comm: Any, action: Action) -> None:
+        """The next start of a series: what it gives goes to the arrays with which the series was prepared."""
+        assert action.series is not None
+        if action.series not in self._prepared:
+            prepared = getattr(comm, f"{action.verb}_init")(*action.args, **action.options)
+            self._prepared[action.series] = prepared, action
+        prepared, first = self._prepared[action.series]
+        for mine, given in zip(first.args, action.args, strict=True):
+            if mine is not None:
+                mine[...] = given
+        action = replace(action, inputs=first.inputs, out=first.out)
+        before = [x.copy() for x in action.inputs]
+        handle = prepared.start()
+        if do.blocks[self._rank]:
+            self._check(do, action, before, await self._interface.wait(handle))
+        else:
             self._begun[do.number] = (do, action, before, handle)
 
     async def _wait(self, number: int) -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kfcomm.core.frame import PROTOCOL_VERSION
 from kfcomm.devices import DeviceReport
 from kfcomm.errors import RemoteProtocolError
 from kfcomm.rendezvous.identity import MAX_WIRE_NBYTES, PeerInfo, host_id, process_uid
@@ -110,7 +111,9 @@ def test_the_longest_description_fits() -> None:
 
 
 def test_the_number_of_fields_is_that_of_the_protocol() -> None:
-    with pytest.raises(RemoteProtocolError, match="12 fields, as of protocol 3; do all ranks run the same version"):
+    with pytest.raises(
+        RemoteProtocolError, match=f"12 fields, as of protocol {PROTOCOL_VERSION}; do all ranks run the same version"
+    ):
         PeerInfo.from_wire(msgpack.packb(astuple(ME)[:10]))
 
 

@@ -31,7 +31,7 @@ def _sizes(comms: Any) -> list[dict[str, int]]:
             "serving": len(comm._mailbox._serving),
             "pairs": len(comm._mailbox._pairs),
             "slots": comm._blobs._num_slots,
-            "senders": len(comm._session.engine.links._senders),
+            "senders": len(comm._session.engine.links.by_peer),
             "incoming": len(comm._session.engine.links._incoming),
             "links": len(comms._links._network._links),
         }

@@ -50,7 +50,8 @@ def call(name: str, posted_s: float = 100.0, *, group: GroupView = GROUP, nbytes
 def tallied(seconds: list[float]) -> Tally:
     tally = Tally()
     for taken_s in seconds:
-        tally.buckets[bucket_of(taken_s)] += 1
+        bucket = bucket_of(taken_s)
+        tally.buckets[bucket] = tally.buckets.get(bucket, 0) + 1
         tally.max_s = max(tally.max_s, taken_s)
     return tally
 

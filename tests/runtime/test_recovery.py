@@ -63,7 +63,7 @@ async def lost_on_the_way(comms: Any) -> asyncio.Future[Any]:
 
 def break_link(comms: Any, rank: int, peer: int) -> None:
     """The link that ``rank`` has opened to ``peer`` breaks; the one back does not."""
-    link = comms[rank]._session.engine.links._senders[peer].link
+    link = comms[rank]._session.engine.links.by_peer[peer].link
     link.end(TransportError("it was cut"))
 
 

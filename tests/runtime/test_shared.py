@@ -25,7 +25,7 @@ async def test_what_is_over_as_it_is_posted_has_left_by_then() -> None:
             await turns(1)
         root = comms[0].all_reduce(X, "x")
         assert root.done()
-        assert not comms[0]._session.engine.links._dirty
+        assert not comms[0]._session.engine.links.dirty
         assert (await leaf).tolist() == root.result().tolist() == [2.0] * 3
 
 

@@ -269,15 +269,17 @@ def test_between_two_calls_nobody_looks_and_nobody_is_told(monkeypatch: pytest.M
         called(one, other)
         here, driving = hub_of(one), driver_of(one)
         io_driver = driving._io_driver
+        forget_deadlines(driving)
         until(lambda: not here.is_awake and not hub_of(other).is_awake)
         monkeypatch.setattr(driver, "LULL_S", 1e6)
         driving.run(here.unpark, one._session)  # a call that has looked, and waits for nothing any more
-        assert io_driver._has_lull
-        driving.io.run(io_driver._after_lull)  # the time since the last call is not over
-        assert io_driver._has_lull
-        assert here.is_awake
+        assert io_driver.has_lull
+        driving.io.run(lambda: None)  # it has begun to wait
+        io_driver.calls += 1
+        driving.io.run(io_driver._after_lull)  # there was another call
+        assert io_driver.has_lull
         assert int(run_threads([one, other], lambda comm: comm.all_reduce(1, "x"))[0]) == 2
-        until(lambda: io_driver._has_lull)
+        until(lambda: io_driver.has_lull)
         monkeypatch.setattr(driver, "LULL_S", 0.0)
         driving.io.run(io_driver._after_lull)
         until(lambda: not here.is_awake)
@@ -295,9 +297,22 @@ def test_who_calls_after_a_lull_is_heard_by_who_has_parked(monkeypatch: pytest.M
             assert int(begun.wait()) == 2
 
 
+def forget_deadlines(driving: driver.Driver) -> None:
+    """No deadline wakes the I/O thread any more."""
+    io_driver = driving._io_driver
+
+    def forget() -> None:
+        io_driver.timer_s = 0.0
+        if io_driver._timer is not None:
+            io_driver._timer.cancel()
+
+    driving.io.run(forget)
+
+
 def mask(comm: Communicator) -> None:
     """As after a call in which it had to wait, once the I/O thread has done what it was told to."""
     driving = driver_of(comm)
+    forget_deadlines(driving)
     until(lambda: not driving._io_driver._is_scheduled)
     driving.run(lambda: driving.mask(is_masked=True), comm._session)
 
@@ -493,6 +508,8 @@ def test_debug_mode_has_nothing_to_complain_of(transport: str) -> None:
 def test_in_a_forked_child_nothing_waits_for_a_lock_that_nobody_will_lay_down() -> None:
     done = run(
         2,
+        "import numpy as np\nx = np.ones(4)\n"
+        "for _ in range(3):\n    comm.all_reduce(x, 'again')\n"
         "handle = comm.all_reduce_async(1, 'a') if comm.rank == 0 else None\n"
         "lock, taken, forked = comm._driver._lock, threading.Event(), threading.Event()\n"
         "def hold():\n    lock.take()\n    taken.set()\n    forked.wait()\n    lock.lay_down()\n"
@@ -503,7 +520,7 @@ def test_in_a_forked_child_nothing_waits_for_a_lock_that_nobody_will_lay_down() 
         "if child == 0:\n"
         "    told = 0\n"
         "    calls = [comm.barrier, comm.barrier_async, lambda: comm.save('x', 1), lambda: comm.group([0])]\n"
-        "    calls += [] if handle is None else [handle.wait]\n"
+        "    calls += [lambda: comm.all_reduce(x, 'again')] + ([] if handle is None else [handle.wait])\n"
         "    for call in calls:\n"
         "        try:\n            call()\n"
         "        except kfcomm.SessionClosed as error:\n            told += 'parent' in str(error)\n"

@@ -90,10 +90,10 @@ def test_calls_come_in_their_order_and_never_inside_the_call_that_asks_for_them(
     reactor.call_soon(first)
     reactor.call_soon(seen.append, "second")
     assert not seen
-    assert reactor.has_deferred
+    assert reactor.deferred
     assert reactor.progress()
     assert seen == ["first", "second", "third"]
-    assert not reactor.has_deferred
+    assert not reactor.deferred
     assert not reactor.progress()
 
 
@@ -108,7 +108,7 @@ def test_a_call_that_asks_for_itself_again_leaves_others_their_turn(reactor: Rea
     reactor.call_soon(again)
     assert reactor.progress()
     assert times == 2
-    assert reactor.has_deferred
+    assert reactor.deferred
     assert reactor.glance()
     assert times == 3
 
@@ -119,7 +119,7 @@ def test_whoever_drives_is_told_once_when_there_is_something_to_do(reactor: Reac
         reactor.call_soon(lambda: reactor.call_soon(int))
     assert len(wakes) == 1
     reactor.is_driven = True
-    reactor.progress()  # what is asked for in there is done in there, or has_deferred tells of it
+    reactor.progress()  # what is asked for in there is done in there, or deferred tells of it
     reactor.call_soon(int)
     reactor.wake()
     assert len(wakes) == 1
@@ -162,7 +162,7 @@ def test_ringing_ends_a_wait_and_calls_nothing(reactor: Reactor) -> None:
         reactor.ring()
         reactor.ring()
         reactor.wait(FOREVER_S)
-        assert not reactor.has_deferred
+        assert not reactor.deferred
         reactor.progress()
         reactor.wait(0)
 
@@ -222,7 +222,7 @@ def test_a_closed_reactor_says_so_to_other_threads() -> None:
     with pytest.raises(RuntimeError, match="closed"):
         reactor.call_soon_threadsafe(int)
     reactor.ring()
-    assert not reactor.has_deferred
+    assert not reactor.deferred
     assert reactor.descriptors() == ()
     assert reactor.own_descriptors() == []
     assert reactor.next_deadline_s == float("inf")

@@ -189,7 +189,7 @@ class Call:
         group.engine.post(
             group.view, self.key, self.signature, programs.elsewhere(group.view.rank, group.view.size), _SIZES,
             head, timeout_s=group.timeout_s if timeout_s is None else timeout_s, overlapping=overlapping,
-            seq=seq,
+            seq=seq, generation=self.plans.generation,
         )  # fmt: skip
         self.handle.seq = group.last_seq(self.key)
         if self.is_over:

@@ -236,7 +236,7 @@ class Staging:
         )  # fmt: skip
         path.engine.post(
             path.view, self._call.key, plan.signature, plan.program, plan.sizes, operation,
-            timeout_s=None, overlapping=True, seq=seq,
+            timeout_s=None, overlapping=True, seq=seq, generation=self._call.plans.generation,
         )  # fmt: skip
         if not operation.is_over:
             handle.operation = operation

@@ -80,7 +80,8 @@ class Hub:
         if self._links:
             if not self.is_awake:
                 self.unpark()
-            self._reactor.wake()
+            if not self._reactor.is_driven:
+                self._reactor.woken()
 
     def progress(self) -> bool:
         """Look at every link once; whether there was anything."""

@@ -30,8 +30,8 @@ from kfcomm.transports.shm.shared import Parked, Shared, Word, fence
 from kfcomm.transports.sockets import broken
 
 BYE = int(Kind.BYE)
-BURST_RECORDS = 64
-"""Read before others get their turn: a peer may write as fast as this side reads."""
+BURST_NBYTES = 1 << 14
+"""Of records, read before others get their turn: a peer may write as fast as this side reads."""
 _BELL = b"!"
 _FOR_ROOM = int(Parked.FOR_ROOM)
 _MAX_BELLS = 4096
@@ -86,6 +86,7 @@ class ShmLink(ABC):
         peer, state: see ``transports.base.Link``.
         news: where the peer counts what it has written (words, index), and what counts how much of it was read.
         is_restless: it is to be polled also without news, until a look has found nothing left to do.
+        owes_bell: the peer may sleep over something that was stored.
     """
 
     kind = "shm"
@@ -112,7 +113,7 @@ class ShmLink(ABC):
         self._keeper = wire.keeper
         self._encode = make_encoder()
         self._fence = fence()
-        self._owes_bell = False
+        self.owes_bell = False
         self._bell_looks = 0
         self._closing = self._said_bye = self._heard_bye = False
         wire.reactor.add_reader(self._fd, self._rung)
@@ -186,29 +187,24 @@ class ShmLink(ABC):
                 self._advance()
             except RemoteProtocolError as error:
                 self._end_with(error)
-            if self._owes_bell:
+            if self.owes_bell:
                 self._settle_bell()
-
-    @property
-    def owes_bell(self) -> bool:
-        """Whether the peer may sleep over something that was stored."""
-        return self._owes_bell
 
     def ring_bell(self) -> None:
         """Wake the peer now if it has parked and waits for what was stored before this call."""
         with self._fence:
             pass
         parked = self._words[self._far]
-        if parked and (self._owes_bell or parked == _FOR_ROOM):
+        if parked and (self.owes_bell or parked == _FOR_ROOM):
             self._wake()
-        self._owes_bell = False
+        self.owes_bell = False
 
     def _settle_bell(self) -> None:
         """Wake the peer if it stays parked for some looks: often it comes by itself, and a wake-up is dear."""
         with self._fence:
             pass
         if not self._words[self._far]:
-            self._owes_bell = False
+            self.owes_bell = False
         elif self._bell_looks < _BELL_AFTER_LOOKS and self._keeper.is_awake and self._keeper.is_waiting:
             self._bell_looks += 1
             self.is_restless = True
@@ -263,6 +259,7 @@ class ShmLink(ABC):
     def sever(self) -> None:
         """In a forked child: the link is the parent's. From now on nothing here touches its memory, or the loop."""
         self._fd = -1
+        self._into.close()
         self._words = memoryview(bytearray(self._words.nbytes)).cast("Q")
 
     def _say_bye_soon(self) -> None:
@@ -330,6 +327,7 @@ class ShmLink(ABC):
             return
         self._reactor.remove_reader(self._fd)
         self._fd = -1
+        self._into.close()
         self._let_go()
         self._sock.close()
         self._keeper.remove(self)

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from kfcomm.core.frame import Header, Kind
 from kfcomm.errors import RemoteProtocolError
 from kfcomm.transports.base import Owner
-from kfcomm.transports.shm.link import BURST_RECORDS, BYE, ShmLink, Wire
+from kfcomm.transports.shm.link import BURST_NBYTES, BYE, ShmLink, Wire
 from kfcomm.transports.shm.shared import MAX_LENT_NBYTES, MAX_PIECES, Word
 
 _CHUNK = int(Kind.CHUNK)
+_FORTH_TAIL, _SENDER_PARKED = int(Word.FORTH_TAIL), int(Word.SENDER_PARKED)
 
 
 class ShmReceiver(ShmLink):
@@ -34,6 +36,7 @@ class ShmReceiver(ShmLink):
         self._num_returned = 0
         self._answers: deque[bytes] = deque()
         super().__init__(wire, wire.shared.receiver_rings())
+        self._into.take_chunk = partial(wire.inbound.receive, self)
 
     def send(
         self, header: Header, payload: memoryview | None = None, owner: Owner | None = None, priority: int = 0
@@ -46,7 +49,7 @@ class ShmReceiver(ShmLink):
             if self._answers or not self._out.put_encoded(data):
                 self._answers.append(data)
                 self._keeper.wake()
-            self._owes_bell = self.is_restless = True
+            self.owes_bell = self.is_restless = True
         except RemoteProtocolError as error:
             self._end_with(error)
         return True
@@ -93,8 +96,17 @@ class ShmReceiver(ShmLink):
                 self._advance()
             if self._closing and not self._said_bye:
                 self._say_bye()
-            if self._into.has_news:
-                self._hear()
+            if self._words[_FORTH_TAIL] != self._into.head:
+                try:
+                    self._into.read(BURST_NBYTES, self._take)
+                finally:
+                    self._inbound.burst_end(self)
+                    with self._fence:
+                        pass
+                    if self._words[_SENDER_PARKED] and self._fd >= 0:
+                        self.ring_bell()
+                    else:
+                        self.owes_bell = False
                 return True
         except RemoteProtocolError as error:
             self._end_with(error)
@@ -102,32 +114,26 @@ class ShmReceiver(ShmLink):
         except BaseException as error:
             self._end_with(error)
             raise
-        if self._owes_bell and self._fd >= 0:
+        if self.owes_bell and self._fd >= 0:
             self._settle_bell()
-        self.is_restless = bool(self._answers or self._owes_bell or self._closing)
+        self.is_restless = bool(self._answers or self.owes_bell or self._closing)
         return False
 
-    def _hear(self) -> None:
-        try:
-            self._into.read(BURST_RECORDS, self._take)
-        finally:
-            self._inbound.burst_end(self)
-            if self._fd >= 0:
-                self.ring_bell()
-
-    def _take(self, record: tuple[Any, ...], payload: memoryview | None) -> bool:
+    def _take(self, record: tuple[Any, ...], payload: memoryview | None) -> None:
         if record[3] == _CHUNK:
             if self._heard_bye:
-                raise RemoteProtocolError(f"rank {self.peer} sent a CHUNK after its BYE")
-            if payload is None:
-                self._show(record[1] - 1, record[2], record[3:])
-            else:
-                self._inbound.receive(self, record[3:], payload)
+                raise self._too_late()
+            self._show(record[1] - 1, record[2], record[3:])
         elif record[3] or payload is None:
             raise RemoteProtocolError(f"rank {self.peer} sent a record of kind {record[3]}")
         else:
             self._frame(self._unpacked(payload))
-        return self._fd >= 0
+
+    def _too_late(self) -> RemoteProtocolError:
+        return RemoteProtocolError(f"rank {self.peer} sent a CHUNK after its BYE")
+
+    def _refuse_chunk(self, *_: object) -> None:
+        raise self._too_late()
 
     def _show(self, piece: int, nbytes: int, header: Header) -> None:
         """A chunk in the peer's arena."""
@@ -147,6 +153,7 @@ class ShmReceiver(ShmLink):
     def _frame(self, header: Header) -> None:
         if header[0] == BYE:
             self._heard_bye = True
+            self._into.take_chunk = self._refuse_chunk
         else:
             self._inbound.receive(self, header, self._arena[:0])
 
@@ -159,7 +166,7 @@ class ShmReceiver(ShmLink):
     def _advance(self) -> None:
         while self._answers and self._out.put_encoded(self._answers[0]):
             self._answers.popleft()
-            self._owes_bell = True
+            self.owes_bell = True
 
     @property
     def has_queue(self) -> bool:

@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
-from kfcomm.core.frame import Header
+from kfcomm.core.frame import Header, Kind
 from kfcomm.errors import RemoteProtocolError
 
 RECORD = struct.Struct("@11Q")
@@ -35,7 +35,14 @@ PLACE_NBYTES = 128
 SLACK_NBYTES = 64
 """Beyond the last record, so that a head can be read anywhere."""
 
+_CHUNK = int(Kind.CHUNK)
 _NO_FIELDS = (0,) * 8
+Take: TypeAlias = "Callable[[tuple[Any, ...], memoryview | None], object]"
+"""Given the integers of a record, and its payload if that travels in the ring."""
+TakeChunk: TypeAlias = "Callable[[Header, memoryview], object]"
+"""Given the header of a chunk and its payload."""
+_ROUND_UP = HEAD_NBYTES + ALIGN_NBYTES - 1
+_PACK_INTO, _UNPACK_FROM = RECORD.pack_into, RECORD.unpack_from
 
 
 class RingWriter:
@@ -53,7 +60,7 @@ class RingWriter:
     """
 
     __slots__ = (
-        "_control", "_head", "_head_word", "_memory", "_nbytes", "_tail", "_tail_word", "_words",
+        "_control", "_head", "_head_word", "_mask", "_memory", "_nbytes", "_tail", "_tail_word", "_words",
         "num_records", "payload_nbytes",
     )  # fmt: skip
 
@@ -62,7 +69,8 @@ class RingWriter:
         self._words = memory.cast("Q")
         self._control = control
         self._nbytes = len(memory) - SLACK_NBYTES
-        self._tail_word, self._head_word = tail, head
+        self._mask = self._nbytes - 1
+        self._tail_word, self._head_word = int(tail), int(head)
         self._tail = self._head = 0
         self.num_records = self.payload_nbytes = 0
 
@@ -72,21 +80,18 @@ class RingWriter:
         Raises:
             RemoteProtocolError: the reader's counter makes no sense.
         """
-        size = PLACE_NBYTES if payload is None else (HEAD_NBYTES + nbytes + ALIGN_NBYTES - 1) & -ALIGN_NBYTES
-        tail, capacity, memory = self._tail, self._nbytes, self._memory
-        at = tail & (capacity - 1)
-        end = tail + size
-        if at + size > capacity:
-            end += capacity - at
-        if end - self._head > capacity and not self._has_room(end - tail):
-            return False
-        if at + size > capacity:
-            self._words[at >> 3] = 0
-            at = 0
-        RECORD.pack_into(memory, at, size, place, nbytes, *header)
+        size = PLACE_NBYTES if payload is None else (nbytes + _ROUND_UP) & -ALIGN_NBYTES
+        at = self._tail & self._mask
+        end = self._tail + size
+        if end - self._head > self._nbytes or at + size > self._nbytes:
+            end = self._make_room(at, size)
+            if not end:
+                return False
+            at = end - size & self._mask
+        _PACK_INTO(self._memory, at, size, place, nbytes, *header)
         if payload is not None:
             at += HEAD_NBYTES
-            memory[at : at + nbytes] = payload
+            self._memory[at : at + nbytes] = payload
         self._tail = self._control[self._tail_word] = end
         self.num_records += 1
         self.payload_nbytes += nbytes
@@ -108,6 +113,15 @@ class RingWriter:
         """Whether the reader has read all."""
         return bool(self._control[self._head_word] == self._tail)
 
+    def _make_room(self, at: int, size: int) -> int:
+        """Where a record ends that does not fit behind the last one; 0 if there is no room for it now."""
+        unused = self._nbytes - at if at + size > self._nbytes else 0
+        if not self._has_room(unused + size):
+            return 0
+        if unused:
+            self._words[at >> 3] = 0
+        return self._tail + unused + size
+
     def _has_room(self, nbytes: int) -> bool:
         head = self._control[self._head_word]
         if not self._head <= head <= self._tail:
@@ -121,33 +135,32 @@ class RingReader:
 
     Attributes:
         head: bytes ever read.
+        is_open: reading goes on.
+        take_chunk: given what ``read`` finds of chunks whose payload is in the ring.
         num_records: ever read.
         payload_nbytes: of those payloads that were in the ring.
     """
 
     __slots__ = (
         "_control", "_head_word", "_memory", "_nbytes", "_tail_word",
-        "head", "num_records", "payload_nbytes",
+        "head", "is_open", "num_records", "payload_nbytes", "take_chunk",
     )  # fmt: skip
 
     def __init__(self, memory: memoryview, control: memoryview, *, tail: int, head: int) -> None:
         self._memory = memory
         self._control = control
         self._nbytes = len(memory) - SLACK_NBYTES
-        self._tail_word, self._head_word = tail, head
+        self._tail_word, self._head_word = int(tail), int(head)
         self.head = 0
+        self.is_open = True
+        self.take_chunk: TakeChunk = _nobody_takes
         self.num_records = self.payload_nbytes = 0
 
-    @property
-    def has_news(self) -> bool:
-        """Whether there is something to read."""
-        return bool(self._control[self._tail_word] != self.head)
+    def read(self, limit: int, take: Take) -> None:
+        """Show records that are there, at least one and not many more bytes of them than ``limit``.
 
-    def read(self, limit: int, take: Callable[[tuple[Any, ...], memoryview | None], bool]) -> None:
-        """Show up to so many of the records that are there to ``take``, each with the payload in it, if any.
-
-        A record is done with when ``take`` returns; ``False`` ends the reading, as does an error, after which it is
-        done with, too.
+        Chunks whose payload is in the ring go to ``take_chunk``, with that; all else to ``take``. A record is done with
+        when that returns; so it is when it raises, which ends the reading, as does ``is_open`` when it is cleared.
 
         Raises:
             RemoteProtocolError: the writer does not keep to the form.
@@ -155,15 +168,13 @@ class RingReader:
         control, memory, capacity = self._control, self._memory, self._nbytes
         head = self.head
         left = control[self._tail_word] - head
-        if left > capacity or left <= 0 or left & (ALIGN_NBYTES - 1):
-            if not left:
-                return
+        if left > capacity or left < 0:
             raise RemoteProtocolError(f"a ring with {left} of {capacity} bytes to read")
+        rest = max(left - limit, 0)
         try:
-            while left and limit:
-                limit -= 1
+            while left > rest:
                 at = head & (capacity - 1)
-                record = RECORD.unpack_from(memory, at)
+                record = _UNPACK_FROM(memory, at)
                 size = record[0]
                 if not size:
                     head += capacity - at
@@ -171,24 +182,37 @@ class RingReader:
                     at = 0
                     if left <= 0:
                         raise RemoteProtocolError("a ring that goes to its start beyond its end")
-                    record = RECORD.unpack_from(memory, 0)
+                    record = _UNPACK_FROM(memory, 0)
                     size = record[0]
-                if not HEAD_NBYTES <= size <= left or at + size > capacity or size & (ALIGN_NBYTES - 1):
+                if size > left or size & (ALIGN_NBYTES - 1) or at + size > capacity:
                     raise RemoteProtocolError(f"a record of {size} bytes, with {left} to read")
                 head += size
                 left -= size
                 self.num_records += 1
                 if record[1]:
-                    is_open = take(record, None)
+                    take(record, None)
                 else:
                     nbytes = record[2]
+                    at += HEAD_NBYTES
                     if nbytes > size - HEAD_NBYTES:
                         raise RemoteProtocolError(f"a payload of {nbytes} bytes in a record of {size}")
                     self.payload_nbytes += nbytes
-                    at += HEAD_NBYTES
-                    is_open = take(record, memory[at : at + nbytes])
+                    if record[3] == _CHUNK:
+                        self.take_chunk(record[3:], memory[at : at + nbytes])
+                    else:
+                        take(record, memory[at : at + nbytes])
                 self.head = control[self._head_word] = head
-                if not is_open:
+                if not self.is_open:
                     return
-        finally:
+        except BaseException:
             self.head = control[self._head_word] = head
+            raise
+
+    def close(self) -> None:
+        """Read no more: what is being read is the last."""
+        self.is_open = False
+        self.take_chunk = _nobody_takes
+
+
+def _nobody_takes(header: Header, payload: memoryview) -> None:
+    """The link has ended, or has yet to begin."""

@@ -23,7 +23,7 @@ from kfcomm.errors import LocalProtocolError, RemoteProtocolError
 from kfcomm.transports.base import Owner
 from kfcomm.transports.order import FRONT
 from kfcomm.transports.shm.arena import SLAB_NBYTES, Arena
-from kfcomm.transports.shm.link import BURST_RECORDS, BYE, ShmLink, Wire
+from kfcomm.transports.shm.link import BURST_NBYTES, BYE, ShmLink, Wire
 from kfcomm.transports.shm.shared import MAX_LENT_NBYTES, MAX_PIECES, Word
 
 INLINE_NBYTES = 1 << 12
@@ -36,6 +36,7 @@ LOW_LATENCY_WINDOW_NBYTES = 1 << 19
 way there and back. With more ranks than cores it costs throughput: see "Priorities"."""
 
 _CHUNK, _SIGNATURE = int(Kind.CHUNK), int(Kind.SIGNATURE)
+_BACK_TAIL, _RECEIVER_PARKED = int(Word.BACK_TAIL), int(Word.RECEIVER_PARKED)
 _FRONT = -2 * FRONT
 _Waiting = tuple[int, int, Any, "memoryview | None", "Owner | None"]
 """Minus its level (twice its priority, and one more for a result), a number, header (encoded unless it is a chunk's),
@@ -60,6 +61,7 @@ class ShmSender(ShmLink):
         self._numbers = count()
         self._done: deque[Owner] = deque()
         super().__init__(wire, wire.shared.sender_rings())
+        self._into.take_chunk = self._refuse_chunk
 
     def send(
         self, header: Header, payload: memoryview | None = None, owner: Owner | None = None, priority: int = 0
@@ -71,31 +73,31 @@ class ShmSender(ShmLink):
         """
         if self._closing or self._fd < 0:
             return True
-        if payload is not None and len(payload) > SLAB_NBYTES:
-            raise LocalProtocolError(f"a payload of {len(payload)} bytes ({SLAB_NBYTES} are allowed)")
+        if header[0] != _CHUNK:
+            self._say(header)
+            return True
+        nbytes = 0 if payload is None else len(payload)
         try:
-            if header[0] != _CHUNK:
-                self._say(header)
-                return True
-            level = -2 * priority - header[5]
-            if not self._waiting and (payload is None or len(payload) <= INLINE_NBYTES):
-                is_put = self._out.put(header, 0, 0 if payload is None else len(payload), payload)
+            if nbytes <= INLINE_NBYTES and not self._waiting:
+                is_put = self._out.put(header, 0, nbytes, payload)
+            elif nbytes <= SLAB_NBYTES:
+                is_put = not self._is_behind(header, payload, priority) and self._put(header, payload)
             else:
-                is_put = not (self._waiting and self._is_behind(level, payload)) and self._put(header, payload)
-            if is_put:
-                with self._fence:
-                    pass
-                if self._words[Word.RECEIVER_PARKED]:
-                    self._owes_bell = self.is_restless = True
-                elif self._pieces:
-                    self.is_restless = True
-                return True
+                raise LocalProtocolError(f"a payload of {nbytes} bytes ({SLAB_NBYTES} are allowed)")
         except RemoteProtocolError as error:
             self._end_with(error)
             return True
+        if is_put:
+            with self._fence:
+                pass
+            if self._words[_RECEIVER_PARKED]:
+                self.owes_bell = self.is_restless = True
+            elif self._pieces:
+                self.is_restless = True
+            return True
         if payload is not None and self._arena.is_reserved(payload):
             payload = memoryview(bytes(payload))
-        heapq.heappush(self._waiting, (level, next(self._numbers), header, payload, owner))
+        heapq.heappush(self._waiting, (-2 * priority - header[5], next(self._numbers), header, payload, owner))
         self._stuck = None
         self.is_restless = True
         self._keeper.wake()
@@ -143,7 +145,7 @@ class ShmSender(ShmLink):
             if self._words[Word.RETURNED] != self._num_returned:
                 self._take_back()
                 moved = True
-            if self._into.has_news:
+            if self._words[_BACK_TAIL] != self._into.head:
                 self._hear()
                 self._tell_of_room()
                 moved = True
@@ -159,9 +161,9 @@ class ShmSender(ShmLink):
         except BaseException as error:
             self._end_with(error)
             raise
-        if self._owes_bell and self._fd >= 0:
+        if self.owes_bell and self._fd >= 0:
             self._settle_bell()
-        self.is_restless = bool(self._pieces or self._waiting or self._owes_bell or self._closing)
+        self.is_restless = bool(self._pieces or self._waiting or self.owes_bell or self._closing)
         return moved
 
     @property
@@ -176,11 +178,15 @@ class ShmSender(ShmLink):
             if header[1] in self._defined:
                 self._hold_all_behind()
             self._defined.add(header[1])
-        if (self._waiting and self._waiting[0][0] == _FRONT) or not self._out.put_encoded(data):
-            heapq.heappush(self._waiting, (_FRONT, next(self._numbers), data, None, None))
-            self._stuck = None
-            self._keeper.wake()
-        self._owes_bell = self.is_restless = True
+        try:
+            if (self._waiting and self._waiting[0][0] == _FRONT) or not self._out.put_encoded(data):
+                heapq.heappush(self._waiting, (_FRONT, next(self._numbers), data, None, None))
+                self._stuck = None
+                self._keeper.wake()
+        except RemoteProtocolError as error:
+            self._end_with(error)
+            return
+        self.owes_bell = self.is_restless = True
 
     def _hold_all_behind(self) -> None:
         """What comes later overtakes nothing of what waits now: a number gets another meaning."""
@@ -208,9 +214,12 @@ class ShmSender(ShmLink):
         self._nbytes += nbytes
         return True
 
-    def _is_behind(self, level: int, payload: memoryview | None) -> bool:
-        """Whether what waits goes before a chunk of this level. What is in the arena goes first of its level."""
-        first = self._waiting[0][0]
+    def _is_behind(self, header: Header, payload: memoryview | None, priority: int) -> bool:
+        """Whether what waits goes before this chunk. What is in the arena goes first of its level."""
+        if not self._waiting:
+            return False
+        first: int = self._waiting[0][0]
+        level: int = -2 * priority - header[5]
         if payload is not None and self._arena.is_there(payload):
             return first < level
         return first <= level
@@ -235,7 +244,7 @@ class ShmSender(ShmLink):
             self._stuck = self._room()
         while waiting and self._put(waiting[0][2], waiting[0][3]):
             owner = heapq.heappop(waiting)[4]
-            self._owes_bell = True
+            self.owes_bell = True
             if owner is not None:
                 self._done.append(owner)
         while self._done:
@@ -261,18 +270,21 @@ class ShmSender(ShmLink):
         self._num_returned = upto
 
     def _hear(self) -> None:
-        self._into.read(BURST_RECORDS, self._take)
+        self._into.read(BURST_NBYTES, self._take)
         self._inbound.burst_end(self)
 
-    def _take(self, record: tuple[Any, ...], payload: memoryview | None) -> bool:
+    def _refuse_chunk(self, *_: object) -> None:
+        raise RemoteProtocolError(f"rank {self.peer} sent a chunk to a sender of chunks")
+
+    def _take(self, record: tuple[Any, ...], payload: memoryview | None) -> None:
         if record[3] or payload is None:
-            raise RemoteProtocolError(f"rank {self.peer} sent a chunk to a sender of chunks")
+            self._refuse_chunk()
+            return
         header = self._unpacked(payload)
         if header[0] == BYE:
             self._heard_bye = True
         else:
             self._inbound.receive(self, header, payload[:0])
-        return self._fd >= 0
 
     def _let_go(self) -> None:
         self._done.extend(entry[4] for entry in self._waiting if entry[4] is not None)

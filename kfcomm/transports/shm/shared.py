@@ -24,7 +24,7 @@ MAX_PIECES = 1024
 """Pieces under way on one link; a power of two."""
 MAX_LENT_NBYTES = 1 << 20
 """Of one peer's pieces, kept for longer. They do not count in its window, so that always moves."""
-FORTH_NBYTES = 1 << 18
+FORTH_NBYTES = 1 << 19
 BACK_NBYTES = 1 << 16
 
 

@@ -214,7 +214,7 @@ def answers(link):
 
 
 def flushes(link):
-    link._waiting = [(0, number, chunk(0), HALF[:4000], None) for number in range(99)]
+    link._waiting = [(0, number, chunk(0), HALF[:4000], None) for number in range(999)]
     link.flush()
 
 

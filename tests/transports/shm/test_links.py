@@ -225,7 +225,7 @@ def test_what_chunks_need_to_be_understood_goes_ahead_of_them():
 def test_a_number_that_gets_another_meaning_overtakes_nothing_that_knows_the_old_one():
     async def main():
         async with linked() as pair:
-            first, second, question = [4, 1, ["first"]], [4, 1, ["second"]], [2, 0, 0, 1]
+            first, second, question = [4, 1, ["first"]], [4, 1, ["second"]], [2, 0, 0, 1, 0]
             pair.link.send(first)
             count = fill(pair.link)
             for index, priority in enumerate([0, 5, 0]):
@@ -572,7 +572,7 @@ def test_a_peer_that_is_gone_has_its_last_words_read_whatever_else_fails(plain):
             pair.other.send([CREDIT, 1, 1])
             pair.other.ring_bell()
             pair.words[pair.other._far] = 1  # as if the peer had died at rest: its bell cannot be rung
-            pair.other._owes_bell = True
+            pair.other.owes_bell = True
             pair.other.ring_bell()
             await pair.ended()
             assert len(pair.heard.frames) == 2

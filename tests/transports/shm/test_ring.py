@@ -11,6 +11,7 @@ from kfcomm.transports.shm.ring import ALIGN_NBYTES, HEAD_NBYTES, RECORD, SLACK_
 NBYTES = 1 << 12
 TAIL, HEAD = 0, 1
 MAX = (1 << 64) - 1
+ALL = NBYTES
 
 
 class Ring:
@@ -22,7 +23,7 @@ class Ring:
 
     def read(self):
         """What the next record says, or None."""
-        had_news, taken = self.reader.has_news, self.records(1)
+        had_news, taken = self.control[TAIL] != self.reader.head, self.records(1)
         assert had_news == bool(taken)
         return (taken[0][0][1], taken[0][0][2], taken[0][0][3:], taken[0][1]) if taken else None
 
@@ -32,9 +33,11 @@ class Ring:
 
         def take(record, payload):
             taken.append((record, None if payload is None else bytes(payload)))
-            return True
+            self.reader.is_open = len(taken) < limit
 
-        self.reader.read(limit, take)
+        self.reader.is_open = True
+        self.reader.take_chunk = lambda header, payload: take((0, 0, len(payload), *header), payload)
+        self.reader.read(ALL, take)
         return taken
 
 
@@ -95,13 +98,13 @@ def test_a_record_is_done_with_when_it_was_taken_whoever_stops_or_fails():
     for number in range(6):
         ring.writer.put(header(number), 1, 0, None)
     freed = []
-    ring.reader.read(3, lambda record, payload: freed.append(ring.control[HEAD]) or True)
+    ring.reader.read(2 * 128 + 1, lambda record, payload: freed.append(ring.control[HEAD]))
     assert freed == [0, 128, 256]
     assert ring.control[HEAD] == 3 * 128
-    ring.reader.read(2, lambda record, payload: False)
+    ring.reader.read(ALL, lambda record, payload: setattr(ring.reader, "is_open", False))
     assert ring.control[HEAD] == 4 * 128
     with pytest.raises(ZeroDivisionError):
-        ring.reader.read(2, lambda record, payload: 1 / 0)
+        ring.reader.read(ALL, lambda record, payload: 1 / 0)
     assert [record[4] for record, _ in ring.records(2)] == [5]
     assert ring.control[HEAD] == 6 * 128
     assert ring.writer.is_empty

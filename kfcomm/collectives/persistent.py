@@ -1,0 +1,206 @@
+"""Persistent collectives: the arguments are given once, and each start exchanges what the arrays hold then.
+
+MPI has them as ``MPI_Allreduce_init`` and the like (MPI 4.0, 6.13; 3.9 for messages). Here a start is a call of the
+verb, under the same name: other ranks may make that call themselves. What is saved is what the calls have in common:
+where the name is compiled, a start looks nothing up and checks no argument; where it is not, a start is the verb.
+
+Invariants: at most one use is in flight; a start that is refused leaves it alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast
+
+import numpy as np
+
+from kfcomm.collectives.compiled import COMPILABLE, NO_ARRAY, Arguments, Compiled, Use
+from kfcomm.collectives.handle import Handle, named
+from kfcomm.collectives.monitored import Monitored
+from kfcomm.errors import ConfigError
+from kfcomm.types import Verb
+
+if TYPE_CHECKING:
+    from kfcomm.runtime.operation import Operation
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class PersistentCollective(Generic[T]):
+    """A collective, or a message, to be begun again and again with the same arrays: what ``*_init`` methods return.
+
+    ::
+
+        exchange = comm.all_reduce_init(gradient, name="grad", out=gradient)
+        for step in range(1000):
+            ...                      # fill the gradient
+            await exchange.start()
+
+    Each start is one use of the name, as a call of the verb would be, with what the arrays hold then; they are not to
+    be modified before it is over. On other ranks it meets starts and plain calls alike. After a failure, or a
+    cancellation, it can be started again. Use it on the event loop of its communicator only.
+
+    Attributes:
+        name: of the collective; None for one that takes the group's next number at each start, and for messages.
+
+    Cost: a start checks no arguments and looks nothing up if ``x`` is a contiguous NumPy array, with ``out`` (if it is
+        given) another one or ``x``, and without a timeout, a priority or a ``wire_dtype``, in a verb whose shapes every
+        rank knows by itself; else it costs what the verb does. With ``out`` nothing is allocated.
+    """
+
+    __slots__ = ("_among", "_call", "_group", "_latest", "_new_handle", "_title", "_use", "_used", "name")
+
+    def __init__(self, comm: Monitored, verb: Callable[..., Handle[T]], given: inspect.BoundArguments) -> None:
+        arguments = given.arguments
+        self.name: str | None = arguments.get("name")
+        self._group = comm._group
+        self._title = verb.__name__ if self.name is None else f"{verb.__name__} {self.name!r}"
+        self._call: Callable[[], Handle[T]] = partial(verb, *given.args, **given.kwargs)
+        self._used = _used(verb.__name__, arguments)
+        self._use: Use | None = None
+        self._among: dict[str | None, Compiled] = {}
+        """Where the use was found: it holds for as long as the group has that dictionary."""
+        self._new_handle: Callable[[], Handle[T] | None] = partial(Handle, loop=comm._group.engine.loop)
+        """Makes None for a caller who looks at the operation itself, as in ``kfcomm.sync``."""
+        self._latest: Handle[T] | Operation | None = None
+
+    def __repr__(self) -> str:
+        state = "never started" if self._latest is None else "in flight" if not self.done() else "over"
+        return f"<PersistentCollective {self._title}, {state}>"
+
+    def start(self) -> Self:
+        """Begin the next use, at this place in the program; returns itself, to be awaited.
+
+        Raises:
+            ConfigError: the latest start is still in flight, and goes on; the other ranks notice nothing.
+            SessionClosed: the communicator is closed.
+        """
+        latest = self._latest
+        if latest is not None and not latest.done():
+            raise ConfigError(f"{self._title} is still in flight: wait for it, or cancel it, and start it then")
+        use = self._use
+        if use is not None and self._among is self._group.compiled:
+            handle = self._new_handle()
+            operation = use.start(handle)
+            if operation is not None:
+                self._latest = operation if handle is None else named(handle, operation)
+                return self
+        self._latest = self._call()
+        if self._used is not None:
+            self._among = self._group.compiled
+            compiled = self._among.get(self.name)
+            self._use = None if compiled is None else compiled.use(*self._used)
+        return self
+
+    @property
+    def _started(self) -> Handle[T] | Operation:
+        """The latest start.
+
+        Raises:
+            ConfigError: there was none.
+        """
+        if self._latest is None:
+            raise ConfigError(f"{self._title} was never started")
+        return self._latest
+
+    def __await__(self) -> Generator[Any, None, T]:
+        latest = self._latest  # not `_started`: a call less
+        return cast("Handle[T]", self._started if latest is None else latest).__await__()
+
+    def done(self) -> bool:
+        """Whether nothing is in flight: the latest start is over, or there was none (as ``MPI_Test`` has it)."""
+        return self._latest is None or self._latest.done()
+
+    def result(self) -> T:
+        """The result of the latest start.
+
+        Raises:
+            ConfigError: it was never started.
+            asyncio.InvalidStateError: it is still in flight.
+            CollectiveError, asyncio.CancelledError: it has failed, or was cancelled.
+        """
+        return cast("T", self._started.result())
+
+    def cancel(self) -> bool:
+        """End the latest start on every rank where it is not complete; False if nothing is in flight."""
+        return self._latest is not None and self._latest.cancel()
+
+
+def _used(verb: str, given: dict[str, Any]) -> tuple[Any, Arguments, Any] | None:
+    """What a compiled name has to be asked for; None if the verb itself is always called."""
+    if verb not in COMPILABLE or given["timeout"] is not None or given["priority"]:
+        return None
+    if any(given.get(option) for option in ("concat", "wire_dtype")) or given.get("stream") is not None:
+        return None
+    x = given.get("x", NO_ARRAY)
+    arguments: Arguments = (Verb(verb),)
+    if "op" in given:
+        arguments += (given["op"],)
+    if "root" in given:
+        arguments += (type(given["root"]), given["root"])
+    return (x, arguments, given.get("out")) if type(x) is np.ndarray else None
+
+
+def persistent(
+    verb: Callable[Concatenate[Monitored, P], Handle[T]],
+) -> Callable[Concatenate[Monitored, P], PersistentCollective[T]]:
+    """The ``*_init`` method of a verb, with its parameters."""
+    signature = inspect.signature(verb)
+
+    def init(self: Monitored, /, *args: P.args, **kwargs: P.kwargs) -> PersistentCollective[T]:
+        from kfcomm.collectives.rehearsal import rehearse
+
+        given = signature.bind(self, *args, **kwargs)
+        rehearse(self, verb, *args, **kwargs)
+        given.apply_defaults()
+        return PersistentCollective(self, verb, given)
+
+    init.__name__ = f"{verb.__name__}_init"
+    init.__qualname__ = f"Persistent.{init.__name__}"
+    init.__doc__ = f"""Prepare a ``{verb.__name__}``, to be started again and again; nothing is begun yet.
+
+The arguments are checked here, and what is wrong with them is raised here; the other ranks are not told. Returns a
+``PersistentCollective``, each start of which is one call of the verb. That says:
+
+{inspect.getdoc(verb)}"""
+    init.__dict__["__signature__"] = signature.replace(return_annotation=PersistentCollective.__name__)
+    return init
+
+
+class Persistent(Monitored):
+    """The persistent form of every verb that has one in MPI, of those that are made of them, and all other verbs.
+
+    Verbs for objects have none: objects are packed anew at each call, so that there is nothing to prepare.
+    """
+
+    all_reduce_init = persistent(Monitored.all_reduce)
+    """Prepare an ``all_reduce``."""
+    all_reduce_many_init = persistent(Monitored.all_reduce_many)
+    """Prepare an ``all_reduce_many``; each start takes the arrays that the mapping holds then."""
+    monitored_all_reduce_init = persistent(Monitored.monitored_all_reduce)
+    """Prepare a ``monitored_all_reduce``."""
+    reduce_init = persistent(Monitored.reduce)
+    """Prepare a ``reduce``."""
+    broadcast_init = persistent(Monitored.broadcast)
+    """Prepare a ``broadcast``."""
+    gather_init = persistent(Monitored.gather)
+    """Prepare a ``gather``."""
+    all_gather_init = persistent(Monitored.all_gather)
+    """Prepare an ``all_gather``."""
+    scatter_init = persistent(Monitored.scatter)
+    """Prepare a ``scatter``."""
+    reduce_scatter_init = persistent(Monitored.reduce_scatter)
+    """Prepare a ``reduce_scatter``."""
+    all_to_all_init = persistent(Monitored.all_to_all)
+    """Prepare an ``all_to_all``."""
+    barrier_init = persistent(Monitored.barrier)
+    """Prepare a ``barrier``."""
+    consensus_init = persistent(Monitored.consensus)
+    """Prepare a ``consensus``."""
+    send_init = persistent(Monitored.send)
+    """Prepare a ``send``; each start sends one message."""
+    recv_init = persistent(Monitored.recv)
+    """Prepare a ``recv``; each start receives the next message."""

@@ -1,0 +1,141 @@
+"""Persistent collectives for programs without an event loop."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+
+from kfcomm.collectives.handle import Handle
+from kfcomm.errors import CollectiveAborted
+
+if TYPE_CHECKING:
+    from kfcomm.collectives.persistent import PersistentCollective as Inner
+    from kfcomm.runtime.operation import Operation
+    from kfcomm.session import Session
+    from kfcomm.sync.driver import Driver
+
+T = TypeVar("T")
+
+
+class _Cancellable(Generic[T]):
+    """A handle that another thread may cancel: the driver takes asyncio's ``CancelledError`` for an interrupt."""
+
+    def __init__(self, handle: Handle[T]) -> None:
+        self.done = handle.done
+        self.cancel = handle.cancel
+        self._handle = handle
+
+    def result(self) -> T:
+        """What the caller gets, once it is over."""
+        if self._handle.cancelled():
+            raise concurrent.futures.CancelledError
+        return self._handle.result()
+
+
+class PersistentCollective(Generic[T]):
+    """A collective, or a message, to be begun again and again with the same arrays: what ``*_init`` methods return.
+
+    ::
+
+        exchange = comm.all_reduce_init(gradient, name="grad", out=gradient)
+        for step in range(1000):
+            ...                      # fill the gradient
+            exchange.start()
+            ...                      # compute
+            exchange.wait()
+
+    As ``kfcomm.PersistentCollective``, from any thread. After ``start`` the I/O thread drives what is in flight, until
+    somebody waits; ``run`` starts and waits in one, without it.
+    """
+
+    __slots__ = ("_driver", "_inner", "_session", "_unwanted")
+
+    def __init__(self, driver: Driver, session: Session, inner: Inner[T]) -> None:
+        self._driver = driver
+        self._session = session
+        self._inner = inner
+        inner._new_handle = NoneType  # whoever waits looks at the operation itself
+        self._unwanted: Handle[T] | Operation | None = None
+
+    def __repr__(self) -> str:
+        return repr(self._inner)
+
+    @property
+    def name(self) -> str | None:
+        """Of the collective; None for one that takes the group's next number at each start, and for messages."""
+        return self._inner.name
+
+    def start(self) -> Self:
+        """Begin the next use, at this place in the program; returns itself, to be waited for.
+
+        Raises:
+            ConfigError: the latest start is still in flight, and goes on; the other ranks notice nothing.
+            SessionClosed: the communicator is closed, or belongs to the parent process.
+        """
+        self._driver.run(self._inner.start, self._session)
+        return self
+
+    def run(self) -> T:
+        """Start the next use, wait for its result and return it, as a blocking verb does.
+
+        Raises:
+            ConfigError, SessionClosed: see ``start``.
+            WouldDeadlock, concurrent.futures.CancelledError, CollectiveError: see ``wait``.
+
+        Cost: less than ``start`` and ``wait`` one after the other: the I/O thread is not woken in between.
+        """
+        try:
+            outcome: T = self._driver.call(self._start_here, self._session)
+        except CollectiveAborted:
+            if self._inner._latest is not self._unwanted:
+                raise
+            raise concurrent.futures.CancelledError from None
+        return outcome
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Wait for the result of the latest start and return it; an interruption (Ctrl-C) cancels that one.
+
+        Args:
+            timeout: seconds to wait here; the collective goes on after them. None: as long as the collective's
+                own timeout lets it.
+
+        Raises:
+            ConfigError: it was never started.
+            TimeoutError: it is not done yet, and has not failed.
+            WouldDeadlock: it is not done, and the caller is the I/O thread.
+            concurrent.futures.CancelledError: it was cancelled by ``cancel()`` here.
+            CollectiveError: it failed; as from the async verb.
+        """
+        latest: Any = self._inner._started
+        if not latest.done() and not self._driver.wait(latest, timeout, self._session):
+            raise TimeoutError(f"not done within {timeout} s; it goes on")
+        if latest is self._unwanted:
+            raise concurrent.futures.CancelledError
+        outcome: T = _Cancellable(latest).result() if isinstance(latest, Handle) else latest.result()
+        return outcome
+
+    def result(self, timeout: float | None = None) -> T:
+        """The same as ``wait``."""
+        return self.wait(timeout)
+
+    def done(self) -> bool:
+        """Whether nothing is in flight: the latest start is over, or there was none."""
+        return self._inner.done()
+
+    def cancel(self) -> bool:
+        """End the latest start on every rank where it is not complete; False if nothing is in flight.
+
+        Returns once nothing reads its arrays.
+        """
+        return self._driver.run(self._cancel_here, self._session)
+
+    def _start_here(self) -> Any:
+        latest = self._inner.start()._latest
+        return _Cancellable(latest) if isinstance(latest, Handle) else latest
+
+    def _cancel_here(self) -> bool:
+        if not self._inner.cancel():
+            return False
+        self._unwanted = self._inner._started
+        return True

@@ -1,0 +1,104 @@
+"""Persistent collectives of device memory: each start is a call of the verb, with what the memory holds then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kfcomm.errors import ConfigError
+from kfcomm.testing import FakeArray
+from tests.collectives.on_device.worlds import device_world
+from tests.conformance.worlds import everywhere, on_loop
+
+SIZE = 4
+BASE = np.arange(12, dtype=np.float32).reshape(4, 3)
+ALL = [BASE + rank for rank in range(SIZE)]
+SUM = sum(ALL)
+
+Call = Callable[[Any, Any], Any]
+VERBS: dict[str, tuple[Call, list[Any]]] = {
+    "all_reduce": (lambda c, x: c.all_reduce_init(x, "k"), [SUM] * SIZE),
+    "unnamed": (lambda c, x: c.all_reduce_init(x), [SUM] * SIZE),
+    "monitored": (lambda c, x: c.monitored_all_reduce_init(x, "k"), [SUM] * SIZE),
+    "many": (lambda c, x: c.all_reduce_many_init({"k": x}), [{"k": SUM}] * SIZE),
+    "reduce": (lambda c, x: c.reduce_init(x, 1, "k", op="max"), [None, ALL[3], None, None]),
+    "broadcast": (lambda c, x: c.broadcast_init(x, 2, "k"), [ALL[2]] * SIZE),
+    "all_gather": (lambda c, x: c.all_gather_init(x, "k"), [np.stack(ALL)] * SIZE),
+    "all_gather, joined": (lambda c, x: c.all_gather_init(x, "k", concat=True), [np.concatenate(ALL)] * SIZE),
+    "gather": (lambda c, x: c.gather_init(x, 3, "k"), [None, None, None, np.stack(ALL)]),
+    "scatter": (lambda c, x: c.scatter_init(x, 0, "k"), [BASE[rank : rank + 1] for rank in range(SIZE)]),
+    "reduce_scatter": (lambda c, x: c.reduce_scatter_init(x, "k"), [SUM[rank : rank + 1] for rank in range(SIZE)]),
+    "all_to_all": (
+        lambda c, x: c.all_to_all_init(x, "k"),
+        [np.stack([one[rank] for one in ALL]) for rank in range(SIZE)],
+    ),
+}
+
+
+def on_host(result: Any) -> Any:
+    if isinstance(result, dict):
+        return {name: on_host(one) for name, one in result.items()}
+    return result.get() if isinstance(result, FakeArray) else result
+
+
+@pytest.mark.parametrize("backend", ["fake", ""])
+@pytest.mark.parametrize("verb", VERBS)
+@on_loop
+async def test_every_verb(verb: str, backend: str) -> None:
+    prepare, expected = VERBS[verb]
+    async with device_world(SIZE, backend=backend) as world:
+        prepared = [prepare(comm, world.array(comm, ALL[comm.rank])) for comm in world.comms]
+        for _ in range(3):
+            results = await everywhere(world.comms, lambda comm: prepared[comm.rank].start())
+            await everywhere(world.comms, lambda comm: comm.synchronize())
+            for result, wanted in zip(results, expected, strict=True):
+                np.testing.assert_equal(on_host(result), wanted)
+
+
+@pytest.mark.parametrize("backend", ["fake", ""])
+@on_loop
+async def test_in_place_each_start_goes_on_from_the_last_result(backend: str) -> None:
+    async with device_world(SIZE, backend=backend) as world:
+        xs = [world.array(comm, BASE) for comm in world.comms]
+        prepared = [comm.all_reduce_init(xs[comm.rank], "k", out=xs[comm.rank]) for comm in world.comms]
+        for number in range(1, 4):
+            results = await everywhere(world.comms, lambda comm: prepared[comm.rank].start())
+            await everywhere(world.comms, lambda comm: comm.synchronize())
+            for result, x in zip(results, xs, strict=True):
+                assert result is x
+                np.testing.assert_array_equal(x.get(), BASE * SIZE**number)
+
+
+@on_loop
+async def test_messages() -> None:
+    async with device_world(2) as world:
+        first, second = world.comms
+        sent, received = first.send_init(world.array(first, BASE), 1, "t"), second.recv_init(0, "t")
+        for _ in range(3):
+            sent.start()
+            np.testing.assert_array_equal(await received.start(), BASE)
+            await sent
+
+
+@pytest.mark.parametrize(
+    ("verb", "options", "message"),
+    [
+        ("all_reduce", {"wire_dtype": "float16"}, "wire_dtype is for arrays in host memory"),
+        ("all_reduce", {"op": "xor"}, "xor"),
+        ("all_reduce", {"out": np.empty((4, 3), np.float32)}, "is no array in the memory of a device"),
+        ("reduce", {"root": 4}, "not a rank"),
+        ("all_to_all", {"name": ""}, "a name is"),
+        ("all_reduce_many", {"op": "xor"}, "xor"),
+    ],
+)
+@on_loop
+async def test_arguments_are_checked_when_it_is_prepared(verb: str, options: dict[str, Any], message: str) -> None:
+    async with device_world(SIZE) as world:
+        comm = world.comms[0]
+        x = world.array(comm, BASE)
+        with pytest.raises(ConfigError, match=message):
+            getattr(comm, f"{verb}_init")({"k": x} if verb == "all_reduce_many" else x, **options)
+        await world.works("k")

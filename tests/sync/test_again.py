@@ -1,0 +1,78 @@
+"""Blocking calls like the one before: every verb that can be compiled, in every form of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kfcomm.errors import ConfigError
+from kfcomm.sync import Communicator
+from kfcomm.sync.driver import Driver
+from kfcomm.testing import run_threads, sync_world
+from tests.conformance.worlds import same_bits
+
+SIZE, ROOT = 2, 1
+XS = [np.arange(8, dtype=np.float32).reshape(4, 2) * (rank + 1) for rank in range(SIZE)]
+SUM = XS[0] + XS[1]
+STACKED = np.stack(XS)
+SHARED = np.concatenate
+
+CALLS: dict[str, tuple[Callable[[Communicator, Any], Any], list[Any]]] = {
+    "all_reduce": (lambda comm, x: comm.all_reduce(x, "x"), [SUM, SUM]),
+    "all_reduce, op": (lambda comm, x: comm.all_reduce(x, name="x", op="max"), [XS[1], XS[1]]),
+    "reduce": (lambda comm, x: comm.reduce(x, ROOT, "x"), [None, SUM]),
+    "reduce, op": (lambda comm, x: comm.reduce(x, root=ROOT, name="x", op="min"), [None, XS[0]]),
+    "broadcast": (lambda comm, x: comm.broadcast(x, ROOT, "x"), [XS[1], XS[1]]),
+    "gather": (lambda comm, x: comm.gather(x, ROOT, name="x"), [None, STACKED]),
+    "all_gather": (lambda comm, x: comm.all_gather(x, "x"), [STACKED, STACKED]),
+    "reduce_scatter": (lambda comm, x: comm.reduce_scatter(x, "x"), [SUM[:2], SUM[2:]]),
+    "all_to_all": (lambda comm, x: comm.all_to_all(x, "x"), [SHARED([x[:2] for x in XS]), SHARED([x[2:] for x in XS])]),
+    "barrier": (lambda comm, x: comm.barrier("x"), [None, None]),
+    "out": (lambda comm, x: comm.all_gather(x, "x", out=np.empty_like(STACKED)), [STACKED, STACKED]),
+    "in place": (lambda comm, x: comm.all_reduce(y := x.copy(), "x", out=y), [SUM, SUM]),
+}
+
+
+def assert_right(result: Any, wanted: Any) -> None:
+    assert result is None if wanted is None else same_bits(result, wanted)
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_a_call_like_the_one_before_goes_the_short_way(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, wanted = CALLS[case]
+
+    def never(*_: Any) -> Any:
+        raise AssertionError("this call goes the long way")
+
+    with sync_world(SIZE) as comms:
+        for number in range(4):
+            if number == 1:
+                monkeypatch.setattr(Driver, "call", never)
+            results = run_threads(comms, lambda comm: call(comm, XS[comm.rank]))
+            for result, one in zip(results, wanted, strict=True):
+                assert_right(result, one)
+
+
+def test_calls_of_all_kinds_under_one_name_and_none() -> None:
+    with sync_world(SIZE) as comms:
+        for case in [*CALLS, *reversed(CALLS)]:
+            call, wanted = CALLS[case]
+            for _ in range(2):
+                results = run_threads(comms, lambda comm, call=call: call(comm, XS[comm.rank]))
+                for result, one in zip(results, wanted, strict=True):
+                    assert_right(result, one)
+
+
+def test_what_cannot_be_is_refused_each_time() -> None:
+    with sync_world(1) as comms:
+        for _ in range(3):
+            comms[0].reduce(XS[0], 0, "x")
+            with pytest.raises(ConfigError, match="not a rank"):
+                comms[0].reduce(XS[0], 0.0, "x")  # type: ignore[arg-type]
+            with pytest.raises(ConfigError, match="has shape"):
+                comms[0].reduce(XS[0], 0, "x", out=np.empty(3, np.float32))
+            with pytest.raises(ConfigError, match="timeout"):
+                comms[0].barrier("x", timeout=-1)
