@@ -11,6 +11,7 @@ other programs run, processor time is the figure to look at.
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import os
 import resource
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 MARK = "startup of a rank: "
@@ -92,6 +94,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="7 by default, after one that does not count")
     parser.add_argument("--against", metavar="COMMAND", help="another command, run by turns with the job")
     options = parser.parse_args()
+    compileall.compile_dir(Path(__file__).parent.parent / "kfcomm", quiet=2)  # as it is installed
     job(options.num_ranks)
     found: list[dict[str, float]] = []
     others: list[Whole] = []
