@@ -57,7 +57,9 @@ def floor(title: str, contender: str, minimum: float | None = None, aim: float |
 
 EVERY = (Mode.ONE, Mode.ALL, Mode.BUCKETS, Mode.VIEWS)
 FUSED = (Mode.BUCKETS, Mode.VIEWS)
-OURS, BLOCKING, OURS_TCP = Entry("kfcomm"), Entry("kfcomm-blocking"), Entry("kfcomm-tcp")
+OURS, BLOCKING = Entry("kfcomm"), Entry("kfcomm-blocking")
+OURS_TCP, BLOCKING_TCP = Entry("kfcomm-tcp"), Entry("kfcomm-tcp-blocking")
+BLOCKING_ALL_TCP = Entry("kfcomm-tcp-blocking", Mode.ALL)
 ALL, ALL_TCP, MANY = Entry("kfcomm", Mode.ALL), Entry("kfcomm-tcp", Mode.ALL), Entry("kfcomm", Mode.MANY)
 GLOO, OPENMPI, MPICH = "Gloo", "Open MPI shared memory", "MPICH shared memory"
 BUCKETS = "Gloo in 25 MB buckets"
@@ -93,7 +95,7 @@ ROWS = (
         WORKS["1KiB"],
         4,
         BLOCKING,
-        (rival(GLOO, "gloo", 60, 60), rival(OPENMPI, "openmpi", 0.25, 1), rival(MPICH, "mpich")),
+        (rival(GLOO, "gloo", 60, 60), rival(OPENMPI, "openmpi", 0.2, 0.35), rival(MPICH, "mpich")),
         QUOTED,
     ),
     Row(
@@ -130,8 +132,8 @@ ROWS = (
         4,
         ALL,
         (
-            best_of(BUCKETS, "gloo", FUSED, 4, 6),
-            best_of("Open MPI shared memory, best mode", "openmpi", EVERY, 1.2, 2),
+            best_of(BUCKETS, "gloo", FUSED, 2, 4),
+            best_of("Open MPI shared memory, best mode", "openmpi", EVERY, 0.9, 1.1),
             floor("copy floor", "copy"),
             best_of("MPICH shared memory, best mode", "mpich", EVERY),
         ),
@@ -142,11 +144,29 @@ ROWS = (
         4,
         OURS_TCP,
         (
-            rival(GLOO, "gloo", 1.6, 2),
-            rival("Open MPI TCP", "openmpi-tcp", 1.6, 2),
-            floor("socket floor", "sockets", 0.7, 0.9),
+            rival(GLOO, "gloo", 1.25, 1.5),
+            rival("Open MPI TCP", "openmpi-tcp", 1.5, 2),
+            floor("socket floor", "sockets", 0.82, 0.9),
             rival("MPICH TCP", "mpich-tcp"),
         ),
+    ),
+    Row(
+        "TCP only, 64 MiB, blocking call",
+        WORKS["64MiB"],
+        4,
+        BLOCKING_TCP,
+        (
+            rival(GLOO, "gloo", 1.25, 1.5),
+            rival("Open MPI TCP", "openmpi-tcp", 1.5, 2),
+            floor("socket floor", "sockets", 0.82, 0.9),
+        ),
+    ),
+    Row(
+        "TCP only, 1 KiB, blocking call",
+        WORKS["1KiB"],
+        4,
+        BLOCKING_TCP,
+        (rival(GLOO, "gloo", 20, 40), rival("Open MPI TCP", "openmpi-tcp", 0.5, 1), rival("MPICH TCP", "mpich-tcp")),
     ),
     Row(
         "TCP only, ResNet-50 gradients all at once",
@@ -154,10 +174,20 @@ ROWS = (
         4,
         ALL_TCP,
         (
-            best_of(BUCKETS, "gloo", FUSED, 1.4, 2),
-            best_of("Open MPI TCP, best mode", "openmpi-tcp", EVERY, 1, 1.4),
+            best_of(BUCKETS, "gloo", FUSED, 1.1, 1.4),
+            best_of("Open MPI TCP, best mode", "openmpi-tcp", EVERY, 1.05, 1.4),
             floor("socket floor", "sockets"),
             best_of("MPICH TCP, best mode", "mpich-tcp", EVERY),
+        ),
+    ),
+    Row(
+        "TCP only, ResNet-50 gradients all at once, blocking interface",
+        WORKS["resnet50"],
+        4,
+        BLOCKING_ALL_TCP,
+        (
+            best_of(BUCKETS, "gloo", FUSED, 1.1, 1.4),
+            best_of("Open MPI TCP, best mode", "openmpi-tcp", EVERY, 1.05, 1.4),
         ),
     ),
     Row(
@@ -165,7 +195,7 @@ ROWS = (
         WORKS["10000x8"],
         4,
         ALL,
-        (best_of("Open MPI Iallreduce", "openmpi", (Mode.ALL,), 1, 3),),
+        (best_of("Open MPI Iallreduce", "openmpi", (Mode.ALL,), 1.5, 2.5),),
     ),
     Row(
         "the same through all_reduce_many",
