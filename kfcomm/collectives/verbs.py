@@ -456,11 +456,19 @@ class Verbs:
             _start(group, handle, name, array, shape, target, timeout, priority, plan, in_place, later, alike)
             return handle
 
+        is_plain = timeout is None and not priority and target is None
+
         def begin() -> None:
             if handle.cancelled():
                 handle.seq = group.refuse_now(name or UNNAMED, asyncio.CancelledError())
-            else:
-                _start(group, handle, name, array, shape, target, timeout, priority, plan, in_place, later, alike)
+                return
+            compiled = group.compiled.get(name) if is_plain else None  # of a strategy that has come again
+            if compiled is not None and alike is not None and array is not None:
+                operation = compiled.start(array.flat.reshape(array.shape), alike, None, handle)
+                if operation is not None:
+                    named(handle, operation)
+                    return
+            _start(group, handle, name, array, shape, target, timeout, priority, plan, in_place, later, alike)
 
         group.in_order(begin)
         return handle
