@@ -15,6 +15,7 @@ SAMPLE = 40
 """Places of each verb."""
 WORLDS = 12
 """How many may be used up. An interrupt that closes the communicator takes one; others take none."""
+FEW, MANY = 6, 10
 SIGNALS = 2
 
 
@@ -30,8 +31,8 @@ def assert_right(children: Nursery, transport: str, size: int, targets: Targets)
         for result in results:
             assert result.is_right, str(result)  # the first one: what hangs takes a minute to say so
             ends.append(result.end)
-    # the places are those of calls that were made just before: most of them come again
-    assert ends.count(MISSED) <= len(ends) / 2
+    # the places are those of calls that were made just before: most of them come again, of a few at least one
+    assert ends.count(MISSED) <= (len(ends) / 2 if len(ends) >= MANY else len(ends) - 1)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -43,7 +44,7 @@ def test_at_a_line(children: Nursery, transport: str) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("verb", sorted(UNNAMED))
 def test_at_a_line_of_what_has_no_name(children: Nursery, transport: str, verb: str) -> None:
-    assert_right(children, transport, 2, Targets([verb], 2, 2))
+    assert_right(children, transport, 2, Targets([verb], FEW, 2))
 
 
 def test_at_a_line_in_a_world_of_one(children: Nursery) -> None:
