@@ -246,13 +246,6 @@ class Operation(Collective):
         """The bytes of one chunk, to be read by links: a copy of them if they are few."""
         if self.is_small and source == INPUT:
             return self._in.tobytes()
-        if (
-            source == INPUT
-            and lane.num_chunks == 1
-            and 0 < self._in.nbytes <= COPIED_NBYTES
-            and lane.count == self._in.size
-        ):
-            return self._in.tobytes()
         start, stop = self._bounds(lane, index)
         if (stop - start) * self.work.item > COPIED_NBYTES:
             return self.bytes_of(lane, index, source)

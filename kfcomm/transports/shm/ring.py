@@ -168,7 +168,7 @@ class RingReader:
         control, memory, capacity = self._control, self._memory, self._nbytes
         head = self.head
         left = control[self._tail_word] - head
-        if left > capacity or left < 0:
+        if not 0 <= left <= capacity or left & (ALIGN_NBYTES - 1):
             raise RemoteProtocolError(f"a ring with {left} of {capacity} bytes to read")
         rest = max(left - limit, 0)
         try:
@@ -184,7 +184,7 @@ class RingReader:
                         raise RemoteProtocolError("a ring that goes to its start beyond its end")
                     record = _UNPACK_FROM(memory, 0)
                     size = record[0]
-                if size > left or size & (ALIGN_NBYTES - 1) or at + size > capacity:
+                if not HEAD_NBYTES <= size <= left or size & (ALIGN_NBYTES - 1) or at + size > capacity:
                     raise RemoteProtocolError(f"a record of {size} bytes, with {left} to read")
                 head += size
                 left -= size
