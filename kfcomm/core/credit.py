@@ -52,10 +52,9 @@ class SendWindow:
 
     def take(self, nbytes: int) -> bool:
         """Spend a header and ``nbytes``, if there is enough of both."""
-        left = self.nbytes - nbytes
-        if left < 0 or self.headers <= 0:
+        if nbytes > self.nbytes or self.headers <= 0:
             return False
-        self.nbytes = left
+        self.nbytes -= nbytes
         self.headers -= 1
         return True
 

@@ -305,7 +305,10 @@ class Router:
         collective = arrival.live.get(seq)
         if collective is None or collective.series is not arrival.series or collective.deferred:
             return None
-        if nbytes != (arrival.nbytes if index < arrival.last else arrival.last_nbytes) or index > arrival.last:
+        if index != arrival.last:
+            if index > arrival.last or nbytes != arrival.nbytes:
+                return None
+        elif nbytes != arrival.last_nbytes:
             return None
         charged = stamp - collective.stamp
         if charged and charged != 1:

@@ -504,20 +504,20 @@ class Engine:
         else:
             data = operation.to_send(lane, index, source)
         nbytes = len(data)
-        series, links, stamp = operation.series, self.links, operation.stamp
+        series, links = operation.series, self.links
         for to in ranks:
             peer = series.group.members[to]
             sender = links.by_peer.get(peer) or links.towards(peer)
             link, state = sender.link, sender.state
             if link is None or link.needs_flush:
                 links.dirty[sender] = None
-            charged = -1
-            if series in state.known and operation.deferred is None:
-                if operation.posted >> to & 1:
-                    charged = 0
-                elif state.window.take(nbytes):
-                    charged = 1
-            if charged < 0:
+            stamp = operation.stamp
+            is_known = series in state.known and operation.deferred is None
+            if is_known and operation.posted >> to & 1:
+                pass
+            elif is_known and state.window.take(nbytes):
+                stamp += 1
+            else:
                 effect = (SEND, operation, ranks, lane, index, phase, source, payload)
                 before, admitted = self.router.admit(state, effect, operation, to, nbytes)
                 for definition in before:
@@ -525,11 +525,10 @@ class Engine:
                 if admitted is None:
                     operation.sends += 1
                     continue
-                charged = admitted[7] - stamp
+                stamp = admitted[7]
             if self.tracer is not None:
                 self.tracer.sent(peer, operation, nbytes)
-            number = lane.number
-            header = (CHUNK, series.key_id, operation.seq, series.signature_id, number, phase, index, stamp + charged)
+            header = (CHUNK, series.key_id, operation.seq, series.signature_id, lane.number, phase, index, stamp)
             # Without payload too: who is done may block its loop or exit, so its frames must have left by then.
             if not (link or sender).send(header, data if nbytes else None, operation, operation.priority):
                 operation.sends += 1

@@ -175,7 +175,8 @@ class Operation(Collective):
         if type(payload) is not memoryview:
             payload.release(self.engine.pool)
 
-    def _done(self, effects: Effects) -> None:
+    def _end(self, effects: Effects) -> None:
+        self.finished = True
         self.engine.completed(self)
 
     # Its end, for whoever waits.

@@ -87,6 +87,7 @@ class ShmLink(ABC):
         news: where the peer counts what it has written (words, index), and what counts how much of it was read.
         is_restless: it is to be polled also without news, until a look has found nothing left to do.
         owes_bell: the peer may sleep over something that was stored.
+        is_closing: this side has said goodbye, or is about to, or the link has ended.
     """
 
     kind = "shm"
@@ -115,11 +116,11 @@ class ShmLink(ABC):
         self._fence = fence()
         self.owes_bell = False
         self._bell_looks = 0
-        self._closing = self._said_bye = self._heard_bye = False
+        self.is_closing = self._said_bye = self._heard_bye = False
         wire.reactor.add_reader(self._fd, self._rung)
 
     def __repr__(self) -> str:
-        now = "closed" if self._fd < 0 else "closing" if self._closing else "open"
+        now = "closed" if self._fd < 0 else "closing" if self.is_closing else "open"
         return f"<{type(self).__name__} to rank {self.peer}, {now}>"
 
     def counts(self) -> Counts:
@@ -175,11 +176,6 @@ class ShmLink(ABC):
 
     # What they have in common.
 
-    @property
-    def is_closing(self) -> bool:
-        """Whether this side has said goodbye, or the link has ended."""
-        return self._closing or self._fd < 0
-
     def flush(self) -> None:
         """See ``Link.flush``: records are in the ring already; a peer that has parked is woken."""
         if self._fd >= 0:
@@ -223,7 +219,7 @@ class ShmLink(ABC):
     @property
     def is_idle(self) -> bool:
         """Whether nothing is to be sent, a goodbye included."""
-        return not self.has_queue and (self._said_bye or not self._closing)
+        return not self.has_queue and (self._said_bye or not self.is_closing)
 
     def park(self, what: Parked) -> None:
         """From now on the peer has to wake this side; it must be polled after this, and a fence.
@@ -245,7 +241,7 @@ class ShmLink(ABC):
     def close(self) -> None:
         """See ``Link.close``."""
         if not self.is_closing:
-            self._closing = self.is_restless = True
+            self.is_closing = self.is_restless = True
             self._reactor.call_soon(self._say_bye_soon)
 
     def descriptors(self) -> tuple[int, ...]:
@@ -259,6 +255,7 @@ class ShmLink(ABC):
     def sever(self) -> None:
         """In a forked child: the link is the parent's. From now on nothing here touches its memory, or the loop."""
         self._fd = -1
+        self.is_closing = True
         self._into.close()
         self._words = memoryview(bytearray(self._words.nbytes)).cast("Q")
 
@@ -307,7 +304,7 @@ class ShmLink(ABC):
         """The peer is gone: read what it has left, and end."""
         while self._fd >= 0 and self.poll():
             pass
-        self._end_with(None if self._heard_bye or self._closing else error)
+        self._end_with(None if self._heard_bye or self.is_closing else error)
 
     def _packed(self, header: Header) -> bytes:
         return self._encode(header)[PREFIX_NBYTES:]
@@ -327,6 +324,7 @@ class ShmLink(ABC):
             return
         self._reactor.remove_reader(self._fd)
         self._fd = -1
+        self.is_closing = True
         self._into.close()
         self._let_go()
         self._sock.close()

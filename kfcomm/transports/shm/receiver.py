@@ -94,7 +94,7 @@ class ShmReceiver(ShmLink):
         try:
             if self._answers:
                 self._advance()
-            if self._closing and not self._said_bye:
+            if self.is_closing and not self._said_bye:
                 self._say_bye()
             if self._words[_FORTH_TAIL] != self._into.head:
                 try:
@@ -116,7 +116,7 @@ class ShmReceiver(ShmLink):
             raise
         if self.owes_bell and self._fd >= 0:
             self._settle_bell()
-        self.is_restless = bool(self._answers or self.owes_bell or self._closing)
+        self.is_restless = bool(self._answers or self.owes_bell or self.is_closing)
         return False
 
     def _take(self, record: tuple[Any, ...], payload: memoryview | None) -> None:

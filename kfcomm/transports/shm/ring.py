@@ -60,7 +60,7 @@ class RingWriter:
     """
 
     __slots__ = (
-        "_control", "_head", "_head_word", "_mask", "_memory", "_nbytes", "_tail", "_tail_word", "_words",
+        "_control", "_end", "_head", "_head_word", "_mask", "_memory", "_nbytes", "_tail", "_tail_word", "_words",
         "num_records", "payload_nbytes",
     )  # fmt: skip
 
@@ -72,6 +72,8 @@ class RingWriter:
         self._mask = self._nbytes - 1
         self._tail_word, self._head_word = int(tail), int(head)
         self._tail = self._head = 0
+        self._end = self._nbytes
+        """Up to here there is room in one piece, as far as is known."""
         self.num_records = self.payload_nbytes = 0
 
     def put(self, header: Header, place: int, nbytes: int, payload: memoryview | bytes | None) -> bool:
@@ -83,7 +85,7 @@ class RingWriter:
         size = PLACE_NBYTES if payload is None else (nbytes + _ROUND_UP) & -ALIGN_NBYTES
         at = self._tail & self._mask
         end = self._tail + size
-        if end - self._head > self._nbytes or at + size > self._nbytes:
+        if end > self._end:
             end = self._make_room(at, size)
             if not end:
                 return False
@@ -120,7 +122,9 @@ class RingWriter:
             return 0
         if unused:
             self._words[at >> 3] = 0
-        return self._tail + unused + size
+        start = self._tail + unused
+        self._end = min(self._head + self._nbytes, (start | self._mask) + 1)
+        return start + size
 
     def _has_room(self, nbytes: int) -> bool:
         head = self._control[self._head_word]
@@ -142,7 +146,7 @@ class RingReader:
     """
 
     __slots__ = (
-        "_control", "_head_word", "_memory", "_nbytes", "_tail_word",
+        "_control", "_head_word", "_memory", "_nbytes", "_no_size", "_tail_word",
         "head", "is_open", "num_records", "payload_nbytes", "take_chunk",
     )  # fmt: skip
 
@@ -150,6 +154,8 @@ class RingReader:
         self._memory = memory
         self._control = control
         self._nbytes = len(memory) - SLACK_NBYTES
+        self._no_size = ~(2 * self._nbytes - ALIGN_NBYTES)
+        """Bits that no number of bytes to be read has."""
         self._tail_word, self._head_word = int(tail), int(head)
         self.head = 0
         self.is_open = True
@@ -165,12 +171,12 @@ class RingReader:
         Raises:
             RemoteProtocolError: the writer does not keep to the form.
         """
-        control, memory, capacity = self._control, self._memory, self._nbytes
+        control, memory, capacity, no_size = self._control, self._memory, self._nbytes, self._no_size
         head = self.head
         left = control[self._tail_word] - head
-        if not 0 <= left <= capacity or left & (ALIGN_NBYTES - 1):
+        if left & no_size or left > capacity:
             raise RemoteProtocolError(f"a ring with {left} of {capacity} bytes to read")
-        rest = max(left - limit, 0)
+        rest = left - limit if left > limit else 0
         try:
             while left > rest:
                 at = head & (capacity - 1)
@@ -184,7 +190,7 @@ class RingReader:
                         raise RemoteProtocolError("a ring that goes to its start beyond its end")
                     record = _UNPACK_FROM(memory, 0)
                     size = record[0]
-                if not HEAD_NBYTES <= size <= left or size & (ALIGN_NBYTES - 1) or at + size > capacity:
+                if size > left or size < PLACE_NBYTES or size & no_size or at + size > capacity:
                     raise RemoteProtocolError(f"a record of {size} bytes, with {left} to read")
                 head += size
                 left -= size

@@ -71,7 +71,7 @@ class ShmSender(ShmLink):
         Raises:
             LocalProtocolError: the payload is larger than a slab.
         """
-        if self._closing or self._fd < 0:
+        if self.is_closing:
             return True
         if header[0] != _CHUNK:
             self._say(header)
@@ -153,7 +153,7 @@ class ShmSender(ShmLink):
                 before = len(self._waiting)
                 self._advance()
                 moved = moved or len(self._waiting) != before
-            if self._closing and not self._said_bye:
+            if self.is_closing and not self._said_bye:
                 self._say_bye()
         except RemoteProtocolError as error:
             self._end_with(error)
@@ -163,7 +163,7 @@ class ShmSender(ShmLink):
             raise
         if self.owes_bell and self._fd >= 0:
             self._settle_bell()
-        self.is_restless = bool(self._pieces or self._waiting or self.owes_bell or self._closing)
+        self.is_restless = bool(self._pieces or self._waiting or self.owes_bell or self.is_closing)
         return moved
 
     @property
