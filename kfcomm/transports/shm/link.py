@@ -43,9 +43,11 @@ class Keeper(Protocol):
 
     Attributes:
         is_awake: it looks at every link again soon.
+        restless: those that are to be polled also without news, until a look finds nothing left to do.
     """
 
     is_awake: bool
+    restless: set[ShmLink]
 
     @property
     def is_waiting(self) -> bool:
@@ -85,7 +87,6 @@ class ShmLink(ABC):
     Attributes:
         peer, state: see ``transports.base.Link``.
         news: where the peer counts what it has written (words, index), and what counts how much of it was read.
-        is_restless: it is to be polled also without news, until a look has found nothing left to do.
         owes_bell: the peer may sleep over something that was stored.
         is_closing: this side has said goodbye, or is about to, or the link has ended.
     """
@@ -110,8 +111,8 @@ class ShmLink(ABC):
         self._out, self._into = rings
         self._shown_nbytes = 0
         self.news = (self._words, int(self._tail), self._into)
-        self.is_restless = False
         self._keeper = wire.keeper
+        self._restless = wire.keeper.restless
         self._encode = make_encoder()
         self._fence = fence()
         self.owes_bell = False
@@ -203,7 +204,7 @@ class ShmLink(ABC):
             self.owes_bell = False
         elif self._bell_looks < _BELL_AFTER_LOOKS and self._keeper.is_awake and self._keeper.is_waiting:
             self._bell_looks += 1
-            self.is_restless = True
+            self._restless.add(self)
             return
         else:
             self.ring_bell()
@@ -241,7 +242,8 @@ class ShmLink(ABC):
     def close(self) -> None:
         """See ``Link.close``."""
         if not self.is_closing:
-            self.is_closing = self.is_restless = True
+            self.is_closing = True
+            self._restless.add(self)
             self._reactor.call_soon(self._say_bye_soon)
 
     def descriptors(self) -> tuple[int, ...]:

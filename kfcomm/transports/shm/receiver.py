@@ -49,7 +49,8 @@ class ShmReceiver(ShmLink):
             if self._answers or not self._out.put_encoded(data):
                 self._answers.append(data)
                 self._keeper.wake()
-            self.owes_bell = self.is_restless = True
+            self.owes_bell = True
+            self._restless.add(self)
         except RemoteProtocolError as error:
             self._end_with(error)
         return True
@@ -116,7 +117,8 @@ class ShmReceiver(ShmLink):
             raise
         if self.owes_bell and self._fd >= 0:
             self._settle_bell()
-        self.is_restless = bool(self._answers or self.owes_bell or self.is_closing)
+        if not (self._answers or self.owes_bell or self.is_closing):
+            self._restless.discard(self)
         return False
 
     def _take(self, record: tuple[Any, ...], payload: memoryview | None) -> None:

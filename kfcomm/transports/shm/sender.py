@@ -91,15 +91,16 @@ class ShmSender(ShmLink):
             with self._fence:
                 pass
             if self._words[_RECEIVER_PARKED]:
-                self.owes_bell = self.is_restless = True
+                self.owes_bell = True
+                self._restless.add(self)
             elif self._pieces:
-                self.is_restless = True
+                self._restless.add(self)
             return True
         if payload is not None and self._arena.is_reserved(payload):
             payload = memoryview(bytes(payload))
         heapq.heappush(self._waiting, (-2 * priority - header[5], next(self._numbers), header, payload, owner))
         self._stuck = None
-        self.is_restless = True
+        self._restless.add(self)
         self._keeper.wake()
         return False
 
@@ -163,7 +164,8 @@ class ShmSender(ShmLink):
             raise
         if self.owes_bell and self._fd >= 0:
             self._settle_bell()
-        self.is_restless = bool(self._pieces or self._waiting or self.owes_bell or self.is_closing)
+        if not (self._pieces or self._waiting or self.owes_bell or self.is_closing):
+            self._restless.discard(self)
         return moved
 
     @property
@@ -186,7 +188,8 @@ class ShmSender(ShmLink):
         except RemoteProtocolError as error:
             self._end_with(error)
             return
-        self.owes_bell = self.is_restless = True
+        self.owes_bell = True
+        self._restless.add(self)
 
     def _hold_all_behind(self) -> None:
         """What comes later overtakes nothing of what waits now: a number gets another meaning."""
