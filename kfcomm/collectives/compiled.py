@@ -77,7 +77,7 @@ class Compiled(ABC):
     """
 
     __slots__ = (
-        "_arguments", "engine", "first_s", "group", "is_small", "is_whole", "series", "timeout_s", "work",
+        "_arguments", "engine", "first_s", "group", "is_small", "is_whole", "nbytes", "series", "timeout_s", "work",
     )  # fmt: skip
 
     def __init__(self, group: Group, name: str | None, arguments: Arguments, plan: Plan) -> None:
@@ -88,6 +88,7 @@ class Compiled(ABC):
         self.timeout_s = group.timeout_s
         self.first_s = first_due_s(group.timeout_s, group.engine.deadlines.stall_after_s)
         self.is_small = False
+        self.nbytes = 0
         self.is_whole = plan.program.num_slots == 1 and plan.work.is_partial_shared
         self._arguments = _shared(arguments)
 
@@ -142,6 +143,7 @@ class CompiledName(Compiled):
     ) -> None:  # fmt: skip
         super().__init__(group, name, arguments, plan)
         nbytes = dtype.itemsize * math.prod(shape)
+        self.nbytes = nbytes if gets is None else dtype.itemsize * math.prod(gets) or nbytes
         self.is_small = plan.program.num_slots == 1 and 0 < nbytes <= COPIED_NBYTES
         self._dtype = dtype
         self._shape = shape
@@ -276,6 +278,7 @@ class CompiledOperation(Operation):
         self.stamp = name.group.plans.generation << 1
         self.engine = name.engine
         self.work = name.work
+        self.nbytes = name.nbytes
         self.future = future
         self._in = NO_ARRAY if source is None else source
         self._out = NO_ARRAY if result is None else result
@@ -286,8 +289,6 @@ class CompiledOperation(Operation):
 
     def start(self, effects: Effects) -> None:
         """See ``Machine.start``. It is no first use, and has no priority; if all is traced, nothing is compiled."""
-        series = self.series
-        self.engine.recorder.append((self.posted_s, "posted", series.key.name, self.seq, series.signature[0]))
         sends = self.program.first_sends
         if sends is None:
             super(Operation, self).start(effects)

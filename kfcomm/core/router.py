@@ -39,8 +39,8 @@ from kfcomm.core.collective import (
 )
 from kfcomm.core.credit import DEFAULT_CREDIT, Credit
 from kfcomm.core.frame import MAX_ID, Header, Kind
-from kfcomm.core.links import LINKS, Links, definitions
-from kfcomm.core.machine import SEND, UP, Effect, Effects
+from kfcomm.core.links import LINKS, Links
+from kfcomm.core.machine import UP, Effects
 from kfcomm.core.names import MAX_SIGNATURES, Names
 from kfcomm.core.program import Program
 from kfcomm.core.signature import Signature, describe, differing, from_wire
@@ -72,7 +72,7 @@ class Tell(IntEnum):
 
 
 ANSWER, FLOOD, FAILED, VIOLATION, EARLY, DROPPED, BROKEN = (int(tell) for tell in Tell)
-CHUNK, ASK, POSTED = int(Kind.CHUNK), int(Kind.ASK), int(Kind.POSTED)
+POSTED = int(Kind.POSTED)
 
 OVERDRAWN = "more chunks than it had credit for"
 
@@ -189,51 +189,6 @@ class Router:
         """A DONE effect was carried out: the router forgets the collective."""
         if self.live.pop(collective, 0) is None:
             del collective.key.live[collective.seq]
-
-    def admit(
-        self, outgoing: Outgoing, effect: Effect, collective: Collective, to: int, nbytes: int
-    ) -> tuple[list[Header], Header | None]:
-        """Frames for one destination of a SEND effect: definitions to send first, and the chunk's header.
-
-        None for the header holds the chunk back: a SEND of it alone comes again, through the effects of ``on_posted``,
-        when its receiver has posted.
-        """
-        _, _, _, lane, index, phase, source, payload = effect
-        series = collective.series
-        key_id, number = series.key_id, series.signature_id
-        before = [] if series in outgoing.known else definitions(outgoing, collective)
-        if collective.posted >> to & 1:
-            charged = 0
-        elif not (collective.deferred and to in collective.deferred) and outgoing.window.take(nbytes):
-            charged = 1
-        else:
-            if collective.deferred is None:
-                collective.deferred = {}
-            waiting = collective.deferred.setdefault(to, [])
-            if not waiting:
-                before.append((ASK, key_id, collective.seq, number, collective.generation))
-            waiting.append((SEND, collective, (to,), lane, index, phase, source, payload))
-            return before, None
-        stamp = collective.stamp + charged
-        return before, (CHUNK, key_id, collective.seq, number, lane.number, phase, index, stamp)
-
-    @staticmethod
-    def may_send(outgoing: Outgoing, collective: Collective, to: int, nbytes: int) -> bool:
-        """Whether ``admit`` lets a chunk of so many bytes go at once."""
-        if collective.posted >> to & 1:
-            return True
-        return not (collective.deferred and to in collective.deferred) and outgoing.window.allows(nbytes)
-
-    def announce(self, outgoing: Outgoing, collective: Collective) -> list[Header]:
-        """Frames that tell one of ``collective.unheard()`` what this rank has posted.
-
-        For a collective that has waited a while: ranks that disagree about the graph can all wait for each other
-        without a chunk between them (as two that both believe to be the root). Neighbours in a graph form one
-        piece, so if each rank announces itself to its own, at least two that differ will meet.
-        """
-        series = collective.series
-        ask = (ASK, series.key_id, collective.seq, series.signature_id, collective.generation)
-        return [*definitions(outgoing, collective), ask]
 
     def open(self, peer: int) -> tuple[Outgoing, list[Header]]:
         """The sending end of a new link to a peer, and the frames that come first on it."""

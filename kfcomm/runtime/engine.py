@@ -25,6 +25,7 @@ from kfcomm.core.frame import Header, Kind
 from kfcomm.core.machine import DOWN, PAYLOAD, RESULT, SEND, Effect, Effects
 from kfcomm.core.program import Lane, Program
 from kfcomm.core.router import ANSWER, BROKEN, DROPPED, EARLY, FAILED, FLOOD, VIOLATION, Router
+from kfcomm.core.sending import admit, announce, may_send
 from kfcomm.core.signature import Signature
 from kfcomm.errors import RemoteProtocolError, SessionClosed
 from kfcomm.runtime.buffers import BlockPool, Payload
@@ -33,7 +34,7 @@ from kfcomm.runtime.failures import error_of
 from kfcomm.runtime.link_table import LinkTable
 from kfcomm.runtime.meter import Meter
 from kfcomm.runtime.operation import Operation
-from kfcomm.runtime.recorder import Recorder
+from kfcomm.runtime.recorder import BATCH, Recorder
 from kfcomm.runtime.recovery import LinkRecovery
 from kfcomm.transports.base import Link
 from kfcomm.transports.reactor import Reactor
@@ -93,7 +94,7 @@ class Engine:
         self.rank = rank
         self.router = Router(rank, credit)
         self.is_waiting = self.router.live.__len__
-        self.recorder = Recorder()
+        self.recorder = Recorder(cast("Collection[Operation]", self.router.live), meter)
         self.tracer: Tracer | None = None
         self.meter = meter
         self.loop = loop
@@ -195,16 +196,13 @@ class Engine:
 
     def begins(self, operation: Operation) -> None:
         """An operation has its place and number; it starts now."""
-        series = operation.series
-        key = series.key
-        self.recorder.append((operation.posted_s, "posted", key.name, operation.seq, series.signature[0]))
         if self.tracer is not None:
             self.tracer.posted(operation)
         if operation.priority and not self.links.is_low_latency:
             self.links.set_low_latency()
         if not operation.seq and self.router.num_keys >= self._warn_at:
             self._warn_at *= 10
-            logger.warning(MANY_NAMES, self.rank, self.router.num_keys, key.name)
+            logger.warning(MANY_NAMES, self.rank, self.router.num_keys, operation.name)
 
     def finish(self, operation: Operation) -> None:
         """An operation that is carried out elsewhere, and has not failed, is done."""
@@ -519,7 +517,7 @@ class Engine:
                 stamp += 1
             else:
                 effect = (SEND, operation, ranks, lane, index, phase, source, payload)
-                before, admitted = self.router.admit(state, effect, operation, to, nbytes)
+                before, admitted = admit(state, effect, operation, to, nbytes)
                 for definition in before:
                     sender.send(definition)
                 if admitted is None:
@@ -536,7 +534,7 @@ class Engine:
     def reserve(self, operation: Operation, to: int, nbytes: int) -> memoryview | None:
         """Memory that the link to a group rank sends from, for a chunk that is made there and sent next."""
         sender = self.links.to(operation.group.members[to])
-        if sender.link is None or not self.router.may_send(sender.state, operation, to, nbytes):
+        if sender.link is None or not may_send(sender.state, operation, to, nbytes):
             return None
         return sender.link.reserve(nbytes, operation.priority)
 
@@ -547,14 +545,13 @@ class Engine:
 
     def completed(self, operation: Operation) -> None:
         """All that an operation had to do is done."""
-        now_s = monotonic()
-        key = operation.series.key
-        if self.meter is not None:
-            self.meter.completed(operation, now_s)
+        ended = self.recorder.ended
+        ended.append((operation.series, operation.seq, operation.posted_s, monotonic(), operation.nbytes))
+        if len(ended) >= BATCH:
+            self.recorder.settle()
         self.router.complete(operation)
         if self.deadlines.inquiries:
             self.deadlines.end(operation)
-        self.recorder.append((now_s, "completed", key.name, operation.seq, ""))
         if self.tracer is not None:
             self.tracer.ended(operation)
         if operation.future is None:
@@ -581,7 +578,7 @@ class Engine:
         self.deadlines.end(operation)
         if self.meter is not None:
             self.meter.failed(collective.group, collective.name)
-        self.recorder.note("failed", collective.name, collective.seq, cause.message)
+        self.recorder.failed(operation, cause.message)
         if self.tracer is not None:
             self.tracer.ended(operation, cause.message)
         for sender in self.links.senders():
@@ -634,7 +631,7 @@ class Engine:
             peer = collective.group.members[to]
             if peer not in self.router.lost:
                 sender = self.links.to(peer)
-                for header in self.router.announce(sender.state, collective):
+                for header in announce(sender.state, collective):
                     sender.send(header)
         self.links.flush_soon()
 

@@ -12,23 +12,20 @@ counts for itself: the sums grow faster than the clock. Chunks that came before 
 
 from __future__ import annotations
 
-from collections import deque
 from math import ceil, frexp
-from threading import Lock
 from time import monotonic
 from typing import TYPE_CHECKING, TypeAlias
 
 from kfcomm.runtime.steady import steady
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from kfcomm.core.collective import GroupView, Key
     from kfcomm.runtime.operation import Operation
 
-BATCH = 256
-"""Calls that are tallied at a time, unless somebody asks before there are so many."""
 PATIENCE_S = 1.0
+"""Of a reader, while another thread tallies."""
 MAX_KEYS = 10_000
 """Keys with a record of their own, 1 KiB each at most; what comes later is counted together."""
 REFERENCE_WEIGHT = 0.1
@@ -140,18 +137,16 @@ class Meter:
         waited_s: by world rank, for its chunks.
         throughputs: by group id, of monitored calls by name of the strategy.
         now_s: when the burst began that is being handed over; 0 between bursts.
+        settle: tells of what is complete and was not told yet, see ``Recorder.settle``; set by the recorder.
     """
 
-    __slots__ = ("_ended", "_lock", "_others", "_tallies", "now_s", "throughputs", "waited_s")
+    __slots__ = ("_others", "_tallies", "now_s", "settle", "throughputs", "waited_s")
 
     def __init__(self, size: int) -> None:
         self.waited_s = [0.0] * size
         self.throughputs: dict[bytes, dict[str, Throughput]] = {}
         self.now_s = 0.0
-        # Calls that have ended and are still to be tallied. To tally one of hundreds of keys when it ends costs three
-        # times as much as to note it here, for memory that is in no cache; many in a row cost less each.
-        self._ended: deque[tuple[Key, float, int]] = deque()
-        self._lock = Lock()
+        self.settle: Callable[..., None] = _nothing
         self._tallies: Tallies = {}
         self._others: dict[bytes, Tally] = {}
 
@@ -165,46 +160,29 @@ class Meter:
             self.waited_s[peer] += waited_s
             operation.heard_s = now_s
 
-    def completed(self, operation: Operation, now_s: float) -> None:
-        """A collective is complete."""
-        ended = self._ended
-        # as Operation.nbytes, which costs 0.1 µs more
-        nbytes = operation._out.nbytes or operation._in.nbytes
-        ended.append((operation.key, now_s - operation.posted_s, nbytes))
-        if len(ended) >= BATCH and self._lock.acquire(blocking=False):
-            self._settle()
+    def completed(self, key: Key, taken_s: float, nbytes: int) -> None:
+        """A collective is complete. On one thread at a time: see ``Recorder.settle``."""
+        tally: Tally | None = key.tally
+        if tally is None:
+            tally = key.tally = self._tally(key.group_id, key.name)
+        tally.nbytes += nbytes
+        tally.total_s += taken_s
+        bucket = frexp(taken_s**PER_OCTAVE)[1]  # as bucket_of
+        tally.buckets[bucket] = tally.buckets.get(bucket, 0) + 1
+        if taken_s > tally.max_s:
+            tally.max_s = taken_s
 
     def tallies(self) -> tuple[Tallies, dict[bytes, Tally]]:
         """What became of the calls under each key, in the order of first use; and, by group, those beyond ``MAX_KEYS``.
 
         On any thread; the tallies themselves go on.
         """
-        if self._lock.acquire(timeout=PATIENCE_S):  # a forked child may find it locked for good
-            self._settle()
+        self.settle(PATIENCE_S)
         return steady(lambda: (dict(self._tallies), dict(self._others)))
-
-    def _settle(self) -> None:
-        """Tally what has ended. With the lock, which it gives back: one thread at a time."""
-        ended = self._ended
-        try:
-            for _ in range(len(ended)):
-                key, taken_s, nbytes = ended.popleft()
-                tally: Tally | None = key.tally
-                if tally is None:
-                    tally = key.tally = self._tally(key.group_id, key.name)
-                tally.nbytes += nbytes
-                tally.total_s += taken_s
-                bucket = frexp(taken_s**PER_OCTAVE)[1]  # as bucket_of
-                tally.buckets[bucket] = tally.buckets.get(bucket, 0) + 1
-                if taken_s > tally.max_s:
-                    tally.max_s = taken_s
-        finally:
-            self._lock.release()
 
     def failed(self, group: GroupView, name: str) -> None:
         """A collective has failed on this rank, or did not begin."""
-        if self._lock.acquire(blocking=False):  # what ended before is tallied before
-            self._settle()
+        self.settle()  # what ended before is tallied before
         self._tally(group.id, name).failures += 1
 
     def throughput(self, group: GroupView, strategy: str) -> Throughput:
@@ -225,3 +203,7 @@ class Meter:
             else:
                 tally = self._others.setdefault(group_id, Tally())
         return tally
+
+
+def _nothing(_: float = 0.0) -> None:
+    """All is told."""

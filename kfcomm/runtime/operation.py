@@ -79,6 +79,7 @@ class Operation(Collective):
         engine: set when it is posted.
         is_over: it is complete or has failed.
         is_small: its input is one chunk, and sent from a copy.
+        nbytes: of the result on this rank, or of the input where it gets none.
         failed: an error was raised for it; nothing touches its memory any more.
         error: that one.
         posted_s: when it was made, by the monotonic clock.
@@ -115,6 +116,7 @@ class Operation(Collective):
         self.future = future
         self._in = _NOTHING if source is None else source
         self._out = _NOTHING if result is None else result
+        self.nbytes = self._out.nbytes or self._in.nbytes
         self.work = work
         self.posted_s = self.heard_s = time.monotonic()
         if value is not None:
@@ -199,11 +201,6 @@ class Operation(Collective):
     def waited_s(self) -> float:
         """Seconds since it was posted."""
         return time.monotonic() - self.posted_s
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the result on this rank, or of the input where it gets none."""
-        return self._out.nbytes or self._in.nbytes
 
     def result(self) -> Any:
         """What the caller gets, once it is over.

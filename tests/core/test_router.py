@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kfcomm.core import names, tombstones
+from kfcomm.core import names, sending, tombstones
 from kfcomm.core import router as routers
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import Collective, Early, GroupView, Incoming, Outgoing, shown
@@ -19,6 +19,7 @@ from kfcomm.core.links import LINKS
 from kfcomm.core.machine import DOWN, UP, Do
 from kfcomm.core.names import MAX_SIGNATURES
 from kfcomm.core.router import Router, Tell
+from kfcomm.core.sending import announce, may_send
 from kfcomm.types import Verb
 from tests.core import specs
 from tests.core.specs import ITEM, Spec
@@ -117,8 +118,8 @@ def _listed(value):
 def admit(desk, effect):
     (to,) = effect[2]
     outgoing = desk.outgoing[SUM.members[to]]
-    foretold = desk.router.may_send(outgoing, effect[1], to, NBYTES)
-    before, header = desk.router.admit(outgoing, effect, effect[1], to, NBYTES)
+    foretold = may_send(outgoing, effect[1], to, NBYTES)
+    before, header = sending.admit(outgoing, effect, effect[1], to, NBYTES)
     assert foretold == (header is not None)
     return before, header
 
@@ -177,7 +178,7 @@ def test_a_generation_defines_nothing_and_is_told_in_chunks_and_questions():
     assert admit(desk, effects[2]) == ([(Kind.ASK, 0, 2, 0, 3)], None)
     desk.router.on_posted(desk.outgoing[0], 0, 2, desk.effects)
     assert admit(desk, *desk.take()) == ([], (Kind.CHUNK, 0, 2, 0, 0, UP, 0, 2 * 3))
-    assert desk.router.announce(desk.outgoing[0], second) == [(Kind.ASK, 0, 1, 0, 3)]
+    assert announce(desk.outgoing[0], second) == [(Kind.ASK, 0, 1, 0, 3)]
 
 
 def test_an_answer_about_what_was_not_asked_is_ignored():
@@ -195,9 +196,9 @@ def test_announcing_asks_and_the_answer_is_heard():
     root, leaf = Desk(0), Desk(1)
     waiting = root.post()
     assert waiting.unheard() == (1, 2)
-    key, signature, ask = root.router.announce(root.outgoing[1], waiting)
+    key, signature, ask = announce(root.outgoing[1], waiting)
     assert [key[0], signature[0], ask] == [Kind.KEY, Kind.SIGNATURE, (Kind.ASK, 0, 0, 0, 0)]
-    assert root.router.announce(root.outgoing[1], waiting) == [ask]
+    assert announce(root.outgoing[1], waiting) == [ask]
     leaf.router.define_key(leaf.incoming[0], *key[1:], leaf.effects)
     leaf.router.define_signature(leaf.incoming[0], *signature[1:], leaf.effects)
     leaf.router.on_ask(leaf.incoming[0], ask, leaf.effects)

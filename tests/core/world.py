@@ -24,6 +24,7 @@ from kfcomm.core.links import LINKS
 from kfcomm.core.machine import DOWN, INPUT, PARTIAL, PAYLOAD, RESULT, Do, Effect
 from kfcomm.core.program import Lane
 from kfcomm.core.router import Router, Tell
+from kfcomm.core.sending import admit, announce
 from tests.core.specs import ITEM, Spec
 
 MAX_STEPS = 1_000_000
@@ -247,7 +248,7 @@ class World:
             for collective in list(node.router.live) if not node.dead else ():
                 for to in collective.unheard():
                     wire = self.wire(node.rank, collective.group.members[to])
-                    for header in node.router.announce(wire.outgoing, collective):
+                    for header in announce(wire.outgoing, collective):
                         self._send(wire, Frame(msgpack.packb(header)))
 
     def post(self, rank: int, spec: Spec) -> Memory | Cause:
@@ -701,7 +702,7 @@ class World:
             data = memory.part(lane, index, source)
         assert data.nbytes == collective.nbytes_sent(lane.number, index, phase)
         wire = self.wire(node.rank, collective.group.members[to])
-        before, header = node.router.admit(wire.outgoing, effect, collective, to, data.nbytes)
+        before, header = admit(wire.outgoing, effect, collective, to, data.nbytes)
         for definition in before:
             self._send(wire, Frame(msgpack.packb(definition)))
         if header is None:

@@ -40,11 +40,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def call(name: str, posted_s: float = 100.0, *, group: GroupView = GROUP, nbytes: int = 8, key: Any = None) -> Any:
-    """What the meter looks at in an operation."""
-    key = key or Key(0, group.id, name)
-    nothing, result = SimpleNamespace(nbytes=0), SimpleNamespace(nbytes=nbytes)
-    return SimpleNamespace(key=key, posted_s=posted_s, heard_s=posted_s, _in=nothing, _out=result)
+def call(posted_s: float = 100.0) -> Any:
+    """What the meter looks at in an operation of which a chunk has come."""
+    return SimpleNamespace(heard_s=posted_s)
 
 
 def tallied(seconds: list[float]) -> Tally:
@@ -81,7 +79,7 @@ def test_a_call_is_tallied_under_its_key() -> None:
     meter = Meter(4)
     key = Key(7, GROUP.id, "grad")
     for taken_s in (0.5, 2.0):  # the second time the key knows its tally
-        meter.completed(call("grad", nbytes=16, key=key), 100.0 + taken_s)
+        meter.completed(key, taken_s, 16)
     tally = meter.tallies()[0][GROUP.id, "grad"]
     assert (tally.count, tally.nbytes, tally.total_s, tally.max_s, tally.failures) == (2, 32, 2.5, 2.0, 0)
     meter.failed(GROUP, "grad")
@@ -96,27 +94,13 @@ def test_names_beyond_the_bound_are_counted_together(monkeypatch: pytest.MonkeyP
     other = GroupView(b"other", (0, 1), 0)
     for name in "abcd":
         for _ in range(2):
-            meter.completed(call(name), 101.0)
-    meter.completed(call("e", group=other), 101.0)
+            meter.completed(Key(0, GROUP.id, name), 1.0, 8)
+    meter.completed(Key(0, other.id, "e"), 1.0, 8)
     meter.failed(GROUP, "f")
     tallies, others = meter.tallies()
     assert [name for _, name in tallies] == ["a", "b"]
     assert (others[GROUP.id].count, others[GROUP.id].failures) == (4, 1)
     assert others[other.id].count == 1
-
-
-def test_what_has_ended_is_tallied_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meters, "BATCH", 10)
-    monkeypatch.setattr(meters, "PATIENCE_S", 0.0)
-    meter = Meter(4)
-    for _ in range(25):
-        meter.completed(call("x"), 101.0)
-        assert len(meter._ended) < 10
-    with meter._lock:  # somebody else is at it, or a forked child's parent was
-        for _ in range(25):
-            meter.completed(call("x"), 101.0)
-        assert meter.tallies()[0][GROUP.id, "x"].count == 20
-    assert meter.tallies()[0][GROUP.id, "x"].count == 50
 
 
 def test_tallies_add_up() -> None:
@@ -132,7 +116,7 @@ def test_tallies_add_up() -> None:
 
 def test_the_time_of_a_collective_is_shared_out_by_arrival(clock: Clock) -> None:
     meter = Meter(4)
-    operation = call("x", 100.0)
+    operation = call(100.0)
     for peer, now_s in ((1, 100.5), (2, 100.75), (1, 103.0)):
         clock.now_s = now_s
         meter.arrived(peer, operation)
@@ -144,7 +128,7 @@ def test_the_clock_is_read_once_a_burst(clock: Clock) -> None:
     meter = Meter(4)
     clock.now_s = 101.0
     for number in range(5):
-        meter.arrived(1, call("x", 100.0 + number / 4))
+        meter.arrived(1, call(100.0 + number / 4))
         clock.now_s = 200.0  # while it folds: what is in the same burst had arrived before
     assert clock.reads == 1
     assert meter.waited_s == [0.0, 1.0 + 0.75 + 0.5 + 0.25, 0.0, 0.0]
@@ -152,7 +136,7 @@ def test_the_clock_is_read_once_a_burst(clock: Clock) -> None:
 
 def test_what_was_there_before_the_post_or_is_nobodys_adds_nothing(clock: Clock) -> None:
     meter = Meter(4)
-    meter.arrived(1, call("x", posted_s=clock.now_s + 1.0))
+    meter.arrived(1, call(clock.now_s + 1.0))
     assert meter.waited_s == [0.0] * 4
 
 

@@ -244,12 +244,7 @@ class Head(Operation):
     def __init__(self, call: Call, size: int) -> None:
         super().__init__(_Ending(call), None, None, Work(None, None, size, in_result=False), priority=call.priority)
         results = (part.source if part.target is None else part.target for part in call.parts)
-        self._nbytes: int = sum(result.nbytes for result in results)
-
-    @property
-    def nbytes(self) -> int:
-        """See ``Operation.nbytes``."""
-        return self._nbytes
+        self.nbytes = sum(result.nbytes for result in results)
 
 
 class _Ending:
