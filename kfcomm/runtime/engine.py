@@ -188,7 +188,10 @@ class Engine:
             self.links.flush()
             return True
         if self.links.dirty:
-            self.links.flush_soon()
+            if operation.future is None:  # its caller waits for it alone
+                self.links.flush()
+            else:
+                self.links.flush_soon()
         if operation.due_s < self.deadlines.next_s:
             self.deadlines.hurry(operation.due_s)
         self.on_wait()
