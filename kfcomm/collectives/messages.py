@@ -10,6 +10,7 @@ import numpy as np
 
 from kfcomm.arrays import HostArray, adapt
 from kfcomm.collectives.blobs import Blobs, check_version
+from kfcomm.collectives.compiled import ALL_GATHER
 from kfcomm.collectives.exchange import Exchange, Steps, copy_end, packed, settle, unpacked
 from kfcomm.collectives.group import check_name, check_priority, check_timeout
 from kfcomm.collectives.handle import Handle
@@ -127,7 +128,9 @@ class Messages(Exchange):
             array = adapt(x)
             about = f"{array.dtype.name} {array.shape}".encode()
             digest = hashlib.blake2b(array.flat.view(np.uint8).data, digest_size=32, key=hashlib.sha256(about).digest())
-        everyone = self._all_gather_stacked(np.frombuffer(digest.digest(), np.uint8), name, None, timeout, priority)
+        everyone = self._on_host(
+            ALL_GATHER, np.frombuffer(digest.digest(), np.uint8), name, None, timeout, priority, is_step=True
+        )
         return self._mapped(everyone, lambda table: bool((table == table[0]).all()))
 
     def _send(

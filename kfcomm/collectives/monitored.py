@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kfcomm.collectives.compiled import ALL_REDUCE
-from kfcomm.collectives.group import Group, check_name
+from kfcomm.collectives.group import Group
 from kfcomm.collectives.handle import Handle, named
 from kfcomm.collectives.messages import Messages
 from kfcomm.runtime.meter import Meter
@@ -61,14 +61,8 @@ class Monitored(Messages):
         if type(x) is np.ndarray:
             nbytes = x.nbytes
         else:
-            self._check_open()
-            check_name(name)
-            try:
-                with self._checks(name, timeout, priority):
-                    x = self._devices.read(x, stream)
-            except Exception:
-                self._devices.refused(name)
-                raise
+            with self._checks(name, timeout, priority, devices=self._devices):
+                x = self._devices.read(x, stream)
             nbytes = x.flat.nbytes
         handle.watch(meter, nbytes)
         group.in_order(lambda: handle.begin(group))
@@ -77,4 +71,6 @@ class Monitored(Messages):
             operation = None if compiled is None else compiled.start(x, (ALL_REDUCE, op), out, handle)
             if operation is not None:
                 return named(handle, operation)
-        return self._all_reduce(x, name, op, out, timeout, priority, wire_dtype, handle, stream)
+        return self._collective(
+            ALL_REDUCE, x, name, out, timeout, priority, stream, op=op, wire_dtype=wire_dtype, handle=handle
+        )
