@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 import struct
 import time
 from collections.abc import Awaitable, Callable
@@ -91,9 +92,8 @@ class Mailbox:
     def send(self, array: HostArray, to: int, tag: str, timeout_s: float | None, priority: int = 0) -> Handle[None]:
         """Begin to send; done when the receiver has it."""
         handle: Handle[None] = Handle(loop=self._engine.loop)
-        signature = _signature(array.dtype, array.shape)
-        operation = _operation(handle, array.flat, None, None, priority)
-        self._post(self._pair(self._view.rank, to), tag, signature, operation, timeout_s, handle)
+        pair = self._pair(self._view.rank, to)
+        self._post(pair, tag, array.dtype, array.shape, handle, timeout_s, priority, source=array.flat)
         return handle
 
     def refuse(self, source: int, to: int, tag: str, reason: str) -> None:
@@ -211,9 +211,8 @@ class Mailbox:
             signature = found if wanted.out is None else _signature(wanted.out.flat.dtype, _shape_of(wanted.out))
         checked = _checked(signature)
         if checked is None:
-            message = (
-                f"rank {source} announced a message that rank {self._view.rank} cannot take: {describe(signature)}"
-            )
+            rank = self._view.rank
+            message = f"rank {source} announced a message that rank {rank} cannot take: {describe(signature)}"
             self._engine.refuse(pair, wanted.tag, message)
             wanted.handle.set_exception(CollectiveError(message, key=wanted.tag))
             return
@@ -223,17 +222,21 @@ class Mailbox:
         def outcome(flat: Array) -> Message:
             return (NUMPY.restore(flat.reshape(shape)) if wanted.out is None else wanted.out.finish()), source
 
-        operation = _operation(wanted.handle, None, flat, outcome, wanted.priority)
-        self._post(pair, wanted.tag, _signature(dtype, shape), operation, wanted.timeout_s, wanted.handle)
+        self._post(
+            pair, wanted.tag, dtype, shape, wanted.handle, wanted.timeout_s, wanted.priority, result=flat,
+            outcome=outcome,
+        )  # fmt: skip
 
     def _post(
-        self, pair: GroupView, tag: str, signature: Signature, operation: Operation, timeout_s: float | None,
-        handle: Handle[Any],
+        self, pair: GroupView, tag: str, dtype: np.dtype[Any], shape: tuple[int, ...], handle: Handle[Any],
+        timeout_s: float | None, priority: int, *, source: Array | None = None, result: Array | None = None,
+        outcome: Callable[[Array], Message] | None = None,
     ) -> None:  # fmt: skip
-        dtype = dtype_of(signature.dtype)
-        count = int(np.prod(signature.shape, dtype=np.int64))
+        """Post this rank's half: the ``source``, or where the ``result`` goes, and what the caller gets of that."""
+        work = Work(None, dtype, 2, in_result=False)
+        operation = Operation(handle, source, result, work, value=result, finish=outcome, priority=priority)
         self._engine.post(
-            pair, tag, signature, programs.send(pair.rank, count, chunk_elements(dtype)),
+            pair, tag, _signature(dtype, shape), programs.send(pair.rank, math.prod(shape), chunk_elements(dtype)),
             ItemSizes(dtype.itemsize, dtype.itemsize), operation,
             timeout_s=self._timeout_s if timeout_s is None else timeout_s, overlapping=True,
         )  # fmt: skip
@@ -251,11 +254,8 @@ class Mailbox:
     def _report(self, wanted: Wanted) -> None:
         logger.warning(
             "rank %d has waited %.1f s for a message with %s from %s",
-            self._view.rank,
-            self._engine.deadlines.stall_after_s,
-            wanted.tag,
-            wanted.whom,
-        )
+            self._view.rank, self._engine.deadlines.stall_after_s, wanted.tag, wanted.whom,
+        )  # fmt: skip
 
     def _forget(self, wanted: Wanted) -> None:
         """It waits no longer: its message is here, or it was given up."""
@@ -288,19 +288,6 @@ async def _served(service: Service, source: int, message: Handle[Message]) -> No
         logger.debug("a request of rank %d was given up: %s", source, error)
     except (KfcommError, ValueError, TypeError) as error:
         logger.warning("a request of rank %d could not be served: %s", source, error)
-
-
-def _operation(
-    handle: Handle[Any],
-    source: Array | None,
-    result: Array | None,
-    outcome: Callable[[Array], Any] | None,
-    priority: int,
-) -> Operation:
-    array = source if source is not None else result
-    dtype = None if array is None else array.dtype
-    work = Work(None, dtype, 2, in_result=False)
-    return Operation(handle, source, result, work, value=result, finish=outcome, priority=priority)
 
 
 def _signature(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Signature:

@@ -30,8 +30,9 @@ from kfcomm.collectives.compiled import (
 )
 from kfcomm.collectives.group import UNNAMED, Group, check_name, check_priority, check_timeout
 from kfcomm.collectives.handle import Handle, named
+from kfcomm.collectives.on_device.calls import Order
 from kfcomm.collectives.on_device.through_host import Out
-from kfcomm.collectives.on_device.verbs import DeviceVerbs, order_of
+from kfcomm.collectives.on_device.verbs import DeviceVerbs
 from kfcomm.collectives.packing import Unit, many_key, post_units
 from kfcomm.collectives.plans import Plan, Plans, Shape, row_elements
 from kfcomm.core.chunk import split
@@ -286,7 +287,7 @@ class Verbs:
             array = devices.read(x, stream)
             chosen = _checked_op(op, array.dtype) if verb in FOLDING else None
             shape = _result_shape(verb, array.shape, self._group.view, to)
-            order = order_of(verb, name, array, chosen, to)
+            order = Order(verb, name or UNNAMED, array.dtype, array.shape, chosen, to, overlapping=name is None)
             return devices.one(order, array, shape, out, timeout, priority, handle)
 
     def _on_host(

@@ -23,7 +23,6 @@ Blocking calls of the backend are made on threads of their own, since they may b
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import threading
@@ -39,6 +38,7 @@ from kfcomm.collectives.on_device.calls import Call
 from kfcomm.collectives.on_device.channel import Channel
 from kfcomm.collectives.on_device.failures import Failures, Use, Ways
 from kfcomm.collectives.on_device.launcher import Launcher
+from kfcomm.collectives.on_device.threads import tell
 from kfcomm.core.launch_order import ASK, LAUNCH, LEADER, TELL, Effects, LaunchOrder, launch_order
 from kfcomm.core.signature import Signature
 from kfcomm.devices import Device, Mark
@@ -227,14 +227,9 @@ class BackendPath:
         self._set_timer(self._watch, None)
         calls, self._to_watch = self._to_watch, []
         try:
-            self._device.notify(self._stream, partial(self._notified, calls))
+            self._device.notify(self._stream, partial(tell, self._reactor, self._completed, calls))
         except Exception as error:  # noqa: BLE001  of the device's library: nothing more is to be heard of it
             self._completed(calls, error)
-
-    def _notified(self, calls: list[Call], error: BaseException | None) -> None:
-        """On a thread of the device."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
-            self._reactor.call_soon_threadsafe(self._completed, calls, error)
 
     def _completed(self, calls: list[Call], error: BaseException | None) -> None:
         """The stream is past them."""
@@ -443,8 +438,7 @@ class BackendPath:
                 result = blocking()
             except Exception as error:  # noqa: BLE001  handed on
                 failure = error
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
-                self._reactor.call_soon_threadsafe(then, result, failure)
+            tell(self._reactor, then, result, failure)
 
         _on_thread(run)
 

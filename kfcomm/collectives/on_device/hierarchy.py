@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from kfcomm.collectives.on_device.threads import tell
 from kfcomm.transports.backend import Part
 from kfcomm.types import Verb
 
@@ -246,15 +247,11 @@ class HierarchicalPath:
         under_way.blocks_left -= 1
         if not under_way.blocks_left:
             mark = device.mark(stream)
-            device.notify(stream, partial(self._notified, call, under_way))
+            device.notify(stream, partial(tell, self._inside.engine.reactor, self._in_place, call, under_way))
             call.enqueued(mark)
 
-    def _notified(self, call: Call, under_way: _UnderWay, error: BaseException | None) -> None:
-        """On a thread of the device: the results of all blocks are in place."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
-            self._inside.engine.reactor.call_soon_threadsafe(self._in_place, call, under_way, error)
-
     def _in_place(self, call: Call, under_way: _UnderWay, error: BaseException | None) -> None:
+        """The results of all blocks are where the caller wants them, or the device has failed."""
         under_way.is_in_place = True
         if error is not None:
             call.failed(error)

@@ -20,9 +20,8 @@ nothing is put on a stream any more.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -30,8 +29,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from kfcomm.collectives.handle import Handle
-from kfcomm.collectives.on_device.host_plans import plan_of
-from kfcomm.collectives.on_device.segments import MAX_SEGMENTS, Piece, Place, Segment, segments_of
+from kfcomm.collectives.on_device.segments import MAX_SEGMENTS, PIECEWISE, Piece, Place, Segment, segments_of
+from kfcomm.collectives.on_device.threads import tell
 from kfcomm.collectives.plans import Plan
 from kfcomm.collectives.turns import Turn
 from kfcomm.core.collective import shown
@@ -154,7 +153,7 @@ class Staging:
                 self._is_here(staged)
 
     def _prepare(self, staged: _Staged) -> None:
-        staged.plan = plan_of(self._call, staged.segment.count)
+        staged.plan = _plan_of(self._call, staged.segment.count)
         dtype, room = self._call.dtype, staged.segment.room
         if room:
             staged.block = self._path.pool_of(self._device).take(room * dtype.itemsize)
@@ -353,16 +352,12 @@ class Staging:
 
     def _notify(self, stream: Stream, then: Heard) -> None:
         """Call ``then`` on the loop when all that is on the stream by now is done, or has failed."""
+        reactor = self._path.engine.reactor
         self._copying += 1
         try:
-            self._device.notify(stream, partial(self._hear, then))
+            self._device.notify(stream, partial(tell, reactor, self._heard, then))
         except Exception as error:  # noqa: BLE001  of the device's library: what cannot say so copies no more
-            self._path.engine.reactor.call_soon(self._heard, then, error)
-
-    def _hear(self, then: Heard, error: BaseException | None) -> None:
-        """On a thread of the device."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
-            self._path.engine.reactor.call_soon_threadsafe(self._heard, then, error)
+            reactor.call_soon(self._heard, then, error)
 
     def _heard(self, then: Heard, error: BaseException | None) -> None:
         self._copying -= 1
@@ -378,6 +373,17 @@ def _segments(call: Call, path: StagedPath) -> list[Segment]:
     ]
     place = Place(path.view.rank, path.view.size, call.root)
     return segments_of(call.verb, place, call.shape, counts, path.segment_nbytes // itemsize)
+
+
+def _plan_of(call: Call, count: int) -> Plan:
+    """The plan of a segment of ``count`` elements: on the graphs for its own size, as any collective of the host.
+
+    Signed with what the whole call is, so that ranks that differ in that find out, wherever their segments are alike.
+    """
+    shape = (count,) if call.verb in PIECEWISE else call.shape
+    plan, whole = call.plans.of(call.verb, call.dtype, shape, call.op, call.root, call.key), call.signature
+    signature = plan.signature._replace(shape=whole.shape, counts=whole.counts, memory=whole.memory)
+    return replace(plan, signature=signature)
 
 
 def _target(call: Call, piece: Piece) -> Flat:
