@@ -15,6 +15,7 @@ import struct
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -82,7 +83,7 @@ class Mailbox:
         engine.receivers.append(self.waiting)
         for source in range(view.size):
             if source != view.rank:
-                engine.early_listeners[self._pair(source, view.rank).id] = self._listener(source)
+                engine.early_listeners[self._pair(source, view.rank).id] = partial(self._on_early, source)
 
     @property
     def reactor(self) -> Reactor:
@@ -163,10 +164,7 @@ class Mailbox:
             pair = self._pairs[source, to] = GroupView(digest.digest(), members, int(to == self._view.rank))
         return pair
 
-    def _listener(self, source: int) -> Callable[[bytes, str, int, Any], None]:
-        return lambda group_id, tag, seq, signature: self._on_early(source, tag)
-
-    def _on_early(self, source: int, tag: str) -> None:
+    def _on_early(self, source: int, _: bytes, tag: str, *__: Any) -> None:
         """Something came that was not posted: a message for a service, or for a receive that waits."""
         if self._is_closed:  # what came before the end is told after it, and nothing can be posted any more
             return

@@ -34,11 +34,11 @@ from typing import Any, TypeVar
 
 from kfcomm.collectives.group import Group
 from kfcomm.collectives.mailbox import Mailbox
+from kfcomm.collectives.on_device import tell
 from kfcomm.collectives.on_device.calls import Call
 from kfcomm.collectives.on_device.channel import Channel
 from kfcomm.collectives.on_device.failures import Failures, Use, Ways
 from kfcomm.collectives.on_device.launcher import Launcher
-from kfcomm.collectives.on_device.threads import tell
 from kfcomm.core.launch_order import ASK, LAUNCH, LEADER, TELL, Effects, LaunchOrder, launch_order
 from kfcomm.core.signature import Signature
 from kfcomm.devices import Device, Mark

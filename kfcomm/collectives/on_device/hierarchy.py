@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kfcomm.collectives.on_device.threads import tell
+from kfcomm.collectives.on_device import tell
 from kfcomm.transports.backend import Part
 from kfcomm.types import Verb
 
@@ -217,13 +217,11 @@ class HierarchicalPath:
         self, call: Call, block: _Block, verb: Verb, part: Part, ready: Mark, then: Callable[[Mark], None]
     ) -> None:
         is_across = verb is Verb.ALL_REDUCE
-        group = self._across if is_across else self._inside
+        group, count = (self._across, block.share.size) if is_across else (self._inside, block.source.size)
         step = Step(
-            call, group, verb, _key_of(call.key, verb, block.index), part, block.source.size, ready, self._stream,
+            call, group, verb, _key_of(call.key, verb, block.index), part, count, ready, self._stream,
             then=then, done=partial(self._step_done, call),
         )  # fmt: skip
-        if is_across:
-            step.shape = (block.share.size,)
         self._under_way[call].steps.add(step)
         self._path_of(step).begin(step)
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
-from kfcomm.collectives.on_device.threads import tell
+from kfcomm.collectives.on_device import tell
 from kfcomm.errors import TransportError
 
 if TYPE_CHECKING:

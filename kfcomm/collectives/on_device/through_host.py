@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from kfcomm.collectives.handle import Handle
-from kfcomm.collectives.on_device.threads import tell
+from kfcomm.collectives.on_device import tell
 from kfcomm.errors import CollectiveTimeout
 
 if TYPE_CHECKING:

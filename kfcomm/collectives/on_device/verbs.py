@@ -75,9 +75,13 @@ class DeviceVerbs:
 
         Raises:
             ConfigError: what is not for devices was asked for.
-            CollectiveError: an earlier call has failed of which nobody was told.
+            CollectiveError: an earlier call has failed after its handle had resolved, which nobody was told yet; the
+                first of those, which the others follow from. ``synchronize`` raises it, too, whoever was told by this:
+                what else came after it is void as well.
         """
-        self.check_late()
+        if self._late is not None and not self._is_told:
+            self._is_told = True
+            raise self._late
         if wire_dtype is not None:
             raise ConfigError("wire_dtype is for arrays in host memory, in groups whose ranks all have theirs there")
 
@@ -320,15 +324,6 @@ class DeviceVerbs:
         error, self._late = self._late, None
         if error is not None:
             raise error
-
-    def check_late(self) -> None:
-        """Raise what failed after its handle had resolved, once: the first of it, which the others follow from.
-
-        ``synchronize`` raises it, too, whoever was told by a call: what else came after it is void as well.
-        """
-        if self._late is not None and not self._is_told:
-            self._is_told = True
-            raise self._late
 
 
 def _named(found: dict[str, Any], names: list[str]) -> Callable[[list[Any]], None]:
