@@ -40,6 +40,7 @@ from kfcomm.types import Verb
 logger = logging.getLogger("kfcomm")
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+Shape: TypeAlias = tuple[int, ...]
 Message: TypeAlias = tuple[Any, int]
 """What a receive gives: the array, and the rank that sent it."""
 
@@ -203,19 +204,21 @@ class Mailbox:
         return False
 
     def _receive(self, wanted: Wanted, source: int, pair: GroupView, found: Any) -> None:
+        shape: Shape
         if isinstance(found, Cause):
-            signature = _signature(np.dtype(np.uint8), ())  # of no account: posting it fails with the cause
+            dtype, shape = np.dtype(np.uint8), ()  # of no account: posting it fails with the cause
+        elif wanted.out is not None:
+            dtype, shape = wanted.out.flat.dtype, _shape_of(wanted.out)
         else:
-            signature = found if wanted.out is None else _signature(wanted.out.flat.dtype, _shape_of(wanted.out))
-        checked = _checked(signature)
-        if checked is None:
-            rank = self._view.rank
-            message = f"rank {source} announced a message that rank {rank} cannot take: {describe(signature)}"
-            self._engine.refuse(pair, wanted.tag, message)
-            wanted.handle.set_exception(CollectiveError(message, key=wanted.tag))
-            return
-        dtype, shape, count = checked
-        flat = np.empty(count, dtype) if wanted.out is None else wanted.out.flat
+            announced = _announced(found)
+            if announced is None:
+                rank = self._view.rank
+                message = f"rank {source} announced a message that rank {rank} cannot take: {describe(found)}"
+                self._engine.refuse(pair, wanted.tag, message)
+                wanted.handle.set_exception(CollectiveError(message, key=wanted.tag))
+                return
+            dtype, shape = announced
+        flat = np.empty(math.prod(shape), dtype) if wanted.out is None else wanted.out.flat
 
         def outcome(flat: Array) -> Message:
             return (NUMPY.restore(flat.reshape(shape)) if wanted.out is None else wanted.out.finish()), source
@@ -226,7 +229,7 @@ class Mailbox:
         )  # fmt: skip
 
     def _post(
-        self, pair: GroupView, tag: str, dtype: np.dtype[Any], shape: tuple[int, ...], handle: Handle[Any],
+        self, pair: GroupView, tag: str, dtype: np.dtype[Any], shape: Shape, handle: Handle[Any],
         timeout_s: float | None, priority: int, *, source: Array | None = None, result: Array | None = None,
         outcome: Callable[[Array], Message] | None = None,
     ) -> None:  # fmt: skip
@@ -288,26 +291,23 @@ async def _served(service: Service, source: int, message: Handle[Message]) -> No
         logger.warning("a request of rank %d could not be served: %s", source, error)
 
 
-def _signature(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Signature:
+def _signature(dtype: np.dtype[Any], shape: Shape) -> Signature:
     return Signature(str(Verb.SEND), dtype_name(dtype), shape, chunk_elements=chunk_elements(dtype))
 
 
-def _shape_of(out: Out) -> tuple[int, ...]:
+def _shape_of(out: Out) -> Shape:
     return tuple(out.original.shape) if hasattr(out.original, "shape") else tuple(np.shape(out.original))
 
 
-def _checked(signature: Any) -> tuple[np.dtype[Any], tuple[int, ...], int] | None:
-    """dtype, shape and number of elements of an announced message; None if it is none."""
+def _announced(signature: Any) -> tuple[np.dtype[Any], Shape] | None:
+    """Dtype and shape of a message that a peer announces; None if it is none."""
     try:
         announced = Signature(*signature)
-        dtype = dtype_of(announced.dtype)
-        shape = announced.shape
-        count = 1
-        for length in shape:
-            if type(length) is not int or not 0 <= length <= MAX_ELEMENTS:
-                return None
-            count *= length
-        fits = announced == _signature(dtype, shape) and count <= MAX_ELEMENTS and len(shape) <= MAX_DIMENSIONS
+        dtype, shape = dtype_of(announced.dtype), announced.shape
+        if not all(type(length) is int and 0 <= length <= MAX_ELEMENTS for length in shape):
+            return None
+        is_message = announced == _signature(dtype, shape)
     except (TypeError, ConfigError):
         return None
-    return (dtype, shape, count) if fits else None
+    fits = len(shape) <= MAX_DIMENSIONS and math.prod(shape) <= MAX_ELEMENTS
+    return (dtype, shape) if is_message and fits else None

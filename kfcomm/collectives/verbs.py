@@ -167,11 +167,15 @@ class Verbs:
             check_name(name)
         names = sorted(arrays)
         self._check_open()
-        if any(self._devices.takes(x, stream) for x in arrays.values()):
-            return self._many_on_device(names, arrays, op, timeout, priority, wire_dtype, stream)
-        with Checks(group, many_key(names)):
+        on_device = any(self._devices.takes(x, stream) for x in arrays.values())
+        with Checks(group, many_key(names), devices=self._devices if on_device else None):
             check_timeout(timeout)
             check_priority(priority)
+            if on_device:
+                self._devices.check(wire_dtype)
+                read = {name: self._devices.read(arrays[name], stream) for name in names}
+                chosen = {one.dtype: _checked_op(op, one.dtype) for one in read.values()}
+                return self._devices.many(read, list(arrays), chosen, timeout, priority)
             adapted = [adapt(arrays[name]) for name in names]
             ops = {dtype: _checked_op(op, dtype) for dtype in dict.fromkeys(one.flat.dtype for one in adapted)}
             wires = {} if wire_dtype is None else {dtype: wire_dtype_of(wire_dtype, dtype) for dtype in ops}
@@ -189,19 +193,6 @@ class Verbs:
 
         group.in_order(begin)
         return whole
-
-    def _many_on_device(
-        self, names: list[str], arrays: Mapping[str, Any], op: Op | str, timeout: float | None, priority: int,
-        wire_dtype: str | None, stream: Any,
-    ) -> Handle[dict[str, Any]]:  # fmt: skip
-        devices = self._devices
-        with Checks(self._group, many_key(names), devices=devices):
-            check_timeout(timeout)
-            check_priority(priority)
-            devices.check(wire_dtype)
-            read = {name: devices.read(arrays[name], stream) for name in names}
-            chosen = {one.dtype: _checked_op(op, one.dtype) for one in read.values()}
-            return devices.many(read, list(arrays), chosen, timeout, priority)
 
     def reduce(
         self, x: Any, root: int = 0, name: str | None = None, *, op: Op | str = Op.SUM, out: Any = None,

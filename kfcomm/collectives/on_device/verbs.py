@@ -17,7 +17,7 @@ import numpy as np
 from kfcomm import arrays
 from kfcomm.arrays import HostArray, OutArray, adapt, adapt_out, on_device
 from kfcomm.arrays.on_device import DeviceArray, DeviceOut, adapt_device, adapt_device_out, is_on_device
-from kfcomm.collectives.group import UNNAMED, Group
+from kfcomm.collectives.group import UNNAMED
 from kfcomm.collectives.handle import Handle, join
 from kfcomm.collectives.on_device.calls import Buffers, Call, Order
 from kfcomm.collectives.on_device.through_host import Fetched, Out, OutOfHost, Returned
@@ -45,17 +45,17 @@ class DeviceVerbs:
     """The device of one rank in one group, and the calls that are under way there.
 
     Args:
-        group: of whom.
-        device: of this rank; None if it has none, where others do.
-        mixed: some rank of the group has no device.
-        lack: why it has none.
-        paths: how orders are carried out.
+        paths: how orders are carried out in the group.
+        lack: why this rank has no device, if it has none where others do.
+
+    Attributes:
+        mixed: some rank of the group has no device, where others do.
     """
 
-    def __init__(self, group: Group, device: Device | None, paths: Paths, *, mixed: bool, lack: str) -> None:
-        self.mixed = mixed
-        self._group = group
-        self._device = device
+    def __init__(self, paths: Paths, lack: str) -> None:
+        self.mixed = paths.choice is not None and paths.choice.mixed
+        self._group = paths.group
+        self._device = paths.device
         self._lack = lack
         self._paths = paths
         self._live: set[Call] = set()
