@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
 import msgpack
 import numpy as np
@@ -28,6 +28,9 @@ from kfcomm.errors import CollectiveError, CollectiveMismatch, ConfigError
 from kfcomm.reduce import wire_dtype_of
 from kfcomm.types import Verb
 
+if TYPE_CHECKING:
+    from kfcomm.transports.reactor import Reactor
+
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 RECORD_NBYTES = 256
 ROW_NBYTES = 9
@@ -35,7 +38,7 @@ ROW_NBYTES = 9
 
 
 class Steps(Handle[Any]):
-    """A call of two steps; cancelling it cancels the step under way."""
+    """A call of several steps; cancelling it cancels the step under way."""
 
     step: Handle[Any] | None = None
 
@@ -46,6 +49,31 @@ class Steps(Handle[Any]):
         if self.step is not None:
             self.step.cancel()
         return True
+
+    def fail(self, error: BaseException) -> None:
+        """It ends with this error, or is cancelled by it."""
+        if isinstance(error, asyncio.CancelledError):
+            self.cancel()
+        elif not self.done():
+            self.set_exception(error)
+
+    def end_as(self, step: Handle[Any], reactor: Reactor, outcome: Callable[[Any], Any] | None = None) -> Self:
+        """``step`` is the last: this ends as it does, with what ``outcome`` makes of its result, if that is given."""
+
+        def done(_: asyncio.Future[Any]) -> None:
+            if step.cancelled():
+                self.cancel()
+            elif (error := step.exception()) is not None:
+                self.fail(error)
+            elif not self.done():
+                try:
+                    self.set_result(step.result() if outcome is None else outcome(step.result()))
+                except Exception as wrong:  # noqa: BLE001  of the peer's data: it belongs to the caller
+                    self.set_exception(wrong)
+
+        self.step = step
+        step.when_done(reactor, done)
+        return self
 
 
 class Second(NamedTuple):
@@ -308,7 +336,7 @@ class Exchange(Verbs):
                 error = fetched.here.exception()
             if error is not None:
                 group.refuse_now(key, error, seq=told.seq)
-                settle(whole, error)
+                whole.fail(error)
                 return
             later = Later(key, told.seq, begun_under[0])
             try:
@@ -316,10 +344,9 @@ class Exchange(Verbs):
                     array, shape, target, plan, outcome = second(told.result())
                 step = self._begin(name, array, shape, target, timeout, priority, plan, later=later)
             except Exception as refused:  # noqa: BLE001  the checks of the second step have told the other ranks
-                settle(whole, refused)
-                return
-            whole.step = step if outcome is None else self._mapped(step, outcome)
-            whole.step.when_done(reactor, lambda last: copy_end(last, whole))
+                whole.fail(refused)
+            else:
+                whole.end_as(step, reactor, outcome)
 
         def first_done(_: asyncio.Future[Any]) -> None:
             if fetched is not None and not fetched.here.done():
@@ -336,38 +363,8 @@ class Exchange(Verbs):
 
     def _mapped(self, inner: Handle[Any], change: Callable[[Any], Any]) -> Steps:
         """A handle whose result is ``change`` of the inner one's."""
-        outer = Steps(loop=self._group.engine.loop)
-        outer.step = inner
-
-        def done(last: Handle[Any]) -> None:
-            if not last.cancelled() and last.exception() is None and not outer.done():
-                try:
-                    outer.set_result(change(last.result()))
-                except Exception as error:  # noqa: BLE001  of the peer's data: it belongs to the caller
-                    outer.set_exception(error)
-            else:
-                copy_end(last, outer)
-
-        inner.when_done(self._group.engine.reactor, done)
-        return outer
-
-
-def copy_end(last: asyncio.Future[Any], whole: Handle[Any]) -> None:
-    """``whole`` ends as its last step did."""
-    if last.cancelled():
-        settle(whole, asyncio.CancelledError())
-    elif (error := last.exception()) is not None:
-        settle(whole, error)
-    elif not whole.done():
-        whole.set_result(last.result())
-
-
-def settle(whole: Handle[Any], error: BaseException) -> None:
-    """``whole`` fails, or is cancelled."""
-    if isinstance(error, asyncio.CancelledError):
-        whole.cancel()
-    elif not whole.done():
-        whole.set_exception(error)
+        engine = self._group.engine
+        return Steps(loop=engine.loop).end_as(inner, engine.reactor, change)
 
 
 def _record(fields: list[Any], nbytes: int) -> Array:

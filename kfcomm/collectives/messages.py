@@ -11,7 +11,7 @@ import numpy as np
 from kfcomm.arrays import adapt
 from kfcomm.collectives.blobs import Blobs, check_version
 from kfcomm.collectives.compiled import ALL_GATHER
-from kfcomm.collectives.exchange import Exchange, Steps, copy_end, packed, settle, unpacked
+from kfcomm.collectives.exchange import Exchange, Steps, packed, unpacked
 from kfcomm.collectives.group import check_name, check_priority, check_timeout
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.mailbox import Mailbox
@@ -156,10 +156,9 @@ class Messages(Exchange):
             error = asyncio.CancelledError() if whole.cancelled() else fetched and fetched.here.exception()
             if error:
                 self._refuse_message(to, key, error)
-                settle(whole, error)
-                return
-            whole.step = self._mailbox.send(array, to, key, timeout, priority)
-            whole.step.when_done(reactor, lambda last: copy_end(last, whole))
+                whole.fail(error)
+            else:
+                whole.end_as(self._mailbox.send(array, to, key, timeout, priority), reactor)
 
         if fetched is None:
             turn.ready(begin)

@@ -20,16 +20,12 @@ T = TypeVar("T")
 class Timed(Handle[T]):
     """A handle that tells a meter, when its collective is complete, how long that took since its post."""
 
-    __slots__ = ("_meter", "_nbytes", "_posted_s", "_under")
+    __slots__ = ("_nbytes", "_posted_s", "_under")
 
-    def watch(self, meter: Meter, nbytes: int) -> None:
-        """Nothing has begun yet."""
-        self._meter = meter
-        self._nbytes = nbytes
-
-    def begin(self, group: Group) -> None:
+    def begin(self, group: Group, meter: Meter, nbytes: int) -> None:
         """It is posted now, under the strategy in force."""
-        self._under = self._meter.throughput(group.view, group.strategy.name)
+        self._nbytes = nbytes
+        self._under = meter.throughput(group.view, group.strategy.name)
         self._posted_s = time.monotonic()
 
     def set_result(self, result: T) -> None:
@@ -64,8 +60,7 @@ class Monitored(Messages):
             with self._checks(name, timeout, priority, devices=self._devices):
                 x = self._devices.read(x, stream)
             nbytes = x.flat.nbytes
-        handle.watch(meter, nbytes)
-        group.in_order(lambda: handle.begin(group))
+        group.in_order(lambda: handle.begin(group, meter, nbytes))
         if type(x) is np.ndarray and timeout is None and not priority and wire_dtype is None and stream is None:
             compiled = group.compiled.get(name)
             operation = None if compiled is None else compiled.start(x, (ALL_REDUCE, op), out, handle)

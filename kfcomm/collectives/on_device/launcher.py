@@ -37,9 +37,8 @@ class Launcher:
     """
 
     def __init__(
-        self, backend: CollectiveBackend, device: Device, stream: Stream, reactor: Reactor,
-        launched: Launched,
-    ) -> None:  # fmt: skip
+        self, backend: CollectiveBackend, device: Device, stream: Stream, reactor: Reactor, launched: Launched
+    ) -> None:
         self.backend = backend
         self._device = device
         self._stream = stream
