@@ -121,10 +121,7 @@ class Communicator(Persistent):
             return made, session.layout_of(made)
 
         paths = Paths(self._group, self._mailbox, setup.device, setup.maker, choice, new_group, session.pool_of)
-        return paths, DeviceVerbs(
-            self._group, setup.device, paths, mixed=choice is not None and choice.mixed,
-            lack=setup.reports[session.rank].lack,
-        )  # fmt: skip
+        return paths, DeviceVerbs(paths, setup.reports[session.rank].lack)
 
     # ---------------------------------------------------------------- groups and graphs
 

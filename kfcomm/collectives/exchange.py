@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
 import msgpack
 import numpy as np
@@ -16,16 +17,19 @@ import numpy as np
 from kfcomm.arrays import HostArray, adapt
 from kfcomm.arrays.dtypes import dtype_name, dtype_of
 from kfcomm.arrays.kinds import NUMPY
-from kfcomm.collectives.compiled import ALL_GATHER, ALL_TO_ALL, GATHER
+from kfcomm.collectives.compiled import ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER
 from kfcomm.collectives.group import UNNAMED, later_key
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.on_device.through_host import Fetched, Out
-from kfcomm.collectives.plans import Plan, Planner, Plans, row_elements
-from kfcomm.collectives.verbs import Later, Verbs
+from kfcomm.collectives.plans import Planner, Plans, Shape, row_elements
+from kfcomm.collectives.verbs import Later, MakePlan, Verbs
 from kfcomm.core.chunk import split
 from kfcomm.errors import CollectiveError, CollectiveMismatch, ConfigError
 from kfcomm.reduce import wire_dtype_of
 from kfcomm.types import Verb
+
+if TYPE_CHECKING:
+    from kfcomm.transports.reactor import Reactor
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 RECORD_NBYTES = 256
@@ -34,7 +38,7 @@ ROW_NBYTES = 9
 
 
 class Steps(Handle[Any]):
-    """A call of two steps; cancelling it cancels the step under way."""
+    """A call of several steps; cancelling it cancels the step under way."""
 
     step: Handle[Any] | None = None
 
@@ -45,6 +49,49 @@ class Steps(Handle[Any]):
         if self.step is not None:
             self.step.cancel()
         return True
+
+    def fail(self, error: BaseException) -> None:
+        """It ends with this error, or is cancelled by it."""
+        if isinstance(error, asyncio.CancelledError):
+            self.cancel()
+        elif not self.done():
+            self.set_exception(error)
+
+    def end_as(self, step: Handle[Any], reactor: Reactor, outcome: Callable[[Any], Any] | None = None) -> Self:
+        """``step`` is the last: this ends as it does, with what ``outcome`` makes of its result, if that is given."""
+
+        def done(_: asyncio.Future[Any]) -> None:
+            if step.cancelled():
+                self.cancel()
+            elif (error := step.exception()) is not None:
+                self.fail(error)
+            elif not self.done():
+                try:
+                    self.set_result(step.result() if outcome is None else outcome(step.result()))
+                except Exception as wrong:  # noqa: BLE001  of the peer's data: it belongs to the caller
+                    self.set_exception(wrong)
+
+        self.step = step
+        step.when_done(reactor, done)
+        return self
+
+
+class Second(NamedTuple):
+    """What a call does in its second step.
+
+    Attributes:
+        array: what this rank gives.
+        shape: of this rank's result; None if it gets none.
+        target: where that goes, if the caller says so.
+        plan: see ``MakePlan``.
+        outcome: what the caller gets of the result, if that is something else.
+    """
+
+    array: HostArray
+    shape: Shape | None
+    target: Out | None
+    plan: MakePlan
+    outcome: Callable[[Any], Any] | None = None
 
 
 class Exchange(Verbs):
@@ -70,17 +117,8 @@ class Exchange(Verbs):
             again = self._again(x, name, (GATHER, type(root), root), out, timeout, priority, stream)
             if again is not None:
                 return again
-            if self._devices.takes(x, stream):
-                return self._on_device(Verb.GATHER, x, name, out, timeout, priority, stream, root=root)
-            return self._gather_stacked(x, root, name, out, timeout, priority)
-        with self._checks(name, timeout, priority, steps=2):
-            root = self._check_rank("root", root)
-        is_root = self._group.view.rank == root
-
-        def plan(plans: Plans, array: HostArray, rows: tuple[int, ...]) -> Plan:
-            return plans.plan(Planner.gather, array.dtype, array.shape[1:], root, rows)
-
-        return self._concatenated(Verb.GATHER, root, x, name, out if is_root else None, timeout, priority, plan, stream)
+            return self._collective(GATHER, x, name, out, timeout, priority, stream, root=root)
+        return self._concatenated(GATHER, x, root, name, out, timeout, priority, stream=stream)
 
     def all_gather(
         self, x: Any, name: str | None = None, *, concat: bool = False, out: Any = None,
@@ -91,20 +129,10 @@ class Exchange(Verbs):
             again = self._again(x, name, (ALL_GATHER,), out, timeout, priority, stream, wire_dtype)
             if again is not None:
                 return again
-            if self._devices.takes(x, stream):
-                return self._on_device(Verb.ALL_GATHER, x, name, out, timeout, priority, stream, wire_dtype=wire_dtype)
-            alike = (ALL_GATHER,) if type(x) is np.ndarray and wire_dtype is None else None
-            return self._all_gather_stacked(x, name, out, timeout, priority, wire_dtype, alike)
-        wire: np.dtype[Any] | None = None
-        if wire_dtype is not None:
-            with self._checks(name, timeout, priority, steps=2):
-                x = adapt(x)
-                wire = wire_dtype_of(wire_dtype, x.dtype)
-
-        def plan(plans: Plans, array: HostArray, rows: tuple[int, ...]) -> Plan:
-            return plans.plan(Planner.all_gather, array.dtype, array.shape[1:], rows, wire)
-
-        return self._concatenated(Verb.ALL_GATHER, -1, x, name, out, timeout, priority, plan, stream)
+            return self._collective(ALL_GATHER, x, name, out, timeout, priority, stream, wire_dtype=wire_dtype)
+        return self._concatenated(
+            ALL_GATHER, x, None, name, out, timeout, priority, stream=stream, wire_dtype=wire_dtype
+        )
 
     def scatter(
         self, x: Any = None, root: int = 0, name: str | None = None, *, out: Any = None,
@@ -127,7 +155,6 @@ class Exchange(Verbs):
             A handle; elsewhere than on the root its result is a NumPy array, unless ``out`` is given.
         """
         size = self._group.view.size
-        nbytes = RECORD_NBYTES + ROW_NBYTES * size
         with self._checks(name, timeout, priority, steps=2):
             root = self._check_rank("root", root)
             array: HostArray | None = None
@@ -136,24 +163,17 @@ class Exchange(Verbs):
             if self._group.view.rank == root:
                 array, rows, fetched = self._parts(x, size, stream)
             fields = [] if array is None else [dtype_name(array.dtype), array.shape[1:], rows]
-            record = _record(fields, nbytes)
+            record = _record(fields, RECORD_NBYTES + ROW_NBYTES * size)
 
-        def first() -> Handle[Any]:
-            return self._broadcast(record, root, name, None, timeout, priority)
+        def second(told: Array) -> Second:
+            (dtype_text, row, counts) = _fields(told)
+            dtype, shape = dtype_of(dtype_text), tuple(row)
+            mine = (counts[self._group.view.rank], *shape)
+            source = HostArray(np.empty(0, dtype), (0,), NUMPY, False) if array is None else array
+            target = self._devices.out_of_host(out, mine, dtype, stream)
+            return Second(source, mine, target, (Plans.plan, Planner.scatter, dtype, shape, root, tuple(counts)))
 
-        def second(told: Array, later: Later) -> Handle[Any]:
-            with self._checks(name, later=later):
-                (dtype_text, row, counts) = _fields(told)
-                dtype, shape = dtype_of(dtype_text), tuple(row)
-                mine = (counts[self._group.view.rank], *shape)
-                source = HostArray(np.empty(0, dtype), (0,), NUMPY, False) if array is None else array
-                target = self._devices.out_of_host(out, mine, dtype, stream)
-            return self._begin(
-                name, source, mine, target, timeout, priority,
-                (Plans.plan, Planner.scatter, dtype, shape, root, tuple(counts)), later=later,
-            )  # fmt: skip
-
-        return self._two_steps(name, first, second, fetched)
+        return self._two_steps(record, root, name, timeout, priority, second, fetched)
 
     def all_to_all(
         self, x: Any, name: str | None = None, *, out: Any = None, timeout: float | None = None, priority: int = 0,
@@ -175,9 +195,7 @@ class Exchange(Verbs):
         if again is not None:
             return again
         if not isinstance(x, (list, tuple)):
-            if self._devices.takes(x, stream):
-                return self._on_device(Verb.ALL_TO_ALL, x, name, out, timeout, priority, stream)
-            return self._all_to_all_even(x, name, out, timeout, priority)
+            return self._collective(ALL_TO_ALL, x, name, out, timeout, priority, stream)
         size = self._group.view.size
         with self._checks(name, timeout, priority, steps=2):
             if out is not None:
@@ -185,21 +203,15 @@ class Exchange(Verbs):
             array, rows, fetched = self._parts(x, size, stream)
             record = _record([dtype_name(array.dtype), array.shape[1:], rows], RECORD_NBYTES + ROW_NBYTES * size)
 
-        def second(told: Array, later: Later) -> Handle[Any]:
-            with self._checks(name, later=later):
-                said = [_fields(one) for one in told]
-                _same(said, Verb.ALL_TO_ALL)
-                table = tuple(tuple(one[2]) for one in said)
-                received = [line[self._group.view.rank] for line in table]
-            whole = self._begin(
-                name, array, (sum(received), *array.shape[1:]), None, timeout, priority,
-                (Plans.plan, Planner.all_to_all, array.dtype, array.shape[1:], table), later=later,
-            )  # fmt: skip
-            return self._mapped(whole, lambda joined: _cut(joined, received))
+        def second(told: Array) -> Second:
+            said = [_fields(one) for one in told]
+            _same(said, ALL_TO_ALL)
+            table = tuple(tuple(one[2]) for one in said)
+            received = [line[self._group.view.rank] for line in table]
+            plan = (Plans.plan, Planner.all_to_all, array.dtype, array.shape[1:], table)
+            return Second(array, (sum(received), *array.shape[1:]), None, plan, lambda joined: _cut(joined, received))
 
-        return self._two_steps(
-            name, lambda: self._all_gather_stacked(record, name, None, timeout, priority), second, fetched
-        )
+        return self._two_steps(record, None, name, timeout, priority, second, fetched)
 
     # ---------------------------------------------------------------- objects
 
@@ -213,31 +225,25 @@ class Exchange(Verbs):
             mine = packed(value if self._group.view.rank == root else None)
             record = _record([mine.size], RECORD_NBYTES)
 
-        def second(told: Array, later: Later) -> Handle[Any]:
-            with self._checks(name, later=later):
-                (count,) = _fields(told)
-                array = adapt(mine if self._group.view.rank == root else np.zeros(count, np.uint8))
-            whole = self._begin(
-                name, array, array.shape, None, timeout, priority,
-                (Plans.plan, Planner.broadcast, array.dtype, array.shape, root), later=later,
-            )  # fmt: skip
-            return self._mapped(whole, unpacked)
+        def second(told: Array) -> Second:
+            (count,) = _fields(told)
+            array = adapt(mine if self._group.view.rank == root else np.zeros(count, np.uint8))
+            plan = (Plans.plan, Planner.broadcast, array.dtype, array.shape, root)
+            return Second(array, array.shape, None, plan, unpacked)
 
-        return self._two_steps(name, lambda: self._broadcast(record, root, name, None, timeout, priority), second)
+        return self._two_steps(record, root, name, timeout, priority, second)
 
     def all_gather_object(
         self, value: Any, name: str | None = None, *, timeout: float | None = None, priority: int = 0
     ) -> Handle[Any]:
         """Every rank gets the list of all ranks' values."""
-        return self._gathered_objects(value, -1, name, timeout, priority)
+        return self._gathered_objects(ALL_GATHER, value, None, name, timeout, priority)
 
     def gather_object(
         self, value: Any, root: int = 0, name: str | None = None, *, timeout: float | None = None, priority: int = 0
     ) -> Handle[Any]:
         """Rank ``root`` gets the list of all ranks' values; the others get None."""
-        with self._checks(name, timeout, priority, steps=2):
-            root = self._check_rank("root", root)
-        return self._gathered_objects(value, root, name, timeout, priority)
+        return self._gathered_objects(GATHER, value, root, name, timeout, priority)
 
     def scatter_object(
         self, values: Sequence[Any] | None = None, root: int = 0, name: str | None = None, *,
@@ -254,23 +260,11 @@ class Exchange(Verbs):
         return self._mapped(self.scatter(parts, root, name, timeout=timeout, priority=priority), unpacked)
 
     def _gathered_objects(
-        self, value: Any, root: int, name: str | None, timeout: float | None, priority: int
+        self, verb: Verb, value: Any, root: int | None, name: str | None, timeout: float | None, priority: int
     ) -> Handle[Any]:
         with self._checks(name, timeout, priority, steps=2):
             mine = packed(value)
-        lengths: list[int] = []
-
-        def plan(plans: Plans, array: HostArray, rows: tuple[int, ...]) -> Plan:
-            lengths.extend(rows)
-            if root == -1:
-                return plans.plan(Planner.all_gather, array.dtype, (), rows)
-            return plans.plan(Planner.gather, array.dtype, (), root, rows)
-
-        verb = Verb.ALL_GATHER if root == -1 else Verb.GATHER
-        joined = self._concatenated(verb, root, mine, name, None, timeout, priority, plan)
-        return self._mapped(
-            joined, lambda flat: None if flat is None else [unpacked(one) for one in _cut(flat, lengths)]
-        )
+        return self._concatenated(verb, mine, root, name, None, timeout, priority, outcome=_unpacked_each)
 
     # ---------------------------------------------------------------- two steps
 
@@ -285,38 +279,46 @@ class Exchange(Verbs):
         return self._devices.joined(x, stream)
 
     def _concatenated(
-        self, verb: Verb, root: int, x: Any, name: str | None, out: Any, timeout: float | None,
-        priority: int, plan: Callable[[Plans, HostArray, tuple[int, ...]], Plan], stream: Any = None,
+        self, verb: Verb, x: Any, root: int | None, name: str | None, out: Any, timeout: float | None, priority: int, *,
+        stream: Any = None, wire_dtype: str | None = None,
+        outcome: Callable[[tuple[int, ...], Any], Any] | None = None,
     ) -> Handle[Any]:  # fmt: skip
-        """All ranks tell dtype, row shape and number of rows; then the rows move."""
+        """All ranks tell dtype, row shape and number of rows; then the rows move.
+
+        ``verb``: gather, or all_gather, which has no root. ``outcome``: what the caller gets, of everybody's number of
+        rows and the rows.
+        """
+        wire: np.dtype[Any] | None = None
         with self._checks(name, timeout, priority, steps=2):
+            to = self._check_rank("root", root) if verb is GATHER else -1
+            if wire_dtype is not None:
+                x = adapt(x)
+                wire = wire_dtype_of(wire_dtype, x.dtype)
             array, fetched = self._devices.on_host(x, stream)
             row_elements(array.shape)
-            record = _record(
-                [dtype_name(array.dtype), array.shape[1:], [array.shape[0]], str(verb), root], RECORD_NBYTES
-            )
+            record = _record([dtype_name(array.dtype), array.shape[1:], [array.shape[0]], str(verb), to], RECORD_NBYTES)
 
-        def second(told: Array, later: Later) -> Handle[Any]:
-            target: Out | None = None
-            with self._checks(name, later=later):
-                said = [_fields(one) for one in told]
-                _same(said, verb)
-                rows = tuple(one[2][0] for one in said)
-                shape = (sum(rows), *array.shape[1:])
-                target = self._devices.out_of_host(out, shape, array.dtype, stream)
-            return self._begin(name, array, shape, target, timeout, priority, (plan, array, rows), later=later)
+        def second(told: Array) -> Second:
+            said = [_fields(one) for one in told]
+            _same(said, verb)
+            rows = tuple(one[2][0] for one in said)
+            shape = (sum(rows), *array.shape[1:]) if to in (-1, self._group.view.rank) else None
+            target = None if shape is None else self._devices.out_of_host(out, shape, array.dtype, stream)
+            plan: MakePlan = (Plans.plan, Planner.all_gather, array.dtype, array.shape[1:], rows, wire)
+            if verb is GATHER:
+                plan = (Plans.plan, Planner.gather, array.dtype, array.shape[1:], to, rows)
+            return Second(array, shape, target, plan, outcome and partial(outcome, rows))
 
-        return self._two_steps(
-            name, lambda: self._all_gather_stacked(record, name, None, timeout, priority), second, fetched
-        )
+        return self._two_steps(record, None, name, timeout, priority, second, fetched)
 
     def _two_steps(
-        self, name: str | None, first: Callable[[], Handle[Any]], second: Callable[[Any, Later], Handle[Any]],
-        fetched: Fetched | None = None,
+        self, record: Array, root: int | None, name: str | None, timeout: float | None, priority: int,
+        second: Callable[[Any], Second], fetched: Fetched | None = None,
     ) -> Steps:  # fmt: skip
-        """``second`` runs with the result of ``first``, in the order of the calls, on the graphs of the first.
+        """The root tells its record, or all do; then follows what ``second`` makes of what was told.
 
-        And not before what it works with is here, if that has to come from a device.
+        That is posted in the order of the calls, on the graphs of the first step, and not before what it works with is
+        here, if that has to come from a device.
         """
         group = self._group
         reactor = group.engine.reactor
@@ -325,7 +327,8 @@ class Exchange(Verbs):
         turn = group.turns.next(key)
         begun_under: list[Plans] = []
         group.in_order(lambda: begun_under.append(group.plans))
-        told = whole.step = first()
+        verb = ALL_GATHER if root is None else BROADCAST
+        told = whole.step = self._on_host(verb, record, name, None, timeout, priority, root=root, is_step=True)
 
         def begin() -> None:
             error = asyncio.CancelledError() if told.cancelled() or whole.cancelled() else told.exception()
@@ -333,14 +336,17 @@ class Exchange(Verbs):
                 error = fetched.here.exception()
             if error is not None:
                 group.refuse_now(key, error, seq=told.seq)
-                settle(whole, error)
+                whole.fail(error)
                 return
+            later = Later(key, told.seq, begun_under[0])
             try:
-                whole.step = second(told.result(), Later(key, told.seq, begun_under[0]))
+                with self._checks(name, later=later):
+                    array, shape, target, plan, outcome = second(told.result())
+                step = self._begin(name, array, shape, target, timeout, priority, plan, later=later)
             except Exception as refused:  # noqa: BLE001  the checks of the second step have told the other ranks
-                settle(whole, refused)
+                whole.fail(refused)
             else:
-                whole.step.when_done(reactor, lambda last: copy_end(last, whole))
+                whole.end_as(step, reactor, outcome)
 
         def first_done(_: asyncio.Future[Any]) -> None:
             if fetched is not None and not fetched.here.done():
@@ -357,38 +363,8 @@ class Exchange(Verbs):
 
     def _mapped(self, inner: Handle[Any], change: Callable[[Any], Any]) -> Steps:
         """A handle whose result is ``change`` of the inner one's."""
-        outer = Steps(loop=self._group.engine.loop)
-        outer.step = inner
-
-        def done(last: Handle[Any]) -> None:
-            if not last.cancelled() and last.exception() is None and not outer.done():
-                try:
-                    outer.set_result(change(last.result()))
-                except Exception as error:  # noqa: BLE001  of the peer's data: it belongs to the caller
-                    outer.set_exception(error)
-            else:
-                copy_end(last, outer)
-
-        inner.when_done(self._group.engine.reactor, done)
-        return outer
-
-
-def copy_end(last: asyncio.Future[Any], whole: Handle[Any]) -> None:
-    """``whole`` ends as its last step did."""
-    if last.cancelled():
-        settle(whole, asyncio.CancelledError())
-    elif (error := last.exception()) is not None:
-        settle(whole, error)
-    elif not whole.done():
-        whole.set_result(last.result())
-
-
-def settle(whole: Handle[Any], error: BaseException) -> None:
-    """``whole`` fails, or is cancelled."""
-    if isinstance(error, asyncio.CancelledError):
-        whole.cancel()
-    elif not whole.done():
-        whole.set_exception(error)
+        engine = self._group.engine
+        return Steps(loop=engine.loop).end_as(inner, engine.reactor, change)
 
 
 def _record(fields: list[Any], nbytes: int) -> Array:
@@ -424,6 +400,11 @@ def _cut(joined: Any, rows: Sequence[int]) -> list[Any]:
         parts.append(joined[at : at + count])
         at += count
     return parts
+
+
+def _unpacked_each(nbytes: Sequence[int], joined: Any) -> list[Any] | None:
+    """The objects of all ranks, of their bytes end to end; None where there are none."""
+    return None if joined is None else [unpacked(one) for one in _cut(joined, nbytes)]
 
 
 def packed(value: Any) -> Array:

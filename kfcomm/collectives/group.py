@@ -78,21 +78,10 @@ class Group:
             self._waiting.append(begin)
 
     def post(
-        self,
-        plan: Plan,
-        key: str,
-        *,
-        overlapping: bool = False,
-        source: Array | None,
-        result: Array | None,
-        value: Any = None,
-        outcome: Callable[[Any], Any] | None = None,
-        timeout_s: float | None,
-        priority: int = 0,
-        handle: Handle[Any],
-        seq: int | None = None,
-        generation: int | None = None,
-    ) -> Operation:
+        self, plan: Plan, key: str, *, source: Array | None, result: Array | None, value: Any = None,
+        outcome: Callable[[Any], Any] | None = None, timeout_s: float | None, priority: int = 0, handle: Handle[Any],
+        overlapping: bool = False, seq: int | None = None, generation: int | None = None,
+    ) -> Operation:  # fmt: skip
         """Begin a collective now; see ``Operation`` for ``value`` and ``outcome``.
 
         ``generation``: of the strategy of ``plan``, if that is not the one in force.

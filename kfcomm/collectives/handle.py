@@ -99,10 +99,8 @@ def join(reactor: Reactor, handles: Sequence[Handle[Any]], whole: Handle[T], res
         if error is not None:
             errors.append(error)
             give_up()
-        if not left and not whole.done():
-            finish()
-
-    def finish() -> None:
+        if left or whole.done():
+            return
         if errors:
             whole.set_exception(errors[0])
         elif any(handle.cancelled() for handle in handles):

@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 import struct
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -38,6 +40,7 @@ from kfcomm.types import Verb
 logger = logging.getLogger("kfcomm")
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+Shape: TypeAlias = tuple[int, ...]
 Message: TypeAlias = tuple[Any, int]
 """What a receive gives: the array, and the rank that sent it."""
 
@@ -81,7 +84,7 @@ class Mailbox:
         engine.receivers.append(self.waiting)
         for source in range(view.size):
             if source != view.rank:
-                engine.early_listeners[self._pair(source, view.rank).id] = self._listener(source)
+                engine.early_listeners[self._pair(source, view.rank).id] = partial(self._on_early, source)
 
     @property
     def reactor(self) -> Reactor:
@@ -91,9 +94,8 @@ class Mailbox:
     def send(self, array: HostArray, to: int, tag: str, timeout_s: float | None, priority: int = 0) -> Handle[None]:
         """Begin to send; done when the receiver has it."""
         handle: Handle[None] = Handle(loop=self._engine.loop)
-        signature = _signature(array.dtype, array.shape)
-        operation = _operation(handle, array.flat, None, None, priority)
-        self._post(self._pair(self._view.rank, to), tag, signature, operation, timeout_s, handle)
+        pair = self._pair(self._view.rank, to)
+        self._post(pair, tag, array.dtype, array.shape, handle, timeout_s, priority, source=array.flat)
         return handle
 
     def refuse(self, source: int, to: int, tag: str, reason: str) -> None:
@@ -163,10 +165,7 @@ class Mailbox:
             pair = self._pairs[source, to] = GroupView(digest.digest(), members, int(to == self._view.rank))
         return pair
 
-    def _listener(self, source: int) -> Callable[[bytes, str, int, Any], None]:
-        return lambda group_id, tag, seq, signature: self._on_early(source, tag)
-
-    def _on_early(self, source: int, tag: str) -> None:
+    def _on_early(self, source: int, _: bytes, tag: str, *__: Any) -> None:
         """Something came that was not posted: a message for a service, or for a receive that waits."""
         if self._is_closed:  # what came before the end is told after it, and nothing can be posted any more
             return
@@ -205,35 +204,40 @@ class Mailbox:
         return False
 
     def _receive(self, wanted: Wanted, source: int, pair: GroupView, found: Any) -> None:
+        shape: Shape
         if isinstance(found, Cause):
-            signature = _signature(np.dtype(np.uint8), ())  # of no account: posting it fails with the cause
+            dtype, shape = np.dtype(np.uint8), ()  # of no account: posting it fails with the cause
+        elif wanted.out is not None:
+            dtype, shape = wanted.out.flat.dtype, _shape_of(wanted.out)
         else:
-            signature = found if wanted.out is None else _signature(wanted.out.flat.dtype, _shape_of(wanted.out))
-        checked = _checked(signature)
-        if checked is None:
-            message = (
-                f"rank {source} announced a message that rank {self._view.rank} cannot take: {describe(signature)}"
-            )
-            self._engine.refuse(pair, wanted.tag, message)
-            wanted.handle.set_exception(CollectiveError(message, key=wanted.tag))
-            return
-        dtype, shape, count = checked
-        flat = np.empty(count, dtype) if wanted.out is None else wanted.out.flat
+            announced = _announced(found)
+            if announced is None:
+                rank = self._view.rank
+                message = f"rank {source} announced a message that rank {rank} cannot take: {describe(found)}"
+                self._engine.refuse(pair, wanted.tag, message)
+                wanted.handle.set_exception(CollectiveError(message, key=wanted.tag))
+                return
+            dtype, shape = announced
+        flat = np.empty(math.prod(shape), dtype) if wanted.out is None else wanted.out.flat
 
         def outcome(flat: Array) -> Message:
             return (NUMPY.restore(flat.reshape(shape)) if wanted.out is None else wanted.out.finish()), source
 
-        operation = _operation(wanted.handle, None, flat, outcome, wanted.priority)
-        self._post(pair, wanted.tag, _signature(dtype, shape), operation, wanted.timeout_s, wanted.handle)
+        self._post(
+            pair, wanted.tag, dtype, shape, wanted.handle, wanted.timeout_s, wanted.priority, result=flat,
+            outcome=outcome,
+        )  # fmt: skip
 
     def _post(
-        self, pair: GroupView, tag: str, signature: Signature, operation: Operation, timeout_s: float | None,
-        handle: Handle[Any],
+        self, pair: GroupView, tag: str, dtype: np.dtype[Any], shape: Shape, handle: Handle[Any],
+        timeout_s: float | None, priority: int, *, source: Array | None = None, result: Array | None = None,
+        outcome: Callable[[Array], Message] | None = None,
     ) -> None:  # fmt: skip
-        dtype = dtype_of(signature.dtype)
-        count = int(np.prod(signature.shape, dtype=np.int64))
+        """Post this rank's half: the ``source``, or where the ``result`` goes, and what the caller gets of that."""
+        work = Work(None, dtype, 2, in_result=False)
+        operation = Operation(handle, source, result, work, value=result, finish=outcome, priority=priority)
         self._engine.post(
-            pair, tag, signature, programs.send(pair.rank, count, chunk_elements(dtype)),
+            pair, tag, _signature(dtype, shape), programs.send(pair.rank, math.prod(shape), chunk_elements(dtype)),
             ItemSizes(dtype.itemsize, dtype.itemsize), operation,
             timeout_s=self._timeout_s if timeout_s is None else timeout_s, overlapping=True,
         )  # fmt: skip
@@ -251,11 +255,8 @@ class Mailbox:
     def _report(self, wanted: Wanted) -> None:
         logger.warning(
             "rank %d has waited %.1f s for a message with %s from %s",
-            self._view.rank,
-            self._engine.deadlines.stall_after_s,
-            wanted.tag,
-            wanted.whom,
-        )
+            self._view.rank, self._engine.deadlines.stall_after_s, wanted.tag, wanted.whom,
+        )  # fmt: skip
 
     def _forget(self, wanted: Wanted) -> None:
         """It waits no longer: its message is here, or it was given up."""
@@ -290,39 +291,23 @@ async def _served(service: Service, source: int, message: Handle[Message]) -> No
         logger.warning("a request of rank %d could not be served: %s", source, error)
 
 
-def _operation(
-    handle: Handle[Any],
-    source: Array | None,
-    result: Array | None,
-    outcome: Callable[[Array], Any] | None,
-    priority: int,
-) -> Operation:
-    array = source if source is not None else result
-    dtype = None if array is None else array.dtype
-    work = Work(None, dtype, 2, in_result=False)
-    return Operation(handle, source, result, work, value=result, finish=outcome, priority=priority)
-
-
-def _signature(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Signature:
+def _signature(dtype: np.dtype[Any], shape: Shape) -> Signature:
     return Signature(str(Verb.SEND), dtype_name(dtype), shape, chunk_elements=chunk_elements(dtype))
 
 
-def _shape_of(out: Out) -> tuple[int, ...]:
+def _shape_of(out: Out) -> Shape:
     return tuple(out.original.shape) if hasattr(out.original, "shape") else tuple(np.shape(out.original))
 
 
-def _checked(signature: Any) -> tuple[np.dtype[Any], tuple[int, ...], int] | None:
-    """dtype, shape and number of elements of an announced message; None if it is none."""
+def _announced(signature: Any) -> tuple[np.dtype[Any], Shape] | None:
+    """Dtype and shape of a message that a peer announces; None if it is none."""
     try:
         announced = Signature(*signature)
-        dtype = dtype_of(announced.dtype)
-        shape = announced.shape
-        count = 1
-        for length in shape:
-            if type(length) is not int or not 0 <= length <= MAX_ELEMENTS:
-                return None
-            count *= length
-        fits = announced == _signature(dtype, shape) and count <= MAX_ELEMENTS and len(shape) <= MAX_DIMENSIONS
+        dtype, shape = dtype_of(announced.dtype), announced.shape
+        if not all(type(length) is int and 0 <= length <= MAX_ELEMENTS for length in shape):
+            return None
+        is_message = announced == _signature(dtype, shape)
     except (TypeError, ConfigError):
         return None
-    return (dtype, shape, count) if fits else None
+    fits = len(shape) <= MAX_DIMENSIONS and math.prod(shape) <= MAX_ELEMENTS
+    return (dtype, shape) if is_message and fits else None

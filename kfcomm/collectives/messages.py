@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from kfcomm.arrays import HostArray, adapt
+from kfcomm.arrays import adapt
 from kfcomm.collectives.blobs import Blobs, check_version
-from kfcomm.collectives.exchange import Exchange, Steps, copy_end, packed, settle, unpacked
+from kfcomm.collectives.compiled import ALL_GATHER
+from kfcomm.collectives.exchange import Exchange, Steps, packed, unpacked
 from kfcomm.collectives.group import check_name, check_priority, check_timeout
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.mailbox import Mailbox
-from kfcomm.collectives.on_device.through_host import Fetched
-from kfcomm.collectives.turns import Turn
 from kfcomm.errors import CollectiveTimeout, ConfigError
 
 Tag = int | str
@@ -127,7 +126,9 @@ class Messages(Exchange):
             array = adapt(x)
             about = f"{array.dtype.name} {array.shape}".encode()
             digest = hashlib.blake2b(array.flat.view(np.uint8).data, digest_size=32, key=hashlib.sha256(about).digest())
-        everyone = self._all_gather_stacked(np.frombuffer(digest.digest(), np.uint8), name, None, timeout, priority)
+        everyone = self._on_host(
+            ALL_GATHER, np.frombuffer(digest.digest(), np.uint8), name, None, timeout, priority, is_step=True
+        )
         return self._mapped(everyone, lambda table: bool((table == table[0]).all()))
 
     def _send(
@@ -145,13 +146,9 @@ class Messages(Exchange):
         after = f"\0to {to} {key}"
         if fetched is None and not self._group.turns.has(after):
             return self._mailbox.send(array, to, key, timeout, priority)
-        return self._send_later(array, fetched, to, key, timeout, priority, self._group.turns.next(after))
 
-    def _send_later(
-        self, array: HostArray, fetched: Fetched | None, to: int, key: str, timeout: float | None, priority: int,
-        turn: Turn,
-    ) -> Steps:  # fmt: skip
-        """Send what has to come from a device first, or what follows such a message under its tag."""
+        # It has to come from a device first, or follows such a message under its tag.
+        turn = self._group.turns.next(after)
         whole = Steps(loop=self._group.engine.loop)
         reactor = self._group.engine.reactor
 
@@ -159,10 +156,9 @@ class Messages(Exchange):
             error = asyncio.CancelledError() if whole.cancelled() else fetched and fetched.here.exception()
             if error:
                 self._refuse_message(to, key, error)
-                settle(whole, error)
-                return
-            whole.step = self._mailbox.send(array, to, key, timeout, priority)
-            whole.step.when_done(reactor, lambda last: copy_end(last, whole))
+                whole.fail(error)
+            else:
+                whole.end_as(self._mailbox.send(array, to, key, timeout, priority), reactor)
 
         if fetched is None:
             turn.ready(begin)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kfcomm.collectives.compiled import ALL_REDUCE
-from kfcomm.collectives.group import Group, check_name
+from kfcomm.collectives.group import Group
 from kfcomm.collectives.handle import Handle, named
 from kfcomm.collectives.messages import Messages
 from kfcomm.runtime.meter import Meter
@@ -20,16 +20,12 @@ T = TypeVar("T")
 class Timed(Handle[T]):
     """A handle that tells a meter, when its collective is complete, how long that took since its post."""
 
-    __slots__ = ("_meter", "_nbytes", "_posted_s", "_under")
+    __slots__ = ("_nbytes", "_posted_s", "_under")
 
-    def watch(self, meter: Meter, nbytes: int) -> None:
-        """Nothing has begun yet."""
-        self._meter = meter
-        self._nbytes = nbytes
-
-    def begin(self, group: Group) -> None:
+    def begin(self, group: Group, meter: Meter, nbytes: int) -> None:
         """It is posted now, under the strategy in force."""
-        self._under = self._meter.throughput(group.view, group.strategy.name)
+        self._nbytes = nbytes
+        self._under = meter.throughput(group.view, group.strategy.name)
         self._posted_s = time.monotonic()
 
     def set_result(self, result: T) -> None:
@@ -61,20 +57,15 @@ class Monitored(Messages):
         if type(x) is np.ndarray:
             nbytes = x.nbytes
         else:
-            self._check_open()
-            check_name(name)
-            try:
-                with self._checks(name, timeout, priority):
-                    x = self._devices.read(x, stream)
-            except Exception:
-                self._devices.refused(name)
-                raise
+            with self._checks(name, timeout, priority, devices=self._devices):
+                x = self._devices.read(x, stream)
             nbytes = x.flat.nbytes
-        handle.watch(meter, nbytes)
-        group.in_order(lambda: handle.begin(group))
+        group.in_order(lambda: handle.begin(group, meter, nbytes))
         if type(x) is np.ndarray and timeout is None and not priority and wire_dtype is None and stream is None:
             compiled = group.compiled.get(name)
             operation = None if compiled is None else compiled.start(x, (ALL_REDUCE, op), out, handle)
             if operation is not None:
                 return named(handle, operation)
-        return self._all_reduce(x, name, op, out, timeout, priority, wire_dtype, handle, stream)
+        return self._collective(
+            ALL_REDUCE, x, name, out, timeout, priority, stream, op=op, wire_dtype=wire_dtype, handle=handle
+        )

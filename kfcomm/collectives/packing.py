@@ -54,9 +54,9 @@ class Unit:
         return found
 
 
-def many_key(names: Sequence[str]) -> str:
-    """The key of the first unit of these names, which are sorted; later ones append their number."""
-    return names[0] + "\0many"
+def many_key(names: Sequence[str], number: int = 0) -> str:
+    """The key of a unit of these names, which are sorted."""
+    return f"{names[0]}\0many {number}" if number else f"{names[0]}\0many"
 
 
 def units_of(names: Sequence[str], arrays: Sequence[HostArray]) -> list[Unit]:
@@ -92,26 +92,26 @@ def post_units(
 
     If one fails, the others are given up, and its error is raised once all have ended.
     """
-    key, told = many_key(names), digest_of(names, arrays)
+    told = digest_of(names, arrays)
     units = units_of(names, arrays)
     handles: list[Handle[Any]] = []
     seq = None
     try:
         for number, unit in enumerate(units):
             handle: Handle[Any] = Handle(loop=group.engine.loop)
-            under = f"{key} {number}" if number else key
-            made = plan(group.plans, unit, under)
+            key = many_key(names, number)
+            made = plan(group.plans, unit, key)
             made = replace(made, signature=made.signature._replace(counts=told))
             result = np.empty(made.result_count, made.dtype)
             group.post(
-                made, under, source=unit.source(), result=result, value=result, timeout_s=timeout_s, priority=priority,
+                made, key, source=unit.source(), result=result, value=result, timeout_s=timeout_s, priority=priority,
                 handle=handle, seq=seq,
             )  # fmt: skip
             seq = whole.seq = handle.seq
             handles.append(handle)
     except Exception as error:  # noqa: BLE001  no memory, perhaps: the other ranks are told by the first unit
         if not handles:
-            whole.seq = group.refuse_now(key, error)
+            whole.seq = group.refuse_now(many_key(names), error)
         for handle in handles:
             handle.cancel()
         whole.set_exception(error)

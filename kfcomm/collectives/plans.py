@@ -7,6 +7,7 @@ strategy which comes again finds its plans again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 from copy import copy
 from dataclasses import dataclass, replace
@@ -40,6 +41,7 @@ MAX_PLANS = 4096
 WireDtype: TypeAlias = "np.dtype[Any] | None"
 """In what numbers travel, where that is not what they are."""
 
+Shape: TypeAlias = tuple[int, ...]
 Shares: TypeAlias = tuple[int, ...]
 """Of a ``Strategy``."""
 
@@ -83,44 +85,44 @@ class Planner:
     size: int
     strategy: AnyStrategy
 
-    def ways(self, dtype: np.dtype[Any], shape: tuple[int, ...], wire: WireDtype = None) -> tuple[int, Shares]:
+    def ways(self, dtype: np.dtype[Any], shape: Shape, wire: WireDtype = None) -> tuple[int, Shares]:
         """How many ways an all_reduce may take as a whole, and their shares of the keys; one if it is shared out."""
         count, _, graphs = self._prepare(dtype, shape, wire)
         return (len(graphs.pairs), graphs.shares) if graphs.is_whole or count < WHOLE_BELOW else (1, ())
 
-    def all_reduce(
-        self, dtype: np.dtype[Any], shape: tuple[int, ...], op: Op, way: int, wire: WireDtype = None
-    ) -> Plan:
+    def all_reduce(self, dtype: np.dtype[Any], shape: Shape, op: Op, way: int, wire: WireDtype = None) -> Plan:
         """Every rank gets the fold of all inputs; ``way`` is one of ``ways``."""
         count, chunk, graphs = self._prepare(dtype, shape, wire)
         if graphs.is_whole or count < WHOLE_BELOW:
             program = programs.all_reduce(self.rank, (graphs.pairs[way],), count, chunk)
         else:
             program = programs.all_reduce(self.rank, graphs.pairs, count, chunk, graphs.shares)
-        return self._folding(Verb.ALL_REDUCE, dtype, shape, op, -1, program, graphs, count, wire, in_result=True)
+        return self._plan(Verb.ALL_REDUCE, dtype, shape, program, graphs, count, op=op, wire=wire, in_result=True)
 
-    def reduce(self, dtype: np.dtype[Any], shape: tuple[int, ...], op: Op, root: int, wire: WireDtype = None) -> Plan:
+    def reduce(self, dtype: np.dtype[Any], shape: Shape, op: Op, root: int, wire: WireDtype = None) -> Plan:
         """The root gets the fold of all inputs."""
         count, chunk, graphs = self._prepare(dtype, shape, wire)
         program = programs.reduce(self.rank, graphs.rooted(root), count, chunk)
         kept = count if self.rank == root else -1
-        return self._folding(Verb.REDUCE, dtype, shape, op, root, program, graphs, kept, wire, in_result=kept >= 0)
+        return self._plan(
+            Verb.REDUCE, dtype, shape, program, graphs, kept, op=op, root=root, wire=wire, in_result=kept >= 0
+        )
 
-    def reduce_scatter(self, dtype: np.dtype[Any], shape: tuple[int, ...], op: Op, wire: WireDtype = None) -> Plan:
+    def reduce_scatter(self, dtype: np.dtype[Any], shape: Shape, op: Op, wire: WireDtype = None) -> Plan:
         """Rank r gets the r-th of ``size`` parts, along the first axis, of the fold of all inputs."""
         _, chunk, graphs = self._prepare(dtype, shape, wire)
         row = row_elements(shape)
         counts = [rows * row for _, rows in split(shape[0], self.size)]
         program = programs.reduce_scatter(self.rank, graphs.rooted, counts, chunk)
-        return self._folding(Verb.REDUCE_SCATTER, dtype, shape, op, -1, program, graphs, counts[self.rank], wire)
+        return self._plan(Verb.REDUCE_SCATTER, dtype, shape, program, graphs, counts[self.rank], op=op, wire=wire)
 
-    def broadcast(self, dtype: np.dtype[Any], shape: tuple[int, ...], root: int, wire: WireDtype = None) -> Plan:
+    def broadcast(self, dtype: np.dtype[Any], shape: Shape, root: int, wire: WireDtype = None) -> Plan:
         """Every rank gets the root's input."""
         count, chunk, graphs = self._prepare(dtype, shape, wire)
         program = programs.broadcast(self.rank, graphs.rooted(root), count, chunk)
-        return self._moving(Verb.BROADCAST, dtype, shape, root, program, graphs, count, wire=wire)
+        return self._plan(Verb.BROADCAST, dtype, shape, program, graphs, count, root=root, wire=wire)
 
-    def gather(self, dtype: np.dtype[Any], shape: tuple[int, ...], root: int, rows: tuple[int, ...] = ()) -> Plan:
+    def gather(self, dtype: np.dtype[Any], shape: Shape, root: int, rows: tuple[int, ...] = ()) -> Plan:
         """The root gets all inputs in rank order; ``rows`` gives their first dimensions where they differ.
 
         Then ``shape`` is that of one row.
@@ -128,30 +130,30 @@ class Planner:
         counts, chunk, graphs = self._prepare_rows(dtype, shape, rows)
         program = programs.gather(self.rank, graphs.rooted(root), counts, chunk)
         kept = sum(counts) if self.rank == root else -1
-        return self._moving(Verb.GATHER, dtype, shape, root, program, graphs, kept, rows)
+        return self._plan(Verb.GATHER, dtype, shape, program, graphs, kept, root=root, counts=rows)
 
     def all_gather(
-        self, dtype: np.dtype[Any], shape: tuple[int, ...], rows: tuple[int, ...] = (), wire: WireDtype = None
+        self, dtype: np.dtype[Any], shape: Shape, rows: tuple[int, ...] = (), wire: WireDtype = None
     ) -> Plan:
         """Every rank gets all inputs in rank order; see ``gather`` for ``rows``."""
         counts, chunk, graphs = self._prepare_rows(dtype, shape, rows, wire)
         program = programs.all_gather(self.rank, graphs.rooted, counts, chunk)
-        return self._moving(Verb.ALL_GATHER, dtype, shape, -1, program, graphs, sum(counts), rows, wire)
+        return self._plan(Verb.ALL_GATHER, dtype, shape, program, graphs, sum(counts), counts=rows, wire=wire)
 
-    def scatter(self, dtype: np.dtype[Any], shape: tuple[int, ...], root: int, rows: tuple[int, ...]) -> Plan:
+    def scatter(self, dtype: np.dtype[Any], shape: Shape, root: int, rows: tuple[int, ...]) -> Plan:
         """Rank r gets ``rows[r]`` rows, each of ``shape``, of the root's input."""
         counts, chunk, graphs = self._prepare_rows(dtype, shape, rows)
         program = programs.scatter(self.rank, graphs.rooted(root), counts, chunk)
-        return self._moving(Verb.SCATTER, dtype, shape, root, program, graphs, counts[self.rank], rows)
+        return self._plan(Verb.SCATTER, dtype, shape, program, graphs, counts[self.rank], root=root, counts=rows)
 
-    def all_to_all(self, dtype: np.dtype[Any], shape: tuple[int, ...], rows: tuple[tuple[int, ...], ...]) -> Plan:
+    def all_to_all(self, dtype: np.dtype[Any], shape: Shape, rows: tuple[tuple[int, ...], ...]) -> Plan:
         """Rank i sends ``rows[i][j]`` rows, each of ``shape``, to rank j."""
-        row = _elements(shape)
+        row = math.prod(shape)
         _, chunk, graphs = self._prepare(dtype, (sum(map(sum, rows)) // self.size, row))
         counts = [[number * row for number in line] for line in rows]
         program = programs.all_to_all(self.rank, counts, chunk)
         kept = sum(line[self.rank] for line in counts)
-        return self._moving(Verb.ALL_TO_ALL, dtype, shape, -1, program, graphs, kept, rows)
+        return self._plan(Verb.ALL_TO_ALL, dtype, shape, program, graphs, kept, counts=rows)
 
     def barrier(self, name: str) -> Plan:
         """No data."""
@@ -160,45 +162,31 @@ class Planner:
         signature = Signature(Verb.BARRIER, "", (), "", -1, graphs.name, graphs.digest)
         return Plan(signature, program, ItemSizes(1, 1), Work(None, None, self.size, in_result=False), -1)
 
-    def _prepare(
-        self, dtype: np.dtype[Any], shape: tuple[int, ...], wire: WireDtype = None
-    ) -> tuple[int, int, Strategy]:
-        count = _elements(shape)
+    def _prepare(self, dtype: np.dtype[Any], shape: Shape, wire: WireDtype = None) -> tuple[int, int, Strategy]:
+        count = math.prod(shape)
         return count, chunk_elements(dtype), self.strategy.select(count * (wire or dtype).itemsize)
 
     def _prepare_rows(
-        self, dtype: np.dtype[Any], shape: tuple[int, ...], rows: tuple[int, ...], wire: WireDtype = None
+        self, dtype: np.dtype[Any], shape: Shape, rows: tuple[int, ...], wire: WireDtype = None
     ) -> tuple[list[int], int, Strategy]:
-        row = _elements(shape)
+        row = math.prod(shape)
         counts = [row * number for number in rows or (1,) * self.size]
         largest = max(counts)
         return counts, chunk_elements(dtype), self.strategy.select(largest * (wire or dtype).itemsize)
 
-    def _folding(
-        self, verb: Verb, dtype: np.dtype[Any], shape: tuple[int, ...], op: Op, root: int, program: Program,
-        graphs: Strategy, result_count: int, wire: WireDtype, *, in_result: bool = False,
+    def _plan(
+        self, verb: Verb, dtype: np.dtype[Any], shape: Shape, program: Program, graphs: Strategy, result_count: int, *,
+        op: Op | None = None, root: int = -1, counts: tuple[Any, ...] = (), wire: WireDtype = None,
+        in_result: bool = False,
     ) -> Plan:  # fmt: skip
-        folds = kernel(op, dtype)
-        sizes = ItemSizes(dtype.itemsize, folds.accumulate_dtype.itemsize)
-        signature = self._sign(verb, dtype, shape, root, program, graphs)._replace(op=str(op))
+        folds = None if op is None else kernel(op, dtype)
+        sizes = ItemSizes(dtype.itemsize, (dtype if folds is None else folds.accumulate_dtype).itemsize)
+        signature = Signature(
+            str(verb), dtype_name(dtype), shape, "" if op is None else str(op), root, graphs.name, graphs.digest,
+            program.chunk_elements, counts=counts,
+        )  # fmt: skip
         plan = Plan(signature, program, sizes, Work(folds, dtype, self.size, in_result=in_result), result_count)
         return plan if wire is None else _wired(plan, wire_of(op, dtype, wire))
-
-    def _moving(
-        self, verb: Verb, dtype: np.dtype[Any], shape: tuple[int, ...], root: int, program: Program,
-        graphs: Strategy, result_count: int, counts: tuple[Any, ...] = (), wire: WireDtype = None,
-    ) -> Plan:  # fmt: skip
-        signature = self._sign(verb, dtype, shape, root, program, graphs)._replace(counts=counts)
-        work = Work(None, dtype, self.size, in_result=False)
-        plan = Plan(signature, program, ItemSizes(dtype.itemsize, dtype.itemsize), work, result_count)
-        return plan if wire is None else _wired(plan, wire_of(None, dtype, wire))
-
-    def _sign(
-        self, verb: Verb, dtype: np.dtype[Any], shape: tuple[int, ...], root: int, program: Program, graphs: Strategy
-    ) -> Signature:
-        return Signature(
-            str(verb), dtype_name(dtype), shape, "", root, graphs.name, graphs.digest, program.chunk_elements
-        )
 
 
 def _wired(plan: Plan, wire: Wire) -> Plan:
@@ -253,13 +241,40 @@ class Plans:
             plan = self._plans[key] = make(self.planner, *what)
         return plan
 
+    def of(
+        self, verb: Verb, dtype: np.dtype[Any], shape: Shape, op: Op | None, root: int, key: str, wire: WireDtype = None
+    ) -> Plan:
+        """The plan of a verb of which every rank knows the shape of the result by itself.
+
+        Args:
+            verb: not scatter, and with arrays.
+            dtype: of the caller's array.
+            shape: of the caller's array.
+            op: of verbs that fold; else None.
+            root: of verbs that have one.
+            key: of the call.
+            wire: see ``WireDtype``; for gather and all_to_all None.
+        """
+        if op is not None:
+            if verb is Verb.ALL_REDUCE:
+                return self.all_reduce(dtype, shape, op, key, wire)
+            if verb is Verb.REDUCE:
+                return self.plan(Planner.reduce, dtype, shape, op, root, wire)
+            return self.plan(Planner.reduce_scatter, dtype, shape, op, wire)
+        if verb is Verb.BROADCAST:
+            return self.plan(Planner.broadcast, dtype, shape, root, wire)
+        if verb is Verb.ALL_GATHER:
+            return self.plan(Planner.all_gather, dtype, shape, (), wire)
+        if verb is Verb.GATHER:
+            return self.plan(Planner.gather, dtype, shape, root)
+        size = self.planner.size
+        return self.plan(Planner.all_to_all, dtype, shape[1:], ((shape[0] // size,) * size,) * size)
+
     def barrier(self, name: str) -> Plan:
         """The plan for a barrier, made at each."""
         return self.planner.barrier(name)
 
-    def all_reduce(
-        self, dtype: np.dtype[Any], shape: tuple[int, ...], op: Op, key: str, wire: WireDtype = None
-    ) -> Plan:
+    def all_reduce(self, dtype: np.dtype[Any], shape: Shape, op: Op, key: str, wire: WireDtype = None) -> Plan:
         """The plan for an all_reduce: one of several where the key decides which graph pair is taken."""
         kind = (dtype, shape, op, wire)
         found = self._ways.get(kind)
@@ -281,7 +296,7 @@ def chunk_elements(dtype: np.dtype[Any]) -> int:
     return max(1, CHUNK_NBYTES // dtype.itemsize)
 
 
-def row_elements(shape: tuple[int, ...]) -> int:
+def row_elements(shape: Shape) -> int:
     """Elements of one row, along the first axis, of an array of this shape.
 
     Raises:
@@ -289,11 +304,4 @@ def row_elements(shape: tuple[int, ...]) -> int:
     """
     if not shape:
         raise ConfigError("an array without dimensions cannot be shared out along its first axis")
-    return _elements(shape[1:])
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count
+    return math.prod(shape[1:])

@@ -11,23 +11,23 @@ from collections.abc import Callable
 
 
 class Turn:
-    """A place in the order of one key."""
+    """A place in the order of one key.
 
-    __slots__ = ("_begin", "_key", "_turns")
+    Attributes:
+        begin: what is to begin, once it is ready.
+    """
+
+    __slots__ = ("_key", "_turns", "begin")
 
     def __init__(self, turns: Turns, key: str) -> None:
         self._turns = turns
         self._key = key
-        self._begin: Callable[[], object] | None = None
+        self.begin: Callable[[], object] | None = None
 
     def ready(self, begin: Callable[[], object]) -> None:
         """``begin`` may run, now or when all earlier ones have; it must not raise."""
-        self._begin = begin
+        self.begin = begin
         self._turns.advance(self._key)
-
-    def take(self) -> Callable[[], object] | None:
-        """What is to begin, if it is ready."""
-        return self._begin
 
 
 class Turns:
@@ -54,7 +54,7 @@ class Turns:
     def advance(self, key: str) -> None:
         """Begin all that is ready and has nothing unready before it."""
         queue = self._queues.get(key)
-        while queue and (begin := queue[0].take()) is not None:
+        while queue and (begin := queue[0].begin) is not None:
             queue.popleft()
             begin()
         if not queue:

@@ -13,38 +13,40 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kfcomm.arrays import HostArray, OutArray, adapt, adapt_out, overlaps, same_memory
+from kfcomm.arrays import HostArray, adapt, adapt_out, overlaps, same_memory
 from kfcomm.arrays.kinds import NUMPY
 from kfcomm.collectives.compiled import (
+    ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
     BARRIER,
     BROADCAST,
     GATHER,
+    IN_PLACE,
     NO_ARRAY,
     REDUCE,
     REDUCE_SCATTER,
     Arguments,
 )
-from kfcomm.collectives.group import (
-    UNNAMED,
-    Group,
-    check_name,
-    check_priority,
-    check_timeout,
-)
+from kfcomm.collectives.group import UNNAMED, Group, check_name, check_priority, check_timeout
 from kfcomm.collectives.handle import Handle, named
+from kfcomm.collectives.on_device.calls import Order
 from kfcomm.collectives.on_device.through_host import Out
-from kfcomm.collectives.on_device.verbs import DeviceVerbs, order_of
+from kfcomm.collectives.on_device.verbs import DeviceVerbs
 from kfcomm.collectives.packing import Unit, many_key, post_units
-from kfcomm.collectives.plans import Plan, Planner, Plans, row_elements
+from kfcomm.collectives.plans import Plan, Plans, Shape, row_elements
 from kfcomm.core.chunk import split
+from kfcomm.core.collective import GroupView
 from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.reduce import kernel, wire_dtype_of
 from kfcomm.types import Op, Verb
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
-Shape: TypeAlias = tuple[int, ...]
+FOLDING = frozenset((ALL_REDUCE, REDUCE, REDUCE_SCATTER))
+"""Verbs with an op."""
+ROOTED = frozenset((REDUCE, BROADCAST, GATHER))
+"""Verbs with a root, of those of which every rank knows the shape of the result by itself."""
+
 MakePlan: TypeAlias = tuple[Any, ...]
 """``(make, *arguments)``: the plan is ``make(plans, *arguments)``. Not a closure, which costs four times as much."""
 
@@ -61,13 +63,16 @@ class Later:
 class Checks:
     """The block of ``Verbs._checks``: four times as quick as a generator in its place, which takes 2 µs."""
 
-    __slots__ = ("_group", "_key", "_later", "_steps")
+    __slots__ = ("_devices", "_group", "_key", "_later", "_steps")
 
-    def __init__(self, group: Group, key: str, steps: int, later: Later | None) -> None:
+    def __init__(
+        self, group: Group, key: str, steps: int = 1, later: Later | None = None, devices: DeviceVerbs | None = None
+    ) -> None:
         self._group = group
         self._key = key
         self._steps = steps
         self._later = later
+        self._devices = devices
 
     def __enter__(self) -> None:
         pass
@@ -79,6 +84,8 @@ class Checks:
             self._group.refuse(self._key, error, steps=self._steps)
         else:
             self._group.refuse_now(self._later.key, error, seq=self._later.seq)
+        if self._devices is not None:
+            self._devices.refused(self._key)
         if isinstance(error, (ValueError, TypeError)) and not isinstance(error, KfcommError):
             raise ConfigError(str(error)) from error
 
@@ -130,7 +137,7 @@ class Verbs:
         again = self._again(x, name, (ALL_REDUCE, op), out, timeout, priority, stream, wire_dtype)
         if again is not None:
             return again
-        return self._all_reduce(x, name, op, out, timeout, priority, wire_dtype, stream=stream)
+        return self._collective(ALL_REDUCE, x, name, out, timeout, priority, stream, op=op, wire_dtype=wire_dtype)
 
     def all_reduce_many(
         self, arrays: Mapping[str, Any], *, op: Op | str = Op.SUM, timeout: float | None = None, priority: int = 0,
@@ -160,11 +167,15 @@ class Verbs:
             check_name(name)
         names = sorted(arrays)
         self._check_open()
-        if any(self._devices.takes(x, stream) for x in arrays.values()):
-            return self._many_on_device(names, arrays, op, timeout, priority, wire_dtype, stream)
-        with Checks(group, many_key(names), 1, None):
+        on_device = any(self._devices.takes(x, stream) for x in arrays.values())
+        with Checks(group, many_key(names), devices=self._devices if on_device else None):
             check_timeout(timeout)
             check_priority(priority)
+            if on_device:
+                self._devices.check(wire_dtype)
+                read = {name: self._devices.read(arrays[name], stream) for name in names}
+                chosen = {one.dtype: _checked_op(op, one.dtype) for one in read.values()}
+                return self._devices.many(read, list(arrays), chosen, timeout, priority)
             adapted = [adapt(arrays[name]) for name in names]
             ops = {dtype: _checked_op(op, dtype) for dtype in dict.fromkeys(one.flat.dtype for one in adapted)}
             wires = {} if wire_dtype is None else {dtype: wire_dtype_of(wire_dtype, dtype) for dtype in ops}
@@ -183,23 +194,6 @@ class Verbs:
         group.in_order(begin)
         return whole
 
-    def _many_on_device(
-        self, names: list[str], arrays: Mapping[str, Any], op: Op | str, timeout: float | None, priority: int,
-        wire_dtype: str | None, stream: Any,
-    ) -> Handle[dict[str, Any]]:  # fmt: skip
-        devices = self._devices
-        try:
-            with Checks(self._group, many_key(names), 1, None):
-                check_timeout(timeout)
-                check_priority(priority)
-                devices.check(wire_dtype)
-                read = {name: devices.read(arrays[name], stream) for name in names}
-                chosen = {one.dtype: _checked_op(op, one.dtype) for one in read.values()}
-                return devices.many(read, list(arrays), chosen, timeout, priority)
-        except Exception:
-            devices.refused(many_key(names))
-            raise
-
     def reduce(
         self, x: Any, root: int = 0, name: str | None = None, *, op: Op | str = Op.SUM, out: Any = None,
         timeout: float | None = None, priority: int = 0, wire_dtype: str | None = None, stream: Any = None,
@@ -211,21 +205,9 @@ class Verbs:
         again = self._again(x, name, (REDUCE, op, type(root), root), out, timeout, priority, stream, wire_dtype)
         if again is not None:
             return again
-        if self._devices.takes(x, stream):
-            return self._on_device(
-                Verb.REDUCE, x, name, out, timeout, priority, stream, op=op, root=root, wire_dtype=wire_dtype
-            )
-        with self._checks(name, timeout, priority):
-            to = self._check_rank("root", root)
-            array = adapt(x)
-            op = _checked_op(op, array.dtype)
-            wire = None if wire_dtype is None else wire_dtype_of(wire_dtype, array.dtype)
-            target = self._out(out, array.shape, array.dtype, to)
-        alike = (REDUCE, op, type(root), root) if type(x) is np.ndarray and wire is None else None
-
-        plan = (Plans.plan, Planner.reduce, array.dtype, array.shape, op, to, wire)
-
-        return self._begin(name, array, array.shape, target, timeout, priority, plan, in_place=True, alike=alike)
+        return self._collective(
+            REDUCE, x, name, out, timeout, priority, stream, op=op, root=root, wire_dtype=wire_dtype
+        )
 
     def broadcast(
         self, x: Any, root: int = 0, name: str | None = None, *, out: Any = None, timeout: float | None = None,
@@ -247,54 +229,7 @@ class Verbs:
         again = self._again(x, name, (BROADCAST, type(root), root), out, timeout, priority, stream, wire_dtype)
         if again is not None:
             return again
-        if self._devices.takes(x, stream):
-            return self._on_device(
-                Verb.BROADCAST, x, name, out, timeout, priority, stream, root=root, wire_dtype=wire_dtype
-            )
-        alike = (BROADCAST, type(root), root) if type(x) is np.ndarray and wire_dtype is None else None
-        return self._broadcast(x, root, name, out, timeout, priority, wire_dtype, alike)
-
-    def _broadcast(
-        self, x: Any, root: int, name: str | None, out: Any, timeout: float | None, priority: int,
-        wire_dtype: str | None = None, alike: Arguments | None = None,
-    ) -> Handle[Any]:  # fmt: skip
-        with self._checks(name, timeout, priority):
-            root = self._check_rank("root", root)
-            array = adapt(x)
-            wire = None if wire_dtype is None else wire_dtype_of(wire_dtype, array.dtype)
-            target = None if out is None else adapt_out(out, array.shape, array.dtype)
-
-        plan = (Plans.plan, Planner.broadcast, array.dtype, array.shape, root, wire)
-
-        return self._begin(name, array, array.shape, target, timeout, priority, plan, in_place=True, alike=alike)
-
-    def _gather_stacked(
-        self, x: Any, root: int, name: str | None, out: Any, timeout: float | None, priority: int
-    ) -> Handle[Any]:
-        with self._checks(name, timeout, priority):
-            to = self._check_rank("root", root)
-            array = adapt(x)
-            shape = (self._group.view.size, *array.shape)
-            target = self._out(out, shape, array.dtype, to)
-        alike = (GATHER, type(root), root) if type(x) is np.ndarray else None
-
-        plan = (Plans.plan, Planner.gather, array.dtype, array.shape, to)
-
-        return self._begin(name, array, shape, target, timeout, priority, plan, alike=alike)
-
-    def _all_gather_stacked(
-        self, x: Any, name: str | None, out: Any, timeout: float | None, priority: int, wire_dtype: str | None = None,
-        alike: Arguments | None = None,
-    ) -> Handle[Any]:  # fmt: skip
-        with self._checks(name, timeout, priority):
-            array = adapt(x)
-            wire = None if wire_dtype is None else wire_dtype_of(wire_dtype, array.dtype)
-            shape = (self._group.view.size, *array.shape)
-            target = None if out is None else adapt_out(out, shape, array.dtype)
-
-        plan = (Plans.plan, Planner.all_gather, array.dtype, array.shape, (), wire)
-
-        return self._begin(name, array, shape, target, timeout, priority, plan, alike=alike)
+        return self._collective(BROADCAST, x, name, out, timeout, priority, stream, root=root, wire_dtype=wire_dtype)
 
     def reduce_scatter(
         self, x: Any, name: str | None = None, *, op: Op | str = Op.SUM, out: Any = None,
@@ -308,38 +243,7 @@ class Verbs:
         again = self._again(x, name, (REDUCE_SCATTER, op), out, timeout, priority, stream, wire_dtype)
         if again is not None:
             return again
-        if self._devices.takes(x, stream):
-            return self._on_device(
-                Verb.REDUCE_SCATTER, x, name, out, timeout, priority, stream, op=op, wire_dtype=wire_dtype
-            )
-        with self._checks(name, timeout, priority):
-            array = adapt(x)
-            op = _checked_op(op, array.dtype)
-            wire = None if wire_dtype is None else wire_dtype_of(wire_dtype, array.dtype)
-            row_elements(array.shape)
-            rows = split(array.shape[0], self._group.view.size)[self._group.view.rank][1]
-            shape = (rows, *array.shape[1:])
-            target = None if out is None else adapt_out(out, shape, array.dtype)
-
-        alike = (REDUCE_SCATTER, op) if type(x) is np.ndarray and wire is None else None
-
-        plan = (Plans.plan, Planner.reduce_scatter, array.dtype, array.shape, op, wire)
-
-        return self._begin(name, array, shape, target, timeout, priority, plan, alike=alike)
-
-    def _all_to_all_even(self, x: Any, name: str | None, out: Any, timeout: float | None, priority: int) -> Handle[Any]:
-        with self._checks(name, timeout, priority):
-            array = adapt(x)
-            size = self._group.view.size
-            row_elements(array.shape)
-            _check_shares(array.shape, size)
-            target = None if out is None else adapt_out(out, array.shape, array.dtype)
-        rows = ((array.shape[0] // size,) * size,) * size
-        alike = (ALL_TO_ALL,) if type(x) is np.ndarray else None
-
-        plan = (Plans.plan, Planner.all_to_all, array.dtype, array.shape[1:], rows)
-
-        return self._begin(name, array, array.shape, target, timeout, priority, plan, alike=alike)
+        return self._collective(REDUCE_SCATTER, x, name, out, timeout, priority, stream, op=op, wire_dtype=wire_dtype)
 
     def barrier(self, name: str | None = None, *, timeout: float | None = None, priority: int = 0) -> Handle[None]:
         """Done when every rank has called it."""
@@ -349,39 +253,65 @@ class Verbs:
         with self._checks(name, timeout, priority):
             pass
 
-        return self._begin(name, None, (), None, timeout, priority, (Plans.barrier, name or UNNAMED), alike=(BARRIER,))
+        return self._begin(
+            name, None, None, None, timeout, priority, (Plans.barrier, name or UNNAMED), alike=(BARRIER,)
+        )
 
     # ---------------------------------------------------------------- shared by the verbs
 
-    def _on_device(
+    def _collective(
         self, verb: Verb, x: Any, name: str | None, out: Any, timeout: float | None, priority: int, stream: Any, *,
-        op: Op | str | None = None, root: Any = None, wire_dtype: str | None = None, handle: Handle[Any] | None = None,
+        op: Any = None, root: Any = None, wire_dtype: str | None = None, handle: Handle[Any] | None = None,
     ) -> Handle[Any]:  # fmt: skip
-        """A verb on device memory, of which every rank knows the shape of the result by itself."""
+        """The long way of a verb of which every rank knows the shape of the result by itself.
+
+        ``op``, ``root``: ignored by verbs without. ``handle``: what is returned; a new one if left out.
+        """
         devices = self._devices
-        self._check_open()
-        check_name(name)  # until here nothing has a number that others could wait for
-        try:
-            with self._checks(name, timeout, priority):
-                devices.check(wire_dtype)
-                root = -1 if root is None else self._check_rank("root", root)
-                array = devices.read(x, stream)
-                chosen = None if op is None else _checked_op(op, array.dtype)
-                shape = _result_shape(verb, array.shape, self._group.view.rank, self._group.view.size, root)
-                order = order_of(verb, name, array, chosen, root)
-                return devices.one(order, array, shape, out, timeout, priority, handle)
-        except Exception:
-            devices.refused(name)
-            raise
+        if not devices.takes(x, stream):
+            return self._on_host(
+                verb, x, name, out, timeout, priority, op=op, root=root, wire_dtype=wire_dtype, handle=handle
+            )
+        with self._checks(name, timeout, priority, devices=devices):
+            devices.check(wire_dtype)
+            to = self._check_rank("root", root) if verb in ROOTED else -1
+            array = devices.read(x, stream)
+            chosen = _checked_op(op, array.dtype) if verb in FOLDING else None
+            shape = _result_shape(verb, array.shape, self._group.view, to)
+            order = Order(verb, name or UNNAMED, array.dtype, array.shape, chosen, to, overlapping=name is None)
+            return devices.one(order, array, shape, out, timeout, priority, handle)
+
+    def _on_host(
+        self, verb: Verb, x: Any, name: str | None, out: Any, timeout: float | None, priority: int, *,
+        op: Any = None, root: Any = None, wire_dtype: str | None = None, handle: Handle[Any] | None = None,
+        is_step: bool = False,
+    ) -> Handle[Any]:  # fmt: skip
+        """As ``_collective``, of host memory; ``is_step``: of a call of another verb, which is never compiled."""
+        with self._checks(name, timeout, priority):
+            to = self._check_rank("root", root) if verb in ROOTED else -1
+            array = adapt(x)
+            chosen = _checked_op(op, array.dtype) if verb in FOLDING else None
+            wire = None if wire_dtype is None else wire_dtype_of(wire_dtype, array.dtype)
+            shape = _result_shape(verb, array.shape, self._group.view, to)
+            target = None if out is None or shape is None else adapt_out(out, shape, array.dtype)
+        plan = (Plans.of, verb, array.dtype, array.shape, chosen, to, name or UNNAMED, wire)
+        alike: Arguments | None = None
+        if type(x) is np.ndarray and wire is None and not is_step:
+            alike = (verb,) if chosen is None else (verb, chosen)
+            if verb in ROOTED:
+                alike += (type(root), root)
+        return self._begin(
+            name, array, shape, target, timeout, priority, plan, in_place=verb in IN_PLACE, handle=handle, alike=alike
+        )
 
     def _checks(
         self, name: str | None, timeout_s: float | None = None, priority: int = 0, *, steps: int = 1,
-        later: Later | None = None,
+        later: Later | None = None, devices: DeviceVerbs | None = None,
     ) -> Checks:  # fmt: skip
         """What fails in the block of this fails the other ranks' calls too; the error is this call's.
 
         ``steps``: of the call. ``later``: the block is about its later step, which fails at once; else the call
-        fails at its place among the posts.
+        fails at its place among the posts. ``devices``: these are told, too.
         """
         try:
             self._check_open()
@@ -390,33 +320,12 @@ class Verbs:
             if later is not None:
                 self._group.refuse_now(later.key, error, seq=later.seq)
             raise
-        checks = Checks(self._group, name or UNNAMED, steps, later)
+        checks = Checks(self._group, name or UNNAMED, steps, later, devices)
         if timeout_s is not None or priority or type(priority) is not int:
             with checks:
                 check_timeout(timeout_s)
                 check_priority(priority)
         return checks
-
-    def _all_reduce(
-        self, x: Any, name: str | None, op: Op | str, out: Any, timeout: float | None, priority: int,
-        wire_dtype: str | None, handle: Handle[Any] | None = None, stream: Any = None,
-    ) -> Handle[Any]:  # fmt: skip
-        """Any all_reduce, with ``handle`` for its handle if it is given."""
-        if self._devices.takes(x, stream):
-            return self._on_device(
-                Verb.ALL_REDUCE, x, name, out, timeout, priority, stream, op=op, wire_dtype=wire_dtype, handle=handle
-            )
-        with self._checks(name, timeout, priority):
-            array = adapt(x)
-            op = _checked_op(op, array.dtype)
-            wire = None if wire_dtype is None else wire_dtype_of(wire_dtype, array.dtype)
-            target = None if out is None else adapt_out(out, array.shape, array.dtype)
-        alike = (ALL_REDUCE, op) if type(x) is np.ndarray and wire is None else None
-        return self._begin(
-            name, array, array.shape, target, timeout, priority,
-            (Plans.all_reduce, array.dtype, array.shape, op, name or UNNAMED, wire), in_place=True, handle=handle,
-            alike=alike,
-        )  # fmt: skip
 
     def _again(
         self, x: Any, name: str | None, arguments: Arguments, out: Any, timeout: float | None, priority: int,
@@ -439,45 +348,59 @@ class Verbs:
         return None if operation is None else named(handle, operation)
 
     def _begin(
-        self, name: str | None, array: HostArray | None, shape: Shape, target: Out | None,
+        self, name: str | None, array: HostArray | None, shape: Shape | None, target: Out | None,
         timeout: float | None, priority: int, plan: MakePlan, *, in_place: bool = False, later: Later | None = None,
         handle: Handle[Any] | None = None, alike: Arguments | None = None,
     ) -> Handle[Any]:  # fmt: skip
         """Post now, or after a verdict on the strategy, with room for a result of ``shape``.
 
-        ``later``: for the later steps of a call, which are posted at once, under the plans of its first. ``handle``:
-        what is returned; a new one if left out. ``alike``: what a next call under this name needs to have in common
-        with this one, if its name can be compiled.
+        ``shape``: None if this rank gets no result. ``later``: for the later steps of a call, which are posted at once,
+        under the plans of its first. ``handle``: what is returned; a new one if left out. ``alike``: what a next call
+        under this name needs to have in common with this one, if its name can be compiled.
         """
         group = self._group
-        if handle is None:
-            handle = Handle(loop=group.engine.loop)
+        made: Handle[Any] = Handle(loop=group.engine.loop) if handle is None else handle
+
+        def post() -> None:
+            if later is None:
+                key, seq, plans = name or UNNAMED, None, group.plans
+            else:
+                key, seq, plans = later.key, later.seq, later.plans
+            try:
+                chosen = plan[0](plans, *plan[1:])
+                result, value, outcome = _room(chosen, array, shape, target, in_place)
+            except Exception as error:  # noqa: BLE001  no memory for the result, perhaps: the other ranks are told
+                made.seq = group.refuse_now(key, error, seq=seq)
+                made.set_exception(error)
+                return
+            group.post(
+                chosen, key, overlapping=name is None, source=None if array is None else array.flat, result=result,
+                value=value, outcome=outcome, timeout_s=timeout, priority=priority, handle=made, seq=seq,
+                generation=plans.generation,
+            )  # fmt: skip
+            if alike is not None and (array is None or array.is_view):
+                group.compile(name, alike, array, shape, chosen)
+
         if later is not None or not group.waits:
-            _start(group, handle, name, array, shape, target, timeout, priority, plan, in_place, later, alike)
-            return handle
+            post()
+            return made
 
         is_plain = timeout is None and not priority and target is None
 
         def begin() -> None:
-            if handle.cancelled():
-                handle.seq = group.refuse_now(name or UNNAMED, asyncio.CancelledError())
+            if made.cancelled():
+                made.seq = group.refuse_now(name or UNNAMED, asyncio.CancelledError())
                 return
             compiled = group.compiled.get(name) if is_plain else None  # of a strategy that has come again
             if compiled is not None and alike is not None and array is not None:
-                operation = compiled.start(array.flat.reshape(array.shape), alike, None, handle)
+                operation = compiled.start(array.flat.reshape(array.shape), alike, None, made)
                 if operation is not None:
-                    named(handle, operation)
+                    named(made, operation)
                     return
-            _start(group, handle, name, array, shape, target, timeout, priority, plan, in_place, later, alike)
+            post()
 
         group.in_order(begin)
-        return handle
-
-    def _out(self, out: Any, shape: Shape, dtype: np.dtype[Any], root: int) -> OutArray | None:
-        """The ``out`` of a verb that only gives the root a result; ignored elsewhere."""
-        if out is None or self._group.view.rank != root:
-            return None
-        return adapt_out(out, shape, dtype)
+        return made
 
     def _check_rank(self, what: str, rank: Any) -> int:
         """``rank`` as a plain int, which is what travels."""
@@ -487,68 +410,37 @@ class Verbs:
         return int(rank)
 
 
-def _check_shares(shape: Shape, size: int) -> None:
-    """Refuse what cannot be shared out evenly."""
-    row_elements(shape)
-    if shape[0] % size:
-        raise ConfigError(
-            f"all_to_all shares {shape[0]} rows among {size} ranks: "
-            "give a multiple, or a list of arrays, one for each rank"
-        )
-
-
-def _result_shape(verb: Verb, shape: Shape, rank: int, size: int, root: int) -> Shape | None:
+def _result_shape(verb: Verb, shape: Shape, view: GroupView, root: int) -> Shape | None:
     """What this rank gets of an array of this shape; None if it gets nothing."""
-    if verb in (Verb.REDUCE, Verb.GATHER) and rank != root:
+    if verb in (REDUCE, GATHER) and view.rank != root:
         return None
-    if verb in (Verb.GATHER, Verb.ALL_GATHER):
-        return (size, *shape)
-    if verb is Verb.REDUCE_SCATTER:
+    if verb in (GATHER, ALL_GATHER):
+        return (view.size, *shape)
+    if verb is REDUCE_SCATTER:
         row_elements(shape)
-        return (split(shape[0], size)[rank][1], *shape[1:])
-    if verb is Verb.ALL_TO_ALL:
-        _check_shares(shape, size)
+        return (split(shape[0], view.size)[view.rank][1], *shape[1:])
+    if verb is ALL_TO_ALL:
+        row_elements(shape)
+        if shape[0] % view.size:
+            raise ConfigError(
+                f"all_to_all shares {shape[0]} rows among {view.size} ranks: "
+                "give a multiple, or a list of arrays, one for each rank"
+            )
     return shape
 
 
-def _checked_op(op: Op | str, dtype: np.dtype[Any]) -> Op:
+def _checked_op(op: Any, dtype: np.dtype[Any]) -> Op:
     """The op, if it has a meaning for this dtype."""
     if not isinstance(op, str):
         raise ConfigError(f"op {op!r} is unknown; known are {', '.join(Op)}")
     return kernel(op, dtype).op
 
 
-def _start(
-    group: Group, handle: Handle[Any], name: str | None, array: HostArray | None, shape: Shape,
-    target: Out | None, timeout: float | None, priority: int, plan: MakePlan, in_place: bool, later: Later | None,
-    alike: Arguments | None,
-) -> None:  # fmt: skip
-    """Post what ``_begin`` was asked to."""
-    if later is None:
-        under, seq, plans = name or UNNAMED, None, group.plans
-    else:
-        under, seq, plans = later.key, later.seq, later.plans
-    try:
-        made = plan[0](plans, *plan[1:])
-        result, value, outcome = _room(made, array, shape, target, in_place)
-    except Exception as error:  # noqa: BLE001  no memory for the result, perhaps: the other ranks are told
-        handle.seq = group.refuse_now(under, error, seq=seq)
-        handle.set_exception(error)
-        return
-    group.post(
-        made, under, overlapping=name is None, source=None if array is None else array.flat, result=result,
-        value=value, outcome=outcome, timeout_s=timeout, priority=priority, handle=handle, seq=seq,
-        generation=plans.generation,
-    )  # fmt: skip
-    if alike is not None and (array is None or array.is_view):
-        group.compile(name, alike, array, None if made.result_count < 0 else shape, made)
-
-
 def _room(
-    plan: Plan, array: HostArray | None, shape: Shape, target: Out | None, in_place: bool
+    plan: Plan, array: HostArray | None, shape: Shape | None, target: Out | None, in_place: bool
 ) -> tuple[Array | None, Any, Callable[[Any], Any] | None]:
     """Memory for the result, and what the caller gets: see ``Operation`` for ``value`` and ``outcome``."""
-    if plan.result_count < 0 or array is None:
+    if array is None or shape is None:
         return None, None, None
     if target is None:
         result = np.empty(plan.result_count, plan.dtype)

@@ -3,3 +3,18 @@
 A *call* is one of them on one rank. To the runtime it is a collective without chunks: it has a number, a deadline, and
 fails everywhere if it fails anywhere. A *path* carries it out: whole on the devices, or through the host's memory.
 """
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kfcomm.transports.reactor import Reactor
+
+
+def tell(reactor: Reactor, callback: Callable[..., object], *arguments: Any) -> None:
+    """From a thread of a device, or any other: let the reactor call back. What is told after its end is not heard."""
+    with contextlib.suppress(RuntimeError):
+        reactor.call_soon_threadsafe(callback, *arguments)

@@ -23,7 +23,6 @@ Blocking calls of the backend are made on threads of their own, since they may b
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import threading
@@ -35,6 +34,7 @@ from typing import Any, TypeVar
 
 from kfcomm.collectives.group import Group
 from kfcomm.collectives.mailbox import Mailbox
+from kfcomm.collectives.on_device import tell
 from kfcomm.collectives.on_device.calls import Call
 from kfcomm.collectives.on_device.channel import Channel
 from kfcomm.collectives.on_device.failures import Failures, Use, Ways
@@ -113,9 +113,7 @@ class BackendPath:
         self._to_watch: list[Call] = []  # of these, those of whose end nobody has asked to hear
         self._digests: dict[Signature, str] = {}
         self._is_ordering = False
-        self._failures = Failures(
-            group, Ways(self._tell_failure, self._tell_failure_to_all, self._forbid, self._break, self._arrive_all)
-        )
+        self._failures = Failures(group, Ways(partial(self._say, FAILED), self._forbid, self._break, self._arrive_all))
         self._ended: set[int] = set()
         self._reason = ""
         self._timers: dict[Callable[..., None], Any] = {}
@@ -188,9 +186,9 @@ class BackendPath:
                 self._due.append((effect[1], unheard))
             elif tag == TELL:
                 unheard = self._channel.batch
-                self._channel.tell_all([self.formation, ORDER, effect[1]])
+                self._say(ORDER, effect[1])
             elif tag == ASK:
-                self._channel.tell(LEADER, [self.formation, ORDER, effect[1]])
+                self._say(ORDER, effect[1], LEADER)
             else:
                 self._fail(f"rank {effect[1]} sent {effect[2]}")
         self._launch_due()
@@ -227,14 +225,9 @@ class BackendPath:
         self._set_timer(self._watch, None)
         calls, self._to_watch = self._to_watch, []
         try:
-            self._device.notify(self._stream, partial(self._notified, calls))
+            self._device.notify(self._stream, partial(tell, self._reactor, self._completed, calls))
         except Exception as error:  # noqa: BLE001  of the device's library: nothing more is to be heard of it
             self._completed(calls, error)
-
-    def _notified(self, calls: list[Call], error: BaseException | None) -> None:
-        """On a thread of the device."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
-            self._reactor.call_soon_threadsafe(self._completed, calls, error)
 
     def _completed(self, calls: list[Call], error: BaseException | None) -> None:
         """The stream is past them."""
@@ -266,7 +259,7 @@ class BackendPath:
             for call in before:
                 call.failed(TransportError(f"{self.name}: {error}"))
         else:
-            self._channel.tell_all([self.formation, FORM, identity])
+            self._say(FORM, identity)
             self._connect(identity)
 
     def _connect(self, identity: bytes) -> None:
@@ -312,12 +305,6 @@ class BackendPath:
             return False
         return call is not None or any(_use_of(one) == use for one in self._launched)
 
-    def _tell_failure(self, rank: int, failure: list[Any]) -> None:
-        self._channel.tell(rank, [self.formation, FAILED, failure])
-
-    def _tell_failure_to_all(self, failure: list[Any]) -> None:
-        self._channel.tell_all([self.formation, FAILED, failure])
-
     def _break(self, reason: str) -> None:
         """This formation is over, if there is one."""
         if not self._is_ordering:
@@ -357,7 +344,7 @@ class BackendPath:
             self._has_ended(LEADER)
         else:
             self.state = State.IDLE
-            self._channel.tell(LEADER, [self.formation, ENDED, None])
+            self._say(ENDED, None, LEADER)
 
     def _has_ended(self, rank: int) -> None:
         """The leader goes on when all have: what it tells of the next formation must not meet the last one."""
@@ -368,7 +355,15 @@ class BackendPath:
             self.formation += 1
             self._form_if_wanted()
 
-    # ---------------------------------------------------------------- what others say, and the clock
+    # ---------------------------------------------------------------- what is said, and the clock
+
+    def _say(self, kind: int, body: Any, to: int | None = None) -> None:
+        """Tell one rank, or all others."""
+        said = [self.formation, kind, body]
+        if to is None:
+            self._channel.tell_all(said)
+        else:
+            self._channel.tell(to, said)
 
     def _heard(self, sender: int, said: Any) -> None:
         """A message of another rank."""
@@ -443,8 +438,7 @@ class BackendPath:
                 result = blocking()
             except Exception as error:  # noqa: BLE001  handed on
                 failure = error
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
-                self._reactor.call_soon_threadsafe(then, result, failure)
+            tell(self._reactor, then, result, failure)
 
         _on_thread(run)
 

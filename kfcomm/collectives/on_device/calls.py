@@ -128,30 +128,10 @@ class Call:
     """
 
     __slots__ = (
-        "_ended",
-        "_has_begun",
-        "_outcome",
-        "_path",
-        "device",
-        "dtype",
-        "group",
-        "handle",
-        "head",
-        "is_enqueued",
-        "is_over",
-        "key",
-        "memory",
-        "op",
-        "parts",
-        "plans",
-        "priority",
-        "ready",
-        "root",
-        "shape",
-        "signature",
-        "stream",
+        "_ended", "_has_begun", "_outcome", "_path", "device", "dtype", "group", "handle", "head", "is_enqueued",
+        "is_over", "key", "memory", "op", "parts", "plans", "priority", "ready", "root", "shape", "signature", "stream",
         "verb",
-    )
+    )  # fmt: skip
 
     def __init__(
         self, group: Group, order: Order, buffers: Buffers, path: Path, handle: Handle[Any], *, priority: int,

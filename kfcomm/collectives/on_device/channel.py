@@ -47,9 +47,8 @@ class Channel:
     """
 
     def __init__(
-        self, mailbox: Mailbox, view: GroupView, reactor: Reactor, listener: Listener,
-        heard: Callable[[], None],
-    ) -> None:  # fmt: skip
+        self, mailbox: Mailbox, view: GroupView, reactor: Reactor, listener: Listener, heard: Callable[[], None]
+    ) -> None:
         self.batch = 0
         self.num_sent = 0
         self._heard = heard

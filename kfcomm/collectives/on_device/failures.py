@@ -40,15 +40,13 @@ class Ways:
     """How failures are told, and what follows from them.
 
     Attributes:
-        tell: one rank.
-        tell_all: the other ranks; only the leader does.
+        tell: one rank; without a rank all others, which only the leader does.
         forbid: this use is never to be launched here; returns whether it has been.
         end: the formation is over, for this reason.
         go_on: nothing is held back any more.
     """
 
-    tell: Callable[[int, list[Any]], None]
-    tell_all: Callable[[list[Any]], None]
+    tell: Callable[..., None]
     forbid: Callable[[Use], bool]
     end: Callable[[str], None]
     go_on: Callable[[], None]
@@ -83,7 +81,7 @@ class Failures:
         if self._leads:
             self._look(use, launched=launched)
         else:
-            self._ways.tell(LEADER, [REPORT, *use, launched])
+            self._ways.tell([REPORT, *use, launched], LEADER)
             if launched:
                 self._ways.end(_reason(use))
 
@@ -103,7 +101,7 @@ class Failures:
             self._answered(use, sender, launched=bool(rest[0]) and is_current)
         elif kind == ASK:
             self._know(use)
-            self._ways.tell(LEADER, [ANSWER, *use, self._ways.forbid(use)])
+            self._ways.tell([ANSWER, *use, self._ways.forbid(use)], LEADER)
         elif kind == VERDICT:
             self._know(use)
             self._undecided.discard(use)
@@ -126,7 +124,7 @@ class Failures:
             self._decide(use, ends=False)
         elif use not in self._asked:
             self._asked[use] = set(range(view.size)) - {LEADER}
-            self._ways.tell_all([ASK, *use])
+            self._ways.tell([ASK, *use])
             self._group.engine.reactor.call_later(ANSWER_WITHIN_S, self._unanswered, use)
 
     def _answered(self, use: Use, rank: int, *, launched: bool) -> None:
@@ -144,7 +142,7 @@ class Failures:
     def _decide(self, use: Use, *, ends: bool) -> None:
         self._asked.pop(use, None)
         self._undecided.discard(use)
-        self._ways.tell_all([VERDICT, *use, ends])
+        self._ways.tell([VERDICT, *use, ends])
         if ends:
             self._ways.end(_reason(use))
         self._ways.go_on()

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from kfcomm.collectives.on_device import tell
 from kfcomm.transports.backend import Part
 from kfcomm.types import Verb
 
@@ -216,13 +217,11 @@ class HierarchicalPath:
         self, call: Call, block: _Block, verb: Verb, part: Part, ready: Mark, then: Callable[[Mark], None]
     ) -> None:
         is_across = verb is Verb.ALL_REDUCE
-        group = self._across if is_across else self._inside
+        group, count = (self._across, block.share.size) if is_across else (self._inside, block.source.size)
         step = Step(
-            call, group, verb, _key_of(call.key, verb, block.index), part, block.source.size, ready, self._stream,
+            call, group, verb, _key_of(call.key, verb, block.index), part, count, ready, self._stream,
             then=then, done=partial(self._step_done, call),
         )  # fmt: skip
-        if is_across:
-            step.shape = (block.share.size,)
         self._under_way[call].steps.add(step)
         self._path_of(step).begin(step)
 
@@ -246,15 +245,11 @@ class HierarchicalPath:
         under_way.blocks_left -= 1
         if not under_way.blocks_left:
             mark = device.mark(stream)
-            device.notify(stream, partial(self._notified, call, under_way))
+            device.notify(stream, partial(tell, self._inside.engine.reactor, self._in_place, call, under_way))
             call.enqueued(mark)
 
-    def _notified(self, call: Call, under_way: _UnderWay, error: BaseException | None) -> None:
-        """On a thread of the device: the results of all blocks are in place."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
-            self._inside.engine.reactor.call_soon_threadsafe(self._in_place, call, under_way, error)
-
     def _in_place(self, call: Call, under_way: _UnderWay, error: BaseException | None) -> None:
+        """The results of all blocks are where the caller wants them, or the device has failed."""
         under_way.is_in_place = True
         if error is not None:
             call.failed(error)

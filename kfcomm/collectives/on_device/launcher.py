@@ -8,12 +8,12 @@ where they are.
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
+from kfcomm.collectives.on_device import tell
 from kfcomm.errors import TransportError
 
 if TYPE_CHECKING:
@@ -37,9 +37,8 @@ class Launcher:
     """
 
     def __init__(
-        self, backend: CollectiveBackend, device: Device, stream: Stream, reactor: Reactor,
-        launched: Launched,
-    ) -> None:  # fmt: skip
+        self, backend: CollectiveBackend, device: Device, stream: Stream, reactor: Reactor, launched: Launched
+    ) -> None:
         self.backend = backend
         self._device = device
         self._stream = stream
@@ -77,8 +76,7 @@ class Launcher:
     def _run(self) -> None:
         while (call := self._queue.get()) is not None:
             mark, error = self._put(call)
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
-                self._reactor.call_soon_threadsafe(self._back, call, mark, error)
+            tell(self._reactor, self._back, call, mark, error)
             del call, mark, error  # this thread keeps no memory alive while it waits for the next one
 
     def _back(self, call: Call, mark: Mark, error: BaseException | None) -> None:

@@ -93,13 +93,9 @@ class Paths:
             return StagedPath(self.group, self.pool_of)
         if route is Route.BACKEND:
             return BackendPath(self.group, device, maker, self.mailbox)
-        return self._hierarchy(device, maker)
 
-    def _hierarchy(self, device: Device, maker: BackendMaker) -> Path:
-        """Groups of the ranks of this host, and of those with the same place on every host."""
-        from kfcomm.collectives.on_device.backed import BackendPath
+        # Groups of the ranks of this host, and of those with the same place on every host.
         from kfcomm.collectives.on_device.hierarchy import HierarchicalPath
-        from kfcomm.collectives.on_device.staged import StagedPath
 
         layout, rank = self.group.layout, self.group.view.rank
         here = layout.ranks_of(layout.hosts[rank])

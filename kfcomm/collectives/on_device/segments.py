@@ -34,6 +34,8 @@ post) is little beside the time that these take, 0.2 ms each way on a bus of 25 
 the network soon, and that a few in flight are no burden."""
 MAX_SEGMENTS = 1 << 16
 """Of one call; what would have more has larger ones."""
+PIECEWISE = frozenset((Verb.ALL_REDUCE, Verb.REDUCE, Verb.BROADCAST))
+"""Verbs whose calls may be cut anywhere; of the others each is one segment."""
 
 
 class Piece(NamedTuple):
@@ -97,7 +99,7 @@ def segments_of(
         counts: elements of the source of each part; of a broadcast, of its target.
         per_segment: elements of a segment, where a call has several.
     """
-    if verb in (Verb.ALL_REDUCE, Verb.REDUCE, Verb.BROADCAST):
+    if verb in PIECEWISE:
         return [_piecewise(verb, place, index, pieces) for index, pieces in enumerate(cut(counts, per_segment))]
     return [_whole(verb, place, shape, counts[0])]
 

@@ -20,9 +20,8 @@ nothing is put on a stream any more.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -30,8 +29,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from kfcomm.collectives.handle import Handle
-from kfcomm.collectives.on_device.host_plans import plan_of
-from kfcomm.collectives.on_device.segments import MAX_SEGMENTS, Piece, Place, Segment, segments_of
+from kfcomm.collectives.on_device import tell
+from kfcomm.collectives.on_device.segments import MAX_SEGMENTS, PIECEWISE, Piece, Place, Segment, segments_of
 from kfcomm.collectives.plans import Plan
 from kfcomm.collectives.turns import Turn
 from kfcomm.core.collective import shown
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 Heard: TypeAlias = "Callable[[BaseException | None], None]"
+Step: TypeAlias = "Callable[[_Staged], None]"
 
 _EMPTY = np.empty(0, np.uint8)
 
@@ -149,12 +149,12 @@ class Staging:
                 self._give_back(staged)
                 return
             if staged.segment.fetched:
-                self._once_safe(staged, partial(self._fetch, staged), in_order=True)
+                self._once_safe(staged, self._fetch, in_order=True)
             else:
                 self._is_here(staged)
 
     def _prepare(self, staged: _Staged) -> None:
-        staged.plan = plan_of(self._call, staged.segment.count)
+        staged.plan = _plan_of(self._call, staged.segment.count)
         dtype, room = self._call.dtype, staged.segment.room
         if room:
             staged.block = self._path.pool_of(self._device).take(room * dtype.itemsize)
@@ -162,16 +162,17 @@ class Staging:
         else:
             staged.memory = np.empty(0, dtype)
 
-    def _once_safe(self, staged: _Staged, copy: Callable[[], None], *, in_order: bool) -> None:
+    def _once_safe(self, staged: _Staged, copy: Step, *, in_order: bool) -> None:
         """Copy when the caller's memory is ready: at once where what is copied is put behind that (``in_order``).
 
         But not memory that is not pinned: its copy may hold up this thread until its stream comes to it, and what the
         stream waits for may, by way of other ranks, wait for this thread.
         """
+        begin = partial(self._go_on, staged, copy)
         if self._is_ready or (in_order and (staged.block is None or staged.block.is_pinned())):
-            self._try(copy)
+            self._try(begin)
         else:
-            self._when_ready.append(copy)
+            self._when_ready.append(begin)
 
     def _ready(self, error: BaseException | None) -> None:
         """The caller's stream has come to where the sources may be read, and the targets written."""
@@ -183,24 +184,13 @@ class Staging:
             self._try(copy)
 
     def _fetch(self, staged: _Staged) -> None:
-        if self._is_over:
-            self._give_back(staged)
-            return
         stream = self._streams.inward if self._is_ready else self._streams.gate
         try:
             for piece in staged.segment.fetched:
                 source = self._call.parts[piece.part].source[piece.start : piece.stop]
                 self._device.fetch(source, staged.memory[piece.place], stream)
         finally:
-            self._notify(stream, partial(self._fetched, staged))
-
-    def _fetched(self, staged: _Staged, error: BaseException | None) -> None:
-        if error is not None:
-            self._failed(error)
-        if self._is_over:
-            self._give_back(staged)
-        else:
-            self._is_here(staged)
+            self._notify(stream, partial(self._go_on, staged, self._is_here))
 
     def _is_here(self, staged: _Staged) -> None:
         staged.state = State.HERE
@@ -210,54 +200,46 @@ class Staging:
 
     def _post(self, staged: _Staged) -> None:
         """Its turn has come."""
+        path, call, segment = self._path, self._call, staged.segment
         staged.state = State.POSTED
         self._num_posted += 1
-        handle: Handle[Any] = Handle(loop=self._path.engine.loop)
-        handle.when_done(self._path.engine.reactor, partial(self._carried_out, staged))
+        handle: Handle[Any] = Handle(loop=path.engine.loop)
+        handle.when_done(path.engine.reactor, partial(self._carried_out, staged))
         staged.handle = handle
         try:
-            self._post_as(staged, handle)
+            plan, seq = staged.plan, self._first_seq + segment.index
+            if plan is None:
+                raise InternalError("a segment was posted before its plan was made")
+            if seq < path.engine.router.num_uses(path.view.id, call.key):
+                raise InternalError(f"use {call.head.seq} of {shown(call.key)} began after a later one")
+            operation = plan.operation(
+                handle,
+                None if segment.source is None else staged.memory[segment.source],
+                None if segment.result is None else staged.memory[segment.result],
+                plan.work, priority=call.priority,
+            )  # fmt: skip
+            path.engine.post(
+                path.view, call.key, plan.signature, plan.program, plan.sizes, operation,
+                timeout_s=None, overlapping=True, seq=seq, generation=call.plans.generation,
+            )  # fmt: skip
+            if not operation.is_over:
+                handle.operation = operation
         except Exception as error:  # noqa: BLE001  more names in flight than there can be, perhaps
             if not handle.done():
                 handle.set_exception(error)
 
-    def _post_as(self, staged: _Staged, handle: Handle[Any]) -> None:
-        path, segment, plan = self._path, staged.segment, staged.plan
-        if plan is None:
-            raise InternalError("a segment was posted before its plan was made")
-        seq = self._first_seq + segment.index
-        if seq < path.engine.router.num_uses(path.view.id, self._call.key):
-            raise InternalError(f"use {self._call.head.seq} of {shown(self._call.key)} began after a later one")
-        operation = plan.operation(
-            handle,
-            None if segment.source is None else staged.memory[segment.source],
-            None if segment.result is None else staged.memory[segment.result],
-            plan.work, priority=self._call.priority,
-        )  # fmt: skip
-        path.engine.post(
-            path.view, self._call.key, plan.signature, plan.program, plan.sizes, operation,
-            timeout_s=None, overlapping=True, seq=seq, generation=self._call.plans.generation,
-        )  # fmt: skip
-        if not operation.is_over:
-            handle.operation = operation
+    def _carried_out(self, staged: _Staged, done: Handle[Any]) -> None:
+        self._go_on(staged, self._has_result, None if done.cancelled() else done.exception())
 
-    def _carried_out(self, staged: _Staged, done: Any) -> None:
-        error = None if done.cancelled() else done.exception()
-        if error is not None:
-            self._failed(error)
-        if self._is_over:
-            self._give_back(staged)
-        elif staged.segment.put:
-            self._once_safe(staged, partial(self._put, staged), in_order=False)
+    def _has_result(self, staged: _Staged) -> None:
+        if staged.segment.put:
+            self._once_safe(staged, self._put, in_order=False)
         else:
             self._segment_over(staged)
 
     # ---------------------------------------------------------------- putting, over
 
     def _put(self, staged: _Staged) -> None:
-        if self._is_over:
-            self._give_back(staged)
-            return
         staged.state = State.PUTTING
         try:
             for piece in staged.segment.put:
@@ -267,15 +249,7 @@ class Staging:
             if not self._to_put:
                 self._call.enqueued(self._device.mark(self._streams.outward))
         finally:
-            self._notify(self._streams.outward, partial(self._is_put, staged))
-
-    def _is_put(self, staged: _Staged, error: BaseException | None) -> None:
-        if error is not None:
-            self._failed(error)
-        if self._is_over:
-            self._give_back(staged)
-        else:
-            self._segment_over(staged)
+            self._notify(self._streams.outward, partial(self._go_on, staged, self._segment_over))
 
     def _segment_over(self, staged: _Staged) -> None:
         self._give_back(staged)
@@ -313,6 +287,15 @@ class Staging:
             self._path.forget(self._call)
 
     # ---------------------------------------------------------------- failures
+
+    def _go_on(self, staged: _Staged, step: Step, error: BaseException | None = None) -> None:
+        """What follows for a segment, unless the call is over, or is now: then its block goes back."""
+        if error is not None:
+            self._failed(error)
+        if self._is_over:
+            self._give_back(staged)
+        else:
+            step(staged)
 
     def _try(self, step: Callable[[], None]) -> None:
         """What a step raises is the call's."""
@@ -353,16 +336,12 @@ class Staging:
 
     def _notify(self, stream: Stream, then: Heard) -> None:
         """Call ``then`` on the loop when all that is on the stream by now is done, or has failed."""
+        reactor = self._path.engine.reactor
         self._copying += 1
         try:
-            self._device.notify(stream, partial(self._hear, then))
+            self._device.notify(stream, partial(tell, reactor, self._heard, then))
         except Exception as error:  # noqa: BLE001  of the device's library: what cannot say so copies no more
-            self._path.engine.reactor.call_soon(self._heard, then, error)
-
-    def _hear(self, then: Heard, error: BaseException | None) -> None:
-        """On a thread of the device."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
-            self._path.engine.reactor.call_soon_threadsafe(self._heard, then, error)
+            reactor.call_soon(self._heard, then, error)
 
     def _heard(self, then: Heard, error: BaseException | None) -> None:
         self._copying -= 1
@@ -378,6 +357,17 @@ def _segments(call: Call, path: StagedPath) -> list[Segment]:
     ]
     place = Place(path.view.rank, path.view.size, call.root)
     return segments_of(call.verb, place, call.shape, counts, path.segment_nbytes // itemsize)
+
+
+def _plan_of(call: Call, count: int) -> Plan:
+    """The plan of a segment of ``count`` elements: on the graphs for its own size, as any collective of the host.
+
+    Signed with what the whole call is, so that ranks that differ in that find out, wherever their segments are alike.
+    """
+    shape = (count,) if call.verb in PIECEWISE else call.shape
+    plan, whole = call.plans.of(call.verb, call.dtype, shape, call.op, call.root, call.key), call.signature
+    signature = plan.signature._replace(shape=whole.shape, counts=whole.counts, memory=whole.memory)
+    return replace(plan, signature=signature)
 
 
 def _target(call: Call, piece: Piece) -> Flat:

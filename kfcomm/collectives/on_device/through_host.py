@@ -7,24 +7,23 @@ memory. Large arrays are better served by the verbs whose calls overlap copies a
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from kfcomm.arrays import HostArray, OutArray
-from kfcomm.arrays.on_device import DeviceArray, DeviceOut
 from kfcomm.collectives.handle import Handle
+from kfcomm.collectives.on_device import tell
 from kfcomm.errors import CollectiveTimeout
 
 if TYPE_CHECKING:
+    from kfcomm.arrays import OutArray
     from kfcomm.arrays.device_kinds import DeviceKind
+    from kfcomm.arrays.on_device import DeviceArray, DeviceOut
     from kfcomm.devices import Device, Flat, Stream
     from kfcomm.devices.pinned import Block, PinnedPool
-    from kfcomm.transports.reactor import Reactor
+    from kfcomm.runtime.engine import Engine
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 Out: TypeAlias = "OutArray | OutOfHost"
@@ -34,12 +33,9 @@ class Fetched:
     """An array on its way to host memory.
 
     Args:
-        source: on the device; kept alive until it is there.
-        dtype: of its elements.
-        stream: the caller's.
-        device, pool: of the source, and of pinned memory for it.
-        loop: of those who await.
-        reactor: of the engine, which need no loop: a blocking caller may do its work.
+        array: on the device; kept alive until it is there.
+        device, pool: of the array, and of pinned memory for it.
+        engine: a blocking caller may do its work.
         timeout_s: until it is given up, in seconds.
 
     Attributes:
@@ -47,23 +43,19 @@ class Fetched:
         here: done when it is there; fails if the device does, or does not come to it in time.
     """
 
-    def __init__(
-        self, source: Flat, dtype: np.dtype[Any], stream: Stream, device: Device, pool: PinnedPool,
-        loop: asyncio.AbstractEventLoop, reactor: Reactor, timeout_s: float,
-    ) -> None:  # fmt: skip
-        self._reactor = reactor
-        self.here: Handle[None] = Handle(loop=loop)
-        self._kept: list[Any] = [source]
-        self._block = pool.take(source.nbytes)
+    def __init__(self, array: DeviceArray, device: Device, pool: PinnedPool, engine: Engine, timeout_s: float) -> None:
+        self.here: Handle[None] = Handle(loop=engine.loop)
+        self._kept: list[Any] = [array.flat]
+        self._block = pool.take(array.flat.nbytes)
         self._is_copied = self._is_unwanted = False
-        self.flat: Array = self._block.view.view(dtype)
+        self.flat: Array = self._block.view.view(array.dtype)
         try:
-            device.fetch(source, self._block.view, stream)
-            device.notify(stream, self._notified)
+            device.fetch(array.flat, self._block.view, array.stream)
+            device.notify(array.stream, partial(tell, engine.reactor, self._arrived))
         except BaseException:
             self._block.release()
             raise
-        self._timer = self._reactor.call_later(timeout_s, self._expired, timeout_s)
+        self._timer = engine.reactor.call_later(timeout_s, self._expired, timeout_s)
 
     def keep(self, what: Any) -> None:
         """Keep something else alive until it is here."""
@@ -75,11 +67,6 @@ class Fetched:
         self._timer.cancel()
         if self._is_copied:
             self._block.release()
-
-    def _notified(self, error: BaseException | None) -> None:
-        """On a thread of the device."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
-            self._reactor.call_soon_threadsafe(self._arrived, error)
 
     def _arrived(self, error: BaseException | None) -> None:
         self._is_copied = True
@@ -149,19 +136,6 @@ class OutOfHost:
         """Puts the result where the caller wants it, on the caller's stream."""
         _put(self._device, self._pool, self.flat, self._place.flat, self._place.stream)
         return self._place.finish()
-
-
-def on_host(
-    array: DeviceArray,
-    device: Device,
-    pool: PinnedPool,
-    loop: asyncio.AbstractEventLoop,
-    reactor: Reactor,
-    timeout_s: float,
-) -> tuple[HostArray, Fetched]:
-    """The array as it will be in host memory, from which results come back to the device."""
-    fetched = Fetched(array.flat, array.dtype, array.stream, device, pool, loop, reactor, timeout_s)
-    return HostArray(fetched.flat, array.shape, Returned(array.kind, device, array.stream, pool), False), fetched
 
 
 def _put(device: Device, pool: PinnedPool, source: Array, target: Flat, stream: Stream) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -16,10 +17,10 @@ import numpy as np
 from kfcomm import arrays
 from kfcomm.arrays import HostArray, OutArray, adapt, adapt_out, on_device
 from kfcomm.arrays.on_device import DeviceArray, DeviceOut, adapt_device, adapt_device_out, is_on_device
-from kfcomm.collectives.group import UNNAMED, Group
+from kfcomm.collectives.group import UNNAMED
 from kfcomm.collectives.handle import Handle, join
 from kfcomm.collectives.on_device.calls import Buffers, Call, Order
-from kfcomm.collectives.on_device.through_host import Fetched, Out, OutOfHost, on_host
+from kfcomm.collectives.on_device.through_host import Fetched, Out, OutOfHost, Returned
 from kfcomm.collectives.packing import digest_of, many_key
 from kfcomm.collectives.plans import row_elements
 from kfcomm.devices import Device, Stream
@@ -44,17 +45,17 @@ class DeviceVerbs:
     """The device of one rank in one group, and the calls that are under way there.
 
     Args:
-        group: of whom.
-        device: of this rank; None if it has none, where others do.
-        mixed: some rank of the group has no device.
-        lack: why it has none.
-        paths: how orders are carried out.
+        paths: how orders are carried out in the group.
+        lack: why this rank has no device, if it has none where others do.
+
+    Attributes:
+        mixed: some rank of the group has no device, where others do.
     """
 
-    def __init__(self, group: Group, device: Device | None, paths: Paths, *, mixed: bool, lack: str) -> None:
-        self.mixed = mixed
-        self._group = group
-        self._device = device
+    def __init__(self, paths: Paths, lack: str) -> None:
+        self.mixed = paths.choice is not None and paths.choice.mixed
+        self._group = paths.group
+        self._device = paths.device
         self._lack = lack
         self._paths = paths
         self._live: set[Call] = set()
@@ -74,9 +75,13 @@ class DeviceVerbs:
 
         Raises:
             ConfigError: what is not for devices was asked for.
-            CollectiveError: an earlier call has failed of which nobody was told.
+            CollectiveError: an earlier call has failed after its handle had resolved, which nobody was told yet; the
+                first of those, which the others follow from. ``synchronize`` raises it, too, whoever was told by this:
+                what else came after it is void as well.
         """
-        self.check_late()
+        if self._late is not None and not self._is_told:
+            self._is_told = True
+            raise self._late
         if wire_dtype is not None:
             raise ConfigError("wire_dtype is for arrays in host memory, in groups whose ranks all have theirs there")
 
@@ -94,9 +99,7 @@ class DeviceVerbs:
             if stream is not None:
                 raise ConfigError("stream= is for arrays in the memory of a device")
             return adapt(x)
-        if self._device is None:
-            raise self._no_device()
-        return adapt_device(x, self._device, stream)
+        return adapt_device(x, self._own_device(), stream)
 
     def out(self, out: Any, like: AnyArray, shape: Shape) -> AnyOut | None:
         """Where the result goes, if the caller says so."""
@@ -135,44 +138,42 @@ class DeviceVerbs:
                     f"the arrays of a list may differ in their first dimension only, got {first.dtype} {first.shape} "
                     f"and {part.dtype} {part.shape}"
                 )
+        there = [part for part in read if isinstance(part, DeviceArray)]
+        if there and len(there) != len(read):
+            raise ConfigError("a list holds arrays of the host or of a device, not both")
         rows = [part.shape[0] for part in read]
         shape = (sum(rows), *first.shape[1:])
         if isinstance(first, HostArray):
-            if not all(isinstance(part, HostArray) for part in read):
-                raise ConfigError("a list holds arrays of the host or of a device, not both")
             return HostArray(np.concatenate([part.flat for part in read]), shape, first.kind, False), rows, None
         device = self._device_of(first)
-        flat = device.empty(_count(shape), first.dtype, first.stream)
-        whole = DeviceArray(flat, shape, first.dtype, first.kind, first.stream)
+        flat = device.empty(math.prod(shape), first.dtype, first.stream)
         at = 0
-        for part in read:
-            if isinstance(part, HostArray):
-                raise ConfigError("a list holds arrays of the host or of a device, not both")
+        for part in there:
             device.wait(first.stream, device.mark(part.stream))
             device.copy(part.flat, flat[at : at + part.flat.size], first.stream)
             at += part.flat.size
-        array, fetched = self._on_host(whole)
+        array, fetched = self._on_host(DeviceArray(flat, shape, first.dtype, first.kind, first.stream))
         fetched.keep(read)
         return array, rows, fetched
 
     def _on_host(self, array: DeviceArray) -> tuple[HostArray, Fetched]:
-        device = self._device_of(array)
-        group = self._group
-        return on_host(
-            array, device, self._paths.pool_of(device), group.engine.loop, group.engine.reactor, group.timeout_s
-        )
+        group, device = self._group, self._device_of(array)
+        pool = self._paths.pool_of(device)
+        fetched = Fetched(array, device, pool, group.engine, group.timeout_s)
+        return HostArray(fetched.flat, array.shape, Returned(array.kind, device, array.stream, pool), False), fetched
 
     def out_of_host(self, out: Any, shape: Shape, dtype: np.dtype[Any], stream: Stream | None) -> Out | None:
         """Where a result goes that is made in host memory, if the caller says so."""
         if out is None or not is_on_device(out):
             return None if out is None else adapt_out(out, shape, dtype)
-        if self._device is None:
-            raise self._no_device()
-        place = adapt_device_out(out, shape, dtype, self._device, stream)
-        return OutOfHost(place, dtype, self._device, self._paths.pool_of(self._device))
+        device = self._own_device()
+        place = adapt_device_out(out, shape, dtype, device, stream)
+        return OutOfHost(place, dtype, device, self._paths.pool_of(device))
 
-    def _no_device(self) -> ConfigError:
-        return ConfigError(f"rank {self._group.view.rank} has joined without a device: {self._lack}")
+    def _own_device(self) -> Device:
+        if self._device is None:
+            raise ConfigError(f"rank {self._group.view.rank} has joined without a device: {self._lack}")
+        return self._device
 
     def _device_of(self, array: AnyArray) -> Device:
         return HOST if isinstance(array, HostArray) or self._device is None else self._device
@@ -203,10 +204,10 @@ class DeviceVerbs:
             TransportError: the device has failed.
         """
         group = self._group
-        device = self._device_of(given[0])
+        device, dtype = self._device_of(given[0]), order.dtype
         stream = None if isinstance(given[0], HostArray) else given[0].stream
         targets: list[Any] = [
-            None if shape is None else out.flat if out is not None else device.empty(_count(shape), order.dtype, stream)
+            None if shape is None else out.flat if out is not None else device.empty(math.prod(shape), dtype, stream)
             for shape, out in zip(shapes, outs, strict=True)
         ]
         parts = tuple(Part(array.flat, target) for array, target in zip(given, targets, strict=True))
@@ -247,7 +248,7 @@ class DeviceVerbs:
     ) -> Handle[Any]:  # fmt: skip
         """Begin a call with one array and one result, or none where ``shape`` is None."""
         place = None if shape is None else self.out(out, array, shape)
-        return self.begin(order, [array], [shape], [place], _first, timeout_s, priority, handle)
+        return self.begin(order, [array], [shape], [place], lambda results: results[0], timeout_s, priority, handle)
 
     def many(
         self, given: Mapping[str, AnyArray], names_given: list[str], ops: Mapping[Any, Op], timeout_s: float | None,
@@ -270,7 +271,7 @@ class DeviceVerbs:
         for number, (_, members) in enumerate(sorted(by_dtype.items())):
             chosen = [given[name] for name in members]
             order = Order(
-                Verb.ALL_REDUCE, f"{many_key(names)} {number}" if number else many_key(names), chosen[0].dtype,
+                Verb.ALL_REDUCE, many_key(names, number), chosen[0].dtype,
                 (sum(array.flat.size for array in chosen),), ops[chosen[0].dtype], counts=digest_of(members, chosen),
             )  # fmt: skip
             shapes = [array.shape for array in chosen]
@@ -323,34 +324,6 @@ class DeviceVerbs:
         error, self._late = self._late, None
         if error is not None:
             raise error
-
-    def check_late(self) -> None:
-        """Raise what failed after its handle had resolved, once: the first of it, which the others follow from.
-
-        ``synchronize`` raises it, too, whoever was told by a call: what else came after it is void as well.
-        """
-        if self._late is not None and not self._is_told:
-            self._is_told = True
-            raise self._late
-
-
-def order_of(
-    verb: Verb, name: str | None, array: AnyArray, op: Op | None = None, root: int = -1, shape: Shape | None = None
-) -> Order:
-    """What a verb asks for."""
-    shape = array.shape if shape is None else shape
-    return Order(verb, name or UNNAMED, array.dtype, shape, op, root, overlapping=name is None)
-
-
-def _count(shape: Shape) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count
-
-
-def _first(results: list[Any]) -> Any:
-    return results[0]
 
 
 def _named(found: dict[str, Any], names: list[str]) -> Callable[[list[Any]], None]:
