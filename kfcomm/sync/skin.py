@@ -149,9 +149,7 @@ def prepared(
     def call(self: Skin[A_co], /, *args: P.args, **kwargs: P.kwargs) -> PersistentCollective[T]:
         from kfcomm.sync.persistent import PersistentCollective
 
-        self._check_open()
-        inner = self._driver.run(lambda: init(self._inner, *args, **kwargs), self._session)
-        return PersistentCollective(self._driver, self._session, inner)
+        return PersistentCollective(self._driver, self._session, init(self._inner, *args, **kwargs))
 
     return dressed(call, init.__name__, init, "Returns a ``kfcomm.sync.PersistentCollective``.")
 
