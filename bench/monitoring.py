@@ -141,7 +141,7 @@ def hook_costs() -> Figures:
 
     def completed() -> None:
         for operation in operations:
-            meter.completed(operation, time.monotonic())
+            meter.completed(operation.key, time.monotonic() - operation.posted_s, operation.nbytes)
 
     ring = RingReader(memoryview(bytearray(1 << 10)), memoryview(bytearray(16)).cast("Q"), tail=0, head=1)
 

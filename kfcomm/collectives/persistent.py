@@ -1,8 +1,8 @@
 """Persistent collectives: the arguments are given once, and each start exchanges what the arrays hold then.
 
 MPI has them as ``MPI_Allreduce_init`` and the like (MPI 4.0, 6.13; 3.9 for messages). Here a start is a call of the
-verb, under the same name: other ranks may make that call themselves. What is saved is what the calls have in common:
-where the name is compiled, a start looks nothing up and checks no argument; where it is not, a start is the verb.
+verb, under the same name: other ranks may make that call themselves. The first start is the verb itself, with all of
+its checks. Where the name is compiled then, the next ones look nothing up and check no argument.
 
 Invariants: at most one use is in flight; a start that is refused leaves it alone.
 """
@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, Ty
 import numpy as np
 
 from kfcomm.collectives.compiled import COMPILABLE, NO_ARRAY, Arguments, Compiled, Use
-from kfcomm.collectives.handle import Handle, named
+from kfcomm.collectives.group import check_name, check_priority, check_timeout
+from kfcomm.collectives.handle import Handle, looked_at, named
 from kfcomm.collectives.monitored import Monitored
 from kfcomm.errors import ConfigError
 from kfcomm.types import Verb
@@ -54,32 +55,33 @@ class PersistentCollective(Generic[T]):
     __slots__ = ("_among", "_call", "_group", "_latest", "_new_handle", "_title", "_use", "_used", "name")
 
     def __init__(self, comm: Monitored, verb: Callable[..., Handle[T]], given: inspect.BoundArguments) -> None:
-        arguments = given.arguments
-        self.name: str | None = arguments.get("name")
+        self.name: str | None = given.arguments.get("name")
         self._group = comm._group
         self._title = verb.__name__ if self.name is None else f"{verb.__name__} {self.name!r}"
         self._call: Callable[[], Handle[T]] = partial(verb, *given.args, **given.kwargs)
-        self._used = _used(verb.__name__, arguments)
+        self._used = _used(verb.__name__, given.arguments)
         self._use: Use | None = None
         self._among: dict[str | None, Compiled] = {}
         """Where the use was found: it holds for as long as the group has that dictionary."""
         self._new_handle: Callable[[], Handle[T] | None] = partial(Handle, loop=comm._group.engine.loop)
         """Makes None for a caller who looks at the operation itself, as in ``kfcomm.sync``."""
-        self._latest: Handle[T] | Operation | None = None
+        never: Handle[T] = Handle(loop=comm._group.engine.loop)
+        never.set_exception(ConfigError(f"{self._title} was never started"))
+        looked_at(never)
+        self._latest: Handle[T] | Operation = never
 
     def __repr__(self) -> str:
-        state = "never started" if self._latest is None else "in flight" if not self.done() else "over"
-        return f"<PersistentCollective {self._title}, {state}>"
+        return f"<PersistentCollective {self._title}, {'not ' if self.done() else ''}in flight>"
 
     def start(self) -> Self:
         """Begin the next use, at this place in the program; returns itself, to be awaited.
 
         Raises:
-            ConfigError: the latest start is still in flight, and goes on; the other ranks notice nothing.
+            ConfigError: the latest start is still in flight, and goes on: the other ranks notice nothing. Or the
+                arguments cannot work: it fails on the other ranks, too, as a call of the verb does.
             SessionClosed: the communicator is closed.
         """
-        latest = self._latest
-        if latest is not None and not latest.done():
+        if not self._latest.done():
             raise ConfigError(f"{self._title} is still in flight: wait for it, or cancel it, and start it then")
         use = self._use
         if use is not None and self._among is self._group.compiled:
@@ -95,24 +97,12 @@ class PersistentCollective(Generic[T]):
             self._use = None if compiled is None else compiled.use(*self._used)
         return self
 
-    @property
-    def _started(self) -> Handle[T] | Operation:
-        """The latest start.
-
-        Raises:
-            ConfigError: there was none.
-        """
-        if self._latest is None:
-            raise ConfigError(f"{self._title} was never started")
-        return self._latest
-
     def __await__(self) -> Generator[Any, None, T]:
-        latest = self._latest  # not `_started`: a call less
-        return cast("Handle[T]", self._started if latest is None else latest).__await__()
+        return cast("Handle[T]", self._latest).__await__()
 
     def done(self) -> bool:
         """Whether nothing is in flight: the latest start is over, or there was none (as ``MPI_Test`` has it)."""
-        return self._latest is None or self._latest.done()
+        return self._latest.done()
 
     def result(self) -> T:
         """The result of the latest start.
@@ -122,18 +112,18 @@ class PersistentCollective(Generic[T]):
             asyncio.InvalidStateError: it is still in flight.
             CollectiveError, asyncio.CancelledError: it has failed, or was cancelled.
         """
-        return cast("T", self._started.result())
+        return cast("T", self._latest.result())
 
     def cancel(self) -> bool:
         """End the latest start on every rank where it is not complete; False if nothing is in flight."""
-        return self._latest is not None and self._latest.cancel()
+        return self._latest.cancel()
 
 
 def _used(verb: str, given: dict[str, Any]) -> tuple[Any, Arguments, Any] | None:
     """What a compiled name has to be asked for; None if the verb itself is always called."""
-    if verb not in COMPILABLE or given["timeout"] is not None or given["priority"]:
+    if verb not in COMPILABLE or given["priority"] or given.get("concat"):
         return None
-    if any(given.get(option) for option in ("concat", "wire_dtype")) or given.get("stream") is not None:
+    if any(given.get(option) is not None for option in ("timeout", "wire_dtype", "stream")):
         return None
     x = given.get("x", NO_ARRAY)
     arguments: Arguments = (Verb(verb),)
@@ -151,19 +141,21 @@ def persistent(
     signature = inspect.signature(verb)
 
     def init(self: Monitored, /, *args: P.args, **kwargs: P.kwargs) -> PersistentCollective[T]:
-        from kfcomm.collectives.rehearsal import rehearse
-
         given = signature.bind(self, *args, **kwargs)
-        rehearse(self, verb, *args, **kwargs)
         given.apply_defaults()
+        self._check_open()
+        check_name(given.arguments.get("name"))
+        check_timeout(given.arguments["timeout"])
+        check_priority(given.arguments["priority"])
         return PersistentCollective(self, verb, given)
 
     init.__name__ = f"{verb.__name__}_init"
     init.__qualname__ = f"Persistent.{init.__name__}"
     init.__doc__ = f"""Prepare a ``{verb.__name__}``, to be started again and again; nothing is begun yet.
 
-The arguments are checked here, and what is wrong with them is raised here; the other ranks are not told. Returns a
-``PersistentCollective``, each start of which is one call of the verb. That says:
+Returns a ``PersistentCollective``, each start of which is one call of the verb. Only the name, the timeout and the
+priority are checked here; what else is wrong with the arguments is raised by the first start, as by the verb, which
+says:
 
 {inspect.getdoc(verb)}"""
     init.__dict__["__signature__"] = signature.replace(return_annotation=PersistentCollective.__name__)

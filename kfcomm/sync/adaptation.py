@@ -30,8 +30,7 @@ class Adaptation(Skin[Async]):
         self, comm: Communicator, policies: Sequence[Policy], *, every: int = 1, meter: StepMeter | None = None
     ) -> None:
         inner = comm._io.run(Async, comm._inner, policies, every=every, meter=meter)
-        super().__init__(comm._driver, inner, comm._session)
-        self._comm = comm
+        super().__init__(comm._driver, inner, comm._inner)
 
     @property
     def policies(self) -> tuple[Policy, ...]:
@@ -83,6 +82,3 @@ class Adaptation(Skin[Async]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _check_open(self) -> None:
-        self._comm._check_open()

@@ -7,6 +7,7 @@ one function for each list of parameters, since to find them among ``*args`` wou
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
@@ -22,24 +23,17 @@ Form: TypeAlias = Callable[..., Any]
 
 def again(long_form: Callable[P, T], verb: Verb) -> Callable[P, T]:
     """A blocking verb that takes the short way where it can, and else the long one."""
-    short_form = FORMS.get(verb, _with_array)(long_form, verb)
-    short_form.__name__ = long_form.__name__
-    short_form.__qualname__ = long_form.__qualname__
-    short_form.__doc__ = long_form.__doc__
-    short_form.__dict__.update(long_form.__dict__)
-    return short_form
+    return wraps(long_form)(FORMS.get(verb, _with_array)(long_form, verb))
 
 
 def _with_op(long_form: Form, verb: Verb) -> Form:
     def call(
         self: Skin[Any], /, x: Any, name: str | None = None, *, op: str = Op.SUM, out: Any = None, **options: Any
     ) -> Any:
-        if not options and type(x) is np.ndarray:
-            compiled = self._inner._group.compiled.get(name)
-            if compiled is not None:
-                outcome = self._driver.call_again(compiled, x, (verb, op), out, self._session)
-                if outcome is not NOT_ALIKE:
-                    return outcome
+        if not options and type(x) is np.ndarray and (compiled := self._inner._group.compiled.get(name)) is not None:
+            outcome = self._driver.call_again(compiled, x, (verb, op), out, self._session)
+            if outcome is not NOT_ALIKE:
+                return outcome
         return long_form(self, x, name, op=op, out=out, **options)
 
     return call
@@ -50,12 +44,10 @@ def _with_op_and_root(long_form: Form, verb: Verb) -> Form:
         self: Skin[Any], /, x: Any, root: int = 0, name: str | None = None, *, op: str = Op.SUM, out: Any = None,
         **options: Any,
     ) -> Any:  # fmt: skip
-        if not options and type(x) is np.ndarray:
-            compiled = self._inner._group.compiled.get(name)
-            if compiled is not None:
-                outcome = self._driver.call_again(compiled, x, (verb, op, type(root), root), out, self._session)
-                if outcome is not NOT_ALIKE:
-                    return outcome
+        if not options and type(x) is np.ndarray and (compiled := self._inner._group.compiled.get(name)) is not None:
+            outcome = self._driver.call_again(compiled, x, (verb, op, type(root), root), out, self._session)
+            if outcome is not NOT_ALIKE:
+                return outcome
         return long_form(self, x, root, name, op=op, out=out, **options)
 
     return call
@@ -65,12 +57,10 @@ def _with_root(long_form: Form, verb: Verb) -> Form:
     def call(
         self: Skin[Any], /, x: Any, root: int = 0, name: str | None = None, *, out: Any = None, **options: Any
     ) -> Any:
-        if not options and type(x) is np.ndarray:
-            compiled = self._inner._group.compiled.get(name)
-            if compiled is not None:
-                outcome = self._driver.call_again(compiled, x, (verb, type(root), root), out, self._session)
-                if outcome is not NOT_ALIKE:
-                    return outcome
+        if not options and type(x) is np.ndarray and (compiled := self._inner._group.compiled.get(name)) is not None:
+            outcome = self._driver.call_again(compiled, x, (verb, type(root), root), out, self._session)
+            if outcome is not NOT_ALIKE:
+                return outcome
         return long_form(self, x, root, name, out=out, **options)
 
     return call
@@ -80,12 +70,10 @@ def _with_array(long_form: Form, verb: Verb) -> Form:
     arguments = (verb,)
 
     def call(self: Skin[Any], /, x: Any, name: str | None = None, *, out: Any = None, **options: Any) -> Any:
-        if not options and type(x) is np.ndarray:
-            compiled = self._inner._group.compiled.get(name)
-            if compiled is not None:
-                outcome = self._driver.call_again(compiled, x, arguments, out, self._session)
-                if outcome is not NOT_ALIKE:
-                    return outcome
+        if not options and type(x) is np.ndarray and (compiled := self._inner._group.compiled.get(name)) is not None:
+            outcome = self._driver.call_again(compiled, x, arguments, out, self._session)
+            if outcome is not NOT_ALIKE:
+                return outcome
         return long_form(self, x, name, out=out, **options)
 
     return call
@@ -95,12 +83,10 @@ def _without_array(long_form: Form, verb: Verb) -> Form:
     arguments = (verb,)
 
     def call(self: Skin[Any], /, name: str | None = None, **options: Any) -> Any:
-        if not options:
-            compiled = self._inner._group.compiled.get(name)
-            if compiled is not None:
-                outcome = self._driver.call_again(compiled, NO_ARRAY, arguments, None, self._session)
-                if outcome is not NOT_ALIKE:
-                    return outcome
+        if not options and (compiled := self._inner._group.compiled.get(name)) is not None:
+            outcome = self._driver.call_again(compiled, NO_ARRAY, arguments, None, self._session)
+            if outcome is not NOT_ALIKE:
+                return outcome
         return long_form(self, name, **options)
 
     return call

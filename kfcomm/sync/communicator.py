@@ -42,7 +42,7 @@ class Communicator(Skin[Async]):
     """
 
     def __init__(self, driver: Driver, inner: Async, *, owns_io: bool = False) -> None:
-        super().__init__(driver, inner, inner._session)
+        super().__init__(driver, inner, inner)
         self._owns_io = owns_io
         if owns_io:
             atexit.register(self._close_at_exit)
@@ -155,7 +155,7 @@ class Communicator(Skin[Async]):
 
     def queue(self, name: str, source: int, target: int, *, capacity: int = 16) -> Queue:
         """An ordered queue of arrays from rank ``source`` to ``target``. See ``kfcomm.Communicator.queue``."""
-        return Queue(self, self._inner.queue(name, source, target, capacity=capacity))
+        return Queue(self._driver, self._inner.queue(name, source, target, capacity=capacity), self._inner)
 
     # ---------------------------------------------------------------- to be started again and again
 
@@ -312,16 +312,9 @@ class Communicator(Skin[Async]):
         with contextlib.suppress(KfcommError, OSError):
             self.close()
 
-    def _check_open(self) -> None:
-        self._inner._check_open()
-
 
 class Queue(Skin[AsyncQueue]):
     """One end of an ordered, bounded queue of arrays between two ranks; see ``Communicator.queue``."""
-
-    def __init__(self, comm: Communicator, inner: AsyncQueue) -> None:
-        super().__init__(comm._driver, inner, comm._session)
-        self._comm = comm
 
     put = blocking(AsyncQueue.put, PLAIN)
     """Append a copy of ``x``; waits while ``capacity`` arrays have not been taken."""
@@ -331,9 +324,6 @@ class Queue(Skin[AsyncQueue]):
     """The next array, as NumPy."""
     get_async = begun(AsyncQueue.get)
     """Begin a ``get``."""
-
-    def _check_open(self) -> None:
-        self._comm._check_open()
 
 
 def init(**arguments: Unpack[Arguments]) -> Communicator:

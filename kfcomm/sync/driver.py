@@ -320,7 +320,8 @@ class Driver:
             if self._is_resting and (self.reactor.deferred or self._awaited is None or self._awaited.done()):
                 self.reactor.ring()
         else:
-            next(iter(self._followers.values()))[1].set()
+            for _, event in list(self._followers.values())[:1]:  # none may be left: they go without the lock
+                event.set()
 
     def _wait(self, handle: Awaited[T], deadline_s: float) -> None:
         while True:

@@ -95,12 +95,6 @@ class Handle(concurrent.futures.Future[T]):
         """Begin something of several steps, on the I/O thread."""
         self._io.start(call, self._started)
 
-    def give_up(self) -> None:
-        """Cancel it, if it is not complete, without a word if that cannot be."""
-        if not self.done():
-            with contextlib.suppress(KfcommError):
-                self.cancel()
-
     def _started(self, inner: asyncio.Future[T]) -> None:
         self._inner = inner
         self._io.keep(self)
@@ -127,7 +121,8 @@ class Handle(concurrent.futures.Future[T]):
         except TimeoutError:
             raise
         except BaseException:
-            self.give_up()
+            with contextlib.suppress(KfcommError):  # the caller has the interrupt instead
+                self.cancel()
             raise
 
     def _cancel_here(self) -> bool:

@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
-from kfcomm.collectives.handle import Handle
 from kfcomm.errors import CollectiveAborted
 
 if TYPE_CHECKING:
     from kfcomm.collectives.persistent import PersistentCollective as Inner
-    from kfcomm.runtime.operation import Operation
     from kfcomm.session import Session
-    from kfcomm.sync.driver import Driver
+    from kfcomm.sync.driver import Awaited, Driver
 
 T = TypeVar("T")
-
-
-class _Cancellable(Generic[T]):
-    """A handle that another thread may cancel: the driver takes asyncio's ``CancelledError`` for an interrupt."""
-
-    def __init__(self, handle: Handle[T]) -> None:
-        self.done = handle.done
-        self.cancel = handle.cancel
-        self._handle = handle
-
-    def result(self) -> T:
-        """What the caller gets, once it is over."""
-        if self._handle.cancelled():
-            raise concurrent.futures.CancelledError
-        return self._handle.result()
 
 
 class PersistentCollective(Generic[T]):
@@ -56,7 +40,7 @@ class PersistentCollective(Generic[T]):
         self._session = session
         self._inner = inner
         inner._new_handle = NoneType  # whoever waits looks at the operation itself
-        self._unwanted: Handle[T] | Operation | None = None
+        self._unwanted: Awaited[T] | None = None
 
     def __repr__(self) -> str:
         return repr(self._inner)
@@ -70,7 +54,8 @@ class PersistentCollective(Generic[T]):
         """Begin the next use, at this place in the program; returns itself, to be waited for.
 
         Raises:
-            ConfigError: the latest start is still in flight, and goes on; the other ranks notice nothing.
+            ConfigError: the latest start is still in flight, and goes on: the other ranks notice nothing. Or the
+                arguments cannot work: it fails on the other ranks, too, as a call of the verb does.
             SessionClosed: the communicator is closed, or belongs to the parent process.
         """
         self._driver.run(self._inner.start, self._session)
@@ -86,12 +71,10 @@ class PersistentCollective(Generic[T]):
         Cost: less than ``start`` and ``wait`` one after the other: the I/O thread is not woken in between.
         """
         try:
-            outcome: T = self._driver.call(self._start_here, self._session)
-        except CollectiveAborted:
-            if self._inner._latest is not self._unwanted:
-                raise
-            raise concurrent.futures.CancelledError from None
-        return outcome
+            return self._driver.call(self._begin, self._session)
+        except (CollectiveAborted, asyncio.CancelledError) as error:
+            self._check_wanted(error)
+            raise
 
     def wait(self, timeout: float | None = None) -> T:
         """Wait for the result of the latest start and return it; an interruption (Ctrl-C) cancels that one.
@@ -107,13 +90,14 @@ class PersistentCollective(Generic[T]):
             concurrent.futures.CancelledError: it was cancelled by ``cancel()`` here.
             CollectiveError: it failed; as from the async verb.
         """
-        latest: Any = self._inner._started
+        latest: Awaited[T] = self._inner._latest
         if not latest.done() and not self._driver.wait(latest, timeout, self._session):
             raise TimeoutError(f"not done within {timeout} s; it goes on")
-        if latest is self._unwanted:
-            raise concurrent.futures.CancelledError
-        outcome: T = _Cancellable(latest).result() if isinstance(latest, Handle) else latest.result()
-        return outcome
+        try:
+            return latest.result()
+        except (CollectiveAborted, asyncio.CancelledError) as error:
+            self._check_wanted(error)
+            raise
 
     def result(self, timeout: float | None = None) -> T:
         """The same as ``wait``."""
@@ -130,12 +114,20 @@ class PersistentCollective(Generic[T]):
         """
         return self._driver.run(self._cancel_here, self._session)
 
-    def _start_here(self) -> Any:
-        latest = self._inner.start()._latest
-        return _Cancellable(latest) if isinstance(latest, Handle) else latest
+    def _begin(self) -> Awaited[T]:
+        return self._inner.start()._latest
 
     def _cancel_here(self) -> bool:
-        if not self._inner.cancel():
-            return False
-        self._unwanted = self._inner._started
-        return True
+        was_cancelled = self._inner.cancel()
+        if was_cancelled:
+            self._unwanted = self._inner._latest
+        return was_cancelled
+
+    def _check_wanted(self, error: BaseException) -> None:
+        """What was cancelled here has not failed, though without a handle it looks as if it had.
+
+        Raises:
+            concurrent.futures.CancelledError: the latest start was cancelled here, or by an interruption.
+        """
+        if isinstance(error, asyncio.CancelledError) or self._inner._latest is self._unwanted:
+            raise concurrent.futures.CancelledError from None

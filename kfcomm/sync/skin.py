@@ -7,7 +7,6 @@ a ``*_async`` verb has returned, the caller may change what it gave, except wher
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +22,7 @@ from kfcomm.sync.handle import Handle
 
 if TYPE_CHECKING:
     from kfcomm.collectives.persistent import PersistentCollective as AsyncPersistent
-    from kfcomm.session import Session
+    from kfcomm.communicator import Communicator
     from kfcomm.sync.driver import Driver
     from kfcomm.sync.persistent import PersistentCollective
 
@@ -89,18 +88,16 @@ OBJECT = Given("value", _read_object)
 OBJECTS = Given("values", _read_object)
 
 
-class Skin(ABC, Generic[A_co]):
-    """Something asynchronous, its session, and the driver of that one's engine."""
+class Skin(Generic[A_co]):
+    """Something asynchronous that belongs to a communicator, and the driver of that one's engine."""
 
-    def __init__(self, driver: Driver, inner: A_co, session: Session) -> None:
+    def __init__(self, driver: Driver, inner: A_co, comm: Communicator) -> None:
         self._driver = driver
         self._io = driver.io
         self._inner = inner
-        self._session = session
-
-    @abstractmethod
-    def _check_open(self) -> None:
-        """Refuse at once, on the caller's thread, what a closed or inherited communicator would refuse."""
+        self._session = comm._session
+        self._check_open = comm._check_open
+        """Refuses at once, on the caller's thread, what a closed or inherited communicator would refuse."""
 
 
 def blocking(
@@ -114,11 +111,11 @@ def blocking(
 
     def call(self: Skin[A_co], /, *args: P.args, **kwargs: P.kwargs) -> T:
         self._check_open()
-        prepared: Callable[[], Any] = _prepared(verb, given, self, args, kwargs)
-        result: T = self._io.wait_for(prepared) if is_coroutine else self._driver.call(prepared, self._session)
+        begin: Callable[[], Any] = _bound(verb, given, self, args, kwargs)
+        result: T = self._io.wait_for(begin) if is_coroutine else self._driver.call(begin, self._session)
         return result
 
-    return dressed(call, verb.__name__, verb, "Blocks until the result is there, and returns it.")
+    return _dressed(call, verb.__name__, verb, "Blocks until the result is there, and returns it.")
 
 
 def begun(
@@ -129,16 +126,16 @@ def begun(
 
     def call(self: Skin[A_co], /, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
         self._check_open()
-        prepared: Callable[[], Any] = _prepared(verb, given, self, args, kwargs)
+        begin: Callable[[], Any] = _bound(verb, given, self, args, kwargs)
         handle: Handle[T] = Handle(self._driver, self._session)
         if is_coroutine:
-            handle.start(prepared)
+            handle.start(begin)
         else:
-            self._driver.run(lambda: handle.begin(prepared), self._session)
+            self._driver.run(lambda: handle.begin(begin), self._session)
         return handle
 
     lead = "Begins, and returns a ``kfcomm.sync.Handle``; errors of the arguments come from it, too."
-    return dressed(call, f"{verb.__name__}_async", verb, lead)
+    return _dressed(call, f"{verb.__name__}_async", verb, lead)
 
 
 def prepared(
@@ -149,14 +146,12 @@ def prepared(
     def call(self: Skin[A_co], /, *args: P.args, **kwargs: P.kwargs) -> PersistentCollective[T]:
         from kfcomm.sync.persistent import PersistentCollective
 
-        self._check_open()
-        inner = self._driver.run(lambda: init(self._inner, *args, **kwargs), self._session)
-        return PersistentCollective(self._driver, self._session, inner)
+        return PersistentCollective(self._driver, self._session, init(self._inner, *args, **kwargs))
 
-    return dressed(call, init.__name__, init, "Returns a ``kfcomm.sync.PersistentCollective``.")
+    return _dressed(call, init.__name__, init, "Returns a ``kfcomm.sync.PersistentCollective``.")
 
 
-def _prepared(
+def _bound(
     verb: Callable[..., Awaitable[T]], given: Given | None, skin: Skin[Any], args: tuple[Any, ...], kwargs: Any
 ) -> Callable[[], Awaitable[T]]:
     if given is not None:
@@ -164,10 +159,9 @@ def _prepared(
     return partial(verb, skin._inner, *args, **kwargs)
 
 
-def dressed(call: Callable[P, T], name: str, verb: Callable[..., Any], lead: str) -> Callable[P, T]:
+def _dressed(call: Callable[P, T], name: str, verb: Callable[..., Any], lead: str) -> Callable[P, T]:
     """What ``help`` and editors show: the verb's parameters and its text, after what differs."""
     call.__name__ = call.__qualname__ = name
     call.__doc__ = f"{lead}\n\n{inspect.getdoc(verb)}"
-    signature = inspect.signature(verb).replace(return_annotation=inspect.Signature.empty)
-    call.__dict__["__signature__"] = signature
+    call.__dict__["__signature__"] = inspect.signature(verb).replace(return_annotation=inspect.Signature.empty)
     return call

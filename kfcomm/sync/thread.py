@@ -31,6 +31,8 @@ Ts = TypeVarTuple("Ts")
 LOOK_EVERY_S = 0.5
 """A signal that comes just before a thread falls asleep does not wake it: no wait is longer than this at a time."""
 
+CLOSED_MEANWHILE = "the communicator was closed while this was under way"
+
 
 class _Selector(selectors.DefaultSelector):
     def __init__(self, lock: EngineLock) -> None:
@@ -247,7 +249,7 @@ class IoThread:
         runner = asyncio.Runner(loop_factory=lambda: self.loop)
         self.lock.take()
         try:
-            runner.run(self._until_stopped())
+            runner.run(self._stop.wait())
         finally:
             with self._ending:
                 self._ended = True
@@ -258,10 +260,7 @@ class IoThread:
             self.lock.lay_down()
             for future in list(self._pending):
                 if not future.done():
-                    future.set_exception(SessionClosed("the communicator was closed while this was under way"))
-
-    async def _until_stopped(self) -> None:
-        await self._stop.wait()
+                    future.set_exception(SessionClosed(CLOSED_MEANWHILE))
 
 
 def _nothing() -> None:
@@ -273,7 +272,7 @@ def copy_end(inner: asyncio.Future[T], outer: concurrent.futures.Future[T]) -> N
     if outer.done():
         return
     if inner.cancelled():
-        outer.set_exception(SessionClosed("the communicator was closed while this was under way"))
+        outer.set_exception(SessionClosed(CLOSED_MEANWHILE))
     elif (error := inner.exception()) is not None:
         outer.set_exception(error)
     else:

@@ -20,7 +20,17 @@ from kfcomm.errors import (
 )
 from kfcomm.runtime import deadlines, inquiry
 from kfcomm.transports.memory import MemoryLink
-from tests.conformance.worlds import assert_kinds, ends, everywhere, on_loop, turns, until, works, world
+from tests.conformance.worlds import (
+    assert_kinds,
+    ends,
+    everywhere,
+    heard_of_the_end,
+    on_loop,
+    turns,
+    until,
+    works,
+    world,
+)
 
 X = np.arange(6, dtype=np.float64)
 SHORT_S = 0.05
@@ -77,6 +87,7 @@ async def test_what_the_missing_rank_did_last_is_in_the_error() -> None:
         await works(comms, "earlier")
         with pytest.raises(CollectiveTimeout, match=r"missing ranks \[1\]; rank 1 last completed 'earlier' #0"):
             await comms[0].all_reduce(X, "k", timeout=SHORT_S)
+        await heard_of_the_end(comms[1])
         with pytest.raises(CollectiveTimeout):
             await comms[1].all_reduce(X, "k")
 
@@ -89,6 +100,7 @@ async def test_a_timeout_of_nothing_still_asks_the_others() -> None:
         with pytest.raises(CollectiveTimeout, match="rank 1 last completed 'k' #0") as caught:
             await comms[0].all_reduce(X, "k", timeout=0)
         assert (caught.value.arrived, caught.value.missing) == ((0, 2), (1,))
+        await heard_of_the_end(comms[1])
         assert_kinds(await ends(comms[1:2], lambda comm: comm.all_reduce(X, "k")), CollectiveTimeout)
         await works(comms, "k")
 
@@ -100,6 +112,7 @@ async def test_the_default_timeout_is_the_communicators() -> None:
             await comms[0].barrier("k")
         with pytest.raises(CollectiveTimeout, match="tag 5"):
             await comms[0].recv(1, 5)
+        await heard_of_the_end(comms[1])
         with pytest.raises(CollectiveTimeout):
             await comms[1].barrier("k")
 

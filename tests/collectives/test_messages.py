@@ -20,7 +20,7 @@ from kfcomm.errors import (
     PeerLost,
 )
 from tests.conformance import oracle
-from tests.conformance.worlds import assert_kinds, on_loop, same_bits, turns, until, world
+from tests.conformance.worlds import assert_kinds, heard_of_the_end, on_loop, same_bits, turns, until, world
 
 SHORT_S = 0.05
 X = np.arange(5)
@@ -217,6 +217,7 @@ async def test_timeouts() -> None:
         # A message that nobody takes in time is given up: its receiver is told, then the next one comes.
         with pytest.raises(CollectiveTimeout):
             await comms[1].send(X, 0, 3, timeout=SHORT_S)
+        await heard_of_the_end(comms[0])
         with pytest.raises(CollectiveTimeout):
             await comms[0].recv(1, 3)
         sent = comms[1].send(X, 0, 3)

@@ -254,12 +254,13 @@ async def test_it_has_no_result_before_it_was_started() -> None:
         assert prepared.done()
         assert not prepared.cancel()
         assert prepared.name == "x"
-        for ask in (prepared.result, prepared.__await__):
-            with pytest.raises(ConfigError, match="all_reduce 'x' was never started"):
-                ask()
-        assert repr(prepared) == "<PersistentCollective all_reduce 'x', never started>"
+        with pytest.raises(ConfigError, match="all_reduce 'x' was never started"):
+            prepared.result()
+        with pytest.raises(ConfigError, match="all_reduce 'x' was never started"):
+            await prepared
+        assert repr(prepared) == "<PersistentCollective all_reduce 'x', not in flight>"
         await prepared.start()
-        assert repr(prepared) == "<PersistentCollective all_reduce 'x', over>"
+        assert repr(prepared) == "<PersistentCollective all_reduce 'x', not in flight>"
         assert await prepared is await prepared is prepared.result()
 
 
@@ -440,11 +441,8 @@ async def test_it_cannot_be_started_on_a_closed_communicator() -> None:
     [
         ("all_reduce", ["text"], {}, "not supported"),
         ("all_reduce", [np.ones(2, object)], {}, "object"),
-        ("all_reduce", [np.ones(2)], {"name": ""}, "a name is"),
         ("all_reduce", [np.ones(2)], {"op": "xor"}, "xor"),
         ("all_reduce", [np.ones(2)], {"out": np.ones(3)}, "has shape"),
-        ("all_reduce", [np.ones(2)], {"timeout": -1}, "a timeout"),
-        ("all_reduce", [np.ones(2)], {"priority": "high"}, "a priority"),
         ("all_reduce", [np.ones(2, int)], {"wire_dtype": "float16"}, "wire_dtype"),
         ("all_reduce", [np.ones(2)], {"stream": object()}, "stream"),
         ("all_reduce_many", [{"a": np.ones(2), "": 1}], {}, "a name is"),
@@ -458,7 +456,6 @@ async def test_it_cannot_be_started_on_a_closed_communicator() -> None:
         ("reduce_scatter", [np.float32(2)], {}, "first axis"),
         ("all_to_all", [np.ones(5)], {}, "shares 5 rows"),
         ("all_to_all", [[1, 2, 3, 4]], {}, "does not serve"),
-        ("barrier", [], {"timeout": "soon"}, "a timeout"),
         ("consensus", ["text"], {}, "not supported"),
         ("send", [np.ones(2), 0], {}, "this rank itself"),
         ("send", ["text", 1], {}, "not supported"),
@@ -467,18 +464,57 @@ async def test_it_cannot_be_started_on_a_closed_communicator() -> None:
     ],
 )
 @on_loop
-async def test_arguments_are_checked_when_it_is_prepared(
+async def test_what_is_wrong_with_the_arguments_is_found_at_the_first_start(
     verb: str, arguments: list[Any], options: dict[str, Any], message: str
 ) -> None:
-    """And nobody else hears of it: no call of the other ranks fails, and no number is taken."""
-    named = {"name": "x"} if verb not in ("all_reduce_many", "send", "recv") else {}
-    async with world(SIZE) as comms:
-        with pytest.raises(ConfigError, match=message):
-            getattr(comms[0], f"{verb}_init")(*arguments, **{**named, **options})
+    """And the other ranks are told, as by a call: they lose neither step nor number."""
+    is_named = verb not in ("all_reduce_many", "send", "recv")
+    async with world(SIZE, tombstones=True) as comms:  # those of the later step of what the others call in one step
+        prepared = getattr(comms[0], f"{verb}_init")(*arguments, **({"name": "x"} if is_named else {}), **options)
         await turns()
-        await works(comms, "x")
+        assert not comms[0]._session.engine.router.num_uses(comms[0]._group.view.id, "x")
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=message):
+                await prepared.start()
+            assert prepared.done()
+            if is_named:
+                others = [_error(comm.all_reduce(np.ones(1), "x")) for comm in comms[1:]]
+                assert_kinds(await asyncio.gather(*others), CollectiveAborted)
+            elif (verb, message) == ("send", "not supported"):
+                assert_kinds([await _error(comms[1].recv(0))], CollectiveAborted)
         await works(comms)
         assert not len(comms[0]._group.turns)
+
+
+@pytest.mark.parametrize("verb", ["all_reduce", "gather", "barrier", "consensus"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": ""}, "a name is"),
+        ({"name": 7}, "a name is"),
+        ({"timeout": -1}, "a timeout"),
+        ({"priority": "high"}, "a priority"),
+    ],
+)
+@on_loop
+async def test_a_name_a_timeout_and_a_priority_are_checked_when_it_is_prepared(
+    verb: str, options: dict[str, Any], message: str
+) -> None:
+    """And nobody else hears of it."""
+    arguments = [] if verb == "barrier" else [np.ones(2)]
+    async with world(SIZE) as comms:
+        with pytest.raises(ConfigError, match=message):
+            getattr(comms[0], f"{verb}_init")(*arguments, **{"name": "x", **options})
+        await turns()
+        await works(comms, "x")
+
+
+@pytest.mark.parametrize("wrong", [{"tmeout": 1}, {"x": 1}])
+@on_loop
+async def test_a_wrong_parameter_is_found_when_it_is_prepared(wrong: dict[str, Any]) -> None:
+    async with world(1) as comms:
+        with pytest.raises(TypeError):
+            comms[0].all_reduce_init(np.ones(1), "x", **wrong)
 
 
 @on_loop

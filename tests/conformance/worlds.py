@@ -68,6 +68,11 @@ async def until(condition: Callable[[], Any]) -> None:
         await asyncio.sleep(0)
 
 
+async def heard_of_the_end(comm: Communicator) -> None:
+    """Until this rank knows that something is over which it has not posted: a call that comes before may succeed."""
+    await until(lambda: comm._session.engine.router._dead)
+
+
 async def turns(count: int = 20) -> None:
     """So many turns of the loop: enough for all that is under way on memory links to arrive."""
     for _ in range(count):

@@ -56,6 +56,22 @@ def test_a_follower_leads_when_the_call_of_the_leader_ends_first(transport: str)
         until(lambda: at_rest(one))
 
 
+def test_a_follower_may_go_in_the_moment_in_which_it_is_to_lead() -> None:
+    class Leaving(dict[Any, Any]):
+        """There was one, and it goes: followers take themselves off the list without the lock."""
+
+        def __bool__(self) -> bool:
+            return True
+
+    with joined("shm") as (one, _):
+        driving = driver_of(one)
+        driving.io.lock.take()
+        driving._followers = Leaving()
+        driving._hand_over()
+        driving._followers = {}
+        driving.io.lock.lay_down()
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_results_reach_followers_in_whatever_order_they_come(transport: str) -> None:
     with joined(transport) as (one, other):

@@ -192,11 +192,20 @@ def test_it_cannot_be_started_on_a_closed_communicator() -> None:
             comms[0].all_reduce_init(np.ones(1), "y")
 
 
-def test_arguments_are_checked_when_it_is_prepared() -> None:
+def test_what_is_wrong_with_the_arguments_is_found_at_the_first_start() -> None:
+    """And the other ranks hear of it, as they do of a call; a name, a timeout and a priority are checked before."""
     with sync_world(2) as comms:
-        with pytest.raises(ConfigError, match="xor"):
-            comms[0].all_reduce_init(np.ones(1), "x", op="xor")
-        assert_sums(*both(comms))
+        with pytest.raises(ConfigError, match="a timeout"):
+            comms[0].all_reduce_init(np.ones(1), "x", timeout=-1)
+        wrong, right = comms[0].all_reduce_init(np.ones(1), "x", op="xor"), comms[1].all_reduce_init(np.ones(1), "x")
+        right.start()
+        for start in (wrong.start, wrong.run):
+            with pytest.raises(ConfigError, match="xor"):
+                start()
+            with pytest.raises(CollectiveAborted, match="xor"):
+                right.wait()
+            right.start()
+        assert (comms[0].all_reduce(np.ones(1), "x") == right.wait()).all()
 
 
 def test_messages() -> None:
