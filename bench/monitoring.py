@@ -63,10 +63,10 @@ class CountingMeter(Meter):
         self.calls["arrived"] += 1
         super().arrived(peer, operation)
 
-    def completed(self, operation: Operation, now_s: float) -> None:
+    def completed(self, key: Key, taken_s: float, nbytes: int) -> None:
         """See ``Meter.completed``."""
         self.calls["completed"] += 1
-        super().completed(operation, now_s)
+        super().completed(key, taken_s, nbytes)
 
 
 async def exchange(comm: kfcomm.Communicator, gradients: Sequence[Any], outs: Sequence[Any]) -> None:
