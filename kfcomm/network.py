@@ -23,8 +23,7 @@ from kfcomm.rendezvous.interfaces import choose_address
 from kfcomm.rendezvous.join import close_store, join, open_store
 from kfcomm.rendezvous.settings import Settings, host_and_port
 from kfcomm.transports.greeting import dial
-from kfcomm.transports.shm.greeting import SharingRefused
-from kfcomm.transports.shm.segment import why_unsupported
+from kfcomm.transports.shm.segment import SharingRefused, why_unsupported
 from kfcomm.transports.shm.sharing import Sharing
 from kfcomm.transports.sockets import Address, Listener
 from kfcomm.transports.stream import StreamLink

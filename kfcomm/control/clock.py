@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kfcomm.errors import RemoteProtocolError, TransportError
+from kfcomm.transports.sockets import receive_exactly, told_as_lost
 
 ROUNDS = 16
 MAX_ROUNDS = 256
@@ -71,21 +72,21 @@ async def measure_clock(
         TransportError: the connection broke.
         RemoteProtocolError: the answers make no sense.
     """
-    loop = asyncio.get_running_loop()
-    best: ClockSample | None = None
-    for _ in range(rounds):
-        asked_ns = clock()
-        try:
-            await loop.sock_sendall(sock, QUESTION)
-            heard_ns, answered_ns = _ANSWER.unpack(await _exactly(sock, _ANSWER.size))
-        except OSError as error:
-            raise TransportError(f"lost while clocks were compared: {error}") from error
-        sample = sample_of(asked_ns, heard_ns, answered_ns, clock())
-        if best is None or sample.round_trip_ns < best.round_trip_ns:
-            best = sample
-    if best is None:
-        raise TransportError("clocks were compared in no round")
-    return best
+    samples = [await _ask(sock, clock) for _ in range(rounds)]
+    return min(samples, key=lambda sample: sample.round_trip_ns)
+
+
+async def _ask(sock: socket.socket, clock: ClockReader) -> ClockSample:
+    try:
+        with told_as_lost("while clocks were compared"):
+            asked_ns = clock()
+            await asyncio.get_running_loop().sock_sendall(sock, QUESTION)
+            answer = await receive_exactly(sock, _ANSWER.size)
+            got_ns = clock()
+    except EOFError:
+        raise TransportError("lost while clocks were compared: the peer hung up") from None
+    heard_ns, answered_ns = _ANSWER.unpack(answer)
+    return sample_of(asked_ns, heard_ns, answered_ns, got_ns)
 
 
 async def answer_clock(sock: socket.socket, *, clock: ClockReader = time.monotonic_ns) -> None:
@@ -102,13 +103,3 @@ async def answer_clock(sock: socket.socket, *, clock: ClockReader = time.monoton
         return
     finally:
         sock.close()
-
-
-async def _exactly(sock: socket.socket, nbytes: int) -> bytes:
-    data = b""
-    while len(data) < nbytes:
-        got = await asyncio.get_running_loop().sock_recv(sock, nbytes - len(data))
-        if not got:
-            raise ConnectionResetError("the peer hung up")
-        data += got
-    return data

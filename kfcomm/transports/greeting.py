@@ -29,7 +29,20 @@ from kfcomm.core.handshake import (
     Step,
 )
 from kfcomm.errors import InternalError, KfcommError, RemoteProtocolError, TransportError
-from kfcomm.transports.sockets import Address, DialRefused, Listener, connect, describe, nobody_listens, tune, why
+from kfcomm.transports.sockets import (
+    Address,
+    DialRefused,
+    Listener,
+    closed_on_failure,
+    connect,
+    describe,
+    nobody_listens,
+    readable,
+    receive_exactly,
+    told_as_lost,
+    tune,
+    why,
+)
 
 HANDSHAKE_TIMEOUT_S = 10.0
 MAX_PENDING = 256
@@ -83,12 +96,9 @@ async def dial(
 
 
 async def _greet(sock: socket.socket, dialler: Dialler) -> Dialled:
-    try:
+    with closed_on_failure(sock):
         await _say(sock, dialler.hello)
         await _converse(sock, dialler)
-    except BaseException:
-        sock.close()
-        raise
     return Dialled(sock, *dialler.credit)
 
 
@@ -111,19 +121,16 @@ async def answer(
         TransportError: the peer was refused (it was told why), went away, or took too long.
     """
     answerer = Answerer(me, accept=accept, epoch=epoch, token=token, nonce=_nonce(), credit=credit)
-    try:
+    with closed_on_failure(sock):
         sock.setblocking(False)
         tune(sock)
-        async with asyncio.timeout(timeout_s):
-            await _converse(sock, answerer)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await _converse(sock, answerer)
+        except TimeoutError:
+            raise TransportError(f"a handshake did not finish within {timeout_s:g} s") from None
         if answerer.hello is None:
             raise InternalError("a handshake ended without its HELLO")
-    except TimeoutError:
-        sock.close()
-        raise TransportError(f"a handshake did not finish within {timeout_s:g} s") from None
-    except BaseException:
-        sock.close()
-        raise
     return answerer.hello
 
 
@@ -194,22 +201,11 @@ async def _accept_all(
 
 async def _accept(listening: socket.socket) -> socket.socket:
     """The next connection. Unlike the loops' sock_accept, it loses none when it is cancelled as one arrives."""
-    loop = asyncio.get_running_loop()
     while True:
         try:
             return listening.accept()[0]
         except (BlockingIOError, InterruptedError):
-            readable: asyncio.Future[None] = loop.create_future()
-            loop.add_reader(listening.fileno(), _resolve, readable)
-            try:
-                await readable
-            finally:
-                loop.remove_reader(listening.fileno())
-
-
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+            await readable(listening)
 
 
 async def _converse(sock: socket.socket, machine: Dialler | Answerer) -> None:
@@ -231,10 +227,8 @@ async def _converse(sock: socket.socket, machine: Dialler | Answerer) -> None:
 
 
 async def _say(sock: socket.socket, header: Header) -> None:
-    try:
+    with told_as_lost("during the handshake"):
         await asyncio.get_running_loop().sock_sendall(sock, make_encoder()(header))
-    except OSError as error:
-        raise TransportError(f"lost during the handshake: {why(error)}") from error
 
 
 async def _hear(sock: socket.socket) -> Header:
@@ -244,25 +238,15 @@ async def _hear(sock: socket.socket) -> Header:
         RemoteProtocolError: no message of a handshake.
         TransportError: the other side is gone.
     """
-    header_nbytes, payload_nbytes = decode_prefix(await _exactly(sock, PREFIX_NBYTES))
-    if header_nbytes > MAX_HEADER_NBYTES or payload_nbytes:
-        raise RemoteProtocolError(f"a frame of {header_nbytes} + {payload_nbytes} bytes is no part of a handshake")
-    return decode_header(await _exactly(sock, header_nbytes))
-
-
-async def _exactly(sock: socket.socket, nbytes: int) -> bytearray:
-    loop = asyncio.get_running_loop()
-    data = bytearray(nbytes)
-    rest = memoryview(data)
-    while rest:
-        try:
-            got = await loop.sock_recv_into(sock, rest)
-        except OSError as error:
-            raise TransportError(f"lost during the handshake: {why(error)}") from error
-        if got == 0:
-            raise TransportError("the other side closed the connection during the handshake")
-        rest = rest[got:]
-    return data
+    try:
+        with told_as_lost("during the handshake"):
+            header_nbytes, payload_nbytes = decode_prefix(await receive_exactly(sock, PREFIX_NBYTES))
+            if header_nbytes > MAX_HEADER_NBYTES or payload_nbytes:
+                what = f"a frame of {header_nbytes} + {payload_nbytes} bytes"
+                raise RemoteProtocolError(f"{what} is no part of a handshake")
+            return decode_header(await receive_exactly(sock, header_nbytes))
+    except EOFError:
+        raise TransportError("the other side closed the connection during the handshake") from None
 
 
 def _nonce() -> bytes:

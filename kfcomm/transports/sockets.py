@@ -13,7 +13,8 @@ import errno
 import ipaddress
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from kfcomm.errors import ConfigError, TransportError
@@ -189,20 +190,11 @@ async def connect(address: Address) -> socket.socket:
     Raises:
         OSError: the system's reason.
     """
-    loop = asyncio.get_running_loop()
-    if isinstance(address, str):
-        return await _connect_unix(address)
-    where = (await _numeric(*address), address[1])
+    where = address if isinstance(address, str) else (await _numeric(*address), address[1])
     sock = _make(where)
-    try:
-        await loop.sock_connect(sock, where)
-        if sock.getsockname() == sock.getpeername():
-            # TCP may connect a socket to itself when the port is free and of the ephemeral range.
-            raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there")
+    with closed_on_failure(sock):
+        await (_connect_unix if isinstance(where, str) else _connect_tcp)(sock, _for_kernel(where))
         tune(sock)
-    except BaseException:
-        sock.close()
-        raise
     return sock
 
 
@@ -217,23 +209,70 @@ async def _numeric(host: str, port: int) -> str:
         return str(found[0][4][0])
 
 
-async def _connect_unix(address: str) -> socket.socket:
-    where = _for_kernel(address)
-    sock = _make(address)
+async def _connect_tcp(sock: socket.socket, where: Any) -> None:
+    await asyncio.get_running_loop().sock_connect(sock, where)
+    if sock.getsockname() == sock.getpeername():
+        # TCP may connect a socket to itself when the port is free and of the ephemeral range.
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there")
+
+
+async def _connect_unix(sock: socket.socket, where: Any) -> None:
+    while True:
+        try:
+            return sock.connect(where)
+        except BlockingIOError:
+            # A Unix socket never connects later: this says that the listener's backlog is full, and nothing
+            # tells when it no longer is. The loops' own sock_connect takes it for a connection under way.
+            await asyncio.sleep(_FULL_BACKLOG_WAIT_S)
+
+
+async def readable(sock: socket.socket) -> None:
+    """Wait until there is something to be read, or accepted. Unlike the loops' own calls it takes nothing itself."""
+    loop = asyncio.get_running_loop()
+    found = asyncio.Event()
+    loop.add_reader(sock.fileno(), found.set)
     try:
-        while True:
-            try:
-                sock.connect(where)
-            except BlockingIOError:
-                # A Unix socket never connects later: this says that the listener's backlog is full, and nothing
-                # tells when it no longer is. The loops' own sock_connect takes it for a connection under way.
-                await asyncio.sleep(_FULL_BACKLOG_WAIT_S)
-            else:
-                tune(sock)
-                return sock
+        await found.wait()
+    finally:
+        loop.remove_reader(sock.fileno())
+
+
+async def receive_exactly(sock: socket.socket, nbytes: int) -> bytearray:
+    """The next ``nbytes``, and not one more.
+
+    Raises:
+        EOFError: the other side closed the connection before.
+        OSError: the system's reason.
+    """
+    data = bytearray(nbytes)
+    rest = memoryview(data)
+    while rest:
+        got = await asyncio.get_running_loop().sock_recv_into(sock, rest)
+        if not got:
+            raise EOFError
+        rest = rest[got:]
+    return data
+
+
+@contextmanager
+def closed_on_failure(sock: socket.socket) -> Iterator[None]:
+    """Whatever is raised within, ``CancelledError`` included, closes the socket."""
+    try:
+        yield
     except BaseException:
         sock.close()
         raise
+
+
+@contextmanager
+def told_as_lost(when: str) -> Iterator[None]:
+    """The system's errors within become ``TransportError``: the connection was lost, ``when``, and why."""
+    try:
+        yield
+    except TransportError:  # an OSError itself, which says all
+        raise
+    except OSError as error:
+        raise TransportError(f"lost {when}: {why(error)}") from error
 
 
 def why(error: OSError) -> str:
