@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from kfcomm.core.frame import MAX_HEADER_NBYTES, PREFIX_NBYTES, Header, Kind
 from kfcomm.errors import RemoteProtocolError
-from kfcomm.transports.base import Link
+from kfcomm.transports.base import Inbound, Link
 from kfcomm.transports.options import StreamOptions
 from kfcomm.transports.sockets import DialRefused, watch
 from kfcomm.transports.stream import StreamLink
@@ -66,7 +66,7 @@ class LinkUser(Protocol):
         """Whether ``rank`` has left, or is known to be lost."""
 
 
-class Links:
+class Links(Inbound):
     """The links of a rank, on the loop of the control thread.
 
     Args:
@@ -199,17 +199,11 @@ class Links:
             if self._dialling.get(rank) is asyncio.current_task():
                 del self._dialling[rank]
 
-    # What the links report (transports.base.Inbound).
-
-    def opened(self, link: Link) -> None:
-        """Not called: control links are made by `add`."""
+    # What the links report (Inbound); none is opened but by `add`, and nothing is placed.
 
     def place(self, link: Link, header: Header, nbytes: int) -> Any:
         """No frame of a control link has a payload."""
         raise RemoteProtocolError(f"rank {link.peer} sent a payload on a control link")
-
-    def arrived(self, link: Link, placement: Any) -> None:
-        """Not called: nothing is placed."""
 
     def receive(self, link: Link, header: Header, payload: memoryview) -> None:
         """Pass gossip on; the rest has no business here."""
@@ -217,9 +211,6 @@ class Links:
             self._user.receive(link.peer, header)
         elif header[0] != Kind.PING:
             raise RemoteProtocolError(f"rank {link.peer} sent a {Kind(header[0]).name} on a control link")
-
-    def burst_end(self, link: Link) -> None:
-        """Nothing is kept back for it."""
 
     def lost(self, link: Link, error: BaseException | None) -> None:
         """A link has ended."""

@@ -22,14 +22,9 @@ import socket
 from collections import deque
 from typing import Any
 
-from kfcomm.core.frame import (
-    Header,
-    Kind,
-    decode_head,
-    make_encoder,
-)
+from kfcomm.core.frame import Header, Kind, decode_head, make_encoder
 from kfcomm.errors import RemoteProtocolError, TransportError
-from kfcomm.transports.base import Counts, Inbound, Owner
+from kfcomm.transports.base import Counts, Inbound, Link, Owner
 from kfcomm.transports.options import StreamOptions
 from kfcomm.transports.order import Frame
 from kfcomm.transports.outbox import Outbox
@@ -39,8 +34,11 @@ from kfcomm.transports.sockets import broken, hold_little
 _CHUNK, _BYE = int(Kind.CHUNK), int(Kind.BYE)
 
 
-class StreamLink:
-    """One connection as a `Link`; it owns ``sock`` and begins to read at once.
+class StreamLink(Link):
+    """One connection; it owns ``sock`` and begins to read at once.
+
+    Payloads are sent from where they are. What is whole on arrival is in the staging buffer, which is needed again at
+    once: nothing is lent.
 
     All calls belong to whoever drives ``reactor``. A frame that the peer must not send ends this link alone; so does
     ``RemoteProtocolError`` raised by ``inbound``, for what only the user of the link can judge.
@@ -63,14 +61,9 @@ class StreamLink:
     needs_flush = True
 
     def __init__(
-        self,
-        sock: socket.socket,
-        reactor: Readiness,
-        inbound: Inbound,
-        peer: int,
-        *,
+        self, sock: socket.socket, reactor: Readiness, inbound: Inbound, peer: int, *,
         options: StreamOptions | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         sock.setblocking(False)
         self.peer = peer
         self.kind = "unix" if sock.family == socket.AF_UNIX else "tcp"
@@ -85,7 +78,7 @@ class StreamLink:
         self._send_bytes, self._receive_bytes = sock.send, sock.recv_into
         self._reactor = reactor
         self._inbound = inbound
-        self._waiters: list[asyncio.Future[None]] | None = []
+        self._ended = asyncio.Event()
         self._closing = self._shut = self._bye_received = False
 
         self._encode = make_encoder()
@@ -133,9 +126,6 @@ class StreamLink:
             self._done.append(owner)
             self._reactor.call_soon(self._tell_owners)
         return False
-
-    def reserve(self, nbytes: int, priority: int) -> None:
-        """See ``Link.reserve``: payloads are sent from where they are."""
 
     def set_low_latency(self) -> None:
         """See ``Link.set_low_latency``."""
@@ -385,12 +375,6 @@ class StreamLink:
             self._writer_on = True
             self._reactor.add_writer(self._fd, self._drain)
 
-    def lend(self) -> None:
-        """See ``Link.lend``: what is whole on arrival is in the staging buffer, which is needed again at once."""
-
-    def give_back(self, loan: None) -> None:
-        """Nothing is lent."""
-
     def descriptors(self) -> tuple[int, ...]:
         """The socket's descriptor while the link is open."""
         return (self._fd,) if self._fd >= 0 else ()
@@ -401,10 +385,7 @@ class StreamLink:
 
     async def wait_closed(self) -> None:
         """Wait until the socket is closed and ``Inbound.lost`` was called. May be cancelled."""
-        if self._waiters is not None:
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            await waiter
+        await self._ended.wait()
 
     def _end_of_file(self) -> None:
         if self._bye_received or self._closing:
@@ -429,7 +410,4 @@ class StreamLink:
     def _report(self, error: BaseException | None) -> None:
         self._tell_owners()
         self._inbound.lost(self, error)
-        waiters, self._waiters = self._waiters, None
-        for waiter in waiters or ():
-            if not waiter.done():
-                waiter.set_result(None)
+        self._ended.set()
