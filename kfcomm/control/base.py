@@ -84,14 +84,11 @@ class ControlPlane(Protocol):
     def declare_lost(self, rank: int, reason: str) -> None:
         """``rank`` is gone: ``on_peer_lost`` here and on every other rank, unless that is known or it has left."""
 
-    def report_exit(self, rank: int, code: int) -> None:
-        """The process of ``rank`` has ended (the launcher saw it): lost, unless it has left in good order."""
-
-    def query(self, ops: Sequence[CollectiveId], target: int, answer: Answer) -> int:
+    def query(self, ops: Sequence[CollectiveId], target: int, answer: Answer) -> None:
         """Ask ``target``, or all other ranks (-1), which of these collectives they have posted.
 
         ``answer`` is called at most once per rank, and never for a rank that is gone or does not reply within
-        about half a minute. Returns a number for logs.
+        about half a minute.
         """
 
     def compare_clocks(self, rank: int, told: ToldClock) -> None:

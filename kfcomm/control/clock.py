@@ -89,17 +89,20 @@ async def _ask(sock: socket.socket, clock: ClockReader) -> ClockSample:
     return sample_of(asked_ns, heard_ns, answered_ns, got_ns)
 
 
-async def answer_clock(sock: socket.socket, *, clock: ClockReader = time.monotonic_ns) -> None:
-    """Answer until the asker hangs up, which closes the connection here, too. Never raises for what the asker does."""
+async def answer_clock(
+    sock: socket.socket, *, clock: ClockReader = time.monotonic_ns, timeout_s: float | None = None
+) -> None:
+    """Answer until the asker hangs up or the time is over, then close. Never raises for what the asker does."""
     loop = asyncio.get_running_loop()
     try:
-        for _ in range(MAX_ROUNDS):
-            question = await loop.sock_recv(sock, 1)
-            heard_ns = clock()
-            if question != QUESTION:
-                return
-            await loop.sock_sendall(sock, _ANSWER.pack(heard_ns, clock()))
-    except OSError:
+        async with asyncio.timeout(timeout_s):
+            for _ in range(MAX_ROUNDS):
+                question = await loop.sock_recv(sock, 1)
+                heard_ns = clock()
+                if question != QUESTION:
+                    return
+                await loop.sock_sendall(sock, _ANSWER.pack(heard_ns, clock()))
+    except OSError:  # TimeoutError is one
         return
     finally:
         sock.close()

@@ -18,7 +18,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kfcomm.core.frame import MAX_HEADER_NBYTES, PREFIX_NBYTES, Header, Kind
 from kfcomm.errors import RemoteProtocolError
@@ -26,6 +26,9 @@ from kfcomm.transports.base import Inbound, Link
 from kfcomm.transports.options import StreamOptions
 from kfcomm.transports.sockets import DialRefused, watch
 from kfcomm.transports.stream import StreamLink
+
+if TYPE_CHECKING:
+    from kfcomm.control.node import ControlNode
 
 MAX_LINKS_PER_PEER = 2
 MAX_QUEUED_NBYTES = 4 << 20
@@ -40,53 +43,27 @@ SILENT_HOST_S = 60.0
 GOODBYE_S = 2.0
 """How long a closing rank waits for peers to close their side too; one that is stopped never does."""
 
+Dial = Callable[[int], Awaitable[socket.socket]]
+"""Makes a connection to a rank, handshake included; raises ``DialRefused``."""
+
 _LOG = logging.getLogger("kfcomm.control")
 _OPTIONS = StreamOptions(staging_nbytes=PREFIX_NBYTES + MAX_HEADER_NBYTES)
-
-
-class LinkUser(Protocol):
-    """Who uses the links. All calls come from the control thread."""
-
-    def link_up(self, rank: int) -> None:
-        """The first link to ``rank`` is there."""
-
-    def link_down(self, rank: int) -> None:
-        """The last link to ``rank`` is gone."""
-
-    def receive(self, rank: int, header: Header) -> None:
-        """A GOSSIP frame; ``RemoteProtocolError`` ends the link it came on."""
-
-    def nobody_listens(self, rank: int, reason: str) -> None:
-        """``rank`` was dialled, and its process is gone."""
-
-    def wants(self, rank: int) -> bool:
-        """Whether a link to ``rank`` is missing."""
-
-    def is_gone(self, rank: int) -> bool:
-        """Whether ``rank`` has left, or is known to be lost."""
 
 
 class Links(Inbound):
     """The links of a rank, on the loop of the control thread.
 
     Args:
-        loop: that loop.
         tasks: where dialling goes on.
-        dial: makes a connection to a rank, handshake included; raises ``DialRefused``.
-        user: who uses the links.
+        dial: how connections are made.
+        node: who uses the links, and is told of them.
     """
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        tasks: asyncio.TaskGroup,
-        dial: Callable[[int], Awaitable[socket.socket]],
-        user: LinkUser,
-    ) -> None:
-        self._loop = loop
+    def __init__(self, tasks: asyncio.TaskGroup, dial: Dial, node: ControlNode) -> None:
+        self._loop = asyncio.get_running_loop()
         self._tasks = tasks
         self._dial = dial
-        self._user = user
+        self._node = node
         self._closed = False
         self._links: dict[int, list[StreamLink]] = {}
         self._all: dict[Link, tuple[StreamLink, socket.socket]] = {}
@@ -110,7 +87,7 @@ class Links(Inbound):
         if len(links) > MAX_LINKS_PER_PEER:
             links.pop(0).close()
         if len(links) == 1:
-            self._user.link_up(rank)
+            self._node.link_up(rank)
 
     def send(self, rank: int, header: Header) -> None:
         """Send to a linked peer; to any other, nothing."""
@@ -177,13 +154,13 @@ class Links(Inbound):
         try:
             await asyncio.sleep(delay_s)
             tries = 0
-            while rank in self._suspects or self._user.wants(rank):
+            while rank in self._suspects or self._node.wants(rank):
                 try:
                     sock = await self._dial(rank)
                 except DialRefused as error:
                     if error.nobody_listens:
-                        del self._dialling[rank]  # first, since the user drops what belongs to this rank
-                        self._user.nobody_listens(rank, str(error))
+                        del self._dialling[rank]  # first, since the node drops what belongs to this rank
+                        self._node.declare_lost(rank, str(error))
                         return
                     _LOG.debug("no verdict on rank %d: %s", rank, error)
                     tries += 1
@@ -208,7 +185,7 @@ class Links(Inbound):
     def receive(self, link: Link, header: Header, payload: memoryview) -> None:
         """Pass gossip on; the rest has no business here."""
         if header[0] == Kind.GOSSIP:
-            self._user.receive(link.peer, header)
+            self._node.receive(link.peer, header)
         elif header[0] != Kind.PING:
             raise RemoteProtocolError(f"rank {link.peer} sent a {Kind(header[0]).name} on a control link")
 
@@ -221,10 +198,10 @@ class Links(Inbound):
             links.remove(ended)
             if not links:
                 del self._links[rank]
-                self._user.link_down(rank)
+                self._node.link_down(rank)
         if error is None:
             return
         held_s = self._loop.time() - link.state
         self._failures[rank] = 0 if held_s > SETTLED_AFTER_S else self._failures.get(rank, 0) + 1
-        if not self._user.is_gone(rank):
+        if not self._node.is_gone(rank):
             self.reach(rank, suspect=True)

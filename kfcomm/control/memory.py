@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -33,7 +32,6 @@ class MemoryHub:
         self.left: set[int] = set()
         self.lost: set[int] = set()
         self._early: dict[int, list[News]] = {rank: [] for rank in range(size)}
-        self._numbers = itertools.count()
 
     def join(self, rank: int, calls: Calls, events: ControlEvents, status: StatusSource) -> MemoryControl:
         """The plane of ``rank``, into whose engine ``calls`` lead.
@@ -56,10 +54,6 @@ class MemoryHub:
             if rank in self.planes:
                 self.planes[rank].silence()
             self.declare_lost(rank, "killed")
-
-    def next_number(self) -> int:
-        """A new number for a question."""
-        return next(self._numbers)
 
     def tell_others(self, rank: int, news: News) -> None:
         """Everybody but ``rank`` hears ``news``, now or on joining."""
@@ -91,18 +85,11 @@ class MemoryControl:
         clock: what this rank takes for its clock, in nanoseconds; to be replaced to have clocks that differ.
     """
 
-    def __init__(
-        self,
-        hub: MemoryHub,
-        rank: int,
-        calls: Calls,
-        events: ControlEvents,
-        status: StatusSource,
-    ) -> None:
+    def __init__(self, hub: MemoryHub, rank: int, calls: Calls, events: ControlEvents, status: StatusSource) -> None:
         self.rank = rank
-        self.status = status
         self.clock: ClockReader = time.monotonic_ns
         self._hub = hub
+        self._status = status
         self._calls = calls
         self._events = events
         self._open = True
@@ -123,19 +110,13 @@ class MemoryControl:
         if self._open and rank != self.rank:
             self._hub.declare_lost(rank, reason)
 
-    def report_exit(self, rank: int, code: int) -> None:
-        """See `ControlPlane.report_exit`."""
-        self.declare_lost(rank, f"its process ended with code {code}")
-
-    def query(self, ops: Sequence[CollectiveId], target: int, answer: Answer) -> int:
+    def query(self, ops: Sequence[CollectiveId], target: int, answer: Answer) -> None:
         """See `ControlPlane.query`."""
         with self._hub.lock:
             for plane in list(self._hub.planes.values()):
                 asked = plane.rank == target or (target == EVERYBODY and plane.rank != self.rank)
                 if asked and self._open:
-                    plane.answer_to(self, ops, answer)
-                    plane.release(self.rank, target)
-            return self._hub.next_number()
+                    plane.answer_to(self, ops, answer, is_for_all=target == EVERYBODY)
 
     def compare_clocks(self, rank: int, told: ToldClock) -> None:
         """See `ControlPlane.compare_clocks`."""
@@ -170,16 +151,13 @@ class MemoryControl:
         if self._open:
             self._post(self._tell, news)
 
-    def answer_to(self, asker: MemoryControl, ops: Sequence[CollectiveId], answer: Answer) -> None:
-        """Answer a question of another rank."""
+    def answer_to(self, asker: MemoryControl, ops: Sequence[CollectiveId], answer: Answer, *, is_for_all: bool) -> None:
+        """Answer a question. Who has asked this rank alone, once it was leaving, needs it no longer."""
         if self._open:
-            posted = [self.status.is_posted(*op) for op in ops]
-            asker._post(answer, self.rank, posted, self.status.activity())
-
-    def release(self, asker: int, target: int) -> None:
-        """``asker`` has asked: if it was about this rank's leaving, it needs this rank no longer."""
-        if target == self.rank and self.rank in self._hub.left:
-            self._released.add(asker)
+            posted = [self._status.is_posted(*op) for op in ops]
+            asker._post(answer, self.rank, posted, self._status.activity())
+        if not is_for_all and self.rank in self._hub.left:
+            self._released.add(asker.rank)
             self.look_again()
 
     def look_again(self) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import itertools
 import logging
 import selectors
 import socket
@@ -20,13 +19,13 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kfcomm.control.base import Answer, Calls, ControlEvents, StatusSource, ToldClock
 from kfcomm.control.clock import ClockReader, answer_clock, measure_clock
 from kfcomm.control.node import ControlNode
 from kfcomm.control.upcalls import Upcalls
-from kfcomm.core.credit import DEFAULT_CREDIT, Credit
+from kfcomm.core.credit import DEFAULT_CREDIT
 from kfcomm.core.gossip import CollectiveId
 from kfcomm.core.handshake import Hello, Identity, Purpose
 from kfcomm.errors import KfcommError, LocalProtocolError
@@ -34,41 +33,16 @@ from kfcomm.transports.greeting import HANDSHAKE_TIMEOUT_S, dial, serve
 from kfcomm.transports.greeting import answer as greet
 from kfcomm.transports.sockets import Address, Listener
 
+if TYPE_CHECKING:
+    from kfcomm.rendezvous.identity import PeerInfo
+
 COMPARED_WITHIN_S = 0.25
 """How long a thread that stops waits for clocks that are being compared: a millisecond, if all is well."""
 
 _LOG = logging.getLogger("kfcomm.control")
 
 
-class Peer(Protocol):
-    """What the control plane needs to know of a process (`kfcomm.rendezvous.identity.PeerInfo` has it)."""
-
-    @property
-    def rank(self) -> int:
-        """Its rank in the world."""
-
-    @property
-    def uid(self) -> str:
-        """Its stable id."""
-
-    @property
-    def address(self) -> str:
-        """IP address at which it listens."""
-
-    @property
-    def port(self) -> int:
-        """TCP port at which it listens."""
-
-    @property
-    def unix(self) -> str | None:
-        """Abstract name of its Unix socket, if it has one."""
-
-    @property
-    def host(self) -> str:
-        """Id of its host."""
-
-
-def addresses_of(peer: Peer, *, seen_from: Peer) -> tuple[Address, ...]:
+def addresses_of(peer: PeerInfo, *, seen_from: PeerInfo) -> tuple[Address, ...]:
     """Where a peer can be reached from another process: by its Unix socket too if both are on one host."""
     tcp: Address = (peer.address, peer.port)
     if peer.unix is None or peer.host != seen_from.host:
@@ -85,20 +59,30 @@ class World:
         peers: all processes by rank, this one included.
         token: secret of the job.
         epoch: the epoch of this membership.
-        credit: what each incoming data connection may send for collectives not posted yet.
         handshake_timeout_s: how long a handshake may take, on either side.
     """
 
     rank: int
-    peers: Sequence[Peer]
+    peers: Sequence[PeerInfo]
     token: bytes
     epoch: int
-    credit: Credit = DEFAULT_CREDIT
     handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S
 
     def identity(self, rank: int) -> Identity:
         """Who ``rank`` has to prove to be."""
         return Identity(rank, self.peers[rank].uid)
+
+    async def dial(self, rank: int, addresses: Sequence[Address], purpose: Purpose, timeout_s: float) -> socket.socket:
+        """A connection to ``rank`` on which both sides have proven who they are.
+
+        Raises:
+            DialRefused: see `kfcomm.transports.greeting.dial`.
+        """
+        me, peer = self.identity(self.rank), self.identity(rank)
+        dialled = await dial(
+            addresses, me, peer, purpose=purpose, token=self.token, epoch=self.epoch, timeout_s=timeout_s
+        )
+        return dialled.sock
 
     def objection(self, hello: Hello) -> str | None:
         """Why this dialler is no peer of this process, or None."""
@@ -121,17 +105,10 @@ class ControlThread:
     """
 
     def __init__(
-        self,
-        world: World,
-        listener: Listener,
-        calls: Calls,
-        events: ControlEvents,
-        status: StatusSource,
-        *,
-        clock: ClockReader = time.monotonic_ns,
+        self, world: World, listener: Listener, calls: Calls, events: ControlEvents, status: StatusSource
     ) -> None:
         self._world = world
-        self._clock = clock
+        self._clock: ClockReader = time.monotonic_ns
         self._comparing: set[asyncio.Task[None]] = set()
         self._listener = listener
         self._upcalls = Upcalls(calls, events)
@@ -143,7 +120,6 @@ class ControlThread:
         self._stop = asyncio.Event()
         self._stopped = False
         self._node: ControlNode | None = None
-        self._numbers = itertools.count()
 
     def start(self) -> None:
         """Start the thread and return once it takes calls; links to the neighbours come up by and by."""
@@ -196,15 +172,10 @@ class ControlThread:
         """See `ControlPlane.declare_lost`."""
         self._call(lambda node: node.declare_lost(rank, reason))
 
-    def report_exit(self, rank: int, code: int) -> None:
-        """See `ControlPlane.report_exit`."""
-        self.declare_lost(rank, f"the process of rank {rank} ended with code {code}")
-
-    def query(self, ops: Sequence[CollectiveId], target: int, answer: Answer) -> int:
+    def query(self, ops: Sequence[CollectiveId], target: int, answer: Answer) -> None:
         """See `ControlPlane.query`."""
         asked = list(ops)
         self._call(lambda node: node.query(asked, target, answer))
-        return next(self._numbers)
 
     def compare_clocks(self, rank: int, told: ToldClock) -> None:
         """See `ControlPlane.compare_clocks`."""
@@ -244,14 +215,17 @@ class ControlThread:
         except BaseException as error:  # noqa: BLE001 - nobody else would hear of it
             rank = self._world.rank
             self._upcalls.report(f"the control thread of rank {rank} failed", error)
-            self._upcalls.on_peer_lost(rank, f"its control thread failed: {error!r}")
+            self._upcalls.post(self._upcalls.events.on_peer_lost, rank, f"its control thread failed: {error!r}")
         finally:
             self._ready.set()
 
     async def _main(self) -> None:
+        rank, size = self._world.rank, len(self._world.peers)
         try:
             async with asyncio.TaskGroup() as tasks:
-                self._node = node = self._make_node(tasks)
+                self._node = node = ControlNode(
+                    rank, size, tasks=tasks, dial=self._dial, upcalls=self._upcalls, status=self._status
+                )
                 serving = tasks.create_task(self._serve(node))
                 node.maintain()
                 self._ready.set()
@@ -265,32 +239,10 @@ class ControlThread:
                 self._node.links.abort()
             self._listener.close()
 
-    def _make_node(self, tasks: asyncio.TaskGroup) -> ControlNode:
-        world = self._world
-        return ControlNode(
-            world.rank,
-            len(world.peers),
-            loop=self._loop,
-            tasks=tasks,
-            dial=self._dial,
-            upcalls=self._upcalls,
-            status=self._status,
-        )
-
     async def _dial(self, rank: int, purpose: Purpose = Purpose.CONTROL) -> socket.socket:
         world = self._world
         addresses = addresses_of(world.peers[rank], seen_from=world.peers[world.rank])
-        me, peer = world.identity(world.rank), world.identity(rank)
-        dialled = await dial(
-            addresses,
-            me,
-            peer,
-            purpose=purpose,
-            token=world.token,
-            epoch=world.epoch,
-            timeout_s=world.handshake_timeout_s,
-        )
-        return dialled.sock
+        return await world.dial(rank, addresses, purpose, world.handshake_timeout_s)
 
     async def _serve(self, node: ControlNode) -> None:
         world = self._world
@@ -300,7 +252,7 @@ class ControlThread:
             accept=lambda hello: world.objection(hello) or node.objection(hello.rank),
             token=world.token,
             epoch=world.epoch,
-            credit=(world.credit.nbytes, world.credit.headers),
+            credit=(DEFAULT_CREDIT.nbytes, DEFAULT_CREDIT.headers),
             timeout_s=world.handshake_timeout_s,
         )
 
@@ -308,7 +260,7 @@ class ControlThread:
             if hello.purpose is Purpose.CONTROL:
                 node.links.add(hello.rank, sock)
             elif hello.purpose is Purpose.CLOCK:
-                answering = self._compare(self._answer_clock(sock))
+                answering = self._compare(answer_clock(sock, clock=self._clock, timeout_s=world.handshake_timeout_s))
                 answering.add_done_callback(lambda _: sock.close())  # also if it was cancelled before its first step
             else:
                 self._upcalls.adopt(sock, hello.rank, hello.purpose)
@@ -320,11 +272,6 @@ class ControlThread:
         self._comparing.add(task)
         task.add_done_callback(self._comparing.discard)
         return task
-
-    async def _answer_clock(self, sock: socket.socket) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._world.handshake_timeout_s):
-                await answer_clock(sock, clock=self._clock)
 
     async def _ask_clock(self, rank: int, told: ToldClock) -> None:
         sample = None

@@ -121,7 +121,7 @@ def test_an_exit_seen_by_the_launcher_is_a_loss():
     async def main():
         async with planes(4) as world:
             await settled(world)
-            world.threads[0].report_exit(3, -9)
+            world.threads[0].declare_lost(3, "the process of rank 3 ended with code -9")
             world.threads[1].declare_lost(3, "because")
             world.threads[1].declare_lost(1, "never oneself")
             world.threads[1].suspect(1, "never oneself")
@@ -295,7 +295,7 @@ def test_a_rank_leaves_in_the_end_although_nobody_asks():
             async with planes(2, loops={1: busy}) as world:
                 await world.threads[0].leave(0.01)
                 world.threads[0].stop()
-                world.threads[1].report_exit(0, 0)  # left in good order: no loss
+                world.threads[1].declare_lost(0, "its process ended with code 0")  # left in good order: no loss
                 world.threads[1].query([], 1, world.engines[1].answered)
                 busy.call_later(0, lambda: None)
                 while not world.engines[1].answers:
