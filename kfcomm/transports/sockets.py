@@ -79,15 +79,10 @@ class Listener:
             raise ConfigError(f"a listener needs an IPv4 or IPv6 address, not {address!r}") from None
         self.address = address
         self.unix = unix
-        self.sockets: tuple[socket.socket, ...] = ()
-        self.sockets = (_listen((address, port)),)
-        self.port: int = self.sockets[0].getsockname()[1]
-        if unix is not None:
-            try:
-                self.sockets += (_listen(unix),)
-            except BaseException:
-                self.close()
-                raise
+        tcp = _listen((address, port))
+        with closed_on_failure(tcp):
+            self.port: int = tcp.getsockname()[1]
+            self.sockets: tuple[socket.socket, ...] = (tcp,) if unix is None else (tcp, _listen(unix))
 
     @property
     def addresses(self) -> tuple[Address, ...]:
@@ -104,17 +99,15 @@ class Listener:
 
 def _listen(address: Address) -> socket.socket:
     where = _for_kernel(address)
-    sock: socket.socket | None = None
     try:
         sock = _make(address)
-        if sock.family != socket.AF_UNIX:
-            # Without it a restart on the same port fails while old connections are in TIME_WAIT.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(where)
-        sock.listen(BACKLOG)
+        with closed_on_failure(sock):
+            if sock.family != socket.AF_UNIX:
+                # Without it a restart on the same port fails while old connections are in TIME_WAIT.
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(where)
+            sock.listen(BACKLOG)
     except OSError as error:
-        if sock is not None:
-            sock.close()
         message = f"cannot listen on {describe(address)}: {why(error)}"
         raise (ConfigError if error.errno in _NOT_MINE_TO_TAKE else TransportError)(message) from error
     return sock
@@ -161,8 +154,7 @@ def hold_little(sock: socket.socket) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOW_LATENCY_UNIX_SNDBUF_NBYTES)
         return
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, LOW_LATENCY_RCVBUF_NBYTES)
-    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, LOW_LATENCY_UNSENT_NBYTES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, LOW_LATENCY_UNSENT_NBYTES)
 
 
 def watch(sock: socket.socket, dead_after_s: float) -> None:
@@ -174,14 +166,10 @@ def watch(sock: socket.socket, dead_after_s: float) -> None:
         return
     interval_s = max(1, round(dead_after_s / 4))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (
-        ("TCP_KEEPIDLE", interval_s),
-        ("TCP_KEEPINTVL", interval_s),
-        ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", round(dead_after_s * 1000)),
-    ):
-        if hasattr(socket, option):  # macOS lacks some of them
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, interval_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(dead_after_s * 1000))
 
 
 async def connect(address: Address) -> socket.socket:
