@@ -65,8 +65,8 @@ class Links(Inbound):
         self._dial = dial
         self._node = node
         self._closed = False
-        self._links: dict[int, list[StreamLink]] = {}
-        self._all: dict[Link, tuple[StreamLink, socket.socket]] = {}
+        self._links: dict[int, list[StreamLink]] = {}  # without those that were closed for being too many
+        self._all: list[StreamLink] = []
         self._dialling: dict[int, asyncio.Task[None]] = {}
         self._suspects: set[int] = set()
         self._failures: dict[int, int] = {}
@@ -81,7 +81,7 @@ class Links(Inbound):
         watch(sock, SILENT_HOST_S)
         link = StreamLink(sock, self._loop, self, rank, options=_OPTIONS)
         link.state = self._loop.time()
-        self._all[link] = (link, sock)
+        self._all = [*self._all, link]
         links = self._links.setdefault(rank, [])
         links.append(link)
         if len(links) > MAX_LINKS_PER_PEER:
@@ -117,7 +117,7 @@ class Links(Inbound):
         self._suspects.discard(rank)
         if rank in self._dialling:
             self._dialling.pop(rank).cancel()
-        for link in list(self._links.get(rank, ())):
+        for link in self._links.get(rank, ()):
             link.abort()
 
     async def close(self) -> None:
@@ -125,7 +125,7 @@ class Links(Inbound):
         self._closed = True
         for task in self._dialling.values():
             task.cancel()
-        links = [link for link, _ in self._all.values()]
+        links = self._all
         for link in links:
             link.close()
         with contextlib.suppress(TimeoutError):
@@ -136,13 +136,12 @@ class Links(Inbound):
     def abort(self) -> None:
         """End every link at once."""
         self._closed = True
-        for link, _ in list(self._all.values()):
+        for link in self._all:
             link.abort()
 
-    @property
-    def sockets(self) -> list[socket.socket]:
-        """The sockets of all links, closing ones included."""
-        return [sock for _, sock in self._all.values()]
+    def descriptors(self) -> list[int]:
+        """Of all links, closing ones included. May be called on any thread."""
+        return [descriptor for link in self._all for descriptor in link.descriptors()]
 
     # Dialling.
 
@@ -192,12 +191,11 @@ class Links(Inbound):
     def lost(self, link: Link, error: BaseException | None) -> None:
         """A link has ended."""
         rank = link.peer
-        ended, _ = self._all.pop(link)
+        self._all = [one for one in self._all if one is not link]
         links = self._links.get(rank, [])
-        if ended in links:
-            links.remove(ended)
-            if not links:
-                del self._links[rank]
+        if link in links:
+            self._links[rank] = [one for one in links if one is not link]
+            if len(links) == 1:
                 self._node.link_down(rank)
         if error is None:
             return

@@ -152,7 +152,7 @@ class ControlThread:
         """
         found = {sock.fileno() for sock in self._listener.sockets}
         if self._node is not None:
-            found.update(sock.fileno() for sock in self._node.links.sockets)
+            found.update(self._node.links.descriptors())
         if not self._loop.is_closed():
             found.update(key.fd for key in self._selector.get_map().values())
             found.add(self._selector.fileno())

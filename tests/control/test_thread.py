@@ -141,8 +141,9 @@ def test_a_broken_link_between_living_ranks_is_dialled_again():
         async with planes(2) as world:
             await settled(world)
             for _ in range(3):
-                (sock, *_) = world.threads[0]._node.links.sockets
-                sock.shutdown(socket.SHUT_RDWR)
+                (descriptor, *_) = world.threads[0]._node.links.descriptors()
+                with socket.socket(fileno=os.dup(descriptor)) as sock:
+                    sock.shutdown(socket.SHUT_RDWR)
                 await settled(world)
             await alive(world, set())
             assert not any(engine.lost for engine in world.engines)
@@ -551,8 +552,8 @@ def test_descriptors_of_links_are_among_them():
     async def main():
         async with planes(2) as world:
             await settled(world)
-            (sock, *_) = world.threads[0]._node.links.sockets
-            assert sock.fileno() in world.threads[0].descriptors()
+            (descriptor, *_) = world.threads[0]._node.links.descriptors()
+            assert descriptor in world.threads[0].descriptors()
 
     run(main())
 
