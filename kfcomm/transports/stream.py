@@ -146,12 +146,7 @@ class StreamLink(Link):
             self._send_only(frame)
 
     def withdraw(self, owner: Owner) -> list[Header]:
-        """Stop reading this owner's memory at once; ``owner.sent()`` is not called any more.
-
-        Returns:
-            Headers of the frames that were dropped. A frame that was half sent is not among them: it finishes
-            from a copy.
-        """
+        """See ``Link.withdraw``; a frame that was half sent is not among those that were dropped."""
         if self._done:
             self._done = deque(other for other in self._done if other is not owner)
         return self._outbox.withdraw(owner)

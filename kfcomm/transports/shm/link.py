@@ -18,7 +18,7 @@ import contextlib
 import socket
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kfcomm.core.frame import PREFIX_NBYTES, Header, Kind, decode_header, make_encoder
 from kfcomm.errors import RemoteProtocolError, TransportError
@@ -28,6 +28,9 @@ from kfcomm.transports.shm.ring import RingReader, RingWriter
 from kfcomm.transports.shm.shared import Parked, Shared, Word, fence
 from kfcomm.transports.sockets import broken
 
+if TYPE_CHECKING:
+    from kfcomm.transports.shm.hub import Hub
+
 BYE = int(Kind.BYE)
 BURST_NBYTES = 1 << 14
 """Of records, read before others get their turn: a peer may write as fast as this side reads."""
@@ -35,26 +38,6 @@ _BELL = b"!"
 _FOR_ROOM = int(Parked.FOR_ROOM)
 _MAX_BELLS = 4096
 _BELL_AFTER_LOOKS = 16
-
-
-class Keeper(Protocol):
-    """Who looks after links: the hub.
-
-    Attributes:
-        is_awake: it looks at every link again soon.
-    """
-
-    is_awake: bool
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether something is in flight on this rank; else its program may well let nobody look for long."""
-
-    def wake(self) -> None:
-        """Something is going on: look at the rings until it is quiet."""
-
-    def remove(self, link: ShmLink) -> None:
-        """This link has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +58,7 @@ class Wire:
     inbound: Inbound
     peer: int
     shared: Shared
-    keeper: Keeper
+    keeper: Hub
 
 
 class ShmLink(Link, ABC):
