@@ -79,10 +79,7 @@ class World:
             DialRefused: see `kfcomm.transports.greeting.dial`.
         """
         me, peer = self.identity(self.rank), self.identity(rank)
-        dialled = await dial(
-            addresses, me, peer, purpose=purpose, token=self.token, epoch=self.epoch, timeout_s=timeout_s
-        )
-        return dialled.sock
+        return await dial(addresses, me, peer, purpose=purpose, token=self.token, epoch=self.epoch, timeout_s=timeout_s)
 
     def objection(self, hello: Hello) -> str | None:
         """Why this dialler is no peer of this process, or None."""

@@ -14,7 +14,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Awaitable, Callable, Iterable
-from typing import NamedTuple, assert_never
+from typing import assert_never
 
 from kfcomm.core.frame import PREFIX_NBYTES, Header, decode_header, decode_prefix, make_encoder
 from kfcomm.core.handshake import (
@@ -49,24 +49,10 @@ MAX_PENDING = 256
 _ACCEPT_PAUSE_S = 0.05
 
 
-class Dialled(NamedTuple):
-    """A connection after its handshake, and the credit that the peer granted."""
-
-    sock: socket.socket
-    credit_nbytes: int
-    credit_headers: int
-
-
 async def dial(
-    addresses: Iterable[Address],
-    me: Identity,
-    peer: Identity,
-    *,
-    purpose: Purpose,
-    token: bytes,
-    epoch: int,
-    timeout_s: float = HANDSHAKE_TIMEOUT_S,
-) -> Dialled:
+    addresses: Iterable[Address], me: Identity, peer: Identity, *,
+    purpose: Purpose, token: bytes, epoch: int, timeout_s: float = HANDSHAKE_TIMEOUT_S,
+) -> socket.socket:  # fmt: skip
     """Connect to ``peer`` and prove each other's identity. Unix addresses are tried before TCP ones.
 
     Raises:
@@ -86,32 +72,28 @@ async def dial(
                     continue
                 dialler = Dialler(me, peer, purpose=purpose, epoch=epoch, token=token, nonce=_nonce())
                 try:
-                    return await _greet(sock, dialler)
+                    await _greet(sock, dialler)
                 except KfcommError as error:
                     failures.append(f"{describe(address)}: {error}")
+                else:
+                    return sock
     except TimeoutError:
         failures.append(f"{describe(address)}: no answer within {timeout_s:g} s")
     gone = len(unreached) == len(failures) and nobody_listens(unreached)
     raise DialRefused(f"cannot reach rank {peer.rank}: {'; '.join(failures) or 'no address'}", nobody_listens=gone)
 
 
-async def _greet(sock: socket.socket, dialler: Dialler) -> Dialled:
+async def _greet(sock: socket.socket, dialler: Dialler) -> None:
     with closed_on_failure(sock):
         await _say(sock, dialler.hello)
         await _converse(sock, dialler)
-    return Dialled(sock, *dialler.credit)
 
 
 async def answer(
-    sock: socket.socket,
-    me: Identity,
-    *,
-    accept: Callable[[Hello], str | None],
-    token: bytes,
-    epoch: int,
-    credit: tuple[int, int],
+    sock: socket.socket, me: Identity, *,
+    accept: Callable[[Hello], str | None], token: bytes, epoch: int, credit: tuple[int, int],
     timeout_s: float = HANDSHAKE_TIMEOUT_S,
-) -> Hello:
+) -> Hello:  # fmt: skip
     """Shake hands on an accepted connection, and say who dialled.
 
     ``accept`` says why a peer is not wanted, or None; it is asked before any proof and must change nothing.

@@ -14,7 +14,7 @@ from typing import Any
 
 from kfcomm.control import ControlPlane, ControlThread, World
 from kfcomm.core.handshake import Purpose
-from kfcomm.transports.greeting import Dialled, dial
+from kfcomm.transports.greeting import dial
 from kfcomm.transports.sockets import Listener
 
 TOKEN = b"a token that only this world knows"
@@ -129,7 +129,7 @@ class Planes:
     def world(self, rank: int, **changes: Any) -> World:
         return World(rank, self.infos, changes.get("token", TOKEN), changes.get("epoch", EPOCH))
 
-    async def dial(self, rank: int, to: int, purpose: Purpose, **changes: Any) -> Dialled:
+    async def dial(self, rank: int, to: int, purpose: Purpose, **changes: Any) -> socket.socket:
         """A connection as ``rank`` would make it, or one with something wrong in it."""
         world = self.world(rank, **changes)
         info = self.infos[to]

@@ -145,9 +145,9 @@ def test_stopping_in_the_midst_of_it_leaves_nothing():
         async with planes(2) as world:
             dialled = await world.dial(1, 0, Purpose.CLOCK)
             world.threads[0].stop()
-            dialled.sock.setblocking(True)
-            assert dialled.sock.recv(1) == b""
-            dialled.sock.close()
+            dialled.setblocking(True)
+            assert dialled.recv(1) == b""
+            dialled.close()
 
     run(main())
 

@@ -334,7 +334,7 @@ def test_a_data_connection_is_handed_over_ready_to_use():
     async def main():
         async with planes(2) as world:
             dialled = await world.dial(1, 0, Purpose.DATA)
-            with dialled.sock as mine:
+            with dialled as mine:
                 await world.until(lambda: world.engines[0].adopted)
                 sock, rank = world.engines[0].adopted[0]
                 assert rank == 1
@@ -356,7 +356,7 @@ def test_a_data_connection_that_no_engine_takes_is_closed(state):
         try:
             async with planes(2, loops={0: other}) as world:
                 dialled = await world.dial(1, 0, Purpose.DATA)
-                with dialled.sock as mine:
+                with dialled as mine:
                     if state != "closed":
                         await world.until(lambda: world.threads[0]._upcalls._offered or changed_later(world))
                         world.threads[0].stop()
@@ -421,7 +421,7 @@ def test_a_peer_that_breaks_the_protocol_loses_its_link_only(name):
         async with planes(2) as world:
             await settled(world)
             dialled = await world.dial(1, 0, Purpose.CONTROL)
-            with dialled.sock as mine:
+            with dialled as mine:
                 loop = asyncio.get_running_loop()
                 await loop.sock_sendall(mine, make_encoder()([Kind.PING]))
                 await loop.sock_sendall(mine, make_encoder()(BAD[name]))
@@ -436,7 +436,7 @@ def test_a_payload_on_a_control_link_ends_it():
     async def main():
         async with planes(2) as world:
             dialled = await world.dial(1, 0, Purpose.CONTROL)
-            with dialled.sock as mine:
+            with dialled as mine:
                 head = make_encoder()([Kind.CHUNK, 0, 0, 0, 0, 0, 0, 0], 1000)
                 await asyncio.get_running_loop().sock_sendall(mine, head)
                 await closed(mine)
@@ -490,10 +490,10 @@ def test_more_links_than_needed_are_closed():
         async with planes(2) as world:
             await settled(world)
             dialled = [await world.dial(1, 0, Purpose.CONTROL) for _ in range(3)]
-            ended = await closed(dialled[0].sock)
+            ended = await closed(dialled[0])
             assert ended.endswith(make_encoder()([Kind.BYE]))
             for one in dialled:
-                one.sock.close()
+                one.close()
             await alive(world, set())
             assert not any(engine.lost for engine in world.engines)
 
