@@ -262,7 +262,8 @@ class ControlThread:
             else:
                 self._upcalls.adopt(sock, hello.rank, hello.purpose)
 
-        await serve(self._listener, shake, welcome=welcome, refused=_log_refusal)
+        refused = functools.partial(_LOG.debug, "an incoming connection was dropped: %s")
+        await serve(self._listener, shake, welcome=welcome, refused=refused)
 
     def _compare(self, comparison: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(comparison, name="kfcomm clock")
@@ -284,7 +285,3 @@ class ControlThread:
     def _on_loop_error(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         message = f"in the control thread of rank {self._world.rank}: {context['message']}"
         self._upcalls.report(message, context.get("exception"))
-
-
-def _log_refusal(error: KfcommError) -> None:
-    _LOG.debug("an incoming connection was dropped: %s", error)

@@ -70,7 +70,7 @@ async def dial(
                     unreached.append(error)
                     failures.append(f"{describe(address)}: {why(error)}")
                     continue
-                dialler = Dialler(me, peer, purpose=purpose, epoch=epoch, token=token, nonce=_nonce())
+                dialler = Dialler(me, peer, purpose=purpose, epoch=epoch, token=token, nonce=os.urandom(NONCE_NBYTES))
                 try:
                     await _greet(sock, dialler)
                 except KfcommError as error:
@@ -102,7 +102,8 @@ async def answer(
         RemoteProtocolError: what came is no handshake.
         TransportError: the peer was refused (it was told why), went away, or took too long.
     """
-    answerer = Answerer(me, accept=accept, epoch=epoch, token=token, nonce=_nonce(), credit=credit)
+    nonce = os.urandom(NONCE_NBYTES)
+    answerer = Answerer(me, accept=accept, epoch=epoch, token=token, nonce=nonce, credit=credit)
     with closed_on_failure(sock):
         sock.setblocking(False)
         tune(sock)
@@ -117,13 +118,10 @@ async def answer(
 
 
 async def serve(
-    listener: Listener,
-    greet: Callable[[socket.socket], Awaitable[Hello]],
-    *,
-    welcome: Callable[[socket.socket, Hello], None],
-    refused: Callable[[KfcommError], None],
+    listener: Listener, greet: Callable[[socket.socket], Awaitable[Hello]], *,
+    welcome: Callable[[socket.socket, Hello], None], refused: Callable[[KfcommError], object],
     max_pending: int = MAX_PENDING,
-) -> None:
+) -> None:  # fmt: skip
     """Accept connections and shake hands with each, until cancelled (before the listener is closed).
 
     Args:
@@ -152,20 +150,19 @@ async def serve(
                 refused(TransportError(f"more than {max_pending} handshakes at once: the oldest was dropped"))
             task = group.create_task(shake(sock))
             pending[task] = None
-            task.add_done_callback(lambda done: _forget(done, pending, sock))
+            task.add_done_callback(lambda done: forget(done, sock))
+
+        def forget(task: asyncio.Task[None], sock: socket.socket) -> None:
+            pending.pop(task, None)
+            if task.cancelled():  # perhaps before its first step: then nobody else has closed the socket
+                sock.close()
 
         for listening in listener.sockets:
             group.create_task(_accept_all(listening, begin, refused))
 
 
-def _forget(task: asyncio.Task[None], pending: dict[asyncio.Task[None], None], sock: socket.socket) -> None:
-    pending.pop(task, None)
-    if task.cancelled():  # perhaps before its first step: then nobody else has closed the socket
-        sock.close()
-
-
 async def _accept_all(
-    listening: socket.socket, begin: Callable[[socket.socket], None], refused: Callable[[KfcommError], None]
+    listening: socket.socket, begin: Callable[[socket.socket], None], refused: Callable[[KfcommError], object]
 ) -> None:
     while True:
         try:
@@ -229,7 +226,3 @@ async def _hear(sock: socket.socket) -> Header:
             return decode_header(await receive_exactly(sock, header_nbytes))
     except EOFError:
         raise TransportError("the other side closed the connection during the handshake") from None
-
-
-def _nonce() -> bytes:
-    return os.urandom(NONCE_NBYTES)

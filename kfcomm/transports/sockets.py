@@ -63,9 +63,7 @@ class Listener:
 
     Attributes:
         sockets: the listening sockets, TCP first.
-        address: as given.
         port: the port that was bound.
-        unix: as given.
 
     Raises:
         ConfigError: the address is not of this host, or the port or name is taken or not allowed.
@@ -77,18 +75,10 @@ class Listener:
             ipaddress.ip_address(address)
         except ValueError:
             raise ConfigError(f"a listener needs an IPv4 or IPv6 address, not {address!r}") from None
-        self.address = address
-        self.unix = unix
         tcp = _listen((address, port))
         with closed_on_failure(tcp):
             self.port: int = tcp.getsockname()[1]
             self.sockets: tuple[socket.socket, ...] = (tcp,) if unix is None else (tcp, _listen(unix))
-
-    @property
-    def addresses(self) -> tuple[Address, ...]:
-        """Where peers can reach this process, the nearest way first."""
-        tcp = (self.address, self.port)
-        return (tcp,) if self.unix is None else (self.unix, tcp)
 
     def close(self) -> None:
         """Listen no more. Connections already accepted stay. Calling it again does nothing."""

@@ -166,7 +166,7 @@ async def planes(
     names = [f"@kfcomm-test-{os.getpid()}-{id(notes)}-{rank}" if unix else None for rank in range(size)]
     listeners = [Listener("127.0.0.1", unix=name) for name in names]
     infos = [
-        Info(rank, f"uid {rank}", "127.0.0.1", listener.port, listener.unix, "host")
+        Info(rank, f"uid {rank}", "127.0.0.1", listener.port, names[rank], "host")
         for rank, listener in enumerate(listeners)
     ]
     engines = [Engine(rank, notes) for rank in range(size)]

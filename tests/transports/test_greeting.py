@@ -28,12 +28,16 @@ def plain(request):
     return request.param
 
 
+def tcp(listener):
+    return "127.0.0.1", listener.port
+
+
 class Reception:
     """A served listener, and what came of each connection."""
 
     def __init__(self, unix):
         self.listener = Listener("127.0.0.1", unix=unix)
-        self.addresses = self.listener.addresses
+        self.addresses = (unix, tcp(self.listener))
         self.welcomed = []
         self.refused = []
         self._news = asyncio.Event()
@@ -134,8 +138,7 @@ def test_whoever_does_not_belong_is_refused_and_both_know_why(differs, why, told
 def test_where_one_address_is_dead_the_next_is_taken(plain):
     async def main():
         async with serving() as reception:
-            tcp = reception.addresses[1]
-            sock = await call([tcp, f"@kfcomm-test-{uuid.uuid4()}"])
+            sock = await call([tcp(reception.listener), f"@kfcomm-test-{uuid.uuid4()}"])
             assert sock.family == socket.AF_INET
             sock.close()
 
@@ -145,8 +148,9 @@ def test_where_one_address_is_dead_the_next_is_taken(plain):
 def test_a_process_that_is_gone_is_told_from_one_that_refuses(plain):
     async def main():
         async with serving() as reception:
-            gone = Listener("127.0.0.1", unix=f"@kfcomm-test-{uuid.uuid4()}")
-            dead = gone.addresses
+            name = f"@kfcomm-test-{uuid.uuid4()}"
+            gone = Listener("127.0.0.1", unix=name)
+            dead = [name, tcp(gone)]
             gone.close()
             with pytest.raises(DialRefused, match=r"Connection refused; .*Connection refused") as caught:
                 await call(dead)
@@ -166,7 +170,7 @@ def test_one_who_never_answers_is_not_waited_for(plain):
         silent = Listener("127.0.0.1")
         try:
             with pytest.raises(DialRefused, match=r"no answer within 0\.01 s") as caught:
-                await call(silent.addresses, timeout_s=0.01)
+                await call([tcp(silent)], timeout_s=0.01)
             assert not caught.value.nobody_listens
         finally:
             silent.close()
@@ -178,7 +182,7 @@ def test_a_dial_may_be_cancelled(plain):
     async def main():
         silent = Listener("127.0.0.1")
         try:
-            dialling = asyncio.create_task(call(silent.addresses))
+            dialling = asyncio.create_task(call([tcp(silent)]))
             accepted, _ = await asyncio.get_running_loop().sock_accept(silent.sockets[0])
             dialling.cancel()
             await asyncio.wait([dialling])
@@ -200,7 +204,7 @@ def test_a_stranger_who_answers_is_turned_down(reply, plain):
         loop = asyncio.get_running_loop()
         stranger = Listener("127.0.0.1")
         try:
-            dialling = asyncio.create_task(call(stranger.addresses))
+            dialling = asyncio.create_task(call([tcp(stranger)]))
             accepted, _ = await loop.sock_accept(stranger.sockets[0])
             await loop.sock_recv(accepted, 1000)
             await loop.sock_sendall(accepted, reply)
