@@ -69,10 +69,8 @@ class CollectiveBackend(Protocol):
 class BackendMaker(Protocol):
     """Makes backends of one kind."""
 
-    @property
-    def name(self) -> str:
-        """In a word: ``nccl``."""
-        ...
+    name: str
+    """In a word: ``nccl``."""
 
     def supports(self, verb: Verb, dtype: np.dtype[Any], op: Op | None) -> bool:
         """Whether it can carry this out; the same on every rank where the versions are the same."""

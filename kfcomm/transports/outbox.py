@@ -37,9 +37,6 @@ class Outbox(Order):
         self._gather_frames = gather_frames
         self._small_nbytes = small_nbytes
 
-    def __bool__(self) -> bool:
-        return self.nbytes > 0
-
     def __len__(self) -> int:
         return super().__len__() + (self._cut is not None)
 
