@@ -62,9 +62,6 @@ class Upcalls:
             self.events.adopt(sock, *offered)
 
     def _close_offered(self) -> None:
-        while self._offered:
-            try:
-                sock, _ = self._offered.popitem()
-            except KeyError:  # the engine took the last one just now
-                return
-            sock.close()
+        for sock in list(self._offered):
+            if self._offered.pop(sock, None) is not None:  # else the engine took it just now
+                sock.close()

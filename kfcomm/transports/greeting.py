@@ -28,7 +28,7 @@ from kfcomm.core.handshake import (
     Purpose,
     Step,
 )
-from kfcomm.errors import InternalError, KfcommError, RemoteProtocolError, TransportError
+from kfcomm.errors import InternalError, KfcommError, ProtocolError, RemoteProtocolError, TransportError
 from kfcomm.transports.sockets import (
     Address,
     DialRefused,
@@ -64,19 +64,16 @@ async def dial(
     try:
         async with asyncio.timeout(timeout_s):
             for address in sorted(addresses, key=lambda address: isinstance(address, tuple)):
-                try:
-                    sock = await connect(address)
-                except OSError as error:
-                    unreached.append(error)
-                    failures.append(f"{describe(address)}: {why(error)}")
-                    continue
                 dialler = Dialler(me, peer, purpose=purpose, epoch=epoch, token=token, nonce=os.urandom(NONCE_NBYTES))
                 try:
+                    sock = await connect(address)
                     await _greet(sock, dialler)
-                except KfcommError as error:
-                    failures.append(f"{describe(address)}: {error}")
-                else:
                     return sock
+                except (TransportError, ProtocolError) as error:
+                    failures.append(f"{describe(address)}: {error}")
+                except OSError as error:
+                    failures.append(f"{describe(address)}: {why(error)}")
+                    unreached.append(error)
     except TimeoutError:
         failures.append(f"{describe(address)}: no answer within {timeout_s:g} s")
     gone = len(unreached) == len(failures) and nobody_listens(unreached)

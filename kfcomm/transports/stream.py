@@ -82,7 +82,7 @@ class StreamLink(Link):
         self._closing = self._shut = self._bye_received = False
 
         self._encode = make_encoder()
-        self._outbox = Outbox(options.gather_nbytes, options.gather_frames, options.small_nbytes)
+        self._outbox = Outbox(options)
         self._done: deque[Owner] = deque()
         self._flushing = self._writer_on = False
 
@@ -284,7 +284,10 @@ class StreamLink(Link):
                 self._rest = rest[moved:]
             else:
                 self._end = moved - len(rest)
-                self._finish_placement()
+                placement = self._placement
+                self._rest = self._placement = None
+                self.frames_in += 1
+                self._inbound.arrived(self, placement)
             return moved, wanted
         left = self._end - self._start
         self._staging[:left] = self._staging[self._start : self._end]
@@ -293,12 +296,6 @@ class StreamLink(Link):
         moved = self._receive_bytes(room)
         self._end += moved
         return moved, len(room)
-
-    def _finish_placement(self) -> None:
-        placement = self._placement
-        self._rest = self._placement = None
-        self.frames_in += 1
-        self._inbound.arrived(self, placement)
 
     def _parse(self) -> None:
         """Hand over every frame that is whole in the staging buffer, and place the payload that is not."""

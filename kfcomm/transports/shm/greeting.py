@@ -93,8 +93,7 @@ async def accept(sock: socket.socket, timeout_s: float) -> Offer:
 
 
 def _map(message: bytes, descriptors: list[int]) -> Offer:
-    unsupported = why_unsupported()
-    if unsupported is not None:
+    if (unsupported := why_unsupported()) is not None:
         raise TransportError(unsupported)
     if len(message) != _OFFER.size or len(descriptors) != 2:
         raise RemoteProtocolError(f"an offer of {len(message)} bytes and {len(descriptors)} descriptors")
