@@ -28,20 +28,6 @@ ToldClock = Callable[[ClockSample | None], None]
 """Told how a peer's clock relates to this process's; None if that could not be found out."""
 
 
-class Calls(Protocol):
-    """The way into the engine from any thread: a reactor, or an asyncio loop."""
-
-    def call_soon_threadsafe(self, callback: Callable[..., object], *arguments: Any) -> object:
-        """Call back where the engine runs.
-
-        Raises:
-            RuntimeError: it runs no more.
-        """
-
-    def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """An error that nobody else would hear of."""
-
-
 class ControlEvents(Protocol):
     """Who hears the news (the engine). All calls come where the engine runs."""
 

@@ -14,10 +14,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kfcomm.control.base import Answer, Calls, ControlEvents, StatusSource, ToldClock
+from kfcomm.control.base import Answer, ControlEvents, StatusSource, ToldClock
 from kfcomm.control.clock import ClockReader, ClockSample, sample_of
 from kfcomm.core.gossip import EVERYBODY, CollectiveId
 from kfcomm.errors import LocalProtocolError
+from kfcomm.transports.reactor import Reactor
 
 News = Callable[[ControlEvents], None]
 
@@ -33,8 +34,8 @@ class MemoryHub:
         self.lost: set[int] = set()
         self._early: dict[int, list[News]] = {rank: [] for rank in range(size)}
 
-    def join(self, rank: int, calls: Calls, events: ControlEvents, status: StatusSource) -> MemoryControl:
-        """The plane of ``rank``, into whose engine ``calls`` lead.
+    def join(self, rank: int, reactor: Reactor, events: ControlEvents, status: StatusSource) -> MemoryControl:
+        """The plane of ``rank``, whose engine runs on ``reactor``.
 
         Raises:
             LocalProtocolError: the rank has joined before, or is not of this world.
@@ -42,7 +43,7 @@ class MemoryHub:
         with self.lock:
             if rank not in self._early:
                 raise LocalProtocolError(f"rank {rank} cannot join: it has before, or is not of a world of {self.size}")
-            plane = MemoryControl(self, rank, calls, events, status)
+            plane = MemoryControl(self, rank, reactor, events, status)
             self.planes[rank] = plane
             for news in self._early.pop(rank):
                 plane.hear(news)
@@ -85,12 +86,14 @@ class MemoryControl:
         clock: what this rank takes for its clock, in nanoseconds; to be replaced to have clocks that differ.
     """
 
-    def __init__(self, hub: MemoryHub, rank: int, calls: Calls, events: ControlEvents, status: StatusSource) -> None:
+    def __init__(
+        self, hub: MemoryHub, rank: int, reactor: Reactor, events: ControlEvents, status: StatusSource
+    ) -> None:
         self.rank = rank
         self.clock: ClockReader = time.monotonic_ns
         self._hub = hub
         self._status = status
-        self._calls = calls
+        self._reactor = reactor
         self._events = events
         self._open = True
         self._released: set[int] = set()
@@ -177,4 +180,4 @@ class MemoryControl:
 
     def _post(self, callback: Callable[..., object], *arguments: object) -> None:
         with contextlib.suppress(RuntimeError):  # the engine runs no more: nobody is left to be told
-            self._calls.call_soon_threadsafe(callback, *arguments)
+            self._reactor.call_soon_threadsafe(callback, *arguments)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kfcomm.control.base import Answer, Calls, ControlEvents, StatusSource, ToldClock
+from kfcomm.control.base import Answer, ControlEvents, StatusSource, ToldClock
 from kfcomm.control.clock import ClockReader, answer_clock, measure_clock
 from kfcomm.control.node import ControlNode
 from kfcomm.control.upcalls import Upcalls
@@ -31,6 +31,7 @@ from kfcomm.core.handshake import Hello, Identity, Purpose
 from kfcomm.errors import KfcommError, LocalProtocolError
 from kfcomm.transports.greeting import HANDSHAKE_TIMEOUT_S, dial, serve
 from kfcomm.transports.greeting import answer as greet
+from kfcomm.transports.reactor import Reactor
 from kfcomm.transports.sockets import Address, Listener
 
 if TYPE_CHECKING:
@@ -96,19 +97,19 @@ class ControlThread:
     Args:
         world: who takes part.
         listener: already bound, so that peers who know of it can connect; closed by `stop`.
-        calls: the way into the engine.
+        reactor: the engine's.
         events: the engine.
         status: what this rank says of itself; asked on the control thread.
     """
 
     def __init__(
-        self, world: World, listener: Listener, calls: Calls, events: ControlEvents, status: StatusSource
+        self, world: World, listener: Listener, reactor: Reactor, events: ControlEvents, status: StatusSource
     ) -> None:
         self._world = world
         self._clock: ClockReader = time.monotonic_ns
         self._comparing: set[asyncio.Task[None]] = set()
         self._listener = listener
-        self._upcalls = Upcalls(calls, events)
+        self._upcalls = Upcalls(reactor, events)
         self._status = status
         self._selector = selectors.DefaultSelector()
         self._loop = asyncio.SelectorEventLoop(self._selector)

@@ -10,8 +10,9 @@ import logging
 import socket
 from collections.abc import Callable
 
-from kfcomm.control.base import Calls, ControlEvents
+from kfcomm.control.base import ControlEvents
 from kfcomm.core.handshake import Purpose
+from kfcomm.transports.reactor import Reactor
 
 _LOG = logging.getLogger("kfcomm.control")
 
@@ -19,9 +20,9 @@ _LOG = logging.getLogger("kfcomm.control")
 class Upcalls:
     """Calls ``events`` where the engine runs; all methods may be called from any thread, and none raises."""
 
-    def __init__(self, calls: Calls, events: ControlEvents) -> None:
+    def __init__(self, reactor: Reactor, events: ControlEvents) -> None:
         self.events = events
-        self._calls = calls
+        self._reactor = reactor
         self._closed = False
         self._offered: dict[socket.socket, tuple[int, Purpose]] = {}
 
@@ -34,15 +35,14 @@ class Upcalls:
     def report(self, message: str, error: BaseException | None) -> None:
         """A defect: it is logged, and the engine hears of it as of an error in a callback of its own."""
         _LOG.error("%s", message, exc_info=error)
-        context = {"message": message} if error is None else {"message": message, "exception": error}
-        self.post(self._calls.call_exception_handler, context)
+        self.post(self._reactor.call_exception_handler, {"message": message, "exception": error})
 
     def post(self, callback: Callable[..., object], *arguments: object) -> bool:
         """Call back where the engine runs; False if it runs no more, or nothing is to be called any more."""
         if self._closed:
             return False
         try:
-            self._calls.call_soon_threadsafe(self._call, callback, arguments)
+            self._reactor.call_soon_threadsafe(self._call, callback, arguments)
         except RuntimeError:  # it is closed: the engine is gone and has nothing more to hear
             return False
         return True

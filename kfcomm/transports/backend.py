@@ -57,7 +57,6 @@ class CollectiveBackend(Protocol):
 
     def failure(self) -> str | None:
         """What has gone wrong since, if anything has: looked at now and then."""
-        ...
 
     def abort(self) -> None:
         """End all that was launched, now. May be called on any thread, and may block for a while; never raises."""
@@ -74,7 +73,6 @@ class BackendMaker(Protocol):
 
     def supports(self, verb: Verb, dtype: np.dtype[Any], op: Op | None) -> bool:
         """Whether it can carry this out; the same on every rank where the versions are the same."""
-        ...
 
     def identity(self) -> bytes:
         """Under which the ranks of a new group find each other: made by one, told to all.
@@ -82,7 +80,6 @@ class BackendMaker(Protocol):
         Raises:
             TransportError: none can be made here.
         """
-        ...
 
     def connect(self, identity: bytes, rank: int, size: int, device: Device) -> CollectiveBackend:
         """Meet the others. Blocks until all are here; not called on an event loop.
@@ -90,4 +87,3 @@ class BackendMaker(Protocol):
         Raises:
             TransportError: they did not find each other.
         """
-        ...

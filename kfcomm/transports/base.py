@@ -57,7 +57,6 @@ class Link(Protocol):
 
     def counts(self) -> Counts:
         """What it has moved. May be called on any thread, also after the end; the numbers never fall."""
-        ...
 
     def send(
         self, header: Header, payload: memoryview | None = None, owner: Owner | None = None, priority: int = 0
@@ -72,7 +71,6 @@ class Link(Protocol):
             True if the payload was read before the call returned. Else ``owner.sent()`` is called when it is no
             longer read.
         """
-        ...
 
     def reserve(self, nbytes: int, priority: int) -> memoryview | None:
         """Memory that the link sends from, for a payload that is made there and given to the next ``send``.
@@ -97,7 +95,6 @@ class Link(Protocol):
         ``owner.sent()`` is not called any more. Returns the headers of the frames that were dropped, so that
         whatever was spent on them (credit) can be taken back.
         """
-        ...
 
     def disown(self, owner: object) -> None:
         """Stop writing to placements that ``Inbound.place`` gave out for this owner: the rest goes to a sink."""
@@ -119,7 +116,6 @@ class Link(Protocol):
 
     def descriptors(self) -> Sequence[int]:
         """File descriptors that a forked child must let go of."""
-        ...
 
     def abort(self) -> None:
         """Close at once, whatever is queued; afterwards no memory of any owner is read or written."""
