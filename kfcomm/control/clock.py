@@ -11,6 +11,7 @@ of their own, after the handshake of every connection.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import struct
 import time
@@ -94,7 +95,7 @@ async def answer_clock(
 ) -> None:
     """Answer until the asker hangs up or the time is over, then close. Never raises for what the asker does."""
     loop = asyncio.get_running_loop()
-    try:
+    with sock, contextlib.suppress(OSError):  # TimeoutError is one
         async with asyncio.timeout(timeout_s):
             for _ in range(MAX_ROUNDS):
                 question = await loop.sock_recv(sock, 1)
@@ -102,7 +103,3 @@ async def answer_clock(
                 if question != QUESTION:
                     return
                 await loop.sock_sendall(sock, _ANSWER.pack(heard_ns, clock()))
-    except OSError:  # TimeoutError is one
-        return
-    finally:
-        sock.close()

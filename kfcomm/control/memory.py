@@ -151,8 +151,7 @@ class MemoryControl:
 
     def hear(self, news: News) -> None:
         """Pass news on to the engine."""
-        if self._open:
-            self._post(self._tell, news)
+        self._post(self._tell, news)
 
     def answer_to(self, asker: MemoryControl, ops: Sequence[CollectiveId], answer: Answer, *, is_for_all: bool) -> None:
         """Answer a question. Who has asked this rank alone, once it was leaving, needs it no longer."""

@@ -275,8 +275,7 @@ class ControlThread:
     async def _ask_clock(self, rank: int, told: ToldClock) -> None:
         sample = None
         try:
-            sock = await self._dial(rank, Purpose.CLOCK)
-            with sock:
+            with await self._dial(rank, Purpose.CLOCK) as sock:
                 async with asyncio.timeout(self._world.handshake_timeout_s):
                     sample = await measure_clock(sock, clock=self._clock)
         except (KfcommError, TimeoutError) as error:

@@ -154,12 +154,9 @@ class Inbound(Protocol):
 
 
 class Waiter(Inbound, Protocol):
-    """An ``Inbound`` that knows when it waits, for transports that look for arrivals.
-
-    Attributes:
-        on_wait: set by the transport; called when this rank begins to wait for something.
-        is_waiting: whether something is in flight on this rank: how much.
-    """
+    """An ``Inbound`` that knows when it waits, for transports that look for arrivals."""
 
     on_wait: Callable[[], None]
+    """Set by the transport; called when this rank begins to wait for something."""
     is_waiting: Callable[[], int]
+    """Whether something is in flight on this rank: how much."""

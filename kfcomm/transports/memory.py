@@ -64,7 +64,7 @@ class MemoryNetwork:
 class MemoryLink(Link):
     """One end of a link in memory.
 
-    Its latency is always low. Payloads are sent from where they are, never placed, and free again after the call.
+    Its latency is always low. A payload is shown where it is, for one call: it is never reserved, placed or lent.
     """
 
     kind = "memory"

@@ -1,5 +1,7 @@
 """Sockets of this process: where it listens, how it connects, and which options its connections get.
 
+Whoever speaks on them before they belong to a link finds here how to wait, to read, and to tell of what fails.
+
 An *address* is ``(host, port)`` for TCP or ``"@name"`` for a Unix socket in Linux's abstract namespace, which
 leaves nothing on disk and is seen by the processes of one network namespace only (unix(7)).
 
@@ -171,7 +173,10 @@ async def connect(address: Address) -> socket.socket:
     where = address if isinstance(address, str) else (await _numeric(*address), address[1])
     sock = _make(where)
     with closed_on_failure(sock):
-        await (_connect_unix if isinstance(where, str) else _connect_tcp)(sock, _for_kernel(where))
+        if isinstance(where, str):
+            await _connect_unix(sock, _for_kernel(where))
+        else:
+            await _connect_tcp(sock, where)
         tune(sock)
     return sock
 
@@ -187,14 +192,14 @@ async def _numeric(host: str, port: int) -> str:
         return str(found[0][4][0])
 
 
-async def _connect_tcp(sock: socket.socket, where: Any) -> None:
+async def _connect_tcp(sock: socket.socket, where: tuple[str, int]) -> None:
     await asyncio.get_running_loop().sock_connect(sock, where)
     if sock.getsockname() == sock.getpeername():
         # TCP may connect a socket to itself when the port is free and of the ephemeral range.
         raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there")
 
 
-async def _connect_unix(sock: socket.socket, where: Any) -> None:
+async def _connect_unix(sock: socket.socket, where: str) -> None:
     while True:
         try:
             return sock.connect(where)
