@@ -214,12 +214,8 @@ async def _hear(sock: socket.socket) -> Header:
         RemoteProtocolError: no message of a handshake.
         TransportError: the other side is gone.
     """
-    try:
-        with told_as_lost("during the handshake"):
-            header_nbytes, payload_nbytes = decode_prefix(await receive_exactly(sock, PREFIX_NBYTES))
-            if header_nbytes > MAX_HEADER_NBYTES or payload_nbytes:
-                what = f"a frame of {header_nbytes} + {payload_nbytes} bytes"
-                raise RemoteProtocolError(f"{what} is no part of a handshake")
-            return decode_header(await receive_exactly(sock, header_nbytes))
-    except EOFError:
-        raise TransportError("the other side closed the connection during the handshake") from None
+    with told_as_lost("during the handshake"):
+        header_nbytes, payload_nbytes = decode_prefix(await receive_exactly(sock, PREFIX_NBYTES))
+        if header_nbytes > MAX_HEADER_NBYTES or payload_nbytes:
+            raise RemoteProtocolError(f"a frame of {header_nbytes} + {payload_nbytes} bytes is no part of a handshake")
+        return decode_header(await receive_exactly(sock, header_nbytes))

@@ -249,13 +249,15 @@ def closed_on_failure(sock: socket.socket) -> Iterator[None]:
 
 @contextmanager
 def told_as_lost(when: str) -> Iterator[None]:
-    """The system's errors within become ``TransportError``: the connection was lost, ``when``, and why."""
+    """What ends a connection within becomes ``TransportError``: it was lost, or closed, ``when``, and why."""
     try:
         yield
     except TransportError:  # an OSError itself, which says all
         raise
     except OSError as error:
         raise TransportError(f"lost {when}: {why(error)}") from error
+    except EOFError:
+        raise TransportError(f"the other side closed the connection {when}") from None
 
 
 def why(error: OSError) -> str:
