@@ -22,9 +22,7 @@ from kfcomm.rendezvous.identity import PeerInfo, host_id, process_uid
 from kfcomm.rendezvous.interfaces import choose_address
 from kfcomm.rendezvous.join import close_store, join, open_store
 from kfcomm.rendezvous.settings import Settings, host_and_port
-from kfcomm.transports.greeting import dial
-from kfcomm.transports.shm.greeting import SharingRefused
-from kfcomm.transports.shm.segment import why_unsupported
+from kfcomm.transports.shm.segment import SharingRefused, why_unsupported
 from kfcomm.transports.shm.sharing import Sharing
 from kfcomm.transports.sockets import Address, Listener
 from kfcomm.transports.stream import StreamLink
@@ -247,18 +245,9 @@ class SocketNetwork:
         await close_store(self._settings, self._me, self._client, self._server)
 
     async def _dial(self, peer: int, purpose: Purpose) -> socket.socket:
-        world = self._world
         addresses = self._addresses(peer)
-        dialled = await dial(
-            addresses[:1] if purpose is Purpose.SHARED_MEMORY else addresses,
-            world.identity(world.rank),
-            world.identity(peer),
-            purpose=purpose,
-            token=world.token,
-            epoch=world.epoch,
-            timeout_s=DIAL_TIMEOUT_S,
-        )
-        return dialled.sock
+        ways = addresses[:1] if purpose is Purpose.SHARED_MEMORY else addresses
+        return await self._world.dial(peer, ways, purpose, DIAL_TIMEOUT_S)
 
     def _addresses(self, peer: int) -> tuple[Address, ...]:
         addresses = addresses_of(self.peers[peer], seen_from=self._me)
@@ -283,7 +272,7 @@ class SocketNetwork:
         try:
             async for rank, code in self._client.watch_exits():
                 if rank != self._me.rank:
-                    control.report_exit(rank, code)
+                    control.declare_lost(rank, f"the process of rank {rank} ended with code {code}")
         except RendezvousError as error:
             logger.debug("rank %d hears no more of exits: %s", self._me.rank, error)
 

@@ -172,4 +172,4 @@ def test_the_report_is_that_of_the_others_not_ones_own() -> None:
         Settings(), accelerator.Accelerator(device, device.report, None), [told], Layout((0,)), "auto"
     )
     assert setup.reports == (told,)
-    assert setup.exist
+    assert setup.route([0], Layout((0,))) is not None

@@ -5,14 +5,13 @@ both are to the engine, which is told by `ControlEvents` and asked by `StatusSou
 """
 
 from kfcomm.control.base import Answer, ControlEvents, ControlPlane, StatusSource
-from kfcomm.control.thread import ControlThread, Peer, World, addresses_of
+from kfcomm.control.thread import ControlThread, World, addresses_of
 
 __all__ = [
     "Answer",
     "ControlEvents",
     "ControlPlane",
     "ControlThread",
-    "Peer",
     "StatusSource",
     "World",
     "addresses_of",

@@ -28,20 +28,6 @@ ToldClock = Callable[[ClockSample | None], None]
 """Told how a peer's clock relates to this process's; None if that could not be found out."""
 
 
-class Calls(Protocol):
-    """The way into the engine from any thread: a reactor, or an asyncio loop."""
-
-    def call_soon_threadsafe(self, callback: Callable[..., object], *arguments: Any) -> object:
-        """Call back where the engine runs.
-
-        Raises:
-            RuntimeError: it runs no more.
-        """
-
-    def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """An error that nobody else would hear of."""
-
-
 class ControlEvents(Protocol):
     """Who hears the news (the engine). All calls come where the engine runs."""
 
@@ -84,14 +70,11 @@ class ControlPlane(Protocol):
     def declare_lost(self, rank: int, reason: str) -> None:
         """``rank`` is gone: ``on_peer_lost`` here and on every other rank, unless that is known or it has left."""
 
-    def report_exit(self, rank: int, code: int) -> None:
-        """The process of ``rank`` has ended (the launcher saw it): lost, unless it has left in good order."""
-
-    def query(self, ops: Sequence[CollectiveId], target: int, answer: Answer) -> int:
+    def query(self, ops: Sequence[CollectiveId], target: int, answer: Answer) -> None:
         """Ask ``target``, or all other ranks (-1), which of these collectives they have posted.
 
         ``answer`` is called at most once per rank, and never for a rank that is gone or does not reply within
-        about half a minute. Returns a number for logs.
+        about half a minute.
         """
 
     def compare_clocks(self, rank: int, told: ToldClock) -> None:

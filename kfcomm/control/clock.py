@@ -11,13 +11,15 @@ of their own, after the handshake of every connection.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kfcomm.errors import RemoteProtocolError, TransportError
+from kfcomm.errors import RemoteProtocolError
+from kfcomm.transports.sockets import receive_exactly, told_as_lost
 
 ROUNDS = 16
 MAX_ROUNDS = 256
@@ -71,44 +73,30 @@ async def measure_clock(
         TransportError: the connection broke.
         RemoteProtocolError: the answers make no sense.
     """
-    loop = asyncio.get_running_loop()
-    best: ClockSample | None = None
-    for _ in range(rounds):
+    samples = [await _ask(sock, clock) for _ in range(rounds)]
+    return min(samples, key=lambda sample: sample.round_trip_ns)
+
+
+async def _ask(sock: socket.socket, clock: ClockReader) -> ClockSample:
+    with told_as_lost("while clocks were compared"):
         asked_ns = clock()
-        try:
-            await loop.sock_sendall(sock, QUESTION)
-            heard_ns, answered_ns = _ANSWER.unpack(await _exactly(sock, _ANSWER.size))
-        except OSError as error:
-            raise TransportError(f"lost while clocks were compared: {error}") from error
-        sample = sample_of(asked_ns, heard_ns, answered_ns, clock())
-        if best is None or sample.round_trip_ns < best.round_trip_ns:
-            best = sample
-    if best is None:
-        raise TransportError("clocks were compared in no round")
-    return best
+        await asyncio.get_running_loop().sock_sendall(sock, QUESTION)
+        answer = await receive_exactly(sock, _ANSWER.size)
+        got_ns = clock()
+    heard_ns, answered_ns = _ANSWER.unpack(answer)
+    return sample_of(asked_ns, heard_ns, answered_ns, got_ns)
 
 
-async def answer_clock(sock: socket.socket, *, clock: ClockReader = time.monotonic_ns) -> None:
-    """Answer until the asker hangs up, which closes the connection here, too. Never raises for what the asker does."""
+async def answer_clock(
+    sock: socket.socket, *, clock: ClockReader = time.monotonic_ns, timeout_s: float | None = None
+) -> None:
+    """Answer until the asker hangs up or the time is over, then close. Never raises for what the asker does."""
     loop = asyncio.get_running_loop()
-    try:
-        for _ in range(MAX_ROUNDS):
-            question = await loop.sock_recv(sock, 1)
-            heard_ns = clock()
-            if question != QUESTION:
-                return
-            await loop.sock_sendall(sock, _ANSWER.pack(heard_ns, clock()))
-    except OSError:
-        return
-    finally:
-        sock.close()
-
-
-async def _exactly(sock: socket.socket, nbytes: int) -> bytes:
-    data = b""
-    while len(data) < nbytes:
-        got = await asyncio.get_running_loop().sock_recv(sock, nbytes - len(data))
-        if not got:
-            raise ConnectionResetError("the peer hung up")
-        data += got
-    return data
+    with sock, contextlib.suppress(OSError):  # TimeoutError is one
+        async with asyncio.timeout(timeout_s):
+            for _ in range(MAX_ROUNDS):
+                question = await loop.sock_recv(sock, 1)
+                heard_ns = clock()
+                if question != QUESTION:
+                    return
+                await loop.sock_sendall(sock, _ANSWER.pack(heard_ns, clock()))

@@ -18,14 +18,17 @@ import contextlib
 import logging
 import socket
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kfcomm.core.frame import MAX_HEADER_NBYTES, PREFIX_NBYTES, Header, Kind
 from kfcomm.errors import RemoteProtocolError
-from kfcomm.transports.base import Link
+from kfcomm.transports.base import Inbound, Link
 from kfcomm.transports.options import StreamOptions
 from kfcomm.transports.sockets import DialRefused, watch
 from kfcomm.transports.stream import StreamLink
+
+if TYPE_CHECKING:
+    from kfcomm.control.node import ControlNode
 
 MAX_LINKS_PER_PEER = 2
 MAX_QUEUED_NBYTES = 4 << 20
@@ -40,56 +43,30 @@ SILENT_HOST_S = 60.0
 GOODBYE_S = 2.0
 """How long a closing rank waits for peers to close their side too; one that is stopped never does."""
 
+Dial = Callable[[int], Awaitable[socket.socket]]
+"""Makes a connection to a rank, handshake included; raises ``DialRefused``."""
+
 _LOG = logging.getLogger("kfcomm.control")
 _OPTIONS = StreamOptions(staging_nbytes=PREFIX_NBYTES + MAX_HEADER_NBYTES)
 
 
-class LinkUser(Protocol):
-    """Who uses the links. All calls come from the control thread."""
-
-    def link_up(self, rank: int) -> None:
-        """The first link to ``rank`` is there."""
-
-    def link_down(self, rank: int) -> None:
-        """The last link to ``rank`` is gone."""
-
-    def receive(self, rank: int, header: Header) -> None:
-        """A GOSSIP frame; ``RemoteProtocolError`` ends the link it came on."""
-
-    def nobody_listens(self, rank: int, reason: str) -> None:
-        """``rank`` was dialled, and its process is gone."""
-
-    def wants(self, rank: int) -> bool:
-        """Whether a link to ``rank`` is missing."""
-
-    def is_gone(self, rank: int) -> bool:
-        """Whether ``rank`` has left, or is known to be lost."""
-
-
-class Links:
+class Links(Inbound):
     """The links of a rank, on the loop of the control thread.
 
     Args:
-        loop: that loop.
         tasks: where dialling goes on.
-        dial: makes a connection to a rank, handshake included; raises ``DialRefused``.
-        user: who uses the links.
+        dial: how connections are made.
+        node: who uses the links, and is told of them.
     """
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        tasks: asyncio.TaskGroup,
-        dial: Callable[[int], Awaitable[socket.socket]],
-        user: LinkUser,
-    ) -> None:
-        self._loop = loop
+    def __init__(self, tasks: asyncio.TaskGroup, dial: Dial, node: ControlNode) -> None:
+        self._loop = asyncio.get_running_loop()
         self._tasks = tasks
         self._dial = dial
-        self._user = user
+        self._node = node
         self._closed = False
-        self._links: dict[int, list[StreamLink]] = {}
-        self._all: dict[Link, tuple[StreamLink, socket.socket]] = {}
+        self._links: dict[int, list[StreamLink]] = {}  # without those that were closed for being too many
+        self._all: list[StreamLink] = []
         self._dialling: dict[int, asyncio.Task[None]] = {}
         self._suspects: set[int] = set()
         self._failures: dict[int, int] = {}
@@ -104,13 +81,13 @@ class Links:
         watch(sock, SILENT_HOST_S)
         link = StreamLink(sock, self._loop, self, rank, options=_OPTIONS)
         link.state = self._loop.time()
-        self._all[link] = (link, sock)
+        self._all = [*self._all, link]
         links = self._links.setdefault(rank, [])
         links.append(link)
         if len(links) > MAX_LINKS_PER_PEER:
             links.pop(0).close()
         if len(links) == 1:
-            self._user.link_up(rank)
+            self._node.link_up(rank)
 
     def send(self, rank: int, header: Header) -> None:
         """Send to a linked peer; to any other, nothing."""
@@ -140,7 +117,7 @@ class Links:
         self._suspects.discard(rank)
         if rank in self._dialling:
             self._dialling.pop(rank).cancel()
-        for link in list(self._links.get(rank, ())):
+        for link in self._links.get(rank, ()):
             link.abort()
 
     async def close(self) -> None:
@@ -148,7 +125,7 @@ class Links:
         self._closed = True
         for task in self._dialling.values():
             task.cancel()
-        links = [link for link, _ in self._all.values()]
+        links = self._all
         for link in links:
             link.close()
         with contextlib.suppress(TimeoutError):
@@ -159,13 +136,12 @@ class Links:
     def abort(self) -> None:
         """End every link at once."""
         self._closed = True
-        for link, _ in list(self._all.values()):
+        for link in self._all:
             link.abort()
 
-    @property
-    def sockets(self) -> list[socket.socket]:
-        """The sockets of all links, closing ones included."""
-        return [sock for _, sock in self._all.values()]
+    def descriptors(self) -> list[int]:
+        """Of all links, closing ones included. May be called on any thread."""
+        return [descriptor for link in self._all for descriptor in link.descriptors()]
 
     # Dialling.
 
@@ -177,13 +153,13 @@ class Links:
         try:
             await asyncio.sleep(delay_s)
             tries = 0
-            while rank in self._suspects or self._user.wants(rank):
+            while rank in self._suspects or self._node.wants(rank):
                 try:
                     sock = await self._dial(rank)
                 except DialRefused as error:
                     if error.nobody_listens:
-                        del self._dialling[rank]  # first, since the user drops what belongs to this rank
-                        self._user.nobody_listens(rank, str(error))
+                        del self._dialling[rank]  # first, since the node drops what belongs to this rank
+                        self._node.declare_lost(rank, str(error))
                         return
                     _LOG.debug("no verdict on rank %d: %s", rank, error)
                     tries += 1
@@ -199,41 +175,31 @@ class Links:
             if self._dialling.get(rank) is asyncio.current_task():
                 del self._dialling[rank]
 
-    # What the links report (transports.base.Inbound).
-
-    def opened(self, link: Link) -> None:
-        """Not called: control links are made by `add`."""
+    # What the links report (Inbound); none is opened but by `add`, and nothing is placed.
 
     def place(self, link: Link, header: Header, nbytes: int) -> Any:
         """No frame of a control link has a payload."""
         raise RemoteProtocolError(f"rank {link.peer} sent a payload on a control link")
 
-    def arrived(self, link: Link, placement: Any) -> None:
-        """Not called: nothing is placed."""
-
     def receive(self, link: Link, header: Header, payload: memoryview) -> None:
         """Pass gossip on; the rest has no business here."""
         if header[0] == Kind.GOSSIP:
-            self._user.receive(link.peer, header)
+            self._node.receive(link.peer, header)
         elif header[0] != Kind.PING:
             raise RemoteProtocolError(f"rank {link.peer} sent a {Kind(header[0]).name} on a control link")
-
-    def burst_end(self, link: Link) -> None:
-        """Nothing is kept back for it."""
 
     def lost(self, link: Link, error: BaseException | None) -> None:
         """A link has ended."""
         rank = link.peer
-        ended, _ = self._all.pop(link)
+        self._all = [one for one in self._all if one is not link]
         links = self._links.get(rank, [])
-        if ended in links:
-            links.remove(ended)
-            if not links:
-                del self._links[rank]
-                self._user.link_down(rank)
+        if link in links:
+            self._links[rank] = [one for one in links if one is not link]
+            if len(links) == 1:
+                self._node.link_down(rank)
         if error is None:
             return
         held_s = self._loop.time() - link.state
         self._failures[rank] = 0 if held_s > SETTLED_AFTER_S else self._failures.get(rank, 0) + 1
-        if not self._user.is_gone(rank):
+        if not self._node.is_gone(rank):
             self.reach(rank, suspect=True)

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kfcomm.control.base import Answer, Calls, ControlEvents, StatusSource, ToldClock
+from kfcomm.control.base import Answer, ControlEvents, StatusSource, ToldClock
 from kfcomm.control.clock import ClockReader, ClockSample, sample_of
 from kfcomm.core.gossip import EVERYBODY, CollectiveId
 from kfcomm.errors import LocalProtocolError
+from kfcomm.transports.reactor import Reactor
 
 News = Callable[[ControlEvents], None]
 
@@ -33,10 +33,9 @@ class MemoryHub:
         self.left: set[int] = set()
         self.lost: set[int] = set()
         self._early: dict[int, list[News]] = {rank: [] for rank in range(size)}
-        self._numbers = itertools.count()
 
-    def join(self, rank: int, calls: Calls, events: ControlEvents, status: StatusSource) -> MemoryControl:
-        """The plane of ``rank``, into whose engine ``calls`` lead.
+    def join(self, rank: int, reactor: Reactor, events: ControlEvents, status: StatusSource) -> MemoryControl:
+        """The plane of ``rank``, whose engine runs on ``reactor``.
 
         Raises:
             LocalProtocolError: the rank has joined before, or is not of this world.
@@ -44,7 +43,7 @@ class MemoryHub:
         with self.lock:
             if rank not in self._early:
                 raise LocalProtocolError(f"rank {rank} cannot join: it has before, or is not of a world of {self.size}")
-            plane = MemoryControl(self, rank, calls, events, status)
+            plane = MemoryControl(self, rank, reactor, events, status)
             self.planes[rank] = plane
             for news in self._early.pop(rank):
                 plane.hear(news)
@@ -56,10 +55,6 @@ class MemoryHub:
             if rank in self.planes:
                 self.planes[rank].silence()
             self.declare_lost(rank, "killed")
-
-    def next_number(self) -> int:
-        """A new number for a question."""
-        return next(self._numbers)
 
     def tell_others(self, rank: int, news: News) -> None:
         """Everybody but ``rank`` hears ``news``, now or on joining."""
@@ -92,18 +87,13 @@ class MemoryControl:
     """
 
     def __init__(
-        self,
-        hub: MemoryHub,
-        rank: int,
-        calls: Calls,
-        events: ControlEvents,
-        status: StatusSource,
+        self, hub: MemoryHub, rank: int, reactor: Reactor, events: ControlEvents, status: StatusSource
     ) -> None:
         self.rank = rank
-        self.status = status
         self.clock: ClockReader = time.monotonic_ns
         self._hub = hub
-        self._calls = calls
+        self._status = status
+        self._reactor = reactor
         self._events = events
         self._open = True
         self._released: set[int] = set()
@@ -123,19 +113,13 @@ class MemoryControl:
         if self._open and rank != self.rank:
             self._hub.declare_lost(rank, reason)
 
-    def report_exit(self, rank: int, code: int) -> None:
-        """See `ControlPlane.report_exit`."""
-        self.declare_lost(rank, f"its process ended with code {code}")
-
-    def query(self, ops: Sequence[CollectiveId], target: int, answer: Answer) -> int:
+    def query(self, ops: Sequence[CollectiveId], target: int, answer: Answer) -> None:
         """See `ControlPlane.query`."""
         with self._hub.lock:
             for plane in list(self._hub.planes.values()):
                 asked = plane.rank == target or (target == EVERYBODY and plane.rank != self.rank)
                 if asked and self._open:
-                    plane.answer_to(self, ops, answer)
-                    plane.release(self.rank, target)
-            return self._hub.next_number()
+                    plane.answer_to(self, ops, answer, is_for_all=target == EVERYBODY)
 
     def compare_clocks(self, rank: int, told: ToldClock) -> None:
         """See `ControlPlane.compare_clocks`."""
@@ -167,19 +151,15 @@ class MemoryControl:
 
     def hear(self, news: News) -> None:
         """Pass news on to the engine."""
-        if self._open:
-            self._post(self._tell, news)
+        self._post(self._tell, news)
 
-    def answer_to(self, asker: MemoryControl, ops: Sequence[CollectiveId], answer: Answer) -> None:
-        """Answer a question of another rank."""
+    def answer_to(self, asker: MemoryControl, ops: Sequence[CollectiveId], answer: Answer, *, is_for_all: bool) -> None:
+        """Answer a question. Who has asked this rank alone, once it was leaving, needs it no longer."""
         if self._open:
-            posted = [self.status.is_posted(*op) for op in ops]
-            asker._post(answer, self.rank, posted, self.status.activity())
-
-    def release(self, asker: int, target: int) -> None:
-        """``asker`` has asked: if it was about this rank's leaving, it needs this rank no longer."""
-        if target == self.rank and self.rank in self._hub.left:
-            self._released.add(asker)
+            posted = [self._status.is_posted(*op) for op in ops]
+            asker._post(answer, self.rank, posted, self._status.activity())
+        if not is_for_all and self.rank in self._hub.left:
+            self._released.add(asker.rank)
             self.look_again()
 
     def look_again(self) -> None:
@@ -199,4 +179,4 @@ class MemoryControl:
 
     def _post(self, callback: Callable[..., object], *arguments: object) -> None:
         with contextlib.suppress(RuntimeError):  # the engine runs no more: nobody is left to be told
-            self._calls.call_soon_threadsafe(callback, *arguments)
+            self._reactor.call_soon_threadsafe(callback, *arguments)

@@ -17,12 +17,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kfcomm.control.base import Answer, StatusSource
-from kfcomm.control.links import Links
+from kfcomm.control.links import Dial, Links
 from kfcomm.control.questions import Question, Questions
 from kfcomm.control.upcalls import Upcalls
 from kfcomm.core.frame import Header
@@ -38,11 +37,10 @@ _LOG = logging.getLogger("kfcomm.control")
 
 
 class ControlNode:
-    """The control plane of ``rank`` in a world of ``size``. All methods belong to the thread of ``loop``.
+    """The control plane of ``rank`` in a world of ``size``. It is made, and used, on the loop of the control thread.
 
     Args:
         rank, size: who this is.
-        loop: loop of the control thread.
         tasks: where dialling goes on.
         dial: see `Links`.
         upcalls: the way to the engine.
@@ -50,19 +48,10 @@ class ControlNode:
     """
 
     def __init__(
-        self,
-        rank: int,
-        size: int,
-        *,
-        loop: asyncio.AbstractEventLoop,
-        tasks: asyncio.TaskGroup,
-        dial: Callable[[int], Awaitable[socket.socket]],
-        upcalls: Upcalls,
-        status: StatusSource,
+        self, rank: int, size: int, *, tasks: asyncio.TaskGroup, dial: Dial, upcalls: Upcalls, status: StatusSource
     ) -> None:
         self.rank = rank
-        self.links = Links(loop, tasks, dial, self)
-        self._loop = loop
+        self.links = Links(tasks, dial, self)
         self._upcalls = upcalls
         self._status = status
         self._gossip = Gossip(rank, size)
@@ -96,15 +85,13 @@ class ControlNode:
             self._flood([Body.LOST, rank, clip(reason)])
             self._on_lost(rank, reason)
 
-    def query(self, ops: Sequence[CollectiveId], target: int, answer: Answer | None) -> None:
+    def query(self, ops: Sequence[CollectiveId], target: int, answer: Answer) -> None:
         """See `ControlPlane.query`."""
         if target == self.rank:
-            if answer is not None:
-                self._upcalls.post(answer, self.rank, self._posted(ops), self._status.activity())
+            self._upcalls.post(answer, self.rank, self._posted(ops), self._status.activity())
         elif target in self._left and not ops:
             self._release(target)
-            if answer is not None:
-                self._upcalls.post(answer, target, [], "")
+            self._upcalls.post(answer, target, [], "")
         elif target not in self._lost:
             self._ask(self._questions.ask(ops, target, answer))
 
@@ -137,7 +124,7 @@ class ControlNode:
             expected_s = 0.0 if self._gossip.is_dialler(rank) else EXPECTED_DIAL_S
             self.links.reach(rank, delay_s=expected_s)
 
-    # Who is there (LinkUser).
+    # Who is there, and what `Links` tell.
 
     def is_gone(self, rank: int) -> bool:
         """Whether ``rank`` has left, or is lost."""
@@ -156,20 +143,15 @@ class ControlNode:
         self._gossip.neighbour_lost(rank)
         self.maintain()
 
-    def nobody_listens(self, rank: int, reason: str) -> None:
-        """``rank`` was dialled, and is gone."""
-        self.declare_lost(rank, reason)
-
     def receive(self, rank: int, header: Header) -> None:
-        """A GOSSIP frame has come from the neighbour ``rank``."""
+        """A GOSSIP frame of the neighbour ``rank``; ``RemoteProtocolError`` ends the link on which it came."""
         self._carry_out(self._gossip.receive(rank, header))
 
     # Gossip.
 
-    def _flood(self, body: list[Any]) -> int:
-        number, effects = self._gossip.flood(body)
+    def _flood(self, body: list[Any]) -> None:
+        _, effects = self._gossip.flood(body)
         self._carry_out(effects)
-        return number
 
     def _carry_out(self, effects: Effects) -> None:
         for tag, *fields in effects:
@@ -184,7 +166,7 @@ class ControlNode:
     def _deliver(self, origin: int, number: int, body: Sequence[Any]) -> None:
         tag, *fields = body
         if tag == Body.ABORT:
-            self._upcalls.on_abort(*fields)
+            self._upcalls.post(self._upcalls.events.on_abort, *fields)
         elif tag == Body.LOST:
             self._on_lost(*fields)
         elif tag == Body.LEAVING:
@@ -201,7 +183,7 @@ class ControlNode:
         self.links.drop(rank)
         for question in self._questions.about(rank):
             self._questions.close(question)
-        self._upcalls.on_peer_lost(rank, reason)
+        self._upcalls.post(self._upcalls.events.on_peer_lost, rank, reason)
         self._look_who_needs_me()
         self.maintain()  # the ring has closed over the gap: others may be neighbours now
 
@@ -209,7 +191,7 @@ class ControlNode:
         if self.is_gone(rank):
             return
         self._left.add(rank)
-        self._upcalls.on_leaving(rank)
+        self._upcalls.post(self._upcalls.events.on_leaving, rank)
         self._look_who_needs_me()
 
     # Questions and answers.
@@ -255,7 +237,7 @@ class ControlNode:
             number, effects = self._gossip.flood([Body.QUERY, question.target, ops])
             self._questions.sent(number, question, part)
             self._carry_out(effects)
-        self._loop.call_later(ASK_AGAIN_S[question.times_asked], self._ask, question)
+        asyncio.get_running_loop().call_later(ASK_AGAIN_S[question.times_asked], self._ask, question)
         question.times_asked += 1
 
     def _unanswered(self, question: Question) -> set[int]:

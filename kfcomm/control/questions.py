@@ -31,20 +31,19 @@ class Question:
     answer: Answer | None
     times_asked: int = 0
     answered: set[int] = field(default_factory=set)
-    _replies: dict[int, list[list[bool] | None]] = field(default_factory=dict)
+    _replies: dict[int, dict[int, list[bool]]] = field(default_factory=dict)
 
     def add(self, part: int, rank: int, posted: list[bool]) -> list[bool] | None:
         """A reply to one part; the whole answer of that rank once it is complete, else None."""
         if rank in self.answered or len(posted) != len(self.parts[part]):
             return None
-        replies = self._replies.setdefault(rank, [None] * len(self.parts))
+        replies = self._replies.setdefault(rank, {})
         replies[part] = posted
-        complete = [reply for reply in replies if reply is not None]
-        if len(complete) < len(replies):
+        if len(replies) < len(self.parts):
             return None
         self.answered.add(rank)
         del self._replies[rank]
-        return [flag for reply in complete for flag in reply]
+        return [flag for _, reply in sorted(replies.items()) for flag in reply]
 
 
 class Questions:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import itertools
 import logging
 import selectors
 import socket
@@ -20,19 +19,23 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from kfcomm.control.base import Answer, Calls, ControlEvents, StatusSource, ToldClock
+from kfcomm.control.base import Answer, ControlEvents, StatusSource, ToldClock
 from kfcomm.control.clock import ClockReader, answer_clock, measure_clock
 from kfcomm.control.node import ControlNode
 from kfcomm.control.upcalls import Upcalls
-from kfcomm.core.credit import DEFAULT_CREDIT, Credit
+from kfcomm.core.credit import DEFAULT_CREDIT
 from kfcomm.core.gossip import CollectiveId
 from kfcomm.core.handshake import Hello, Identity, Purpose
 from kfcomm.errors import KfcommError, LocalProtocolError
 from kfcomm.transports.greeting import HANDSHAKE_TIMEOUT_S, dial, serve
 from kfcomm.transports.greeting import answer as greet
+from kfcomm.transports.reactor import Reactor
 from kfcomm.transports.sockets import Address, Listener
+
+if TYPE_CHECKING:
+    from kfcomm.rendezvous.identity import PeerInfo
 
 COMPARED_WITHIN_S = 0.25
 """How long a thread that stops waits for clocks that are being compared: a millisecond, if all is well."""
@@ -40,35 +43,7 @@ COMPARED_WITHIN_S = 0.25
 _LOG = logging.getLogger("kfcomm.control")
 
 
-class Peer(Protocol):
-    """What the control plane needs to know of a process (`kfcomm.rendezvous.identity.PeerInfo` has it)."""
-
-    @property
-    def rank(self) -> int:
-        """Its rank in the world."""
-
-    @property
-    def uid(self) -> str:
-        """Its stable id."""
-
-    @property
-    def address(self) -> str:
-        """IP address at which it listens."""
-
-    @property
-    def port(self) -> int:
-        """TCP port at which it listens."""
-
-    @property
-    def unix(self) -> str | None:
-        """Abstract name of its Unix socket, if it has one."""
-
-    @property
-    def host(self) -> str:
-        """Id of its host."""
-
-
-def addresses_of(peer: Peer, *, seen_from: Peer) -> tuple[Address, ...]:
+def addresses_of(peer: PeerInfo, *, seen_from: PeerInfo) -> tuple[Address, ...]:
     """Where a peer can be reached from another process: by its Unix socket too if both are on one host."""
     tcp: Address = (peer.address, peer.port)
     if peer.unix is None or peer.host != seen_from.host:
@@ -85,20 +60,27 @@ class World:
         peers: all processes by rank, this one included.
         token: secret of the job.
         epoch: the epoch of this membership.
-        credit: what each incoming data connection may send for collectives not posted yet.
         handshake_timeout_s: how long a handshake may take, on either side.
     """
 
     rank: int
-    peers: Sequence[Peer]
+    peers: Sequence[PeerInfo]
     token: bytes
     epoch: int
-    credit: Credit = DEFAULT_CREDIT
     handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S
 
     def identity(self, rank: int) -> Identity:
         """Who ``rank`` has to prove to be."""
         return Identity(rank, self.peers[rank].uid)
+
+    async def dial(self, rank: int, addresses: Sequence[Address], purpose: Purpose, timeout_s: float) -> socket.socket:
+        """A connection to ``rank`` on which both sides have proven who they are.
+
+        Raises:
+            DialRefused: see `kfcomm.transports.greeting.dial`.
+        """
+        me, peer = self.identity(self.rank), self.identity(rank)
+        return await dial(addresses, me, peer, purpose=purpose, token=self.token, epoch=self.epoch, timeout_s=timeout_s)
 
     def objection(self, hello: Hello) -> str | None:
         """Why this dialler is no peer of this process, or None."""
@@ -115,26 +97,19 @@ class ControlThread:
     Args:
         world: who takes part.
         listener: already bound, so that peers who know of it can connect; closed by `stop`.
-        calls: the way into the engine.
+        reactor: the engine's.
         events: the engine.
         status: what this rank says of itself; asked on the control thread.
     """
 
     def __init__(
-        self,
-        world: World,
-        listener: Listener,
-        calls: Calls,
-        events: ControlEvents,
-        status: StatusSource,
-        *,
-        clock: ClockReader = time.monotonic_ns,
+        self, world: World, listener: Listener, reactor: Reactor, events: ControlEvents, status: StatusSource
     ) -> None:
         self._world = world
-        self._clock = clock
+        self._clock: ClockReader = time.monotonic_ns
         self._comparing: set[asyncio.Task[None]] = set()
         self._listener = listener
-        self._upcalls = Upcalls(calls, events)
+        self._upcalls = Upcalls(reactor, events)
         self._status = status
         self._selector = selectors.DefaultSelector()
         self._loop = asyncio.SelectorEventLoop(self._selector)
@@ -143,7 +118,6 @@ class ControlThread:
         self._stop = asyncio.Event()
         self._stopped = False
         self._node: ControlNode | None = None
-        self._numbers = itertools.count()
 
     def start(self) -> None:
         """Start the thread and return once it takes calls; links to the neighbours come up by and by."""
@@ -176,7 +150,7 @@ class ControlThread:
         """
         found = {sock.fileno() for sock in self._listener.sockets}
         if self._node is not None:
-            found.update(sock.fileno() for sock in self._node.links.sockets)
+            found.update(self._node.links.descriptors())
         if not self._loop.is_closed():
             found.update(key.fd for key in self._selector.get_map().values())
             found.add(self._selector.fileno())
@@ -196,15 +170,10 @@ class ControlThread:
         """See `ControlPlane.declare_lost`."""
         self._call(lambda node: node.declare_lost(rank, reason))
 
-    def report_exit(self, rank: int, code: int) -> None:
-        """See `ControlPlane.report_exit`."""
-        self.declare_lost(rank, f"the process of rank {rank} ended with code {code}")
-
-    def query(self, ops: Sequence[CollectiveId], target: int, answer: Answer) -> int:
+    def query(self, ops: Sequence[CollectiveId], target: int, answer: Answer) -> None:
         """See `ControlPlane.query`."""
         asked = list(ops)
         self._call(lambda node: node.query(asked, target, answer))
-        return next(self._numbers)
 
     def compare_clocks(self, rank: int, told: ToldClock) -> None:
         """See `ControlPlane.compare_clocks`."""
@@ -244,14 +213,17 @@ class ControlThread:
         except BaseException as error:  # noqa: BLE001 - nobody else would hear of it
             rank = self._world.rank
             self._upcalls.report(f"the control thread of rank {rank} failed", error)
-            self._upcalls.on_peer_lost(rank, f"its control thread failed: {error!r}")
+            self._upcalls.post(self._upcalls.events.on_peer_lost, rank, f"its control thread failed: {error!r}")
         finally:
             self._ready.set()
 
     async def _main(self) -> None:
+        rank, size = self._world.rank, len(self._world.peers)
         try:
             async with asyncio.TaskGroup() as tasks:
-                self._node = node = self._make_node(tasks)
+                self._node = node = ControlNode(
+                    rank, size, tasks=tasks, dial=self._dial, upcalls=self._upcalls, status=self._status
+                )
                 serving = tasks.create_task(self._serve(node))
                 node.maintain()
                 self._ready.set()
@@ -265,32 +237,10 @@ class ControlThread:
                 self._node.links.abort()
             self._listener.close()
 
-    def _make_node(self, tasks: asyncio.TaskGroup) -> ControlNode:
-        world = self._world
-        return ControlNode(
-            world.rank,
-            len(world.peers),
-            loop=self._loop,
-            tasks=tasks,
-            dial=self._dial,
-            upcalls=self._upcalls,
-            status=self._status,
-        )
-
     async def _dial(self, rank: int, purpose: Purpose = Purpose.CONTROL) -> socket.socket:
         world = self._world
         addresses = addresses_of(world.peers[rank], seen_from=world.peers[world.rank])
-        me, peer = world.identity(world.rank), world.identity(rank)
-        dialled = await dial(
-            addresses,
-            me,
-            peer,
-            purpose=purpose,
-            token=world.token,
-            epoch=world.epoch,
-            timeout_s=world.handshake_timeout_s,
-        )
-        return dialled.sock
+        return await world.dial(rank, addresses, purpose, world.handshake_timeout_s)
 
     async def _serve(self, node: ControlNode) -> None:
         world = self._world
@@ -300,7 +250,7 @@ class ControlThread:
             accept=lambda hello: world.objection(hello) or node.objection(hello.rank),
             token=world.token,
             epoch=world.epoch,
-            credit=(world.credit.nbytes, world.credit.headers),
+            credit=(DEFAULT_CREDIT.nbytes, DEFAULT_CREDIT.headers),
             timeout_s=world.handshake_timeout_s,
         )
 
@@ -308,12 +258,13 @@ class ControlThread:
             if hello.purpose is Purpose.CONTROL:
                 node.links.add(hello.rank, sock)
             elif hello.purpose is Purpose.CLOCK:
-                answering = self._compare(self._answer_clock(sock))
+                answering = self._compare(answer_clock(sock, clock=self._clock, timeout_s=world.handshake_timeout_s))
                 answering.add_done_callback(lambda _: sock.close())  # also if it was cancelled before its first step
             else:
                 self._upcalls.adopt(sock, hello.rank, hello.purpose)
 
-        await serve(self._listener, shake, welcome=welcome, refused=_log_refusal)
+        refused = functools.partial(_LOG.debug, "an incoming connection was dropped: %s")
+        await serve(self._listener, shake, welcome=welcome, refused=refused)
 
     def _compare(self, comparison: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(comparison, name="kfcomm clock")
@@ -321,16 +272,10 @@ class ControlThread:
         task.add_done_callback(self._comparing.discard)
         return task
 
-    async def _answer_clock(self, sock: socket.socket) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._world.handshake_timeout_s):
-                await answer_clock(sock, clock=self._clock)
-
     async def _ask_clock(self, rank: int, told: ToldClock) -> None:
         sample = None
         try:
-            sock = await self._dial(rank, Purpose.CLOCK)
-            with sock:
+            with await self._dial(rank, Purpose.CLOCK) as sock:
                 async with asyncio.timeout(self._world.handshake_timeout_s):
                     sample = await measure_clock(sock, clock=self._clock)
         except (KfcommError, TimeoutError) as error:
@@ -340,7 +285,3 @@ class ControlThread:
     def _on_loop_error(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         message = f"in the control thread of rank {self._world.rank}: {context['message']}"
         self._upcalls.report(message, context.get("exception"))
-
-
-def _log_refusal(error: KfcommError) -> None:
-    _LOG.debug("an incoming connection was dropped: %s", error)

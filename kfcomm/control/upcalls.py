@@ -6,59 +6,43 @@ is closed.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import socket
 from collections.abc import Callable
-from typing import Any
 
-from kfcomm.control.base import Calls, ControlEvents
+from kfcomm.control.base import ControlEvents
 from kfcomm.core.handshake import Purpose
+from kfcomm.transports.reactor import Reactor
 
 _LOG = logging.getLogger("kfcomm.control")
 
 
 class Upcalls:
-    """Calls `ControlEvents` where the engine runs; all methods may be called from any thread, and none raises."""
+    """Calls ``events`` where the engine runs; all methods may be called from any thread, and none raises."""
 
-    def __init__(self, calls: Calls, events: ControlEvents) -> None:
-        self._calls = calls
-        self._events = events
+    def __init__(self, reactor: Reactor, events: ControlEvents) -> None:
+        self.events = events
+        self._reactor = reactor
         self._closed = False
-        self._numbers = itertools.count()
-        self._offered: dict[int, tuple[socket.socket, int, Purpose]] = {}
+        self._offered: dict[socket.socket, tuple[int, Purpose]] = {}
 
     def adopt(self, sock: socket.socket, rank: int, purpose: Purpose) -> None:
         """Hand a data connection over; it is closed if there is nobody to take it."""
-        number = next(self._numbers)
-        self._offered[number] = (sock, rank, purpose)
-        if not self.post(self._take, number):
+        self._offered[sock] = (rank, purpose)
+        if not self.post(self._take, sock):
             self._close_offered()
-
-    def on_abort(self, group: bytes, key: str, seq: int, cause: list[Any]) -> None:
-        """See `ControlEvents.on_abort`."""
-        self.post(self._events.on_abort, group, key, seq, cause)
-
-    def on_peer_lost(self, rank: int, reason: str) -> None:
-        """See `ControlEvents.on_peer_lost`."""
-        self.post(self._events.on_peer_lost, rank, reason)
-
-    def on_leaving(self, rank: int) -> None:
-        """See `ControlEvents.on_leaving`."""
-        self.post(self._events.on_leaving, rank)
 
     def report(self, message: str, error: BaseException | None) -> None:
         """A defect: it is logged, and the engine hears of it as of an error in a callback of its own."""
         _LOG.error("%s", message, exc_info=error)
-        context = {"message": message} if error is None else {"message": message, "exception": error}
-        self.post(self._calls.call_exception_handler, context)
+        self.post(self._reactor.call_exception_handler, {"message": message, "exception": error})
 
     def post(self, callback: Callable[..., object], *arguments: object) -> bool:
         """Call back where the engine runs; False if it runs no more, or nothing is to be called any more."""
         if self._closed:
             return False
         try:
-            self._calls.call_soon_threadsafe(self._call, callback, arguments)
+            self._reactor.call_soon_threadsafe(self._call, callback, arguments)
         except RuntimeError:  # it is closed: the engine is gone and has nothing more to hear
             return False
         return True
@@ -72,15 +56,12 @@ class Upcalls:
         if not self._closed:
             callback(*arguments)
 
-    def _take(self, number: int) -> None:
-        offered = self._offered.pop(number, None)
+    def _take(self, sock: socket.socket) -> None:
+        offered = self._offered.pop(sock, None)
         if offered is not None:
-            self._events.adopt(*offered)
+            self.events.adopt(sock, *offered)
 
     def _close_offered(self) -> None:
-        while self._offered:
-            try:
-                _, (sock, *_) = self._offered.popitem()
-            except KeyError:  # the engine took the last one just now
-                return
-            sock.close()
+        for sock in list(self._offered):
+            if self._offered.pop(sock, None) is not None:  # else the engine took it just now
+                sock.close()

@@ -57,7 +57,6 @@ class CollectiveBackend(Protocol):
 
     def failure(self) -> str | None:
         """What has gone wrong since, if anything has: looked at now and then."""
-        ...
 
     def abort(self) -> None:
         """End all that was launched, now. May be called on any thread, and may block for a while; never raises."""
@@ -69,14 +68,11 @@ class CollectiveBackend(Protocol):
 class BackendMaker(Protocol):
     """Makes backends of one kind."""
 
-    @property
-    def name(self) -> str:
-        """In a word: ``nccl``."""
-        ...
+    name: str
+    """In a word: ``nccl``."""
 
     def supports(self, verb: Verb, dtype: np.dtype[Any], op: Op | None) -> bool:
         """Whether it can carry this out; the same on every rank where the versions are the same."""
-        ...
 
     def identity(self) -> bytes:
         """Under which the ranks of a new group find each other: made by one, told to all.
@@ -84,7 +80,6 @@ class BackendMaker(Protocol):
         Raises:
             TransportError: none can be made here.
         """
-        ...
 
     def connect(self, identity: bytes, rank: int, size: int, device: Device) -> CollectiveBackend:
         """Meet the others. Blocks until all are here; not called on an event loop.
@@ -92,4 +87,3 @@ class BackendMaker(Protocol):
         Raises:
             TransportError: they did not find each other.
         """
-        ...

@@ -40,15 +40,11 @@ class Owner(Protocol):
         """One of this owner's payloads has left: its memory is free again."""
 
 
-class Placement(Protocol):
-    """Where an incoming payload goes, and for whom."""
-
-    view: memoryview
-    """As long as the payload; written front to back."""
-
-
 class Link(Protocol):
-    """One directed connection to a peer, as its user sees it."""
+    """One directed connection to a peer, as its user sees it.
+
+    Methods that return here are inherited by links that have nothing to do for them.
+    """
 
     peer: int
     """World rank of the other end."""
@@ -56,15 +52,11 @@ class Link(Protocol):
     """A slot for the user of the link; the link never looks at it."""
     needs_flush: bool
     """Whether frames wait for ``flush``; else they are on their way when ``send`` returns."""
-
-    @property
-    def kind(self) -> str:
-        """What it is made of, in a word: ``shm``, ``unix``, ``tcp`` or ``memory``."""
-        ...
+    kind: str
+    """What it is made of, in a word: ``shm``, ``unix``, ``tcp`` or ``memory``."""
 
     def counts(self) -> Counts:
         """What it has moved. May be called on any thread, also after the end; the numbers never fall."""
-        ...
 
     def send(
         self, header: Header, payload: memoryview | None = None, owner: Owner | None = None, priority: int = 0
@@ -79,20 +71,20 @@ class Link(Protocol):
             True if the payload was read before the call returned. Else ``owner.sent()`` is called when it is no
             longer read.
         """
-        ...
 
     def reserve(self, nbytes: int, priority: int) -> memoryview | None:
         """Memory that the link sends from, for a payload that is made there and given to the next ``send``.
 
         None where there is none, or not now. What is not given to ``send`` is forgotten by itself.
         """
-        ...
+        return None
 
     def set_low_latency(self) -> None:
         """From now on hand over, and take, little at a time, so that what is urgent soon overtakes the rest.
 
         Never undone. It costs some throughput, and is asked for when the first priority is used.
         """
+        return
 
     def flush(self) -> None:
         """Move queued frames as far as the peer takes them; the rest follows by itself."""
@@ -103,10 +95,10 @@ class Link(Protocol):
         ``owner.sent()`` is not called any more. Returns the headers of the frames that were dropped, so that
         whatever was spent on them (credit) can be taken back.
         """
-        ...
 
     def disown(self, owner: object) -> None:
         """Stop writing to placements that ``Inbound.place`` gave out for this owner: the rest goes to a sink."""
+        return
 
     def close(self) -> None:
         """Say goodbye after what is queued, then close. Calling it again does nothing."""
@@ -116,50 +108,55 @@ class Link(Protocol):
 
         None: that cannot be; copy it.
         """
+        return None
 
     def give_back(self, loan: Any) -> None:
         """What was lent is read no more."""
+        return
 
     def descriptors(self) -> Sequence[int]:
         """File descriptors that a forked child must let go of."""
-        ...
 
     def abort(self) -> None:
         """Close at once, whatever is queued; afterwards no memory of any owner is read or written."""
 
 
 class Inbound(Protocol):
-    """Who hears what arrives on a link (the engine). All calls come from the engine's own loop."""
+    """Who hears what arrives on a link (the engine). All calls come from the engine's own loop.
+
+    Methods that return here are inherited by whom they do not concern.
+    """
 
     def opened(self, link: Link) -> None:
         """A peer opened a link to this process; frames follow."""
+        return
 
     def place(self, link: Link, header: Header, nbytes: int) -> Any:
         """Where the ``nbytes`` payload of this CHUNK goes: an object with ``view`` (and ``owner``).
 
-        ``arrived(link, placement)`` follows when the payload is complete.
+        The view is as long as the payload, and written front to back; ``arrived(link, placement)`` follows when it is
+        complete.
         """
 
     def arrived(self, link: Link, placement: Any) -> None:
         """The payload of a placement is complete."""
+        return
 
     def receive(self, link: Link, header: Header, payload: memoryview) -> None:
         """A whole frame; ``payload`` (often empty) may be read during this call only."""
 
     def burst_end(self, link: Link) -> None:
         """All that had arrived has been handed over: a good moment to flush answers."""
+        return
 
     def lost(self, link: Link, error: BaseException | None) -> None:
         """The link is gone: ``None`` after the peer's goodbye, else why. Nothing follows."""
 
 
 class Waiter(Inbound, Protocol):
-    """An ``Inbound`` that knows when it waits, for transports that look for arrivals.
-
-    Attributes:
-        on_wait: set by the transport; called when this rank begins to wait for something.
-        is_waiting: whether something is in flight on this rank: how much.
-    """
+    """An ``Inbound`` that knows when it waits, for transports that look for arrivals."""
 
     on_wait: Callable[[], None]
+    """Set by the transport; called when this rank begins to wait for something."""
     is_waiting: Callable[[], int]
+    """Whether something is in flight on this rank: how much."""

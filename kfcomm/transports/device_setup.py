@@ -36,11 +36,6 @@ class DeviceSetup:
         """That of a world of ``size`` ranks without a device."""
         return cls(None, (DeviceReport(),) * size, None, "auto")
 
-    @property
-    def exist(self) -> bool:
-        """Whether some rank of the world has a device."""
-        return any(report.kind for report in self.reports)
-
     def route(self, members: Sequence[int], layout: Layout) -> Choice | None:
         """The route of device memory in a group; None in a world without devices.
 
@@ -51,6 +46,6 @@ class DeviceSetup:
         Raises:
             ConfigError: see ``routes.choose``.
         """
-        if not self.exist:
+        if not any(report.kind for report in self.reports):
             return None
         return choose([self.reports[rank] for rank in members], layout, self.transport, members)

@@ -14,7 +14,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Awaitable, Callable, Iterable
-from typing import NamedTuple, assert_never
+from typing import assert_never
 
 from kfcomm.core.frame import PREFIX_NBYTES, Header, decode_header, decode_prefix, make_encoder
 from kfcomm.core.handshake import (
@@ -28,32 +28,31 @@ from kfcomm.core.handshake import (
     Purpose,
     Step,
 )
-from kfcomm.errors import InternalError, KfcommError, RemoteProtocolError, TransportError
-from kfcomm.transports.sockets import Address, DialRefused, Listener, connect, describe, nobody_listens, tune, why
+from kfcomm.errors import InternalError, KfcommError, ProtocolError, RemoteProtocolError, TransportError
+from kfcomm.transports.sockets import (
+    Address,
+    DialRefused,
+    Listener,
+    closed_on_failure,
+    connect,
+    describe,
+    nobody_listens,
+    readable,
+    receive_exactly,
+    told_as_lost,
+    tune,
+    why,
+)
 
 HANDSHAKE_TIMEOUT_S = 10.0
 MAX_PENDING = 256
 _ACCEPT_PAUSE_S = 0.05
 
 
-class Dialled(NamedTuple):
-    """A connection after its handshake, and the credit that the peer granted."""
-
-    sock: socket.socket
-    credit_nbytes: int
-    credit_headers: int
-
-
 async def dial(
-    addresses: Iterable[Address],
-    me: Identity,
-    peer: Identity,
-    *,
-    purpose: Purpose,
-    token: bytes,
-    epoch: int,
-    timeout_s: float = HANDSHAKE_TIMEOUT_S,
-) -> Dialled:
+    addresses: Iterable[Address], me: Identity, peer: Identity, *,
+    purpose: Purpose, token: bytes, epoch: int, timeout_s: float = HANDSHAKE_TIMEOUT_S,
+) -> socket.socket:  # fmt: skip
     """Connect to ``peer`` and prove each other's identity. Unix addresses are tried before TCP ones.
 
     Raises:
@@ -65,43 +64,33 @@ async def dial(
     try:
         async with asyncio.timeout(timeout_s):
             for address in sorted(addresses, key=lambda address: isinstance(address, tuple)):
+                dialler = Dialler(me, peer, purpose=purpose, epoch=epoch, token=token, nonce=os.urandom(NONCE_NBYTES))
                 try:
                     sock = await connect(address)
-                except OSError as error:
-                    unreached.append(error)
-                    failures.append(f"{describe(address)}: {why(error)}")
-                    continue
-                dialler = Dialler(me, peer, purpose=purpose, epoch=epoch, token=token, nonce=_nonce())
-                try:
-                    return await _greet(sock, dialler)
-                except KfcommError as error:
+                    await _greet(sock, dialler)
+                    return sock
+                except (TransportError, ProtocolError) as error:
                     failures.append(f"{describe(address)}: {error}")
+                except OSError as error:
+                    failures.append(f"{describe(address)}: {why(error)}")
+                    unreached.append(error)
     except TimeoutError:
         failures.append(f"{describe(address)}: no answer within {timeout_s:g} s")
     gone = len(unreached) == len(failures) and nobody_listens(unreached)
     raise DialRefused(f"cannot reach rank {peer.rank}: {'; '.join(failures) or 'no address'}", nobody_listens=gone)
 
 
-async def _greet(sock: socket.socket, dialler: Dialler) -> Dialled:
-    try:
+async def _greet(sock: socket.socket, dialler: Dialler) -> None:
+    with closed_on_failure(sock):
         await _say(sock, dialler.hello)
         await _converse(sock, dialler)
-    except BaseException:
-        sock.close()
-        raise
-    return Dialled(sock, *dialler.credit)
 
 
 async def answer(
-    sock: socket.socket,
-    me: Identity,
-    *,
-    accept: Callable[[Hello], str | None],
-    token: bytes,
-    epoch: int,
-    credit: tuple[int, int],
+    sock: socket.socket, me: Identity, *,
+    accept: Callable[[Hello], str | None], token: bytes, epoch: int, credit: tuple[int, int],
     timeout_s: float = HANDSHAKE_TIMEOUT_S,
-) -> Hello:
+) -> Hello:  # fmt: skip
     """Shake hands on an accepted connection, and say who dialled.
 
     ``accept`` says why a peer is not wanted, or None; it is asked before any proof and must change nothing.
@@ -110,31 +99,26 @@ async def answer(
         RemoteProtocolError: what came is no handshake.
         TransportError: the peer was refused (it was told why), went away, or took too long.
     """
-    answerer = Answerer(me, accept=accept, epoch=epoch, token=token, nonce=_nonce(), credit=credit)
-    try:
+    nonce = os.urandom(NONCE_NBYTES)
+    answerer = Answerer(me, accept=accept, epoch=epoch, token=token, nonce=nonce, credit=credit)
+    with closed_on_failure(sock):
         sock.setblocking(False)
         tune(sock)
-        async with asyncio.timeout(timeout_s):
-            await _converse(sock, answerer)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await _converse(sock, answerer)
+        except TimeoutError:
+            raise TransportError(f"a handshake did not finish within {timeout_s:g} s") from None
         if answerer.hello is None:
             raise InternalError("a handshake ended without its HELLO")
-    except TimeoutError:
-        sock.close()
-        raise TransportError(f"a handshake did not finish within {timeout_s:g} s") from None
-    except BaseException:
-        sock.close()
-        raise
     return answerer.hello
 
 
 async def serve(
-    listener: Listener,
-    greet: Callable[[socket.socket], Awaitable[Hello]],
-    *,
-    welcome: Callable[[socket.socket, Hello], None],
-    refused: Callable[[KfcommError], None],
+    listener: Listener, greet: Callable[[socket.socket], Awaitable[Hello]], *,
+    welcome: Callable[[socket.socket, Hello], None], refused: Callable[[KfcommError], object],
     max_pending: int = MAX_PENDING,
-) -> None:
+) -> None:  # fmt: skip
     """Accept connections and shake hands with each, until cancelled (before the listener is closed).
 
     Args:
@@ -163,20 +147,19 @@ async def serve(
                 refused(TransportError(f"more than {max_pending} handshakes at once: the oldest was dropped"))
             task = group.create_task(shake(sock))
             pending[task] = None
-            task.add_done_callback(lambda done: _forget(done, pending, sock))
+            task.add_done_callback(lambda done: forget(done, sock))
+
+        def forget(task: asyncio.Task[None], sock: socket.socket) -> None:
+            pending.pop(task, None)
+            if task.cancelled():  # perhaps before its first step: then nobody else has closed the socket
+                sock.close()
 
         for listening in listener.sockets:
             group.create_task(_accept_all(listening, begin, refused))
 
 
-def _forget(task: asyncio.Task[None], pending: dict[asyncio.Task[None], None], sock: socket.socket) -> None:
-    pending.pop(task, None)
-    if task.cancelled():  # perhaps before its first step: then nobody else has closed the socket
-        sock.close()
-
-
 async def _accept_all(
-    listening: socket.socket, begin: Callable[[socket.socket], None], refused: Callable[[KfcommError], None]
+    listening: socket.socket, begin: Callable[[socket.socket], None], refused: Callable[[KfcommError], object]
 ) -> None:
     while True:
         try:
@@ -194,22 +177,11 @@ async def _accept_all(
 
 async def _accept(listening: socket.socket) -> socket.socket:
     """The next connection. Unlike the loops' sock_accept, it loses none when it is cancelled as one arrives."""
-    loop = asyncio.get_running_loop()
     while True:
         try:
             return listening.accept()[0]
         except (BlockingIOError, InterruptedError):
-            readable: asyncio.Future[None] = loop.create_future()
-            loop.add_reader(listening.fileno(), _resolve, readable)
-            try:
-                await readable
-            finally:
-                loop.remove_reader(listening.fileno())
-
-
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+            await readable(listening)
 
 
 async def _converse(sock: socket.socket, machine: Dialler | Answerer) -> None:
@@ -231,10 +203,8 @@ async def _converse(sock: socket.socket, machine: Dialler | Answerer) -> None:
 
 
 async def _say(sock: socket.socket, header: Header) -> None:
-    try:
+    with told_as_lost("during the handshake"):
         await asyncio.get_running_loop().sock_sendall(sock, make_encoder()(header))
-    except OSError as error:
-        raise TransportError(f"lost during the handshake: {why(error)}") from error
 
 
 async def _hear(sock: socket.socket) -> Header:
@@ -244,26 +214,8 @@ async def _hear(sock: socket.socket) -> Header:
         RemoteProtocolError: no message of a handshake.
         TransportError: the other side is gone.
     """
-    header_nbytes, payload_nbytes = decode_prefix(await _exactly(sock, PREFIX_NBYTES))
-    if header_nbytes > MAX_HEADER_NBYTES or payload_nbytes:
-        raise RemoteProtocolError(f"a frame of {header_nbytes} + {payload_nbytes} bytes is no part of a handshake")
-    return decode_header(await _exactly(sock, header_nbytes))
-
-
-async def _exactly(sock: socket.socket, nbytes: int) -> bytearray:
-    loop = asyncio.get_running_loop()
-    data = bytearray(nbytes)
-    rest = memoryview(data)
-    while rest:
-        try:
-            got = await loop.sock_recv_into(sock, rest)
-        except OSError as error:
-            raise TransportError(f"lost during the handshake: {why(error)}") from error
-        if got == 0:
-            raise TransportError("the other side closed the connection during the handshake")
-        rest = rest[got:]
-    return data
-
-
-def _nonce() -> bytes:
-    return os.urandom(NONCE_NBYTES)
+    with told_as_lost("during the handshake"):
+        header_nbytes, payload_nbytes = decode_prefix(await receive_exactly(sock, PREFIX_NBYTES))
+        if header_nbytes > MAX_HEADER_NBYTES or payload_nbytes:
+            raise RemoteProtocolError(f"a frame of {header_nbytes} + {payload_nbytes} bytes is no part of a handshake")
+        return decode_header(await receive_exactly(sock, header_nbytes))

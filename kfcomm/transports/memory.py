@@ -12,7 +12,7 @@ from typing import Any
 
 from kfcomm.core.frame import Header
 from kfcomm.errors import TransportError
-from kfcomm.transports.base import Counts, Inbound, Owner
+from kfcomm.transports.base import Counts, Inbound, Link, Owner
 from kfcomm.transports.order import Order
 from kfcomm.transports.reactor import Readiness
 
@@ -61,8 +61,11 @@ class MemoryNetwork:
         self._links = [link for link in self._links if not link.is_closed]
 
 
-class MemoryLink:
-    """One end of a link in memory; implements ``transports.base.Link``."""
+class MemoryLink(Link):
+    """One end of a link in memory.
+
+    Its latency is always low. A payload is shown where it is, for one call: it is never reserved, placed or lent.
+    """
 
     kind = "memory"
     needs_flush = True
@@ -90,12 +93,6 @@ class MemoryLink:
         self._queue.add((b"", payload, 0, owner, header, self._queue.make_way(header, priority)))
         return False
 
-    def reserve(self, nbytes: int, priority: int) -> None:
-        """See ``Link.reserve``: payloads are sent from where they are."""
-
-    def set_low_latency(self) -> None:
-        """See ``Link.set_low_latency``: it always is."""
-
     def flush(self) -> None:
         """See ``Link.flush``."""
         if (self._queue or self._closing) and not self._scheduled:
@@ -105,15 +102,6 @@ class MemoryLink:
     def withdraw(self, owner: Owner) -> Sequence[Header]:
         """See ``Link.withdraw``; nothing is ever half sent here."""
         return [frame[4] for frame in self._queue.drop(owner)]
-
-    def disown(self, owner: object) -> None:
-        """See ``Link.disown``; payloads are never placed here, so there is nothing to do."""
-
-    def lend(self) -> None:
-        """See ``Link.lend``: the sender's memory is free again after the call."""
-
-    def give_back(self, loan: None) -> None:
-        """Nothing is lent."""
 
     def close(self) -> None:
         """See ``Link.close``."""

@@ -41,13 +41,7 @@ _BYTES: Final = "NCCL_UINT8"
 _REDUCING: Final = (Verb.ALL_REDUCE, Verb.REDUCE, Verb.REDUCE_SCATTER)
 _MOVING: Final = (Verb.BROADCAST, Verb.ALL_GATHER, Verb.GATHER, Verb.ALL_TO_ALL)
 _OF_PEERS: Final = (Verb.GATHER, Verb.ALL_TO_ALL)
-_OPS: Final = {
-    Op.SUM: "NCCL_SUM",
-    Op.AVG: "NCCL_AVG",
-    Op.PROD: "NCCL_PROD",
-    Op.MIN: "NCCL_MIN",
-    Op.MAX: "NCCL_MAX",
-}
+_OPS: Final = {op: f"NCCL_{op.name}" for op in (Op.SUM, Op.AVG, Op.PROD, Op.MIN, Op.MAX)}
 _INTEGERS: Final = ("int8", "uint8", "int32", "uint32", "int64", "uint64")
 _FLOATS: Final = ("float16", "bfloat16", "float32", "float64")
 _NUMBERS: Final = {name: f"NCCL_{name.upper()}" for name in (*_INTEGERS, *_FLOATS)}

@@ -17,9 +17,9 @@ class StreamOptions:
             copied once more for it.
         lookahead_nbytes: how much beyond the end of a large payload is read along with it.
         burst_nbytes: bytes moved in one direction before the loop gets its turn.
-        gather_nbytes: see `Outbox`.
-        gather_frames: see `Outbox`; at most 500, since the kernel takes 1024 buffers.
-        small_nbytes: see `Outbox`.
+        gather_nbytes: after so much, no further frame joins one system call.
+        gather_frames: frames in one system call, each at most two buffers; at most 500, since the kernel takes 1024.
+        small_nbytes: a payload up to this size is copied beside its head.
         low_latency_nbytes: at most so much is a burst, and is gathered, on a low-latency link.
     """
 

@@ -15,30 +15,22 @@ from typing import Any
 
 from kfcomm.core.frame import Header
 from kfcomm.transports.base import Owner
+from kfcomm.transports.options import StreamOptions
 from kfcomm.transports.order import Frame, Order
 
 
 class Outbox(Order):
-    """The frames that one link has yet to send.
-
-    Args:
-        gather_nbytes: bytes after which no further frame joins one system call.
-        gather_frames: frames in one system call, each at most two buffers.
-        small_nbytes: a payload up to this size is copied beside its head.
-    """
+    """The frames that one link has yet to send. How many of them leave at once is among its ``options``."""
 
     __slots__ = ("_cut", "_gather_frames", "_small_nbytes", "gather_nbytes", "nbytes")
 
-    def __init__(self, gather_nbytes: int, gather_frames: int, small_nbytes: int) -> None:
+    def __init__(self, options: StreamOptions) -> None:
         super().__init__()
         self.nbytes = 0
         self._cut: Frame | None = None
-        self.gather_nbytes = gather_nbytes
-        self._gather_frames = gather_frames
-        self._small_nbytes = small_nbytes
-
-    def __bool__(self) -> bool:
-        return self.nbytes > 0
+        self.gather_nbytes = options.gather_nbytes
+        self._gather_frames = options.gather_frames
+        self._small_nbytes = options.small_nbytes
 
     def __len__(self) -> int:
         return super().__len__() + (self._cut is not None)

@@ -1,5 +1,7 @@
 """Sockets of this process: where it listens, how it connects, and which options its connections get.
 
+Whoever speaks on them before they belong to a link finds here how to wait, to read, and to tell of what fails.
+
 An *address* is ``(host, port)`` for TCP or ``"@name"`` for a Unix socket in Linux's abstract namespace, which
 leaves nothing on disk and is seen by the processes of one network namespace only (unix(7)).
 
@@ -13,7 +15,8 @@ import errno
 import ipaddress
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from kfcomm.errors import ConfigError, TransportError
@@ -62,9 +65,7 @@ class Listener:
 
     Attributes:
         sockets: the listening sockets, TCP first.
-        address: as given.
         port: the port that was bound.
-        unix: as given.
 
     Raises:
         ConfigError: the address is not of this host, or the port or name is taken or not allowed.
@@ -76,23 +77,10 @@ class Listener:
             ipaddress.ip_address(address)
         except ValueError:
             raise ConfigError(f"a listener needs an IPv4 or IPv6 address, not {address!r}") from None
-        self.address = address
-        self.unix = unix
-        self.sockets: tuple[socket.socket, ...] = ()
-        self.sockets = (_listen((address, port)),)
-        self.port: int = self.sockets[0].getsockname()[1]
-        if unix is not None:
-            try:
-                self.sockets += (_listen(unix),)
-            except BaseException:
-                self.close()
-                raise
-
-    @property
-    def addresses(self) -> tuple[Address, ...]:
-        """Where peers can reach this process, the nearest way first."""
-        tcp = (self.address, self.port)
-        return (tcp,) if self.unix is None else (self.unix, tcp)
+        tcp = _listen((address, port))
+        with closed_on_failure(tcp):
+            self.port: int = tcp.getsockname()[1]
+            self.sockets: tuple[socket.socket, ...] = (tcp,) if unix is None else (tcp, _listen(unix))
 
     def close(self) -> None:
         """Listen no more. Connections already accepted stay. Calling it again does nothing."""
@@ -103,17 +91,15 @@ class Listener:
 
 def _listen(address: Address) -> socket.socket:
     where = _for_kernel(address)
-    sock: socket.socket | None = None
     try:
         sock = _make(address)
-        if sock.family != socket.AF_UNIX:
-            # Without it a restart on the same port fails while old connections are in TIME_WAIT.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(where)
-        sock.listen(BACKLOG)
+        with closed_on_failure(sock):
+            if sock.family != socket.AF_UNIX:
+                # Without it a restart on the same port fails while old connections are in TIME_WAIT.
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(where)
+            sock.listen(BACKLOG)
     except OSError as error:
-        if sock is not None:
-            sock.close()
         message = f"cannot listen on {describe(address)}: {why(error)}"
         raise (ConfigError if error.errno in _NOT_MINE_TO_TAKE else TransportError)(message) from error
     return sock
@@ -160,8 +146,7 @@ def hold_little(sock: socket.socket) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOW_LATENCY_UNIX_SNDBUF_NBYTES)
         return
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, LOW_LATENCY_RCVBUF_NBYTES)
-    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, LOW_LATENCY_UNSENT_NBYTES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, LOW_LATENCY_UNSENT_NBYTES)
 
 
 def watch(sock: socket.socket, dead_after_s: float) -> None:
@@ -173,14 +158,10 @@ def watch(sock: socket.socket, dead_after_s: float) -> None:
         return
     interval_s = max(1, round(dead_after_s / 4))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (
-        ("TCP_KEEPIDLE", interval_s),
-        ("TCP_KEEPINTVL", interval_s),
-        ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", round(dead_after_s * 1000)),
-    ):
-        if hasattr(socket, option):  # macOS lacks some of them
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, interval_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(dead_after_s * 1000))
 
 
 async def connect(address: Address) -> socket.socket:
@@ -189,20 +170,14 @@ async def connect(address: Address) -> socket.socket:
     Raises:
         OSError: the system's reason.
     """
-    loop = asyncio.get_running_loop()
-    if isinstance(address, str):
-        return await _connect_unix(address)
-    where = (await _numeric(*address), address[1])
+    where = address if isinstance(address, str) else (await _numeric(*address), address[1])
     sock = _make(where)
-    try:
-        await loop.sock_connect(sock, where)
-        if sock.getsockname() == sock.getpeername():
-            # TCP may connect a socket to itself when the port is free and of the ephemeral range.
-            raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there")
+    with closed_on_failure(sock):
+        if isinstance(where, str):
+            await _connect_unix(sock, _for_kernel(where))
+        else:
+            await _connect_tcp(sock, where)
         tune(sock)
-    except BaseException:
-        sock.close()
-        raise
     return sock
 
 
@@ -217,23 +192,72 @@ async def _numeric(host: str, port: int) -> str:
         return str(found[0][4][0])
 
 
-async def _connect_unix(address: str) -> socket.socket:
-    where = _for_kernel(address)
-    sock = _make(address)
+async def _connect_tcp(sock: socket.socket, where: tuple[str, int]) -> None:
+    await asyncio.get_running_loop().sock_connect(sock, where)
+    if sock.getsockname() == sock.getpeername():
+        # TCP may connect a socket to itself when the port is free and of the ephemeral range.
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there")
+
+
+async def _connect_unix(sock: socket.socket, where: str) -> None:
+    while True:
+        try:
+            return sock.connect(where)
+        except BlockingIOError:
+            # A Unix socket never connects later: this says that the listener's backlog is full, and nothing
+            # tells when it no longer is. The loops' own sock_connect takes it for a connection under way.
+            await asyncio.sleep(_FULL_BACKLOG_WAIT_S)
+
+
+async def readable(sock: socket.socket) -> None:
+    """Wait until there is something to be read, or accepted. Unlike the loops' own calls it takes nothing itself."""
+    loop = asyncio.get_running_loop()
+    found = asyncio.Event()
+    loop.add_reader(sock.fileno(), found.set)
     try:
-        while True:
-            try:
-                sock.connect(where)
-            except BlockingIOError:
-                # A Unix socket never connects later: this says that the listener's backlog is full, and nothing
-                # tells when it no longer is. The loops' own sock_connect takes it for a connection under way.
-                await asyncio.sleep(_FULL_BACKLOG_WAIT_S)
-            else:
-                tune(sock)
-                return sock
+        await found.wait()
+    finally:
+        loop.remove_reader(sock.fileno())
+
+
+async def receive_exactly(sock: socket.socket, nbytes: int) -> bytearray:
+    """The next ``nbytes``, and not one more.
+
+    Raises:
+        EOFError: the other side closed the connection before.
+        OSError: the system's reason.
+    """
+    data = bytearray(nbytes)
+    rest = memoryview(data)
+    while rest:
+        got = await asyncio.get_running_loop().sock_recv_into(sock, rest)
+        if not got:
+            raise EOFError
+        rest = rest[got:]
+    return data
+
+
+@contextmanager
+def closed_on_failure(sock: socket.socket) -> Iterator[None]:
+    """Whatever is raised within, ``CancelledError`` included, closes the socket."""
+    try:
+        yield
     except BaseException:
         sock.close()
         raise
+
+
+@contextmanager
+def told_as_lost(when: str) -> Iterator[None]:
+    """What ends a connection within becomes ``TransportError``: it was lost, or closed, ``when``, and why."""
+    try:
+        yield
+    except TransportError:  # an OSError itself, which says all
+        raise
+    except OSError as error:
+        raise TransportError(f"lost {when}: {why(error)}") from error
+    except EOFError:
+        raise TransportError(f"the other side closed the connection {when}") from None
 
 
 def why(error: OSError) -> str:

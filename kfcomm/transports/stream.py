@@ -22,14 +22,9 @@ import socket
 from collections import deque
 from typing import Any
 
-from kfcomm.core.frame import (
-    Header,
-    Kind,
-    decode_head,
-    make_encoder,
-)
+from kfcomm.core.frame import Header, Kind, decode_head, make_encoder
 from kfcomm.errors import RemoteProtocolError, TransportError
-from kfcomm.transports.base import Counts, Inbound, Owner
+from kfcomm.transports.base import Counts, Inbound, Link, Owner
 from kfcomm.transports.options import StreamOptions
 from kfcomm.transports.order import Frame
 from kfcomm.transports.outbox import Outbox
@@ -39,8 +34,11 @@ from kfcomm.transports.sockets import broken, hold_little
 _CHUNK, _BYE = int(Kind.CHUNK), int(Kind.BYE)
 
 
-class StreamLink:
-    """One connection as a `Link`; it owns ``sock`` and begins to read at once.
+class StreamLink(Link):
+    """One connection; it owns ``sock`` and begins to read at once.
+
+    Payloads are sent from where they are. What is whole on arrival is in the staging buffer, which is needed again at
+    once: nothing is lent.
 
     All calls belong to whoever drives ``reactor``. A frame that the peer must not send ends this link alone; so does
     ``RemoteProtocolError`` raised by ``inbound``, for what only the user of the link can judge.
@@ -63,14 +61,9 @@ class StreamLink:
     needs_flush = True
 
     def __init__(
-        self,
-        sock: socket.socket,
-        reactor: Readiness,
-        inbound: Inbound,
-        peer: int,
-        *,
+        self, sock: socket.socket, reactor: Readiness, inbound: Inbound, peer: int, *,
         options: StreamOptions | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         sock.setblocking(False)
         self.peer = peer
         self.kind = "unix" if sock.family == socket.AF_UNIX else "tcp"
@@ -85,11 +78,11 @@ class StreamLink:
         self._send_bytes, self._receive_bytes = sock.send, sock.recv_into
         self._reactor = reactor
         self._inbound = inbound
-        self._waiters: list[asyncio.Future[None]] | None = []
+        self._ended = asyncio.Event()
         self._closing = self._shut = self._bye_received = False
 
         self._encode = make_encoder()
-        self._outbox = Outbox(options.gather_nbytes, options.gather_frames, options.small_nbytes)
+        self._outbox = Outbox(options)
         self._done: deque[Owner] = deque()
         self._flushing = self._writer_on = False
 
@@ -134,9 +127,6 @@ class StreamLink:
             self._reactor.call_soon(self._tell_owners)
         return False
 
-    def reserve(self, nbytes: int, priority: int) -> None:
-        """See ``Link.reserve``: payloads are sent from where they are."""
-
     def set_low_latency(self) -> None:
         """See ``Link.set_low_latency``."""
         self._burst_nbytes = min(self._options.burst_nbytes, self._options.low_latency_nbytes)
@@ -156,12 +146,7 @@ class StreamLink:
             self._send_only(frame)
 
     def withdraw(self, owner: Owner) -> list[Header]:
-        """Stop reading this owner's memory at once; ``owner.sent()`` is not called any more.
-
-        Returns:
-            Headers of the frames that were dropped. A frame that was half sent is not among them: it finishes
-            from a copy.
-        """
+        """See ``Link.withdraw``; a frame that was half sent is not among those that were dropped."""
         if self._done:
             self._done = deque(other for other in self._done if other is not owner)
         return self._outbox.withdraw(owner)
@@ -299,7 +284,10 @@ class StreamLink:
                 self._rest = rest[moved:]
             else:
                 self._end = moved - len(rest)
-                self._finish_placement()
+                placement = self._placement
+                self._rest = self._placement = None
+                self.frames_in += 1
+                self._inbound.arrived(self, placement)
             return moved, wanted
         left = self._end - self._start
         self._staging[:left] = self._staging[self._start : self._end]
@@ -308,12 +296,6 @@ class StreamLink:
         moved = self._receive_bytes(room)
         self._end += moved
         return moved, len(room)
-
-    def _finish_placement(self) -> None:
-        placement = self._placement
-        self._rest = self._placement = None
-        self.frames_in += 1
-        self._inbound.arrived(self, placement)
 
     def _parse(self) -> None:
         """Hand over every frame that is whole in the staging buffer, and place the payload that is not."""
@@ -385,12 +367,6 @@ class StreamLink:
             self._writer_on = True
             self._reactor.add_writer(self._fd, self._drain)
 
-    def lend(self) -> None:
-        """See ``Link.lend``: what is whole on arrival is in the staging buffer, which is needed again at once."""
-
-    def give_back(self, loan: None) -> None:
-        """Nothing is lent."""
-
     def descriptors(self) -> tuple[int, ...]:
         """The socket's descriptor while the link is open."""
         return (self._fd,) if self._fd >= 0 else ()
@@ -401,10 +377,7 @@ class StreamLink:
 
     async def wait_closed(self) -> None:
         """Wait until the socket is closed and ``Inbound.lost`` was called. May be cancelled."""
-        if self._waiters is not None:
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            await waiter
+        await self._ended.wait()
 
     def _end_of_file(self) -> None:
         if self._bye_received or self._closing:
@@ -429,7 +402,4 @@ class StreamLink:
     def _report(self, error: BaseException | None) -> None:
         self._tell_owners()
         self._inbound.lost(self, error)
-        waiters, self._waiters = self._waiters, None
-        for waiter in waiters or ():
-            if not waiter.done():
-                waiter.set_result(None)
+        self._ended.set()

@@ -14,7 +14,7 @@ from typing import Any
 
 from kfcomm.control import ControlPlane, ControlThread, World
 from kfcomm.core.handshake import Purpose
-from kfcomm.transports.greeting import Dialled, dial
+from kfcomm.transports.greeting import dial
 from kfcomm.transports.sockets import Listener
 
 TOKEN = b"a token that only this world knows"
@@ -129,7 +129,7 @@ class Planes:
     def world(self, rank: int, **changes: Any) -> World:
         return World(rank, self.infos, changes.get("token", TOKEN), changes.get("epoch", EPOCH))
 
-    async def dial(self, rank: int, to: int, purpose: Purpose, **changes: Any) -> Dialled:
+    async def dial(self, rank: int, to: int, purpose: Purpose, **changes: Any) -> socket.socket:
         """A connection as ``rank`` would make it, or one with something wrong in it."""
         world = self.world(rank, **changes)
         info = self.infos[to]
@@ -166,7 +166,7 @@ async def planes(
     names = [f"@kfcomm-test-{os.getpid()}-{id(notes)}-{rank}" if unix else None for rank in range(size)]
     listeners = [Listener("127.0.0.1", unix=name) for name in names]
     infos = [
-        Info(rank, f"uid {rank}", "127.0.0.1", listener.port, listener.unix, "host")
+        Info(rank, f"uid {rank}", "127.0.0.1", listener.port, names[rank], "host")
         for rank, listener in enumerate(listeners)
     ]
     engines = [Engine(rank, notes) for rank in range(size)]

@@ -86,7 +86,7 @@ def test_a_killed_rank_is_lost_and_mute():
 def test_losses_are_declared_once():
     async def main():
         world = Ranks(3)
-        world.planes[0].report_exit(1, 7)
+        world.planes[0].declare_lost(1, "its process ended with code 7")
         world.planes[2].declare_lost(1, "again")
         world.planes[0].declare_lost(0, "never oneself")
         world.planes[0].suspect(2, "alive")

@@ -121,7 +121,7 @@ def test_an_exit_seen_by_the_launcher_is_a_loss():
     async def main():
         async with planes(4) as world:
             await settled(world)
-            world.threads[0].report_exit(3, -9)
+            world.threads[0].declare_lost(3, "the process of rank 3 ended with code -9")
             world.threads[1].declare_lost(3, "because")
             world.threads[1].declare_lost(1, "never oneself")
             world.threads[1].suspect(1, "never oneself")
@@ -141,8 +141,9 @@ def test_a_broken_link_between_living_ranks_is_dialled_again():
         async with planes(2) as world:
             await settled(world)
             for _ in range(3):
-                (sock, *_) = world.threads[0]._node.links.sockets
-                sock.shutdown(socket.SHUT_RDWR)
+                (descriptor, *_) = world.threads[0]._node.links.descriptors()
+                with socket.socket(fileno=os.dup(descriptor)) as sock:
+                    sock.shutdown(socket.SHUT_RDWR)
                 await settled(world)
             await alive(world, set())
             assert not any(engine.lost for engine in world.engines)
@@ -295,7 +296,7 @@ def test_a_rank_leaves_in_the_end_although_nobody_asks():
             async with planes(2, loops={1: busy}) as world:
                 await world.threads[0].leave(0.01)
                 world.threads[0].stop()
-                world.threads[1].report_exit(0, 0)  # left in good order: no loss
+                world.threads[1].declare_lost(0, "its process ended with code 0")  # left in good order: no loss
                 world.threads[1].query([], 1, world.engines[1].answered)
                 busy.call_later(0, lambda: None)
                 while not world.engines[1].answers:
@@ -333,7 +334,7 @@ def test_a_data_connection_is_handed_over_ready_to_use():
     async def main():
         async with planes(2) as world:
             dialled = await world.dial(1, 0, Purpose.DATA)
-            with dialled.sock as mine:
+            with dialled as mine:
                 await world.until(lambda: world.engines[0].adopted)
                 sock, rank = world.engines[0].adopted[0]
                 assert rank == 1
@@ -355,7 +356,7 @@ def test_a_data_connection_that_no_engine_takes_is_closed(state):
         try:
             async with planes(2, loops={0: other}) as world:
                 dialled = await world.dial(1, 0, Purpose.DATA)
-                with dialled.sock as mine:
+                with dialled as mine:
                     if state != "closed":
                         await world.until(lambda: world.threads[0]._upcalls._offered or changed_later(world))
                         world.threads[0].stop()
@@ -420,7 +421,7 @@ def test_a_peer_that_breaks_the_protocol_loses_its_link_only(name):
         async with planes(2) as world:
             await settled(world)
             dialled = await world.dial(1, 0, Purpose.CONTROL)
-            with dialled.sock as mine:
+            with dialled as mine:
                 loop = asyncio.get_running_loop()
                 await loop.sock_sendall(mine, make_encoder()([Kind.PING]))
                 await loop.sock_sendall(mine, make_encoder()(BAD[name]))
@@ -435,7 +436,7 @@ def test_a_payload_on_a_control_link_ends_it():
     async def main():
         async with planes(2) as world:
             dialled = await world.dial(1, 0, Purpose.CONTROL)
-            with dialled.sock as mine:
+            with dialled as mine:
                 head = make_encoder()([Kind.CHUNK, 0, 0, 0, 0, 0, 0, 0], 1000)
                 await asyncio.get_running_loop().sock_sendall(mine, head)
                 await closed(mine)
@@ -489,10 +490,10 @@ def test_more_links_than_needed_are_closed():
         async with planes(2) as world:
             await settled(world)
             dialled = [await world.dial(1, 0, Purpose.CONTROL) for _ in range(3)]
-            ended = await closed(dialled[0].sock)
+            ended = await closed(dialled[0])
             assert ended.endswith(make_encoder()([Kind.BYE]))
             for one in dialled:
-                one.sock.close()
+                one.close()
             await alive(world, set())
             assert not any(engine.lost for engine in world.engines)
 
@@ -551,8 +552,8 @@ def test_descriptors_of_links_are_among_them():
     async def main():
         async with planes(2) as world:
             await settled(world)
-            (sock, *_) = world.threads[0]._node.links.sockets
-            assert sock.fileno() in world.threads[0].descriptors()
+            (descriptor, *_) = world.threads[0]._node.links.descriptors()
+            assert descriptor in world.threads[0].descriptors()
 
     run(main())
 

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfcomm.core.frame import PREFIX_NBYTES, Kind, decode_header, decode_prefix, make_encoder
+from kfcomm.transports.options import StreamOptions
 from kfcomm.transports.outbox import Outbox
 
 
@@ -26,7 +27,8 @@ class Sender:
     """
 
     def __init__(self, **sizes):
-        self.outbox = Outbox(**({"gather_nbytes": 1000, "gather_frames": 4, "small_nbytes": 20} | sizes))
+        options = StreamOptions(**({"gather_nbytes": 1000, "gather_frames": 4, "small_nbytes": 20} | sizes))
+        self.outbox = Outbox(options)
         self.encode = make_encoder()
         self.wire = bytearray()
         self.done = deque()

@@ -43,7 +43,6 @@ def test_a_listener_binds_the_chosen_address_alone(name):
         assert tcp.getsockname() == ("127.0.0.1", here.port)
         assert here.port > 0
         assert unix.getsockname() == b"\0" + name[1:].encode()
-        assert here.addresses == (name, ("127.0.0.1", here.port))
         assert not any(sock.getblocking() or sock.get_inheritable() for sock in here.sockets)
     finally:
         here.close()
@@ -53,7 +52,6 @@ def test_a_listener_binds_the_chosen_address_alone(name):
 def test_a_port_in_use_is_named():
     first = listener()
     try:
-        assert first.addresses == (("127.0.0.1", first.port),)
         with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{first.port}: Address already in use"):
             listener(port=first.port)
     finally:
@@ -124,7 +122,7 @@ def test_connecting_over_ipv6(plain):
         pytest.skip(f"no IPv6 on this machine: {error}")
 
     async def main():
-        (await connect(here.addresses[0])).close()
+        (await connect(("::1", here.port))).close()
 
     try:
         run(main(), plain=plain)

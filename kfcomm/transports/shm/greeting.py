@@ -21,19 +21,16 @@ from typing import NamedTuple
 
 from kfcomm.errors import KfcommError, RemoteProtocolError, TransportError
 from kfcomm.transports.shm.arena import Arena, pieces_in
-from kfcomm.transports.shm.segment import attach, create, why_unsupported
+from kfcomm.transports.shm.segment import SharingRefused, attach, create, why_unsupported
 from kfcomm.transports.shm.shared import SHARED_NBYTES, Shared
-from kfcomm.transports.sockets import why
+from kfcomm.transports.sockets import readable, told_as_lost, why
 
 _OFFER = struct.Struct("<8sQQI")
 _MAGIC = b"kfcomm 1"
 _YES, _NO = b"y", b"n"
 _MAX_REASON_NBYTES = 500
 _MAX_ARENA_NBYTES = 1 << 36
-
-
-class SharingRefused(TransportError):
-    """The peer is there, but it or this process cannot share memory."""
+_TOO_EARLY = "before memory was shared"
 
 
 class Offer(NamedTuple):
@@ -53,20 +50,19 @@ async def offer(sock: socket.socket, arena: Arena, max_lent: int) -> Shared:
         SharingRefused: the peer or this process cannot.
         TransportError: the peer went away.
     """
-    try:
-        descriptor, mapping = create("kfcomm-link", SHARED_NBYTES)
-    except TransportError as error:
-        raise SharingRefused(str(error)) from error
-    try:
-        message = _OFFER.pack(_MAGIC, SHARED_NBYTES, arena.nbytes, max_lent)
-        socket.send_fds(sock, [message], [descriptor, arena.descriptor])
-    except ConnectionError as error:
-        raise TransportError(f"lost before memory was shared: {why(error)}") from error
-    except OSError as error:
-        raise SharingRefused(f"descriptors cannot be passed: {why(error)}") from error
-    finally:
-        os.close(descriptor)
-    answer = await _hear(sock)
+    descriptor, mapping = create("kfcomm-link", SHARED_NBYTES)
+    with told_as_lost(_TOO_EARLY):
+        try:
+            message = _OFFER.pack(_MAGIC, SHARED_NBYTES, arena.nbytes, max_lent)
+            socket.send_fds(sock, [message], [descriptor, arena.descriptor])
+        except ConnectionError:
+            raise
+        except OSError as error:
+            raise SharingRefused(f"descriptors cannot be passed: {why(error)}") from error
+        finally:
+            os.close(descriptor)
+        await readable(sock)
+        answer = sock.recv(1 + _MAX_REASON_NBYTES)
     if answer[:1] != _YES:
         raise SharingRefused(answer[1:].decode(errors="replace") or "the peer closed the connection")
     return Shared(mapping)
@@ -81,28 +77,23 @@ async def accept(sock: socket.socket, timeout_s: float) -> Offer:
     """
     descriptors: list[int] = []
     try:
-        await _readable(sock, timeout_s)
-        message, descriptors, _, _ = socket.recv_fds(sock, _OFFER.size, 2, socket.MSG_CMSG_CLOEXEC)
-        mapped = _map(message, descriptors)
+        with told_as_lost(_TOO_EARLY):
+            await _wait_for_offer(sock, timeout_s)
+            message, descriptors, _, _ = socket.recv_fds(sock, _OFFER.size, 2, socket.MSG_CMSG_CLOEXEC)
+            mapped = _map(message, descriptors)
+            sock.send(_YES)
+            return mapped
     except KfcommError as error:
         with contextlib.suppress(OSError):
             sock.send(_NO + str(error).encode()[:_MAX_REASON_NBYTES])
         raise
-    except OSError as error:
-        raise TransportError(f"lost before memory was shared: {why(error)}") from error
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
-    try:
-        sock.send(_YES)
-    except OSError as error:
-        raise TransportError(f"lost before memory was shared: {why(error)}") from error
-    return mapped
 
 
 def _map(message: bytes, descriptors: list[int]) -> Offer:
-    unsupported = why_unsupported()
-    if unsupported is not None:
+    if (unsupported := why_unsupported()) is not None:
         raise TransportError(unsupported)
     if len(message) != _OFFER.size or len(descriptors) != 2:
         raise RemoteProtocolError(f"an offer of {len(message)} bytes and {len(descriptors)} descriptors")
@@ -114,27 +105,9 @@ def _map(message: bytes, descriptors: list[int]) -> Offer:
     return Offer(Shared(shared), pieces_in(arena), max_lent)
 
 
-async def _hear(sock: socket.socket) -> bytes:
-    await _readable(sock, None)
-    try:
-        return sock.recv(1 + _MAX_REASON_NBYTES)
-    except OSError as error:
-        raise TransportError(f"lost before memory was shared: {why(error)}") from error
-
-
-async def _readable(sock: socket.socket, timeout_s: float | None) -> None:
-    loop = asyncio.get_running_loop()
-    readable: asyncio.Future[None] = loop.create_future()
-
-    def wake() -> None:
-        if not readable.done():
-            readable.set_result(None)
-
-    loop.add_reader(sock.fileno(), wake)
+async def _wait_for_offer(sock: socket.socket, timeout_s: float) -> None:
     try:
         async with asyncio.timeout(timeout_s):
-            await readable
+            await readable(sock)
     except TimeoutError:
         raise TransportError(f"no word about shared memory within {timeout_s:g} s") from None
-    finally:
-        loop.remove_reader(sock.fileno())

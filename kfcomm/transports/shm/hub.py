@@ -33,6 +33,10 @@ class Hub:
     Args:
         reactor: by which it is driven.
         is_waiting: whether something is in flight on this rank.
+
+    Attributes:
+        is_awake: it looks at every link again soon.
+        restless: links that are to be polled also without news, until a look finds nothing left to do.
     """
 
     def __init__(self, reactor: Reactor, is_waiting: Callable[[], object]) -> None:

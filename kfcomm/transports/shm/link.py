@@ -17,17 +17,19 @@ from __future__ import annotations
 import contextlib
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kfcomm.core.frame import PREFIX_NBYTES, Header, Kind, decode_header, make_encoder
 from kfcomm.errors import RemoteProtocolError, TransportError
-from kfcomm.transports.base import Counts, Inbound, Owner
+from kfcomm.transports.base import Counts, Inbound, Link
 from kfcomm.transports.reactor import Readiness
 from kfcomm.transports.shm.ring import RingReader, RingWriter
 from kfcomm.transports.shm.shared import Parked, Shared, Word, fence
 from kfcomm.transports.sockets import broken
+
+if TYPE_CHECKING:
+    from kfcomm.transports.shm.hub import Hub
 
 BYE = int(Kind.BYE)
 BURST_NBYTES = 1 << 14
@@ -36,28 +38,6 @@ _BELL = b"!"
 _FOR_ROOM = int(Parked.FOR_ROOM)
 _MAX_BELLS = 4096
 _BELL_AFTER_LOOKS = 16
-
-
-class Keeper(Protocol):
-    """Who looks after links: the hub.
-
-    Attributes:
-        is_awake: it looks at every link again soon.
-        restless: those that are to be polled also without news, until a look finds nothing left to do.
-    """
-
-    is_awake: bool
-    restless: set[ShmLink]
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether something is in flight on this rank; else its program may well let nobody look for long."""
-
-    def wake(self) -> None:
-        """Something is going on: look at the rings until it is quiet."""
-
-    def remove(self, link: ShmLink) -> None:
-        """This link has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +58,13 @@ class Wire:
     inbound: Inbound
     peer: int
     shared: Shared
-    keeper: Keeper
+    keeper: Hub
 
 
-class ShmLink(ABC):
+class ShmLink(Link, ABC):
     """One end; see `ShmSender` and `ShmReceiver`. Made when both sides have mapped everything.
+
+    Payloads are never placed, so there is nothing to disown.
 
     Attributes:
         peer, state: see ``transports.base.Link``.
@@ -135,32 +117,6 @@ class ShmLink(ABC):
     @abstractmethod
     def poll(self) -> bool:
         """Look at what the peer has written, and move what waits; whether there was anything."""
-
-    @abstractmethod
-    def send(
-        self, header: Header, payload: memoryview | None = None, owner: Owner | None = None, priority: int = 0
-    ) -> bool:
-        """See ``Link.send``."""
-
-    @abstractmethod
-    def withdraw(self, owner: Owner) -> Sequence[Header]:
-        """See ``Link.withdraw``."""
-
-    @abstractmethod
-    def reserve(self, nbytes: int, priority: int) -> memoryview | None:
-        """See ``Link.reserve``."""
-
-    @abstractmethod
-    def set_low_latency(self) -> None:
-        """See ``Link.set_low_latency``."""
-
-    @abstractmethod
-    def lend(self) -> Any:
-        """See ``Link.lend``."""
-
-    @abstractmethod
-    def give_back(self, loan: Any) -> None:
-        """See ``Link.give_back``."""
 
     @abstractmethod
     def _advance(self) -> None:
@@ -235,9 +191,6 @@ class ShmLink(ABC):
     def unpark(self) -> None:
         """This side looks by itself."""
         self._words[self._near] = Parked.AWAKE
-
-    def disown(self, owner: object) -> None:  # noqa: B027  not left out: no placement is ever given out here
-        """See ``Link.disown``: payloads are never placed here, so there is nothing to do."""
 
     def close(self) -> None:
         """See ``Link.close``."""

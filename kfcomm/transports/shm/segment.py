@@ -23,6 +23,10 @@ if sys.platform == "linux":
     _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
+class SharingRefused(TransportError):
+    """The peer is there, but it or this process cannot share memory."""
+
+
 def why_unsupported() -> str | None:
     """Why this process cannot share memory, or None if it can.
 
@@ -48,7 +52,7 @@ def create(name: str, nbytes: int) -> tuple[int, mmap.mmap]:
     """A new segment: its descriptor, which is the caller's to close, and its mapping.
 
     Raises:
-        TransportError: the system does not give the memory.
+        SharingRefused: the system does not give the memory.
     """
     try:
         descriptor = _make(name, nbytes)
@@ -58,7 +62,7 @@ def create(name: str, nbytes: int) -> tuple[int, mmap.mmap]:
             os.close(descriptor)
             raise
     except OSError as error:
-        raise TransportError(f"cannot share {nbytes} bytes of memory: {error.strerror}") from error
+        raise SharingRefused(f"cannot share {nbytes} bytes of memory: {error.strerror}") from error
 
 
 def attach(descriptor: int, nbytes: int, *, writable: bool) -> mmap.mmap:

@@ -10,16 +10,17 @@ import asyncio
 import logging
 import socket
 
-from kfcomm.errors import KfcommError, TransportError
+from kfcomm.errors import KfcommError
 from kfcomm.transports.base import Waiter
 from kfcomm.transports.reactor import Reactor
 from kfcomm.transports.shm.arena import SLAB_NBYTES, Arena
-from kfcomm.transports.shm.greeting import SharingRefused, accept, offer
+from kfcomm.transports.shm.greeting import accept, offer
 from kfcomm.transports.shm.hub import Hub
 from kfcomm.transports.shm.link import ShmLink, Wire
 from kfcomm.transports.shm.receiver import ShmReceiver
-from kfcomm.transports.shm.segment import why_unsupported
+from kfcomm.transports.shm.segment import SharingRefused, why_unsupported
 from kfcomm.transports.shm.sender import ShmSender
+from kfcomm.transports.sockets import closed_on_failure
 
 logger = logging.getLogger("kfcomm")
 
@@ -58,19 +59,12 @@ class Sharing:
             SharingRefused: this process or the peer cannot share memory.
             TransportError: the peer went away.
         """
-        try:
-            unsupported = why_unsupported()
-            if unsupported is not None:
+        with closed_on_failure(sock):
+            if (unsupported := why_unsupported()) is not None:
                 raise SharingRefused(unsupported)
             if self._arena is None:
-                try:
-                    self._arena = Arena(self._num_slabs)
-                except TransportError as error:
-                    raise SharingRefused(str(error)) from error
+                self._arena = Arena(self._num_slabs)
             shared = await offer(sock, self._arena, self._max_lent)
-        except BaseException:
-            sock.close()
-            raise
         wire = Wire(sock, self._reactor, self._inbound, peer, shared, self.hub)
         link = ShmSender(wire, self._arena, self._large_window_nbytes)
         self.hub.add(link)
@@ -103,11 +97,9 @@ class Sharing:
 
     async def _adopt(self, sock: socket.socket, peer: int) -> None:
         try:
-            shared, arena, max_lent = await accept(sock, OFFER_WITHIN_S)
-        except BaseException as error:
-            sock.close()
-            if not isinstance(error, KfcommError):
-                raise
+            with closed_on_failure(sock):
+                shared, arena, max_lent = await accept(sock, OFFER_WITHIN_S)
+        except KfcommError as error:
             logger.debug("no memory is shared with rank %d: %s", peer, error)
             return
         link = ShmReceiver(Wire(sock, self._reactor, self._inbound, peer, shared, self.hub), arena, max_lent)
