@@ -19,8 +19,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kfcomm.control.base import Answer, Calls, ControlEvents, StatusSource, ToldClock
 from kfcomm.control.clock import ClockReader, answer_clock, measure_clock
@@ -76,8 +75,7 @@ def addresses_of(peer: Peer, *, seen_from: Peer) -> tuple[Address, ...]:
     return ("@" + peer.unix.lstrip("\0@"), tcp)
 
 
-@dataclass(frozen=True, slots=True)
-class World:
+class World(NamedTuple):
     """Who takes part, and what they share.
 
     Attributes:

@@ -18,8 +18,7 @@ import contextlib
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kfcomm.core.frame import PREFIX_NBYTES, Header, Kind, decode_header, make_encoder
 from kfcomm.errors import RemoteProtocolError, TransportError
@@ -58,8 +57,7 @@ class Keeper(Protocol):
         """This link has ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wire:
+class Wire(NamedTuple):
     """What a link is made of, once both sides have mapped everything.
 
     Attributes:
