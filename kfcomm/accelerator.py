@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kfcomm.devices import lookup
 from kfcomm.devices.base import Device, DeviceReport
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kfcomm")
 
 
-@dataclass(frozen=True, slots=True)
-class Accelerator:
+class Accelerator(NamedTuple):
     """What one rank has.
 
     Attributes:

@@ -16,7 +16,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kfcomm.errors import RemoteProtocolError
 from kfcomm.transports.sockets import receive_exactly, told_as_lost
@@ -31,8 +31,7 @@ ClockReader = Callable[[], int]
 """Returns nanoseconds of a clock that never goes back."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClockSample:
+class ClockSample(NamedTuple):
     """How a peer's clock relates to this process's at one moment.
 
     Attributes:

@@ -70,6 +70,7 @@ class Links(Inbound):
         self._dialling: dict[int, asyncio.Task[None]] = {}
         self._suspects: set[int] = set()
         self._failures: dict[int, int] = {}
+        self._unflushed: dict[StreamLink, None] = {}
 
     # Use.
 
@@ -90,12 +91,25 @@ class Links(Inbound):
             self._node.link_up(rank)
 
     def send(self, rank: int, header: Header) -> None:
-        """Send to a linked peer; to any other, nothing."""
+        """Send to a linked peer, in this turn of the loop or the next; to any other, nothing.
+
+        What one turn sends to a peer goes together: where many ranks flood at once, most of what a rank spends on it is
+        system calls.
+        """
         for link in self._links.get(rank, ())[-1:]:
             link.send(header)
-            link.flush()
+            if not self._unflushed:
+                self._loop.call_soon(self._flush)
+            self._unflushed[link] = None
             if link.queued_nbytes > MAX_QUEUED_NBYTES:
-                link.abort()
+                link.flush()
+                if link.queued_nbytes > MAX_QUEUED_NBYTES:
+                    link.abort()
+
+    def _flush(self) -> None:
+        links, self._unflushed = self._unflushed, {}
+        for link in links:
+            link.flush()
 
     def reach(self, rank: int, *, delay_s: float = 0.0, suspect: bool = False) -> None:
         """Dial ``rank`` after a while, and again until it answers or is gone, as long as that is wanted."""
@@ -118,6 +132,7 @@ class Links(Inbound):
         if rank in self._dialling:
             self._dialling.pop(rank).cancel()
         for link in self._links.get(rank, ()):
+            link.flush()  # if it lives, it shall know that it is given up
             link.abort()
 
     async def close(self) -> None:
@@ -137,6 +152,7 @@ class Links(Inbound):
         """End every link at once."""
         self._closed = True
         for link in self._all:
+            link.flush()
             link.abort()
 
     def descriptors(self) -> list[int]:

@@ -18,8 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kfcomm.control.base import Answer, ControlEvents, StatusSource, ToldClock
 from kfcomm.control.clock import ClockReader, answer_clock, measure_clock
@@ -51,8 +50,7 @@ def addresses_of(peer: PeerInfo, *, seen_from: PeerInfo) -> tuple[Address, ...]:
     return ("@" + peer.unix.lstrip("\0@"), tcp)
 
 
-@dataclass(frozen=True, slots=True)
-class World:
+class World(NamedTuple):
     """Who takes part, and what they share.
 
     Attributes:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from kfcomm.devices.base import DeviceReport
 from kfcomm.devices.words import backend_in_words, driver_version, ranks_in_words
@@ -33,8 +32,7 @@ class Route(StrEnum):
     """Through memory of the hosts, along graphs over links."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """The route of a group.
 
     Attributes:

@@ -18,10 +18,9 @@ import socket
 import struct
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kfcomm.errors import ConfigError
 from kfcomm.monitor.attendant import PATIENCE_S, Attendant
@@ -42,8 +41,7 @@ _RANK_AND_PROCESS = re.compile(r"[0-9]+/[0-9]+\.[0-9]+")
 _numbers = count()
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(NamedTuple):
     """A job that runs on this host.
 
     Attributes:

@@ -12,8 +12,7 @@ import os
 import re
 import secrets
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgpack
 
@@ -193,8 +192,7 @@ class StoreClient:
             return await self._http.request(method, path, fields, body)
 
 
-@dataclass(frozen=True, slots=True)
-class _Reply:
+class _Reply(NamedTuple):
     ticket: Ticket
     status: int
     body: bytes

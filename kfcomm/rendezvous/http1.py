@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 MAX_HEAD_NBYTES = 1 << 14
 MAX_BODY_NBYTES = 1 << 27
@@ -25,8 +25,7 @@ MAX_CONNECTIONS = 64
 _STATUS = re.compile(r"HTTP/1\.([01]) ([0-9]{3})(?: .*)?")
 
 
-@dataclass(frozen=True, slots=True)
-class Response:
+class Response(NamedTuple):
     """An answer; the names of ``fields`` are in lower case."""
 
     status: int

@@ -13,8 +13,8 @@ import ipaddress
 import socket
 import struct
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from kfcomm.errors import ConfigError, RendezvousError
 
@@ -28,8 +28,7 @@ _MAX_INTERFACES = 512
 _IFREQ_NBYTES = 40  # struct ifreq on 64-bit Linux: name[16], then a union of 24 bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Interface:
+class Interface(NamedTuple):
     """One address of one network interface of this host."""
 
     name: str

@@ -12,8 +12,7 @@ import asyncio
 import secrets
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kfcomm.errors import ConfigError, RemoteProtocolError, RendezvousError
 from kfcomm.rendezvous.identity import PeerInfo
@@ -145,8 +144,7 @@ async def close_store(
             await server.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _Claim:
+class _Claim(NamedTuple):
     """A rank's entry in the store: who claims it, and how large it takes the world to be.
 
     The nonce tells it from a claim that the same process made before, with all else the same.

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 from urllib.parse import urlsplit
 
 from kfcomm.errors import ConfigError
@@ -47,8 +46,7 @@ class Arguments(TypedDict, total=False):
     metrics_port: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(NamedTuple):
     """Settings of one process, checked.
 
     Attributes:
@@ -265,8 +263,7 @@ def _is_here(store: str) -> bool:
     return is_loopback(host_and_port(store)[0])
 
 
-@dataclass(frozen=True, slots=True)
-class _Reader:
+class _Reader(NamedTuple):
     """Looks up one setting: the argument, else the variable, else the default."""
 
     environ: Mapping[str, str]

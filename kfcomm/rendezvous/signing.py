@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kfcomm.core import auth
 
@@ -21,8 +21,7 @@ ANSWER_HEADER = "X-Kfcomm-Answer"
 GREETING = b"kfcomm store "
 
 
-@dataclass(frozen=True, slots=True)
-class Ticket:
+class Ticket(NamedTuple):
     """One request: who sends it, its number, where to, and the digest of its body."""
 
     client: str

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from kfcomm.core.graph import Graph, GraphPair
+from kfcomm.core.graph import GraphPair
 from kfcomm.strategies.base import Strategy
 from kfcomm.strategies.cost import Cost, crossings
-from kfcomm.strategies.shapes import host_sizes, star_edges
+from kfcomm.strategies.shapes import chain_along, host_sizes, star_around
 from kfcomm.types import Layout
 
 FORMULA = "steps n; bytes 2(n−1)/n; between hosts max ((n−1)c + p(n−p))/n"
@@ -24,13 +24,13 @@ FORMULA = "steps n; bytes 2(n−1)/n; between hosts max ((n−1)c + p(n−p))/n"
 
 def chain_star(layout: Layout) -> Strategy:
     """A chain towards each rank and a star from it."""
-    return Strategy("chain_star", tuple(_pair(layout.size, root) for root in range(layout.size)))
+    ranks = tuple(range(layout.size))
+    alone = tuple((rank,) for rank in ranks)
+    return Strategy("chain_star", tuple(_pair(ranks[root:] + ranks[:root], alone) for root in ranks))
 
 
-def _pair(size: int, root: int) -> GraphPair:
-    order = [(root + step) % size for step in range(size)]
-    chain = Graph.from_edges(size, zip(order, order[1:], strict=False))
-    return GraphPair(chain, Graph.from_edges(size, star_edges(size, root)))
+def _pair(order: tuple[int, ...], alone: tuple[tuple[int], ...]) -> GraphPair:
+    return GraphPair(chain_along(order, alone), star_around(len(order), order[0]))
 
 
 def cost(layout: Layout) -> Cost:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from kfcomm.core.graph import Graph, GraphPair
+from kfcomm.core.graph import GraphPair
 from kfcomm.strategies.base import Strategy
 from kfcomm.strategies.cost import Cost
-from kfcomm.strategies.shapes import host_sizes, star_edges
+from kfcomm.strategies.shapes import host_sizes, star_around
 from kfcomm.types import Layout
 
 FORMULA = "steps 2; bytes 2(n−1)/n; between hosts max 2p(n−p)/n"
@@ -21,7 +21,7 @@ FORMULA = "steps 2; bytes 2(n−1)/n; between hosts max 2p(n−p)/n"
 def clique(layout: Layout) -> Strategy:
     """One star around each rank."""
     size = layout.size
-    return Strategy("clique", tuple(GraphPair.of(Graph.from_edges(size, star_edges(size, r))) for r in range(size)))
+    return Strategy("clique", tuple(GraphPair.of(star_around(size, r)) for r in range(size)))
 
 
 def cost(layout: Layout) -> Cost:

@@ -104,29 +104,34 @@ class Load(NamedTuple):
 
     @classmethod
     def of(cls, pair: GraphPair, layout: Layout) -> Load:
-        """Walk both graphs once."""
-        hosts, size, num_hosts = layout.hosts, layout.size, layout.num_hosts
-        messages, folds, copies = [0] * size, [0] * size, [0] * size
-        near, far = ([0] * size, [0] * size), ([0] * num_hosts, [0] * num_hosts)
-        up = [(child, parent) for parent, child in pair.reduce.edges]
-        down = pair.broadcast.edges
-        for a, b in (*up, *down):
-            messages[a] += 1
-            messages[b] += 1
-            sent, received, source, target = (*near, a, b) if hosts[a] == hosts[b] else (*far, hosts[a], hosts[b])
-            sent[source] += 1
-            received[target] += 1
-        for child, parent in up:
-            folds[parent] += 1
-            copies[child] += hosts[child] == hosts[parent] and not pair.reduce.children[child]
-        shown = {(parent, child) for parent, child in down if hosts[parent] == hosts[child]}
-        for rank in (*(child for _, child in shown), *{parent for parent, _ in shown}):
-            copies[rank] += 1
-        return cls(_ways(pair, hosts), messages, folds, copies, near, far)
+        """Count at each rank what is above and below it, as on one host; then take out what crosses hosts."""
+        folds, shown = list(map(len, pair.reduce.children)), list(map(len, pair.broadcast.children))
+        above = [1] * layout.size
+        above[pair.root] = 0
+        gives = [up and not below for up, below in zip(above, folds, strict=True)]
+        takes = above[:]
+        near = _added(above, shown), _added(above, folds)
+        messages = _added(*near)
+        far = [0] * layout.num_hosts, [0] * layout.num_hosts
+
+        def cross(source: int, target: int) -> None:
+            near[0][source] -= 1
+            near[1][target] -= 1
+            far[0][layout.hosts[source]] += 1
+            far[1][layout.hosts[target]] += 1
+
+        for parent, child in _crossing(layout, pair.reduce):
+            cross(child, parent)
+            gives[child] = False
+        for parent, child in _crossing(layout, pair.broadcast):
+            cross(parent, child)
+            takes[child] = 0
+            shown[parent] -= 1
+        copies = [give + take + (show > 0) for give, take, show in zip(gives, takes, shown, strict=True)]
+        return cls(_ways(pair, layout.hosts), messages, folds, copies, near, far)
 
 
-@dataclass(frozen=True, slots=True)
-class Profile:
+class Profile(NamedTuple):
     """All that the time model needs of a strategy on a layout; counts are of equal parts of the message.
 
     Attributes:
@@ -346,6 +351,17 @@ def crossings(layout: Layout, edges: Iterable[tuple[int, int]]) -> list[int]:
     return counts
 
 
+def _added(some: Sequence[int], more: Sequence[int]) -> list[int]:
+    """Place by place."""
+    return [a + b for a, b in zip(some, more, strict=True)]
+
+
+def _crossing(layout: Layout, graph: Graph) -> list[tuple[int, int]]:
+    """The edges of a graph between hosts."""
+    hosts = layout.hosts
+    return [(a, b) for a, b in graph.edges if hosts[a] != hosts[b]] if layout.num_hosts > 1 else []
+
+
 def _alone(strategy: Strategy) -> list[Strategy]:
     """Each pair as a strategy of its own."""
     return [Strategy(strategy.name, (pair,)) for pair in strategy.pairs]
@@ -353,6 +369,8 @@ def _alone(strategy: Strategy) -> list[Strategy]:
 
 def _by_host(layout: Layout, counts: Sequence[int]) -> list[int]:
     """What the ranks of each host count together."""
+    if layout.num_hosts == 1:
+        return [sum(counts)]
     sums = [0] * layout.num_hosts
     for host, count in zip(layout.hosts, counts, strict=True):
         sums[host] += count
@@ -382,6 +400,8 @@ def _ports(size: int, sends: Iterable[tuple[int, int, int]]) -> tuple[list[int],
 
 def _summed(counts: Sequence[Sequence[int]], shares: Sequence[int]) -> list[int]:
     """The sum of several counts, each as often as its share says, place by place."""
+    if len(counts) == 1 and shares[0] == 1:
+        return list(counts[0])
     scaled = [
         row if share == 1 else [share * count for count in row] for row, share in zip(counts, shares, strict=True)
     ]
@@ -399,7 +419,9 @@ def _ways(pair: GraphPair, hosts: Sequence[int]) -> set[tuple[int, int]]:
 
 
 def _hops(graph: Graph, hosts: Sequence[int]) -> set[tuple[int, int]]:
-    """``(local hops, cross-host hops)`` between the root and each rank."""
+    """``(local hops, cross-host hops)`` between the root and each rank; on one host, the most."""
+    if max(hosts) == 0:
+        return {(graph.depth, 0)}
     hops = [(0, 0)] * graph.size
     for above, below in graph.edges:
         near, far = hops[above]

@@ -34,8 +34,7 @@ packing is by multiplicative weights too; F. Harary and A. Schwenk, "The communi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.strategies.base import Strategy
@@ -52,8 +51,7 @@ _MOST_PAIRS: Final = 128  # as with `auto`: above it, not every rank of a host g
 _DETOUR_BELOW: Final = 0.5  # of what the ports at its ends could do: then a link is worth going round
 
 
-@dataclass(frozen=True, slots=True)
-class _Tree:
+class _Tree(NamedTuple):
     """A tree of hosts: who is above whom on the way up, and on the way down."""
 
     root: int

@@ -7,8 +7,7 @@ people meet them, and in which ``auto`` breaks ties.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from kfcomm.strategies import (
     binary_tree,
@@ -27,8 +26,7 @@ from kfcomm.strategies.cost import Cost
 from kfcomm.types import Layout
 
 
-@dataclass(frozen=True, slots=True)
-class Algorithm:
+class Algorithm(NamedTuple):
     """A strategy for every layout.
 
     Attributes:

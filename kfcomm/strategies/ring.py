@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from kfcomm.core.graph import Graph, GraphPair
+from kfcomm.core.graph import GraphPair
 from kfcomm.strategies.base import Strategy
 from kfcomm.strategies.cost import Cost, crossings
+from kfcomm.strategies.shapes import chain_along
 from kfcomm.types import Layout
 
 FORMULA = "steps 2(n−1); bytes 2(n−1)/n; between hosts 2(n−1)/n · c"
@@ -22,7 +23,6 @@ FORMULA = "steps 2(n−1); bytes 2(n−1)/n; between hosts 2(n−1)/n · c"
 
 def ring(layout: Layout) -> Strategy:
     """One pair of chains for each rank."""
-    # n² ranks are mentioned: each as the same object, which takes a third of the memory
     ranks = tuple(range(layout.size))
     alone = tuple((rank,) for rank in ranks)
     return Strategy("ring", tuple(_chains(ranks, alone, root) for root in ranks))
@@ -31,18 +31,9 @@ def ring(layout: Layout) -> Strategy:
 def _chains(ranks: tuple[int, ...], alone: tuple[tuple[int], ...], root: int) -> GraphPair:
     onwards = ranks[root:] + ranks[:root]
     return GraphPair(
-        reduce=_chain((root, *reversed(onwards[1:])), alone),
-        broadcast=_chain(onwards, alone),
+        reduce=chain_along((root, *reversed(onwards[1:])), alone),
+        broadcast=chain_along(onwards, alone),
     )
-
-
-def _chain(order: tuple[int, ...], alone: tuple[tuple[int], ...]) -> Graph:
-    """A tree in which each rank has the next one of ``order`` below it."""
-    parents = [order[0]] * len(order)
-    children: list[tuple[int, ...]] = [()] * len(order)
-    for above, below in zip(order, order[1:], strict=False):
-        parents[below], children[above] = above, alone[below]
-    return Graph(tuple(parents), tuple(children), order[0])
 
 
 def cost(layout: Layout) -> Cost:

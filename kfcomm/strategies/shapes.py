@@ -1,8 +1,8 @@
-"""Edge lists that several strategies are made of. Pure arithmetic on indices."""
+"""Graphs and edge lists that several strategies are made of. Pure arithmetic on indices."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from kfcomm.core.graph import Graph
 from kfcomm.types import Layout
@@ -11,6 +11,25 @@ from kfcomm.types import Layout
 def star_edges(size: int, centre: int = 0) -> Iterator[tuple[int, int]]:
     """``(centre, other)`` for every other index, ascending."""
     return ((centre, other) for other in range(size) if other != centre)
+
+
+def star_around(size: int, centre: int) -> Graph:
+    """A star around one rank, others ascending."""
+    children: list[tuple[int, ...]] = [()] * size
+    children[centre] = (*range(centre), *range(centre + 1, size))
+    return Graph((centre,) * size, tuple(children), centre)
+
+
+def chain_along(order: Sequence[int], alone: Sequence[tuple[int]]) -> Graph:
+    """A tree in which each rank has the next one of ``order``, which names all, below it; ``alone[r]`` is ``(r,)``.
+
+    Many chains mention each rank as the same object, which takes a third of the memory.
+    """
+    parents = [order[0]] * len(order)
+    children: list[tuple[int, ...]] = [()] * len(order)
+    for above, below in zip(order, order[1:], strict=False):
+        parents[below], children[above] = above, alone[below]
+    return Graph(tuple(parents), tuple(children), order[0])
 
 
 def heap_edges(size: int, offset: int = 0) -> Iterator[tuple[int, int]]:

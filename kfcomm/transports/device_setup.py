@@ -7,7 +7,7 @@ module finds no device and makes no backend: both are given to it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kfcomm.devices.base import Device, DeviceReport
 from kfcomm.devices.routes import Choice, choose
@@ -15,8 +15,7 @@ from kfcomm.transports.backend import BackendMaker
 from kfcomm.types import Layout
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceSetup:
+class DeviceSetup(NamedTuple):
     """The devices of a world.
 
     Attributes:

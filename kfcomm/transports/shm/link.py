@@ -17,8 +17,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kfcomm.core.frame import PREFIX_NBYTES, Header, Kind, decode_header, make_encoder
 from kfcomm.errors import RemoteProtocolError, TransportError
@@ -40,8 +39,7 @@ _MAX_BELLS = 4096
 _BELL_AFTER_LOOKS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Wire:
+class Wire(NamedTuple):
     """What a link is made of, once both sides have mapped everything.
 
     Attributes:
