@@ -100,6 +100,10 @@ class Compiled(ABC):
         """
 
     @abstractmethod
+    def is_like(self, x: Any, arguments: Arguments, out: Any) -> bool:
+        """Whether a use with these arrays is like the first one, so that no check of the verb would refuse it."""
+
+    @abstractmethod
     def use(self, x: Any, arguments: Arguments, out: Any) -> Use | None:
         """Uses with these very arrays again and again, or None if they are not like the first one."""
 
@@ -116,6 +120,10 @@ class CompiledBarrier(Compiled):
     def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Operation | None:
         """See ``Compiled.start``."""
         return self._use.start(handle) if arguments == self._arguments else None
+
+    def is_like(self, x: Any, arguments: Arguments, out: Any) -> bool:
+        """See ``Compiled.is_like``."""
+        return arguments == self._arguments
 
     def use(self, x: Any, arguments: Arguments, out: Any) -> Use | None:
         """See ``Compiled.use``."""
@@ -180,19 +188,21 @@ class CompiledName(Compiled):
             operation = CompiledOperation(self, handle, x.reshape(-1), result, value)
         return operation if self.engine.post_again(self.series, operation) else None
 
+    def is_like(self, x: Any, arguments: Arguments, out: Any) -> bool:
+        """See ``Compiled.is_like``."""
+        if arguments != self._arguments or x.dtype is not self._dtype or x.shape != self._shape:
+            return False
+        if not x.flags.c_contiguous:
+            return False
+        return out is None or (out is x and self._is_in_place and x.flags.writeable) or self._takes(x, out)
+
     def use(self, x: Any, arguments: Arguments, out: Any) -> Use | None:
         """See ``Compiled.use``."""
-        if arguments != self._arguments or x.dtype is not self._dtype:
-            return None
-        if x.shape != self._shape or not x.flags.c_contiguous:
+        if not self.is_like(x, arguments, out):
             return None
         if self._gets is None:
             return Use(self, x)
-        if out is None:
-            return Use(self, x, room=self._room)
-        if (out is x and self._is_in_place and x.flags.writeable) or self._takes(x, out):
-            return Use(self, x, out)
-        return None
+        return Use(self, x, room=self._room) if out is None else Use(self, x, out)
 
     def _takes(self, x: Array, out: Any) -> bool:
         """Whether a result can be made in ``out``, which is ignored where there is none."""

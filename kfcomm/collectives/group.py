@@ -45,6 +45,7 @@ class Group:
         turns: of the calls that have several steps.
         compiled: by name; empty while a strategy is being agreed. Another dictionary whenever something is forgotten:
             what was found in this one holds for as long as it is the same.
+        former: while a strategy is being agreed, the same of the one that is in force.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Group:
         self._generations = Generations(view.rank, layout)
         self.plans = self._generations.plans(strategy, 0)
         self.turns = Turns()
-        self.compiled = self.plans.compiled
+        self.compiled = self.former = self.plans.compiled
         self._waiting: list[Callable[[], None]] | None = None
 
     @property
@@ -155,7 +156,7 @@ class Group:
     def _ask(self, strategy: AnyStrategy, timeout_s: float | None, verdict: Handle[None]) -> None:
         """One barrier whose signature holds the graphs' digest: who has others fails it for all."""
         self._waiting = []
-        self.compiled = {}
+        self.former, self.compiled = self.compiled, {}
         plan = self._generations.agreement(strategy)
         handle: Handle[None] = Handle(loop=self.engine.loop)
         operation = self.post(

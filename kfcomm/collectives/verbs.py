@@ -332,20 +332,42 @@ class Verbs:
         stream: Any = None, wire_dtype: str | None = None,
     ) -> Handle[Any] | None:  # fmt: skip
         """A call under a name whose last use was alike; None if it has to go the long way. See ``CompiledName``."""
+        if timeout is not None or priority or wire_dtype is not None or stream is not None or type(x) is not np.ndarray:
+            return None
         group = self._group
         compiled = group.compiled.get(name)
-        if (
-            compiled is None
-            or timeout is not None
-            or priority
-            or wire_dtype is not None
-            or stream is not None
-            or type(x) is not np.ndarray
-        ):
-            return None
+        if compiled is None:
+            return self._when_agreed(x, name, arguments, out) if group.waits else None
         handle: Handle[Any] = Handle(loop=group.engine.loop)
         operation = compiled.start(x, arguments, out, handle)
         return None if operation is None else named(handle, operation)
+
+    def _when_agreed(self, x: Array, name: str | None, arguments: Arguments, out: Any) -> Handle[Any] | None:
+        """The same while a strategy is being agreed: what was alike under the one before need not be checked again."""
+        group = self._group
+        former = group.former.get(name)
+        if x is NO_ARRAY or former is None or not former.is_like(x, arguments, out):
+            return None
+        handle: Handle[Any] = Handle(loop=group.engine.loop)
+
+        def begin() -> None:
+            if handle.cancelled():
+                handle.seq = group.refuse_now(name or UNNAMED, asyncio.CancelledError())
+                return
+            compiled = group.compiled.get(name)  # if the strategy has come again
+            operation = None if compiled is None else compiled.start(x, arguments, out, handle)
+            if operation is not None:
+                named(handle, operation)
+                return
+            verb = arguments[0]
+            op, root = arguments[1] if verb in FOLDING else None, arguments[-1]
+            try:
+                self._on_host(verb, x, name, out, None, 0, op=op, root=root, handle=handle)
+            except Exception as error:  # noqa: BLE001  the communicator was closed meanwhile: there is no caller to tell
+                handle.set_exception(error)
+
+        group.in_order(begin)
+        return handle
 
     def _begin(
         self, name: str | None, array: HostArray | None, shape: Shape | None, target: Out | None,
@@ -385,18 +407,10 @@ class Verbs:
             post()
             return made
 
-        is_plain = timeout is None and not priority and target is None
-
         def begin() -> None:
             if made.cancelled():
                 made.seq = group.refuse_now(name or UNNAMED, asyncio.CancelledError())
                 return
-            compiled = group.compiled.get(name) if is_plain else None  # of a strategy that has come again
-            if compiled is not None and alike is not None and array is not None:
-                operation = compiled.start(array.flat.reshape(array.shape), alike, None, made)
-                if operation is not None:
-                    named(made, operation)
-                    return
             post()
 
         group.in_order(begin)

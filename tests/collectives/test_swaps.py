@@ -117,9 +117,12 @@ async def test_a_verdict_that_comes_between_the_two_steps() -> None:
             await cut
 
 
+@pytest.mark.parametrize("are_known", [False, True])
 @on_loop
-async def test_posts_wait_for_the_verdict_and_can_be_cancelled() -> None:
+async def test_posts_wait_for_the_verdict_and_can_be_cancelled(are_known: bool) -> None:
     async with world(3, strategy="star") as comms:
+        for name in "ab" if are_known else "":
+            await everywhere(comms, lambda comm, name=name: comm.all_reduce(np.ones(1), name))
         cuts = [comm.set_strategy("ring") for comm in comms[:2]]
         early = [comm.all_reduce(np.ones(1), "a") for comm in comms[:2]]
         gone = [comm.all_reduce(np.ones(1), "b") for comm in comms[:2]]
@@ -142,6 +145,60 @@ async def test_posts_wait_for_the_verdict_and_can_be_cancelled() -> None:
         assert_kinds(outcomes, CollectiveAborted, asyncio.CancelledError, CollectiveAborted)
         await works(comms, "b")
         await everywhere(comms, lambda comm: comm.all_gather(np.ones(comm.rank), "c", concat=True))
+
+
+USED_AGAIN: dict[str, Any] = {
+    "all_reduce": lambda comm, x, **more: comm.all_reduce(x, "all_reduce", op="max", **more),
+    "reduce": lambda comm, x, **more: comm.reduce(x, 1, "reduce", **more),
+    "broadcast": lambda comm, x, **more: comm.broadcast(x, 2, "broadcast", **more),
+    "gather": lambda comm, x, **more: comm.gather(x, 0, "gather", **more),
+    "all_gather": lambda comm, x, **more: comm.all_gather(x, "all_gather", **more),
+    "reduce_scatter": lambda comm, x, **more: comm.reduce_scatter(x, "reduce_scatter", **more),
+    "all_to_all": lambda comm, x, **more: comm.all_to_all(x, "all_to_all", **more),
+    "barrier": lambda comm, _: comm.barrier("barrier"),
+}
+
+
+@pytest.mark.parametrize("verb", USED_AGAIN)
+@on_loop
+async def test_names_used_before_wait_for_the_verdict_too(verb: str) -> None:
+    """To a strategy that is new, and to one that comes again; with ``out``, and with what is not like it was."""
+    call = USED_AGAIN[verb]
+    xs = [oracle.data("float32", 6, rank).reshape(3, 2) for rank in range(3)]
+    async with world(3, strategy="star") as comms:
+        want = await everywhere(comms, lambda comm: call(comm, xs[comm.rank]))
+        for name in ("ring", "star", "ring"):
+            cuts = [comm.set_strategy(name) for comm in comms]
+            assert all(comm._group.waits for comm in comms)
+            begun = [call(comm, xs[comm.rank]) for comm in comms]
+            await asyncio.gather(*cuts)
+            got = await asyncio.gather(*begun)
+            assert all(one is two is None or np.allclose(one, two) for one, two in zip(got, want, strict=True))
+            if verb == "barrier":
+                continue
+            outs = [np.empty_like(one) if one is not None else None for one in want]
+            cuts = [comm.set_strategy("clique" if name == "ring" else "tree") for comm in comms]
+            begun = [call(comm, xs[comm.rank], out=out) for comm, out in zip(comms, outs, strict=True)]
+            with pytest.raises(ConfigError):
+                call(comms[0], xs[0].astype(object))
+            await asyncio.gather(*cuts)
+            got = await asyncio.gather(*begun)
+            assert all(one is two for one, two in zip(got, outs, strict=True))
+            assert all(one is two is None or np.allclose(one, two) for one, two in zip(got, want, strict=True))
+            refused = await ends(comms[1:], lambda comm: call(comm, xs[comm.rank]))
+            assert_kinds(refused, CollectiveAborted, CollectiveAborted)
+
+
+@on_loop
+async def test_a_close_ends_what_waits_for_a_verdict() -> None:
+    async with world(2, strategy="star", tombstones=True) as comms:
+        await works(comms, "x")
+        await everywhere(comms, lambda comm: comm.all_reduce(np.ones(2), "x"))
+        cut = comms[0].set_strategy("ring")
+        waits = comms[0].all_reduce(np.ones(2), "x")
+        await comms[0].close()
+        outcomes = await asyncio.gather(cut, waits, return_exceptions=True)
+        assert all(isinstance(one, (CollectiveAborted, SessionClosed)) for one in outcomes), outcomes
 
 
 @on_loop
