@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 from os import sched_yield
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from kfcomm.collectives.compiled import NOT_ALIKE
 from kfcomm.errors import SessionClosed
@@ -31,8 +31,6 @@ from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor
 
 if TYPE_CHECKING:
-    from kfcomm.collectives.compiled import Arguments, Compiled
-    from kfcomm.runtime.operation import Operation
     from kfcomm.session import Session
 
 T = TypeVar("T")
@@ -171,49 +169,36 @@ class Driver:
             self.reactor.is_driven = False
             self._leave()
 
-    def call(self, begin: Callable[[], Awaited[T]], session: Session) -> T:
-        """Begin a collective and wait for its result.
+    def call(self, begin: Callable[[], Awaited[T] | None], session: Session) -> T:
+        """Begin a collective and wait for its result; ``NOT_ALIKE`` if ``begin`` gives None, and has begun nothing.
 
         Raises:
             WouldDeadlock: the caller is the I/O thread.
             SessionClosed: the communicator belongs to the parent process.
         """
-        self.io.may_block()
+        lock = self._lock
+        is_mine = lock.is_mine()
+        if is_mine or session.engine.is_unusual:  # in a callback on the I/O thread, perhaps, or in a forked child
+            self.io.may_block()
         handle: Awaited[T] | None = None
         try:
-            self._enter(session)
+            if is_mine:
+                self._found_taken(session)
+            else:
+                with lock.gate:
+                    lock.acquire()
+            self.reactor.is_driven = self._is_working = True
             handle = begin()
+            if handle is None:
+                return cast("T", NOT_ALIKE)
             if not handle.done():
-                self._wait(handle, math.inf)
+                if self._leader:
+                    self._wait(handle, math.inf)
+                else:
+                    self._lead(handle, math.inf)
             return handle.result()
         except BaseException as error:
             self._interrupted(error, handle, session)
-            raise
-        finally:
-            self.reactor.is_driven = False
-            self._leave()
-
-    def call_again(self, compiled: Compiled, x: Any, arguments: Arguments, out: Any, session: Session) -> Any:
-        """As ``call``, for a name used before; ``NOT_ALIKE`` if this use is another one: then nothing has begun."""
-        lock = self._lock
-        if lock.is_mine() or session.engine.is_unusual:  # in a callback on the I/O thread, or in a forked child
-            return NOT_ALIKE
-        operation: Operation | None = None
-        try:
-            with lock.gate:
-                lock.acquire()
-            self.reactor.is_driven = self._is_working = True
-            operation = compiled.start(x, arguments, out, None)
-            if operation is None:
-                return NOT_ALIKE
-            if not operation.is_over:
-                if self._leader:
-                    self._wait(operation, math.inf)
-                else:
-                    self._lead(operation, math.inf)
-            return operation.result()
-        except BaseException as error:
-            self._interrupted(error, operation, session)
             raise
         finally:
             self.reactor.is_driven = False

@@ -546,6 +546,7 @@ def test_in_a_forked_child_nothing_waits_for_a_lock_that_nobody_will_lay_down() 
         "forked.set()\n"
         "thread.join()\n"
         "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0\n"
+        "comm.barrier('forked')\n"  # else the handle might be done before the fork
         "print(int(comm.all_reduce(1, 'a') if handle is None else handle.wait()))\n"
         "comm.close()\n",
     )
