@@ -112,7 +112,7 @@ class Recorder:
 
 
 def _posted(series: Series, seq: int, when_s: float) -> Event:
-    return when_s, "posted", series.key.name, seq, series.signature[0]
+    return when_s, "posted", series.key.name, seq, series.signature[0] if series.signature else ""
 
 
 def _wall_s() -> float:

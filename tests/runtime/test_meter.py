@@ -242,11 +242,14 @@ def test_reading_while_another_thread_tallies() -> None:
             return reads
 
         reading = asyncio.create_task(asyncio.to_thread(read))
-        for number in range(20_000):
-            meter.completed(call(f"name/{number % 300}"), 100.0 + (number % 977) * 1e-3)
-            if not number % 1000:
-                await asyncio.sleep(0)
-        ended = True
+        keys = [Key(number, GROUP.id, f"name/{number}") for number in range(300)]
+        try:
+            for number in range(20_000):
+                meter.completed(keys[number % 300], (number % 977) * 1e-3, 8)
+                if not number % 1000:
+                    await asyncio.sleep(0)
+        finally:
+            ended = True
         assert await reading > 0
         assert Tally.sum(meter.tallies()[0].values()).count == 20_000
 
