@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kfcomm.errors import ConfigError
+from kfcomm.errors import CollectiveAborted, ConfigError
 from kfcomm.testing import FakeArray
 from tests.collectives.on_device.worlds import device_world
-from tests.conformance.worlds import everywhere, on_loop
+from tests.conformance.worlds import assert_kinds, ends, everywhere, on_loop
 
 SIZE = 4
 BASE = np.arange(12, dtype=np.float32).reshape(4, 3)
@@ -95,10 +95,18 @@ async def test_messages() -> None:
     ],
 )
 @on_loop
-async def test_arguments_are_checked_when_it_is_prepared(verb: str, options: dict[str, Any], message: str) -> None:
-    async with device_world(SIZE) as world:
+async def test_arguments_are_checked_at_the_first_start(verb: str, options: dict[str, Any], message: str) -> None:
+    """But for the name, which is checked when it is prepared. Calls of other ranks hear of it, as of a verb's."""
+    async with device_world(SIZE, tombstones=True) as world:
+
+        def given(comm: Any) -> Any:
+            x = world.array(comm, BASE)
+            return {"k": x} if verb == "all_reduce_many" else x
+
         comm = world.comms[0]
-        x = world.array(comm, BASE)
         with pytest.raises(ConfigError, match=message):
-            getattr(comm, f"{verb}_init")({"k": x} if verb == "all_reduce_many" else x, **options)
+            getattr(comm, f"{verb}_init")(given(comm), **options).start()
+        if "name" not in options:
+            others = await ends(world.comms[1:], lambda comm: getattr(comm, verb)(given(comm)))
+            assert_kinds(others, *[CollectiveAborted] * (SIZE - 1))
         await world.works("k")
