@@ -170,7 +170,7 @@ class Engine:
     def post_again(self, series: Series, operation: Operation) -> bool:
         """Begin the next use of a series, if nothing is unusual; False if anything is.
 
-        The operation has its deadline, and knows the series.
+        The operation has its deadline, and knows the series. Without a future, its caller moves what it has queued.
         """
         if self.is_unusual or self.tracer is not None:
             return False
@@ -187,11 +187,8 @@ class Engine:
         if operation.is_over:
             self.links.flush()
             return True
-        if self.links.dirty:
-            if operation.future is None:  # its caller waits for it alone
-                self.links.flush()
-            else:
-                self.links.flush_soon()
+        if self.links.dirty and operation.future is not None:
+            self.links.flush_soon()
         if operation.due_s < self.deadlines.next_s:
             self.deadlines.hurry(operation.due_s)
         self.on_wait()

@@ -157,11 +157,11 @@ class Driver:
             SessionClosed: the communicator belongs to the parent process.
         """
         if self.io.is_current:
-            return function()
+            return _run(function, session)
         self.io.may_block()
         try:
             self._enter(session)
-            return function()
+            return _run(function, session)
         except BaseException as error:
             self._interrupted(error, None, session)
             raise
@@ -192,6 +192,8 @@ class Driver:
             if handle is None:
                 return cast("T", NOT_ALIKE)
             if not handle.done():
+                if session.engine.links.dirty:
+                    session.engine.links.flush()
                 if self._leader:
                     self._wait(handle, math.inf)
                 else:
@@ -456,3 +458,10 @@ class Driver:
     def _give_up(self, session: Session, error: BaseException) -> None:
         with contextlib.suppress(Exception):  # what was left undone may stand in the way; then peers hear of the close
             session.give_up(f"the communicator was interrupted at its work by {type(error).__name__}")
+
+
+def _run(function: Callable[[], T], session: Session) -> T:
+    result = function()
+    if session.engine.links.dirty:  # of an operation without a future, which nobody has scheduled to be moved
+        session.engine.links.flush_soon()
+    return result

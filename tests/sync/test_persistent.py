@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kfcomm.core import deadlines
 from kfcomm.errors import CollectiveAborted, CollectiveTimeout, ConfigError, SessionClosed, WouldDeadlock
 from kfcomm.sync import Communicator
 from kfcomm.testing import run_threads, sync_world
 from tests.collectives.test_persistent import CASES, OUTS, _never, assert_same, change
-from tests.sync.worlds import Call, joined, until
+from tests.sync.worlds import TRANSPORTS, Call, joined, until
 
 SIZE = 3
 
@@ -257,3 +258,36 @@ def test_many_threads_start_what_is_theirs() -> None:
 
     with joined("shm") as comms:
         run_threads(comms, main)
+
+
+@pytest.fixture
+def no_inquiries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody who waits tells the others: what is not moved stays where it is, and stops the test."""
+    monkeypatch.setattr(deadlines, "QUIET_AFTER_S", 1e6)
+    monkeypatch.setattr(deadlines, "ASK_BEFORE_S", 0.0)
+
+
+@pytest.mark.usefixtures("no_inquiries")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_was_started_moves_though_nobody_waits_for_it(transport: str) -> None:
+    with joined(transport) as (one, other):
+        for comm, peer in ((one, other), (other, one)):
+            name = f"of rank {comm.rank}"
+            prepared = comm.all_reduce_init(np.ones(2), name)
+            for _ in range(4):
+                prepared.start()
+                assert peer.all_reduce(np.ones(2), name).tolist() == [2.0, 2.0]
+                until(prepared.done)
+
+
+@pytest.mark.usefixtures("no_inquiries")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_a_callback_starts_moves_too(transport: str) -> None:
+    with joined(transport) as (one, other):
+        prepared = one.all_reduce_init(np.ones(2), "x")
+        for number in range(4):
+            before = one.all_reduce_async(1, "before")
+            before.add_done_callback(lambda _: prepared.start())
+            assert int(other.all_reduce(1, "before")) == 2
+            assert other.all_reduce(np.ones(2), "x").tolist() == [2.0, 2.0], number
+            until(prepared.done)
