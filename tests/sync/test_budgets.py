@@ -24,17 +24,18 @@ SLACK = 1.1
 
 BUDGETS = {
     ("all_reduce", "shm", "leaf"): (1720, 40),
-    ("all_reduce", "shm", "root"): (1840, 54),
+    ("all_reduce", "shm", "root"): (1840, 62),
     ("all_reduce", "tcp", "leaf"): (2000, 59),
     ("all_reduce", "tcp", "root"): (2210, 68),
     ("persistent all_reduce", "shm", "leaf"): (1710, 42),
-    ("persistent all_reduce", "shm", "root"): (1830, 56),
+    ("persistent all_reduce", "shm", "root"): (1830, 64),
     ("reduce", "shm", "leaf"): (1820, 46),
-    ("reduce", "shm", "root"): (1990, 56),
+    ("reduce", "shm", "root"): (2000, 64),
     ("broadcast", "shm", "leaf"): (1800, 45),
-    ("broadcast", "shm", "root"): (1940, 54),
+    ("broadcast", "shm", "root"): (1940, 62),
 }
-"""Of one blocking collective of 1 KiB under a name that was used before, with two ranks and strategy star."""
+"""Of one blocking collective of 1 KiB under a name that was used before, with two ranks and strategy star. A root's
+calls vary: the other's chunk may be there before it posts, or come while it looks."""
 
 AWAITED = {"all_reduce": (3380, 89), "persistent all_reduce": (3300, 90)}
 """Of both ranks together, on one uvloop: an awaited all_reduce of 1 KiB through shared memory, from call to result."""
