@@ -583,7 +583,7 @@ class Engine:
             self.tracer.ended(operation, cause.message)
         for sender in self.links.senders():
             for header in sender.withdraw(operation):
-                if header[7]:
+                if header[7] & 1:
                     sender.state.window.give(collective.nbytes_sent(header[4], header[6], header[5]), 1)
         self.links.disown(operation)
         story = self.recorder.story(collective.name) if cause.kind is CauseKind.INTERNAL else ()

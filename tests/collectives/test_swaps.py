@@ -19,6 +19,7 @@ from kfcomm.errors import (
     PeerLost,
     SessionClosed,
 )
+from kfcomm.runtime.peer_sender import PeerSender
 from kfcomm.strategies import Strategy, from_edges
 from kfcomm.types import Layout
 from tests.conformance import oracle
@@ -369,3 +370,28 @@ async def test_a_peer_is_lost_or_leaves_during_a_swap() -> None:
         outcomes = await asyncio.gather(cut, *later, return_exceptions=True)
         assert_kinds(outcomes, CollectiveAborted, SessionClosed, SessionClosed)
         await until(closing.done)
+
+
+@pytest.mark.parametrize("charged", [0, 1])
+@pytest.mark.parametrize("generation", [0, 1])
+@on_loop
+async def test_what_is_withdrawn_gives_back_its_credit_if_it_had_any(generation: int, charged: int) -> None:
+    """A chunk's header holds both in one number: its generation and whether it was charged."""
+    async with world(2, strategy="star", tombstones=True) as comms:
+        for _ in range(generation):
+            await everywhere(comms, lambda comm: comm.set_strategy("ring"))
+        await works(comms, "x")
+        engine = comms[0]._session.engine
+        state = engine.links.by_peer[1].state
+        handle = comms[0].all_reduce(np.ones(2), "k")
+        await turns()
+        (operation,) = engine.in_flight()
+        (lane,) = list(operation.program.lanes.values())[:1]
+        queued = (0, operation.key.id, operation.seq, 0, lane.number, 0, 0, 2 * generation + charged)
+        before = state.window.nbytes, state.window.headers
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(PeerSender, "withdraw", lambda *_: [queued])
+            handle.cancel()
+        nbytes = operation.nbytes_sent(lane.number, 0, 0)
+        assert (state.window.nbytes, state.window.headers) == (before[0] + nbytes * charged, before[1] + charged)
+        state.window.give(-nbytes * charged, -charged)
