@@ -1,7 +1,7 @@
 """Deadlines of collectives: which wait too long, given the time. The clock is its caller's.
 
 Each collective is due up to four times: ``QUIET`` when it has waited a little (so that ranks which disagree find
-out, see ``sending.announce``), ``STALLED`` once after the stall time, ``ASK`` shortly before its deadline (so that
+out, see ``links.announce``), ``STALLED`` once after the stall time, ``ASK`` shortly before its deadline (so that
 the error can say who is missing), and ``EXPIRED`` at the deadline.
 
 A deadline is three numbers that are kept with the collective. No queue is updated when a collective begins or ends.

@@ -1,5 +1,7 @@
 """What the two ends of a data link tell each other beside chunks: what numbers stand for, and what was lost.
 
+And what may be sent to a rank before it has posted: as much as it has given credit for; the rest asks, and waits.
+
 A link that breaks loses frames, and neither end can say which. Its *sender* decides what that means, when it learns of
 the break. A collective is affected if it was posted by then, under a name that was defined on the link. Nothing that is
 posted later is affected. The sender fails those of the affected that it has in flight. Those that it has completed may
@@ -17,11 +19,13 @@ from __future__ import annotations
 from kfcomm.core.collective import Collective, Key, Outgoing
 from kfcomm.core.credit import DEFAULT_CREDIT, Credit
 from kfcomm.core.frame import Header, Kind
+from kfcomm.core.machine import SEND, Effect
 
 LINKS = b""
 """In place of a group's id, in an abort: link number ``seq`` from rank ``name`` to rank ``cause.rank`` is broken."""
 
 KEY, SIGNATURE, OPEN = int(Kind.KEY), int(Kind.SIGNATURE), int(Kind.OPEN)
+CHUNK, ASK = int(Kind.CHUNK), int(Kind.ASK)
 
 
 class Links:
@@ -78,3 +82,50 @@ def _define(outgoing: Outgoing, key: Key, below: int) -> Header:
         outgoing.known.clear()
     outgoing.keys[key.id] = key
     return (KEY, key.id, key.group_id, key.name, below)
+
+
+def admit(
+    outgoing: Outgoing, effect: Effect, collective: Collective, to: int, nbytes: int
+) -> tuple[list[Header], Header | None]:
+    """Frames for one destination of a SEND effect: definitions to send first, and the chunk's header.
+
+    None for the header holds the chunk back: a SEND of it alone comes again when its receiver has posted, through the
+    effects of ``Router.on_posted``.
+    """
+    _, _, _, lane, index, phase, source, payload = effect
+    series = collective.series
+    key_id, number = series.key_id, series.signature_id
+    before = [] if series in outgoing.known else definitions(outgoing, collective)
+    if collective.posted >> to & 1:
+        charged = 0
+    elif not (collective.deferred and to in collective.deferred) and outgoing.window.take(nbytes):
+        charged = 1
+    else:
+        if collective.deferred is None:
+            collective.deferred = {}
+        waiting = collective.deferred.setdefault(to, [])
+        if not waiting:
+            before.append((ASK, key_id, collective.seq, number, collective.generation))
+        waiting.append((SEND, collective, (to,), lane, index, phase, source, payload))
+        return before, None
+    stamp = collective.stamp + charged
+    return before, (CHUNK, key_id, collective.seq, number, lane.number, phase, index, stamp)
+
+
+def may_send(outgoing: Outgoing, collective: Collective, to: int, nbytes: int) -> bool:
+    """Whether ``admit`` lets a chunk of so many bytes go at once."""
+    if collective.posted >> to & 1:
+        return True
+    return not (collective.deferred and to in collective.deferred) and outgoing.window.allows(nbytes)
+
+
+def announce(outgoing: Outgoing, collective: Collective) -> list[Header]:
+    """Frames that tell one of ``collective.unheard()`` what this rank has posted.
+
+    For a collective that has waited a while: ranks that disagree about the graph can all wait for each other
+    without a chunk between them (as two that both believe to be the root). Neighbours in a graph form one
+    piece, so if each rank announces itself to its own, at least two that differ will meet.
+    """
+    series = collective.series
+    ask = (ASK, series.key_id, collective.seq, series.signature_id, collective.generation)
+    return [*definitions(outgoing, collective), ask]

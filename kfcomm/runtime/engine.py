@@ -22,10 +22,10 @@ from kfcomm.core.collective import Collective, Early, GroupView, Incoming, ItemS
 from kfcomm.core.credit import DEFAULT_CREDIT, Credit
 from kfcomm.core.deadlines import NEVER
 from kfcomm.core.frame import Header, Kind
+from kfcomm.core.links import admit, announce, may_send
 from kfcomm.core.machine import DOWN, PAYLOAD, RESULT, SEND, Effect, Effects
 from kfcomm.core.program import Lane, Program
 from kfcomm.core.router import ANSWER, BROKEN, DROPPED, EARLY, FAILED, FLOOD, VIOLATION, Router
-from kfcomm.core.sending import admit, announce, may_send
 from kfcomm.core.signature import Signature
 from kfcomm.errors import RemoteProtocolError, SessionClosed
 from kfcomm.runtime.buffers import BlockPool, Payload

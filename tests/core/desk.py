@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kfcomm.core import sending
+from kfcomm.core import links
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import GroupView, Incoming, Outgoing
 from kfcomm.core.credit import Credit
@@ -12,7 +12,6 @@ from kfcomm.core.frame import Kind
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.core.machine import UP
 from kfcomm.core.router import Router, Tell
-from kfcomm.core.sending import may_send
 from kfcomm.types import Verb
 from tests.core.specs import ITEM, Spec
 
@@ -109,8 +108,8 @@ def listed(value):
 def admit(desk, effect):
     (to,) = effect[2]
     outgoing = desk.outgoing[SUM.members[to]]
-    foretold = may_send(outgoing, effect[1], to, NBYTES)
-    before, header = sending.admit(outgoing, effect, effect[1], to, NBYTES)
+    foretold = links.may_send(outgoing, effect[1], to, NBYTES)
+    before, header = links.admit(outgoing, effect, effect[1], to, NBYTES)
     assert foretold == (header is not None)
     return before, header
 

@@ -20,11 +20,10 @@ from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import Collective, Early, GroupView, Incoming, Outgoing
 from kfcomm.core.credit import DEFAULT_CREDIT, Credit
 from kfcomm.core.frame import Header, Kind, decode_header
-from kfcomm.core.links import LINKS
+from kfcomm.core.links import LINKS, admit, announce
 from kfcomm.core.machine import DOWN, INPUT, PARTIAL, PAYLOAD, RESULT, Do, Effect
 from kfcomm.core.program import Lane
 from kfcomm.core.router import Router, Tell
-from kfcomm.core.sending import admit, announce
 from tests.core.specs import ITEM, Spec
 
 MAX_STEPS = 1_000_000
