@@ -180,8 +180,8 @@ class SocketNetwork:
         """See ``session.Network``."""
         self._inbound, self._reactor = inbound, reactor
         if self._settings.links in ("auto", "shm"):
-            local = sum(self._is_here(peer) for peer in range(len(self.peers))) - 1
-            self._sharing = Sharing(self._loop, reactor, inbound, local)
+            local = [peer for peer in range(len(self.peers)) if self._is_here(peer)]
+            self._sharing = Sharing(self._loop, reactor, inbound, local, self._me.rank)
             inbound.on_wait = self._sharing.hub.wake
         self._control = ControlThread(self._world, self._listener, reactor, events, status)
         self._control.start()

@@ -156,7 +156,7 @@ class Session:
 
     def layout_of(self, view: GroupView) -> Layout:
         """Hosts of the members of a group."""
-        return Layout.of((self.layout.hosts[rank] for rank in view.members), self.layout.num_cpus)
+        return self.layout.part(view.members)
 
     def pool_of(self, device: Device) -> PinnedPool:
         """Memory of the host for copies from and to a device; one for all groups."""
@@ -167,8 +167,7 @@ class Session:
 
     def route_of(self, members: Sequence[int]) -> Choice | None:
         """Which way device memory goes among these ranks; None in a world without devices."""
-        layout = Layout.of((self.layout.hosts[rank] for rank in members), self.layout.num_cpus)
-        return self.devices.route(members, layout)
+        return self.devices.route(members, self.layout.part(members))
 
     # ---------------------------------------------------------------- ControlEvents
 

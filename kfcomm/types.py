@@ -75,6 +75,10 @@ class Layout:
             raise ValueError(f"{size} ranks cannot occupy {hosts} hosts")
         return cls(tuple(rank * hosts // size for rank in range(size)), num_cpus)
 
+    def part(self, ranks: Iterable[int]) -> Layout:
+        """The layout of some of the ranks, in this order."""
+        return Layout.of((self.hosts[rank] for rank in ranks), self.num_cpus)
+
     @property
     def size(self) -> int:
         """Number of ranks."""

@@ -66,6 +66,8 @@ WORKS = {
     for work in (
         Work("64MiB", ((64 << 20) // FLOAT32_NBYTES,)),
         Work("1MiB", ((1 << 20) // FLOAT32_NBYTES,), most_calls=100),
+        Work("64KiB", ((64 << 10) // FLOAT32_NBYTES,), most_calls=1000),
+        Work("16KiB", ((16 << 10) // FLOAT32_NBYTES,), most_calls=1000),
         Work("1KiB", ((1 << 10) // FLOAT32_NBYTES,), most_calls=2000),
         Work("resnet50", tuple(resnet50())),
         Work("10000x8", (8,) * 10_000),

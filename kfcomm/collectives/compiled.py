@@ -15,14 +15,16 @@ from abc import ABC, abstractmethod
 from functools import lru_cache, partial
 from time import monotonic
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 import numpy as np
 
 from kfcomm.core.deadlines import first_due_s
 from kfcomm.core.machine import FOLD, FOLD_UP, INPUT, UP, Effects
 from kfcomm.core.program import Lane
+from kfcomm.runtime.direct import OneStepOperation, SlottedOperation
 from kfcomm.runtime.operation import COPIED_NBYTES, Array, Operation
+from kfcomm.runtime.recorder import BATCH
 from kfcomm.types import Verb
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from kfcomm.collectives.handle import Handle
     from kfcomm.collectives.plans import Plan
     from kfcomm.runtime.buffers import Payload
+    from kfcomm.transports.shm.slots import Slot
 
 Shape: TypeAlias = tuple[int, ...]
 Arguments: TypeAlias = tuple[Any, ...]
@@ -77,7 +80,8 @@ class Compiled(ABC):
     """
 
     __slots__ = (
-        "_arguments", "engine", "first_s", "group", "is_small", "is_whole", "nbytes", "series", "timeout_s", "work",
+        "_arguments", "engine", "first_s", "group", "is_small", "is_whole", "nbytes", "operation", "series",
+        "timeout_s", "work",
     )  # fmt: skip
 
     def __init__(self, group: Group, name: str | None, arguments: Arguments, plan: Plan) -> None:
@@ -90,13 +94,35 @@ class Compiled(ABC):
         self.is_small = False
         self.nbytes = 0
         self.is_whole = plan.program.num_slots == 1 and plan.work.is_partial_shared
+        self.operation = COMPILED.get(plan.operation, CompiledOperation)
         self._arguments = _shared(arguments)
 
+    def begin(self, handle: Handle[Any] | None, source: Array, result: Array, value: Any) -> Operation | SlotUse | None:
+        """Begin a use, or None if anything is unusual; for the arguments see ``Operation``. Nothing has happened then.
+
+        In a slot it may be complete before it is an operation.
+        """
+        series = self.series
+        slot = series.slot
+        if slot is not None and not slot.is_dead:
+            engine = self.engine
+            seq = -1 if engine.is_unusual or engine.tracer is not None else engine.router.take_number(series)
+            if seq >= 0:
+                use = SlotUse(self, slot, seq, source, result, value)
+                if handle is None:
+                    return use
+                if use.look():
+                    handle.set_result(value)
+                    return use
+                return use.enter(handle)
+        operation = self.operation(self, handle, source, result, value)
+        return operation if self.engine.post_again(series, operation) else None
+
     @abstractmethod
-    def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Operation | None:
+    def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Operation | SlotUse | None:
         """Begin a use with these arrays, or None if it is not like the first one. Nothing has happened then.
 
-        Without a handle the caller waits for the operation itself.
+        Without a handle the caller waits for what is returned.
         """
 
     @abstractmethod
@@ -117,7 +143,7 @@ class CompiledBarrier(Compiled):
         super().__init__(group, name, arguments, plan)
         self._use = Use(self, None)
 
-    def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Operation | None:
+    def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Operation | SlotUse | None:
         """See ``Compiled.start``."""
         return self._use.start(handle) if arguments == self._arguments else None
 
@@ -161,7 +187,7 @@ class CompiledName(Compiled):
         # One call either way, of something that is not Python: no test, no look-up of what is known.
         self._room: Callable[[], Any] = NoneType if gets is None else _room(gets, dtype)
 
-    def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Operation | None:
+    def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Operation | SlotUse | None:
         """See ``Compiled.start``."""
         if (
             arguments != self._arguments
@@ -182,11 +208,8 @@ class CompiledName(Compiled):
         else:
             return None
         if self._is_flat:
-            operation = CompiledOperation(self, handle, x, value, value)
-        else:
-            result = None if value is None else value.reshape(-1)
-            operation = CompiledOperation(self, handle, x.reshape(-1), result, value)
-        return operation if self.engine.post_again(self.series, operation) else None
+            return self.begin(handle, x, NO_ARRAY if value is None else value, value)
+        return self.begin(handle, x.reshape(-1), NO_ARRAY if value is None else value.reshape(-1), value)
 
     def is_like(self, x: Any, arguments: Arguments, out: Any) -> bool:
         """See ``Compiled.is_like``."""
@@ -230,23 +253,20 @@ class Use:
         self, name: Compiled, x: Array | None, value: Array | None = None, *, room: Callable[[], Array] | None = None
     ) -> None:
         self._name = name
-        self._source = None if x is None else x.reshape(-1)
+        self._source = NO_ARRAY if x is None else x.reshape(-1)
         self._value = value
-        self._result = None if value is None else value.reshape(-1)
+        self._result = NO_ARRAY if value is None else value.reshape(-1)
         self._room = room
 
-    def start(self, handle: Handle[Any] | None) -> Operation | None:
+    def start(self, handle: Handle[Any] | None) -> Operation | SlotUse | None:
         """Begin a use, or None if anything is unusual. Nothing has happened then."""
-        name = self._name
         if self._room is None:
-            operation = CompiledOperation(name, handle, self._source, self._result, self._value)
-        else:
-            try:
-                value = self._room()
-            except MemoryError:  # the other ranks have to be told
-                return None
-            operation = CompiledOperation(name, handle, self._source, value.reshape(-1), value)
-        return operation if name.engine.post_again(name.series, operation) else None
+            return self._name.begin(handle, self._source, self._result, self._value)
+        try:
+            value = self._room()
+        except MemoryError:  # the other ranks have to be told
+            return None
+        return self._name.begin(handle, self._source, value.reshape(-1), value)
 
 
 # Of ten thousand names most are of a few kinds: what they have in common is one object, for the garbage collector too.
@@ -271,9 +291,7 @@ class CompiledOperation(Operation):
 
     is_whole = False
 
-    def __init__(
-        self, name: Compiled, future: Any, source: Array | None, result: Array | None, value: Array | None
-    ) -> None:
+    def __init__(self, name: Compiled, future: Any, source: Array, result: Array, value: Array | None) -> None:
         self.series = series = name.series
         self.program = program = series.program
         self.remaining = num_slots = program.num_slots
@@ -290,8 +308,8 @@ class CompiledOperation(Operation):
         self.work = name.work
         self.nbytes = name.nbytes
         self.future = future
-        self._in = NO_ARRAY if source is None else source
-        self._out = NO_ARRAY if result is None else result
+        self._in = source
+        self._out = result
         self.value = value
         self.posted_s = self.heard_s = now_s = monotonic()
         self.timeout_s = name.timeout_s
@@ -324,3 +342,91 @@ class CompiledOperation(Operation):
             self._out[:] = np.frombuffer(payload, self._out.dtype)
         else:
             super()._store(lane, index, payload, effects)
+
+
+class CompiledSlotted(SlottedOperation, CompiledOperation):
+    """The same of what is carried out in a slot, if there is one."""
+
+    def __init__(self, name: Compiled, future: Any, source: Array, result: Array, value: Array | None) -> None:
+        CompiledOperation.__init__(self, name, future, source, result, value)
+
+
+class CompiledOneStep(OneStepOperation, CompiledSlotted):
+    """The same of what every rank gets as a whole."""
+
+
+COMPILED: Final[dict[Any, type[CompiledOperation]]] = {
+    SlottedOperation: CompiledSlotted,
+    OneStepOperation: CompiledOneStep,
+}
+"""By the kind of operation that a plan asks for; all others are of the plain kind."""
+
+
+class SlotUse:
+    """One use of a compiled name in a slot: posted, and often over before it is worth an operation.
+
+    It is its caller's alone, who holds the engine lock: before that is laid down, it has to be over or to ``enter``.
+
+    Attributes:
+        seq: which use of the name it is.
+        is_over: its result is there.
+    """
+
+    __slots__ = ("_name", "_operation", "_posted_s", "_result", "_slot", "_source", "_value", "_word", "is_over", "seq")
+
+    def __init__(self, name: Compiled, slot: Slot, seq: int, source: Array, result: Array, value: Any) -> None:
+        self._name = name
+        self._slot = slot
+        self.seq = seq
+        self._source = source
+        self._result = result
+        self._value = value
+        self._posted_s = monotonic()
+        self.is_over = False
+        self._operation: SlottedOperation | None = None
+        group = name.group
+        self._word = word = group.plans.first_word + seq
+        if slot.post(source, word):
+            name.engine.slots.wake(slot, group.view)
+
+    def look(self) -> bool:
+        """Whether it is over now; it was not, and has not entered."""
+        try:
+            if not self._slot.look(self._word, self._result):
+                return False
+        except Exception as error:  # noqa: BLE001  it fails for its caller, and for those who have no result yet
+            operation = self.enter(None)
+            operation.engine.broke(operation, error)
+            return True
+        self.is_over = True
+        name = self._name
+        if self._slot.late:
+            name.engine.slots.waited(self._slot, self._word, self._posted_s, name.group.view)
+        recorder = name.engine.recorder
+        ended = recorder.ended
+        ended.append((name.series, self.seq, self._posted_s, monotonic(), name.nbytes))
+        if len(ended) >= BATCH:
+            recorder.settle()
+        return True
+
+    def done(self) -> bool:
+        """Whether it is over."""
+        return self.is_over or (self._operation is not None and self._operation.is_over)
+
+    def result(self) -> Any:
+        """See ``Operation.result``."""
+        return self._value if self._operation is None else self._operation.result()
+
+    def cancel(self) -> bool:
+        """End it everywhere; False if it is over already."""
+        return not self.is_over and (self._operation or self.enter(None)).cancel()
+
+    def enter(self, handle: Handle[Any] | None) -> SlottedOperation:
+        """It takes longer: from now on it is an operation, among all that are under way."""
+        name = self._name
+        operation = cast("SlottedOperation", name.operation(name, handle, self._source, self._result, self._value))
+        self._operation = operation
+        operation.seq, operation.word, operation.posted_s = self.seq, self._word, self._posted_s
+        operation.enter(self._slot)
+        name.engine.enter(operation)
+        return operation

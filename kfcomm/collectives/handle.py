@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from kfcomm.collectives.compiled import SlotUse
     from kfcomm.runtime.operation import Operation
     from kfcomm.transports.reactor import Reactor
 
@@ -76,11 +77,11 @@ class Handle(asyncio.Future[T]):
             listener(self)
 
 
-def named(handle: Handle[T], operation: Operation) -> Handle[T]:
-    """The handle of an operation that was posted under it."""
-    handle._seq = operation.seq
-    if not operation.is_over:
-        handle.operation = operation
+def named(handle: Handle[T], begun: Operation | SlotUse) -> Handle[T]:
+    """The handle of what was posted under it: an operation, or a use of a slot that is over already."""
+    handle._seq = begun.seq
+    if not begun.is_over:
+        handle.operation = cast("Operation", begun)
     return handle
 
 

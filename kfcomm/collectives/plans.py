@@ -17,16 +17,18 @@ import numpy as np
 
 from kfcomm.arrays.dtypes import dtype_name
 from kfcomm.core import program as programs
-from kfcomm.core.chunk import WHOLE_BELOW, pair_of, split
+from kfcomm.core.chunk import SHOWN_WHOLE_NBYTES, WHOLE_BELOW, pair_of, split
 from kfcomm.core.collective import ItemSizes
 from kfcomm.core.graph import GraphPair
 from kfcomm.core.program import Program
 from kfcomm.core.signature import Signature
 from kfcomm.errors import ConfigError
 from kfcomm.reduce import Wire, kernel, wire_of
+from kfcomm.runtime.direct import OneStepOperation, SharedWork, SlottedOperation
 from kfcomm.runtime.operation import Operation, Work
 from kfcomm.runtime.wired import WiredOperation, WiredWork
-from kfcomm.strategies import AnyStrategy, Strategy
+from kfcomm.strategies import AnyStrategy, Direct, Strategy
+from kfcomm.transports.shm.slots import word_of
 from kfcomm.types import Op, Verb
 
 if TYPE_CHECKING:
@@ -88,11 +90,23 @@ class Planner:
     def ways(self, dtype: np.dtype[Any], shape: Shape, wire: WireDtype = None) -> tuple[int, Shares]:
         """How many ways an all_reduce may take as a whole, and their shares of the keys; one if it is shared out."""
         count, _, graphs = self._prepare(dtype, shape, wire)
+        if graphs.direct and wire is None:
+            return 1, ()
         return (len(graphs.pairs), graphs.shares) if graphs.is_whole or count < WHOLE_BELOW else (1, ())
 
     def all_reduce(self, dtype: np.dtype[Any], shape: Shape, op: Op, way: int, wire: WireDtype = None) -> Plan:
         """Every rank gets the fold of all inputs; ``way`` is one of ``ways``."""
         count, chunk, graphs = self._prepare(dtype, shape, wire)
+        if graphs.direct and wire is None:
+            is_one_step = graphs.direct is Direct.ONE_STEP and count * dtype.itemsize <= SHOWN_WHOLE_NBYTES
+            program = (
+                self._one_step(count, chunk, graphs)
+                if is_one_step
+                else programs.all_reduce(self.rank, graphs.pairs[:1], count, chunk)
+            )
+            plan = self._plan(Verb.ALL_REDUCE, dtype, shape, program, graphs, count, op=op, in_result=True)
+            work = SharedWork(plan.work.kernel, dtype, count, self.size)
+            return replace(plan, work=work, operation=OneStepOperation if is_one_step else SlottedOperation)
         if graphs.is_whole or count < WHOLE_BELOW:
             program = programs.all_reduce(self.rank, (graphs.pairs[way],), count, chunk)
         else:
@@ -158,8 +172,14 @@ class Planner:
     def barrier(self, name: str) -> Plan:
         """No data."""
         graphs = self.strategy.select(0)
-        program = programs.barrier(self.rank, graphs.pairs[pair_of(name, len(graphs.pairs), graphs.shares)])
         signature = Signature(Verb.BARRIER, "", (), "", -1, graphs.name, graphs.digest)
+        if graphs.direct:
+            work = SharedWork(None, None, 0, self.size)
+            is_one_step = graphs.direct is Direct.ONE_STEP
+            program = self._one_step(0, 1, graphs) if is_one_step else programs.barrier(self.rank, graphs.pairs[0])
+            operation = OneStepOperation if is_one_step else SlottedOperation
+            return Plan(signature, program, ItemSizes(1, 1), work, -1, operation)
+        program = programs.barrier(self.rank, graphs.pairs[pair_of(name, len(graphs.pairs), graphs.shares)])
         return Plan(signature, program, ItemSizes(1, 1), Work(None, None, self.size, in_result=False), -1)
 
     def _prepare(self, dtype: np.dtype[Any], shape: Shape, wire: WireDtype = None) -> tuple[int, int, Strategy]:
@@ -173,6 +193,10 @@ class Planner:
         counts = [row * number for number in rows or (1,) * self.size]
         largest = max(counts)
         return counts, chunk_elements(dtype), self.strategy.select(largest * (wire or dtype).itemsize)
+
+    def _one_step(self, count: int, chunk_elements: int, graphs: Strategy) -> Program:
+        """Everybody gets what everybody gives."""
+        return programs.all_gather(self.rank, graphs.rooted, (count,) * self.size, chunk_elements)
 
     def _plan(
         self, verb: Verb, dtype: np.dtype[Any], shape: Shape, program: Program, graphs: Strategy, result_count: int, *,
@@ -213,14 +237,16 @@ class Plans:
     Attributes:
         planner: makes what is missing.
         generation: which of the group's strategies this is; 0 for the first.
+        first_word: what says in a slot that a name's first use is there.
         compiled: by name, what can be known of the next use.
     """
 
-    __slots__ = ("_plans", "_ways", "compiled", "generation", "planner")
+    __slots__ = ("_plans", "_ways", "compiled", "first_word", "generation", "planner")
 
     def __init__(self, planner: Planner, generation: int = 0) -> None:
         self.planner = planner
         self.generation = generation
+        self.first_word = word_of(0, generation)
         self.compiled: dict[str | None, Compiled] = {}
         self._plans: dict[Hashable, Plan] = {}
         self._ways: dict[Hashable, tuple[list[Plan | None], Shares]] = {}
@@ -229,6 +255,7 @@ class Plans:
         """The same plans for a later generation of the same strategy."""
         later = copy(self)
         later.generation = generation
+        later.first_word = word_of(0, generation)
         return later
 
     def plan(self, make: Callable[..., Plan], *what: Hashable) -> Plan:

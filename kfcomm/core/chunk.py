@@ -14,6 +14,9 @@ from zlib import crc32
 WHOLE_BELOW = 4096
 """Buffers of fewer elements are not shared out: they travel whole, along one pair picked by their key."""
 
+SHOWN_WHOLE_NBYTES = 1 << 14
+"""In a direct strategy, a message up to this size is folded as a whole by everybody; of longer ones, each its part."""
+
 
 def split(count: int, parts: int) -> list[tuple[int, int]]:
     """``(offset, length)`` of ``parts`` parts of ``count`` elements; the first ``count % parts`` are one longer."""

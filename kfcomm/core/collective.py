@@ -50,10 +50,11 @@ class Key:
     Attributes:
         series: what the latest uses have in common.
         others: the same of earlier ones, by the number of their signature; None while there are none, as of most names.
+        offers: slots that were handed out for it, by signature, until they are taken; None while there never was any.
         tally: a slot for whoever counts; the core never looks at it.
     """
 
-    __slots__ = ("early", "group_id", "id", "live", "name", "next_seq", "others", "series", "tally")
+    __slots__ = ("early", "group_id", "id", "live", "name", "next_seq", "offers", "others", "series", "tally")
 
     def __init__(self, number: int, group_id: bytes, name: str) -> None:
         self.id = number
@@ -64,6 +65,7 @@ class Key:
         self.early: dict[int, Early] = {}
         self.series: Series | None = None
         self.others: dict[int, Series] | None = None
+        self.offers: dict[AnySignature, tuple[Any, ...]] | None = None
         self.tally: Any = None
 
 
@@ -85,10 +87,13 @@ class Series:
         program, sizes: what this rank does.
         posted: the bit of this rank; see ``Collective``.
         version: of the names, see ``names.Names``: with another one the numbers have to be looked up again.
+        slot: where the uses are carried out without messages, if anywhere; the core never looks at it.
+        is_known: it was used before; kept by whoever hands out slots.
     """
 
     __slots__ = (
-        "group", "key", "key_id", "posted", "program", "signature", "signature_id", "sizes", "version",
+        "group", "is_known", "key", "key_id", "posted", "program", "signature", "signature_id", "sizes", "slot",
+        "version",
     )  # fmt: skip
 
     def __init__(
@@ -102,6 +107,8 @@ class Series:
         self.sizes = sizes
         self.posted = 1 << group.rank
         self.version = 0
+        self.slot: Any = None
+        self.is_known = False
 
 
 class Arrival:
@@ -204,17 +211,24 @@ class Collective(Machine):
         chunk = self.program.chunk_elements
         return lane.count if lane.num_chunks == 1 else min(chunk, lane.count - index * chunk)
 
+    def heard(self) -> int:
+        """What ``posted`` is by now: others may learn of a rank's post by other means than chunks."""
+        return self.posted
+
     def arrived_ranks(self) -> tuple[int, ...]:
         """Group ranks known to have posted it, this one included."""
-        return tuple(rank for rank in range(self.group.size) if self.posted >> rank & 1)
+        posted = self.heard()
+        return tuple(rank for rank in range(self.group.size) if posted >> rank & 1)
 
     def unheard(self) -> tuple[int, ...]:
         """Neighbours not known to have posted it, as group ranks: whom to announce it to when it waits long."""
-        return tuple(rank for rank in sorted(self.program.neighbours) if not self.posted >> rank & 1)
+        posted = self.heard()
+        return tuple(rank for rank in sorted(self.program.neighbours) if not posted >> rank & 1)
 
     def missing_ranks(self) -> tuple[int, ...]:
         """Group ranks not known to have posted it."""
-        return tuple(rank for rank in range(self.group.size) if not self.posted >> rank & 1)
+        posted = self.heard()
+        return tuple(rank for rank in range(self.group.size) if not posted >> rank & 1)
 
 
 class Early:

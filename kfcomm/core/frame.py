@@ -26,7 +26,7 @@ import msgpack
 
 from kfcomm.errors import LocalProtocolError, RemoteProtocolError
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 PREFIX = struct.Struct("<II")
 PREFIX_NBYTES = PREFIX.size
 CHUNK_HEADER = struct.Struct("<BIQIIBII")
@@ -50,6 +50,8 @@ class Kind(IntEnum):
     CREDIT = 6
     BYE = 7
     OPEN = 8
+    SLOT = 9
+    NO_SLOT = 10
     GOSSIP = 16
     PING = 17
     HELLO = 32
@@ -68,6 +70,8 @@ SCHEMA: dict[int, tuple[type, ...]] = {
     Kind.CREDIT: (int, int),  # payload bytes and headers given back
     Kind.BYE: (),  # nothing follows on this link
     Kind.OPEN: (int,),  # number of this link among those from its sender; comes first
+    Kind.SLOT: (int, int, int, int, int),  # key id, signature id, use after which it holds, number, place
+    Kind.NO_SLOT: (int, int, int),  # key id, signature id, use from which on there is none
     Kind.GOSSIP: (int, int, list),  # origin, number, message: see core.gossip
     Kind.PING: (),
     Kind.HELLO: (int, int, int, str, int, bytes),  # protocol, epoch, rank, uid, purpose, nonce

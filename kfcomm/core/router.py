@@ -48,6 +48,8 @@ from kfcomm.core.tombstones import Tombstones
 
 MAX_ARRIVALS = 1 << 15
 """Kinds of chunks of one link that are known at a time."""
+MAX_OFFERS = 1 << 12
+"""Slots that were handed out for one key, and are not taken."""
 MAX_ASKS = 1 << 17
 """More unanswered questions than this on one link are taken for an attack."""
 
@@ -153,6 +155,24 @@ class Router:
         if key.early:
             self._replay(collective, effects)
         return True
+
+    def take_number(self, series: Series) -> int:
+        """The number of the next use of a series, which may be over before anybody has to know of it; see ``enter``.
+
+        Returns:
+            -1, and nothing has happened, if anything is unusual, as for ``post_again``, or something came early.
+        """
+        key = series.key
+        if key.live or key.early or self._dead or self.lost:
+            return -1
+        seq = key.next_seq
+        key.next_seq = seq + 1
+        return seq
+
+    def enter(self, collective: Collective) -> None:
+        """A use that has begun with a number of ``take_number`` is under way for longer."""
+        collective.key.live[collective.seq] = collective
+        self.live[collective] = None
 
     def series(self, group: GroupView, name: str, signature: Signature, program: Program, sizes: ItemSizes) -> Series:
         """What the uses of a name with this signature have in common: what ``post_again`` takes."""
@@ -331,6 +351,33 @@ class Router:
                 if early.asks is None:
                     early.asks = []
                 early.asks.append((incoming, signature, header))
+
+    def on_slot(self, incoming: Incoming, header: Header, memory: Any, effects: Effects) -> None:
+        """The peer hands out a slot in its memory for a key and a signature, for the uses after one."""
+        _, number, signature_number, seq, slot, at = header
+        key = incoming.keys.get(number)
+        signature = incoming.signatures.get(signature_number)
+        if key is None or signature is None:
+            effects.append((VIOLATION, incoming, "a slot under a number that was never defined"))
+        elif memory is None:
+            effects.append((VIOLATION, incoming, "a slot in memory that it does not share"))
+        else:
+            if key.offers is None:
+                key.offers = {}
+            if len(key.offers) < MAX_OFFERS:
+                key.offers[signature] = (incoming.peer, seq, memory, slot, at)
+
+    def on_no_slot(self, incoming: Incoming, header: Header, effects: Effects) -> Series | None:
+        """The peer takes back the slot of a key and a signature; which series that is, if it was used here."""
+        key = incoming.keys.get(header[1])
+        signature = incoming.signatures.get(header[2])
+        if key is None or signature is None:
+            effects.append((VIOLATION, incoming, "no slot under a number that was never defined"))
+            return None
+        if key.offers is not None:
+            key.offers.pop(signature, None)
+        known = (key.series, *(key.others or {}).values())
+        return next((one for one in known if one is not None and one.signature == signature), None)
 
     def on_posted(self, outgoing: Outgoing, number: int, seq: int, effects: Effects) -> None:
         """The peer has posted a collective that we asked about."""

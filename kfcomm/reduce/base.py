@@ -16,6 +16,7 @@ from kfcomm.types import Op
 
 Fold: TypeAlias = Callable[[Array, Array, Array], object]
 Finish: TypeAlias = Callable[[Array, Array, int], object]
+FoldAll: TypeAlias = Callable[[Any, Array], object]
 Last: TypeAlias = Callable[[Array, Array, Array, int], object]
 
 SINGLE = np.dtype(np.float32)
@@ -41,6 +42,10 @@ class Kernel:
             dtypes are equal.
         last: ``last(a, b, out, size)`` is ``fold``, then ``finish``, to the bit, block by block, so that what was
             folded is finished while it is in the cache. ``out`` is of ``dtype``; it may be ``a`` or ``b``.
+        fold_all: ``fold_all(rows, out)`` writes the fold of all rows of a two-dimensional array into ``out``, finished,
+            to the bit as ``fold`` after ``fold``: in one call, which for short rows is most of the time. At least two
+            elements each: NumPy may add up a single column in another order. A list of rows is copied first. None where
+            there is no such call.
         needs_finish: if False, what was folded is the result, and `finish` only copies.
     """
 
@@ -51,6 +56,7 @@ class Kernel:
     finish: Finish
     last: Last
     needs_finish: bool
+    fold_all: FoldAll | None = None
 
 
 def _minimum(a: Array, b: Array, out: Array, **options: Any) -> None:
@@ -72,6 +78,19 @@ FOLDS: dict[Op, Callable[..., object]] = {
     Op.OR: np.bitwise_or,
     Op.XOR: np.bitwise_xor,
 }
+
+
+REDUCTIONS: dict[Op, Callable[..., object]] = {
+    Op.SUM: np.add.reduce,
+    Op.AVG: np.add.reduce,
+    Op.MIN: np.minimum.reduce,
+    Op.MAX: np.maximum.reduce,
+    Op.PROD: np.multiply.reduce,
+    Op.AND: np.bitwise_and.reduce,
+    Op.OR: np.bitwise_or.reduce,
+    Op.XOR: np.bitwise_xor.reduce,
+}
+"""The same for all rows of an array."""
 
 
 class Quiet(threading.local):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from kfcomm.arrays.dtypes import Array
-from kfcomm.reduce.base import FOLDS, Kernel, Quiet, blocks, divide
+from kfcomm.reduce.base import FOLDS, REDUCTIONS, FoldAll, Kernel, Quiet, blocks, divide
 from kfcomm.types import Op
 
 _COMPLEX_BLOCK = 8192  # elements multiplied at a time, so that the four products stay in the cache
@@ -18,15 +18,17 @@ def plain_kernel(op: Op, dtype: np.dtype[Any]) -> Kernel:
     """The kernel of an op that needs no wider numbers."""
     if dtype.kind in "biu":  # nothing to warn of
         combine = FOLDS[op]
-        return Kernel(op, dtype, dtype, combine, _copy, _only(combine), False)
+        return Kernel(op, dtype, dtype, combine, _copy, _only(combine), False, _all_of(REDUCTIONS[op], None))
     quiet = Quiet()
-    combine = _complex_product if op is Op.PROD and dtype.kind == "c" else FOLDS[op]
+    is_plain = op is not Op.PROD or dtype.kind != "c"
+    combine = FOLDS[op] if is_plain else _complex_product
+    fold_all = _all_of(REDUCTIONS[op], quiet) if is_plain else None
 
     def fold(a: Array, b: Array, out: Array) -> None:
         quiet.run(combine, a, b, out)
 
     if op is not Op.AVG:
-        return Kernel(op, dtype, dtype, fold, _copy, _only(fold), False)
+        return Kernel(op, dtype, dtype, fold, _copy, _only(fold), False, fold_all)
     part = _part_dtype(dtype) if dtype.kind == "c" else dtype
     length = _BLOCK_NBYTES // dtype.itemsize
 
@@ -44,6 +46,12 @@ def plain_kernel(op: Op, dtype: np.dtype[Any]) -> Kernel:
             divide(piece, size, piece)
 
     return Kernel(op, dtype, dtype, fold, finish, last, True)
+
+
+def _all_of(reduce: Any, quiet: Quiet | None) -> FoldAll:
+    if quiet is None:
+        return lambda rows, out: reduce(rows, 0, None, out)
+    return lambda rows, out: quiet.run(reduce, rows, 0, None, out)
 
 
 def _only(fold: Any) -> Any:

@@ -36,6 +36,7 @@ from kfcomm.runtime.meter import Meter
 from kfcomm.runtime.operation import Operation
 from kfcomm.runtime.recorder import BATCH, Recorder
 from kfcomm.runtime.recovery import LinkRecovery
+from kfcomm.runtime.slots import NO_SLOT, SLOT, SlotTable
 from kfcomm.transports.base import Link
 from kfcomm.transports.reactor import Reactor
 
@@ -76,6 +77,7 @@ class Engine:
     Attributes:
         tracer: records a timeline, if one is wanted.
         meter: what is counted and timed; None if nothing is.
+        slots: what is carried out without messages.
         lender: the link whose chunk is being taken in.
         is_unusual: every post goes the long way, since it may be refused.
     """
@@ -106,6 +108,7 @@ class Engine:
         self.end_listeners: list[Callable[[], None]] = []
         self.receivers: list[Callable[[], list[dict[str, Any]]]] = []
         self.links = LinkTable(connect, loop, reactor, self.router.open, self.router.opened, self._link_failed)
+        self.slots = SlotTable(self.links, meter)
         self.recovery = LinkRecovery(self.router, self.links, reactor, self.abort)
         self.deadlines = Deadlines(
             rank, reactor, stall_after_s, in_flight=self.in_flight, announce=self._announce, abort=self.abort
@@ -151,13 +154,13 @@ class Engine:
         except Exception as error:
             if operation not in self.router.live:
                 raise
-            self._broke(operation, error)
+            self.broke(operation, error)
         else:
             if type(cause) is Cause:
                 self._reject(operation, group, name, cause, effects)
                 return
         if effects:
-            self._perform(effects)
+            self.perform(effects)
         links = self.links
         if operation.is_over:  # its caller may go on without a turn of the reactor
             links.flush()
@@ -181,9 +184,9 @@ class Engine:
         except Exception as error:
             if operation not in self.router.live:
                 raise
-            self._broke(operation, error)
+            self.broke(operation, error)
         if effects:
-            self._perform(effects)
+            self.perform(effects)
         if operation.is_over:
             self.links.flush()
             return True
@@ -193,6 +196,13 @@ class Engine:
             self.deadlines.hurry(operation.due_s)
         self.on_wait()
         return True
+
+    def enter(self, operation: Operation) -> None:
+        """An operation that has begun by itself is under way: its caller waits for it as for others."""
+        self.router.enter(operation)
+        if operation.due_s < self.deadlines.next_s:
+            self.deadlines.hurry(operation.due_s)
+        self.on_wait()
 
     def begins(self, operation: Operation) -> None:
         """An operation has its place and number; it starts now."""
@@ -208,7 +218,7 @@ class Engine:
         """An operation that is carried out elsewhere, and has not failed, is done."""
         effects: Effects = []
         operation.done_elsewhere(effects)
-        self._perform(effects)
+        self.perform(effects)
 
     def refuse(self, group: GroupView, name: str, message: str, *, seq: int | None = None) -> None:
         """A call failed its local checks: the other ranks' calls under this name fail too."""
@@ -220,13 +230,13 @@ class Engine:
             self.meter.failed(group, name)
         effects: Effects = []
         self.router.refuse(group, name, message, effects, seq=seq)
-        self._perform(effects)
+        self.perform(effects)
 
     def leave_out(self, group: GroupView, name: str, below: int) -> None:
         """No use of this name with a number below this one will be posted that was not: see ``Router.leave_out``."""
         effects: Effects = []
         self.router.leave_out(group, name, below, effects)
-        self._perform(effects)
+        self.perform(effects)
 
     def cancel(self, operation: Operation) -> None:
         """The caller does not want it any more: it ends on every rank where it is not complete."""
@@ -237,7 +247,7 @@ class Engine:
         """Fail a collective here and on every other rank."""
         effects: Effects = []
         self.router.abort(collective, cause, effects)
-        self._perform(effects)
+        self.perform(effects)
         self.links.flush_soon()
 
     def end(self, reason: str) -> None:
@@ -280,14 +290,14 @@ class Engine:
         """Another rank aborted a collective."""
         effects: Effects = []
         self.router.on_abort(group, name, seq, cause, effects)
-        self._perform(effects)
+        self.perform(effects)
 
     def on_peer_lost(self, peer: int, reason: str) -> None:
         """A peer is gone: everything that it takes part in fails, now and later."""
         effects: Effects = []
         self.router.on_peer_lost(peer, Cause(CauseKind.LOST, peer, f"rank {peer} is lost: {reason}"), effects)
         self.links.drop(peer)
-        self._perform(effects)
+        self.perform(effects)
         self._tell_losses()
 
     def on_peer_left(self, peer: int, cause: Cause) -> None:
@@ -324,14 +334,14 @@ class Engine:
                 raise
             except Exception as error:  # noqa: BLE001  it ends this collective alone
                 key = link.state.keys.get(header[1])
-                self._broke(None if key is None else key.live.get(header[2]), error)
+                self.broke(None if key is None else key.live.get(header[2]), error)
                 return
             if meter is not None and whose is not None:
                 meter.arrived(link.peer, cast("Operation", whose))
         else:
             self._hear(link, header, effects)
         if effects:
-            self._perform(effects)
+            self.perform(effects)
 
     def _receive_unlike(self, link: Link, header: Header, payload: memoryview, effects: Effects) -> Any:
         """A chunk that is not like one that came before it; whose it is, if that is posted."""
@@ -370,6 +380,10 @@ class Engine:
             self.router.on_ask(state, header, effects)
         elif kind == OPEN:
             self.links.numbered(state, header[1])
+        elif kind == SLOT:
+            self.router.on_slot(state, header, link.slots, effects)
+        elif kind == NO_SLOT:
+            self.slots.taken_back(self.router.on_no_slot(state, header, effects), state.peer, header[3])
         else:
             raise RemoteProtocolError(f"rank {link.peer} sent a {Kind(kind).name} to a receiver of chunks")
 
@@ -379,7 +393,7 @@ class Engine:
             raise RemoteProtocolError(f"rank {link.peer} sent a chunk to a sender of chunks")
         effects: Effects = []
         ticket = self.router.match(link.state, header, nbytes, effects)
-        self._perform(effects)
+        self.perform(effects)
         payload = self._room(ticket, nbytes)
         payload.ticket = ticket
         if self.tracer is not None:
@@ -398,12 +412,12 @@ class Engine:
         try:
             self.router.arrived(placement.ticket, placement, effects)
         except Exception as error:  # noqa: BLE001  it ends this collective alone
-            self._broke(None if type(whose) is Early else whose, error)
+            self.broke(None if type(whose) is Early else whose, error)
             return
         if type(whose) is not Early and self.meter is not None:
             self.meter.arrived(link.peer, whose)
         if effects:
-            self._perform(effects)
+            self.perform(effects)
 
     def burst_end(self, link: Link) -> None:
         """All that had arrived was handed over: give credit back, and move what was queued."""
@@ -438,7 +452,7 @@ class Engine:
 
     # ---------------------------------------------------------------- effects
 
-    def _perform(self, effects: Effects) -> None:
+    def perform(self, effects: Effects) -> None:
         """Carry out effects in order; the list may grow meanwhile."""
         for effect in effects:
             if effect[0] >= ANSWER:
@@ -450,9 +464,9 @@ class Engine:
                     self.send(operation, *effect[2:])
                     operation.was_read(effects, 0)
                 except Exception as error:  # noqa: BLE001  it ends this collective alone
-                    self._broke(operation, error)
+                    self.broke(operation, error)
 
-    def _broke(self, operation: Collective | None, error: Exception) -> None:
+    def broke(self, operation: Collective | None, error: Exception) -> None:
         """What a collective was to do could not be done: it fails everywhere. With the error being handled."""
         if operation is None:
             raise error
@@ -571,7 +585,7 @@ class Engine:
             self.meter.failed(group, name)
         operation.reject(error_of(cause, name))
         self._tell_mismatch(group, name, self.router.num_uses(group.id, name) - 1, cause)
-        self._perform(effects)
+        self.perform(effects)
 
     def _failed(self, collective: Collective, cause: Cause) -> None:
         operation = cast("Operation", collective)

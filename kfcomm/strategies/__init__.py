@@ -14,7 +14,7 @@ from typing import TypeAlias
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.errors import ConfigError
 from kfcomm.strategies import auto as _auto
-from kfcomm.strategies.base import AnyStrategy, SizedStrategy, Strategy, from_edges, from_parents
+from kfcomm.strategies.base import AnyStrategy, Direct, SizedStrategy, Strategy, from_edges, from_parents
 from kfcomm.strategies.measured import bound_seconds, hosts_of, minimum_spanning_tree, packed_trees
 from kfcomm.strategies.registry import ALGORITHMS
 from kfcomm.strategies.rules import from_rules, is_rules, parse_rules
@@ -23,6 +23,7 @@ from kfcomm.types import Layout
 __all__ = [
     "AnyStrategy",
     "Builder",
+    "Direct",
     "SizedStrategy",
     "Strategy",
     "StrategySpec",

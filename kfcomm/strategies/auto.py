@@ -6,10 +6,12 @@ depends on the layout and the constants alone, so that all ranks come to the sam
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Final
 
-from kfcomm.strategies.base import SizedStrategy, Strategy
+from kfcomm.core.chunk import SHOWN_WHOLE_NBYTES
+from kfcomm.strategies.base import Direct, SizedStrategy, Strategy
 from kfcomm.strategies.cost import Load, NetworkModel, Profile
 from kfcomm.strategies.registry import ALGORITHMS
 from kfcomm.types import Layout
@@ -34,7 +36,10 @@ def auto(layout: Layout, network: NetworkModel | None = None) -> SizedStrategy:
     profiles = [Profile.of_loads(one, layout, [loads[id(pair)] for pair in one.pairs]) for one in candidates]
     rules: list[tuple[int | None, Strategy]] = []
     for nbytes in _SIZES:
-        seconds = [profile.seconds(nbytes, network or NetworkModel()) for profile in profiles]
+        seconds = [
+            profile.seconds(nbytes, network or NetworkModel()) if _may_take(one, nbytes, layout) else math.inf
+            for one, profile in zip(candidates, profiles, strict=True)
+        ]
         best = candidates[seconds.index(min(seconds))]
         if rules and rules[-1][1] is best:
             rules.pop()
@@ -43,9 +48,16 @@ def auto(layout: Layout, network: NetworkModel | None = None) -> SizedStrategy:
     return SizedStrategy("auto", tuple(rules))
 
 
+def _may_take(strategy: Strategy, nbytes: int, layout: Layout) -> bool:
+    """Whether messages of this size go as the strategy's profile says."""
+    if layout.num_hosts == 1:
+        return strategy.select(nbytes) is strategy
+    return not strategy.direct or (strategy.direct is Direct.ONE_STEP and nbytes <= SHOWN_WHOLE_NBYTES)
+
+
 def _candidates(layout: Layout) -> list[Strategy]:
     small = layout.size <= _MAX_RANKS_WITH_PAIR_EACH
     built = [algorithm.build(layout) for algorithm in ALGORITHMS if small or not algorithm.pair_per_rank]
     # Messages that go whole spread themselves over the pairs by their keys: where two cost the same, the more pairs.
-    whole = [replace(strategy, is_whole=True) for strategy in built if len(strategy.pairs) > 1]
+    whole = [replace(strategy, is_whole=True) for strategy in built if len(strategy.pairs) > 1 and not strategy.direct]
     return [*sorted(whole, key=lambda strategy: -len(strategy.pairs)), *built]

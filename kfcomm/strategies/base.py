@@ -11,15 +11,29 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import IntEnum
 from functools import cached_property
 from typing import Final
 
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.errors import ConfigError
 
+DIRECT_NBYTES: Final = 1 << 18
+"""The longest message that a direct strategy shows to all; longer ones are shared out among its pairs."""
 MAX_SHARES: Final = 1 << 24
 """The shares of a strategy add up to no more: keys are spread over the pairs by 32 bits."""
+
+
+class Direct(IntEnum):
+    """How short messages go if no memory is shared; their bits are the same."""
+
+    NOT = 0
+    """As all others: the strategy is not direct."""
+    ONE_STEP = 1
+    """Each to every rank."""
+    STAR = 2
+    """Up and down the first pair."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +47,7 @@ class Strategy:
             only those of few elements do (``core.chunk.WHOLE_BELOW``).
         shares: how much of a message each pair carries, relative to the others; of the messages that go whole, how
             many. In lowest terms; empty for equal parts.
+        direct: every rank makes the result of a short all_reduce by itself; see `direct`.
 
     Raises:
         ConfigError: no pair, pairs of different sizes, or shares that are not one positive integer for each pair or
@@ -43,6 +58,7 @@ class Strategy:
     pairs: tuple[GraphPair, ...]
     is_whole: bool = False
     shares: tuple[int, ...] = ()
+    direct: Direct = Direct.NOT
 
     def __post_init__(self) -> None:
         if not self.pairs:
@@ -76,8 +92,12 @@ class Strategy:
         return self.pairs[0].size
 
     def select(self, nbytes: int) -> Strategy:
-        """The strategy for a message of ``nbytes`` bytes: this one, whatever the size."""
-        return self
+        """The strategy for a message of ``nbytes`` bytes: this one; where it is direct, only for short messages."""
+        return self._for_long if self.direct and nbytes > DIRECT_NBYTES else self
+
+    @cached_property
+    def _for_long(self) -> Strategy:
+        return replace(self, direct=Direct.NOT)
 
     def rooted(self, root: int) -> GraphPair:
         """The pair to use for a verb with a root: the first that has it, else the first pair rerooted.
@@ -104,9 +124,10 @@ class Strategy:
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes that differ if any graph, the order of the pairs, their shares, or what is left whole differs."""
+        """16 bytes that differ if any graph, the order of the pairs, their shares, or how messages go differs."""
         data = b"".join(pair.digest for pair in self.pairs)
         kind = (b"whole" if self.is_whole else b"") + (b" shares" if self.shares else b"")
+        kind += b" direct%d" % self.direct if self.direct else b""
         shares = repr(self.shares).encode() if self.shares else b""
         return hashlib.blake2b(data + shares, digest_size=16, person=kind).digest()
 
@@ -144,7 +165,7 @@ class SizedStrategy:
 
     def select(self, nbytes: int) -> Strategy:
         """The strategy for a message of ``nbytes`` bytes."""
-        return next(strategy for bound, strategy in self.rules if bound is None or nbytes <= bound)
+        return next(strategy for bound, strategy in self.rules if bound is None or nbytes <= bound).select(nbytes)
 
     @cached_property
     def digest(self) -> bytes:

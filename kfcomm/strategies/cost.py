@@ -166,6 +166,8 @@ class Profile(NamedTuple):
     @classmethod
     def of_loads(cls, strategy: Strategy, layout: Layout, loads: Sequence[Load]) -> Profile:
         """The same from what is known of its pairs: several strategies may have them."""
+        if strategy.direct:
+            return cls._of_direct(layout)
         if strategy.is_whole:
             return cls._of_the_worst([cls._of_the_sum([load], (1,), layout) for load in loads])
         return cls._of_the_sum(loads, _shares(strategy), layout)
@@ -192,6 +194,34 @@ class Profile(NamedTuple):
                 max(_by_host(layout, folds)),
                 max(_by_host(layout, copies)),
             ),
+            num_cpus=layout.num_cpus,
+        )
+
+    @classmethod
+    def _of_direct(cls, layout: Layout) -> Profile:
+        """Of messages that every rank gets, in parts of an n-th.
+
+        On one host they are shown, not sent: to use a slot costs about as much as to send a message and to receive one.
+        What is given each rank copies in, folds for its part, shows, and copies for the other parts.
+        """
+        size = layout.size
+        on_hosts = [len(layout.ranks_of(host)) for host in range(layout.num_hosts)]
+        most = max(on_hosts)
+        near = min(1, size - 1)
+        if layout.num_hosts == 1:
+            messages, folds, copies = 2 * near, size - 1, 2 * size * near
+        else:
+            messages, folds, copies = 2 * (size - 1), size * (size - 1), size * (most - 1)
+        return cls(
+            num_pairs=1,
+            num_parts=size,
+            largest=size,
+            ways=((near, 0),) if layout.num_hosts == 1 else ((min(1, most - 1), 0), (0, 1)),
+            messages=messages,
+            folds=folds,
+            local_parts=copies,
+            cross_parts=size * max(number * (size - number) for number in on_hosts),
+            crowd=(most * messages, most * folds, most * copies),
             num_cpus=layout.num_cpus,
         )
 
@@ -244,12 +274,13 @@ def measure(strategy: Strategy, layout: Layout | None = None) -> Cost:
         return Cost(*(max(values) for values in zip(*map(astuple, costs), strict=True)))
     hosts = layout.hosts if layout is not None else (0,) * strategy.size
     shares = _shares(strategy)
-    sends = list(_sends(strategy.pairs, shares))
+    sends = list(_sends(strategy.pairs, shares, is_direct=bool(strategy.direct)))
+    num_parts = 1 if strategy.direct else sum(shares)
     between = [(hosts[a], hosts[b], parts) for a, b, parts in sends if hosts[a] != hosts[b]]
     return Cost(
-        steps=max(pair.reduce.depth + pair.broadcast.depth for pair in strategy.pairs),
-        bytes=Fraction(_busiest(strategy.size, sends), sum(shares)),
-        cross_host_bytes=Fraction(_busiest(max(hosts) + 1, between), sum(shares)),
+        steps=max(pair.reduce.depth + (0 if strategy.direct else pair.broadcast.depth) for pair in strategy.pairs),
+        bytes=Fraction(_busiest(strategy.size, sends), num_parts),
+        cross_host_bytes=Fraction(_busiest(max(hosts) + 1, between), num_parts),
     )
 
 
@@ -382,11 +413,14 @@ def _shares(strategy: Strategy) -> tuple[int, ...]:
     return strategy.shares or (1,) * len(strategy.pairs)
 
 
-def _sends(pairs: Sequence[GraphPair], shares: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+def _sends(
+    pairs: Sequence[GraphPair], shares: Sequence[int], *, is_direct: bool = False
+) -> Iterator[tuple[int, int, int]]:
     """``(from, to, parts)`` of everything that moves in an all_reduce."""
     for pair, parts in zip(pairs, shares, strict=True):
         yield from ((child, parent, parts) for parent, child in pair.reduce.edges)
-        yield from ((parent, child, parts) for parent, child in pair.broadcast.edges)
+        if not is_direct:
+            yield from ((parent, child, parts) for parent, child in pair.broadcast.edges)
 
 
 def _ports(size: int, sends: Iterable[tuple[int, int, int]]) -> tuple[list[int], list[int]]:

@@ -73,7 +73,10 @@ def _pair(strategy: Strategy, layout: Layout, asked: int | None) -> Iterator[str
         if len(strategy.pairs) > 1
         else f"root {pair.root}"
     )
-    if pair.reduce.parents == pair.broadcast.parents and not (_is_chain(pair.reduce) and pair.size > 2):
+    if strategy.direct:
+        yield "  reduce: up to the root, which keeps it; nothing comes down"
+        yield from _tree(pair.reduce, layout)
+    elif pair.reduce.parents == pair.broadcast.parents and not (_is_chain(pair.reduce) and pair.size > 2):
         yield "  reduce: up to the root; broadcast: the same way down"
         yield from _tree(pair.reduce, layout)
         if pair.reduce != pair.broadcast:

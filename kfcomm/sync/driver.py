@@ -24,7 +24,7 @@ from collections.abc import Callable
 from os import sched_yield
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
-from kfcomm.collectives.compiled import NOT_ALIKE
+from kfcomm.collectives.compiled import NOT_ALIKE, SlotUse
 from kfcomm.errors import SessionClosed
 from kfcomm.sync.thread import LOOK_EVERY_S, IoThread
 from kfcomm.transports.loop_driver import LoopDriver
@@ -40,6 +40,8 @@ QUIET_S = 2e-3
 """Of fruitless looking until a leader rests."""
 LOOKS = 64
 """At shared memory, between two looks at descriptors and the clock."""
+SLOT_LOOKS = 64
+"""At a slot alone, until it is looked at with all the rest."""
 LULL_S = 0.1
 """After a call when nothing is in flight and nobody looks: then the I/O thread parks. Long, since waking it takes the
 caller's time (1 ms with more ranks than cores); a peer that cannot wait rings when it parks."""
@@ -181,6 +183,7 @@ class Driver:
         if is_mine or session.engine.is_unusual:  # in a callback on the I/O thread, perhaps, or in a forked child
             self.io.may_block()
         handle: Awaited[T] | None = None
+        is_left = False
         try:
             if is_mine:
                 self._found_taken(session)
@@ -191,6 +194,13 @@ class Driver:
             handle = begin()
             if handle is None:
                 return cast("T", NOT_ALIKE)
+            if type(handle) is SlotUse and (handle.look() or self._look_again(handle)):
+                outcome: T = handle.result()
+                self._is_working = False
+                is_left = True
+                self.reactor.is_driven = False  # as it was found: nothing of the engine's has moved
+                lock.release()
+                return outcome
             if not handle.done():
                 if session.engine.links.dirty:
                     session.engine.links.flush()
@@ -203,8 +213,22 @@ class Driver:
             self._interrupted(error, handle, session)
             raise
         finally:
-            self.reactor.is_driven = False
-            self._leave()
+            if not is_left or lock.is_mine():
+                self.reactor.is_driven = False
+                self._leave()
+
+    def _look_again(self, use: SlotUse) -> bool:
+        """Look a few times more whether it is over; else it is an operation from then on."""
+        for _ in range(SLOT_LOOKS):
+            if self._lock.is_wanted():
+                break
+            self._is_working = False
+            sched_yield()
+            self._is_working = True
+            if use.look():
+                return True
+        use.enter(None)
+        return False
 
     def wait(self, handle: Awaited[T], timeout_s: float | None, session: Session) -> bool:
         """Wait until a collective is over; False if it is not after so many seconds."""

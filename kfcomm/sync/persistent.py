@@ -7,6 +7,7 @@ import concurrent.futures
 from types import NoneType
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
+from kfcomm.collectives.compiled import SlotUse
 from kfcomm.errors import CollectiveAborted
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class PersistentCollective(Generic[T]):
                 arguments cannot work: it fails on the other ranks, too, as a call of the verb does.
             SessionClosed: the communicator is closed, or belongs to the parent process.
         """
-        self._driver.run(self._inner.start, self._session)
+        self._driver.run(self._start_here, self._session)
         return self
 
     def run(self) -> T:
@@ -113,6 +114,11 @@ class PersistentCollective(Generic[T]):
         Returns once nothing reads its arrays.
         """
         return self._driver.run(self._cancel_here, self._session)
+
+    def _start_here(self) -> None:
+        latest = self._begin()
+        if type(latest) is SlotUse and not latest.look():
+            latest.enter(None)
 
     def _begin(self) -> Awaited[T]:
         return self._inner.start()._latest

@@ -14,10 +14,13 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence, Sized
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kfcomm.core.frame import Header
+
+if TYPE_CHECKING:
+    from kfcomm.transports.shm.slots import SlotMemory
 
 
 class Counts(NamedTuple):
@@ -54,6 +57,8 @@ class Link(Protocol):
     """Whether frames wait for ``flush``; else they are on their way when ``send`` returns."""
     kind: str
     """What it is made of, in a word: ``shm``, ``unix``, ``tcp`` or ``memory``."""
+    slots: SlotMemory | None = None
+    """Of the rank that opened the link; None where no memory is shared."""
 
     def counts(self) -> Counts:
         """What it has moved. May be called on any thread, also after the end; the numbers never fall."""
@@ -78,6 +83,10 @@ class Link(Protocol):
         None where there is none, or not now. What is not given to ``send`` is forgotten by itself.
         """
         return None
+
+    def wake_peer(self) -> None:
+        """The peer may sleep over something that no frame tells of: wake it."""
+        return
 
     def set_low_latency(self) -> None:
         """From now on hand over, and take, little at a time, so that what is urgent soon overtakes the rest.
@@ -153,6 +162,23 @@ class Inbound(Protocol):
         """The link is gone: ``None`` after the peer's goodbye, else why. Nothing follows."""
 
 
+class Watched(Protocol):
+    """News in shared memory that are no link's."""
+
+    @property
+    def pending(self) -> Sized:
+        """What is to be looked at, if anything."""
+
+    def look(self) -> bool:
+        """Look once; whether there was anything."""
+
+    def park(self) -> None:
+        """Peers have to wake this process from now on."""
+
+    def unpark(self) -> None:
+        """It looks by itself."""
+
+
 class Waiter(Inbound, Protocol):
     """An ``Inbound`` that knows when it waits, for transports that look for arrivals."""
 
@@ -160,3 +186,7 @@ class Waiter(Inbound, Protocol):
     """Set by the transport; called when this rank begins to wait for something."""
     is_waiting: Callable[[], int]
     """Whether something is in flight on this rank: how much."""
+
+    @property
+    def slots(self) -> Watched:
+        """What else is to be looked at where memory is shared."""

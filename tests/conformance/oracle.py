@@ -11,6 +11,7 @@ from kfcomm.arrays.dtypes import NUMPY_NAMES
 from kfcomm.core.chunk import WHOLE_BELOW, pair_of, share_out, split
 from kfcomm.core.graph import Graph
 from kfcomm.strategies import AnyStrategy
+from kfcomm.strategies.shapes import star_around
 from kfcomm.types import Op
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -108,6 +109,8 @@ def all_reduced(op: str, inputs: Sequence[Array], strategy: AnyStrategy, name: s
     flats = [np.ascontiguousarray(one).reshape(-1) for one in inputs]
     graphs = strategy.select(flats[0].nbytes)
     count = flats[0].size
+    if graphs.direct:
+        return folded(op, star_around(len(flats), 0), flats).reshape(shape)
     if graphs.is_whole or count < WHOLE_BELOW:
         pair = graphs.pairs[pair_of(name or "", len(graphs.pairs), graphs.shares)]
         return folded(op, pair.reduce, flats).reshape(shape)

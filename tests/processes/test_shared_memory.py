@@ -28,9 +28,9 @@ def test_a_rank_killed_while_it_owns_and_reads_shared_memory_leaves_nothing() ->
         for call in waiting:
             assert call.failure(PeerLost).fields["rank"] == VICTIM
         assert do(survivors, sharing.no_pieces) == [True, True]
-        # one arena, that of the other, and the segments of two links: what was the victim's is open no more
+        # arena and slots, those of the other, and the segments of two links: what was the victim's is open no more
         assert len(set(do(survivors, roles.group_all_reduce, group="without", elements=BIG))) == 1
-        assert do(survivors, sharing.memfds) == [5, 5]
+        assert do(survivors, sharing.memfds) == [7, 7]
         do(survivors, roles.leave)
         assert do(survivors, sharing.memfds) == [0, 0]
 

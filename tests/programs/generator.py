@@ -29,7 +29,7 @@ FRESH_NAMESPACES = 100
 SMALL_NBYTES, MEDIUM_NBYTES, LARGE_NBYTES = 64, 64 << 10, (1 << 20, 3 << 20)
 MEDIUM, LARGE = 0.03, 0.003
 STRATEGIES = (
-    "star", "ring", "binary_tree", "clique", "binomial", "chain_star", "tree", "multi_star", "auto",
+    "star", "ring", "binary_tree", "clique", "binomial", "chain_star", "tree", "multi_star", "auto", "direct",
     {"<=1KiB": "star", "else": "ring"},
 )  # fmt: skip
 COLLECTIVES = (

@@ -186,7 +186,7 @@ def folded(graph, rank):
 
 @settings(deadline=None, max_examples=60)
 @given(
-    name=st.sampled_from([name for name in names() if name != "auto"]),
+    name=st.sampled_from([name for name in names() if name not in ("auto", "direct")]),
     size=st.integers(2, 9),
     hosts=st.integers(1, 9),
     nbytes=st.sampled_from([4, 1 << 12, 1 << 20, (1 << 20) + 4, 3 << 20]),
@@ -207,6 +207,12 @@ def test_every_rank_ends_with_the_fold_of_all_in_the_order_of_the_graphs(name, s
     num_chunks = sum(-(-count // (1 << 17)) for _, count in split(nbytes // 4, len(pairs)))
     assert len(values.result) in (size * num_chunks, size)
     assert result.seconds >= result.bound_s
+
+
+@pytest.mark.parametrize(("num_cpus", "messages"), [(0, 4 * 3), (2, 2 * 3)])
+def test_direct_is_one_step_where_each_rank_has_a_processor(num_cpus, messages):
+    result = simulate("direct", Layout.even(4, num_cpus=num_cpus), 1 << 10)
+    assert result.messages == messages
 
 
 def test_messages_of_fewer_bytes_than_an_element():

@@ -3,8 +3,8 @@
 ::
 
     publisher                                       subscriber
-    sizes, with the descriptors of the       ──▶    maps both, or cannot
-    link's segment and of the arena
+    sizes, with the descriptors of the       ──▶    maps all, or cannot
+    link's segment, arena and slots
                                              ◀──    "y", or "n" and why
 
 Either side may fail at any point; then the socket is closed and nothing is left.
@@ -17,16 +17,18 @@ import contextlib
 import os
 import socket
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kfcomm.errors import KfcommError, RemoteProtocolError, TransportError
 from kfcomm.transports.shm.arena import Arena, pieces_in
 from kfcomm.transports.shm.segment import SharingRefused, attach, create, why_unsupported
 from kfcomm.transports.shm.shared import SHARED_NBYTES, Shared
+from kfcomm.transports.shm.slots import SlotMemory
 from kfcomm.transports.sockets import readable, told_as_lost, why
 
 _OFFER = struct.Struct("<8sQQI")
-_MAGIC = b"kfcomm 1"
+_MAGIC = b"kfcomm 2"
 _YES, _NO = b"y", b"n"
 _MAX_REASON_NBYTES = 500
 _MAX_ARENA_NBYTES = 1 << 36
@@ -39,10 +41,11 @@ class Offer(NamedTuple):
     shared: Shared
     arena: memoryview
     max_lent: int
+    slots: SlotMemory
 
 
-async def offer(sock: socket.socket, arena: Arena, max_lent: int) -> Shared:
-    """Show the peer a new segment and the arena. The socket stays the caller's.
+async def offer(sock: socket.socket, arena: Arena, max_lent: int, slots: SlotMemory) -> Shared:
+    """Show the peer a new segment, the arena and the slots. The socket stays the caller's.
 
     It waits for as long as the peer lives: that may be busy, and its loop has its turn late.
 
@@ -54,7 +57,7 @@ async def offer(sock: socket.socket, arena: Arena, max_lent: int) -> Shared:
     with told_as_lost(_TOO_EARLY):
         try:
             message = _OFFER.pack(_MAGIC, SHARED_NBYTES, arena.nbytes, max_lent)
-            socket.send_fds(sock, [message], [descriptor, arena.descriptor])
+            socket.send_fds(sock, [message], [descriptor, arena.descriptor, slots.descriptor])
         except ConnectionError:
             raise
         except OSError as error:
@@ -68,8 +71,10 @@ async def offer(sock: socket.socket, arena: Arena, max_lent: int) -> Shared:
     return Shared(mapping)
 
 
-async def accept(sock: socket.socket, timeout_s: float) -> Offer:
+async def accept(sock: socket.socket, timeout_s: float, ranks: Sequence[int], rank: int) -> Offer:
     """Map what a peer offers, and say so, or say why not. The socket stays the caller's.
+
+    ``ranks``, ``rank``: see ``SlotMemory``.
 
     Raises:
         RemoteProtocolError: what came is no offer.
@@ -79,9 +84,13 @@ async def accept(sock: socket.socket, timeout_s: float) -> Offer:
     try:
         with told_as_lost(_TOO_EARLY):
             await _wait_for_offer(sock, timeout_s)
-            message, descriptors, _, _ = socket.recv_fds(sock, _OFFER.size, 2, socket.MSG_CMSG_CLOEXEC)
-            mapped = _map(message, descriptors)
-            sock.send(_YES)
+            message, descriptors, _, _ = socket.recv_fds(sock, _OFFER.size, 3, socket.MSG_CMSG_CLOEXEC)
+            mapped = _map(message, descriptors, ranks, rank)
+            try:
+                sock.send(_YES)
+            except BaseException:
+                mapped.slots.close()
+                raise
             return mapped
     except KfcommError as error:
         with contextlib.suppress(OSError):
@@ -92,17 +101,19 @@ async def accept(sock: socket.socket, timeout_s: float) -> Offer:
             os.close(descriptor)
 
 
-def _map(message: bytes, descriptors: list[int]) -> Offer:
+def _map(message: bytes, descriptors: list[int], ranks: Sequence[int], rank: int) -> Offer:
     if (unsupported := why_unsupported()) is not None:
         raise TransportError(unsupported)
-    if len(message) != _OFFER.size or len(descriptors) != 2:
+    if len(message) != _OFFER.size or len(descriptors) != 3:
         raise RemoteProtocolError(f"an offer of {len(message)} bytes and {len(descriptors)} descriptors")
     magic, shared_nbytes, arena_nbytes, max_lent = _OFFER.unpack(message)
     if magic != _MAGIC or shared_nbytes != SHARED_NBYTES or arena_nbytes > _MAX_ARENA_NBYTES:
         raise RemoteProtocolError(f"an offer of another kind ({magic!r}, {shared_nbytes} and {arena_nbytes} bytes)")
     shared = attach(descriptors[0], shared_nbytes, writable=True)
     arena = attach(descriptors[1], arena_nbytes, writable=False)
-    return Offer(Shared(shared), pieces_in(arena), max_lent)
+    slots = SlotMemory(descriptors[2], ranks, rank)
+    descriptors.pop()  # it is theirs now
+    return Offer(Shared(shared), pieces_in(arena), max_lent, slots)
 
 
 async def _wait_for_offer(sock: socket.socket, timeout_s: float) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kfcomm.transports.base import Watched
 from kfcomm.transports.reactor import Reactor, Timer
 from kfcomm.transports.shm.link import ShmLink
 from kfcomm.transports.shm.ring import RingReader
@@ -33,14 +34,16 @@ class Hub:
     Args:
         reactor: by which it is driven.
         is_waiting: whether something is in flight on this rank.
+        slots: what else is to be looked at.
 
     Attributes:
         is_awake: it looks at every link again soon.
         restless: links that are to be polled also without news, until a look finds nothing left to do.
     """
 
-    def __init__(self, reactor: Reactor, is_waiting: Callable[[], object]) -> None:
+    def __init__(self, reactor: Reactor, is_waiting: Callable[[], object], slots: Watched) -> None:
         self._reactor = reactor
+        self._slots = slots
         self._is_waiting = is_waiting
         self._links: tuple[ShmLink, ...] = ()
         self.restless: set[ShmLink] = set()
@@ -99,6 +102,8 @@ class Hub:
             for link in tuple(self.restless):
                 if link.poll():
                     moved = True
+        if self._slots.pending and self._slots.look():
+            moved = True
         if moved and not self._is_waiting():  # it is there, and the program may be long at its work now
             self.ring_bells()
         return moved
@@ -134,6 +139,7 @@ class Hub:
     def unpark(self) -> None:
         """This process looks by itself."""
         self.is_awake = True
+        self._slots.unpark()
         for link in self._links:
             link.unpark()
 
@@ -146,6 +152,7 @@ class Hub:
         what = Parked.FOR_RECORDS if all(link.is_idle for link in self._links) else Parked.FOR_ROOM
         for link in self._links:
             link.park(what)
+        self._slots.park()
         with self._fence:
             pass
         # What came in between is often the next collective's, which this rank has yet to post: no reason to stay up.

@@ -29,6 +29,7 @@ from kfcomm.transports.sockets import broken
 
 if TYPE_CHECKING:
     from kfcomm.transports.shm.hub import Hub
+    from kfcomm.transports.shm.slots import SlotMemory
 
 BYE = int(Kind.BYE)
 BURST_NBYTES = 1 << 14
@@ -49,6 +50,7 @@ class Wire(NamedTuple):
         peer: world rank of the other end.
         shared: the segment of this link.
         keeper: who looks after it.
+        slots: see ``transports.base.Link``.
     """
 
     sock: socket.socket
@@ -57,6 +59,7 @@ class Wire(NamedTuple):
     peer: int
     shared: Shared
     keeper: Hub
+    slots: SlotMemory | None = None
 
 
 class ShmLink(Link, ABC):
@@ -91,6 +94,7 @@ class ShmLink(Link, ABC):
         self._out, self._into = rings
         self._shown_nbytes = 0
         self.news = (self._words, int(self._tail), self._into)
+        self.slots = wire.slots
         self._keeper = wire.keeper
         self._restless = wire.keeper.restless
         self._encode = make_encoder()
@@ -147,7 +151,7 @@ class ShmLink(Link, ABC):
             pass
         parked = self._words[self._far]
         if parked and (self.owes_bell or parked == _FOR_ROOM):
-            self._wake()
+            self.wake_peer()
         self.owes_bell = False
 
     def _settle_bell(self) -> None:
@@ -169,7 +173,7 @@ class ShmLink(Link, ABC):
         with self._fence:
             pass
         if self._words[self._far] == _FOR_ROOM and self._fd >= 0:
-            self._wake()
+            self.wake_peer()
 
     @property
     def is_idle(self) -> bool:
@@ -182,7 +186,7 @@ class ShmLink(Link, ABC):
         A peer that has not read everything may be one that nobody looks for: it is woken, parked or not.
         """
         if not self._out.is_empty:
-            self._wake()
+            self.wake_peer()
         self.ring_bell()
         self._words[self._near] = what
 
@@ -231,10 +235,11 @@ class ShmLink(Link, ABC):
         with contextlib.suppress(OSError):  # the peer is gone: reading will say so
             self._sock.shutdown(socket.SHUT_WR)
 
-    def _wake(self) -> None:
-        """If the socket is full of bells, one more would say nothing new; if its peer is gone, reading will say so.
+    def wake_peer(self) -> None:
+        """See ``Link.wake_peer``.
 
-        What the peer has left in the ring is read then, so nothing ends here.
+        If the socket is full of bells, one more would say nothing new; if its peer is gone, reading will say so. What
+        the peer has left in the ring is read then, so nothing ends here.
         """
         with contextlib.suppress(OSError):
             self._sock.send(_BELL)

@@ -178,6 +178,8 @@ class ShmReceiver(ShmLink):
     def _let_go(self) -> None:
         self._answers.clear()
         self._say_closed()
+        if self.slots is not None:
+            self.slots.close()
 
     def _say_closed(self) -> None:
         """The link has ended: once nothing of the peer's arena is read any more, it may use that again."""

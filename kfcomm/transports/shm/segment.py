@@ -69,8 +69,21 @@ def attach(descriptor: int, nbytes: int, *, writable: bool) -> mmap.mmap:
     """Map a peer's segment of ``nbytes``; the descriptor stays the caller's.
 
     Raises:
-        RemoteProtocolError: it is not a segment of that size, or could still change its size.
+        RemoteProtocolError: see ``check``.
         TransportError: it cannot be mapped.
+    """
+    check(descriptor, nbytes)
+    try:
+        return mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
+    except OSError as error:
+        raise TransportError(f"cannot map {nbytes} bytes of a peer's memory: {error.strerror}") from error
+
+
+def check(descriptor: int, nbytes: int) -> None:
+    """Refuse what is no segment of ``nbytes``.
+
+    Raises:
+        RemoteProtocolError: it is not a segment of that size, or could still change its size.
     """
     try:
         sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
@@ -79,10 +92,6 @@ def attach(descriptor: int, nbytes: int, *, writable: bool) -> mmap.mmap:
         raise RemoteProtocolError(f"what was passed is no shared memory: {error.strerror}") from error
     if sealed & _SEALS != _SEALS or size != nbytes or nbytes < 1:
         raise RemoteProtocolError(f"shared memory of {size} bytes, seals {sealed:#x}, where {nbytes} were announced")
-    try:
-        return mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
-    except OSError as error:
-        raise TransportError(f"cannot map {nbytes} bytes of a peer's memory: {error.strerror}") from error
 
 
 def _make(name: str, nbytes: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections.abc import Sequence
 
 from kfcomm.errors import KfcommError
 from kfcomm.transports.base import Waiter
@@ -20,6 +21,7 @@ from kfcomm.transports.shm.link import ShmLink, Wire
 from kfcomm.transports.shm.receiver import ShmReceiver
 from kfcomm.transports.shm.segment import SharingRefused, why_unsupported
 from kfcomm.transports.shm.sender import ShmSender
+from kfcomm.transports.shm.slots import SlotMemory
 from kfcomm.transports.sockets import closed_on_failure
 
 logger = logging.getLogger("kfcomm")
@@ -37,11 +39,16 @@ class Sharing:
         loop: where links are agreed on.
         reactor: who drives them then.
         inbound: who hears what arrives.
-        num_peers: ranks on this host, without this one.
+        ranks: world ranks on this host.
+        rank: of this process.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, reactor: Reactor, inbound: Waiter, num_peers: int) -> None:
-        self.hub = Hub(reactor, inbound.is_waiting)
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, reactor: Reactor, inbound: Waiter, ranks: Sequence[int], rank: int
+    ) -> None:
+        num_peers = len(ranks) - 1
+        self.hub = Hub(reactor, inbound.is_waiting, inbound.slots)
+        self._ranks, self._rank = tuple(ranks), rank
         self._loop = loop
         self._reactor = reactor
         self._inbound = inbound
@@ -50,6 +57,7 @@ class Sharing:
         self._max_lent = self._num_slabs // (2 * max(1, num_peers))
         self._large_window_nbytes = self._num_slabs * SLAB_NBYTES // (num_peers + 1)
         self._arena: Arena | None = None
+        self._slots: SlotMemory | None = None
         self._greetings: set[asyncio.Task[None]] = set()
 
     async def connect(self, sock: socket.socket, peer: int) -> ShmLink:
@@ -64,8 +72,11 @@ class Sharing:
                 raise SharingRefused(unsupported)
             if self._arena is None:
                 self._arena = Arena(self._num_slabs)
-            shared = await offer(sock, self._arena, self._max_lent)
-        wire = Wire(sock, self._reactor, self._inbound, peer, shared, self.hub)
+            if self._slots is None:
+                self._slots = SlotMemory.make(self._ranks, self._rank)
+            slots = self._slots
+            shared = await offer(sock, self._arena, self._max_lent, slots)
+        wire = Wire(sock, self._reactor, self._inbound, peer, shared, self.hub, slots)
         link = ShmSender(wire, self._arena, self._large_window_nbytes)
         self.hub.add(link)
         return link
@@ -78,7 +89,7 @@ class Sharing:
 
     def descriptors(self) -> list[int]:
         """Descriptors that a forked child must let go of, besides those of the links."""
-        return [self._arena.descriptor] if self._arena is not None and self._arena.descriptor >= 0 else []
+        return [one.descriptor for one in (self._arena, self._slots) if one is not None and one.descriptor >= 0]
 
     async def close(self) -> None:
         """End what is left of links and greetings; the memory goes with the last view of it."""
@@ -89,6 +100,8 @@ class Sharing:
         self.hub.close()
         if self._arena is not None:
             self._arena.close()
+        if self._slots is not None:
+            self._slots.close()
 
     def _greeted(self, task: asyncio.Task[None], sock: socket.socket) -> None:
         self._greetings.discard(task)
@@ -98,10 +111,11 @@ class Sharing:
     async def _adopt(self, sock: socket.socket, peer: int) -> None:
         try:
             with closed_on_failure(sock):
-                shared, arena, max_lent = await accept(sock, OFFER_WITHIN_S)
+                shared, arena, max_lent, slots = await accept(sock, OFFER_WITHIN_S, self._ranks, self._rank)
         except KfcommError as error:
             logger.debug("no memory is shared with rank %d: %s", peer, error)
             return
-        link = ShmReceiver(Wire(sock, self._reactor, self._inbound, peer, shared, self.hub), arena, max_lent)
+        wire = Wire(sock, self._reactor, self._inbound, peer, shared, self.hub, slots)
+        link = ShmReceiver(wire, arena, max_lent)
         self.hub.add(link)
         self._inbound.opened(link)

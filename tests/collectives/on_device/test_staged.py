@@ -353,7 +353,7 @@ async def test_priorities_are_handed_on(monkeypatch: pytest.MonkeyPatch) -> None
     make = operations.Operation.__init__
 
     def noted(self: operations.Operation, *args: Any, **options: Any) -> None:
-        if type(self) is operations.Operation and options.get("priority"):
+        if isinstance(self, operations.Operation) and options.get("priority"):
             seen.append(options["priority"])
         make(self, *args, **options)
 

@@ -37,6 +37,21 @@ def never():
     return False
 
 
+class NoSlots:
+    """Nothing is carried out in slots."""
+
+    pending = ()
+
+    def look(self):
+        return False
+
+    def park(self):
+        pass
+
+    def unpark(self):
+        pass
+
+
 class Process:
     """One side of links: a reactor that a loop drives, a hub, an arena, and the notes of each link.
 
@@ -47,7 +62,7 @@ class Process:
     def __init__(self, loop, *, slabs=16, is_waiting=never):
         self.reactor = Reactor()
         self.driver = LoopDriver(self.reactor, loop, looks=1)
-        self.hub = Hub(self.reactor, is_waiting)
+        self.hub = Hub(self.reactor, is_waiting, NoSlots())
         self.arena = Arena(slabs)
 
     def close(self):

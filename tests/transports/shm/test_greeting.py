@@ -16,9 +16,10 @@ from kfcomm.transports.shm.greeting import SharingRefused, accept, offer
 from kfcomm.transports.shm.segment import create
 from kfcomm.transports.shm.shared import SHARED_NBYTES
 from kfcomm.transports.shm.sharing import Sharing
+from kfcomm.transports.shm.slots import SlotMemory, nbytes_of_regions
 from tests.leaks import descriptors
 from tests.support import run
-from tests.transports.shm.pairs import MIB, turns
+from tests.transports.shm.pairs import MIB, NoSlots, turns
 from tests.transports.streams import Notes, chunk, noise
 
 
@@ -28,6 +29,7 @@ class Inbound(Notes):
     def __init__(self):
         super().__init__()
         self.is_waiting = int  # nothing
+        self.slots = NoSlots()
         self.links = []
 
     def opened(self, link):
@@ -42,7 +44,10 @@ async def two():
     inbounds = Inbound(), Inbound()
     reactors = Reactor(), Reactor()
     drivers = [LoopDriver(reactor, loop, looks=1) for reactor in reactors]
-    sharings = [Sharing(loop, reactor, inbound, 1) for reactor, inbound in zip(reactors, inbounds, strict=True)]
+    sharings = [
+        Sharing(loop, reactor, inbound, (0, 1), rank)
+        for rank, (reactor, inbound) in enumerate(zip(reactors, inbounds, strict=True))
+    ]
     socks = socket.socketpair()
     for sock in socks:
         sock.setblocking(False)
@@ -58,6 +63,9 @@ async def two():
             driver.close()
 
 
+BOTH = (0, 1)
+
+
 @contextlib.contextmanager
 def pair():
     one, other = socket.socketpair()
@@ -65,6 +73,13 @@ def pair():
     other.setblocking(False)
     with one, other:
         yield one, other
+
+
+@contextlib.contextmanager
+def slots():
+    made = SlotMemory.make(BOTH, 0)
+    yield made
+    made.close()
 
 
 @contextlib.contextmanager
@@ -203,23 +218,28 @@ def memory(nbytes, sealed=True):
     return descriptor
 
 
-def message(*, magic=b"kfcomm 1", shared=SHARED_NBYTES, arena=MIB, max_lent=4):
+def message(*, magic=b"kfcomm 2", shared=SHARED_NBYTES, arena=MIB, max_lent=4):
     return greeting._OFFER.pack(magic, shared, arena, max_lent)
 
 
+SLOTS = 2 * nbytes_of_regions(2)
+
 OFFERS = [
     ("garbage", b"GET / HTTP/1.1\r\n\r\n", ()),
-    ("a short offer", message()[:20], (SHARED_NBYTES, MIB)),
+    ("a short offer", message()[:20], (SHARED_NBYTES, MIB, SLOTS)),
     ("no descriptors", message(), ()),
     ("one descriptor", message(), (SHARED_NBYTES,)),
-    ("another magic", message(magic=b"kfcomm 9"), (SHARED_NBYTES, MIB)),
-    ("a segment of another size", message(shared=4096), (4096, MIB)),
-    ("a segment smaller than said", message(), (4096, MIB)),
-    ("an arena smaller than said", message(arena=2 * MIB), (SHARED_NBYTES, MIB)),
-    ("no arena", message(arena=0), (SHARED_NBYTES, MIB)),
-    ("a huge arena", message(arena=1 << 60), (SHARED_NBYTES, MIB)),
-    ("segments that may shrink", message(), (-SHARED_NBYTES, -MIB)),
-    ("an arena that may shrink", message(), (SHARED_NBYTES, -MIB)),
+    ("two descriptors", message(), (SHARED_NBYTES, MIB)),
+    ("another magic", message(magic=b"kfcomm 9"), (SHARED_NBYTES, MIB, SLOTS)),
+    ("a segment of another size", message(shared=4096), (4096, MIB, SLOTS)),
+    ("a segment smaller than said", message(), (4096, MIB, SLOTS)),
+    ("an arena smaller than said", message(arena=2 * MIB), (SHARED_NBYTES, MIB, SLOTS)),
+    ("no arena", message(arena=0), (SHARED_NBYTES, MIB, SLOTS)),
+    ("a huge arena", message(arena=1 << 60), (SHARED_NBYTES, MIB, SLOTS)),
+    ("slots for fewer ranks", message(), (SHARED_NBYTES, MIB, nbytes_of_regions(1))),
+    ("slots that may shrink", message(), (SHARED_NBYTES, MIB, -SLOTS)),
+    ("segments that may shrink", message(), (-SHARED_NBYTES, -MIB, -SLOTS)),
+    ("an arena that may shrink", message(), (SHARED_NBYTES, -MIB, SLOTS)),
 ]
 
 
@@ -231,7 +251,7 @@ def test_what_is_no_offer_is_refused_and_leaves_nothing(data, sizes):
             socket.send_fds(peer, [data], passed)
             before = descriptors()
             with pytest.raises(RemoteProtocolError):
-                await accept(sock, 60.0)
+                await accept(sock, 60.0, BOTH, 1)
             assert descriptors() == before
             assert peer.recv(1000).startswith(b"n")
             for descriptor in passed:
@@ -240,15 +260,16 @@ def test_what_is_no_offer_is_refused_and_leaves_nothing(data, sizes):
     run(main())
 
 
-def test_descriptors_beyond_two_are_dropped():
+def test_descriptors_beyond_three_are_dropped():
     async def main():
         with pair() as (sock, peer):
-            passed = [memory(SHARED_NBYTES), memory(MIB), memory(4096), memory(4096)]
+            passed = [memory(SHARED_NBYTES), memory(MIB), memory(SLOTS), memory(4096)]
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", passed))
             peer.sendmsg([message()], [rights])
             before = sum(descriptors().values())
-            mapped = await accept(sock, 60.0)
-            assert sum(descriptors().values()) == before + 2  # each mapping holds one
+            mapped = await accept(sock, 60.0, BOTH, 1)
+            assert sum(descriptors().values()) == before + 3  # each mapping holds one, and that of the slots is to come
+            mapped.slots.close()
             assert (len(mapped.arena), mapped.max_lent) == (MIB - 2 * SKEW_NBYTES, 4)
             assert peer.recv(10) == b"y"
             for descriptor in passed:
@@ -263,11 +284,11 @@ CLOSED = "the peer closed the connection"
 @pytest.mark.parametrize("answer", [b"n", b"nnot me", b"x", b"\xff\xfe", b""])
 def test_a_refusal_is_told_as_one(answer):
     async def main():
-        with pair() as (sock, peer), arena() as mine:
+        with pair() as (sock, peer), arena() as mine, slots() as shown:
             peer.send(answer)
             peer.shutdown(socket.SHUT_WR)
             with pytest.raises(SharingRefused) as caught:
-                await offer(sock, mine, 4)
+                await offer(sock, mine, 4, shown)
             assert str(caught.value) == {b"nnot me": "not me", b"\xff\xfe": "\ufffd"}.get(answer, CLOSED)
 
     run(main())
@@ -275,10 +296,10 @@ def test_a_refusal_is_told_as_one(answer):
 
 def test_a_peer_that_is_gone_does_not_count_as_a_refusal():
     async def main():
-        with pair() as (sock, peer), arena() as mine:
+        with pair() as (sock, peer), arena() as mine, slots() as shown:
             peer.close()
             with pytest.raises(TransportError) as caught:
-                await offer(sock, mine, 4)
+                await offer(sock, mine, 4, shown)
             assert not isinstance(caught.value, SharingRefused)
 
     run(main())
@@ -289,7 +310,7 @@ def test_a_peer_that_goes_before_its_offer():
         with pair() as (sock, peer):
             peer.close()
             with pytest.raises(KfcommError):
-                await accept(sock, 60.0)
+                await accept(sock, 60.0, BOTH, 1)
 
     run(main())
 
@@ -297,8 +318,8 @@ def test_a_peer_that_goes_before_its_offer():
 def test_a_peer_that_goes_after_its_offer_leaves_a_link_that_ends():
     async def main():
         async with two() as ((_, there), (_, heard), (near, far)):
-            with arena() as mine:
-                offering = asyncio.ensure_future(offer(near, mine, 4))
+            with arena() as mine, slots() as shown:
+                offering = asyncio.ensure_future(offer(near, mine, 4, shown))
                 await asyncio.sleep(0)
                 there.adopt(far, 0)
                 await heard.until(lambda heard: heard.links)
@@ -314,7 +335,7 @@ def test_a_connection_without_an_offer_is_given_up():
     async def main():
         with pair() as (sock, peer):
             with pytest.raises(TransportError, match="no word about shared memory within 0 s"):
-                await accept(sock, 0.0)
+                await accept(sock, 0.0, BOTH, 1)
             assert peer.recv(1000).startswith(b"nno word")
 
     run(main())
@@ -323,8 +344,8 @@ def test_a_connection_without_an_offer_is_given_up():
 def test_who_offers_waits_for_as_long_as_the_peer_is_busy(monkeypatch):
     async def main():
         monkeypatch.setattr(sharing, "OFFER_WITHIN_S", 0.0)
-        with pair() as (sock, peer), arena() as mine:
-            offering = asyncio.ensure_future(offer(sock, mine, 4))
+        with pair() as (sock, peer), arena() as mine, slots() as shown:
+            offering = asyncio.ensure_future(offer(sock, mine, 4, shown))
             await turns(50)
             assert not offering.done()
             peer.send(b"y")
@@ -359,7 +380,7 @@ def test_the_more_peers_the_more_memory_and_the_less_is_lent():
         loop = asyncio.get_running_loop()
         for peers in (0, 1, 3, 7, 31, 32, 63):
             reactor = Reactor()
-            made = Sharing(loop, reactor, Inbound(), peers)
+            made = Sharing(loop, reactor, Inbound(), range(peers + 1), 0)
             assert sharing.MIN_SLABS <= made._num_slabs <= sharing.MAX_SLABS
             assert 2 * made._max_lent * peers <= made._num_slabs
             await made.close()

@@ -1,0 +1,200 @@
+"""Collectives in which every rank gets all contributions, and makes of them what it needs: see ``direct``.
+
+They are carried out in a slot, if their series has one: nothing is sent then, and they are looked at with all others of
+their kind (``slots.SlotTable``). Else they go along graphs, or in one step from every rank to every other. What is
+unusual makes a rank *leave the slot* for good: it does not post a use there, or hears that another rank did not, by a
+chunk of that use, or from the first rank. Who leaves sends what it would have sent without a slot; so all ranks follow
+whoever left first.
+
+Invariants:
+
+- A rank sends chunks of a use only if it has not stored its word for it, or has heard of another that has left. So if
+  there is any, the word of some rank does not come, and nobody completes that use in the slot.
+- Results have the same bits, whether they are made in a slot or not.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kfcomm.core.machine import Effects
+from kfcomm.runtime.operation import Array, Operation, Work
+from kfcomm.transports.shm.slots import have_come, word_of
+
+if TYPE_CHECKING:
+    from kfcomm.core.program import Route
+    from kfcomm.reduce import Kernel
+    from kfcomm.transports.shm.slots import Arrays, Combine, Slot
+
+
+FEW_ELEMENTS = 1 << 14
+"""Up to so many it is quicker to fold all ranks' in one call; beyond, one after the other, in the cache."""
+
+
+class SharedWork(Work):
+    """What is done with the contributions of all ranks.
+
+    Args:
+        kernel: how they are folded; None where there is nothing.
+        dtype: of contributions and result.
+        count: elements that each rank gives.
+        size: number of ranks.
+
+    Attributes:
+        combine: folds what all ranks gave, in the order of the list, into the result.
+        count: see above.
+        shown: dtype of what is shown in a slot.
+    """
+
+    __slots__ = ("combine", "count", "shown")
+
+    def __init__(self, kernel: Kernel | None, dtype: np.dtype[Any] | None, count: int, size: int) -> None:
+        super().__init__(kernel, dtype, size, in_result=True)
+        self.count = count
+        self.shown = np.dtype(np.uint8) if dtype is None else dtype
+        self.combine: Combine
+        if kernel is None or not count:
+            self.combine = _nothing
+        elif kernel.fold_all is not None and 2 * size <= count <= FEW_ELEMENTS:
+            self.combine = kernel.fold_all
+        else:
+            self.combine = partial(_fold, kernel, size)
+
+
+def _fold(kernel: Kernel, size: int, given: Arrays, out: Array) -> None:
+    if size == 1:
+        kernel.finish(given[0], out, 1)
+        return
+    folded = given[0]
+    if size > 2:
+        room = out if kernel.accumulate_dtype == kernel.dtype else np.empty(len(out), kernel.accumulate_dtype)
+        for rank in range(1, size - 1):
+            kernel.fold(folded, given[rank], room)
+            folded = room
+    kernel.last(folded, given[size - 1], out, size)
+
+
+def _nothing(given: Arrays, out: Array) -> None:
+    """There is nothing to fold."""
+
+
+class SlottedOperation(Operation):
+    """See the module; the arguments are those of an ``Operation``.
+
+    Attributes:
+        slot: in which it is under way; None if it is not, or is over.
+        word: of its use of the slot.
+    """
+
+    work: SharedWork
+    slot: Slot | None = None
+    word = 0
+
+    def start(self, effects: Effects) -> None:
+        """See ``Machine.start``."""
+        slot = self.engine.slots.of(self)
+        if slot is None:
+            self._go_ordinary(effects)
+            return
+        self.engine.begins(self)
+        self.word = word_of(self.seq, self.generation)
+        if slot.post(self._in, self.word):
+            self.engine.slots.wake(slot, self.group)
+        self.enter(slot)
+        self.look()
+
+    def enter(self, slot: Slot) -> None:
+        """It is under way in a slot from now on, and looked at again and again."""
+        self.slot = slot
+        self.engine.slots.add(self)
+
+    def look(self) -> bool:
+        """Whether it is over now; it is in a slot."""
+        slot = self.slot
+        if slot is None:
+            return False
+        try:
+            is_over = slot.look(self.word, self._out)
+        except Exception as error:  # noqa: BLE001  it ends this collective alone
+            self.engine.broke(self, error)
+            return True
+        if slot.has_news:
+            slot.has_news = False
+            self.engine.slots.wake(slot, self.group)
+        if not is_over:
+            return False
+        if slot.late:
+            self.engine.slots.waited(slot, self.word, self.posted_s, self.group)
+        self.engine.slots.drop(self)
+        self.slot = None
+        self.finished = True
+        self.engine.completed(self)
+        return True
+
+    def accepts(self, route: Route, index: int) -> bool:
+        """See ``Machine.accepts``: a chunk says that its sender is not in the slot."""
+        if self.slot is not None:
+            self.leave()
+        return super().accepts(route, index)
+
+    def take(self, route: Route, index: int, payload: Any, effects: Effects) -> bool:
+        """See ``Machine.take``: a chunk says that its sender is not in the slot."""
+        if self.slot is not None:
+            self.leave()
+        return super().take(route, index, payload, effects)
+
+    def heard(self) -> int:
+        """See ``Collective.heard``: words tell as much as chunks."""
+        slot = self.slot
+        if slot is not None:
+            for rank, word in enumerate(slot.posted()):
+                if have_come([word, self.word], self.word):
+                    self.posted |= 1 << rank
+        return self.posted
+
+    def reject(self, error: BaseException) -> None:
+        """See ``Operation.reject``: peers may still read what was shown for it."""
+        if self.slot is not None:
+            self._forget(self.slot)
+        super().reject(error)
+
+    def leave(self) -> None:
+        """A peer does not use the slot for this: nobody can complete it there."""
+        if self.slot is None:
+            return
+        self._forget(self.slot)
+        effects: Effects = []
+        self._go_ordinary(effects)
+        self.engine.perform(effects)
+
+    def _forget(self, slot: Slot) -> None:
+        slot.is_dead = True
+        self.engine.slots.drop(self)
+        self.slot = None
+
+    def _go_ordinary(self, effects: Effects) -> None:
+        self.engine.slots.take_back(self)
+        super().start(effects)
+
+
+class OneStepOperation(SlottedOperation):
+    """One that is sent whole to every rank where there is no slot. The machine gathers, and this folds at the end."""
+
+    _result: Array
+
+    def _go_ordinary(self, effects: Effects) -> None:
+        self._result = self._out
+        self._out = np.empty(self.work.count * self.work.size, self.work.shown)
+        super()._go_ordinary(effects)
+
+    def _end(self, effects: Effects) -> None:
+        self.finished = True
+        try:
+            self.work.combine(self._out.reshape(self.work.size, -1), self._result)
+        except Exception as error:  # noqa: BLE001  as in ``look``
+            self.engine.broke(self, error)
+        else:
+            self.engine.completed(self)

@@ -1,0 +1,234 @@
+"""Which slots the collectives of a rank use, and those uses that are under way: looked at together.
+
+The first rank of a group hands out the slot of a series, from memory of its own, when it is used for the second time:
+it says where, on each link, before it sends anything of that use. So every rank knows of it when that use is complete,
+and takes the slot for the uses after it. Nobody waits for an answer: a rank that cannot goes the ordinary way, and all
+follow (see ``direct``), since what it sends reaches the first rank, which then takes the slot back.
+"""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kfcomm.core.frame import Kind
+from kfcomm.core.links import definitions
+from kfcomm.transports.shm.slots import MAX_SLOTS, NEVER, Slot, SlotMemory, have_come
+
+if TYPE_CHECKING:
+    from kfcomm.core.collective import GroupView, Series
+    from kfcomm.runtime.direct import SlottedOperation
+    from kfcomm.runtime.link_table import LinkTable
+    from kfcomm.runtime.meter import Meter
+
+FEW = 8
+"""Uses under way that are looked at one by one; of more, the words are compared all at once."""
+SLOT, NO_SLOT = int(Kind.SLOT), int(Kind.NO_SLOT)
+
+
+class SlotTable:
+    """The slots of one rank.
+
+    Args:
+        links: to those who use them, too.
+        meter: is told who was waited for, if anything is.
+
+    Attributes:
+        pending: uses under way, each of which may be complete at any time.
+    """
+
+    def __init__(self, links: LinkTable, meter: Meter | None) -> None:
+        self.pending: dict[SlottedOperation, None] = {}
+        self._links = links
+        self._meter = meter
+        self._boards: dict[SlotMemory, _Board] = {}
+        self._others: dict[SlottedOperation, None] = {}
+        self._parked: list[SlotMemory] = []
+
+    def of(self, operation: SlottedOperation) -> Slot | None:
+        """The slot for a use that begins now; None if it goes the ordinary way."""
+        series = operation.series
+        slot: Slot | None = series.slot
+        if slot is None:
+            slot = self._found(operation)
+            if slot is None:
+                return None
+        if slot.is_dead:
+            return None
+        key = series.key
+        early = key.early.get(operation.seq)
+        if len(key.live) > 1 or (early is not None and early.items):
+            slot.is_dead = True
+            return None
+        return slot
+
+    def wake(self, slot: Slot, group: GroupView) -> None:
+        """Wake those who sleep over what was stored, if any of this group do."""
+        for world in slot.memory.sleeping():
+            if world in group.index:
+                sender = self._links.by_peer.get(world)
+                if sender is not None and sender.link is not None:
+                    sender.link.wake_peer()
+
+    def waited(self, slot: Slot, word: int, posted_s: float, group: GroupView) -> None:
+        """A use is complete that has waited: for those who came last, which is told of the time that it took."""
+        words, slot.late = slot.late, []
+        meter = self._meter
+        if meter is not None:
+            missing = [rank for rank, other in enumerate(words) if not have_come([other, word], word)]
+            for rank in missing:
+                meter.waited_s[group.members[rank]] += (monotonic() - posted_s) / len(missing)
+
+    def add(self, operation: SlottedOperation) -> None:
+        """A use is under way."""
+        self.pending[operation] = None
+        slot = operation.slot
+        if slot is None:
+            return
+        memory = slot.memory
+        if not memory.is_everywhere(slot):
+            self._others[operation] = None
+            return
+        board = self._boards.get(memory)
+        if board is None:
+            board = self._boards[memory] = _Board(memory)
+        board.add(slot.number, operation)
+
+    def drop(self, operation: SlottedOperation) -> None:
+        """It is no more."""
+        slot = operation.slot
+        if self.pending.pop(operation, 0) is None and slot is not None:
+            self._others.pop(operation, None)
+            board = self._boards.get(slot.memory)
+            if board is not None:
+                board.drop(slot.number)
+
+    def look(self) -> bool:
+        """Look at all that is under way; whether any of it is over."""
+        moved = False
+        if len(self.pending) <= FEW:
+            for operation in tuple(self.pending):
+                if operation.look():
+                    moved = True
+            return moved
+        for board in self._boards.values():
+            for operation in board.candidates():
+                if operation.look():
+                    moved = True
+        for operation in tuple(self._others):
+            if operation.look():
+                moved = True
+        return moved
+
+    def park(self) -> None:
+        """Peers have to wake this process for what is under way."""
+        for operation in self.pending:
+            if operation.slot is not None and operation.slot.memory not in self._parked:
+                operation.slot.memory.park(is_parked=True)
+                self._parked.append(operation.slot.memory)
+
+    def unpark(self) -> None:
+        """It looks by itself."""
+        for memory in self._parked:
+            memory.park(is_parked=False)
+        self._parked.clear()
+
+    # ---------------------------------------------------------------- how they are agreed on
+
+    def _found(self, operation: SlottedOperation) -> Slot | None:
+        """A slot handed out before this use; if there is none, the group's first rank hands one out with it."""
+        series, key = operation.series, operation.key
+        offers = key.offers or {}
+        if series.signature in offers:
+            peer, seq, memory, number, at = offers[series.signature]
+            if peer != series.group.members[0] or seq >= operation.seq:
+                return None
+            del offers[series.signature]
+            series.slot = slot = self._slot(series, operation, memory, number, at)
+            return slot
+        if not series.group.rank and len(key.live) == 1:
+            if series.is_known:
+                self._hand_out(series, operation)
+            series.is_known = True
+        return None
+
+    def take_back(self, operation: SlottedOperation) -> None:
+        """This rank goes the ordinary way; if it has handed out a slot that it uses no more, all hear of it.
+
+        Whoever else does sends something to that one, whose graph reaches all: so all follow.
+        """
+        series = operation.series
+        slot: Slot | None = series.slot
+        if slot is None or not slot.is_dead or slot.is_over or series.group.rank:
+            return
+        slot.is_over = True
+        for peer in series.group.members[1:]:
+            sender = self._links.to(peer)
+            for header in definitions(sender.state, operation):
+                sender.send(header)
+            sender.send((NO_SLOT, series.key_id, series.signature_id, operation.seq))
+
+    def taken_back(self, series: Series | None, peer: int, seq: int) -> None:
+        """Who has handed out a slot goes the ordinary way from use ``seq`` on."""
+        if series is None or series.slot is None or peer != series.group.members[0]:
+            return
+        series.slot.is_dead = True
+        for operation in [one for one in self.pending if one.series is series and one.seq >= seq]:
+            operation.leave()
+
+    def _slot(
+        self, series: Series, operation: SlottedOperation, memory: SlotMemory, number: int, at: int
+    ) -> Slot | None:
+        group, work = series.group, operation.work
+        return memory.slot(number, at, group.members, group.rank, work.shown, work.count, work.combine)
+
+    def _hand_out(self, series: Series, operation: SlottedOperation) -> None:
+        members, by_peer = series.group.members, self._links.by_peer
+        senders = [by_peer.get(peer) for peer in members[1:]]
+        links = [None if sender is None else sender.link for sender in senders]
+        memories = {None if link is None else link.slots for link in links}
+        memory = memories.pop() if len(memories) == 1 else None
+        if memory is None:
+            return
+        where = memory.hand_out(operation.work.count * operation.work.shown.itemsize, len(members))
+        if where is None:
+            return
+        slot = self._slot(series, operation, memory, *where)
+        if slot is None:
+            return
+        series.slot = slot
+        for sender in senders:
+            if sender is not None:
+                for header in definitions(sender.state, operation):
+                    sender.send(header)
+                sender.send((SLOT, series.key_id, series.signature_id, operation.seq, *where))
+
+
+class _Board:
+    """The uses under way in one memory: by one comparison it is known which have come."""
+
+    def __init__(self, memory: SlotMemory) -> None:
+        self._posted = memory.posted_everywhere()
+        self._expected = np.full(MAX_SLOTS, NEVER, np.int64)
+        self._by_number: dict[int, SlottedOperation] = {}
+        self._end = 0
+
+    def add(self, number: int, operation: SlottedOperation) -> None:
+        self._by_number[number] = operation
+        self._expected[number] = operation.word
+        if number >= self._end:
+            self._end = number + 1
+
+    def drop(self, number: int) -> None:
+        if self._by_number.pop(number, None) is not None:
+            self._expected[number] = NEVER
+
+    def candidates(self) -> list[Any]:
+        """Those of which all words may have come."""
+        if not self._by_number:
+            return []
+        end = self._end
+        have_come = (self._posted[:, :end] >= self._expected[:end]).all(axis=0)
+        return [self._by_number[number] for number in np.flatnonzero(have_come).tolist()]

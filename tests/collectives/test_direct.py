@@ -1,0 +1,275 @@
+"""The direct strategy: with slots where memory is shared, with messages else, and from one to the other at any use."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kfcomm.communicator import Communicator
+from kfcomm.errors import CollectiveAborted, CollectiveMismatch, CollectiveTimeout, PeerLost
+from kfcomm.strategies import Direct, direct
+from tests.conformance import oracle, worlds
+from tests.conformance.oracle import CASES
+from tests.conformance.worlds import assert_kinds, ends, everywhere, heard_of_the_end, on_loop, same_bits, turns, world
+
+X = np.arange(6, dtype=np.float64)
+USES = 6
+
+
+@pytest.fixture(autouse=True, params=[Direct.ONE_STEP, Direct.STAR])
+def without_slots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How messages go where there is no slot, whatever the number of processors."""
+    monkeypatch.setattr(direct, "Direct", SimpleNamespace(ONE_STEP=request.param, STAR=request.param))
+
+
+LENGTHS = (0, 1, 2, 3, 100, 4095, 4096, 4097, 30_000)
+"""Of float32: to 4,096 everybody folds everything, beyond each its part."""
+
+
+def slot_of(comm: Communicator, name: str | None) -> Any:
+    """In which the next use of a compiled name is carried out; None if it has none."""
+    compiled = comm._group.compiled.get(name)
+    return None if compiled is None else compiled.series.slot
+
+
+def is_slotted(comms: Any, name: str | None) -> bool:
+    """Whether the next use of this name needs no message, on every rank."""
+    slots = [slot_of(comm, name) for comm in comms]
+    return all(slot is not None and not slot.is_dead for slot in slots)
+
+
+async def warm(comms: Any, name: str, x: np.ndarray[Any, Any] = X) -> None:
+    """Use a name until it has a slot, if it ever has one."""
+    for _ in range(3):
+        await everywhere(comms, lambda comm: comm.all_reduce(x, name))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@on_loop
+async def test_every_use_of_a_name_gives_the_same(size: int) -> None:
+    async with world(size, strategy="direct") as comms:
+        for length in LENGTHS:
+            xs = [oracle.data("float32", length, rank) for rank in range(size)]
+            want = oracle.all_reduced("sum", xs, comms[0].strategy, "x")
+            for use in range(USES):
+                results = await everywhere(comms, lambda comm, xs=xs: comm.all_reduce(xs[comm.rank], f"x{len(xs[0])}"))
+                assert all(same_bits(result, want) for result in results), (length, use)
+            assert is_slotted(comms, f"x{length}") == (worlds.LINKS == "shm" and size > 1)
+
+
+@pytest.mark.parametrize(("dtype", "op"), CASES)
+@on_loop
+async def test_all_dtypes_and_ops_in_place_and_not(dtype: str, op: str) -> None:
+    async with world(3, strategy="direct") as comms:
+        for length in (7, 9001):
+            xs = [oracle.data(dtype, length, rank) for rank in range(3)]
+            want = oracle.all_reduced(op, xs, comms[0].strategy, "x")
+            for use in range(USES):
+                given = [x.copy() for x in xs]
+
+                def call(comm: Communicator, given: list[Any] = given, use: int = use) -> Any:
+                    x = given[comm.rank]
+                    return comm.all_reduce(x, f"x{len(x)}", op=op, out=x if use % 2 else None)
+
+                results = await everywhere(comms, call)
+                assert all(same_bits(result, want) for result in results), (length, use)
+                if not use % 2:
+                    assert all(same_bits(x, kept) for x, kept in zip(xs, given, strict=True))
+
+
+@on_loop
+async def test_barriers_wait_for_all() -> None:
+    async with world(3, strategy="direct") as comms:
+        for _ in range(USES):
+            early = [comm.barrier("b") for comm in comms[1:]]
+            await turns(20)
+            assert not any(one.done() for one in early)
+            await comms[0].barrier("b")
+            await asyncio.gather(*early)
+
+
+@on_loop
+async def test_many_at_once_in_any_order() -> None:
+    names = [f"n{number}" for number in range(100)]
+    async with world(3, strategy="direct") as comms:
+        for use in range(USES):
+            handles = {}
+            for comm in comms:
+                order = list(names)
+                random.Random(use * 3 + comm.rank).shuffle(order)
+                for name in order:
+                    handles[comm.rank, name] = comm.all_reduce(X + len(name) + comm.rank, name)
+            for (_, name), handle in handles.items():
+                assert np.array_equal(await handle, 3 * (X + len(name)) + 3)
+        assert is_slotted(comms, names[0]) == (worlds.LINKS == "shm")
+
+
+@pytest.mark.parametrize("members", [[0, 2], [1, 3], [0, 1, 3], [3, 1, 0], [2, 1]])
+@on_loop
+async def test_groups_of_any_members(members: list[int]) -> None:
+    async with world(4, strategy="direct") as comms:
+        groups = await asyncio.gather(*(comms[rank].group(members, name="g") for rank in members))
+        for length in (5, 9000):
+            xs = [oracle.data("float32", length, rank) for rank in members]
+            want = oracle.all_reduced("sum", xs, groups[0].strategy, "x")
+            for _ in range(USES):
+                results = await asyncio.gather(
+                    *(group.all_reduce(x, f"x{length}") for group, x in zip(groups, xs, strict=True))
+                )
+                assert all(same_bits(result, want) for result in results)
+            assert is_slotted(groups, f"x{length}") == (worlds.LINKS == "shm")
+
+
+@pytest.mark.parametrize("other", [0, 1, 2])
+@on_loop
+async def test_all_follow_who_goes_the_ordinary_way(other: int) -> None:
+    """A second use in flight, of unnamed calls: that rank sends messages; all follow, and stay there."""
+    async with world(3, strategy="direct") as comms:
+        for _ in range(4):
+            await everywhere(comms, lambda comm: comm.all_reduce(X))
+        waiting = [comm.all_reduce(X + comm.rank) for comm in comms if comm.rank != other]
+        await turns(5)
+        first = comms[other].all_reduce(X + other)
+        second = comms[other].all_reduce(2 * X)
+        again = [comm.all_reduce(2 * X) for comm in comms if comm.rank != other]
+        for handle in (*waiting, first):
+            assert np.array_equal(await handle, 3 * X + 3)
+        for handle in (*again, second):
+            assert np.array_equal(await handle, 6 * X)
+        for _ in range(3):
+            for result in await everywhere(comms, lambda comm: comm.all_reduce(X + comm.rank)):
+                assert np.array_equal(result, 3 * X + 3)
+
+
+@on_loop
+async def test_a_call_with_options_of_its_own_uses_the_slot_too() -> None:
+    async with world(2, strategy="direct") as comms:
+        await warm(comms, "x")
+        for _ in range(3):
+            results = [
+                comms[0].all_reduce(X, "x", timeout=60.0, priority=3),
+                comms[1].all_reduce(X, "x"),
+            ]
+            for result in results:
+                assert np.array_equal(await result, 2 * X)
+        assert is_slotted(comms, "x") == (worlds.LINKS == "shm")
+
+
+@pytest.mark.parametrize("who", [0, 1, 2])
+@on_loop
+async def test_a_cancelled_use_fails_on_all_and_the_name_works_on(who: int) -> None:
+    async with world(3, strategy="direct") as comms:
+        await warm(comms, "x")
+        for _ in range(2):
+            handles = [comm.all_reduce(X, "x") for comm in comms if comm.rank != (who + 1) % 3]
+            await turns(5)
+            mine = 0 if who == 0 else [comm.rank for comm in comms if comm.rank != (who + 1) % 3].index(who)
+            handles[mine].cancel()
+            await heard_of_the_end(comms[(who + 1) % 3])
+            late = comms[(who + 1) % 3].all_reduce(X, "x")
+            outcomes = await asyncio.gather(*handles, late, return_exceptions=True)
+            assert isinstance(outcomes[mine], asyncio.CancelledError)
+            assert_kinds([one for place, one in enumerate(outcomes) if place != mine], CollectiveAborted)
+            for result in await everywhere(comms, lambda comm: comm.all_reduce(X, "x")):
+                assert np.array_equal(result, 3 * X)
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+@on_loop
+async def test_a_timeout_says_who_is_missing(missing: int) -> None:
+    async with world(3, strategy="direct") as comms:
+        await warm(comms, "x")
+        present = [comm for comm in comms if comm.rank != missing]
+        outcomes = await ends(present, lambda comm: comm.all_reduce(X, "x", timeout=0.05))
+        outcomes += await ends([comms[missing]], lambda comm: comm.all_reduce(X, "x"))
+        assert_kinds(outcomes, CollectiveTimeout)
+        assert all(one.missing == (missing,) for one in outcomes)
+        for result in await everywhere(comms, lambda comm: comm.all_reduce(X, "x")):
+            assert np.array_equal(result, 3 * X)
+
+
+@on_loop
+async def test_ranks_in_different_slots_of_a_name_disagree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody sends anything: they find out as soon as they have waited for a moment."""
+    monkeypatch.setattr("kfcomm.core.deadlines.QUIET_AFTER_S", 0.01)
+    async with world(3, strategy="direct") as comms:
+        for _ in range(3):
+            await everywhere(comms, lambda comm: comm.all_reduce(X))
+            await everywhere(comms, lambda comm: comm.all_reduce(X[:3]))
+        outcomes = await ends(comms, lambda comm: comm.all_reduce(X if comm.rank else X[:3]))
+        assert_kinds(outcomes, CollectiveMismatch)
+        assert all("shape" in str(one) for one in outcomes)
+        for result in await everywhere(comms, lambda comm: comm.all_reduce(X)):
+            assert np.array_equal(result, 3 * X)
+
+
+@on_loop
+async def test_two_kinds_of_unnamed_calls_take_turns() -> None:
+    async with world(2, strategy="direct") as comms:
+        for use in range(12):
+            x = X if use % 3 else X[:2].astype(np.float32)
+            for result in await everywhere(comms, lambda comm, x=x: comm.all_reduce(x)):
+                assert np.array_equal(result, 2 * x)
+
+
+@on_loop
+async def test_a_lost_peer_fails_what_waits_in_slots() -> None:
+    async with world(3, strategy="direct") as comms:
+        await warm(comms, "x")
+        handles = [comm.all_reduce(X, "x") for comm in comms[:2]]
+        await turns(5)
+        comms.kill(2)
+        outcomes = await asyncio.gather(*handles, return_exceptions=True)
+        assert_kinds(outcomes, PeerLost)
+
+
+@on_loop
+async def test_strategies_may_change_and_come_again() -> None:
+    async with world(3, strategy="direct") as comms:
+        await warm(comms, "x")
+        for name in ("ring", "direct", "star", "direct", "direct"):
+            await everywhere(comms, lambda comm, name=name: comm.set_strategy(name))
+            for _ in range(3):
+                for result in await everywhere(comms, lambda comm: comm.all_reduce(X + comm.rank, "x")):
+                    assert np.array_equal(result, 3 * X + 3)
+        assert is_slotted(comms, "x") == (worlds.LINKS == "shm")
+
+
+@on_loop
+async def test_a_change_that_one_rank_makes_later_is_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same use of a slot, under the same strategy, but under different generations of it."""
+    monkeypatch.setattr("kfcomm.core.deadlines.QUIET_AFTER_S", 0.01)
+    async with world(2, strategy="direct") as comms:
+        await warm(comms, "x")
+        early = comms[0].all_reduce(X, "x")
+        swaps = [comm.set_strategy("direct") for comm in comms]
+        await asyncio.gather(*swaps)
+        late = comms[1].all_reduce(X, "x")
+        outcomes = await asyncio.gather(early, late, return_exceptions=True)
+        assert_kinds(outcomes, CollectiveMismatch)
+        for result in await everywhere(comms, lambda comm: comm.all_reduce(X, "x")):
+            assert np.array_equal(result, 2 * X)
+
+
+@on_loop
+async def test_what_cannot_be_folded_fails_everywhere(caplog: pytest.LogCaptureFixture) -> None:
+    async with world(2, strategy="direct") as comms:
+        await warm(comms, "x")
+        series = comms[0]._group.compiled["x"].series
+
+        def broken(*_: Any) -> None:
+            raise MemoryError("no room")
+
+        if series.slot is not None:
+            series.slot._combine = broken
+            outcomes = await ends(comms, lambda comm: comm.all_reduce(X, "x"))
+            assert "no room" in str(outcomes[0])
+            assert "could not carry out" in caplog.text
+            caplog.clear()  # the error's frames hold the slot
+            for result in await everywhere(comms, lambda comm: comm.all_reduce(X, "x")):
+                assert np.array_equal(result, 2 * X)
