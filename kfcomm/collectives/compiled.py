@@ -15,16 +15,15 @@ from abc import ABC, abstractmethod
 from functools import lru_cache, partial
 from time import monotonic
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
 from kfcomm.core.deadlines import first_due_s
 from kfcomm.core.machine import FOLD, FOLD_UP, INPUT, UP, Effects
-from kfcomm.core.program import Lane
+from kfcomm.core.program import Lane, Program
 from kfcomm.runtime.direct import OneStepOperation, SlottedOperation
 from kfcomm.runtime.operation import COPIED_NBYTES, Array, Operation
-from kfcomm.runtime.recorder import BATCH
 from kfcomm.types import Verb
 
 if TYPE_CHECKING:
@@ -94,32 +93,29 @@ class Compiled(ABC):
         self.is_small = False
         self.nbytes = 0
         self.is_whole = plan.program.num_slots == 1 and plan.work.is_partial_shared
-        self.operation = COMPILED.get(plan.operation, CompiledOperation)
+        self.operation: Any = COMPILED.get(plan.operation, CompiledOperation)
         self._arguments = _shared(arguments)
 
-    def begin(self, handle: Handle[Any] | None, source: Array, result: Array, value: Any) -> Operation | SlotUse | None:
+    def begin(self, handle: Handle[Any] | None, source: Array, result: Array, value: Any) -> Operation | None:
         """Begin a use, or None if anything is unusual; for the arguments see ``Operation``. Nothing has happened then.
 
-        In a slot it may be complete before it is an operation.
+        Without a handle what is in a slot has yet to ``enter``, unless it is over at the first look.
         """
         series = self.series
         slot = series.slot
         if slot is not None and not slot.is_dead:
-            engine = self.engine
-            seq = -1 if engine.is_unusual or engine.tracer is not None else engine.router.take_number(series)
-            if seq >= 0:
-                use = SlotUse(self, slot, seq, source, result, value)
-                if handle is None:
-                    return use
-                if use.look():
-                    handle.set_result(value)
-                    return use
-                return use.enter(handle)
+            engine, key = self.engine, series.key
+            router = engine.router
+            if not (key.live or key.early or router.dead or router.lost or engine.is_unusual or engine.tracer):
+                use: SlottedOperation = self.operation.in_slot(self, slot, handle, source, result, value)
+                if handle is not None and not use.look():
+                    use.enter()
+                return use
         operation = self.operation(self, handle, source, result, value)
         return operation if self.engine.post_again(series, operation) else None
 
     @abstractmethod
-    def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Operation | SlotUse | None:
+    def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Operation | None:
         """Begin a use with these arrays, or None if it is not like the first one. Nothing has happened then.
 
         Without a handle the caller waits for what is returned.
@@ -143,7 +139,7 @@ class CompiledBarrier(Compiled):
         super().__init__(group, name, arguments, plan)
         self._use = Use(self, None)
 
-    def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Operation | SlotUse | None:
+    def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Operation | None:
         """See ``Compiled.start``."""
         return self._use.start(handle) if arguments == self._arguments else None
 
@@ -187,7 +183,7 @@ class CompiledName(Compiled):
         # One call either way, of something that is not Python: no test, no look-up of what is known.
         self._room: Callable[[], Any] = NoneType if gets is None else _room(gets, dtype)
 
-    def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Operation | SlotUse | None:
+    def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Operation | None:
         """See ``Compiled.start``."""
         if (
             arguments != self._arguments
@@ -258,7 +254,7 @@ class Use:
         self._result = NO_ARRAY if value is None else value.reshape(-1)
         self._room = room
 
-    def start(self, handle: Handle[Any] | None) -> Operation | SlotUse | None:
+    def start(self, handle: Handle[Any] | None) -> Operation | None:
         """Begin a use, or None if anything is unusual. Nothing has happened then."""
         if self._room is None:
             return self._name.begin(handle, self._source, self._result, self._value)
@@ -293,15 +289,8 @@ class CompiledOperation(Operation):
 
     def __init__(self, name: Compiled, future: Any, source: Array, result: Array, value: Array | None) -> None:
         self.series = series = name.series
-        self.program = program = series.program
-        self.remaining = num_slots = program.num_slots
-        self._folded = bytearray(num_slots) if program.small_counts else [0] * num_slots
-        if program.gate:
-            self._gate = program.gate
-        if name.is_small:
-            self.is_small = True
-        if name.is_whole:
-            self.is_whole = True
+        self.program = series.program
+        self.lay_out(name, series.program)
         self.posted = series.posted
         self.stamp = name.group.plans.generation << 1
         self.engine = name.engine
@@ -314,6 +303,17 @@ class CompiledOperation(Operation):
         self.posted_s = self.heard_s = now_s = monotonic()
         self.timeout_s = name.timeout_s
         self.due_s = now_s + name.first_s
+
+    def lay_out(self, name: Compiled, program: Program) -> None:
+        """What the machine needs to begin."""
+        self.remaining = num_slots = program.num_slots
+        self._folded = bytearray(num_slots) if program.small_counts else [0] * num_slots
+        if program.gate:
+            self._gate = program.gate
+        if name.is_small:
+            self.is_small = True
+        if name.is_whole:
+            self.is_whole = True
 
     def start(self, effects: Effects) -> None:
         """See ``Machine.start``. It is no first use, and has no priority; if all is traced, nothing is compiled."""
@@ -347,8 +347,57 @@ class CompiledOperation(Operation):
 class CompiledSlotted(SlottedOperation, CompiledOperation):
     """The same of what is carried out in a slot, if there is one."""
 
+    _name: Compiled | None = None
+
     def __init__(self, name: Compiled, future: Any, source: Array, result: Array, value: Array | None) -> None:
         CompiledOperation.__init__(self, name, future, source, result, value)
+
+    @classmethod
+    def in_slot(
+        cls, name: Compiled, slot: Slot, future: Any, source: Array, result: Array, value: Array | None
+    ) -> SlottedOperation:
+        """One that is posted in a slot, and has yet to ``enter``. Nothing is unusual.
+
+        What only those need that do is left out: half of it all.
+        """
+        self = cls.__new__(cls)
+        self.is_entered = False
+        self._name = name
+        self.series = series = name.series
+        self.engine = engine = name.engine
+        self.work = name.work  # type: ignore[assignment]
+        self.nbytes = name.nbytes
+        self.future = future
+        self._in = source
+        self._out = result
+        self.value = value
+        self.slot = slot
+        key = series.key
+        self.seq = seq = key.next_seq
+        key.next_seq = seq + 1
+        self.posted_s = monotonic()
+        self.word = word = name.group.plans.first_word + seq
+        if slot.post(source, word):
+            engine.slots.wake(slot, series.group)
+        return self
+
+    def enter(self) -> None:
+        """See ``SlottedOperation.enter``."""
+        name = self._name
+        if name is not None:
+            self.program = name.series.program
+            self.posted = name.series.posted
+            self.stamp = name.group.plans.generation << 1
+            self.heard_s = self.posted_s
+            self.timeout_s = name.timeout_s
+            self.due_s = self.posted_s + name.first_s
+        super().enter()
+
+    def _go_ordinary(self, effects: Effects) -> None:
+        name, self._name = self._name, None
+        if name is not None:
+            self.lay_out(name, self.program)
+        super()._go_ordinary(effects)
 
 
 class CompiledOneStep(OneStepOperation, CompiledSlotted):
@@ -360,73 +409,3 @@ COMPILED: Final[dict[Any, type[CompiledOperation]]] = {
     OneStepOperation: CompiledOneStep,
 }
 """By the kind of operation that a plan asks for; all others are of the plain kind."""
-
-
-class SlotUse:
-    """One use of a compiled name in a slot: posted, and often over before it is worth an operation.
-
-    It is its caller's alone, who holds the engine lock: before that is laid down, it has to be over or to ``enter``.
-
-    Attributes:
-        seq: which use of the name it is.
-        is_over: its result is there.
-    """
-
-    __slots__ = ("_name", "_operation", "_posted_s", "_result", "_slot", "_source", "_value", "_word", "is_over", "seq")
-
-    def __init__(self, name: Compiled, slot: Slot, seq: int, source: Array, result: Array, value: Any) -> None:
-        self._name = name
-        self._slot = slot
-        self.seq = seq
-        self._source = source
-        self._result = result
-        self._value = value
-        self._posted_s = monotonic()
-        self.is_over = False
-        self._operation: SlottedOperation | None = None
-        group = name.group
-        self._word = word = group.plans.first_word + seq
-        if slot.post(source, word):
-            name.engine.slots.wake(slot, group.view)
-
-    def look(self) -> bool:
-        """Whether it is over now; it was not, and has not entered."""
-        try:
-            if not self._slot.look(self._word, self._result):
-                return False
-        except Exception as error:  # noqa: BLE001  it fails for its caller, and for those who have no result yet
-            operation = self.enter(None)
-            operation.engine.broke(operation, error)
-            return True
-        self.is_over = True
-        name = self._name
-        if self._slot.late:
-            name.engine.slots.waited(self._slot, self._word, self._posted_s, name.group.view)
-        recorder = name.engine.recorder
-        ended = recorder.ended
-        ended.append((name.series, self.seq, self._posted_s, monotonic(), name.nbytes))
-        if len(ended) >= BATCH:
-            recorder.settle()
-        return True
-
-    def done(self) -> bool:
-        """Whether it is over."""
-        return self.is_over or (self._operation is not None and self._operation.is_over)
-
-    def result(self) -> Any:
-        """See ``Operation.result``."""
-        return self._value if self._operation is None else self._operation.result()
-
-    def cancel(self) -> bool:
-        """End it everywhere; False if it is over already."""
-        return not self.is_over and (self._operation or self.enter(None)).cancel()
-
-    def enter(self, handle: Handle[Any] | None) -> SlottedOperation:
-        """It takes longer: from now on it is an operation, among all that are under way."""
-        name = self._name
-        operation = cast("SlottedOperation", name.operation(name, handle, self._source, self._result, self._value))
-        self._operation = operation
-        operation.seq, operation.word, operation.posted_s = self.seq, self._word, self._posted_s
-        operation.enter(self._slot)
-        name.engine.enter(operation)
-        return operation

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
-    from kfcomm.collectives.compiled import SlotUse
     from kfcomm.runtime.operation import Operation
     from kfcomm.transports.reactor import Reactor
 
@@ -39,6 +38,13 @@ class Handle(asyncio.Future[T]):
     @seq.setter
     def seq(self, seq: int) -> None:
         self._seq = seq
+
+    def __await__(self) -> Generator[Any, None, T]:
+        if not self.done():
+            operation = getattr(self, "operation", None)
+            if operation is not None:
+                operation.look_at_once()
+        return super().__await__()
 
     def cancel(self, msg: Any | None = None) -> bool:
         """End the collective everywhere; False if it is complete already."""
@@ -77,11 +83,11 @@ class Handle(asyncio.Future[T]):
             listener(self)
 
 
-def named(handle: Handle[T], begun: Operation | SlotUse) -> Handle[T]:
-    """The handle of what was posted under it: an operation, or a use of a slot that is over already."""
-    handle._seq = begun.seq
-    if not begun.is_over:
-        handle.operation = cast("Operation", begun)
+def named(handle: Handle[T], operation: Operation) -> Handle[T]:
+    """The handle of an operation that was posted under it."""
+    handle._seq = operation.seq
+    if not operation.is_over:
+        handle.operation = operation
     return handle
 
 

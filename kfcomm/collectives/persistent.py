@@ -24,7 +24,6 @@ from kfcomm.errors import ConfigError
 from kfcomm.types import Verb
 
 if TYPE_CHECKING:
-    from kfcomm.collectives.compiled import SlotUse
     from kfcomm.runtime.operation import Operation
 
 T = TypeVar("T")
@@ -69,7 +68,7 @@ class PersistentCollective(Generic[T]):
         never: Handle[T] = Handle(loop=comm._group.engine.loop)
         never.set_exception(ConfigError(f"{self._title} was never started"))
         looked_at(never)
-        self._latest: Handle[T] | Operation | SlotUse = never
+        self._latest: Handle[T] | Operation = never
 
     def __repr__(self) -> str:
         return f"<PersistentCollective {self._title}, {'not ' if self.done() else ''}in flight>"

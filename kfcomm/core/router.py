@@ -94,7 +94,7 @@ class Router:
         self._tombstones = Tombstones()
         # The same tables, at hand for every post, where a call costs more than a look.
         self.lost = self._tombstones.lost
-        self._dead = self._tombstones.causes
+        self.dead = self._tombstones.causes
         self._groups = self._tombstones.groups
 
     # ---------------------------------------------------------------- what this rank does
@@ -128,7 +128,7 @@ class Router:
         self._groups.setdefault(group.id, group)
         if seq is not None:
             self._leave_out(key, seq, effects)
-        if self._dead or self.lost or (key.live and not overlapping):
+        if self.dead or self.lost or (key.live and not overlapping):
             cause = self._obstacle(group, key, overlapping, effects)
             if cause is not None:
                 key.next_seq += 1
@@ -145,7 +145,7 @@ class Router:
         A second use in flight is unusual. ``collective`` has begun but for its number.
         """
         key = series.key
-        if key.live or self._dead or self.lost or series.version != self._names.version:
+        if key.live or self.dead or self.lost or series.version != self._names.version:
             return False
         collective.seq = seq = key.next_seq
         key.next_seq = seq + 1
@@ -156,21 +156,8 @@ class Router:
             self._replay(collective, effects)
         return True
 
-    def take_number(self, series: Series) -> int:
-        """The number of the next use of a series, which may be over before anybody has to know of it; see ``enter``.
-
-        Returns:
-            -1, and nothing has happened, if anything is unusual, as for ``post_again``, or something came early.
-        """
-        key = series.key
-        if key.live or key.early or self._dead or self.lost:
-            return -1
-        seq = key.next_seq
-        key.next_seq = seq + 1
-        return seq
-
     def enter(self, collective: Collective) -> None:
-        """A use that has begun with a number of ``take_number`` is under way for longer."""
+        """A collective that has begun by itself, under the number of its key that was the next, is under way."""
         collective.key.live[collective.seq] = collective
         self.live[collective] = None
 
@@ -449,7 +436,7 @@ class Router:
         early = None if key is None else key.early.get(key.next_seq)
         if early is not None:
             return early.signature
-        return self._dead.get((group_id, name, 0 if key is None else key.next_seq))
+        return self.dead.get((group_id, name, 0 if key is None else key.next_seq))
 
     # ---------------------------------------------------------------- inside
 
@@ -462,7 +449,7 @@ class Router:
             self._replay(collective, effects)
 
     def _obstacle(self, group: GroupView, key: Key, overlapping: bool, effects: Effects) -> Cause | None:
-        cause = self._tombstones.take(key, key.next_seq) if self._dead else None
+        cause = self._tombstones.take(key, key.next_seq) if self.dead else None
         if cause is not None:
             return cause
         cause = self._tombstones.gone_from(group) if self.lost else None
@@ -480,7 +467,7 @@ class Router:
 
     def _leave_out(self, key: Key, seq: int, effects: Effects) -> None:
         """The next use of this key is ``seq``: what is known of those before is of no use. There may be very many."""
-        if self._dead:
+        if self.dead:
             self._tombstones.forget(key, range(key.next_seq, seq))
         if key.early:
             for skipped in sorted(early for early in key.early if early < seq):

@@ -16,13 +16,15 @@ Invariants:
 from __future__ import annotations
 
 from functools import partial
+from os import sched_yield
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kfcomm.core.machine import Effects
 from kfcomm.runtime.operation import Array, Operation, Work
-from kfcomm.transports.shm.slots import have_come, word_of
+from kfcomm.transports.shm.slots import GENERATION, have_come, word_of
 
 if TYPE_CHECKING:
     from kfcomm.core.program import Route
@@ -30,6 +32,10 @@ if TYPE_CHECKING:
     from kfcomm.transports.shm.slots import Arrays, Combine, Slot
 
 
+LOOKS = 8
+"""By who awaits a use, until it waits as for others."""
+LATE_S = 1e-3
+"""A yield that takes longer says that somebody else wants the processor."""
 FEW_ELEMENTS = 1 << 14
 """Up to so many it is quicker to fold all ranks' in one call; beyond, one after the other, in the cache."""
 
@@ -87,11 +93,14 @@ class SlottedOperation(Operation):
     Attributes:
         slot: in which it is under way; None if it is not, or is over.
         word: of its use of the slot.
+        is_entered: the router knows of it. Else it is its caller's alone, who holds the engine lock: before that is
+            laid down, it has to be over or to ``enter``.
     """
 
     work: SharedWork
     slot: Slot | None = None
     word = 0
+    is_entered = True
 
     def start(self, effects: Effects) -> None:
         """See ``Machine.start``."""
@@ -103,36 +112,60 @@ class SlottedOperation(Operation):
         self.word = word_of(self.seq, self.generation)
         if slot.post(self._in, self.word):
             self.engine.slots.wake(slot, self.group)
-        self.enter(slot)
-        self.look()
-
-    def enter(self, slot: Slot) -> None:
-        """It is under way in a slot from now on, and looked at again and again."""
         self.slot = slot
         self.engine.slots.add(self)
+        self.look()
+
+    def enter(self) -> None:
+        """It takes longer: from now on it is among all that are under way. Not to be called twice."""
+        self.is_entered = True
+        self.engine.slots.add(self)
+        self.engine.enter(self)
 
     def look(self) -> bool:
-        """Whether it is over now; it is in a slot."""
-        slot = self.slot
+        """Whether it is over now, and was not; it is in a slot."""
+        slot, word = self.slot, self.word
         if slot is None:
             return False
+        words = slot.posted()
+        if min(words) < word:
+            slot.late = words
+            return False
         try:
-            is_over = slot.look(self.word, self._out)
+            if slot.is_whole and max(words) - word < GENERATION:
+                slot.combine(slot.views[slot.use], self._out)
+            elif not self._look_closely(slot):
+                return False
         except Exception as error:  # noqa: BLE001  it ends this collective alone
+            if not self.is_entered:
+                self.enter()
             self.engine.broke(self, error)
             return True
-        if slot.has_news:
-            slot.has_news = False
-            self.engine.slots.wake(slot, self.group)
-        if not is_over:
-            return False
+        engine = self.engine
         if slot.late:
-            self.engine.slots.waited(slot, self.word, self.posted_s, self.group)
-        self.engine.slots.drop(self)
+            engine.slots.waited(slot, word, self.posted_s, self.group)
+        if self.is_entered:
+            engine.slots.drop(self)
+            self.finished = True
         self.slot = None
-        self.finished = True
-        self.engine.completed(self)
+        engine.completed(self)
         return True
+
+    def _look_closely(self, slot: Slot) -> bool:
+        is_over = slot.look(self.word, self._out)
+        if slot.has_news:
+            self.engine.slots.wake(slot, self.group)
+        return is_over
+
+    def look_at_once(self) -> None:
+        """See ``Operation.look_at_once``: a turn of the loop would take several times as long as it does."""
+        for _ in range(LOOKS):
+            if self.slot is None:
+                return
+            begun_s = monotonic()
+            sched_yield()
+            if self.look() or monotonic() - begun_s > LATE_S:
+                return
 
     def accepts(self, route: Route, index: int) -> bool:
         """See ``Machine.accepts``: a chunk says that its sender is not in the slot."""
@@ -145,6 +178,16 @@ class SlottedOperation(Operation):
         if self.slot is not None:
             self.leave()
         return super().take(route, index, payload, effects)
+
+    def awaits(self, sender: int) -> bool:
+        """See ``Machine.awaits``: in a slot nothing comes by links."""
+        return self.slot is None and super().awaits(sender)
+
+    def cancel(self) -> bool:
+        """See ``Operation.cancel``."""
+        if not (self.is_entered or self.is_over):
+            self.enter()
+        return super().cancel()
 
     def heard(self) -> int:
         """See ``Collective.heard``: words tell as much as chunks."""

@@ -183,6 +183,9 @@ class Operation(Collective):
 
     # Its end, for whoever waits.
 
+    def look_at_once(self) -> None:
+        """The caller has nothing else to do: look for its end where that may come any moment, without a descriptor."""
+
     def done(self) -> bool:
         """Whether it is over."""
         return self.is_over

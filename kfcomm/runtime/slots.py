@@ -66,6 +66,7 @@ class SlotTable:
 
     def wake(self, slot: Slot, group: GroupView) -> None:
         """Wake those who sleep over what was stored, if any of this group do."""
+        slot.has_news = False
         for world in slot.memory.sleeping():
             if world in group.index:
                 sender = self._links.by_peer.get(world)

@@ -19,7 +19,7 @@ from typing import Final
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.errors import ConfigError
 
-DIRECT_NBYTES: Final = 1 << 18
+DIRECT_NBYTES: Final = 1 << 20
 """The longest message that a direct strategy shows to all; longer ones are shared out among its pairs."""
 MAX_SHARES: Final = 1 << 24
 """The shares of a strategy add up to no more: keys are spread over the pairs by 32 bits."""

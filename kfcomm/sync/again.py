@@ -7,7 +7,7 @@ one function for each list of parameters, since to find them among ``*args`` wou
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
@@ -31,7 +31,7 @@ def _with_op(long_form: Form, verb: Verb) -> Form:
         self: Skin[Any], /, x: Any, name: str | None = None, *, op: str = Op.SUM, out: Any = None, **options: Any
     ) -> Any:
         if not options and type(x) is np.ndarray and (compiled := self._inner._group.compiled.get(name)) is not None:
-            outcome = self._driver.call(partial(compiled.start, x, (verb, op), out, None), self._session)
+            outcome = self._driver.call(compiled.start, self._session, x, (verb, op), out, None)
             if outcome is not NOT_ALIKE:
                 return outcome
         return long_form(self, x, name, op=op, out=out, **options)
@@ -45,9 +45,7 @@ def _with_op_and_root(long_form: Form, verb: Verb) -> Form:
         **options: Any,
     ) -> Any:  # fmt: skip
         if not options and type(x) is np.ndarray and (compiled := self._inner._group.compiled.get(name)) is not None:
-            outcome = self._driver.call(
-                partial(compiled.start, x, (verb, op, type(root), root), out, None), self._session
-            )
+            outcome = self._driver.call(compiled.start, self._session, x, (verb, op, type(root), root), out, None)
             if outcome is not NOT_ALIKE:
                 return outcome
         return long_form(self, x, root, name, op=op, out=out, **options)
@@ -60,7 +58,7 @@ def _with_root(long_form: Form, verb: Verb) -> Form:
         self: Skin[Any], /, x: Any, root: int = 0, name: str | None = None, *, out: Any = None, **options: Any
     ) -> Any:
         if not options and type(x) is np.ndarray and (compiled := self._inner._group.compiled.get(name)) is not None:
-            outcome = self._driver.call(partial(compiled.start, x, (verb, type(root), root), out, None), self._session)
+            outcome = self._driver.call(compiled.start, self._session, x, (verb, type(root), root), out, None)
             if outcome is not NOT_ALIKE:
                 return outcome
         return long_form(self, x, root, name, out=out, **options)
@@ -73,7 +71,7 @@ def _with_array(long_form: Form, verb: Verb) -> Form:
 
     def call(self: Skin[Any], /, x: Any, name: str | None = None, *, out: Any = None, **options: Any) -> Any:
         if not options and type(x) is np.ndarray and (compiled := self._inner._group.compiled.get(name)) is not None:
-            outcome = self._driver.call(partial(compiled.start, x, arguments, out, None), self._session)
+            outcome = self._driver.call(compiled.start, self._session, x, arguments, out, None)
             if outcome is not NOT_ALIKE:
                 return outcome
         return long_form(self, x, name, out=out, **options)
@@ -86,7 +84,7 @@ def _without_array(long_form: Form, verb: Verb) -> Form:
 
     def call(self: Skin[Any], /, name: str | None = None, **options: Any) -> Any:
         if not options and (compiled := self._inner._group.compiled.get(name)) is not None:
-            outcome = self._driver.call(partial(compiled.start, NO_ARRAY, arguments, None, None), self._session)
+            outcome = self._driver.call(compiled.start, self._session, NO_ARRAY, arguments, None, None)
             if outcome is not NOT_ALIKE:
                 return outcome
         return long_form(self, name, **options)

@@ -24,8 +24,9 @@ from collections.abc import Callable
 from os import sched_yield
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
-from kfcomm.collectives.compiled import NOT_ALIKE, SlotUse
+from kfcomm.collectives.compiled import NOT_ALIKE
 from kfcomm.errors import SessionClosed
+from kfcomm.runtime.direct import SlottedOperation
 from kfcomm.sync.thread import LOOK_EVERY_S, IoThread
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor
@@ -171,7 +172,7 @@ class Driver:
             self.reactor.is_driven = False
             self._leave()
 
-    def call(self, begin: Callable[[], Awaited[T] | None], session: Session) -> T:
+    def call(self, begin: Callable[..., Awaited[T] | None], session: Session, *arguments: Any) -> T:
         """Begin a collective and wait for its result; ``NOT_ALIKE`` if ``begin`` gives None, and has begun nothing.
 
         Raises:
@@ -191,11 +192,11 @@ class Driver:
                 with lock.gate:
                     lock.acquire()
             self.reactor.is_driven = self._is_working = True
-            handle = begin()
+            handle = begin(*arguments)
             if handle is None:
                 return cast("T", NOT_ALIKE)
-            if type(handle) is SlotUse and (handle.look() or self._look_again(handle)):
-                outcome: T = handle.result()
+            if isinstance(handle, SlottedOperation) and not handle.is_entered and self._is_over_soon(handle):
+                outcome: T = handle.value
                 self._is_working = False
                 is_left = True
                 self.reactor.is_driven = False  # as it was found: nothing of the engine's has moved
@@ -217,17 +218,17 @@ class Driver:
                 self.reactor.is_driven = False
                 self._leave()
 
-    def _look_again(self, use: SlotUse) -> bool:
-        """Look a few times more whether it is over; else it is an operation from then on."""
+    def _is_over_soon(self, use: SlottedOperation) -> bool:
+        """Look a few times whether it is over, without a failure; else it is among all that are under way."""
         for _ in range(SLOT_LOOKS):
+            if use.look():
+                return not use.failed
             if self._lock.is_wanted():
                 break
             self._is_working = False
             sched_yield()
             self._is_working = True
-            if use.look():
-                return True
-        use.enter(None)
+        use.enter()
         return False
 
     def wait(self, handle: Awaited[T], timeout_s: float | None, session: Session) -> bool:

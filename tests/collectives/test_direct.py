@@ -266,7 +266,7 @@ async def test_what_cannot_be_folded_fails_everywhere(caplog: pytest.LogCaptureF
             raise MemoryError("no room")
 
         if series.slot is not None:
-            series.slot._combine = broken
+            series.slot.combine = broken
             outcomes = await ends(comms, lambda comm: comm.all_reduce(X, "x"))
             assert "no room" in str(outcomes[0])
             assert "could not carry out" in caplog.text

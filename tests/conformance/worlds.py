@@ -70,7 +70,7 @@ async def until(condition: Callable[[], Any]) -> None:
 
 async def heard_of_the_end(comm: Communicator) -> None:
     """Until this rank knows that something is over which it has not posted: a call that comes before may succeed."""
-    await until(lambda: comm._session.engine.router._dead)
+    await until(lambda: comm._session.engine.router.dead)
 
 
 async def turns(count: int = 20) -> None:
@@ -106,7 +106,7 @@ def leftovers(comms: Sequence[Communicator], *, tombstones: bool = False) -> lis
             "dials": len(engine.links._dials),
             "early": sum(len(key.early) for key in router._names),
             "live under keys": sum(len(key.live) for key in router._names),
-            "tombstones": 0 if tombstones else len(router._dead),
+            "tombstones": 0 if tombstones else len(router.dead),
             "asks": sum(incoming.asks for incoming in engine.links._incoming),
             "serving": len(comm._mailbox._serving),
             "backlogs": sum(len(sender._backlog) for sender in engine.links.by_peer.values()),

@@ -61,9 +61,9 @@ def test_tombstones_of_numbers_left_out_are_forgotten():
     effects = []
     router.refuse(PAIR, "x", "no", effects, seq=1)
     assert [effect[1:4] for effect in effects if effect[0] == Tell.FLOOD] == [(PAIR.id, "x", 1)]
-    assert list(router._dead) == [(PAIR.id, "x", 2)]
+    assert list(router.dead) == [(PAIR.id, "x", 2)]
     assert posted(router)[0] == CAUSE
-    assert not router._dead
+    assert not router.dead
 
 
 def test_numbers_are_left_out_without_a_post():
@@ -98,4 +98,4 @@ def test_very_many_numbers_are_left_out_by_what_is_known_of_them():
     assert isinstance(collective, Collective)
     assert collective.seq == (1 << 40) + 1
     assert [effect[1] for effect in effects if effect[0] == Tell.DROPPED] == ["payload 7"]
-    assert list(router._dead) == [(PAIR.id, "y", 0), (other.id, "x", 1)]
+    assert list(router.dead) == [(PAIR.id, "y", 0), (other.id, "x", 1)]

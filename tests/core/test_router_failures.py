@@ -34,7 +34,7 @@ def test_aborts_of_what_is_not_ours_leave_no_key_and_no_more_than_so_many_tombst
     for number in range(10):
         desk.told(spec=replace(SUM, name=f"key{number}"))
     assert desk.router.num_keys == 0
-    assert len(desk.router._dead) == 4
+    assert len(desk.router.dead) == 4
     assert isinstance(desk.post(replace(SUM, name="key5")), Collective)
     assert isinstance(desk.post(replace(SUM, name="key6")), Cause)
 
@@ -59,7 +59,7 @@ def test_a_refused_call_takes_its_number_and_what_was_known_of_it():
     desk.told(seq=0)
     cause = desk.refuse()
     assert desk.take(Tell.FLOOD) == [(Tell.FLOOD, SUM.group_id, "grad", 0, cause)]
-    assert not desk.router._dead
+    assert not desk.router.dead
     assert desk.router.num_uses(SUM.group_id, "grad") == 1
     assert desk.post().seq == 1
 
@@ -76,10 +76,10 @@ def test_numbers_may_be_left_out_and_what_was_known_of_them_goes():
     assert collective.seq == 3
     assert desk.take(Tell.DROPPED) == [(Tell.DROPPED, "x")]
     assert collective.arrived_ranks() == (0, 1)
-    assert not desk.router._dead
+    assert not desk.router.dead
     desk.told(seq=5)
     desk.refuse(seq=6)
-    assert not desk.router._dead
+    assert not desk.router.dead
     assert desk.router.num_uses(SUM.group_id, "grad") == 7
     assert desk.router.uses() == [(SUM.group_id, "grad", 7)]
     assert desk.post(replace(SUM, overlapping=True), seq=9).seq == 9

@@ -378,7 +378,7 @@ class World:
                 continue
             router = node.router
             assert not router.live
-            assert len(router._dead) <= tombstones
+            assert len(router.dead) <= tombstones
             for key in router._names:
                 assert not key.live
                 assert not key.early

@@ -187,10 +187,10 @@ def test_auto_prefers_few_steps_for_short_and_idle_ports_for_long_messages() -> 
 def test_auto_follows_the_constants() -> None:
     layout = Layout.even(16)
     costly_messages = auto(layout, NetworkModel(overhead_s=1.0))
-    assert costly_messages.select(1 << 20) == replace(build("ring", layout).select(0), is_whole=True)
-    assert auto(layout).select(1 << 20).name == "clique"
+    assert costly_messages.select(2 << 20) == replace(build("ring", layout).select(0), is_whole=True)
+    assert auto(layout).select(2 << 20).name == "clique"
     free_messages = auto(layout, NetworkModel(overhead_s=0.0))
-    assert free_messages.select(1 << 20) == build("clique", layout)
+    assert free_messages.select(2 << 20) == build("clique", layout)
 
 
 def test_a_message_left_whole_costs_what_its_pair_does() -> None:

@@ -425,7 +425,8 @@ def with_a_timeout(comm: Communicator) -> Any:
 @pytest.mark.parametrize("call", [blocking, begun_and_waited_for, with_a_timeout])
 def test_an_interrupt_at_any_moment_ends_one_call_or_all_with_that_reason(call: Any, follows: bool) -> None:
     places: list[str] = []
-    while True:
+    num_missed = 0
+    while num_missed < 5:  # how often a caller looks before it rests is not the same each time
         with sync_world(2) as (one, other):
             lead = leading(one, "lead") if follows else None
             interrupt = AtMoment(len(places), *MODULES)
@@ -437,9 +438,11 @@ def test_an_interrupt_at_any_moment_ends_one_call_or_all_with_that_reason(call: 
                 lead.error()
             until(lambda one=one: at_rest(one))
             assert not driver_of(one)._lock.is_mine()
-        if not interrupt.came:
-            break
-        places.append(interrupt.came)
+        if interrupt.came:
+            places.append(interrupt.came)
+            num_missed = 0
+        else:
+            num_missed += 1
     reached = {place.split(":")[0] for place in places}
     assert {"Driver._follow" if follows else "Driver._lead", "Driver._leave", "EngineLock.take"} <= reached, places
     assert len(reached) > 7, places

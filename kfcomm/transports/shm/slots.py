@@ -48,7 +48,7 @@ Words: TypeAlias = Callable[[], list[int]]
 
 MAX_SLOTS = 1 << 14
 """Of one memory."""
-BUFFERS_NBYTES, MIN_BUFFERS_NBYTES = 1 << 26, 1 << 20
+BUFFERS_NBYTES, MIN_BUFFERS_NBYTES = 1 << 27, 1 << 20
 """Of all ranks together, and of each at the least. It is taken as it is used."""
 MAX_SHARE = 8
 """No slot takes more than this part of the buffers."""
@@ -272,16 +272,18 @@ class Slot:
         number: in that.
         places: of the regions of its ranks.
         posted: the latest words of all ranks.
+        combine, views, use: what folds contributions, those of even and of odd uses, and which of them the latest use
+            is, of this rank; a use is complete when they are folded, if it ``is_whole``, and else see ``look``.
         is_dead: this rank uses it no more.
         is_over: all ranks have been told to use it no more; kept by who has handed it out.
         late: words that had come when not all had, for a use that has waited; to be cleared by who reads them.
-        has_news: this rank has shown its part of a result; to be cleared by who wakes those who sleep over it.
+        has_news: this rank has shown its part of a result, and somebody sleeps, who may have to be woken.
     """
 
     __slots__ = (
-        "_buffers", "_combine", "_fence", "_is_shared", "_parked", "_parts", "_posted_at", "_shared", "_shared_at",
-        "_shares", "_shown", "_use", "_views", "_words", "has_news", "is_dead", "is_over", "late", "memory", "number",
-        "places", "posted",
+        "_buffers", "_fence", "_is_shared", "_parked", "_parts", "_posted_at", "_shared", "_shared_at",
+        "_shares", "_shown", "_words", "combine", "has_news", "is_dead", "is_over", "is_whole", "late", "memory",
+        "number", "places", "posted", "use", "views",
     )  # fmt: skip
 
     def __init__(
@@ -293,9 +295,9 @@ class Slot:
         self.places = places
         self.posted = memory.posted(number, places)
         self.is_dead = self.is_over = self.has_news = self._is_shared = False
-        self._use = 0
+        self.use = 0
         self.late: list[int] = []
-        self._combine = combine
+        self.combine = combine
         self._fence = fence()
         self._shared = memory.shared(number, places)
         self._parked = memory.parked
@@ -304,22 +306,23 @@ class Slot:
         nbytes = count * dtype.itemsize
         ats = at, at + _lines(nbytes)
         self._buffers = tuple(memory.own_array(one, dtype, count) for one in ats)
-        self._views = tuple(memory.arrays(one, dtype, count, places) for one in ats)
+        self.views = tuple(memory.arrays(one, dtype, count, places) for one in ats)
         self._parts: list[tuple[slice, Array]] = []
-        if nbytes <= SHOWN_WHOLE_NBYTES:
+        self.is_whole = nbytes <= SHOWN_WHOLE_NBYTES
+        if self.is_whole:
             return
         result_at = at + 2 * _lines(nbytes)
         parts = [slice(start, start + length) for start, length in split(count, len(places))]
         mine = parts[rank]
         self._shown = memory.own_array(result_at, dtype, mine.stop - mine.start)
-        self._shares = tuple([one[mine] for one in view] for view in self._views)
+        self._shares = tuple([one[mine] for one in view] for view in self.views)
         for place, part in zip(places, parts, strict=True):
             (array,) = memory.arrays(result_at, dtype, part.stop - part.start, (place,))
             self._parts.append((part, array))
 
     def post(self, x: Array, word: int) -> bool:
         """Show what this rank gives, for its next use; whether anybody sleeps, and may have to be woken."""
-        self._use = use = 1 - self._use
+        self.use = use = 1 - self.use
         self._buffers[use][:] = x
         self._words[self._posted_at] = word
         with self._fence:
@@ -336,12 +339,15 @@ class Slot:
             if min(words) < word or (max(words) - word >= GENERATION and not have_come(words, word)):
                 self.late = words
                 return False
-            if not self._parts:
-                self._combine(self._views[self._use], out)
+            if self.is_whole:
+                self.combine(self.views[self.use], out)
                 return True
-            self._combine(self._shares[self._use], self._shown)
-            self._is_shared = self.has_news = True
+            self.combine(self._shares[self.use], self._shown)
+            self._is_shared = True
             self._words[self._shared_at] = word
+            with self._fence:
+                pass
+            self.has_news = 1 in self._parked()
         if not have_come(self._shared(), word):
             return False
         for part, array in self._parts:
