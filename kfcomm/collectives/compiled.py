@@ -106,7 +106,8 @@ class Compiled(ABC):
         if slot is not None and not slot.is_dead:
             engine, key = self.engine, series.key
             router = engine.router
-            if not (key.live or key.early or router.dead or router.lost or engine.is_unusual or engine.tracer):
+            is_unusual = key.live or key.early or router.dead or router.lost or engine.is_unusual or engine.tracer
+            if not is_unusual and series.version == router.names.version:
                 use: SlottedOperation = self.operation.in_slot(self, slot, handle, source, result, value)
                 if handle is not None and not use.look():
                     use.enter()

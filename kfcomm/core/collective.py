@@ -51,10 +51,13 @@ class Key:
         series: what the latest uses have in common.
         others: the same of earlier ones, by the number of their signature; None while there are none, as of most names.
         offers: slots that were handed out for it, by signature, until they are taken; None while there never was any.
+        slots: those that were taken, by signature: they outlive what is known of a series. The core looks at none.
         tally: a slot for whoever counts; the core never looks at it.
     """
 
-    __slots__ = ("early", "group_id", "id", "live", "name", "next_seq", "offers", "others", "series", "tally")
+    __slots__ = (
+        "early", "group_id", "id", "live", "name", "next_seq", "offers", "others", "series", "slots", "tally",
+    )  # fmt: skip
 
     def __init__(self, number: int, group_id: bytes, name: str) -> None:
         self.id = number
@@ -66,6 +69,7 @@ class Key:
         self.series: Series | None = None
         self.others: dict[int, Series] | None = None
         self.offers: dict[AnySignature, tuple[Any, ...]] | None = None
+        self.slots: dict[AnySignature, Any] | None = None
         self.tally: Any = None
 
 
@@ -87,7 +91,7 @@ class Series:
         program, sizes: what this rank does.
         posted: the bit of this rank; see ``Collective``.
         version: of the names, see ``names.Names``: with another one the numbers have to be looked up again.
-        slot: where the uses are carried out without messages, if anywhere; the core never looks at it.
+        slot: where the uses are carried out without messages, if anywhere: one of ``key.slots``, at hand.
         is_known: it was used before; kept by whoever hands out slots.
     """
 

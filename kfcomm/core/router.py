@@ -89,7 +89,7 @@ class Router:
         self.rank = rank
         self.credit = credit
         self.live: dict[Collective, None] = {}
-        self._names = Names()
+        self.names = Names()
         self._links = Links()
         self._tombstones = Tombstones()
         # The same tables, at hand for every post, where a call costs more than a look.
@@ -124,7 +124,7 @@ class Router:
         Raises:
             LocalProtocolError: 2**20 names are in flight.
         """
-        key = self._names.used(group.id, name)
+        key = self.names.used(group.id, name)
         self._groups.setdefault(group.id, group)
         if seq is not None:
             self._leave_out(key, seq, effects)
@@ -135,7 +135,7 @@ class Router:
                 return cause
         if collective is None:
             collective = Collective()
-        collective.begin(self._names.series(group, key, signature, program, sizes), generation)
+        collective.begin(self.names.series(group, key, signature, program, sizes), generation)
         self._start(key, collective, effects)
         return collective
 
@@ -145,7 +145,7 @@ class Router:
         A second use in flight is unusual. ``collective`` has begun but for its number.
         """
         key = series.key
-        if key.live or self.dead or self.lost or series.version != self._names.version:
+        if key.live or self.dead or self.lost or series.version != self.names.version:
             return False
         collective.seq = seq = key.next_seq
         key.next_seq = seq + 1
@@ -163,11 +163,11 @@ class Router:
 
     def series(self, group: GroupView, name: str, signature: Signature, program: Program, sizes: ItemSizes) -> Series:
         """What the uses of a name with this signature have in common: what ``post_again`` takes."""
-        return self._names.series(group, self._names.used(group.id, name), signature, program, sizes)
+        return self.names.series(group, self.names.used(group.id, name), signature, program, sizes)
 
     def refuse(self, group: GroupView, name: str, message: str, effects: Effects, *, seq: int | None = None) -> Cause:
         """A call failed its local checks: it takes its sequence number (see ``post``), and fails on every rank."""
-        key = self._names.key(group.id, name)
+        key = self.names.key(group.id, name)
         if seq is not None:
             self._leave_out(key, seq, effects)
         cause = Cause(CauseKind.REFUSED, self.rank, message)
@@ -182,7 +182,7 @@ class Router:
 
         The other ranks are not told: their calls are failed by other means, or left out, too.
         """
-        self._leave_out(self._names.key(group.id, name), below, effects)
+        self._leave_out(self.names.key(group.id, name), below, effects)
 
     def abort(self, collective: Collective, cause: Cause, effects: Effects) -> None:
         """Fail a collective here and, unless a lost peer is the cause (that is told by itself), everywhere."""
@@ -231,7 +231,7 @@ class Router:
             return
         if number in incoming.keys:
             incoming.arrivals.clear()
-        key = incoming.keys[number] = self._names.key(group_id, name)
+        key = incoming.keys[number] = self.names.key(group_id, name)
         for collective in [one for seq, one in key.live.items() if seq < below]:
             if self._awaits(collective, incoming.peer):
                 message = f"the link between ranks {incoming.peer} and {self.rank} broke, and what it carried is lost"
@@ -240,7 +240,7 @@ class Router:
     def define_signature(self, incoming: Incoming, number: int, fields: list[Any], effects: Effects) -> None:
         """The peer will call this signature by a number."""
         try:
-            signature = self._names.same(from_wire(fields))
+            signature = self.names.same(from_wire(fields))
         except (TypeError, ValueError):
             effects.append((VIOLATION, incoming, "a signature that is not made of plain values"))
             return
@@ -354,8 +354,8 @@ class Router:
             if len(key.offers) < MAX_OFFERS:
                 key.offers[signature] = (incoming.peer, seq, memory, slot, at)
 
-    def on_no_slot(self, incoming: Incoming, header: Header, effects: Effects) -> Series | None:
-        """The peer takes back the slot of a key and a signature; which series that is, if it was used here."""
+    def on_no_slot(self, incoming: Incoming, header: Header, effects: Effects) -> Any:
+        """The peer takes back the slot of a key and a signature: which that is, if it was taken here."""
         key = incoming.keys.get(header[1])
         signature = incoming.signatures.get(header[2])
         if key is None or signature is None:
@@ -363,8 +363,7 @@ class Router:
             return None
         if key.offers is not None:
             key.offers.pop(signature, None)
-        known = (key.series, *(key.others or {}).values())
-        return next((one for one in known if one is not None and one.signature == signature), None)
+        return None if key.slots is None else key.slots.get(signature)
 
     def on_posted(self, outgoing: Outgoing, number: int, seq: int, effects: Effects) -> None:
         """The peer has posted a collective that we asked about."""
@@ -379,7 +378,7 @@ class Router:
             if name == str(self.rank):
                 effects.append((BROKEN, cause.rank, seq, cause.message))
             return
-        key = self._names.find(group_id, name)
+        key = self.names.find(group_id, name)
         collective = None if key is None else key.live.get(seq)
         if collective is not None:
             self._forget(collective, effects)
@@ -400,7 +399,7 @@ class Router:
         for collective in [one for one in self.live if peer in one.group.index]:
             self._forget(collective, effects)
             effects.append((FAILED, collective, cause))
-        for key in self._names:
+        for key in self.names:
             if key.early and self._tombstones.is_closed(key.group_id):
                 for seq in list(key.early):
                     self._bury(key, seq, effects)
@@ -414,25 +413,25 @@ class Router:
     @property
     def num_keys(self) -> int:
         """Names met so far, in all groups."""
-        return len(self._names)
+        return len(self.names)
 
     def uses(self) -> list[tuple[bytes, str, int]]:
         """Group, name and number of uses on this rank of every name met, oldest first. Safe to call from any thread."""
-        return [(key.group_id, key.name, key.next_seq) for key in list(self._names)]
+        return [(key.group_id, key.name, key.next_seq) for key in list(self.names)]
 
     def num_uses(self, group_id: bytes, name: str) -> int:
         """Sequence numbers of a key that were taken on this rank: the next one."""
-        key = self._names.find(group_id, name)
+        key = self.names.find(group_id, name)
         return 0 if key is None else key.next_seq
 
     def is_posted(self, group_id: bytes, name: str, seq: int) -> bool:
         """Whether this rank has posted that collective, now or earlier. Safe to call from any thread."""
-        key = self._names.find(group_id, name)
+        key = self.names.find(group_id, name)
         return key is not None and seq < key.next_seq
 
     def expected(self, group_id: bytes, name: str) -> AnySignature | Cause | None:
         """What is known of the key's next use: its signature if something came early, its cause if it is dead."""
-        key = self._names.find(group_id, name)
+        key = self.names.find(group_id, name)
         early = None if key is None else key.early.get(key.next_seq)
         if early is not None:
             return early.signature

@@ -142,6 +142,8 @@ class SlottedOperation(Operation):
             self.engine.broke(self, error)
             return True
         engine = self.engine
+        if slot.is_root and 1 in slot.parked():  # leaves of a star cannot wake each other
+            engine.slots.wake(slot, self.group)
         if slot.late:
             engine.slots.waited(slot, word, self.posted_s, self.group)
         if self.is_entered:

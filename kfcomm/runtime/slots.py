@@ -65,7 +65,11 @@ class SlotTable:
         return slot
 
     def wake(self, slot: Slot, group: GroupView) -> None:
-        """Wake those who sleep over what was stored, if any of this group do."""
+        """Wake those who sleep over what was stored, if any of this group do, and there is a link to them.
+
+        There is one between the first rank and each of the others, at least; and it wakes all when it finds a use
+        complete: if it sleeps, it is woken first.
+        """
         slot.has_news = False
         for world in slot.memory.sleeping():
             if world in group.index:
@@ -141,14 +145,17 @@ class SlotTable:
     def _found(self, operation: SlottedOperation) -> Slot | None:
         """A slot handed out before this use; if there is none, the group's first rank hands one out with it."""
         series, key = operation.series, operation.key
+        taken: Slot | None = None if key.slots is None else key.slots.get(series.signature)
+        if taken is not None:  # by this series, as it was known before
+            series.slot = taken
+            return taken
         offers = key.offers or {}
         if series.signature in offers:
             peer, seq, memory, number, at = offers[series.signature]
             if peer != series.group.members[0] or seq >= operation.seq:
                 return None
             del offers[series.signature]
-            series.slot = slot = self._slot(series, operation, memory, number, at)
-            return slot
+            return self._taken(operation, memory, number, at)
         if not series.group.rank and len(key.live) == 1:
             if series.is_known:
                 self._hand_out(series, operation)
@@ -171,19 +178,24 @@ class SlotTable:
                 sender.send(header)
             sender.send((NO_SLOT, series.key_id, series.signature_id, operation.seq))
 
-    def taken_back(self, series: Series | None, peer: int, seq: int) -> None:
+    def taken_back(self, slot: Slot | None, peer: int, seq: int) -> None:
         """Who has handed out a slot goes the ordinary way from use ``seq`` on."""
-        if series is None or series.slot is None or peer != series.group.members[0]:
+        if slot is None or peer != slot.root:
             return
-        series.slot.is_dead = True
-        for operation in [one for one in self.pending if one.series is series and one.seq >= seq]:
+        slot.is_dead = True
+        for operation in [one for one in self.pending if one.slot is slot and one.seq >= seq]:
             operation.leave()
 
-    def _slot(
-        self, series: Series, operation: SlottedOperation, memory: SlotMemory, number: int, at: int
-    ) -> Slot | None:
-        group, work = series.group, operation.work
-        return memory.slot(number, at, group.members, group.rank, work.shown, work.count, work.combine)
+    def _taken(self, operation: SlottedOperation, memory: SlotMemory, number: int, at: int) -> Slot | None:
+        """The slot there, for this series from now on; None if there can be none."""
+        series, work = operation.series, operation.work
+        group, key = series.group, series.key
+        slot = memory.slot(number, at, group.members, group.rank, work.shown, work.count, work.combine)
+        if slot is not None:
+            if key.slots is None:
+                key.slots = {}
+            series.slot = key.slots[series.signature] = slot
+        return slot
 
     def _hand_out(self, series: Series, operation: SlottedOperation) -> None:
         members, by_peer = series.group.members, self._links.by_peer
@@ -196,10 +208,8 @@ class SlotTable:
         where = memory.hand_out(operation.work.count * operation.work.shown.itemsize, len(members))
         if where is None:
             return
-        slot = self._slot(series, operation, memory, *where)
-        if slot is None:
+        if self._taken(operation, memory, *where) is None:
             return
-        series.slot = slot
         for sender in senders:
             if sender is not None:
                 for header in definitions(sender.state, operation):

@@ -50,7 +50,7 @@ def test_early_chunks_of_numbers_left_out_are_dropped_and_their_credit_is_owed()
     collective, effects = posted(router, seq=2)
     assert collective.seq == 2
     assert [effect[1] for effect in effects if effect[0] == Tell.DROPPED] == ["payload 0", "payload 1"]
-    assert not router._names.find(PAIR.id, "x").early
+    assert not router.names.find(PAIR.id, "x").early
     assert incoming.window.owed_headers == 3
 
 
@@ -73,7 +73,7 @@ def test_numbers_are_left_out_without_a_post():
     effects = []
     router.leave_out(PAIR, "x", 4, effects)
     assert [effect[:2] for effect in effects] == [(Tell.DROPPED, "payload 0"), (Tell.DROPPED, "payload 2")]
-    assert list(router._names.find(PAIR.id, "x").early) == [5]
+    assert list(router.names.find(PAIR.id, "x").early) == [5]
     assert router.num_uses(PAIR.id, "x") == 4
     header = (Kind.CHUNK, 0, 3, 0, 0, 1, 0, 1)
     assert router.match(incoming, header, 1, []) is None  # what comes now is too late

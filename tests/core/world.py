@@ -338,7 +338,7 @@ class World:
 
     def seq(self, rank: int, spec: Spec) -> int:
         """The number that the next use of this key on this rank gets."""
-        key = self.nodes[rank].router._names.find(spec.group_id, spec.name)
+        key = self.nodes[rank].router.names.find(spec.group_id, spec.name)
         return 0 if key is None else key.next_seq
 
     # ---------------------------------------------------------------- what must hold when nothing moves
@@ -379,7 +379,7 @@ class World:
             router = node.router
             assert not router.live
             assert len(router.dead) <= tombstones
-            for key in router._names:
+            for key in router.names:
                 assert not key.live
                 assert not key.early
             assert not node.payloads

@@ -21,7 +21,7 @@ async def test_what_is_over_as_it_is_posted_has_left_by_then() -> None:
     async with testing.world(2, strategy="star", transport="shm") as comms:
         await works(comms)
         leaf = comms[1].all_reduce(X, "x")
-        while not any(key.early for key in comms[0]._session.engine.router._names):
+        while not any(key.early for key in comms[0]._session.engine.router.names):
             await turns(1)
         root = comms[0].all_reduce(X, "x")
         assert root.done()

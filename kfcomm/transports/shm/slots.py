@@ -198,7 +198,10 @@ class SlotMemory:
         except (KfcommError, OSError) as error:
             logger.warning("no slots for small collectives: %s", error)
             return None
-        return Slot(self, number, at, tuple(self._places[world] for world in members), rank, dtype, count, combine)
+        places = tuple(self._places[world] for world in members)
+        slot = Slot(self, number, at, places, rank, dtype, count, combine)
+        slot.root, slot.is_root = members[0], not rank
+        return slot
 
     def posted_everywhere(self) -> Array:
         """The latest words of all slots, by rank and slot."""
@@ -276,14 +279,16 @@ class Slot:
             is, of this rank; a use is complete when they are folded, if it ``is_whole``, and else see ``look``.
         is_dead: this rank uses it no more.
         is_over: all ranks have been told to use it no more; kept by who has handed it out.
+        root: world rank of who has handed it out; ``is_root``: this one.
+        parked: who has to be woken, of all ranks of the memory, read now.
         late: words that had come when not all had, for a use that has waited; to be cleared by who reads them.
         has_news: this rank has shown its part of a result, and somebody sleeps, who may have to be woken.
     """
 
     __slots__ = (
-        "_buffers", "_fence", "_is_shared", "_parked", "_parts", "_posted_at", "_shared", "_shared_at",
-        "_shares", "_shown", "_words", "combine", "has_news", "is_dead", "is_over", "is_whole", "late", "memory",
-        "number", "places", "posted", "use", "views",
+        "_buffers", "_fence", "_is_shared", "_parts", "_posted_at", "_shared", "_shared_at",
+        "_shares", "_shown", "_words", "combine", "has_news", "is_dead", "is_over", "is_root", "is_whole", "late",
+        "memory", "number", "parked", "places", "posted", "root", "use", "views",
     )  # fmt: skip
 
     def __init__(
@@ -294,13 +299,14 @@ class Slot:
         self.number = number
         self.places = places
         self.posted = memory.posted(number, places)
+        self.root, self.is_root = -1, False
         self.is_dead = self.is_over = self.has_news = self._is_shared = False
         self.use = 0
         self.late: list[int] = []
         self.combine = combine
         self._fence = fence()
         self._shared = memory.shared(number, places)
-        self._parked = memory.parked
+        self.parked = memory.parked
         self._posted_at, self._shared_at = POSTED + number, SHARED + number
         self._words = memory.own_words()
         nbytes = count * dtype.itemsize
@@ -327,7 +333,7 @@ class Slot:
         self._words[self._posted_at] = word
         with self._fence:
             pass
-        return 1 in self._parked()
+        return 1 in self.parked()
 
     def look(self, word: int, out: Array) -> bool:
         """Whether the use of this word, this rank's latest, is complete; if so, its result has been made in ``out``.
@@ -347,7 +353,7 @@ class Slot:
             self._words[self._shared_at] = word
             with self._fence:
                 pass
-            self.has_news = 1 in self._parked()
+            self.has_news = 1 in self.parked()
         if not have_come(self._shared(), word):
             return False
         for part, array in self._parts:
