@@ -169,9 +169,9 @@ class SlotTable:
         """
         series = operation.series
         slot: Slot | None = series.slot
-        if slot is None or not slot.is_dead or slot.is_over or series.group.rank:
+        if slot is None or not slot.is_dead or series.group.rank or operation.seq >= slot.told_from:
             return
-        slot.is_over = True
+        slot.told_from = operation.seq  # of overlapping uses an earlier one may leave later
         for peer in series.group.members[1:]:
             sender = self._links.to(peer)
             for header in definitions(sender.state, operation):

@@ -147,6 +147,40 @@ async def test_all_follow_who_goes_the_ordinary_way(other: int) -> None:
 
 
 @on_loop
+async def test_of_overlapping_uses_an_earlier_one_may_leave_later() -> None:
+    """The first rank leaves with the second use, and then, as another one was there first, with the first use."""
+    async with world(3, strategy="direct") as comms:
+        for _ in range(4):
+            await everywhere(comms, lambda comm: comm.all_reduce(X))
+        slot = slot_of(comms[1], None)
+        if slot is not None:
+            slot.is_dead = True
+        handles = [comms[2].all_reduce(X), comms[0].all_reduce(X), comms[0].all_reduce(2 * X)]
+        await turns(20)
+        handles += [comms[1].all_reduce(X), comms[1].all_reduce(2 * X), comms[2].all_reduce(2 * X)]
+        results = await asyncio.gather(*handles)
+        for place in (0, 1, 3):
+            assert np.array_equal(results[place], 3 * X)
+        for place in (2, 4, 5):
+            assert np.array_equal(results[place], 6 * X)
+
+
+@on_loop
+async def test_a_signature_that_was_forgotten_has_its_slot_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of signatures are used again: what is known of a series goes, and its slot stays with its key."""
+    monkeypatch.setattr("kfcomm.core.names.MAX_SIGNATURES", 3)
+    async with world(3, strategy="direct") as comms:
+        await warm(comms, "x")
+        alone = await comms[0].group([0], name="alone")
+        for length in range(1, 5):
+            await alone.all_reduce(X[:length])
+        for _ in range(3):
+            for result in await everywhere(comms, lambda comm: comm.all_reduce(X, "x")):
+                assert np.array_equal(result, 3 * X)
+        assert is_slotted(comms, "x") == (worlds.LINKS == "shm")
+
+
+@on_loop
 async def test_a_call_with_options_of_its_own_uses_the_slot_too() -> None:
     async with world(2, strategy="direct") as comms:
         await warm(comms, "x")

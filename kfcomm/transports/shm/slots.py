@@ -278,7 +278,7 @@ class Slot:
         combine, views, use: what folds contributions, those of even and of odd uses, and which of them the latest use
             is, of this rank; a use is complete when they are folded, if it ``is_whole``, and else see ``look``.
         is_dead: this rank uses it no more.
-        is_over: all ranks have been told to use it no more; kept by who has handed it out.
+        told_from: all ranks have been told not to use it from this use on; kept by who has handed it out.
         root: world rank of who has handed it out; ``is_root``: this one.
         parked: who has to be woken, of all ranks of the memory, read now.
         late: words that had come when not all had, for a use that has waited; to be cleared by who reads them.
@@ -287,8 +287,8 @@ class Slot:
 
     __slots__ = (
         "_buffers", "_fence", "_is_shared", "_parts", "_posted_at", "_shared", "_shared_at",
-        "_shares", "_shown", "_words", "combine", "has_news", "is_dead", "is_over", "is_root", "is_whole", "late",
-        "memory", "number", "parked", "places", "posted", "root", "use", "views",
+        "_shares", "_shown", "_words", "combine", "has_news", "is_dead", "is_root", "is_whole", "late",
+        "memory", "number", "parked", "places", "posted", "root", "told_from", "use", "views",
     )  # fmt: skip
 
     def __init__(
@@ -300,7 +300,8 @@ class Slot:
         self.places = places
         self.posted = memory.posted(number, places)
         self.root, self.is_root = -1, False
-        self.is_dead = self.is_over = self.has_news = self._is_shared = False
+        self.told_from = NEVER
+        self.is_dead = self.has_news = self._is_shared = False
         self.use = 0
         self.late: list[int] = []
         self.combine = combine
