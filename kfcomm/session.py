@@ -102,6 +102,7 @@ class Session:
     Attributes:
         rank: world rank of this process.
         layout: hosts of all ranks.
+        is_crowded: this host has more ranks than processors.
         engine: what runs the collectives.
         world: all ranks as a group.
         groups: name and members, by world rank, of every group that this rank is in, by id.
@@ -117,6 +118,7 @@ class Session:
     ) -> None:  # fmt: skip
         self.rank = rank
         self.layout = layout
+        self.is_crowded = 0 < layout.num_cpus < layout.hosts.count(layout.hosts[rank])
         self.timeout_s = timeout_s
         self.epoch = epoch
         self.world = GroupView(b"world", tuple(range(layout.size)), rank)

@@ -43,6 +43,9 @@ LOOKS = 64
 """At shared memory, between two looks at descriptors and the clock."""
 SLOT_LOOKS = 64
 """At a slot alone, until it is looked at with all the rest."""
+NAP_AFTER, NAP_S = 24, 50e-6
+"""Looks after which a caller sleeps for a moment, where a host has more ranks than processors. Who yields so often in
+vain is alone on one, while the others share the rest; a system that finds it idle moves one of them there."""
 LULL_S = 0.1
 """After a call when nothing is in flight and nobody looks: then the I/O thread parks. Long, since waking it takes the
 caller's time (1 ms with more ranks than cores); a peer that cannot wait rings when it parks."""
@@ -195,7 +198,7 @@ class Driver:
             handle = begin(*arguments)
             if handle is None:
                 return cast("T", NOT_ALIKE)
-            if isinstance(handle, SlottedOperation) and not handle.is_entered and self._is_over_soon(handle):
+            if isinstance(handle, SlottedOperation) and not handle.is_entered and self._is_over_soon(handle, session):
                 outcome: T = handle.value
                 self._is_working = False
                 is_left = True
@@ -218,15 +221,18 @@ class Driver:
                 self.reactor.is_driven = False
                 self._leave()
 
-    def _is_over_soon(self, use: SlottedOperation) -> bool:
+    def _is_over_soon(self, use: SlottedOperation, session: Session) -> bool:
         """Look a few times whether it is over, without a failure; else it is among all that are under way."""
-        for _ in range(SLOT_LOOKS):
+        for look in range(SLOT_LOOKS):
             if use.look():
                 return not use.failed
             if self._lock.is_wanted():
                 break
             self._is_working = False
-            sched_yield()
+            if look == NAP_AFTER and session.is_crowded:
+                time.sleep(NAP_S)
+            else:
+                sched_yield()
             self._is_working = True
         use.enter()
         return False
