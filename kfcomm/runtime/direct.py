@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kfcomm.core.chunk import SHOWN_WHOLE_NBYTES
 from kfcomm.core.machine import Effects
 from kfcomm.runtime.operation import Array, Operation, Work
 from kfcomm.transports.shm.slots import GENERATION, have_come, word_of
@@ -36,8 +37,6 @@ LOOKS = 8
 """By who awaits a use, until it waits as for others."""
 LATE_S = 1e-3
 """A yield that takes longer says that somebody else wants the processor."""
-FEW_ELEMENTS = 1 << 14
-"""Up to so many it is quicker to fold all ranks' in one call; beyond, one after the other, in the cache."""
 
 
 class SharedWork(Work):
@@ -64,8 +63,8 @@ class SharedWork(Work):
         self.combine: Combine
         if kernel is None or not count:
             self.combine = _nothing
-        elif kernel.fold_all is not None and 2 * size <= count <= FEW_ELEMENTS:
-            self.combine = kernel.fold_all
+        elif kernel.fold_all is not None and 2 * size <= count and count * kernel.dtype.itemsize <= SHOWN_WHOLE_NBYTES:
+            self.combine = kernel.fold_all  # of what is folded in parts it would copy them first
         else:
             self.combine = partial(_fold, kernel, size)
 
