@@ -377,7 +377,7 @@ class CompiledSlotted(SlottedOperation, CompiledOperation):
         self.seq = seq = key.next_seq
         key.next_seq = seq + 1
         self.posted_s = monotonic()
-        self.word = word = name.group.plans.first_word + seq
+        self.word = word = name.group.plans.first_word + seq * slot.num_words
         if slot.post(source, word):
             engine.slots.wake(slot, series.group)
         return self

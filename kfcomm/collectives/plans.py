@@ -102,10 +102,10 @@ class Planner:
             program = (
                 self._one_step(count, chunk, graphs)
                 if is_one_step
-                else programs.all_reduce(self.rank, graphs.pairs[:1], count, chunk)
+                else programs.all_reduce(self.rank, graphs.pairs_of_direct, count, chunk)
             )
             plan = self._plan(Verb.ALL_REDUCE, dtype, shape, program, graphs, count, op=op, in_result=True)
-            work = SharedWork(plan.work.kernel, dtype, count, self.size)
+            work = SharedWork(plan.work.kernel, dtype, count, self.size, is_turned=graphs.direct is Direct.CHAINS)
             return replace(plan, work=work, operation=OneStepOperation if is_one_step else SlottedOperation)
         if graphs.is_whole or count < WHOLE_BELOW:
             program = programs.all_reduce(self.rank, (graphs.pairs[way],), count, chunk)
@@ -237,7 +237,7 @@ class Plans:
     Attributes:
         planner: makes what is missing.
         generation: which of the group's strategies this is; 0 for the first.
-        first_word: what says in a slot that a name's first use is there.
+        first_word: what says in a slot that the first window of a name's first use is there.
         compiled: by name, what can be known of the next use.
     """
 

@@ -25,7 +25,7 @@ import numpy as np
 from kfcomm.core.chunk import SHOWN_WHOLE_NBYTES
 from kfcomm.core.machine import Effects
 from kfcomm.runtime.operation import Array, Operation, Work
-from kfcomm.transports.shm.slots import GENERATION, have_come, word_of
+from kfcomm.transports.shm.slots import GENERATION, Cut, word_of
 
 if TYPE_CHECKING:
     from kfcomm.core.program import Route
@@ -47,22 +47,29 @@ class SharedWork(Work):
         dtype: of contributions and result.
         count: elements that each rank gives.
         size: number of ranks.
+        is_turned: see ``Cut``.
 
     Attributes:
         combine: folds what all ranks gave, in the order of the list, into the result.
         count: see above.
         shown: dtype of what is shown in a slot.
+        cut: how.
     """
 
-    __slots__ = ("combine", "count", "shown")
+    __slots__ = ("combine", "count", "cut", "shown")
 
-    def __init__(self, kernel: Kernel | None, dtype: np.dtype[Any] | None, count: int, size: int) -> None:
+    def __init__(
+        self, kernel: Kernel | None, dtype: np.dtype[Any] | None, count: int, size: int, *, is_turned: bool = False
+    ) -> None:
         super().__init__(kernel, dtype, size, in_result=True)
         self.count = count
         self.shown = np.dtype(np.uint8) if dtype is None else dtype
+        self.cut = Cut(count, self.shown.itemsize, size, is_turned=is_turned)
         self.combine: Combine
         if kernel is None or not count:
             self.combine = _nothing
+        elif is_turned:
+            self.combine = partial(_fold_along, kernel, size)
         elif kernel.fold_all is not None and 2 * size <= count and count * kernel.dtype.itemsize <= SHOWN_WHOLE_NBYTES:
             self.combine = kernel.fold_all  # of what is folded in parts it would copy them first
         else:
@@ -82,6 +89,20 @@ def _fold(kernel: Kernel, size: int, given: Arrays, out: Array) -> None:
     kernel.last(folded, given[size - 1], out, size)
 
 
+def _fold_along(kernel: Kernel, size: int, given: Arrays, out: Array) -> None:
+    """As a chain does: to each rank's comes what was folded before it. Of some elements it makes a difference."""
+    if size == 1:
+        kernel.finish(given[0], out, 1)
+        return
+    folded = given[0]
+    if size > 2:
+        room = out if kernel.accumulate_dtype == kernel.dtype else np.empty(len(out), kernel.accumulate_dtype)
+        for rank in range(1, size - 1):
+            kernel.fold(given[rank], folded, room)
+            folded = room
+    kernel.last(given[size - 1], folded, out, size)
+
+
 def _nothing(given: Arrays, out: Array) -> None:
     """There is nothing to fold."""
 
@@ -91,7 +112,7 @@ class SlottedOperation(Operation):
 
     Attributes:
         slot: in which it is under way; None if it is not, or is over.
-        word: of its use of the slot.
+        word: of its use of the slot; the first.
         is_entered: the router knows of it. Else it is its caller's alone, who holds the engine lock: before that is
             laid down, it has to be over or to ``enter``.
     """
@@ -108,7 +129,7 @@ class SlottedOperation(Operation):
             self._go_ordinary(effects)
             return
         self.engine.begins(self)
-        self.word = word_of(self.seq, self.generation)
+        self.word = word_of(self.seq * slot.num_words, self.generation)
         if slot.post(self._in, self.word):
             self.engine.slots.wake(slot, self.group)
         self.slot = slot
@@ -153,7 +174,7 @@ class SlottedOperation(Operation):
         return True
 
     def _look_closely(self, slot: Slot) -> bool:
-        is_over = slot.look(self.word, self._out)
+        is_over: bool = slot.look(self.word, self._out)
         if slot.has_news:
             self.engine.slots.wake(slot, self.group)
         return is_over
@@ -195,7 +216,7 @@ class SlottedOperation(Operation):
         slot = self.slot
         if slot is not None:
             for rank, word in enumerate(slot.posted()):
-                if have_come([word, self.word], self.word):
+                if slot.has_come([word], self.word):
                     self.posted |= 1 << rank
         return self.posted
 
@@ -216,6 +237,7 @@ class SlottedOperation(Operation):
 
     def _forget(self, slot: Slot) -> None:
         slot.is_dead = True
+        slot.forget()
         self.engine.slots.drop(self)
         self.slot = None
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from kfcomm.core.frame import Kind
 from kfcomm.core.links import definitions
-from kfcomm.transports.shm.slots import MAX_SLOTS, NEVER, Slot, SlotMemory, have_come
+from kfcomm.transports.shm.slots import MAX_SLOTS, NEVER, Slot, SlotMemory
 
 if TYPE_CHECKING:
     from kfcomm.core.collective import GroupView, Series
@@ -80,9 +80,10 @@ class SlotTable:
     def waited(self, slot: Slot, word: int, posted_s: float, group: GroupView) -> None:
         """A use is complete that has waited: for those who came last, which is told of the time that it took."""
         words, slot.late = slot.late, []
+        word = slot.awaited or word
         meter = self._meter
         if meter is not None:
-            missing = [rank for rank, other in enumerate(words) if not have_come([other, word], word)]
+            missing = [rank for rank, other in enumerate(words) if not slot.has_come([other], word)]
             for rank in missing:
                 meter.waited_s[group.members[rank]] += (monotonic() - posted_s) / len(missing)
 
@@ -111,19 +112,19 @@ class SlotTable:
                 board.drop(slot.number)
 
     def look(self) -> bool:
-        """Look at all that is under way; whether any of it is over."""
+        """Look at all that is under way; whether anything has come of it."""
         moved = False
         if len(self.pending) <= FEW:
             for operation in tuple(self.pending):
-                if operation.look():
+                if _moves(operation):
                     moved = True
             return moved
         for board in self._boards.values():
             for operation in board.candidates():
-                if operation.look():
+                if _moves(operation):
                     moved = True
         for operation in tuple(self._others):
-            if operation.look():
+            if _moves(operation):
                 moved = True
         return moved
 
@@ -190,7 +191,7 @@ class SlotTable:
         """The slot there, for this series from now on; None if there can be none."""
         series, work = operation.series, operation.work
         group, key = series.group, series.key
-        slot = memory.slot(number, at, group.members, group.rank, work.shown, work.count, work.combine)
+        slot = memory.slot(number, at, group.members, group.rank, work.shown, work.cut, work.combine)
         if slot is not None:
             if key.slots is None:
                 key.slots = {}
@@ -205,7 +206,7 @@ class SlotTable:
         memory = memories.pop() if len(memories) == 1 else None
         if memory is None:
             return
-        where = memory.hand_out(operation.work.count * operation.work.shown.itemsize, len(members))
+        where = memory.hand_out(operation.work.cut)
         if where is None:
             return
         if self._taken(operation, memory, *where) is None:
@@ -215,6 +216,17 @@ class SlotTable:
                 for header in definitions(sender.state, operation):
                     sender.send(header)
                 sender.send((SLOT, series.key_id, series.signature_id, operation.seq, *where))
+
+
+def _moves(operation: SlottedOperation) -> bool:
+    """Look at it; whether it is over, or at least further."""
+    slot = operation.slot
+    if operation.look():
+        return True
+    if slot is None or not slot.has_moved:
+        return False
+    slot.has_moved = False
+    return True
 
 
 class _Board:

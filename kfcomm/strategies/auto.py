@@ -50,9 +50,9 @@ def auto(layout: Layout, network: NetworkModel | None = None) -> SizedStrategy:
 
 def _may_take(strategy: Strategy, nbytes: int, layout: Layout) -> bool:
     """Whether messages of this size go as the strategy's profile says."""
-    if layout.num_hosts == 1:
-        return strategy.select(nbytes) is strategy
-    return not strategy.direct or (strategy.direct is Direct.ONE_STEP and nbytes <= SHOWN_WHOLE_NBYTES)
+    if layout.num_hosts == 1 or not strategy.direct:
+        return True
+    return strategy.direct is Direct.ONE_STEP and nbytes <= SHOWN_WHOLE_NBYTES
 
 
 def _candidates(layout: Layout) -> list[Strategy]:

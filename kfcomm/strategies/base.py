@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 from typing import Final
@@ -20,13 +20,13 @@ from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.errors import ConfigError
 
 DIRECT_NBYTES: Final = 1 << 20
-"""The longest message that a direct strategy shows to all; longer ones are shared out among its pairs."""
+"""The longest message for which a direct strategy has no part for each rank where no memory is shared."""
 MAX_SHARES: Final = 1 << 24
 """The shares of a strategy add up to no more: keys are spread over the pairs by 32 bits."""
 
 
 class Direct(IntEnum):
-    """How short messages go if no memory is shared; their bits are the same."""
+    """How messages go if no memory is shared; their bits are the same."""
 
     NOT = 0
     """As all others: the strategy is not direct."""
@@ -34,6 +34,8 @@ class Direct(IntEnum):
     """Each to every rank."""
     STAR = 2
     """Up and down the first pair."""
+    CHAINS = 3
+    """Shared out among the pairs, which are those of `chain_star`."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ class Strategy:
             only those of few elements do (``core.chunk.WHOLE_BELOW``).
         shares: how much of a message each pair carries, relative to the others; of the messages that go whole, how
             many. In lowest terms; empty for equal parts.
-        direct: every rank makes the result of a short all_reduce by itself; see `direct`.
+        direct: ranks make the result of an all_reduce of what all of them show; see `direct`.
+        for_long: what is in the place of a direct strategy for messages of more than `DIRECT_NBYTES`, if anything.
 
     Raises:
         ConfigError: no pair, pairs of different sizes, or shares that are not one positive integer for each pair or
@@ -59,6 +62,7 @@ class Strategy:
     is_whole: bool = False
     shares: tuple[int, ...] = ()
     direct: Direct = Direct.NOT
+    for_long: Strategy | None = None
 
     def __post_init__(self) -> None:
         if not self.pairs:
@@ -92,12 +96,18 @@ class Strategy:
         return self.pairs[0].size
 
     def select(self, nbytes: int) -> Strategy:
-        """The strategy for a message of ``nbytes`` bytes: this one; where it is direct, only for short messages."""
-        return self._for_long if self.direct and nbytes > DIRECT_NBYTES else self
+        """The strategy for a message of ``nbytes`` bytes: this one, or that ``for_long`` messages."""
+        return self.for_long if self.for_long is not None and nbytes > DIRECT_NBYTES else self
 
-    @cached_property
-    def _for_long(self) -> Strategy:
-        return replace(self, direct=Direct.NOT)
+    @property
+    def goes_whole(self) -> bool:
+        """Every rank gets all that every other gives."""
+        return self.direct in (Direct.ONE_STEP, Direct.STAR)
+
+    @property
+    def pairs_of_direct(self) -> tuple[GraphPair, ...]:
+        """Along which the messages of a direct strategy go, in more steps than one."""
+        return self.pairs if self.direct is Direct.CHAINS else self.pairs[:1]
 
     def rooted(self, root: int) -> GraphPair:
         """The pair to use for a verb with a root: the first that has it, else the first pair rerooted.
@@ -128,6 +138,7 @@ class Strategy:
         data = b"".join(pair.digest for pair in self.pairs)
         kind = (b"whole" if self.is_whole else b"") + (b" shares" if self.shares else b"")
         kind += b" direct%d" % self.direct if self.direct else b""
+        data += b"" if self.for_long is None else self.for_long.digest
         shares = repr(self.shares).encode() if self.shares else b""
         return hashlib.blake2b(data + shares, digest_size=16, person=kind).digest()
 

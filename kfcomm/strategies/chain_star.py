@@ -26,11 +26,12 @@ def chain_star(layout: Layout) -> Strategy:
     """A chain towards each rank and a star from it."""
     ranks = tuple(range(layout.size))
     alone = tuple((rank,) for rank in ranks)
-    return Strategy("chain_star", tuple(_pair(ranks[root:] + ranks[:root], alone) for root in ranks))
+    return Strategy("chain_star", tuple(_pair(ranks, alone, root) for root in ranks))
 
 
-def _pair(order: tuple[int, ...], alone: tuple[tuple[int], ...]) -> GraphPair:
-    return GraphPair(chain_along(order, alone), star_around(len(order), order[0]))
+def _pair(ranks: tuple[int, ...], alone: tuple[tuple[int], ...], root: int) -> GraphPair:
+    upwards = ranks[root + 1 :] + ranks[:root]
+    return GraphPair(chain_along((root, *reversed(upwards)), alone), star_around(len(ranks), root))
 
 
 def cost(layout: Layout) -> Cost:

@@ -166,7 +166,7 @@ class Profile(NamedTuple):
     @classmethod
     def of_loads(cls, strategy: Strategy, layout: Layout, loads: Sequence[Load]) -> Profile:
         """The same from what is known of its pairs: several strategies may have them."""
-        if strategy.direct:
+        if strategy.goes_whole or (strategy.direct and layout.num_hosts == 1):
             return cls._of_direct(layout)
         if strategy.is_whole:
             return cls._of_the_worst([cls._of_the_sum([load], (1,), layout) for load in loads])
@@ -202,14 +202,15 @@ class Profile(NamedTuple):
         """Of messages that every rank gets, in parts of an n-th.
 
         On one host they are shown, not sent: to use a slot costs about as much as to send a message and to receive one.
-        What is given each rank copies in, folds for its part, shows, and copies for the other parts.
+        What is given each rank copies in, folds for its part, shows, and copies for the other parts. All that is shown
+        stays in the cache, so that two of these copies cost what one does elsewhere.
         """
         size = layout.size
         on_hosts = [len(layout.ranks_of(host)) for host in range(layout.num_hosts)]
         most = max(on_hosts)
         near = min(1, size - 1)
         if layout.num_hosts == 1:
-            messages, folds, copies = 2 * near, size - 1, 2 * size * near
+            messages, folds, copies = 2 * near, size - 1, size * near
         else:
             messages, folds, copies = 2 * (size - 1), size * (size - 1), size * (most - 1)
         return cls(
@@ -274,11 +275,11 @@ def measure(strategy: Strategy, layout: Layout | None = None) -> Cost:
         return Cost(*(max(values) for values in zip(*map(astuple, costs), strict=True)))
     hosts = layout.hosts if layout is not None else (0,) * strategy.size
     shares = _shares(strategy)
-    sends = list(_sends(strategy.pairs, shares, is_direct=bool(strategy.direct)))
-    num_parts = 1 if strategy.direct else sum(shares)
+    sends = list(_sends(strategy.pairs, shares, goes_whole=strategy.goes_whole))
+    num_parts = 1 if strategy.goes_whole else sum(shares)
     between = [(hosts[a], hosts[b], parts) for a, b, parts in sends if hosts[a] != hosts[b]]
     return Cost(
-        steps=max(pair.reduce.depth + (0 if strategy.direct else pair.broadcast.depth) for pair in strategy.pairs),
+        steps=max(pair.reduce.depth + (0 if strategy.goes_whole else pair.broadcast.depth) for pair in strategy.pairs),
         bytes=Fraction(_busiest(strategy.size, sends), num_parts),
         cross_host_bytes=Fraction(_busiest(max(hosts) + 1, between), num_parts),
     )
@@ -414,12 +415,12 @@ def _shares(strategy: Strategy) -> tuple[int, ...]:
 
 
 def _sends(
-    pairs: Sequence[GraphPair], shares: Sequence[int], *, is_direct: bool = False
+    pairs: Sequence[GraphPair], shares: Sequence[int], *, goes_whole: bool = False
 ) -> Iterator[tuple[int, int, int]]:
     """``(from, to, parts)`` of everything that moves in an all_reduce."""
     for pair, parts in zip(pairs, shares, strict=True):
         yield from ((child, parent, parts) for parent, child in pair.reduce.edges)
-        if not is_direct:
+        if not goes_whole:
             yield from ((parent, child, parts) for parent, child in pair.broadcast.edges)
 
 

@@ -2,9 +2,10 @@
 
 Where the ranks share memory no message is needed: each shows what it gives, and reads what the others do (see
 ``transports.shm.slots``). Elsewhere every rank sends a short message to every other, one step where a star has two, if
-a host has a processor for each of its ranks; else messages go along a star around rank 0, 2(n−1) and not n(n−1), with
-the same bits. Those of more than `base.DIRECT_NBYTES` go as in ``clique``, and so do all other verbs: the pairs
-are a star around each rank. Does not look at the kind of links.
+a host has a processor for each of its ranks; else messages go along a star around rank 0, 2(n−1) and not n(n−1),
+with the same bits. Those of more than `base.DIRECT_NBYTES` go along the graphs of ``chain_star``, and have their bits in
+shared memory, too. The other verbs go as in ``clique`` if they are short, and else as in ``chain_star``. Does not look
+at the kind of links.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from fractions import Fraction
 
 from kfcomm.core.graph import GraphPair
 from kfcomm.strategies.base import Direct, Strategy
+from kfcomm.strategies.chain_star import chain_star
 from kfcomm.strategies.cost import Cost
 from kfcomm.strategies.shapes import host_sizes, star_around
 from kfcomm.types import Layout
@@ -21,13 +23,14 @@ FORMULA = "steps 1; bytes n−1; between hosts max p(n−p)"
 
 
 def direct(layout: Layout) -> Strategy:
-    """One star around each rank."""
+    """One star around each rank, and for long messages a chain to it as well."""
     size = layout.size
     has_a_processor_each = not layout.num_cpus or max(host_sizes(layout)) <= layout.num_cpus
     return Strategy(
         "direct",
         tuple(GraphPair.of(star_around(size, r)) for r in range(size)),
         direct=Direct.ONE_STEP if has_a_processor_each else Direct.STAR,
+        for_long=Strategy("direct", chain_star(layout).pairs, direct=Direct.CHAINS),
     )
 
 

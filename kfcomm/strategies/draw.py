@@ -11,7 +11,8 @@ from typing import Final
 
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.errors import ConfigError
-from kfcomm.strategies.base import AnyStrategy, SizedStrategy, Strategy
+from kfcomm.sizes import show_size
+from kfcomm.strategies.base import DIRECT_NBYTES, AnyStrategy, SizedStrategy, Strategy
 from kfcomm.strategies.cost import measure
 from kfcomm.strategies.picture import as_svg
 from kfcomm.types import Layout
@@ -73,7 +74,7 @@ def _pair(strategy: Strategy, layout: Layout, asked: int | None) -> Iterator[str
         if len(strategy.pairs) > 1
         else f"root {pair.root}"
     )
-    if strategy.direct:
+    if strategy.goes_whole:
         yield "  reduce: up to the root, which keeps it; nothing comes down"
         yield from _tree(pair.reduce, layout)
     elif pair.reduce.parents == pair.broadcast.parents and not (_is_chain(pair.reduce) and pair.size > 2):
@@ -84,6 +85,8 @@ def _pair(strategy: Strategy, layout: Layout, asked: int | None) -> Iterator[str
     else:
         yield from _graph("reduce", pair.reduce, layout, upwards=True)
         yield from _graph("broadcast", pair.broadcast, layout, upwards=False)
+    if asked is None and strategy.for_long is not None:
+        yield f"messages of more than {show_size(DIRECT_NBYTES)} go along other graphs: see --nbytes"
     if asked is None and len(strategy.pairs) > 1:
         yield _others(strategy.pairs) + (f"; shares {':'.join(map(str, strategy.shares))}" if strategy.shares else "")
 

@@ -52,9 +52,9 @@ def as_svg(strategy: Strategy, layout: Layout, pair: int = 0) -> str:
         f'<rect x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{height:.1f}" fill="white"/>',
         *_title(strategy, layout, pair, (left + _EDGE, top + _EDGE)),
         *_hosts(placement, graphs, layout),
-        *_edges(graphs, layout, placement.points, is_direct=bool(strategy.direct)),
+        *_edges(graphs, layout, placement.points, goes_whole=strategy.goes_whole),
         *_ranks(graphs.root, placement.points),
-        *_legend((left + _EDGE, top + height - _EDGE), layout.num_hosts > 1, is_direct=bool(strategy.direct)),
+        *_legend((left + _EDGE, top + height - _EDGE), layout.num_hosts > 1, goes_whole=strategy.goes_whole),
         "</svg>",
     ]
     return "\n".join(lines) + "\n"
@@ -139,11 +139,11 @@ def _polar(radius: float, angle: float) -> Point:
     return radius * math.sin(angle), -radius * math.cos(angle)
 
 
-def _edges(pair: GraphPair, layout: Layout, points: tuple[Point, ...], *, is_direct: bool) -> Iterator[str]:
+def _edges(pair: GraphPair, layout: Layout, points: tuple[Point, ...], *, goes_whole: bool) -> Iterator[str]:
     (reduce, warm, _), (broadcast, cold, _) = _PHASES
     for parent, child in pair.reduce.edges:
         yield _arrow(child, parent, layout, points, (reduce, warm))
-    for parent, child in () if is_direct else pair.broadcast.edges:
+    for parent, child in () if goes_whole else pair.broadcast.edges:
         yield _arrow(parent, child, layout, points, (broadcast, cold))
 
 
@@ -175,9 +175,9 @@ def _ranks(root: int, points: tuple[Point, ...]) -> Iterator[str]:
         )
 
 
-def _legend(at: Point, several_hosts: bool, *, is_direct: bool) -> Iterator[str]:
+def _legend(at: Point, several_hosts: bool, *, goes_whole: bool) -> Iterator[str]:
     x, y = at
-    for name, colour, meaning in _PHASES[:1] if is_direct else _PHASES:
+    for name, colour, meaning in _PHASES[:1] if goes_whole else _PHASES:
         yield (
             f'<path d="M{x:.1f} {y - 4:.1f} h30" stroke="{colour}" stroke-width="1.5" marker-end="url(#{name})"/>'
             f'<text x="{x + 38:.1f}" y="{y:.1f}" font-size="12" fill="{_INK}">{name}, {meaning}</text>'

@@ -12,7 +12,7 @@ import pytest
 
 from kfcomm.communicator import Communicator
 from kfcomm.errors import CollectiveAborted, CollectiveMismatch, CollectiveTimeout, PeerLost
-from kfcomm.strategies import Direct, direct
+from kfcomm.strategies import Direct, base, direct
 from tests.conformance import oracle, worlds
 from tests.conformance.oracle import CASES
 from tests.conformance.worlds import assert_kinds, ends, everywhere, heard_of_the_end, on_loop, same_bits, turns, world
@@ -21,14 +21,20 @@ X = np.arange(6, dtype=np.float64)
 USES = 6
 
 
-@pytest.fixture(autouse=True, params=[Direct.ONE_STEP, Direct.STAR])
+@pytest.fixture(autouse=True, params=[Direct.ONE_STEP, Direct.STAR, Direct.CHAINS])
 def without_slots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How messages go where there is no slot, whatever the number of processors."""
-    monkeypatch.setattr(direct, "Direct", SimpleNamespace(ONE_STEP=request.param, STAR=request.param))
+    """How messages go where there is no slot, whatever the number of processors; the last: all are long."""
+    if request.param is Direct.CHAINS:
+        monkeypatch.setattr("kfcomm.strategies.base.DIRECT_NBYTES", 0)
+        monkeypatch.setattr("kfcomm.transports.shm.slots.WINDOW_NBYTES", 4096)
+        return
+    monkeypatch.setattr(
+        direct, "Direct", SimpleNamespace(ONE_STEP=request.param, STAR=request.param, CHAINS=Direct.CHAINS)
+    )
 
 
 LENGTHS = (0, 1, 2, 3, 100, 4095, 4096, 4097, 30_000)
-"""Of float32: to 4,096 everybody folds everything, beyond each its part."""
+"""Of float32: to 4,096 everybody folds everything, beyond each its part; of long ones always."""
 
 
 def slot_of(comm: Communicator, name: str | None) -> Any:
@@ -60,6 +66,26 @@ async def test_every_use_of_a_name_gives_the_same(size: int) -> None:
                 results = await everywhere(comms, lambda comm, xs=xs: comm.all_reduce(xs[comm.rank], f"x{len(xs[0])}"))
                 assert all(same_bits(result, want) for result in results), (length, use)
             assert is_slotted(comms, f"x{length}") == (worlds.LINKS == "shm" and size > 1)
+
+
+@pytest.mark.parametrize("nbytes", [base.DIRECT_NBYTES - 4, base.DIRECT_NBYTES, base.DIRECT_NBYTES + 4, 5 << 20])
+@on_loop
+async def test_messages_of_several_windows(nbytes: int) -> None:
+    """As long as they are, every use gives the same, in place and not; and what is given stays as it was."""
+    async with world(3, strategy="direct") as comms:
+        xs = [oracle.data("float32", nbytes // 4, rank) for rank in range(3)]
+        want = oracle.all_reduced("sum", xs, comms[0].strategy, "x")
+        for use in range(USES):
+            given = [x.copy() for x in xs]
+            results = await everywhere(
+                comms,
+                lambda comm, given=given, use=use: comm.all_reduce(
+                    given[comm.rank], "x", out=given[comm.rank] if use % 2 else None
+                ),
+            )
+            assert all(same_bits(result, want) for result in results), use
+            assert use % 2 or all(same_bits(x, kept) for x, kept in zip(xs, given, strict=True))
+        assert is_slotted(comms, "x") == (worlds.LINKS == "shm")
 
 
 @pytest.mark.parametrize(("dtype", "op"), CASES)

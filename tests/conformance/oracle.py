@@ -109,9 +109,9 @@ def all_reduced(op: str, inputs: Sequence[Array], strategy: AnyStrategy, name: s
     flats = [np.ascontiguousarray(one).reshape(-1) for one in inputs]
     graphs = strategy.select(flats[0].nbytes)
     count = flats[0].size
-    if graphs.direct:
+    if graphs.goes_whole:
         return folded(op, star_around(len(flats), 0), flats).reshape(shape)
-    if graphs.is_whole or count < WHOLE_BELOW:
+    if graphs.is_whole or (count < WHOLE_BELOW and not graphs.direct):
         pair = graphs.pairs[pair_of(name or "", len(graphs.pairs), graphs.shares)]
         return folded(op, pair.reduce, flats).reshape(shape)
     bounds = share_out(count, graphs.shares) if graphs.shares else split(count, len(graphs.pairs))

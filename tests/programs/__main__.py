@@ -30,7 +30,7 @@ def main() -> int:
     if given.show is not None:
         _show(given.show, given.calls, size)
         return 0
-    setting = Setting(size, given.transport, given.interface, given.timeout, given.debug)
+    setting = Setting(size, given.transport, given.interface, given.timeout, given.debug, given.long)
     first = given.seed if given.seed is not None else secrets.randbelow(1 << 31)
     count = given.programs
     if given.only_seed is not None:
@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--per-world", type=int, default=100, help="programs after which new processes are started")
     add("--timeout", type=float, default=60.0, help="seconds until a call that hangs ends with an error")
     add("--debug", action="store_true", help="python -X dev, and with it asyncio's debug mode")
+    add("--long", action="store_true", help="messages go as long ones do, whatever their size")
     add("--busy", type=int, default=0, metavar="K", help="so many busy processes beside")
     add("--show", type=int, metavar="SEED", help="print the steps of a program, and run nothing")
     return parser
@@ -91,7 +92,8 @@ def _explain(outcome: Outcome, setting: Setting, plan: Plan) -> None:
         "python", "-m", "tests.programs", "--only-seed", outcome.reports[0].seed, "--calls", plan.calls, "--ranks",
         setting.ranks, "--transport", setting.transport, "--interface", setting.interface,
     ]  # fmt: skip
-    click.echo("this one alone: " + shlex.join(map(str, again)) + (" --debug" if setting.debug else ""))
+    options = " --debug" * setting.debug + " --long" * setting.long
+    click.echo("this one alone: " + shlex.join(map(str, again)) + options)
 
 
 def _show(seed: int, calls: int, size: int) -> None:

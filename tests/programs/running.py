@@ -28,6 +28,7 @@ class Setting:
         interface: ``blocking`` or ``async``.
         timeout_s: of every call; what hangs ends by it.
         debug: Python's development mode, and with it asyncio's debug mode.
+        long: messages go as long ones do; see ``worker.all_are_long``.
     """
 
     ranks: int
@@ -35,6 +36,7 @@ class Setting:
     interface: str
     timeout_s: float = 60.0
     debug: bool = False
+    long: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,7 @@ def _command(setting: Setting, plan: Plan) -> list[str]:
     python = [sys.executable, *(["-X", "dev"] if setting.debug else []), "-W", "error"]
     launcher = [sys.executable, "-m", "kfcomm", "run", "-n", str(setting.ranks), "--transport", setting.transport]
     worker = ["-m", "tests.programs.worker", "--interface", setting.interface, "--timeout", str(setting.timeout_s)]
+    worker += ["--long"] if setting.long else []
     amount = ["--first", str(plan.first), "--programs", str(plan.count), "--calls", str(plan.calls)]
     return [*launcher, "--keep-going", *python, *worker, *amount]
 

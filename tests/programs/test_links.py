@@ -59,3 +59,9 @@ def assert_all_right(outcome: Outcome) -> None:
 def test_asyncios_debug_mode(interface: str) -> None:
     setting = Setting(2, "shm", interface, debug=True)
     assert_all_right(run_world(setting, Plan(random.randrange(1 << 31), 2, CALLS)))
+
+
+@pytest.mark.parametrize("interface", ["async", "blocking"])
+def test_long_messages(interface: str) -> None:
+    setting = Setting(3, "shm", interface, long=True)
+    assert_all_right(run_world(setting, Plan(random.randrange(1 << 31), PROGRAMS, CALLS)))

@@ -14,6 +14,8 @@ import sys
 import click
 
 import kfcomm
+from kfcomm.strategies import base
+from kfcomm.transports.shm import slots
 from tests.programs.walker import Plan, Report, all_awaiting, all_blocking
 
 PROGRESS, REPORT = "PROGRESS", "REPORT"
@@ -28,13 +30,21 @@ def main() -> int:
     for name in ("first", "programs", "calls"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--timeout", type=float, required=True)
+    parser.add_argument("--long", action="store_true")
     given = parser.parse_args()
+    if given.long:
+        all_are_long()
     plan = Plan(given.first, given.programs, given.calls)
     report = (_blocking if given.interface == "blocking" else _awaited)(plan, given.timeout)
     faulthandler.cancel_dump_traceback_later()
     if report is not None:
         click.echo(f"{REPORT} {json.dumps(report.as_dict())}")
     return int(report is not None)
+
+
+def all_are_long() -> None:
+    """Whatever their size, messages go as those that are so long that they need several windows of a slot."""
+    base.DIRECT_NBYTES, slots.WINDOW_NBYTES = 0, 64
 
 
 def _blocking(plan: Plan, timeout_s: float) -> Report | None:

@@ -142,7 +142,6 @@ def test_the_slowest_way_counts_whichever_kind_of_hop_is_slow() -> None:
 
 @given(LAYOUTS, st.sampled_from(names()), st.integers(0, 1 << 28), st.integers(0, 1 << 28))
 def test_more_bytes_never_take_less_time(layout: Layout, name: str, one: int, two: int) -> None:
-    assume(name != "direct")  # longer messages go another way
     strategy = build(name, layout).select(one)
     less, more = sorted((one, two))
     assert 0 <= predict_seconds(strategy, layout, less) <= predict_seconds(strategy, layout, more)
@@ -165,7 +164,7 @@ def test_auto_is_never_slower_by_the_model_than_another_choice(layout: Layout) -
         seconds = {
             strategy.name: profile.seconds(nbytes, NetworkModel())
             for strategy, profile in profiles.items()
-            if not strategy.direct or nbytes <= (DIRECT_NBYTES if layout.num_hosts == 1 else SHOWN_WHOLE_NBYTES)
+            if not strategy.direct or layout.num_hosts == 1 or nbytes <= SHOWN_WHOLE_NBYTES
         }
         choice = chosen.select(nbytes)
         assert Profile.of(choice, layout).seconds(nbytes, NetworkModel()) <= min(seconds.values())
@@ -185,12 +184,30 @@ def test_auto_prefers_few_steps_for_short_and_idle_ports_for_long_messages() -> 
 
 
 def test_auto_follows_the_constants() -> None:
-    layout = Layout.even(16)
+    layout = Layout.even(16, 16)
     costly_messages = auto(layout, NetworkModel(overhead_s=1.0))
-    assert costly_messages.select(2 << 20) == replace(build("ring", layout).select(0), is_whole=True)
-    assert auto(layout).select(2 << 20).name == "clique"
+    assert costly_messages.select(1 << 14) == replace(build("ring", layout).select(0), is_whole=True)
+    assert auto(layout).select(1 << 14).name == "multi_binary_tree_star"
     free_messages = auto(layout, NetworkModel(overhead_s=0.0))
-    assert free_messages.select(2 << 20) == build("clique", layout)
+    assert free_messages.select(1 << 14) == build("clique", layout)
+
+
+@pytest.mark.parametrize("num_cpus", [0, 2, 64])
+@pytest.mark.parametrize("size", [2, 4, 16])
+def test_on_one_host_all_sizes_are_direct(size: int, num_cpus: int) -> None:
+    """So that they use slots where memory is shared."""
+    layout = Layout.even(size, num_cpus=num_cpus)
+    assert {strategy.name for _, strategy in auto(layout).rules} == {"direct"}
+
+
+def test_long_direct_messages_go_along_chains_and_stars() -> None:
+    for layout in (Layout.even(1), Layout.even(5), Layout.even(6, 3)):
+        short, long = (build("direct", layout).select(nbytes) for nbytes in (DIRECT_NBYTES, DIRECT_NBYTES + 1))
+        assert short.goes_whole
+        assert not long.goes_whole
+        assert long.pairs == build("chain_star", layout).select(0).pairs
+        assert measure(long, layout) == by_name("chain_star").cost(layout)
+        assert len({short.digest, long.digest, replace(short, for_long=None).digest}) == 3
 
 
 def test_a_message_left_whole_costs_what_its_pair_does() -> None:
@@ -217,8 +234,8 @@ def test_where_processors_are_few_all_that_a_host_does_counts() -> None:
 
 def test_auto_leaves_messages_whole_for_longer_where_processors_are_few() -> None:
     whole = [
-        max((nbytes for nbytes in GRID if auto(Layout.even(4, num_cpus=cpus)).select(nbytes).is_whole), default=0)
-        for cpus in (0, 4, 2)
+        max((nbytes for nbytes in GRID if auto(Layout.even(8, 2, num_cpus=cpus)).select(nbytes).is_whole), default=0)
+        for cpus in (0, 4, 1)
     ]
     assert whole[0] == whole[1] < whole[2]
 

@@ -127,11 +127,20 @@ def test_another_order_of_children_is_said() -> None:
 
 
 def test_a_sized_strategy_is_drawn_for_each_size() -> None:
-    layout = Layout.even(4)
+    layout = Layout.even(4, 2)
     auto = build("auto", layout)
     text = as_text(auto, layout)
     assert re.search(r"^auto, 0 to \d+ bytes:\ndirect: 4 ranks", text)
-    assert re.search(r"\nauto, from \d+ bytes:\nchain_star: 4 ranks", text)
+    assert re.search(r"\nauto, from \d+ bytes:\nbinomial: 4 ranks", text)
+
+
+def test_of_a_direct_strategy_it_is_said_that_long_messages_go_elsewhere() -> None:
+    layout = Layout.even(4)
+    short, long = (as_text(build("direct", layout).select(nbytes), layout) for nbytes in (0, 1 << 30))
+    assert "nothing comes down" in short
+    assert "messages of more than 1 MiB go along other graphs" in short
+    assert "broadcast" in long
+    assert "other graphs" not in long
 
 
 @pytest.mark.parametrize("pair", [-1, 1])

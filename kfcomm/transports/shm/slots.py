@@ -5,17 +5,22 @@
     of each rank, a region that only it writes, and all have mapped:
 
     parked      1 while it sleeps with a use of a slot under way
-    posted      by slot, the word of its latest use: what it gives is there
-    shared      by slot, the word of its latest use whose part of the result is there
-    buffers     by slot: for even and for odd uses, and its part of the result
+    posted      by slot, the latest word: what it gives for that is there
+    shared      by slot, the latest word for which its part of the result is there
+    buffers     by slot: for even and for odd words, of what it gives and of its part of the result
 
 A slot belongs to one name with one signature. *A use* is to copy what this rank gives to its buffer and then to store
 the word of the use. When the words of all ranks have come, everybody folds all buffers; of longer ones each its part,
-which the others copy. There is no order of names, no credit and no acknowledgement.
+which the others copy. There is no order of names, no credit and no acknowledgement. What is longer still goes through
+the same two buffers in *windows*, each with a word of its own: so it stays in the cache, and what a slot takes is
+bounded. While one window is waited for the next is there already.
 
-Two buffers suffice: who posts use s + 2 has completed use s + 1, which all had posted, who had thus completed use s. So
-a rank whose use fails may never use the slot again, and neither may one that goes another way once. That nobody
-completes a use whose word one rank has not stored is what lets all ranks go the ordinary way instead.
+Two buffers suffice: who posts word w + 2 has completed w, for which all had shared their parts, so nobody reads what
+was posted for w any more. Who shares its part for w + 2 has seen that all have posted that, who had thus completed w
+and read the parts. What is not in parts needs only this: who posts use s + 2 has completed use s + 1, which all had
+posted, who had thus completed use s. So a rank whose use fails may never use the slot again, and neither may one that
+goes another way once. That nobody completes a use whose first word one rank has not stored is what lets all ranks go
+the ordinary way instead.
 
 The memory is made by who hands out its slots, and passed to peers with each link. Nothing in it is believed: a wrong
 word or buffer of a peer spoils results as a wrong message would, and nothing else.
@@ -27,6 +32,7 @@ import logging
 import mmap
 import os
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -48,13 +54,50 @@ Words: TypeAlias = Callable[[], list[int]]
 
 MAX_SLOTS = 1 << 14
 """Of one memory."""
-BUFFERS_NBYTES, MIN_BUFFERS_NBYTES = 1 << 27, 1 << 20
+WINDOW_NBYTES = 1 << 19
+"""The most that a rank gives at a time: those of four ranks and their result fit in a cache."""
+BUFFERS_NBYTES, MIN_BUFFERS_NBYTES = 1 << 29, 1 << 23
 """Of all ranks together, and of each at the least. It is taken as it is used."""
 MAX_SHARE = 8
 """No slot takes more than this part of the buffers."""
 GENERATION = 1 << 40
 """A word is the number of a use, from 1, and so many times the generation of its strategy."""
 _MAX_GENERATIONS = 1 << 22
+
+
+class Cut:
+    """How a message is cut for a slot.
+
+    Args:
+        count: elements that each rank gives.
+        itemsize: their bytes.
+        num_ranks: of the group.
+        is_turned: as many parts as there are ranks, of which the r-th is folded from rank r + 1 on, and at last by r:
+            as along a chain to it. Else all is folded from rank 0 on.
+
+    Attributes:
+        windows: of which each has a word: where it begins and ends, and the rank from which on it is folded.
+        longest: elements of the longest of them.
+        is_whole: everybody folds it all.
+        room: bytes that a slot takes in each region.
+    """
+
+    __slots__ = ("is_whole", "longest", "room", "windows")
+
+    def __init__(self, count: int, itemsize: int, num_ranks: int, *, is_turned: bool = False) -> None:
+        window = max(1, WINDOW_NBYTES // itemsize)
+        parts = split(count, num_ranks) if is_turned else [(0, count)]
+        self.windows = tuple([
+            (begin, min(begin + window, start + length), (part + 1) % num_ranks if is_turned else 0)
+            for part, (start, length) in enumerate(parts)
+            for begin in range(start, start + max(1, length), window)
+        ])  # fmt: skip
+        self.longest = min(window, parts[0][1])
+        self.is_whole = count * itemsize <= SHOWN_WHOLE_NBYTES and not is_turned
+        self.room = 2 * _lines(self.longest * itemsize)
+        if not self.is_whole:
+            self.room += 2 * _lines(-(-self.longest // num_ranks) * itemsize)
+
 
 _LINE = 64
 _POSTED_AT = mmap.PAGESIZE
@@ -64,20 +107,9 @@ NEVER = (1 << 63) - 1
 """A word that does not come."""
 
 
-def word_of(seq: int, generation: int) -> int:
-    """The word of use ``seq``, from 0, of a name."""
-    return (generation % _MAX_GENERATIONS) * GENERATION + seq + 1
-
-
-def have_come(words: list[int], word: int) -> bool:
-    """Whether all ranks have posted a use, given their latest words: this one, or a later use's.
-
-    One with the same number and of another generation is none: those ranks do not agree.
-    """
-    if min(words) == word and max(words) - word < GENERATION:
-        return True
-    number = word % GENERATION
-    return all(other == word or other % GENERATION > number for other in words)
+def word_of(number: int, generation: int) -> int:
+    """The word of window ``number``, from 0, of all uses of a name."""
+    return (generation % _MAX_GENERATIONS) * GENERATION + number + 1
 
 
 def nbytes_of_regions(num_ranks: int) -> int:
@@ -160,10 +192,9 @@ class SlotMemory:
         parked = self.parked()
         return [world for world, place in self._places.items() if parked[place]]
 
-    def hand_out(self, nbytes: int, num_ranks: int) -> tuple[int, int] | None:
-        """Number and place of a slot for contributions of so many bytes from each rank; None if there is no room."""
-        room = _room(nbytes, num_ranks)
-        end = self._stride
+    def hand_out(self, cut: Cut) -> tuple[int, int] | None:
+        """Number and place of a slot for messages that are cut so; None if there is no room."""
+        room, end = cut.room, self._stride
         if self.num_slots >= MAX_SLOTS or room > (end - _BUFFERS_AT) // MAX_SHARE or self._next_at + room > end:
             return None
         handed_out = self.num_slots, self._next_at
@@ -172,7 +203,7 @@ class SlotMemory:
         return handed_out
 
     def slot(
-        self, number: int, at: int, members: Sequence[int], rank: int, dtype: np.dtype[Any], count: int,
+        self, number: int, at: int, members: Sequence[int], rank: int, dtype: np.dtype[Any], cut: Cut,
         combine: Combine,
     ) -> Slot | None:  # fmt: skip
         """A slot that was handed out; None if there can be none.
@@ -183,10 +214,10 @@ class SlotMemory:
             members: world ranks of the group.
             rank: of the group.
             dtype: of what is given.
-            count: elements that each gives.
+            cut: see ``hand_out``.
             combine: see ``Combine``.
         """
-        last_at = self._stride - _room(count * dtype.itemsize, len(members))
+        last_at = self._stride - cut.room
         if number >= MAX_SLOTS or not _BUFFERS_AT <= at <= last_at or at % _LINE:
             return None
         if not all(world in self._places for world in members):
@@ -199,9 +230,8 @@ class SlotMemory:
             logger.warning("no slots for small collectives: %s", error)
             return None
         places = tuple(self._places[world] for world in members)
-        slot = Slot(self, number, at, places, rank, dtype, count, combine)
-        slot.root, slot.is_root = members[0], not rank
-        return slot
+        kind = Slot if cut.is_whole else PartedSlot
+        return kind(self, number, at, places, members[0], rank, dtype, cut, combine)
 
     def posted_everywhere(self) -> Array:
         """The latest words of all slots, by rank and slot."""
@@ -254,27 +284,24 @@ def _step(places: tuple[int, ...]) -> int:
     return step if step > 0 and places == tuple(range(places[0], places[-1] + 1, step)) else 0
 
 
-def _room(nbytes: int, num_ranks: int) -> int:
-    """Bytes of a slot in each region."""
-    part = -(-nbytes // num_ranks) + _LINE if nbytes > SHOWN_WHOLE_NBYTES else 0
-    return 2 * _lines(nbytes) + _lines(part)
-
-
 def _lines(nbytes: int) -> int:
     return -(-nbytes // _LINE) * _LINE
 
+
+_parts = lru_cache(256)(split)  # of a window, of which most are alike; not to be changed
 
 POSTED, SHARED = _POSTED_AT // 8, _SHARED_AT // 8
 
 
 class Slot:
-    """One slot, as one of its ranks uses it.
+    """One slot, as one of its ranks uses it: for messages that everybody folds as a whole.
 
     Attributes:
         memory: that it is in.
         number: in that.
         places: of the regions of its ranks.
         posted: the latest words of all ranks.
+        num_words: of each use.
         combine, views, use: what folds contributions, those of even and of odd uses, and which of them the latest use
             is, of this rank; a use is complete when they are folded, if it ``is_whole``, and else see ``look``.
         is_dead: this rank uses it no more.
@@ -282,53 +309,47 @@ class Slot:
         root: world rank of who has handed it out; ``is_root``: this one.
         parked: who has to be woken, of all ranks of the memory, read now.
         late: words that had come when not all had, for a use that has waited; to be cleared by who reads them.
-        has_news: this rank has shown its part of a result, and somebody sleeps, who may have to be woken.
+        awaited: the word that they should have been; 0 for the use's first.
+        has_moved: something has come of a use that is not complete; to be cleared by who reads it.
+        has_news: this rank has stored something, and somebody sleeps, who may have to be woken.
     """
 
     __slots__ = (
-        "_buffers", "_fence", "_is_shared", "_parts", "_posted_at", "_shared", "_shared_at",
-        "_shares", "_shown", "_words", "combine", "has_news", "is_dead", "is_root", "is_whole", "late",
-        "memory", "number", "parked", "places", "posted", "root", "told_from", "use", "views",
+        "_buffers", "_fence", "_posted_at", "_words", "awaited", "combine", "has_moved", "has_news", "is_dead",
+        "is_root", "late", "memory", "num_words", "number", "parked", "places", "posted", "root", "told_from", "use",
+        "views",
     )  # fmt: skip
 
+    is_whole = True
+
     def __init__(
-        self, memory: SlotMemory, number: int, at: int, places: tuple[int, ...], rank: int, dtype: np.dtype[Any],
-        count: int, combine: Combine,
+        self, memory: SlotMemory, number: int, at: int, places: tuple[int, ...], root: int, rank: int,
+        dtype: np.dtype[Any], cut: Cut, combine: Combine,
     ) -> None:  # fmt: skip
         self.memory = memory
         self.number = number
         self.places = places
         self.posted = memory.posted(number, places)
-        self.root, self.is_root = -1, False
+        self.num_words = len(cut.windows)
+        self.root, self.is_root = root, not rank
         self.told_from = NEVER
-        self.is_dead = self.has_news = self._is_shared = False
-        self.use = 0
+        self.is_dead = self.has_news = self.has_moved = False
+        self.use = self.awaited = 0
         self.late: list[int] = []
         self.combine = combine
         self._fence = fence()
-        self._shared = memory.shared(number, places)
         self.parked = memory.parked
-        self._posted_at, self._shared_at = POSTED + number, SHARED + number
+        self._posted_at = POSTED + number
         self._words = memory.own_words()
-        nbytes = count * dtype.itemsize
-        ats = at, at + _lines(nbytes)
-        self._buffers = tuple(memory.own_array(one, dtype, count) for one in ats)
-        self.views = tuple(memory.arrays(one, dtype, count, places) for one in ats)
-        self._parts: list[tuple[slice, Array]] = []
-        self.is_whole = nbytes <= SHOWN_WHOLE_NBYTES
-        if self.is_whole:
-            return
-        result_at = at + 2 * _lines(nbytes)
-        parts = [slice(start, start + length) for start, length in split(count, len(places))]
-        mine = parts[rank]
-        self._shown = memory.own_array(result_at, dtype, mine.stop - mine.start)
-        self._shares = tuple([one[mine] for one in view] for view in self.views)
-        for place, part in zip(places, parts, strict=True):
-            (array,) = memory.arrays(result_at, dtype, part.stop - part.start, (place,))
-            self._parts.append((part, array))
+        ats = at, at + _lines(cut.longest * dtype.itemsize)
+        self._buffers = tuple(memory.own_array(one, dtype, cut.longest) for one in ats)
+        self.views = tuple(memory.arrays(one, dtype, cut.longest, places) for one in ats)
 
     def post(self, x: Array, word: int) -> bool:
-        """Show what this rank gives, for its next use; whether anybody sleeps, and may have to be woken."""
+        """Show what this rank gives, for its next use; whether anybody sleeps, and may have to be woken.
+
+        ``x`` is not to be changed until the use is over.
+        """
         self.use = use = 1 - self.use
         self._buffers[use][:] = x
         self._words[self._posted_at] = word
@@ -341,23 +362,123 @@ class Slot:
 
         ``out`` may be what this rank gave.
         """
-        if not self._is_shared:
-            words = self.posted()
-            if min(words) < word or (max(words) - word >= GENERATION and not have_come(words, word)):
-                self.late = words
-                return False
-            if self.is_whole:
-                self.combine(self.views[self.use], out)
-                return True
-            self.combine(self._shares[self.use], self._shown)
-            self._is_shared = True
-            self._words[self._shared_at] = word
-            with self._fence:
-                pass
-            self.has_news = 1 in self.parked()
-        if not have_come(self._shared(), word):
+        words = self.posted()
+        if not self.has_come(words, word):
+            self.late = words
             return False
-        for part, array in self._parts:
-            out[part] = array
-        self._is_shared = False
+        self.combine(self.views[self.use], out)
         return True
+
+    def has_come(self, words: list[int], word: int) -> bool:
+        """Whether ranks have posted the use of this word, given their latest words: this one, or a later use's.
+
+        One with the same number and of another generation is none: those ranks do not agree.
+        """
+        if min(words) == word and max(words) - word < GENERATION:
+            return True
+        number = word % GENERATION
+        return all(other == word or other % GENERATION > number for other in words)
+
+    def forget(self) -> None:
+        """The latest use is over, or goes on elsewhere."""
+
+
+class PartedSlot(Slot):
+    """One for longer messages: each rank folds its part of a window, and the others copy that."""
+
+    __slots__ = (
+        "_at", "_cut", "_first", "_given", "_is_shared", "_parts", "_rank", "_rows", "_shared", "_shared_at", "_shares",
+        "_size",
+    )  # fmt: skip
+
+    is_whole = False
+
+    def __init__(
+        self, memory: SlotMemory, number: int, at: int, places: tuple[int, ...], root: int, rank: int,
+        dtype: np.dtype[Any], cut: Cut, combine: Combine,
+    ) -> None:  # fmt: skip
+        super().__init__(memory, number, at, places, root, rank, dtype, cut, combine)
+        self._rank, self._size = rank, len(places)
+        self._cut = cut.windows
+        self._at = self._first = 0
+        self._is_shared = False
+        self._given: Array | None = None
+        self._shared = memory.shared(number, places)
+        self._shared_at = SHARED + number
+        longest = -(-cut.longest // self._size)
+        at += 2 * _lines(cut.longest * dtype.itemsize)
+        ats = at, at + _lines(longest * dtype.itemsize)
+        self._parts = tuple(memory.own_array(one, dtype, longest) for one in ats)
+        self._shares = tuple(list(memory.arrays(one, dtype, longest, places)) for one in ats)
+        self._rows = tuple(list(view) for view in self.views)
+
+    def post(self, x: Array, word: int) -> bool:
+        """See ``Slot.post``: the first two windows."""
+        self._first, self._at = word, 0
+        self._given = x
+        self._show(0)
+        if self.num_words > 1:
+            self._show(1)
+        with self._fence:
+            pass
+        return 1 in self.parked()
+
+    def look(self, word: int, out: Array) -> bool:
+        """See ``Slot.look``; go on as far as can be."""
+        while True:
+            at = self._at
+            self.awaited = word = self._first + at
+            if not self._is_shared:
+                words = self.posted()
+                if not self.has_come(words, word):
+                    self.late = words
+                    return False
+                self._fold(at, word)
+                self._is_shared = self.has_moved = True
+                self._words[self._shared_at] = word
+                self._stored()
+            if not self.has_come(self._shared(), word):
+                return False
+            self._copy(at, word, out)
+            self._is_shared = False
+            self._at = at = at + 1
+            if at + 1 < self.num_words:
+                self._show(at + 1)
+            elif at == self.num_words:
+                self._given = None
+                return True
+            self._stored()  # even if nothing was: who has no link to the last to come is woken by who has one
+
+    def has_come(self, words: list[int], word: int) -> bool:
+        """See ``Slot.has_come``: nobody begins the next use before all have shared all their parts of this one."""
+        return min(words) >= word and max(words) - word < GENERATION
+
+    def forget(self) -> None:
+        """See ``Slot.forget``."""
+        self._given = None
+
+    def _show(self, window: int) -> None:
+        start, stop, _ = self._cut[window]
+        word = self._first + window
+        if self._given is not None:
+            self._buffers[word & 1][: stop - start] = self._given[start:stop]
+        self._words[self._posted_at] = word
+
+    def _stored(self) -> None:
+        with self._fence:
+            pass
+        if 1 in self.parked():
+            self.has_news = True
+
+    def _fold(self, window: int, word: int) -> None:
+        start, stop, first = self._cut[window]
+        begin, length = _parts(stop - start, self._size)[self._rank]
+        end = begin + length
+        rows = self._rows[word & 1]
+        given = [row[begin:end] for row in rows]
+        self.combine(given[first:] + given[:first], self._parts[word & 1][:length])
+
+    def _copy(self, window: int, word: int, out: Array) -> None:
+        start, stop, _ = self._cut[window]
+        for (begin, length), share in zip(_parts(stop - start, self._size), self._shares[word & 1], strict=True):
+            out[start + begin : start + begin + length] = share[:length]

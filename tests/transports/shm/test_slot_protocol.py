@@ -188,3 +188,136 @@ def test_a_slot_that_is_used_again_after_a_failure_would_tear() -> None:
 def test_a_slot_that_is_not_taken_back_would_let_ranks_wait_for_ever() -> None:
     with pytest.raises(AssertionError, match="wait for ever"):
         Model(3, 2, 1, is_kept=True).search()
+
+
+SHOW, SHOWN_CELL, POST, WAIT_POSTED, FOLD, SHARE, SHARED_CELL, TELL, WAIT_SHARED, COPY, END, GONE = range(12)
+"""Where a rank is in a use of several windows: what it gives is half written, written, its word stored; it waits for
+the words of all, reads what they gave, writes its part, tells of that, waits for the parts of all, and reads them."""
+HALF_WRITTEN = -1
+
+
+class Windowed(NamedTuple):
+    """One rank whose messages go in windows.
+
+    Attributes:
+        window: from 1, of all uses; its buffers are those of the window's parity.
+        shows: the window that it writes or has written last.
+        at: where it is.
+        seen: ranks that it has looked at.
+        posted, shared: its words.
+        given, parts: what its buffers of even and of odd windows hold.
+    """
+
+    window: int = 1
+    shows: int = 0
+    at: int = SHOW
+    seen: int = 0
+    posted: int = 0
+    shared: int = 0
+    given: tuple[int, int] = (0, 0)
+    parts: tuple[int, int] = (0, 0)
+
+
+class WindowModel:
+    """All ranks, of which each does what `PartedSlot` does, one store or load at a time.
+
+    Args:
+        size: number of ranks.
+        uses: of the slot.
+        windows: of each use.
+        ahead: windows that are shown before the first of them is waited for: with more than 2 the protocol is broken.
+        has_two_parts: with one buffer for both parities, of the part of the result, it is broken.
+        gone: how many ranks may stop at any step, and never come back.
+    """
+
+    def __init__(
+        self, size: int, uses: int, windows: int, *, ahead: int = 2, has_two_parts: bool = True, gone: int = 0
+    ) -> None:
+        self.size, self.uses, self.windows = size, uses, windows
+        self.ahead = ahead
+        self.has_two_parts = has_two_parts
+        self.gone = gone
+
+    def _step(self, state: tuple[Windowed, ...], number: int, rank: Windowed) -> Windowed | None:  # noqa: C901
+        parity, part = rank.window & 1, rank.window & 1 if self.has_two_parts else 0
+        last = -(-rank.window // self.windows) * self.windows  # of this use
+        match rank.at:
+            case 0:  # SHOW
+                given = _set(rank.given, (rank.shows + 1) & 1, HALF_WRITTEN)
+                return rank._replace(at=SHOWN_CELL, shows=rank.shows + 1, given=given)
+            case 1:
+                return rank._replace(at=POST, given=_set(rank.given, rank.shows & 1, rank.shows))
+            case 2:
+                more = rank.shows < min(last, rank.window + self.ahead - 1)
+                return rank._replace(at=SHOW if more else WAIT_POSTED, posted=rank.shows)
+            case 3 | 8:
+                other = state[rank.seen]
+                if (other.posted if rank.at == WAIT_POSTED else other.shared) < rank.window:
+                    return None
+                if rank.seen + 1 < self.size:
+                    return rank._replace(seen=rank.seen + 1)
+                return rank._replace(seen=0, at=rank.at + 1)
+            case 4 | 9:
+                other = state[rank.seen]
+                found = other.given[parity] if rank.at == FOLD else other.parts[part]
+                if found != rank.window:
+                    raise TornError(f"rank {number} reads {found} of rank {rank.seen} for {rank.window}: {state}")
+                if rank.seen + 1 < self.size:
+                    return rank._replace(seen=rank.seen + 1)
+                return rank._replace(seen=0, at=SHARE) if rank.at == FOLD else self._next(rank, last)
+            case 5:
+                return rank._replace(at=SHARED_CELL, parts=_set(rank.parts, part, HALF_WRITTEN))
+            case 6:
+                return rank._replace(at=TELL, parts=_set(rank.parts, part, rank.window))
+            case 7:
+                return rank._replace(at=WAIT_SHARED, shared=rank.window)
+        return None
+
+    def _next(self, rank: Windowed, last: int) -> Windowed:
+        window = rank.window + 1
+        if window > self.uses * self.windows:
+            return rank._replace(at=END, window=window)
+        last = last if window <= last else last + self.windows
+        return rank._replace(window=window, seen=0, at=SHOW if rank.shows < min(last, window + 1) else WAIT_POSTED)
+
+    def search(self) -> int:
+        """Look at all states; how many there are. At the end nobody waits, unless for one that has gone."""
+        start = (Windowed(),) * self.size
+        todo, known = [start], {start}
+        while todo:
+            state = todo.pop()
+            following = []
+            for number, rank in enumerate(state):
+                moved = self._step(state, number, rank)
+                if moved is not None:
+                    following.append((*state[:number], moved, *state[number + 1 :]))
+                if rank.at not in (END, GONE) and sum(one.at == GONE for one in state) < self.gone:
+                    following.append((*state[:number], rank._replace(at=GONE), *state[number + 1 :]))
+            if not following:
+                assert all(one.at == END for one in state) or any(one.at == GONE for one in state), state
+            for one in following:
+                if one not in known:
+                    known.add(one)
+                    todo.append(one)
+        return len(known)
+
+
+def _set(cells: tuple[int, int], place: int, value: int) -> tuple[int, int]:
+    return (cells[0], value) if place else (value, cells[1])
+
+
+@pytest.mark.parametrize(
+    ("size", "uses", "windows", "gone"), [(2, 2, 3, 1), (2, 3, 2, 0), (2, 1, 5, 1), (3, 1, 4, 1), (3, 2, 2, 0), (3, 3, 1, 1)]
+)
+def test_no_window_is_read_torn(size: int, uses: int, windows: int, gone: int) -> None:
+    assert WindowModel(size, uses, windows, gone=gone).search() > 100
+
+
+def test_windows_that_are_shown_too_early_would_tear() -> None:
+    with pytest.raises(TornError):
+        WindowModel(2, 1, 4, ahead=3).search()
+
+
+def test_one_buffer_for_the_parts_of_all_windows_would_tear() -> None:
+    with pytest.raises(TornError):
+        WindowModel(2, 1, 4, has_two_parts=False).search()
