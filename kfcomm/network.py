@@ -22,6 +22,7 @@ from kfcomm.rendezvous.identity import PeerInfo, host_id, process_uid
 from kfcomm.rendezvous.interfaces import choose_address
 from kfcomm.rendezvous.join import close_store, join, open_store
 from kfcomm.rendezvous.settings import Settings, host_and_port
+from kfcomm.transports.shm.heap import Array
 from kfcomm.transports.shm.segment import SharingRefused, why_unsupported
 from kfcomm.transports.shm.sharing import Sharing
 from kfcomm.transports.sockets import Address, Listener
@@ -80,6 +81,9 @@ class Alone:
 
     def sever(self) -> None:
         """Nothing is shared."""
+
+    def room(self, nbytes: int) -> None:
+        """There is nobody to read it."""
 
     def describe(self, peer: int) -> str:
         """See ``session.Network``."""
@@ -222,6 +226,10 @@ class SocketNetwork:
         """See ``session.Network``."""
         if self._sharing is not None:
             self._sharing.hub.sever()
+
+    def room(self, nbytes: int) -> Array | None:
+        """See ``session.Network``."""
+        return None if self._sharing is None else self._sharing.heaps.empty(nbytes)
 
     def describe(self, peer: int) -> str:
         """See ``session.Network``."""

@@ -35,6 +35,7 @@ from kfcomm.runtime.meter import Meter
 from kfcomm.transports.base import Link, Waiter
 from kfcomm.transports.device_setup import DeviceSetup
 from kfcomm.transports.reactor import Reactor
+from kfcomm.transports.shm.heap import Array
 from kfcomm.types import Layout
 
 logger = logging.getLogger("kfcomm")
@@ -72,6 +73,9 @@ class Network(Protocol):
 
     def describe(self, peer: int) -> str:
         """The way to a peer, in words."""
+
+    def room(self, nbytes: int) -> Array | None:
+        """Bytes that the other ranks of this host can read where they are; None if there is no such memory."""
 
     @property
     def job(self) -> str:
@@ -136,6 +140,7 @@ class Session:
         self.devices = devices
         self._pools: dict[Device, PinnedPool] = {}
         self._groups: dict[bytes, int] = {}
+        self._unshared_said = False
         self._lag_s = 0.0
         self._lag_seen_s = math.inf  # for ever up to date where nobody measures: in a world of one
         self._lag_timer: asyncio.TimerHandle | None = None
@@ -143,6 +148,12 @@ class Session:
         if self.engine.control is not None:
             self._measure_lag(loop.time())
         _sessions.add(self)
+
+    def say_unshared(self) -> None:
+        """Somebody who asked for symmetric memory got ordinary memory; said once, unless there is nobody else."""
+        if not self._unshared_said and self.layout.size > 1:
+            self._unshared_said = True
+            logger.warning("rank %d: symmetric memory is ordinary memory here: the ranks do not share any", self.rank)
 
     # ---------------------------------------------------------------- groups
 

@@ -10,8 +10,10 @@ made, is in `kfcomm.arrays.kinds`; the supported dtypes are in `kfcomm.arrays.dt
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import index
+from typing import Any, SupportsIndex
 
 import numpy as np
 
@@ -19,7 +21,28 @@ from kfcomm.arrays.dtypes import Array, checked, dtype_name, dtype_of
 from kfcomm.arrays.kinds import NUMPY, ArrayKind, kind_of
 from kfcomm.errors import ConfigError
 
-__all__ = ["HostArray", "OutArray", "adapt", "adapt_out", "dtype_name", "dtype_of", "overlaps", "same_memory"]
+__all__ = [
+    "HostArray", "OutArray", "adapt", "adapt_out", "dtype_name", "dtype_of", "form_of", "overlaps", "same_memory",
+]  # fmt: skip
+
+
+def form_of(shape: int | Sequence[int], dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and dtype of an array to be made, as the caller names them.
+
+    Raises:
+        ConfigError: there can be no such array, or kfcomm does not exchange its elements.
+    """
+    try:
+        asked = np.dtype(dtype)
+    except TypeError:
+        raise ConfigError(f"dtype {dtype!r} is no NumPy dtype") from None
+    try:
+        form = (index(shape),) if isinstance(shape, SupportsIndex) else tuple(map(index, shape))
+    except TypeError:
+        raise ConfigError(f"shape {shape!r} is no integer or sequence of integers") from None
+    if min(form, default=0) < 0:
+        raise ConfigError(f"shape {form} has a negative dimension")
+    return form, checked(asked)
 
 
 @dataclass(slots=True, eq=False)

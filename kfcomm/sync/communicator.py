@@ -9,9 +9,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
+
+import numpy as np
 
 from kfcomm.collectives.messages import Queue as AsyncQueue
 from kfcomm.communicator import Communicator as Async
@@ -24,6 +26,7 @@ from kfcomm.sync.again import again
 from kfcomm.sync.driver import Driver
 from kfcomm.sync.skin import ARRAY, MANY, OBJECT, OBJECTS, PARTS, PLAIN, Skin, begun, blocking, plain, prepared
 from kfcomm.sync.thread import IoThread
+from kfcomm.transports.shm.heap import Array
 from kfcomm.types import Layout, Verb
 
 if TYPE_CHECKING:
@@ -271,6 +274,10 @@ class Communicator(Skin[Async]):
     """Measure latency and bandwidth between every two ranks, in both directions."""
     probe_async = begun(Async.probe)
     """Begin a ``probe``."""
+
+    def empty(self, shape: int | Sequence[int], dtype: Any = np.float32) -> Array:
+        """An array that the other ranks of this host can read where it is. See ``kfcomm.Communicator.empty``."""
+        return self._inner.empty(shape, dtype)
 
     def dump(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
         """What this process did last and waits for, as a JSON-able record; written to ``path`` if given."""

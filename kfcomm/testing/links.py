@@ -12,6 +12,7 @@ from kfcomm.errors import TransportError
 from kfcomm.transports.base import Link, Waiter
 from kfcomm.transports.memory import MemoryNetwork
 from kfcomm.transports.reactor import Reactor
+from kfcomm.transports.shm.heap import Array
 from kfcomm.transports.shm.sharing import Sharing
 
 
@@ -33,6 +34,9 @@ class Links(Protocol):
 
     def forget(self, rank: int, peer: int) -> None:
         """``rank`` keeps nothing for ``peer`` any more."""
+
+    def room(self, rank: int, nbytes: int) -> Array | None:
+        """See ``session.Network``."""
 
     def sever(self, rank: int) -> None:
         """In a forked child: ``rank`` touches no shared memory any more."""
@@ -65,6 +69,9 @@ class InMemory:
 
     def forget(self, rank: int, peer: int) -> None:
         """Nothing is kept."""
+
+    def room(self, rank: int, nbytes: int) -> None:
+        """There is none: all is in one process."""
 
     def sever(self, rank: int) -> None:
         """Nothing is shared with other processes."""
@@ -116,6 +123,10 @@ class InSharedMemory:
     def forget(self, rank: int, peer: int) -> None:
         """See `Links.forget`."""
         self._ranks[rank].hub.reclaim(peer)
+
+    def room(self, rank: int, nbytes: int) -> Array | None:
+        """See `Links.room`."""
+        return self._ranks[rank].heaps.empty(nbytes)
 
     def sever(self, rank: int) -> None:
         """See `Links.sever`."""

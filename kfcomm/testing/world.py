@@ -24,6 +24,7 @@ from kfcomm.transports.base import Link, Waiter
 from kfcomm.transports.device_setup import DeviceSetup
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor
+from kfcomm.transports.shm.heap import Array
 from kfcomm.types import Layout
 
 T = TypeVar("T")
@@ -60,6 +61,10 @@ class _Way:
     def sever(self) -> None:
         """See ``session.Network``."""
         self._links.sever(self._rank)
+
+    def room(self, nbytes: int) -> Array | None:
+        """See ``session.Network``."""
+        return self._links.room(self._rank, nbytes)
 
     def describe(self, peer: int) -> str:
         """See ``session.Network``."""

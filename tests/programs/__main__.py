@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--per-world", type=int, default=100, help="programs after which new processes are started")
     add("--timeout", type=float, default=60.0, help="seconds until a call that hangs ends with an error")
     add("--debug", action="store_true", help="python -X dev, and with it asyncio's debug mode")
-    add("--long", action="store_true", help="messages go as long ones do, whatever their size")
+    add("--long", action="store_true", help="messages go as long ones do, arrays are in symmetric memory")
     add("--busy", type=int, default=0, metavar="K", help="so many busy processes beside")
     add("--show", type=int, metavar="SEED", help="print the steps of a program, and run nothing")
     return parser

@@ -23,6 +23,8 @@ from tests.programs.messages import Get, Message, Objects, Put, Recv, Request, S
 MAX_IN_FLIGHT = 24
 MAX_GROUPS = 4
 REPEATED = tuple(f"grad/{number}" for number in range(8))
+STEADY = tuple(f"steady/{number}" for number in range(12))
+"""Names that mean the same call whenever they come, in any program: so they come to have slots."""
 FRESH_NAMESPACES = 100
 """A world keeps every name it has met, so programs far apart use the same fresh ones."""
 
@@ -30,7 +32,7 @@ SMALL_NBYTES, MEDIUM_NBYTES, LARGE_NBYTES = 64, 64 << 10, (1 << 20, 3 << 20)
 MEDIUM, LARGE = 0.03, 0.003
 STRATEGIES = (
     "star", "ring", "binary_tree", "clique", "binomial", "chain_star", "tree", "multi_star", "auto", "direct",
-    {"<=1KiB": "star", "else": "ring"},
+    "auto", "direct", "auto", "direct", {"<=1KiB": "star", "else": "ring"},
 )  # fmt: skip
 COLLECTIVES = (
     "all_reduce", "all_reduce", "all_reduce", "reduce", "reduce_scatter", "broadcast", "gather", "all_gather",
@@ -108,6 +110,7 @@ class _Generator:
         self._is_urgent = self._random.random() < 0.3
         self._menu: list[tuple[int, Callable[[Group], None]]] = [
             (40, self._collective),
+            (15, self._steady),
             (3, self._series),
             (6, self._many),
             (8, self._agreement),
@@ -264,6 +267,46 @@ class _Generator:
             wire=self._wire(dtype) if verb in WIRED else None,
             monitored=tuple(rank for rank in range(size) if draw.random() < 0.7) if monitored else (),
             is_strided=draw.random() < 0.1 and "x" not in outs,
+        )
+
+    def _steady(self, group: Group) -> None:
+        """Some uses of names that mean the same call always."""
+        draw = self._random
+        free = [name for name in STEADY if name not in group.busy]
+        for name in draw.sample(free, min(len(free), draw.randint(1, 4))):
+            alike = random.Random(f"{name} {group.size}")
+            dtype = alike.choice(("float32", "float32", *DTYPES))
+            shape = (alike.choice((1, 2, 3, 7, 60, 300, 5000, 9000)), *alike.choice(((), (1,), (2,))))
+            verb, op = alike.choice(("all_reduce", "all_reduce", "all_reduce", "barrier")), alike.choice(OPS[dtype])
+            for _ in range(draw.randint(1, 4)):
+                if verb == "barrier":
+                    made = self._do(group, Agreement("barrier", group.size, name, (0,) * group.size))
+                else:
+                    made = self._do(group, self._all_reduce(group, name, dtype, shape, op))
+                self._meet(group, made)
+                if made.number in self._in_flight:
+                    if draw.random() < 0.5:
+                        break
+                    self._wait([made.number])
+
+    def _all_reduce(self, group: Group, name: str, dtype: str, shape: Shape, op: str) -> Collective:
+        draw, size = self._random, group.size
+        return Collective(
+            "all_reduce",
+            size,
+            name,
+            dtype,
+            (shape,) * size,
+            self._salt(),
+            "",
+            op=op,
+            root=0,
+            rows=(),
+            outs=tuple(draw.choice(("", "", "new", "x")) for _ in range(size)),
+            priorities=self._priorities(group) if draw.random() < 0.1 else (0,) * size,
+            wire=None,
+            monitored=(),
+            is_strided=False,
         )
 
     def _series(self, group: Group) -> None:

@@ -129,7 +129,13 @@ def blocking(walk: Coroutine[Any, Any, T]) -> T:
 
 
 class Walker:
-    """One rank of one program."""
+    """One rank of one program.
+
+    Attributes:
+        symmetric: which part of the arrays of each rank is in symmetric memory, at random.
+    """
+
+    symmetric = 0.0
 
     def __init__(self, interface: Interface, comm: Any, program: Program) -> None:
         self._interface = interface
@@ -184,6 +190,8 @@ class Walker:
         action = None if comm is None else do.call.action(comm.rank)
         if action is None:
             return
+        if self.symmetric:
+            action = self._moved(action, comm, random.Random(f"{self._program.seed} {do.number} {self._rank}"))
         target = comm if action.pipe is None else self._queue(do.comm, action.pipe)
         if action.series is not None:
             await self._start(do, comm, action)
@@ -195,6 +203,24 @@ class Walker:
         else:
             handle = await self._interface.begin(target, action.verb, *action.args, **action.options)
             self._begun[do.number] = (do, action, before, handle)
+
+    def _moved(self, action: Action, comm: Any, draw: random.Random) -> Action:
+        """The same with some of its arrays in symmetric memory."""
+        moved: dict[int, Any] = {}
+
+        def move(x: Any) -> Any:
+            if not (isinstance(x, np.ndarray) and x.flags.c_contiguous):
+                return x
+            if id(x) not in moved:
+                moved[id(x)] = x
+                if draw.random() < self.symmetric:
+                    moved[id(x)] = comm.empty(x.shape, x.dtype)
+                    moved[id(x)][...] = x
+            return moved[id(x)]
+
+        options = {key: move(value) for key, value in action.options.items()}
+        inputs = [move(x) for x in action.inputs]
+        return replace(action, args=tuple(map(move, action.args)), options=options, inputs=inputs, out=move(action.out))
 
     async def _start(self, do: Do, comm: Any, action: Action) -> None:
         """The next start of a series: what it gives goes to the arrays with which the series was prepared."""

@@ -16,7 +16,7 @@ import click
 import kfcomm
 from kfcomm.strategies import base
 from kfcomm.transports.shm import slots
-from tests.programs.walker import Plan, Report, all_awaiting, all_blocking
+from tests.programs.walker import Plan, Report, Walker, all_awaiting, all_blocking
 
 PROGRESS, REPORT = "PROGRESS", "REPORT"
 CALLS_A_SECOND = 10
@@ -43,8 +43,12 @@ def main() -> int:
 
 
 def all_are_long() -> None:
-    """Whatever their size, messages go as those that are so long that they need several windows of a slot."""
+    """Whatever their size, messages go as those that are so long that they need several windows of a slot.
+
+    Half of their arrays are in symmetric memory, on some ranks or on others.
+    """
     base.DIRECT_NBYTES, slots.WINDOW_NBYTES = 0, 64
+    Walker.symmetric = 0.5
 
 
 def _blocking(plan: Plan, timeout_s: float) -> Report | None:

@@ -42,7 +42,7 @@ def why_unsupported() -> str | None:
     if sys.maxsize < 1 << 32:
         return "a 64-bit Python is needed"
     try:
-        os.close(_make("kfcomm-probe", mmap.PAGESIZE))
+        os.close(make("kfcomm-probe", mmap.PAGESIZE))
     except OSError as error:
         return f"memfd_create does not work here: {error.strerror}"
     return None
@@ -55,7 +55,7 @@ def create(name: str, nbytes: int) -> tuple[int, mmap.mmap]:
         SharingRefused: the system does not give the memory.
     """
     try:
-        descriptor = _make(name, nbytes)
+        descriptor = make(name, nbytes)
         try:
             return descriptor, mmap.mmap(descriptor, nbytes)
         except BaseException:
@@ -85,16 +85,33 @@ def check(descriptor: int, nbytes: int) -> None:
     Raises:
         RemoteProtocolError: it is not a segment of that size, or could still change its size.
     """
+    size = size_of(descriptor)
+    if size != nbytes:
+        raise RemoteProtocolError(f"shared memory of {size} bytes where {nbytes} were announced")
+
+
+def size_of(descriptor: int) -> int:
+    """Bytes of a segment.
+
+    Raises:
+        RemoteProtocolError: it is none, or could still change its size.
+    """
     try:
         sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
         size = os.fstat(descriptor).st_size
     except OSError as error:
         raise RemoteProtocolError(f"what was passed is no shared memory: {error.strerror}") from error
-    if sealed & _SEALS != _SEALS or size != nbytes or nbytes < 1:
-        raise RemoteProtocolError(f"shared memory of {size} bytes, seals {sealed:#x}, where {nbytes} were announced")
+    if sealed & _SEALS != _SEALS or size < 1:
+        raise RemoteProtocolError(f"shared memory of {size} bytes, seals {sealed:#x}, which could change its size")
+    return size
 
 
-def _make(name: str, nbytes: int) -> int:
+def make(name: str, nbytes: int) -> int:
+    """A new segment: its descriptor.
+
+    Raises:
+        OSError: the system does not give it.
+    """
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, nbytes)

@@ -16,6 +16,7 @@ from kfcomm.transports.base import Waiter
 from kfcomm.transports.reactor import Reactor
 from kfcomm.transports.shm.arena import SLAB_NBYTES, Arena
 from kfcomm.transports.shm.greeting import accept, offer
+from kfcomm.transports.shm.heap import Heaps
 from kfcomm.transports.shm.hub import Hub
 from kfcomm.transports.shm.link import ShmLink, Wire
 from kfcomm.transports.shm.receiver import ShmReceiver
@@ -41,6 +42,10 @@ class Sharing:
         inbound: who hears what arrives.
         ranks: world ranks on this host.
         rank: of this process.
+
+    Attributes:
+        hub: looks after the links.
+        heaps: symmetric memory of this process and its peers.
     """
 
     def __init__(
@@ -48,7 +53,8 @@ class Sharing:
     ) -> None:
         num_peers = len(ranks) - 1
         self.hub = Hub(reactor, inbound.is_waiting, inbound.slots)
-        self._ranks, self._rank = tuple(ranks), rank
+        self.heaps = Heaps(rank)
+        self._ranks = tuple(ranks)
         self._loop = loop
         self._reactor = reactor
         self._inbound = inbound
@@ -73,9 +79,9 @@ class Sharing:
             if self._arena is None:
                 self._arena = Arena(self._num_slabs)
             if self._slots is None:
-                self._slots = SlotMemory.make(self._ranks, self._rank)
+                self._slots = SlotMemory.make(self._ranks, self.heaps)
             slots = self._slots
-            shared = await offer(sock, self._arena, self._max_lent, slots)
+            shared = await offer(sock, self._arena, self._max_lent, slots, self.heaps.own())
         wire = Wire(sock, self._reactor, self._inbound, peer, shared, self.hub, slots)
         link = ShmSender(wire, self._arena, self._large_window_nbytes)
         self.hub.add(link)
@@ -89,7 +95,8 @@ class Sharing:
 
     def descriptors(self) -> list[int]:
         """Descriptors that a forked child must let go of, besides those of the links."""
-        return [one.descriptor for one in (self._arena, self._slots) if one is not None and one.descriptor >= 0]
+        own = [one.descriptor for one in (self._arena, self._slots) if one is not None and one.descriptor >= 0]
+        return [*own, *self.heaps.descriptors()]
 
     async def close(self) -> None:
         """End what is left of links and greetings; the memory goes with the last view of it."""
@@ -102,6 +109,7 @@ class Sharing:
             self._arena.close()
         if self._slots is not None:
             self._slots.close()
+        self.heaps.close()
 
     def _greeted(self, task: asyncio.Task[None], sock: socket.socket) -> None:
         self._greetings.discard(task)
@@ -111,10 +119,12 @@ class Sharing:
     async def _adopt(self, sock: socket.socket, peer: int) -> None:
         try:
             with closed_on_failure(sock):
-                shared, arena, max_lent, slots = await accept(sock, OFFER_WITHIN_S, self._ranks, self._rank)
+                shared, arena, max_lent, slots, heap = await accept(sock, OFFER_WITHIN_S, self._ranks, self.heaps)
         except KfcommError as error:
             logger.debug("no memory is shared with rank %d: %s", peer, error)
             return
+        if heap is not None:
+            self.heaps.add(peer, heap)
         wire = Wire(sock, self._reactor, self._inbound, peer, shared, self.hub, slots)
         link = ShmReceiver(wire, arena, max_lent)
         self.hub.add(link)

@@ -7,6 +7,8 @@
     parked      1 while it sleeps with a use of a slot under way
     posted      by slot, the latest word: what it gives for that is there
     shared      by slot, the latest word for which its part of the result is there
+    read        by slot, the latest word for which it has read what all have shared
+    given       by slot, where in its heap lies what it gives, if it does; and so of what it shows
     buffers     by slot: for even and for odd words, of what it gives and of its part of the result
 
 A slot belongs to one name with one signature. *A use* is to copy what this rank gives to its buffer and then to store
@@ -39,6 +41,7 @@ import numpy as np
 
 from kfcomm.core.chunk import SHOWN_WHOLE_NBYTES, split
 from kfcomm.errors import KfcommError
+from kfcomm.transports.shm.heap import NOWHERE, Heaps
 from kfcomm.transports.shm.segment import attach, check, create
 from kfcomm.transports.shm.shared import fence
 
@@ -78,13 +81,15 @@ class Cut:
     Attributes:
         windows: of which each has a word: where it begins and ends, and the rank from which on it is folded.
         longest: elements of the longest of them.
+        is_turned: see above.
         is_whole: everybody folds it all.
         room: bytes that a slot takes in each region.
     """
 
-    __slots__ = ("is_whole", "longest", "room", "windows")
+    __slots__ = ("is_turned", "is_whole", "longest", "room", "windows")
 
     def __init__(self, count: int, itemsize: int, num_ranks: int, *, is_turned: bool = False) -> None:
+        self.is_turned = is_turned
         window = max(1, WINDOW_NBYTES // itemsize)
         parts = split(count, num_ranks) if is_turned else [(0, count)]
         self.windows = tuple([
@@ -99,12 +104,16 @@ class Cut:
             self.room += 2 * _lines(-(-self.longest // num_ranks) * itemsize)
 
 
+NEVER, WITHDRAWN = (1 << 63) - 1, -1
+"""A word that does not come, and one that is less than all."""
+POSTED, SHARED, READ, GIVEN, SHOWN, READY = (mmap.PAGESIZE // 8 + kind * MAX_SLOTS for kind in range(6))
+"""The words of a rank, by kind and slot."""
+WINDOWS_AT_A_TIME = 16
+"""Before others have their turn."""
+MAX_KNOWN = 64
+"""Arrays in place of which a slot keeps views."""
 _LINE = 64
-_POSTED_AT = mmap.PAGESIZE
-_SHARED_AT = _POSTED_AT + 8 * MAX_SLOTS
-_BUFFERS_AT = _SHARED_AT + 8 * MAX_SLOTS
-NEVER = (1 << 63) - 1
-"""A word that does not come."""
+_BUFFERS_AT = 8 * (READY + MAX_SLOTS)
 
 
 def word_of(number: int, generation: int) -> int:
@@ -124,22 +133,24 @@ class SlotMemory:
     Args:
         descriptor: of the segment; it is closed with this, or when that of a peer is mapped.
         ranks: world ranks that have a region, all of this host, in their order.
-        rank: that of this process.
+        heaps: of this process and its peers.
         is_own: it is passed to peers.
 
     Attributes:
         descriptor: see above; -1 when it is closed.
+        heaps: see above.
         num_slots: that were handed out here.
 
     Raises:
         RemoteProtocolError: the segment is none of this size.
     """
 
-    def __init__(self, descriptor: int, ranks: Sequence[int], rank: int, *, is_own: bool = False) -> None:
+    def __init__(self, descriptor: int, ranks: Sequence[int], heaps: Heaps, *, is_own: bool = False) -> None:
         self.descriptor = descriptor
+        self.heaps = heaps
         self._is_own = is_own
         self._places = {world: place for place, world in enumerate(ranks)}
-        self._own_place = self._places[rank]
+        self._own_place = self._places[heaps.rank]
         self._everywhere = tuple(range(len(ranks)))
         self._stride = nbytes_of_regions(len(ranks))
         self._mapping: tuple[mmap.mmap, mmap.mmap] | None = None
@@ -150,7 +161,7 @@ class SlotMemory:
         check(descriptor, self._stride * len(ranks))
 
     @classmethod
-    def make(cls, ranks: Sequence[int], rank: int) -> SlotMemory:
+    def make(cls, ranks: Sequence[int], heaps: Heaps) -> SlotMemory:
         """New memory.
 
         Raises:
@@ -158,7 +169,7 @@ class SlotMemory:
         """
         descriptor, mapping = create("kfcomm-slots", nbytes_of_regions(len(ranks)) * len(ranks))
         mapping.close()
-        return cls(descriptor, ranks, rank, is_own=True)
+        return cls(descriptor, ranks, heaps, is_own=True)
 
     def close(self) -> None:
         """No slot of it is used from now on, unless one was."""
@@ -236,7 +247,7 @@ class SlotMemory:
     def posted_everywhere(self) -> Array:
         """The latest words of all slots, by rank and slot."""
         strides = (self._stride, 8)
-        return np.ndarray((len(self._everywhere), MAX_SLOTS), np.int64, self._mapped()[0], _POSTED_AT, strides)
+        return np.ndarray((len(self._everywhere), MAX_SLOTS), np.int64, self._mapped()[0], 8 * POSTED, strides)
 
     def is_everywhere(self, slot: Slot) -> bool:
         """Whether all ranks of this memory use a slot, in their order."""
@@ -245,16 +256,17 @@ class SlotMemory:
     # What slots are made of.
 
     def own_words(self) -> memoryview:
-        """What this process stores its words in, by ``POSTED`` or ``SHARED`` and slot."""
+        """What this process stores its words in, by ``POSTED`` or another kind and slot."""
         return self._words
 
-    def posted(self, number: int, places: tuple[int, ...]) -> Words:
-        """Of one slot."""
-        return self._words_at(_POSTED_AT + 8 * number, places)
+    def ranks_at(self, places: tuple[int, ...]) -> list[int]:
+        """The world ranks that have these regions."""
+        ranks = list(self._places)
+        return [ranks[place] for place in places]
 
-    def shared(self, number: int, places: tuple[int, ...]) -> Words:
+    def words(self, kind: int, number: int, places: tuple[int, ...]) -> Words:
         """Of one slot."""
-        return self._words_at(_SHARED_AT + 8 * number, places)
+        return self._words_at(8 * (kind + number), places)
 
     def own_array(self, at: int, dtype: np.dtype[Any], count: int) -> Array:
         """In the region of this process."""
@@ -289,8 +301,6 @@ def _lines(nbytes: int) -> int:
 
 
 _parts = lru_cache(256)(split)  # of a window, of which most are alike; not to be changed
-
-POSTED, SHARED = _POSTED_AT // 8, _SHARED_AT // 8
 
 
 class Slot:
@@ -329,7 +339,7 @@ class Slot:
         self.memory = memory
         self.number = number
         self.places = places
-        self.posted = memory.posted(number, places)
+        self.posted = memory.words(POSTED, number, places)
         self.num_words = len(cut.windows)
         self.root, self.is_root = root, not rank
         self.told_from = NEVER
@@ -384,11 +394,16 @@ class Slot:
 
 
 class PartedSlot(Slot):
-    """One for longer messages: each rank folds its part of a window, and the others copy that."""
+    """One for longer messages: each rank folds its part of a window, and the others copy that.
+
+    Of long ones, what a rank gives is not copied if it lies in symmetric memory, and is there as a whole at once; nor
+    is its part of the result, if that does, which is there until all have read it.
+    """
 
     __slots__ = (
-        "_at", "_cut", "_first", "_given", "_is_shared", "_parts", "_rank", "_rows", "_shared", "_shared_at", "_shares",
-        "_size",
+        "_copied", "_count", "_cut", "_dtype", "_first", "_folded", "_given", "_is_in_place", "_is_mapped",
+        "_is_over_given", "_is_result_in_place", "_known", "_may_be_in_place", "_members", "_parts", "_rank",
+        "_rows", "_shares", "_shown", "_size", "_their", "_whole",
     )  # fmt: skip
 
     is_whole = False
@@ -399,12 +414,17 @@ class PartedSlot(Slot):
     ) -> None:  # fmt: skip
         super().__init__(memory, number, at, places, root, rank, dtype, cut, combine)
         self._rank, self._size = rank, len(places)
+        self._dtype, self._count = dtype, cut.windows[-1][1]
         self._cut = cut.windows
-        self._at = self._first = 0
-        self._is_shared = False
+        self._first = self._folded = self._copied = 0
         self._given: Array | None = None
-        self._shared = memory.shared(number, places)
-        self._shared_at = SHARED + number
+        self._members = memory.ranks_at(places)
+        self._may_be_in_place = cut.is_turned
+        self._is_mapped = self._is_in_place = self._is_result_in_place = self._is_over_given = False
+        self._whole: list[Array | None] = []
+        self._shown: list[Array | None] = []
+        self._known: dict[tuple[int, int], Array] = {}
+        self._their = {kind: memory.words(kind, number, places) for kind in (SHARED, READ, GIVEN, SHOWN, READY)}
         longest = -(-cut.longest // self._size)
         at += 2 * _lines(cut.longest * dtype.itemsize)
         ats = at, at + _lines(longest * dtype.itemsize)
@@ -413,72 +433,168 @@ class PartedSlot(Slot):
         self._rows = tuple(list(view) for view in self.views)
 
     def post(self, x: Array, word: int) -> bool:
-        """See ``Slot.post``: the first two windows."""
-        self._first, self._at = word, 0
+        """See ``Slot.post``: the first two windows, or all."""
+        self._first, self._folded, self._copied = word, 0, 0
         self._given = x
-        self._show(0)
-        if self.num_words > 1:
-            self._show(1)
+        place = self._place_of(x) if self._may_be_in_place else NOWHERE
+        self._is_in_place = place != NOWHERE
+        if self._may_be_in_place:
+            self._tell(GIVEN, place + 1)
+        if self._is_in_place:
+            self._tell(POSTED, word + self.num_words - 1)
+        else:
+            self._show(0)
+            if self.num_words > 1:
+                self._show(1)
         with self._fence:
             pass
         return 1 in self.parked()
 
     def look(self, word: int, out: Array) -> bool:
-        """See ``Slot.look``; go on as far as can be."""
-        while True:
-            at = self._at
-            self.awaited = word = self._first + at
-            if not self._is_shared:
-                words = self.posted()
-                if not self.has_come(words, word):
-                    self.late = words
-                    return False
-                self._fold(at, word)
-                self._is_shared = self.has_moved = True
-                self._words[self._shared_at] = word
-                self._stored()
-            if not self.has_come(self._shared(), word):
-                return False
-            self._copy(at, word, out)
-            self._is_shared = False
-            self._at = at = at + 1
-            if at + 1 < self.num_words:
-                self._show(at + 1)
-            elif at == self.num_words:
+        """See ``Slot.look``; go on as far as can be, but not for long."""
+        for _ in range(WINDOWS_AT_A_TIME):
+            has_moved = self._fold_next(out)
+            if self._copy_next(out):
+                has_moved = True
+            if self._copied == self.num_words and self._is_read():
                 self._given = None
                 return True
-            self._stored()  # even if nothing was: who has no link to the last to come is woken by who has one
+            if not has_moved:
+                return False
+            self.has_moved = True
+        return False
 
     def has_come(self, words: list[int], word: int) -> bool:
         """See ``Slot.has_come``: nobody begins the next use before all have shared all their parts of this one."""
         return min(words) >= word and max(words) - word < GENERATION
 
     def forget(self) -> None:
-        """See ``Slot.forget``."""
+        """See ``Slot.forget``: what is in place may be changed from now on, so who is at it has to start back."""
         self._given = None
+        if self._is_in_place or self._is_result_in_place:
+            self._tell(POSTED, WITHDRAWN)
+            self._tell(SHARED, WITHDRAWN)
+            self._stored()
+
+    def _fold_next(self, out: Array) -> bool:
+        """Whether there was a window to be folded."""
+        window = self._folded
+        if window == self.num_words or not (self._is_result_in_place or window < self._copied + 2):
+            return False
+        self.awaited = word = self._first + window
+        words = self.posted()
+        if not self.has_come(words, word):
+            self.late = words
+            return False
+        if not window and self._may_be_in_place:
+            self._begin(out)
+        # Who posts a window has copied what was shared for the last but one, unless it has posted all at once.
+        if window > 1 and self._whole and not self._is_result_in_place and min(self._their[READ]()) < word - 2:
+            return False
+        start, stop, first = self._cut[window]
+        begin, length = _parts(stop - start, self._size)[self._rank]
+        end = begin + length
+        given = [row[begin:end] for row in self._rows[word & 1]]
+        for rank, whole in enumerate(self._whole):
+            if whole is not None:
+                given[rank] = whole[start + begin : start + end]
+        there = out[start + begin : start + end]
+        # In the place of what is given nothing can be folded: it would be gone before it is its turn.
+        is_made_there = self._is_result_in_place and not self._is_over_given
+        part = there if is_made_there else self._parts[word & 1][:length]
+        self.combine(given[first:] + given[:first], part)
+        if self._is_result_in_place and self._is_over_given:
+            there[:] = part
+        if self._whole and not self.has_come(self.posted(), word):
+            return False  # it was taken away meanwhile
+        self._folded = window + 1
+        self._tell(SHARED, word)
+        self._stored()
+        return True
+
+    def _copy_next(self, out: Array) -> bool:
+        """Whether there was a window of the result to be copied."""
+        window = self._copied
+        if window == self._folded:
+            return False
+        word = self._first + window
+        if not self.has_come(self._their[SHARED](), word):
+            return False
+        if not window and self._may_be_in_place:
+            self._shown = self._arrays(SHOWN, out)
+        start, stop, _ = self._cut[window]
+        shares = self._shares[word & 1]
+        for rank, (begin, length) in enumerate(_parts(stop - start, self._size)):
+            whole = self._shown[rank] if self._shown else None
+            into = slice(start + begin, start + begin + length)
+            if whole is None:
+                out[into] = shares[rank][:length]
+            elif whole is not out:
+                out[into] = whole[into]
+        if self._shown and not self.has_come(self._their[SHARED](), word):
+            return False
+        self._copied = window + 1
+        if self._may_be_in_place:
+            self._tell(READ, word)
+        if not self._is_in_place and window + 2 < self.num_words:
+            self._show(window + 2)
+        self._stored()  # even if nothing was: who has no link to the last to come is woken by who has one
+        return True
+
+    def _is_read(self) -> bool:
+        """Whether nobody reads the result any more where it is."""
+        return not self._is_result_in_place or min(self._their[READ]()) >= self._first + self.num_words - 1
+
+    def _begin(self, out: Array) -> None:
+        """All have posted, and nobody is in an earlier use any more."""
+        place = self._place_of(out)
+        self._is_result_in_place = place != NOWHERE
+        self._is_over_given = self._given is not None and place == self.memory.heaps.place_of(self._given)
+        self._tell(SHOWN, place + 1)
+        self._whole = self._arrays(GIVEN, self._given)
+
+    def _arrays(self, kind: int, own: Array | None) -> list[Array | None]:
+        """By rank, what is in place of what they give or show; empty if nothing is."""
+        places = self._their[kind]()
+        if not any(places):
+            return []
+        found: list[Array | None] = [None] * self._size
+        for rank, place in enumerate(places):
+            if place and rank == self._rank:
+                found[rank] = own
+            elif place:
+                array = self._known.get((rank, place))
+                if array is None:
+                    if len(self._known) >= MAX_KNOWN:
+                        self._known.clear()
+                    heaps, member = self.memory.heaps, self._members[rank]
+                    array = heaps.array(member, place - 1, self._dtype, self._count)
+                    self._known[rank, place] = array
+                found[rank] = array
+        return found
+
+    def _place_of(self, x: Array) -> int:
+        """Where it is in the heap of this process, if all can read it there."""
+        place = self.memory.heaps.place_of(x)
+        if place == NOWHERE:
+            return NOWHERE
+        if not self._is_mapped and self.memory.heaps.map(self._members):
+            self._is_mapped = True
+            self._tell(READY, 1)
+        return place if min(self._their[READY]()) else NOWHERE
 
     def _show(self, window: int) -> None:
         start, stop, _ = self._cut[window]
         word = self._first + window
         if self._given is not None:
             self._buffers[word & 1][: stop - start] = self._given[start:stop]
-        self._words[self._posted_at] = word
+        self._tell(POSTED, word)
+
+    def _tell(self, kind: int, word: int) -> None:
+        self._words[kind + self.number] = word
 
     def _stored(self) -> None:
         with self._fence:
             pass
         if 1 in self.parked():
             self.has_news = True
-
-    def _fold(self, window: int, word: int) -> None:
-        start, stop, first = self._cut[window]
-        begin, length = _parts(stop - start, self._size)[self._rank]
-        end = begin + length
-        rows = self._rows[word & 1]
-        given = [row[begin:end] for row in rows]
-        self.combine(given[first:] + given[:first], self._parts[word & 1][:length])
-
-    def _copy(self, window: int, word: int, out: Array) -> None:
-        start, stop, _ = self._cut[window]
-        for (begin, length), share in zip(_parts(stop - start, self._size), self._shares[word & 1], strict=True):
-            out[start + begin : start + begin + length] = share[:length]

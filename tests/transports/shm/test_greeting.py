@@ -13,6 +13,7 @@ from kfcomm.transports.reactor import Reactor
 from kfcomm.transports.shm import greeting, segment, sharing
 from kfcomm.transports.shm.arena import SKEW_NBYTES, Arena
 from kfcomm.transports.shm.greeting import SharingRefused, accept, offer
+from kfcomm.transports.shm.heap import Heaps
 from kfcomm.transports.shm.segment import create
 from kfcomm.transports.shm.shared import SHARED_NBYTES
 from kfcomm.transports.shm.sharing import Sharing
@@ -77,7 +78,7 @@ def pair():
 
 @contextlib.contextmanager
 def slots():
-    made = SlotMemory.make(BOTH, 0)
+    made = SlotMemory.make(BOTH, Heaps(0))
     yield made
     made.close()
 
@@ -131,7 +132,7 @@ def test_nothing_of_it_has_a_name():
             assert opened
             assert all("(deleted)" in target for target in opened)
             assert here.descriptors()
-            assert not there.descriptors()
+            assert len(there.descriptors()) == 1  # of a heap that may have to be mapped
 
     run(main())
 
@@ -175,7 +176,7 @@ def test_where_one_side_cannot_the_other_is_told_why(unable, monkeypatch):
 
 @pytest.mark.parametrize("which", ["kfcomm-arena", "kfcomm-link"])
 def test_a_system_that_gives_no_memory(which, monkeypatch):
-    make = segment._make
+    make = segment.make
 
     def failing(name, nbytes):
         if name == which:
@@ -183,7 +184,7 @@ def test_a_system_that_gives_no_memory(which, monkeypatch):
         return make(name, nbytes)
 
     async def main():
-        monkeypatch.setattr(segment, "_make", failing)
+        monkeypatch.setattr(segment, "make", failing)
         async with two() as ((here, _), _, (near, _)):
             with pytest.raises(SharingRefused, match="Cannot allocate memory"):
                 await here.connect(near, 1)
@@ -218,7 +219,7 @@ def memory(nbytes, sealed=True):
     return descriptor
 
 
-def message(*, magic=b"kfcomm 2", shared=SHARED_NBYTES, arena=MIB, max_lent=4):
+def message(*, magic=b"kfcomm 3", shared=SHARED_NBYTES, arena=MIB, max_lent=4):
     return greeting._OFFER.pack(magic, shared, arena, max_lent)
 
 
@@ -251,7 +252,7 @@ def test_what_is_no_offer_is_refused_and_leaves_nothing(data, sizes):
             socket.send_fds(peer, [data], passed)
             before = descriptors()
             with pytest.raises(RemoteProtocolError):
-                await accept(sock, 60.0, BOTH, 1)
+                await accept(sock, 60.0, BOTH, Heaps(1))
             assert descriptors() == before
             assert peer.recv(1000).startswith(b"n")
             for descriptor in passed:
@@ -260,16 +261,23 @@ def test_what_is_no_offer_is_refused_and_leaves_nothing(data, sizes):
     run(main())
 
 
-def test_descriptors_beyond_three_are_dropped():
+@pytest.mark.parametrize("has_heap", [False, True])
+def test_descriptors_beyond_those_of_an_offer_are_dropped(has_heap):
     async def main():
         with pair() as (sock, peer):
-            passed = [memory(SHARED_NBYTES), memory(MIB), memory(SLOTS), memory(4096)]
+            passed = [memory(SHARED_NBYTES), memory(MIB), memory(SLOTS)]
+            if has_heap:
+                passed += [memory(4096), memory(4096)]
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", passed))
             peer.sendmsg([message()], [rights])
             before = sum(descriptors().values())
-            mapped = await accept(sock, 60.0, BOTH, 1)
-            assert sum(descriptors().values()) == before + 3  # each mapping holds one, and that of the slots is to come
+            mapped = await accept(sock, 60.0, BOTH, Heaps(1))
+            # each mapping holds one, those of the slots and of the heap are to come
+            assert sum(descriptors().values()) == before + 3 + has_heap
             mapped.slots.close()
+            assert (mapped.heap is not None) == has_heap
+            if mapped.heap is not None:
+                mapped.heap.close()
             assert (len(mapped.arena), mapped.max_lent) == (MIB - 2 * SKEW_NBYTES, 4)
             assert peer.recv(10) == b"y"
             for descriptor in passed:
@@ -288,7 +296,7 @@ def test_a_refusal_is_told_as_one(answer):
             peer.send(answer)
             peer.shutdown(socket.SHUT_WR)
             with pytest.raises(SharingRefused) as caught:
-                await offer(sock, mine, 4, shown)
+                await offer(sock, mine, 4, shown, None)
             assert str(caught.value) == {b"nnot me": "not me", b"\xff\xfe": "\ufffd"}.get(answer, CLOSED)
 
     run(main())
@@ -299,7 +307,7 @@ def test_a_peer_that_is_gone_does_not_count_as_a_refusal():
         with pair() as (sock, peer), arena() as mine, slots() as shown:
             peer.close()
             with pytest.raises(TransportError) as caught:
-                await offer(sock, mine, 4, shown)
+                await offer(sock, mine, 4, shown, None)
             assert not isinstance(caught.value, SharingRefused)
 
     run(main())
@@ -310,7 +318,7 @@ def test_a_peer_that_goes_before_its_offer():
         with pair() as (sock, peer):
             peer.close()
             with pytest.raises(KfcommError):
-                await accept(sock, 60.0, BOTH, 1)
+                await accept(sock, 60.0, BOTH, Heaps(1))
 
     run(main())
 
@@ -319,7 +327,7 @@ def test_a_peer_that_goes_after_its_offer_leaves_a_link_that_ends():
     async def main():
         async with two() as ((_, there), (_, heard), (near, far)):
             with arena() as mine, slots() as shown:
-                offering = asyncio.ensure_future(offer(near, mine, 4, shown))
+                offering = asyncio.ensure_future(offer(near, mine, 4, shown, None))
                 await asyncio.sleep(0)
                 there.adopt(far, 0)
                 await heard.until(lambda heard: heard.links)
@@ -335,7 +343,7 @@ def test_a_connection_without_an_offer_is_given_up():
     async def main():
         with pair() as (sock, peer):
             with pytest.raises(TransportError, match="no word about shared memory within 0 s"):
-                await accept(sock, 0.0, BOTH, 1)
+                await accept(sock, 0.0, BOTH, Heaps(1))
             assert peer.recv(1000).startswith(b"nno word")
 
     run(main())
@@ -345,7 +353,7 @@ def test_who_offers_waits_for_as_long_as_the_peer_is_busy(monkeypatch):
     async def main():
         monkeypatch.setattr(sharing, "OFFER_WITHIN_S", 0.0)
         with pair() as (sock, peer), arena() as mine, slots() as shown:
-            offering = asyncio.ensure_future(offer(sock, mine, 4, shown))
+            offering = asyncio.ensure_future(offer(sock, mine, 4, shown, None))
             await turns(50)
             assert not offering.done()
             peer.send(b"y")

@@ -307,7 +307,8 @@ def _set(cells: tuple[int, int], place: int, value: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("size", "uses", "windows", "gone"), [(2, 2, 3, 1), (2, 3, 2, 0), (2, 1, 5, 1), (3, 1, 4, 1), (3, 2, 2, 0), (3, 3, 1, 1)]
+    ("size", "uses", "windows", "gone"),
+    [(2, 2, 3, 1), (2, 3, 2, 0), (2, 1, 5, 1), (3, 1, 4, 1), (3, 2, 2, 0), (3, 3, 1, 1)],
 )
 def test_no_window_is_read_torn(size: int, uses: int, windows: int, gone: int) -> None:
     assert WindowModel(size, uses, windows, gone=gone).search() > 100

@@ -1,0 +1,272 @@
+"""Symmetric memory: arrays of one process that the others of its host can read where they are.
+
+Each process has one *heap*, a segment as large as the machine's memory of which nothing is taken before it is written,
+and maps those of its peers when it first has to. An array is known by where it is in its owner's heap. It belongs to
+whoever holds it, or a view of it, as any array does; when the last view is gone, its memory is used again, or given
+back to the system.
+
+Invariants: a heap never changes its size. Peers map it to be read. What they find there is what the owner's program has
+put there: nothing else is kept in it, and nothing in it is believed.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import weakref
+from bisect import bisect
+from collections import deque
+from collections.abc import Sequence
+from threading import Lock
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kfcomm.errors import KfcommError, RemoteProtocolError
+from kfcomm.transports.shm.segment import attach, make, size_of
+
+logger = logging.getLogger("kfcomm")
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+
+KEPT_NBYTES = 1 << 28
+"""Of arrays that are no more, kept to be used again: the system takes half as long as a copy for each new page."""
+NOWHERE = -1
+
+
+class Heap:
+    """The heap of this process. May be used by any thread.
+
+    Attributes:
+        descriptor: of the segment, to be passed to peers; -1 when it is closed.
+        num_arrays: that were made, and have a view.
+        used_nbytes: of these.
+
+    Raises:
+        OSError: the system does not give such a segment.
+    """
+
+    def __init__(self) -> None:
+        self._nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        self.descriptor = make("kfcomm-heap", self._nbytes)
+        self.num_arrays = self.used_nbytes = 0
+        self._mapping: mmap.mmap | None = None
+        self._begin = self._top = 0
+        """Where it is mapped; what was ever handed out ends there."""
+        self._free: list[tuple[int, int]] = []
+        """Where and how many bytes, by their places, without memory; no two touch."""
+        self._kept: deque[tuple[int, int]] = deque()
+        self._kept_nbytes = 0
+        self._ended: deque[tuple[int, int]] = deque()
+        self._lock = Lock()
+
+    def close(self) -> None:
+        """Peers that have not mapped it will not any more. Arrays stay."""
+        self._mapping = None  # it goes with the last of them
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def empty(self, nbytes: int) -> Array | None:
+        """Bytes of unknown content, from the beginning of a page; None if the system gives no more.
+
+        They are free again when the array, and all that was made of it, is gone.
+        """
+        room = -(-max(1, nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        with self._lock:
+            mapping = self._mapping or self._map()
+            if mapping is None:
+                return None
+            at = self._take(room)
+            if at == NOWHERE:
+                return None
+            self.num_arrays += 1
+            self.used_nbytes += room
+        block = np.frombuffer(mapping, np.uint8, room, at)
+        weakref.finalize(block, self._forget, at, room).atexit = False
+        self._settle()
+        return block[:nbytes]  # of which ``block`` stays the base
+
+    def place_of(self, x: Array) -> int:
+        """Where an array begins in this heap; `NOWHERE` if it is elsewhere. ``x`` is contiguous. Costs 0.3 µs."""
+        place: int = x.__array_interface__["data"][0] - self._begin
+        return place if place >= 0 and place + x.nbytes <= self._top and self.num_arrays else NOWHERE
+
+    def _map(self) -> mmap.mmap | None:
+        if self.descriptor < 0:
+            return None
+        try:
+            self._mapping = mmap.mmap(self.descriptor, self._nbytes)
+        except OSError as error:
+            logger.debug("no symmetric memory: %s", error)
+            return None
+        whole = np.frombuffer(self._mapping, np.uint8)
+        self._begin = whole.__array_interface__["data"][0]
+        return self._mapping
+
+    def _take(self, room: int) -> int:
+        for at, kept in self._kept:
+            if kept == room:
+                self._kept.remove((at, kept))
+                self._kept_nbytes -= room
+                return at
+        for place, (at, free) in enumerate(self._free):
+            if free >= room:
+                self._free[place : place + 1] = [(at + room, free - room)] if free > room else []
+                return at
+        at = self._top
+        if at + room > self._nbytes:
+            return NOWHERE
+        self._top = at + room
+        return at
+
+    def _forget(self, at: int, room: int) -> None:
+        """The last view is gone: on any thread, perhaps while this one is at work here."""
+        self._ended.append((at, room))
+        self._settle()
+
+    def _settle(self) -> None:
+        """Take back what has ended, unless somebody is about to."""
+        while self._ended and self._lock.acquire(blocking=False):
+            try:
+                while self._ended:
+                    self._take_back(*self._ended.popleft())
+            finally:
+                self._lock.release()
+
+    def _take_back(self, at: int, room: int) -> None:
+        self.num_arrays -= 1
+        self.used_nbytes -= room
+        self._kept.append((at, room))
+        self._kept_nbytes += room
+        while self._kept_nbytes > KEPT_NBYTES:
+            at, room = self._kept.popleft()
+            self._kept_nbytes -= room
+            if self._mapping is not None:
+                self._mapping.madvise(mmap.MADV_REMOVE, at, room)
+            self._add_free(at, room)
+
+    def _add_free(self, at: int, room: int) -> None:
+        """One more, and one with those that it touches."""
+        place = bisect(self._free, (at, room))
+        after = self._free[place : place + 1]
+        if after and at + room == after[0][0]:
+            room += after[0][1]
+            del self._free[place]
+        before = self._free[place - 1 : place]
+        if before and sum(before[0]) == at:
+            at, room = before[0][0], before[0][1] + room
+            place -= 1
+            del self._free[place]
+        self._free.insert(place, (at, room))
+
+
+class PeerHeap:
+    """The heap of a peer, mapped when it is first needed.
+
+    Args:
+        descriptor: of the segment; it is closed with this, or when it is mapped.
+
+    Attributes:
+        descriptor: see above; -1 when it is closed.
+
+    Raises:
+        RemoteProtocolError: it is none, or could change its size.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._nbytes = size_of(descriptor)
+        self.descriptor = descriptor
+        self._mapping: mmap.mmap | None = None
+
+    def close(self) -> None:
+        """Nothing more is read in it."""
+        self._mapping = None
+        self._close_descriptor()
+
+    def _close_descriptor(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def map(self) -> bool:
+        """Whether arrays in it can be read."""
+        if self._mapping is None and self.descriptor >= 0:
+            try:
+                self._mapping = attach(self.descriptor, self._nbytes, writable=False)
+            except KfcommError as error:
+                logger.warning("arrays of a peer cannot be read where they are: %s", error)
+            self._close_descriptor()
+        return self._mapping is not None
+
+    def array(self, at: int, dtype: np.dtype[Any], count: int) -> Array:
+        """An array in it, to be read.
+
+        Raises:
+            RemoteProtocolError: there is none.
+        """
+        if self._mapping is None or not 0 <= at <= self._nbytes - count * dtype.itemsize:
+            raise RemoteProtocolError(f"an array of {count} elements at {at} of a heap of {self._nbytes} bytes")
+        return np.frombuffer(self._mapping, dtype, count, at)
+
+
+class Heaps:
+    """The heap of this process and those of its peers, as far as they are known.
+
+    Args:
+        rank: world rank of this process.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._own: Heap | None = None
+        self._peers: dict[int, PeerHeap] = {}
+
+    def own(self) -> Heap | None:
+        """That of this process, made when it is first asked for; None if the system gives none."""
+        if self._own is None:
+            try:
+                self._own = Heap()
+            except OSError as error:
+                logger.debug("no symmetric memory: %s", error)
+        return self._own
+
+    def add(self, peer: int, heap: PeerHeap) -> None:
+        """A peer has shown its heap; again if it is reached over several links."""
+        if peer in self._peers:
+            heap.close()
+        else:
+            self._peers[peer] = heap
+
+    def empty(self, nbytes: int) -> Array | None:
+        """See ``Heap.empty``."""
+        heap = self.own()
+        return None if heap is None else heap.empty(nbytes)
+
+    def place_of(self, x: Array) -> int:
+        """See ``Heap.place_of``."""
+        return NOWHERE if self._own is None else self._own.place_of(x)
+
+    def map(self, ranks: Sequence[int]) -> bool:
+        """Whether arrays of all these can be read where they are."""
+        return all(rank == self.rank or (rank in self._peers and self._peers[rank].map()) for rank in ranks)
+
+    def array(self, rank: int, at: int, dtype: np.dtype[Any], count: int) -> Array:
+        """An array of a rank whose heap is mapped, to be read.
+
+        Raises:
+            RemoteProtocolError: there is none.
+        """
+        return self._peers[rank].array(at, dtype, count)
+
+    def close(self) -> None:
+        """Nothing more is mapped or made. What is mapped goes with its last view."""
+        for heap in (self._own, *self._peers.values()):
+            if heap is not None:
+                heap.close()
+
+    def descriptors(self) -> list[int]:
+        """That are open."""
+        heaps = (self._own, *self._peers.values())
+        return [heap.descriptor for heap in heaps if heap is not None and heap.descriptor >= 0]

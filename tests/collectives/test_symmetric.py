@@ -1,0 +1,259 @@
+"""Arrays in symmetric memory: nothing is copied of them, and all else is as with others."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kfcomm.communicator import Communicator
+from kfcomm.errors import CollectiveAborted, CollectiveMismatch, ConfigError
+from kfcomm.transports.shm.heap import NOWHERE
+from kfcomm.transports.shm.slots import PartedSlot
+from tests.conformance import oracle, worlds
+from tests.conformance.oracle import CASES
+from tests.conformance.worlds import assert_kinds, ends, everywhere, heard_of_the_end, on_loop, same_bits, turns, world
+
+LENGTH = 3001
+WARM = 4
+"""Uses until all ranks have a slot, and know of all others that they can read what is in place."""
+
+
+@pytest.fixture(autouse=True)
+def all_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several windows."""
+    monkeypatch.setattr("kfcomm.strategies.base.DIRECT_NBYTES", 0)
+    monkeypatch.setattr("kfcomm.transports.shm.slots.WINDOW_NBYTES", 1024)
+
+
+def moved(comm: Communicator, x: Any) -> Any:
+    """The same in symmetric memory."""
+    there = comm.empty(x.shape, x.dtype)
+    there[...] = x
+    return there
+
+
+def slots_of(comms: Any, name: str) -> list[PartedSlot]:
+    """In which the name is carried out, of all ranks; none where no memory is shared."""
+    slots = [comm._group.compiled[name].series.slot for comm in comms]
+    return [] if None in slots else slots
+
+
+def is_shared() -> bool:
+    return worlds.LINKS == "shm"
+
+
+@pytest.mark.parametrize(
+    ("which", "outs"), list(itertools.product(["none", "some", "all"], ["none", "new", "x", "mixed"]))
+)
+@on_loop
+async def test_any_arrays_of_any_ranks(which: str, outs: str) -> None:
+    async with world(3, strategy="direct") as comms:
+        xs = [oracle.data("float32", LENGTH, rank) for rank in range(3)]
+        want = oracle.all_reduced("sum", xs, comms[0].strategy, "x")
+        for use in range(WARM + 4):
+            given = [
+                moved(comm, x) if which == "all" or (which == "some" and (comm.rank + use) % 2) else x.copy()
+                for comm, x in zip(comms, xs, strict=True)
+            ]
+            into: list[Any] = [None] * 3
+            for rank, comm in enumerate(comms):
+                kind = ("new", "x", "none", "own")[(rank + use) % 4] if outs == "mixed" else outs
+                made = {"none": None, "x": given[rank], "own": np.empty(LENGTH, np.float32)}
+                into[rank] = made[kind] if kind in made else comm.empty(LENGTH)
+            results = await everywhere(
+                comms, lambda comm, given=given, into=into: comm.all_reduce(given[comm.rank], "x", out=into[comm.rank])
+            )
+            for rank in range(3):
+                assert same_bits(results[rank], want), (use, rank)
+                assert into[rank] is None or results[rank] is into[rank]
+                assert into[rank] is given[rank] or same_bits(given[rank], xs[rank])
+        if slots := slots_of(comms, "x"):
+            assert not any(slot.is_dead for slot in slots)
+            assert which != "all" or all(slot._is_in_place for slot in slots)
+            assert which == "none" or outs != "new" or all(slot._is_result_in_place for slot in slots)
+
+
+@pytest.mark.parametrize(("dtype", "op"), CASES)
+@on_loop
+async def test_all_dtypes_and_ops(dtype: str, op: str) -> None:
+    async with world(4, strategy="direct") as comms:
+        xs = [oracle.data(dtype, 601, rank) for rank in range(4)]
+        want = oracle.all_reduced(op, xs, comms[0].strategy, "x")
+        for use in range(WARM + 3):
+            given = [moved(comm, x) for comm, x in zip(comms, xs, strict=True)]
+            into = [given[rank] if use % 3 == 1 else comms[rank].empty(601, dtype) for rank in range(4)]
+            results = await everywhere(
+                comms,
+                lambda comm, given=given, into=into: comm.all_reduce(given[comm.rank], "x", op=op, out=into[comm.rank]),
+            )
+            assert all(same_bits(result, want) for result in results), use
+
+
+@pytest.mark.parametrize("members", [[0, 2], [3, 1, 0], [2, 1]])
+@on_loop
+async def test_groups_of_any_members(members: list[int]) -> None:
+    async with world(4, strategy="direct") as comms:
+        groups = await asyncio.gather(*(comms[rank].group(members, name="g") for rank in members))
+        xs = [oracle.data("float32", LENGTH, rank) for rank in members]
+        want = oracle.all_reduced("sum", xs, groups[0].strategy, "x")
+        given = [moved(group, x) for group, x in zip(groups, xs, strict=True)]
+        into = [group.empty(LENGTH) for group in groups]
+        for _ in range(WARM + 2):
+            results = await asyncio.gather(
+                *(group.all_reduce(given[group.rank], "x", out=into[group.rank]) for group in groups)
+            )
+            assert all(same_bits(result, want) for result in results)
+
+
+@on_loop
+async def test_nobody_completes_before_his_result_was_read() -> None:
+    """Each rank writes over what it gave, and over its result, as soon as it has that."""
+    async with world(3, strategy="direct") as comms:
+        given, into = [comm.empty(LENGTH) for comm in comms], [comm.empty(LENGTH) for comm in comms]
+
+        async def rank(comm: Communicator) -> None:
+            x, out = given[comm.rank], into[comm.rank]
+            for use in range(40):
+                x[:] = use + comm.rank
+                await comm.all_reduce(x, "x", out=out)
+                assert (out == 3 * use + 3).all()
+                out[:] = x[:] = -1
+                if (use + comm.rank) % 3 == 0:
+                    await asyncio.sleep(0)
+
+        await asyncio.gather(*(rank(comm) for comm in comms))
+
+
+@pytest.mark.parametrize("who", [0, 1, 2])
+@on_loop
+async def test_after_a_failure_nobody_reads_what_was_in_place(who: int) -> None:
+    async with world(3, strategy="direct") as comms:
+        given, into = [comm.empty(LENGTH) for comm in comms], [comm.empty(LENGTH) for comm in comms]
+        for x in given:
+            x[:] = 1
+        for _ in range(WARM):
+            await everywhere(comms, lambda comm: comm.all_reduce(given[comm.rank], "x", out=into[comm.rank]))
+        late = comms[(who + 1) % 3]
+        early = [comm for comm in comms if comm is not late]
+        handles = [comm.all_reduce(given[comm.rank], "x", out=into[comm.rank]) for comm in early]
+        await turns(5)
+        handles[early.index(comms[who])].cancel()
+        given[who][:] = 1000
+        if slots := slots_of(comms, "x"):
+            assert slots[who].is_dead
+            assert slots[late.rank].posted()[who] < 0
+        await heard_of_the_end(late)
+        outcomes = await asyncio.gather(*handles, late.all_reduce(given[late.rank], "x"), return_exceptions=True)
+        assert_kinds([one for one in outcomes if not isinstance(one, asyncio.CancelledError)], CollectiveAborted)
+        given[who][:] = 1
+        for result in await everywhere(comms, lambda comm: comm.all_reduce(given[comm.rank], "x")):
+            assert (result == 3).all()
+
+
+@on_loop
+async def test_unlike_calls_are_still_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kfcomm.core.deadlines.QUIET_AFTER_S", 0.01)
+    async with world(3, strategy="direct") as comms:
+        given = [comm.empty(LENGTH) for comm in comms]
+        for x in given:
+            x[:] = 1
+        for _ in range(WARM):
+            await everywhere(comms, lambda comm: comm.all_reduce(given[comm.rank], "x"))
+        outcomes = await ends(
+            comms, lambda comm: comm.all_reduce(given[comm.rank][: LENGTH - (comm.rank == 1)], "x", timeout=60.0)
+        )
+        assert_kinds(outcomes, CollectiveMismatch)
+
+
+@on_loop
+async def test_what_is_told_of_a_place_is_not_believed(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with world(2, strategy="direct") as comms:
+        given = [comm.empty(LENGTH) for comm in comms]
+        for x in given:
+            x[:] = 1
+        for _ in range(WARM):
+            await everywhere(comms, lambda comm: comm.all_reduce(given[comm.rank], "x"))
+        slots = slots_of(comms, "x")
+        if slots:
+            with monkeypatch.context() as patched:
+                patched.setattr(slots[1].memory.heaps, "place_of", lambda x: 1 << 60)
+                outcomes = await ends(comms, lambda comm: comm.all_reduce(given[comm.rank], "x"))
+            assert any("an array of" in str(one) for one in outcomes)
+            assert "could not carry out" in caplog.text
+            caplog.clear()
+            for result in await everywhere(comms, lambda comm: comm.all_reduce(given[comm.rank], "x")):
+                assert (result == 2).all()
+
+
+@on_loop
+async def test_it_is_an_array_as_any_other(caplog: pytest.LogCaptureFixture) -> None:
+    async with world(2) as comms:
+        comm = comms[0]
+        for shape, dtype in ((5, "float32"), ((2, 3), np.int64), ((), "complex128"), ((0, 4), bool), ([3], "f2")):
+            x = comm.empty(shape, dtype)
+            assert x.shape == np.empty(shape).shape
+            assert x.dtype == np.dtype(dtype)
+            assert x.flags.c_contiguous
+            assert x.flags.writeable
+            x[...] = 1
+            assert np.from_dlpack(x).sum() == x.size
+        assert comm.empty(3).dtype == np.float32
+        small = comm.empty(100)
+        part, place = small[10:], comm._session.network
+        del small, place
+        gc.collect()
+        part[:] = 2
+        assert part.sum() == 180
+        if is_shared():
+            heap = comm._session.network._links._ranks[0].heaps
+            assert heap.place_of(part) != NOWHERE
+            assert not caplog.records
+        else:
+            assert [record.levelno for record in caplog.records] == [logging.WARNING]  # once
+            caplog.clear()
+        del x, part
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "said"),
+    [
+        (-1, "float32", "negative"),
+        ((2, -3), "float32", "negative"),
+        ("3", "float32", "shape '3'"),
+        ((1.5,), "float32", "shape"),
+        (3, "nonsense", "'nonsense'"),
+        (3, "O", "not supported"),
+        (3, "datetime64[s]", "not supported"),
+        (3, object(), "no NumPy dtype"),
+    ],
+)
+@on_loop
+async def test_bad_shapes_and_dtypes(shape: Any, dtype: Any, said: str) -> None:
+    async with world(2) as comms:
+        with pytest.raises(ConfigError, match=said):
+            comms[0].empty(shape, dtype)
+
+
+@on_loop
+async def test_alone_it_is_ordinary_memory(caplog: pytest.LogCaptureFixture) -> None:
+    async with world(1) as comms:
+        assert comms[0].empty((2, 2)).shape == (2, 2)
+    assert not caplog.records
+
+
+@on_loop
+async def test_arrays_outlive_their_communicator() -> None:
+    async with world(2) as comms:
+        x = comms[0].empty(1000)
+        x[:] = 7
+    assert (x == 7).all()
+    del x
+    gc.collect()
