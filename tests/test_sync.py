@@ -23,7 +23,7 @@ from kfcomm.testing import run_threads, sync_world
 from kfcomm.transports.reactor import Reactor
 from tests.launch.launched import environ
 
-NOT_VERBS = {"close", "dump", "group", "queue", "save", "split", "statistics"}
+NOT_VERBS = {"close", "dump", "empty", "group", "queue", "save", "split", "statistics"}
 PROPERTIES = {"epoch", "layout", "local_rank", "local_size", "name", "rank", "route", "size", "strategy"}
 
 

@@ -77,6 +77,15 @@ class NumpyKind:
         return array
 
 
+class ReadOnlyKind(NumpyKind):
+    """What is given back is NumPy's, whatever was given, and cannot be written to."""
+
+    def restore(self, array: Array) -> Array:
+        """See ``ArrayKind.restore``."""
+        array.flags.writeable = False
+        return array
+
+
 class ValueKind:
     """Python and NumPy numbers, nested lists, and whatever else `numpy.asarray` takes: results are NumPy arrays."""
 
@@ -250,7 +259,7 @@ class DlpackKind:
         return self._namespace.from_dlpack(array)
 
 
-NUMPY = NumpyKind()
+NUMPY, READ_ONLY = NumpyKind(), ReadOnlyKind()
 _VALUE = ValueKind()
 _TORCH = TorchKind()
 

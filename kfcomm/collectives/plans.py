@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Hashable
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -94,8 +95,16 @@ class Planner:
             return 1, ()
         return (len(graphs.pairs), graphs.shares) if graphs.is_whole or count < WHOLE_BELOW else (1, ())
 
-    def all_reduce(self, dtype: np.dtype[Any], shape: Shape, op: Op, way: int, wire: WireDtype = None) -> Plan:
-        """Every rank gets the fold of all inputs; ``way`` is one of ``ways``."""
+    def all_reduce(
+        self, dtype: np.dtype[Any], shape: Shape, op: Op, way: int, wire: WireDtype = None, *, is_shared: bool = False
+    ) -> Plan:
+        """Every rank gets the fold of all inputs; ``way`` is one of ``ways``, ``is_shared`` agreed on."""
+        plan = self._all_reduce(dtype, shape, op, way, wire, is_shared=is_shared)
+        return replace(plan, signature=plan.signature._replace(memory="shared")) if is_shared else plan
+
+    def _all_reduce(
+        self, dtype: np.dtype[Any], shape: Shape, op: Op, way: int, wire: WireDtype, *, is_shared: bool
+    ) -> Plan:
         count, chunk, graphs = self._prepare(dtype, shape, wire)
         if graphs.direct and wire is None:
             is_one_step = graphs.direct is Direct.ONE_STEP and count * dtype.itemsize <= SHOWN_WHOLE_NBYTES
@@ -105,7 +114,10 @@ class Planner:
                 else programs.all_reduce(self.rank, graphs.pairs_of_direct, count, chunk)
             )
             plan = self._plan(Verb.ALL_REDUCE, dtype, shape, program, graphs, count, op=op, in_result=True)
-            work = SharedWork(plan.work.kernel, dtype, count, self.size, is_turned=graphs.direct is Direct.CHAINS)
+            is_long = graphs.direct is Direct.CHAINS
+            work = SharedWork(
+                plan.work.kernel, dtype, count, self.size, is_turned=is_long, is_shared=is_long and is_shared
+            )
             return replace(plan, work=work, operation=OneStepOperation if is_one_step else SlottedOperation)
         if graphs.is_whole or count < WHOLE_BELOW:
             program = programs.all_reduce(self.rank, (graphs.pairs[way],), count, chunk)
@@ -213,6 +225,9 @@ class Planner:
         return plan if wire is None else _wired(plan, wire_of(op, dtype, wire))
 
 
+_SHARED_ALL_REDUCE = partial(Planner.all_reduce, is_shared=True)
+
+
 def _wired(plan: Plan, wire: Wire) -> Plan:
     """A plan whose chunks travel in another dtype."""
     itemsize = wire.wire_dtype.itemsize
@@ -269,8 +284,9 @@ class Plans:
         return plan
 
     def of(
-        self, verb: Verb, dtype: np.dtype[Any], shape: Shape, op: Op | None, root: int, key: str, wire: WireDtype = None
-    ) -> Plan:
+        self, verb: Verb, dtype: np.dtype[Any], shape: Shape, op: Op | None, root: int, key: str,
+        wire: WireDtype = None, is_shared: bool = False,
+    ) -> Plan:  # fmt: skip
         """The plan of a verb of which every rank knows the shape of the result by itself.
 
         Args:
@@ -281,10 +297,11 @@ class Plans:
             root: of verbs that have one.
             key: of the call.
             wire: see ``WireDtype``; for gather and all_to_all None.
+            is_shared: the result of an all_reduce is one array, which all ranks see, where that can be.
         """
         if op is not None:
             if verb is Verb.ALL_REDUCE:
-                return self.all_reduce(dtype, shape, op, key, wire)
+                return self.all_reduce(dtype, shape, op, key, wire, is_shared=is_shared)
             if verb is Verb.REDUCE:
                 return self.plan(Planner.reduce, dtype, shape, op, root, wire)
             return self.plan(Planner.reduce_scatter, dtype, shape, op, wire)
@@ -301,9 +318,11 @@ class Plans:
         """The plan for a barrier, made at each."""
         return self.planner.barrier(name)
 
-    def all_reduce(self, dtype: np.dtype[Any], shape: Shape, op: Op, key: str, wire: WireDtype = None) -> Plan:
+    def all_reduce(
+        self, dtype: np.dtype[Any], shape: Shape, op: Op, key: str, wire: WireDtype = None, *, is_shared: bool = False
+    ) -> Plan:
         """The plan for an all_reduce: one of several where the key decides which graph pair is taken."""
-        kind = (dtype, shape, op, wire)
+        kind = (dtype, shape, op, wire, is_shared)
         found = self._ways.get(kind)
         if found is None:
             if len(self._ways) >= MAX_PLANS:
@@ -314,7 +333,8 @@ class Plans:
         way = pair_of(key, len(ways), shares) if len(ways) > 1 else 0
         plan = ways[way]
         if plan is None:
-            plan = ways[way] = self.plan(Planner.all_reduce, dtype, shape, op, way, wire)
+            make = _SHARED_ALL_REDUCE if is_shared else Planner.all_reduce
+            plan = ways[way] = self.plan(make, dtype, shape, op, way, wire)
         return plan
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kfcomm.arrays import HostArray, adapt, adapt_out, overlaps, same_memory
-from kfcomm.arrays.kinds import NUMPY
+from kfcomm.arrays.kinds import NUMPY, READ_ONLY
 from kfcomm.collectives.compiled import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -101,7 +101,8 @@ class Verbs:
 
     def all_reduce(
         self, x: Any, name: str | None = None, *, op: Op | str = Op.SUM, out: Any = None,
-        timeout: float | None = None, priority: int = 0, wire_dtype: str | None = None, stream: Any = None,
+        timeout: float | None = None, priority: int = 0, wire_dtype: str | None = None, shared: bool = False,
+        stream: Any = None,
     ) -> Handle[Any]:  # fmt: skip
         """Every rank gets ``x[0] ∘ x[1] ∘ ...``, element by element; the same bits on every rank.
 
@@ -121,6 +122,9 @@ class Verbs:
                 u = 2**-11 for float16, 2**-8 for bfloat16, a sum is wrong by at most about
                 (n + 1)·u·(abs(x[0]) + abs(x[1]) + ...), less where sums go through fewer ranks; beyond 65504 float16
                 is infinite. See "Send fewer bytes". For arrays in host memory.
+            shared: the result is a NumPy array that cannot be written to: one for all ranks of a host, where the group
+                shares memory and the message is long; else each has its own. The same on every rank, and not with
+                ``out``. See "Arrays that need no copy". For arrays in host memory.
             stream: for arrays in the memory of a device, the caller's stream there: what was put on it before this call
                 is done before ``x`` is read. None: the one on which the calling thread works now. See "GPUs".
 
@@ -134,10 +138,25 @@ class Verbs:
 
         Cost: with n ranks and S bytes, ring: 2(n-1) steps, 2(n-1)/n·S bytes per rank; see "Algorithms".
         """
+        if shared:
+            return self._shared(x, name, out, timeout, priority, stream, op, wire_dtype)
         again = self._again(x, name, (ALL_REDUCE, op), out, timeout, priority, stream, wire_dtype)
         if again is not None:
             return again
         return self._collective(ALL_REDUCE, x, name, out, timeout, priority, stream, op=op, wire_dtype=wire_dtype)
+
+    def _shared(
+        self, x: Any, name: str | None, out: Any, timeout: float | None, priority: int, stream: Any, op: Any,
+        wire_dtype: str | None,
+    ) -> Handle[Any]:  # fmt: skip
+        with self._checks(name):
+            if out is not None:
+                raise ConfigError("a shared result is an array of its own: give either shared or out")
+            if self._devices.takes(x, stream):
+                raise ConfigError("a shared result is in host memory: shared is not for arrays on a device")
+        return self._on_host(
+            ALL_REDUCE, x, name, None, timeout, priority, op=op, wire_dtype=wire_dtype, is_step=True, is_shared=True
+        )
 
     def all_reduce_many(
         self, arrays: Mapping[str, Any], *, op: Op | str = Op.SUM, timeout: float | None = None, priority: int = 0,
@@ -284,9 +303,12 @@ class Verbs:
     def _on_host(
         self, verb: Verb, x: Any, name: str | None, out: Any, timeout: float | None, priority: int, *,
         op: Any = None, root: Any = None, wire_dtype: str | None = None, handle: Handle[Any] | None = None,
-        is_step: bool = False,
+        is_step: bool = False, is_shared: bool = False,
     ) -> Handle[Any]:  # fmt: skip
-        """As ``_collective``, of host memory; ``is_step``: of a call of another verb, which is never compiled."""
+        """As ``_collective``, of host memory; ``is_step``: of a call of another verb, which is never compiled.
+
+        ``is_shared``: all ranks get one result, of an all_reduce.
+        """
         with self._checks(name, timeout, priority):
             to = self._check_rank("root", root) if verb in ROOTED else -1
             array = adapt(x)
@@ -294,7 +316,9 @@ class Verbs:
             wire = None if wire_dtype is None else wire_dtype_of(wire_dtype, array.dtype)
             shape = _result_shape(verb, array.shape, self._group.view, to)
             target = None if out is None or shape is None else adapt_out(out, shape, array.dtype)
-        plan = (Plans.of, verb, array.dtype, array.shape, chosen, to, name or UNNAMED, wire)
+        if is_shared:
+            array = HostArray(array.flat, array.shape, READ_ONLY, array.is_view)
+        plan = (Plans.of, verb, array.dtype, array.shape, chosen, to, name or UNNAMED, wire, is_shared)
         alike: Arguments | None = None
         if type(x) is np.ndarray and wire is None and not is_step:
             alike = (verb,) if chosen is None else (verb, chosen)

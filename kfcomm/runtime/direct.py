@@ -47,7 +47,7 @@ class SharedWork(Work):
         dtype: of contributions and result.
         count: elements that each rank gives.
         size: number of ranks.
-        is_turned: see ``Cut``.
+        is_turned, is_shared: see ``Cut``.
 
     Attributes:
         combine: folds what all ranks gave, in the order of the list, into the result.
@@ -59,12 +59,13 @@ class SharedWork(Work):
     __slots__ = ("combine", "count", "cut", "shown")
 
     def __init__(
-        self, kernel: Kernel | None, dtype: np.dtype[Any] | None, count: int, size: int, *, is_turned: bool = False
-    ) -> None:
+        self, kernel: Kernel | None, dtype: np.dtype[Any] | None, count: int, size: int, *,
+        is_turned: bool = False, is_shared: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(kernel, dtype, size, in_result=True)
         self.count = count
         self.shown = np.dtype(np.uint8) if dtype is None else dtype
-        self.cut = Cut(count, self.shown.itemsize, size, is_turned=is_turned)
+        self.cut = Cut(count, self.shown.itemsize, size, is_turned=is_turned, is_shared=is_shared)
         self.combine: Combine
         if kernel is None or not count:
             self.combine = _nothing
@@ -175,6 +176,8 @@ class SlottedOperation(Operation):
 
     def _look_closely(self, slot: Slot) -> bool:
         is_over: bool = slot.look(self.word, self._out)
+        if is_over and (made := slot.take_result()) is not None:
+            self.value = made.reshape(self.value.shape)
         if slot.has_news:
             self.engine.slots.wake(slot, self.group)
         return is_over

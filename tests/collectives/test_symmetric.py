@@ -257,3 +257,134 @@ async def test_arrays_outlive_their_communicator() -> None:
     assert (x == 7).all()
     del x
     gc.collect()
+
+
+# ---------------------------------------------------------------- one result for all ranks
+
+
+async def shared_uses(comms: Any, xs: list[Any], uses: int, **options: Any) -> list[list[Any]]:
+    """The results of several uses, of all ranks each."""
+    return [
+        await everywhere(comms, lambda comm: comm.all_reduce(xs[comm.rank], "s", shared=True, **options))
+        for _ in range(uses)
+    ]
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@on_loop
+async def test_all_ranks_see_one_result(symmetric: bool) -> None:
+    async with world(3, strategy="direct") as comms:
+        xs = [oracle.data("float32", LENGTH, rank) for rank in range(3)]
+        want = oracle.all_reduced("sum", xs, comms[0].strategy, "s")
+        given = [moved(comm, x) for comm, x in zip(comms, xs, strict=True)] if symmetric else xs
+        uses = await shared_uses(comms, given, WARM + 3)
+        for results in uses:
+            for result in results:
+                assert type(result) is np.ndarray
+                assert not result.flags.writeable
+                assert same_bits(result, want)
+        assert all(same_bits(one, other) for one, other in zip(given, xs, strict=True))
+        if is_shared():
+            heap = comms[0]._session.network._links._ranks[0].heaps
+            own = uses[-1][0]
+            assert heap.place_of(own) != NOWHERE
+            writable = heap._own._mapping
+            at = heap.place_of(own)
+            writable[at : at + 4] = np.float32(-5).tobytes()
+            assert [result[0] for result in uses[-1]] == [-5] * 3
+            assert uses[-2][0][0] != -5
+        del uses
+
+
+@on_loop
+async def test_a_shared_result_is_freed_with_its_last_view_on_any_rank() -> None:
+    async with world(3, strategy="direct") as comms:
+        xs = [np.full(LENGTH, rank, np.float32) for rank in range(3)]
+        for results in await shared_uses(comms, xs, WARM + 4):
+            assert (results[0] == 3).all()
+        if not is_shared():
+            return
+        heaps = comms[0]._session.network._links._ranks[0].heaps
+
+        async def num_held() -> int:
+            await turns(2)  # asyncio holds what was awaited last
+            gc.collect()
+            heaps.settle()
+            held: int = heaps._own.num_arrays
+            return held
+
+        del results
+        assert await num_held() == 0
+        (last,) = await shared_uses(comms, xs, 1)
+        part = last[2][10:20]
+        del last
+        for _ in range(3):
+            await shared_uses(comms, xs, 2)
+            assert await num_held() == 1
+            assert (part == 3).all()
+        del part
+        assert await num_held() == 0
+
+
+@on_loop
+async def test_too_many_results_in_use_are_ordinary_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kfcomm.transports.shm.heap.MAX_LOANS", 4)
+    async with world(2, strategy="direct") as comms:
+        xs = [np.full(LENGTH, 1, np.float32)] * 2
+        uses = await shared_uses(comms, xs, WARM + 9)
+        assert all((result == 2).all() and not result.flags.writeable for use in uses for result in use)
+        if is_shared():
+            assert comms[0]._session.network._links._ranks[0].heaps._own.num_arrays <= 4
+        del uses
+
+
+@pytest.mark.parametrize("kind", ["list", "number", "int64", "short"])
+@on_loop
+async def test_whatever_is_given_the_result_is_numpys(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind == "short":
+        monkeypatch.setattr("kfcomm.strategies.base.DIRECT_NBYTES", 1 << 30)
+    given = {"list": [1, 2, 3], "number": 4, "int64": np.arange(12).reshape(3, 4), "short": np.arange(4.0)}[kind]
+    async with world(2, strategy="direct") as comms:
+        for _ in range(WARM + 1):
+            for result in await everywhere(comms, lambda comm: comm.all_reduce(given, "s", shared=True)):
+                assert type(result) is np.ndarray
+                assert not result.flags.writeable
+                assert np.array_equal(result, 2 * np.asarray(given))
+
+
+@pytest.mark.parametrize("who", [0, 1, 2])
+@on_loop
+async def test_after_a_failure_results_are_ordinary_ones(who: int) -> None:
+    async with world(3, strategy="direct") as comms:
+        xs = [np.full(LENGTH, 1, np.float32)] * 3
+        await shared_uses(comms, xs, WARM)
+        late = comms[(who + 1) % 3]
+        early = [comm for comm in comms if comm is not late]
+        handles = [comm.all_reduce(xs[0], "s", shared=True) for comm in early]
+        await turns(5)
+        handles[early.index(comms[who])].cancel()
+        await heard_of_the_end(late)
+        outcomes = await asyncio.gather(*handles, late.all_reduce(xs[0], "s", shared=True), return_exceptions=True)
+        assert_kinds([one for one in outcomes if not isinstance(one, asyncio.CancelledError)], CollectiveAborted)
+        for results in await shared_uses(comms, xs, 3):
+            assert all((result == 3).all() and not result.flags.writeable for result in results)
+
+
+@on_loop
+async def test_who_asks_for_a_shared_result_and_who_does_not_disagree() -> None:
+    async with world(2, strategy="direct") as comms:
+        x = np.ones(LENGTH, np.float32)
+        outcomes = await ends(comms, lambda comm: comm.all_reduce(x, "x", shared=comm.rank == 0))
+        assert_kinds(outcomes, CollectiveMismatch)
+        assert all("memory" in str(one) for one in outcomes)
+
+
+@on_loop
+async def test_a_shared_result_has_no_out() -> None:
+    async with world(2, strategy="direct") as comms:
+        x = np.ones(LENGTH, np.float32)
+        outcomes = []
+        with pytest.raises(ConfigError, match="either shared or out"):
+            comms[0].all_reduce(x, "x", shared=True, out=x)
+        outcomes = await ends(comms[1:], lambda comm: comm.all_reduce(x, "x", shared=True))
+        assert_kinds(outcomes, CollectiveAborted)

@@ -32,6 +32,7 @@ class Collective:
         is_strided: whether the inputs have gaps.
         series: of calls that are alike but for what the arrays hold.
         starting: the ranks for which the series is one persistent collective; the others make plain calls.
+        is_shared: all ranks get one result, which cannot be written to.
     """
 
     verb: str
@@ -51,6 +52,7 @@ class Collective:
     is_strided: bool = False
     series: int | None = None
     starting: tuple[int, ...] = ()
+    is_shared: bool = False
 
     @property
     def names(self) -> Sequence[str]:
@@ -70,6 +72,8 @@ class Collective:
             options["wire_dtype"] = self.wire
         if self.form == "concat":
             options["concat"] = True
+        if self.is_shared:
+            options["shared"] = True
         x = xs[rank] if self.verb != "scatter" or rank == self.root else None
         if self.is_strided and isinstance(x, np.ndarray):
             x = strided(x)

@@ -278,18 +278,19 @@ class _Generator:
             dtype = alike.choice(("float32", "float32", *DTYPES))
             shape = (alike.choice((1, 2, 3, 7, 60, 300, 5000, 9000)), *alike.choice(((), (1,), (2,))))
             verb, op = alike.choice(("all_reduce", "all_reduce", "all_reduce", "barrier")), alike.choice(OPS[dtype])
+            is_shared = alike.random() < 0.25
             for _ in range(draw.randint(1, 4)):
                 if verb == "barrier":
                     made = self._do(group, Agreement("barrier", group.size, name, (0,) * group.size))
                 else:
-                    made = self._do(group, self._all_reduce(group, name, dtype, shape, op))
+                    made = self._do(group, self._all_reduce(group, name, dtype, shape, op, is_shared=is_shared))
                 self._meet(group, made)
                 if made.number in self._in_flight:
                     if draw.random() < 0.5:
                         break
                     self._wait([made.number])
 
-    def _all_reduce(self, group: Group, name: str, dtype: str, shape: Shape, op: str) -> Collective:
+    def _all_reduce(self, group: Group, name: str, dtype: str, shape: Shape, op: str, *, is_shared: bool) -> Collective:
         draw, size = self._random, group.size
         return Collective(
             "all_reduce",
@@ -302,7 +303,8 @@ class _Generator:
             op=op,
             root=0,
             rows=(),
-            outs=tuple(draw.choice(("", "", "new", "x")) for _ in range(size)),
+            outs=("",) * size if is_shared else tuple(draw.choice(("", "", "new", "x")) for _ in range(size)),
+            is_shared=is_shared,
             priorities=self._priorities(group) if draw.random() < 0.1 else (0,) * size,
             wire=None,
             monitored=(),

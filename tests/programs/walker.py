@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import inspect
 import random
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, TypeVar
@@ -22,6 +23,9 @@ from tests.programs.arrays import difference, shown
 from tests.programs.calls import Action, Close, Do, Make, Pipe, Program, Step, Together, Wait
 
 T = TypeVar("T")
+
+MAX_HELD = 6
+"""Shared results of a rank, with copies that they are compared with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +149,7 @@ class Walker:
         self._queues: dict[tuple[int, Pipe], Any] = {}
         self._prepared: dict[int, tuple[Any, Action]] = {}
         self._begun: dict[int, tuple[Do, Action, list[Any], Any]] = {}
+        self._held: deque[tuple[Any, Any]] = deque()
         self._place = 0
         self._report: Report | None = None
 
@@ -255,6 +260,10 @@ class Walker:
             text = "the result is not the out that was given"
         if not text and any(not np.array_equal(x, old) for x, old in zip(action.inputs, before, strict=True)):
             text = "an input was changed"
+        if not text and action.options.get("shared"):
+            self._held.append((result, result.copy()))
+            if len(self._held) > MAX_HELD and not np.array_equal(*self._held.popleft()):
+                text = "a shared result that is held was changed"
         if text and self._report is None:
             self._report = self._reported(do, "difference", text, shown(result), shown(action.expected))
         for x in action.inputs:

@@ -17,9 +17,9 @@ import os
 import weakref
 from bisect import bisect
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from threading import Lock
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -33,6 +33,24 @@ Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 KEPT_NBYTES = 1 << 28
 """Of arrays that are no more, kept to be used again: the system takes half as long as a copy for each new page."""
 NOWHERE = -1
+MAX_LOANS = 1 << 10
+"""Arrays that are lent to peers at a time."""
+
+
+class Loan(NamedTuple):
+    """An array of this process that peers hold, too.
+
+    Attributes:
+        number: of the loan, from 1; no two that are open are alike modulo `MAX_LOANS`.
+        place: see ``Heap.place_of``.
+        block: its bytes.
+        is_over: whether no peer holds it any more, given its number.
+    """
+
+    number: int
+    place: int
+    block: Array
+    is_over: Callable[[int], bool]
 
 
 class Heap:
@@ -166,7 +184,7 @@ class PeerHeap:
     """The heap of a peer, mapped when it is first needed.
 
     Args:
-        descriptor: of the segment; it is closed with this, or when it is mapped.
+        descriptor: of the segment; it is closed with this.
 
     Attributes:
         descriptor: see above; -1 when it is closed.
@@ -179,36 +197,47 @@ class PeerHeap:
         self._nbytes = size_of(descriptor)
         self.descriptor = descriptor
         self._mapping: mmap.mmap | None = None
+        self._writable: mmap.mmap | None = None
 
     def close(self) -> None:
         """Nothing more is read in it."""
-        self._mapping = None
-        self._close_descriptor()
-
-    def _close_descriptor(self) -> None:
+        self._mapping = self._writable = None
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
     def map(self) -> bool:
         """Whether arrays in it can be read."""
-        if self._mapping is None and self.descriptor >= 0:
-            try:
-                self._mapping = attach(self.descriptor, self._nbytes, writable=False)
-            except KfcommError as error:
-                logger.warning("arrays of a peer cannot be read where they are: %s", error)
-            self._close_descriptor()
+        if self._mapping is None:
+            self._mapping = self._mapped(writable=False)
         return self._mapping is not None
 
-    def array(self, at: int, dtype: np.dtype[Any], count: int) -> Array:
-        """An array in it, to be read.
+    def map_writable(self) -> bool:
+        """Whether results in it can be written."""
+        if self._writable is None:
+            self._writable = self._mapped(writable=True)
+        return self._writable is not None
+
+    def array(self, at: int, dtype: np.dtype[Any], count: int, *, writable: bool = False) -> Array:
+        """An array in it, to be read or written.
 
         Raises:
             RemoteProtocolError: there is none.
         """
-        if self._mapping is None or not 0 <= at <= self._nbytes - count * dtype.itemsize:
+        mapping = self._writable if writable else self._mapping
+        if mapping is None or not 0 <= at <= self._nbytes - count * dtype.itemsize:
             raise RemoteProtocolError(f"an array of {count} elements at {at} of a heap of {self._nbytes} bytes")
-        return np.frombuffer(self._mapping, dtype, count, at)
+        return np.frombuffer(mapping, dtype, count, at)
+
+    def _mapped(self, *, writable: bool) -> mmap.mmap | None:
+        if self.descriptor < 0:
+            return None
+        try:
+            return attach(self.descriptor, self._nbytes, writable=writable)
+        except KfcommError as error:
+            logger.warning("arrays of a peer cannot be used where they are: %s", error)
+            self.close()
+            return None
 
 
 class Heaps:
@@ -222,6 +251,8 @@ class Heaps:
         self.rank = rank
         self._own: Heap | None = None
         self._peers: dict[int, PeerHeap] = {}
+        self._loans: dict[int, Loan] = {}
+        self._num_loans = 0
 
     def own(self) -> Heap | None:
         """That of this process, made when it is first asked for; None if the system gives none."""
@@ -241,8 +272,25 @@ class Heaps:
 
     def empty(self, nbytes: int) -> Array | None:
         """See ``Heap.empty``."""
+        self.settle()
         heap = self.own()
         return None if heap is None else heap.empty(nbytes)
+
+    def lend(self, nbytes: int, is_over: Callable[[int], bool]) -> Loan | None:
+        """Bytes that this process and its peers hold: kept until that ``is_over``; None if there are too many such."""
+        block = self.empty(nbytes)
+        number = self._num_loans + 1
+        if block is None or self._own is None or number % MAX_LOANS in self._loans:
+            return None
+        self._num_loans = number
+        loan = Loan(number, self._own.place_of(block), block, is_over)
+        self._loans[number % MAX_LOANS] = loan
+        return loan
+
+    def settle(self) -> None:
+        """Let go of what peers hold no more."""
+        for number in [number for number, loan in self._loans.items() if loan.is_over(loan.number)]:
+            del self._loans[number]
 
     def place_of(self, x: Array) -> int:
         """See ``Heap.place_of``."""
@@ -259,6 +307,18 @@ class Heaps:
             RemoteProtocolError: there is none.
         """
         return self._peers[rank].array(at, dtype, count)
+
+    def map_writable(self, rank: int) -> bool:
+        """Whether results can be written to the heap of this rank."""
+        return rank == self.rank or (rank in self._peers and self._peers[rank].map_writable())
+
+    def writable(self, rank: int, at: int, dtype: np.dtype[Any], count: int) -> Array:
+        """An array of another rank whose heap is mapped to be written.
+
+        Raises:
+            RemoteProtocolError: there is none.
+        """
+        return self._peers[rank].array(at, dtype, count, writable=True)
 
     def close(self) -> None:
         """Nothing more is mapped or made. What is mapped goes with its last view."""

@@ -33,6 +33,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -41,7 +42,7 @@ import numpy as np
 
 from kfcomm.core.chunk import SHOWN_WHOLE_NBYTES, split
 from kfcomm.errors import KfcommError
-from kfcomm.transports.shm.heap import NOWHERE, Heaps
+from kfcomm.transports.shm.heap import MAX_LOANS, NOWHERE, Heaps
 from kfcomm.transports.shm.segment import attach, check, create
 from kfcomm.transports.shm.shared import fence
 
@@ -77,19 +78,22 @@ class Cut:
         num_ranks: of the group.
         is_turned: as many parts as there are ranks, of which the r-th is folded from rank r + 1 on, and at last by r:
             as along a chain to it. Else all is folded from rank 0 on.
+        is_shared: the result is one array, which all ranks see.
 
     Attributes:
         windows: of which each has a word: where it begins and ends, and the rank from which on it is folded.
         longest: elements of the longest of them.
-        is_turned: see above.
+        is_turned, is_shared: see above.
         is_whole: everybody folds it all.
         room: bytes that a slot takes in each region.
     """
 
-    __slots__ = ("is_turned", "is_whole", "longest", "room", "windows")
+    __slots__ = ("is_shared", "is_turned", "is_whole", "longest", "room", "windows")
 
-    def __init__(self, count: int, itemsize: int, num_ranks: int, *, is_turned: bool = False) -> None:
-        self.is_turned = is_turned
+    def __init__(
+        self, count: int, itemsize: int, num_ranks: int, *, is_turned: bool = False, is_shared: bool = False
+    ) -> None:
+        self.is_turned, self.is_shared = is_turned, is_shared
         window = max(1, WINDOW_NBYTES // itemsize)
         parts = split(count, num_ranks) if is_turned else [(0, count)]
         self.windows = tuple([
@@ -106,14 +110,18 @@ class Cut:
 
 NEVER, WITHDRAWN = (1 << 63) - 1, -1
 """A word that does not come, and one that is less than all."""
-POSTED, SHARED, READ, GIVEN, SHOWN, READY = (mmap.PAGESIZE // 8 + kind * MAX_SLOTS for kind in range(6))
-"""The words of a rank, by kind and slot."""
+POSTED, SHARED, READ, GIVEN, SHOWN, READY, RESULT, LOAN, RELEASED = (
+    mmap.PAGESIZE // 8 + kind * MAX_SLOTS for kind in range(9)
+)
+"""The words of a rank, by kind and slot; `RELEASED` by loan."""
+MAPPED, WRITABLE = 1, 2
+"""What `READY` says of the heaps of the others, and of the first rank's."""
 WINDOWS_AT_A_TIME = 16
 """Before others have their turn."""
 MAX_KNOWN = 64
 """Arrays in place of which a slot keeps views."""
 _LINE = 64
-_BUFFERS_AT = 8 * (READY + MAX_SLOTS)
+_BUFFERS_AT = 8 * (RELEASED + MAX_SLOTS)
 
 
 def word_of(number: int, generation: int) -> int:
@@ -241,7 +249,7 @@ class SlotMemory:
             logger.warning("no slots for small collectives: %s", error)
             return None
         places = tuple(self._places[world] for world in members)
-        kind = Slot if cut.is_whole else PartedSlot
+        kind = Slot if cut.is_whole else SharedResultSlot if cut.is_shared else PartedSlot
         return kind(self, number, at, places, members[0], rank, dtype, cut, combine)
 
     def posted_everywhere(self) -> Array:
@@ -389,6 +397,10 @@ class Slot:
         number = word % GENERATION
         return all(other == word or other % GENERATION > number for other in words)
 
+    def take_result(self) -> Array | None:
+        """That of the latest use, if it is not in the array that it was to be made in."""
+        return None
+
     def forget(self) -> None:
         """The latest use is over, or goes on elsewhere."""
 
@@ -401,12 +413,13 @@ class PartedSlot(Slot):
     """
 
     __slots__ = (
-        "_copied", "_count", "_cut", "_dtype", "_first", "_folded", "_given", "_is_in_place", "_is_mapped",
+        "_copied", "_count", "_cut", "_dtype", "_first", "_folded", "_given", "_into", "_is_in_place", "_is_mapped",
         "_is_over_given", "_is_result_in_place", "_known", "_may_be_in_place", "_members", "_parts", "_rank",
         "_rows", "_shares", "_shown", "_size", "_their", "_whole",
     )  # fmt: skip
 
     is_whole = False
+    kinds: tuple[int, ...] = (SHARED, READ, GIVEN, SHOWN, READY)
 
     def __init__(
         self, memory: SlotMemory, number: int, at: int, places: tuple[int, ...], root: int, rank: int,
@@ -418,13 +431,14 @@ class PartedSlot(Slot):
         self._cut = cut.windows
         self._first = self._folded = self._copied = 0
         self._given: Array | None = None
+        self._into: Array | None = None
         self._members = memory.ranks_at(places)
         self._may_be_in_place = cut.is_turned
         self._is_mapped = self._is_in_place = self._is_result_in_place = self._is_over_given = False
         self._whole: list[Array | None] = []
         self._shown: list[Array | None] = []
         self._known: dict[tuple[int, int], Array] = {}
-        self._their = {kind: memory.words(kind, number, places) for kind in (SHARED, READ, GIVEN, SHOWN, READY)}
+        self._their = {kind: memory.words(kind, number, places) for kind in self.kinds}
         longest = -(-cut.longest // self._size)
         at += 2 * _lines(cut.longest * dtype.itemsize)
         ats = at, at + _lines(longest * dtype.itemsize)
@@ -457,7 +471,7 @@ class PartedSlot(Slot):
             if self._copy_next(out):
                 has_moved = True
             if self._copied == self.num_words and self._is_read():
-                self._given = None
+                self._let_go()
                 return True
             if not has_moved:
                 return False
@@ -470,11 +484,15 @@ class PartedSlot(Slot):
 
     def forget(self) -> None:
         """See ``Slot.forget``: what is in place may be changed from now on, so who is at it has to start back."""
-        self._given = None
+        self._let_go()
         if self._is_in_place or self._is_result_in_place:
             self._tell(POSTED, WITHDRAWN)
             self._tell(SHARED, WITHDRAWN)
             self._stored()
+
+    def _let_go(self) -> None:
+        self._given = self._into = None
+        self._whole, self._shown = [], []
 
     def _fold_next(self, out: Array) -> bool:
         """Whether there was a window to be folded."""
@@ -486,7 +504,7 @@ class PartedSlot(Slot):
         if not self.has_come(words, word):
             self.late = words
             return False
-        if not window and self._may_be_in_place:
+        if not window:
             self._begin(out)
         # Who posts a window has copied what was shared for the last but one, unless it has posted all at once.
         if window > 1 and self._whole and not self._is_result_in_place and min(self._their[READ]()) < word - 2:
@@ -498,7 +516,8 @@ class PartedSlot(Slot):
         for rank, whole in enumerate(self._whole):
             if whole is not None:
                 given[rank] = whole[start + begin : start + end]
-        there = out[start + begin : start + end]
+        into = out if self._into is None else self._into
+        there = into[start + begin : start + end]
         # In the place of what is given nothing can be folded: it would be gone before it is its turn.
         is_made_there = self._is_result_in_place and not self._is_over_given
         part = there if is_made_there else self._parts[word & 1][:length]
@@ -547,6 +566,8 @@ class PartedSlot(Slot):
 
     def _begin(self, out: Array) -> None:
         """All have posted, and nobody is in an earlier use any more."""
+        if not self._may_be_in_place:
+            return
         place = self._place_of(out)
         self._is_result_in_place = place != NOWHERE
         self._is_over_given = self._given is not None and place == self.memory.heaps.place_of(self._given)
@@ -580,7 +601,7 @@ class PartedSlot(Slot):
             return NOWHERE
         if not self._is_mapped and self.memory.heaps.map(self._members):
             self._is_mapped = True
-            self._tell(READY, 1)
+            self._tell(READY, MAPPED)
         return place if min(self._their[READY]()) else NOWHERE
 
     def _show(self, window: int) -> None:
@@ -598,3 +619,102 @@ class PartedSlot(Slot):
             pass
         if 1 in self.parked():
             self.has_news = True
+
+
+class SharedResultSlot(PartedSlot):
+    """One whose results are single arrays in the heap of the first rank, to which each rank writes its part.
+
+    Such an array is lent to the others: the first rank keeps it until the last of them has told that nothing of it is
+    left there, and for ever if one fails before that.
+    """
+
+    __slots__ = ("_lent", "_loan", "_made", "_place", "_result")
+
+    kinds = (*PartedSlot.kinds, RESULT, LOAN)
+
+    def __init__(
+        self, memory: SlotMemory, number: int, at: int, places: tuple[int, ...], root: int, rank: int,
+        dtype: np.dtype[Any], cut: Cut, combine: Combine,
+    ) -> None:  # fmt: skip
+        super().__init__(memory, number, at, places, root, rank, dtype, cut, combine)
+        self._result: Array | None = None
+        self._lent: Array | None = None
+        self._made: Array | None = None
+        self._loan = 0
+        self._place = NOWHERE
+
+    def post(self, x: Array, word: int) -> bool:
+        """See ``Slot.post``; with memory for the result, if all can write there."""
+        heaps = self.memory.heaps
+        self._result = self._made = self._lent = None
+        if not self._is_mapped and heaps.map(self._members) and heaps.map_writable(self.root):
+            self._is_mapped = True
+            self._tell(READY, WRITABLE)
+        if self.is_root:
+            loan = None
+            if min(self._their[READY]()) == WRITABLE:
+                others = self.places[1:]
+                loan = heaps.lend(self._count * self._dtype.itemsize, lambda number: self._released(number, others))
+            self._tell(RESULT, 0 if loan is None else loan.place + 1)
+            if loan is not None:
+                self._tell(LOAN, loan.number)
+                self._lent = loan.block
+        return super().post(x, word)
+
+    def _released(self, number: int, places: tuple[int, ...]) -> bool:
+        return min(self.memory.words(RELEASED, number % MAX_LOANS, places)()) >= number
+
+    def _begin(self, out: Array) -> None:
+        super()._begin(out)
+        self._place = self._their[RESULT]()[0] - 1  # when this use is complete, the next one's may be there
+        if self._place < 0:
+            return
+        if self._lent is not None:
+            self._result = self._lent.view(self._dtype)
+        else:
+            self._result = self.memory.heaps.writable(self.root, self._place, self._dtype, self._count)
+            self._loan = self._their[LOAN]()[0]
+        self._into = self._result
+        self._is_result_in_place, self._is_over_given = True, False
+
+    def _copy_next(self, out: Array) -> bool:
+        if self._result is None:
+            return super()._copy_next(out)
+        window = self._copied
+        if window == self._folded or not self.has_come(self._their[SHARED](), self._first + window):
+            return False
+        self._copied = window + 1
+        if not self._is_in_place and window + 2 < self.num_words:
+            self._show(window + 2)
+        self._stored()
+        return True
+
+    def _is_read(self) -> bool:
+        if self._result is None:
+            return super()._is_read()
+        self._made, self._result = self._seen(), None
+        return True
+
+    def _let_go(self) -> None:
+        super()._let_go()
+        self._result = self._lent = None
+
+    def take_result(self) -> Array | None:
+        """See ``Slot.take_result``."""
+        made, self._made = self._made, None
+        return made
+
+    def _seen(self) -> Array:
+        """The result, as this rank's program gets it."""
+        if self._lent is not None:
+            seen, self._lent = self._lent.view(self._dtype), None
+            seen.flags.writeable = False
+            return seen
+        whole = self.memory.heaps.array(self.root, self._place, self._dtype, self._count)
+        weakref.finalize(whole, _release, self._words, RELEASED + self._loan % MAX_LOANS, self._loan).atexit = False
+        return whole[:]
+
+
+def _release(words: memoryview, at: int, loan: int) -> None:
+    """Nothing of what was lent is left on this rank."""
+    words[at] = loan

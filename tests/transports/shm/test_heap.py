@@ -65,11 +65,16 @@ def test_a_peer_reads_it_where_it_is(heap: Heap) -> None:
     seen = peer.array(heap.place_of(block), np.dtype(np.float32), 16)
     assert seen.tolist() == list(range(16))
     assert not seen.flags.writeable
+    assert peer.map_writable()
+    peer.array(heap.place_of(block), np.dtype(np.float32), 16, writable=True)[5] = -2
+    assert block.view(np.float32)[5] == -2
     block.view(np.float32)[3] = -1
     assert seen[3] == -1
     for at, count in ((-8, 1), (1 << 62, 1), (0, 1 << 62)):
         with pytest.raises(RemoteProtocolError, match="an array of"):
             peer.array(at, np.dtype(np.float32), count)
+    del seen
+    peer.close()
 
 
 def test_what_was_not_mapped_in_time_is_not_mapped(heap: Heap, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,6 +191,28 @@ def test_what_ends_while_another_is_made_is_taken_back_afterwards(heap: Heap) ->
     assert heap.num_arrays == 0
 
 
+def test_what_is_lent_is_kept_until_it_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heaps, "MAX_LOANS", 3)
+    own = Heaps(0)
+    over: set[int] = set()
+    loans = [own.lend(100, over.__contains__) for _ in range(3)]
+    assert [loan.number for loan in loans if loan is not None] == [1, 2, 3]
+    assert own.lend(100, over.__contains__) is None
+    over.add(2)
+    assert own.lend(100, over.__contains__) is None  # the next number is that of the first, which is still held
+    over |= {1, 3}
+    fourth = own.lend(100, over.__contains__)
+    assert fourth is not None
+    assert fourth.number == 4
+    del loans, fourth
+    over.add(4)
+    own.settle()
+    heap = own.own()
+    assert heap is not None
+    assert heap.num_arrays == 0
+    own.close()
+
+
 def test_a_peer_shows_its_heap_once_on_each_link(heap: Heap) -> None:
     both = Heaps(0)
     first, second = (PeerHeap(os.dup(heap.descriptor)) for _ in range(2))
@@ -194,5 +221,5 @@ def test_a_peer_shows_its_heap_once_on_each_link(heap: Heap) -> None:
     assert second.descriptor == -1
     assert both.descriptors() == [first.descriptor]
     assert both.map([0, 1])
-    assert both.descriptors() == []
     both.close()
+    assert both.descriptors() == []
