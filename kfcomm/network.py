@@ -85,6 +85,10 @@ class Alone:
     def room(self, nbytes: int) -> None:
         """There is nobody to read it."""
 
+    def room_nbytes(self) -> int:
+        """None."""
+        return 0
+
     def describe(self, peer: int) -> str:
         """See ``session.Network``."""
         return "itself"
@@ -220,7 +224,7 @@ class SocketNetwork:
     def forget(self, peer: int) -> None:
         """See ``session.Network``."""
         if self._sharing is not None:
-            self._sharing.hub.reclaim(peer)
+            self._sharing.forget(peer)
 
     def sever(self) -> None:
         """See ``session.Network``."""
@@ -230,6 +234,10 @@ class SocketNetwork:
     def room(self, nbytes: int) -> Array | None:
         """See ``session.Network``."""
         return None if self._sharing is None else self._sharing.heaps.empty(nbytes)
+
+    def room_nbytes(self) -> int:
+        """See ``session.Network``."""
+        return 0 if self._sharing is None else self._sharing.heaps.used_nbytes
 
     def describe(self, peer: int) -> str:
         """See ``session.Network``."""

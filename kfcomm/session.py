@@ -77,6 +77,9 @@ class Network(Protocol):
     def room(self, nbytes: int) -> Array | None:
         """Bytes that the other ranks of this host can read where they are; None if there is no such memory."""
 
+    def room_nbytes(self) -> int:
+        """Of such bytes, those in use."""
+
     @property
     def job(self) -> str:
         """The same text on all ranks of this world, and on those of no other."""

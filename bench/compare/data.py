@@ -6,6 +6,7 @@ of two, and few calls on each array, every value is exact in float32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, repeat
 
@@ -16,8 +17,9 @@ from bench.compare.works import FLOAT32_NBYTES, Work
 
 Array = NDArray[np.float32]
 
-CALLS_PER_SET = 50
-"""4^49 times the largest sum is below float32's largest value."""
+MOST_CALLS_PER_SET = 50
+MOST_BITS = 100
+"""What calls on one set may add to the largest sum, which is below 2^15, so that it stays below float32's largest."""
 PERIOD = 1021
 """Elements after which the pattern repeats: a prime, so that chunks of any size that change places are noticed."""
 BLOCK = 256 * PERIOD
@@ -26,6 +28,14 @@ PATTERN = np.tile(np.arange(PERIOD, dtype=np.float32), 257)
 ALIGNMENT = 16
 """Elements: tensors begin at multiples of 64 bytes, as allocators place them."""
 BUCKET_NUM_ELEMENTS = (25 << 20) // FLOAT32_NBYTES
+
+
+def zeros(count: int) -> Array:
+    """So many, in ordinary memory."""
+    return np.zeros(count, np.float32)
+
+
+Room = Callable[[int], Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +47,15 @@ class Bucket:
 
 
 class Tensors:
-    """One set of arrays, all of them views of one flat array."""
+    """One set of arrays, all of them views of one flat array, which ``room`` makes of so many zeros."""
 
-    def __init__(self, sizes: tuple[int, ...]) -> None:
-        self._sizes = sizes
+    def __init__(self, sizes: tuple[int, ...], room: Room) -> None:
+        self._sizes, self._room = sizes, room
         self._copies: Tensors | None = None
         starts = [0]
         for size in sizes:
             starts.append(starts[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
-        spare = np.zeros(starts[-1] + ALIGNMENT, np.float32)
+        spare = room(starts[-1] + ALIGNMENT)
         first = -(spare.ctypes.data // FLOAT32_NBYTES) % ALIGNMENT
         self.flat: Array = spare[first : first + starts[-1]]
         self.arrays: list[Array] = [self.flat[start : start + size] for start, size in zip(starts, sizes, strict=False)]
@@ -78,7 +88,7 @@ class Tensors:
     def copies(self) -> list[Bucket]:
         """Buckets of memory of their own, with room for each array; made once, since programs make them once."""
         if self._copies is None:
-            self._copies = Tensors(self._sizes)
+            self._copies = Tensors(self._sizes, self._room)
             self._copies.fill(0)
         return self._copies.buckets()
 
@@ -101,10 +111,12 @@ def _follows(array: Array, place: int, scale: float, offset: float) -> bool:
 class Data:
     """Enough sets of arrays for a turn of one rank."""
 
-    def __init__(self, work: Work, rank: int, size: int) -> None:
+    def __init__(self, work: Work, rank: int, size: int, room: Room = zeros) -> None:
         if size & (size - 1):
             raise ValueError(f"results are exact for powers of two only, not for {size} ranks")
         self.work = work
+        self._calls_per_set = min(MOST_CALLS_PER_SET, MOST_BITS // max(1, size.bit_length() - 1))
+        self._room = room
         self._rank = rank
         self._size = size
         self._sets: list[Tensors] = []
@@ -112,17 +124,17 @@ class Data:
 
     def prepare(self, calls: int) -> list[Tensors]:
         """Fills what ``calls`` calls need, and returns the set of each call."""
-        while len(self._sets) * CALLS_PER_SET < calls:
-            self._sets.append(Tensors(self.work.sizes))
-        used = self._sets[: -(-calls // CALLS_PER_SET)]
+        while len(self._sets) * self._calls_per_set < calls:
+            self._sets.append(Tensors(self.work.sizes, self._room))
+        used = self._sets[: -(-calls // self._calls_per_set)]
         for tensors in used:
             tensors.fill(self._rank)
-        return list(chain.from_iterable(repeat(tensors, CALLS_PER_SET) for tensors in used))[:calls]
+        return list(chain.from_iterable(repeat(tensors, self._calls_per_set) for tensors in used))[:calls]
 
     def summed(self, calls: int) -> bool:
         """Whether each array holds what as many calls as it has seen make of it."""
-        for tensors in self._sets[: -(-calls // CALLS_PER_SET)]:
-            seen = min(calls, CALLS_PER_SET)
+        for tensors in self._sets[: -(-calls // self._calls_per_set)]:
+            seen = min(calls, self._calls_per_set)
             calls -= seen
             again = float(self._size ** (seen - 1))
             scale, offset = self.sum_of_pattern()

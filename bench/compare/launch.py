@@ -103,6 +103,7 @@ MPICH_TCP = {
 LAUNCHES = {
     "kfcomm": Launch("kfcomm", "kfcomm-async", kfcomm_run("auto"), own),
     "kfcomm-blocking": Launch("kfcomm, blocking", "kfcomm-blocking", kfcomm_run("auto"), own),
+    "kfcomm-symmetric": Launch("kfcomm, comm.empty", "kfcomm-symmetric", kfcomm_run("auto"), own),
     "kfcomm-tcp": Launch("kfcomm TCP", "kfcomm-async", kfcomm_run("tcp"), own),
     "kfcomm-tcp-blocking": Launch("kfcomm TCP, blocking", "kfcomm-blocking", kfcomm_run("tcp"), own),
     "gloo": Launch("Gloo", "gloo", None, own, {"GLOO_SOCKET_IFNAME": "lo"}),

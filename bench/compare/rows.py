@@ -61,6 +61,8 @@ OURS, BLOCKING = Entry("kfcomm"), Entry("kfcomm-blocking")
 OURS_TCP, BLOCKING_TCP = Entry("kfcomm-tcp"), Entry("kfcomm-tcp-blocking")
 BLOCKING_ALL_TCP = Entry("kfcomm-tcp-blocking", Mode.ALL)
 ALL, ALL_TCP, MANY = Entry("kfcomm", Mode.ALL), Entry("kfcomm-tcp", Mode.ALL), Entry("kfcomm", Mode.MANY)
+SYMMETRIC, SYMMETRIC_ALL = Entry("kfcomm-symmetric"), Entry("kfcomm-symmetric", Mode.ALL)
+SHARED = Entry("kfcomm-symmetric", Mode.SHARED)
 GLOO, OPENMPI, MPICH = "Gloo", "Open MPI shared memory", "MPICH shared memory"
 BUCKETS = "Gloo in 25 MB buckets"
 QUOTED = "quoted, not measured here: KungFu's Go runtime is 15 times slower than Open MPI"
@@ -77,6 +79,20 @@ ROWS = (
             floor("copy floor", "copy", 0.55, 0.7),
             rival(MPICH, "mpich"),
         ),
+    ),
+    Row(
+        "one host, auto, 64 MiB in symmetric memory",
+        WORKS["64MiB"],
+        4,
+        SYMMETRIC,
+        (floor("copy floor", "copy", 0.55, 0.65), rival(OPENMPI, "openmpi")),
+    ),
+    Row(
+        "one host, auto, 64 MiB in symmetric memory, shared result",
+        WORKS["64MiB"],
+        4,
+        SHARED,
+        (floor("copy floor", "copy", 0.9, 1.2), rival(OPENMPI, "openmpi")),
     ),
     Row(
         "one host, auto, 1 MiB",
@@ -151,6 +167,30 @@ ROWS = (
             floor("copy floor", "copy"),
             best_of("MPICH shared memory, best mode", "mpich", EVERY),
         ),
+    ),
+    Row(
+        "one host, auto, ResNet-50 gradients all at once, in symmetric memory",
+        WORKS["resnet50"],
+        4,
+        SYMMETRIC_ALL,
+        (
+            best_of(BUCKETS, "gloo", FUSED, 3, 3),
+            best_of("Open MPI shared memory, best mode", "openmpi", EVERY, 1.4, 2),
+        ),
+    ),
+    Row(
+        "one host, auto, 1 KiB, blocking call",
+        WORKS["1KiB"],
+        16,
+        BLOCKING,
+        (rival(GLOO, "gloo"), rival(OPENMPI, "openmpi", 0.7, 1)),
+    ),
+    Row(
+        "one host, auto, 4 MiB, blocking call",
+        WORKS["4MiB"],
+        16,
+        BLOCKING,
+        (rival(GLOO, "gloo"), rival(OPENMPI, "openmpi", 0.9, 1)),
     ),
     Row(
         "TCP only, 64 MiB",

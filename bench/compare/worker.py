@@ -23,6 +23,7 @@ from bench.compare.works import WORKS, Mode
 CONTENDERS = {
     "kfcomm-async": ("kfcomm_async", "Async"),
     "kfcomm-blocking": ("kfcomm_blocking", "Blocking"),
+    "kfcomm-symmetric": ("kfcomm_blocking", "Symmetric"),
     "gloo": ("gloo", "Gloo"),
     "mpi": ("mpi", "Mpi"),
     "copy": ("floors", "Copy"),
@@ -67,7 +68,7 @@ class Worker:
         work = WORKS[request["work"]]
         if self._data is None or self._data.work is not work:
             self._data = None
-            self._data = Data(work, self._contender.rank, self._contender.size)
+            self._data = Data(work, self._contender.rank, self._contender.size, self._contender.room)
         watch = self._contender.turn(Mode(request["mode"]), self._data, request["calls"])
         return {"start_s": watch.start_s, "end_s": watch.end_s, "cpu_s": watch.cpu_s}
 

@@ -26,6 +26,8 @@ class Mode(StrEnum):
     """The same without the copies, as where tensors are views of buckets from the start."""
     MANY = "all_reduce_many"
     """One call for all; the results are new arrays."""
+    SHARED = "shared result"
+    """A blocking collective for each tensor, whose result is one array for all ranks."""
     FLOOR = "floor"
     """What a floor does, see its contender."""
 
@@ -65,6 +67,7 @@ WORKS = {
     work.name: work
     for work in (
         Work("64MiB", ((64 << 20) // FLOAT32_NBYTES,)),
+        Work("4MiB", ((4 << 20) // FLOAT32_NBYTES,), most_calls=25),
         Work("1MiB", ((1 << 20) // FLOAT32_NBYTES,), most_calls=100),
         Work("64KiB", ((64 << 10) // FLOAT32_NBYTES,), most_calls=1000),
         Work("16KiB", ((16 << 10) // FLOAT32_NBYTES,), most_calls=1000),

@@ -99,6 +99,9 @@ def _of_process(now: Statistics) -> Iterator[Metric]:
     yield InfoMetricFamily("kfcomm", "Who this process is.", labels)
     yield GaugeMetricFamily("kfcomm_event_loop_lag_seconds", "How late the event loop is.", now.loop_lag_s)
     yield GaugeMetricFamily("kfcomm_peak_memory_bytes", "The most memory ever resident.", now.peak_memory_nbytes)
+    yield GaugeMetricFamily("kfcomm_slots", "Slots of shared memory that were taken.", now.slots)
+    yield GaugeMetricFamily("kfcomm_slots_bytes", "What these may take of its memory.", now.slots_nbytes)
+    yield GaugeMetricFamily("kfcomm_symmetric_bytes", "Of arrays in symmetric memory.", now.symmetric_nbytes)
 
 
 def _of_peers(now: Statistics) -> Iterator[Metric]:

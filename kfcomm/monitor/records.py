@@ -101,6 +101,9 @@ class Statistics:
         strategies: of the group, where ``monitored_all_reduce`` was called.
         loop_lag_s: how late this process's event loop is.
         peak_memory_nbytes: the most memory that this process ever had resident; 0 if that is not known.
+        slots: names that this process has come to exchange in slots of shared memory, with a signature each.
+        slots_nbytes: what these may take of its memory.
+        symmetric_nbytes: of its arrays in symmetric memory, and of results that are shared.
     """
 
     time_s: float
@@ -113,6 +116,9 @@ class Statistics:
     strategies: tuple[StrategyStatistics, ...]
     loop_lag_s: float
     peak_memory_nbytes: int
+    slots: int = 0
+    slots_nbytes: int = 0
+    symmetric_nbytes: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """The same as a mapping that ``json.dumps`` takes."""

@@ -42,6 +42,9 @@ def statistics_of(session: Session, group: Group, message_groups: Callable[[], C
         strategies=_strategies(meter, group.view.id),
         loop_lag_s=session.lag_s(),
         peak_memory_nbytes=peak_memory_nbytes(),
+        slots=session.engine.slots.num_taken,
+        slots_nbytes=session.engine.slots.taken_nbytes,
+        symmetric_nbytes=session.network.room_nbytes(),
     )
 
 

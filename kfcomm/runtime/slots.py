@@ -15,7 +15,7 @@ import numpy as np
 
 from kfcomm.core.frame import Kind
 from kfcomm.core.links import definitions
-from kfcomm.transports.shm.slots import MAX_SLOTS, NEVER, Slot, SlotMemory
+from kfcomm.transports.shm.slots import MAX_SLOTS, NEVER, POSTED, SHARED, Slot, SlotMemory
 
 if TYPE_CHECKING:
     from kfcomm.core.collective import GroupView, Series
@@ -37,10 +37,12 @@ class SlotTable:
 
     Attributes:
         pending: uses under way, each of which may be complete at any time.
+        num_taken, taken_nbytes: slots that this rank ever took, and the bytes of each region that they take.
     """
 
     def __init__(self, links: LinkTable, meter: Meter | None) -> None:
         self.pending: dict[SlottedOperation, None] = {}
+        self.num_taken = self.taken_nbytes = 0
         self._links = links
         self._meter = meter
         self._boards: dict[SlotMemory, _Board] = {}
@@ -123,6 +125,7 @@ class SlotTable:
             for operation in board.candidates():
                 if _moves(operation):
                     moved = True
+                board.look_for(operation)
         for operation in tuple(self._others):
             if _moves(operation):
                 moved = True
@@ -196,6 +199,8 @@ class SlotTable:
             if key.slots is None:
                 key.slots = {}
             series.slot = key.slots[series.signature] = slot
+            self.num_taken += 1
+            self.taken_nbytes += work.cut.room
         return slot
 
     def _hand_out(self, series: Series, operation: SlottedOperation) -> None:
@@ -230,28 +235,39 @@ def _moves(operation: SlottedOperation) -> bool:
 
 
 class _Board:
-    """The uses under way in one memory: by one comparison it is known which have come."""
+    """The uses under way in one memory: by two comparisons it is known of which something may come."""
 
     def __init__(self, memory: SlotMemory) -> None:
-        self._posted = memory.posted_everywhere()
-        self._expected = np.full(MAX_SLOTS, NEVER, np.int64)
+        self._words = memory.everywhere(POSTED), memory.everywhere(SHARED)
+        self._awaited = tuple(np.full(MAX_SLOTS, NEVER, np.int64) for _ in self._words)
         self._by_number: dict[int, SlottedOperation] = {}
         self._end = 0
 
     def add(self, number: int, operation: SlottedOperation) -> None:
         self._by_number[number] = operation
-        self._expected[number] = operation.word
+        self.look_for(operation)
         if number >= self._end:
             self._end = number + 1
 
+    def look_for(self, operation: SlottedOperation) -> None:
+        """What is under way is further now."""
+        slot = operation.slot
+        if slot is not None:
+            for awaited, word in zip(self._awaited, slot.awaits(operation.word), strict=True):
+                awaited[slot.number] = word
+
     def drop(self, number: int) -> None:
         if self._by_number.pop(number, None) is not None:
-            self._expected[number] = NEVER
+            for awaited in self._awaited:
+                awaited[number] = NEVER
 
     def candidates(self) -> list[Any]:
-        """Those of which all words may have come."""
+        """Those of which all words may have come, posted or shared."""
         if not self._by_number:
             return []
         end = self._end
-        have_come = (self._posted[:, :end] >= self._expected[:end]).all(axis=0)
-        return [self._by_number[number] for number in np.flatnonzero(have_come).tolist()]
+        posted, shared = (
+            (words[:, :end] >= awaited[:end]).all(axis=0)
+            for words, awaited in zip(self._words, self._awaited, strict=True)
+        )
+        return [self._by_number[number] for number in np.flatnonzero(posted | shared).tolist()]

@@ -38,6 +38,10 @@ class Links(Protocol):
     def room(self, rank: int, nbytes: int) -> Array | None:
         """See ``session.Network``."""
 
+    def room_nbytes(self, rank: int) -> int:
+        """See ``session.Network``."""
+        ...
+
     def sever(self, rank: int) -> None:
         """In a forked child: ``rank`` touches no shared memory any more."""
 
@@ -72,6 +76,10 @@ class InMemory:
 
     def room(self, rank: int, nbytes: int) -> None:
         """There is none: all is in one process."""
+
+    def room_nbytes(self, rank: int) -> int:
+        """None."""
+        return 0
 
     def sever(self, rank: int) -> None:
         """Nothing is shared with other processes."""
@@ -122,11 +130,15 @@ class InSharedMemory:
 
     def forget(self, rank: int, peer: int) -> None:
         """See `Links.forget`."""
-        self._ranks[rank].hub.reclaim(peer)
+        self._ranks[rank].forget(peer)
 
     def room(self, rank: int, nbytes: int) -> Array | None:
         """See `Links.room`."""
         return self._ranks[rank].heaps.empty(nbytes)
+
+    def room_nbytes(self, rank: int) -> int:
+        """See `Links.room_nbytes`."""
+        return self._ranks[rank].heaps.used_nbytes
 
     def sever(self, rank: int) -> None:
         """See `Links.sever`."""

@@ -66,6 +66,10 @@ class _Way:
         """See ``session.Network``."""
         return self._links.room(self._rank, nbytes)
 
+    def room_nbytes(self) -> int:
+        """See ``session.Network``."""
+        return self._links.room_nbytes(self._rank)
+
     def describe(self, peer: int) -> str:
         """See ``session.Network``."""
         return "memory"

@@ -327,6 +327,24 @@ async def test_a_shared_result_is_freed_with_its_last_view_on_any_rank() -> None
 
 
 @on_loop
+async def test_what_is_shared_is_counted() -> None:
+    async with world(2, strategy="direct") as comms:
+        before = comms[1].statistics()
+        assert (before.slots, before.slots_nbytes, before.symmetric_nbytes) == (0, 0, 0)
+        given = [comm.empty(LENGTH) for comm in comms]
+        for name in ("x", "y"):
+            for _ in range(WARM):
+                await everywhere(comms, lambda comm, name=name: comm.all_reduce(given[comm.rank], name))
+        now = comms[1].statistics()
+        assert now.slots == 2 * is_shared()
+        assert now.slots_nbytes == 2 * 2 * (1024 + 512) * is_shared()
+        assert now.symmetric_nbytes == 12288 * is_shared()
+        assert type(now).from_json(now.as_json()) == now
+        given.clear()
+        assert comms[1].statistics().symmetric_nbytes == 0
+
+
+@on_loop
 async def test_too_many_results_in_use_are_ordinary_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kfcomm.transports.shm.heap.MAX_LOANS", 4)
     async with world(2, strategy="direct") as comms:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from bench.compare.data import Array, Data, Tensors
+from bench.compare.data import Array, Data, Tensors, zeros
 from bench.compare.works import Mode
 
 
@@ -40,6 +40,10 @@ class Contender(ABC):
 
     rank: int
     size: int
+
+    def room(self, count: int) -> Array:
+        """So many zeros, where the tensors of its turns are to be."""
+        return zeros(count)
 
     @abstractmethod
     def turn(self, mode: Mode, data: Data, calls: int) -> Stopwatch:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import kfcomm
-from bench.compare.contenders.base import Library
-from bench.compare.data import Array
+from bench.compare.contenders.base import Library, Stopwatch, WrongResultError
+from bench.compare.data import Array, Data
+from bench.compare.works import Mode
 
 
 class Blocking(Library):
@@ -44,3 +45,27 @@ class Blocking(Library):
     def close(self) -> None:
         """See the base class."""
         self._comm.close()
+
+
+class Symmetric(Blocking):
+    """The same with tensors in symmetric memory."""
+
+    def room(self, count: int) -> Array:
+        """See the base class."""
+        room: Array = self._comm.empty(count)
+        room[:] = 0
+        return room
+
+    def turn(self, mode: Mode, data: Data, calls: int) -> Stopwatch:
+        """See the base class."""
+        if mode is not Mode.SHARED:
+            return super().turn(mode, data, calls)
+        sets = data.prepare(calls)
+        named = [self._wrapped(one.arrays) for one in sets]
+        self.barrier()
+        with Stopwatch() as watch:
+            results = [[self._comm.all_reduce(array, name, shared=True) for name, array in items] for items in named]
+        self.barrier()
+        if not all(one.holds(*data.sum_of_pattern(), arrays) for one, arrays in zip(sets, results, strict=True)):
+            raise WrongResultError(f"{data.work.name}, {mode}: wrong sums on rank {self.rank}")
+        return watch

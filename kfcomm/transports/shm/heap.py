@@ -263,6 +263,18 @@ class Heaps:
                 logger.debug("no symmetric memory: %s", error)
         return self._own
 
+    def forget(self, peer: int) -> None:
+        """A peer is gone for good. What it was lent is kept: it may still write there."""
+        heap = self._peers.pop(peer, None)
+        if heap is not None:
+            heap.close()
+
+    @property
+    def used_nbytes(self) -> int:
+        """Of arrays in the heap of this process that have a view somewhere."""
+        self.settle()
+        return 0 if self._own is None else self._own.used_nbytes
+
     def add(self, peer: int, heap: PeerHeap) -> None:
         """A peer has shown its heap; again if it is reached over several links."""
         if peer in self._peers:
@@ -288,9 +300,10 @@ class Heaps:
         return loan
 
     def settle(self) -> None:
-        """Let go of what peers hold no more."""
-        for number in [number for number, loan in self._loans.items() if loan.is_over(loan.number)]:
-            del self._loans[number]
+        """Let go of what peers hold no more. May be called by any thread."""
+        for place, loan in list(self._loans.items()):
+            if loan.is_over(loan.number):
+                self._loans.pop(place, None)
 
     def place_of(self, x: Array) -> int:
         """See ``Heap.place_of``."""
@@ -306,7 +319,7 @@ class Heaps:
         Raises:
             RemoteProtocolError: there is none.
         """
-        return self._peers[rank].array(at, dtype, count)
+        return self._peer(rank).array(at, dtype, count)
 
     def map_writable(self, rank: int) -> bool:
         """Whether results can be written to the heap of this rank."""
@@ -318,7 +331,13 @@ class Heaps:
         Raises:
             RemoteProtocolError: there is none.
         """
-        return self._peers[rank].array(at, dtype, count, writable=True)
+        return self._peer(rank).array(at, dtype, count, writable=True)
+
+    def _peer(self, rank: int) -> PeerHeap:
+        heap = self._peers.get(rank)
+        if heap is None:
+            raise RemoteProtocolError(f"the memory of rank {rank} is not there any more")
+        return heap
 
     def close(self) -> None:
         """Nothing more is mapped or made. What is mapped goes with its last view."""

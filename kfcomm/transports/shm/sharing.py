@@ -93,6 +93,11 @@ class Sharing:
         self._greetings.add(task)
         task.add_done_callback(lambda done: self._greeted(done, sock))
 
+    def forget(self, peer: int) -> None:
+        """A peer is gone for good: what it showed is not needed any more, and what it was shown comes back."""
+        self.hub.reclaim(peer)
+        self.heaps.forget(peer)
+
     def descriptors(self) -> list[int]:
         """Descriptors that a forked child must let go of, besides those of the links."""
         own = [one.descriptor for one in (self._arena, self._slots) if one is not None and one.descriptor >= 0]

@@ -252,10 +252,10 @@ class SlotMemory:
         kind = Slot if cut.is_whole else SharedResultSlot if cut.is_shared else PartedSlot
         return kind(self, number, at, places, members[0], rank, dtype, cut, combine)
 
-    def posted_everywhere(self) -> Array:
+    def everywhere(self, kind: int) -> Array:
         """The latest words of all slots, by rank and slot."""
         strides = (self._stride, 8)
-        return np.ndarray((len(self._everywhere), MAX_SLOTS), np.int64, self._mapped()[0], 8 * POSTED, strides)
+        return np.ndarray((len(self._everywhere), MAX_SLOTS), np.int64, self._mapped()[0], 8 * kind, strides)
 
     def is_everywhere(self, slot: Slot) -> bool:
         """Whether all ranks of this memory use a slot, in their order."""
@@ -397,6 +397,10 @@ class Slot:
         number = word % GENERATION
         return all(other == word or other % GENERATION > number for other in words)
 
+    def awaits(self, word: int) -> tuple[int, int]:
+        """With which words of all, posted or shared, something may come of the use of this word; see ``look``."""
+        return word, NEVER
+
     def take_result(self) -> Array | None:
         """That of the latest use, if it is not in the array that it was to be made in."""
         return None
@@ -481,6 +485,16 @@ class PartedSlot(Slot):
     def has_come(self, words: list[int], word: int) -> bool:
         """See ``Slot.has_come``: nobody begins the next use before all have shared all their parts of this one."""
         return min(words) >= word and max(words) - word < GENERATION
+
+    def awaits(self, word: int) -> tuple[int, int]:
+        """See ``Slot.awaits``."""
+        folded, copied = self._folded, self._copied
+        to_fold, to_copy = folded < self.num_words, copied < folded
+        if to_fold and not (self._is_result_in_place or folded < copied + 2):
+            to_fold = False
+        if self._whole or not (to_fold or to_copy):  # also for what was read
+            return WITHDRAWN, NEVER
+        return word + folded if to_fold else NEVER, word + copied if to_copy else NEVER
 
     def forget(self) -> None:
         """See ``Slot.forget``: what is in place may be changed from now on, so who is at it has to start back."""

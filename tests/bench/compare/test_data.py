@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from bench.compare.data import BLOCK, BUCKET_NUM_ELEMENTS, CALLS_PER_SET, PERIOD, Data, Tensors
+from bench.compare.data import BLOCK, BUCKET_NUM_ELEMENTS, MOST_CALLS_PER_SET, PERIOD, Data, Tensors, zeros
 from bench.compare.shapes import resnet50
 from bench.compare.works import WORKS, Work
 
@@ -20,7 +20,7 @@ SIZES = (5, 1, BLOCK + 7, PERIOD, 16)
 
 
 def test_arrays_are_apart_aligned_and_filled() -> None:
-    tensors = Tensors(SIZES)
+    tensors = Tensors(SIZES, zeros)
     assert [array.size for array in tensors.arrays] == list(SIZES)
     assert all(array.ctypes.data % 64 == 0 for array in tensors.arrays)
     tensors.fill(3)
@@ -30,14 +30,14 @@ def test_arrays_are_apart_aligned_and_filled() -> None:
 
 @pytest.mark.parametrize("number", range(len(SIZES)))
 def test_what_is_wrong_anywhere_is_found(number: int) -> None:
-    tensors = Tensors(SIZES)
+    tensors = Tensors(SIZES, zeros)
     tensors.fill(0)
     tensors.arrays[number][-1] += 1
     assert not tensors.holds(1.0, 0.0)
 
 
 def test_chunks_that_change_places_are_found() -> None:
-    tensors = Tensors((1 << 16,))
+    tensors = Tensors((1 << 16,), zeros)
     tensors.fill(0)
     (array,) = tensors.arrays
     array[: 1 << 10], array[1 << 10 : 2 << 10] = array[1 << 10 : 2 << 10].copy(), array[: 1 << 10].copy()
@@ -46,7 +46,7 @@ def test_chunks_that_change_places_are_found() -> None:
 
 def test_buckets_hold_neighbours_up_to_their_size() -> None:
     small, large = 1000, BUCKET_NUM_ELEMENTS + 1
-    tensors = Tensors((small, large, small, small))
+    tensors = Tensors((small, large, small, small), zeros)
     buckets = tensors.buckets()
     assert [[array.size for array in bucket.tensors] for bucket in buckets] == [[small], [large], [small, small]]
     for bucket in buckets:
@@ -56,15 +56,15 @@ def test_buckets_hold_neighbours_up_to_their_size() -> None:
 
 
 def test_copies_of_buckets_are_apart_and_made_once() -> None:
-    tensors = Tensors((5, 6))
+    tensors = Tensors((5, 6), zeros)
     (copy,) = tensors.copies()
     assert [part.size for part in copy.tensors] == [5, 6]
     assert not np.shares_memory(copy.flat, tensors.flat)
     assert np.shares_memory(tensors.copies()[0].flat, copy.flat)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("calls", [1, 2, CALLS_PER_SET, CALLS_PER_SET + 1])
+@pytest.mark.parametrize("size", [2, 4, 16])
+@pytest.mark.parametrize("calls", [1, 2, MOST_CALLS_PER_SET, MOST_CALLS_PER_SET + 1])
 def test_sums_are_known_after_any_number_of_calls(size: int, calls: int) -> None:
     ranks = [Data(Work("some", (40, 3)), rank, size) for rank in range(size)]
     for _ in range(2):

@@ -18,6 +18,7 @@ from bench.compare.world import World, WorldError
         ("copy", [Mode.FLOOR]),
         ("sockets", [Mode.FLOOR]),
         ("kfcomm-blocking", [Mode.ONE, Mode.ALL, Mode.BUCKETS, Mode.VIEWS]),
+        ("kfcomm-symmetric", [Mode.ONE, Mode.ALL, Mode.SHARED]),
         ("kfcomm-tcp", [Mode.ONE, Mode.ALL, Mode.MANY]),
     ],
 )

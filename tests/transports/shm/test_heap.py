@@ -221,5 +221,9 @@ def test_a_peer_shows_its_heap_once_on_each_link(heap: Heap) -> None:
     assert second.descriptor == -1
     assert both.descriptors() == [first.descriptor]
     assert both.map([0, 1])
+    both.forget(1)
+    assert first.descriptor == -1
+    with pytest.raises(RemoteProtocolError, match="rank 1 is not there any more"):
+        both.array(1, 0, np.dtype(np.float32), 1)
     both.close()
     assert both.descriptors() == []
