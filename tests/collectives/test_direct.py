@@ -27,6 +27,7 @@ def without_slots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     if request.param is Direct.CHAINS:
         monkeypatch.setattr("kfcomm.strategies.base.DIRECT_NBYTES", 0)
         monkeypatch.setattr("kfcomm.transports.shm.slots.WINDOW_NBYTES", 4096)
+        monkeypatch.setattr("kfcomm.transports.shm.slots.MIN_PIECE_NBYTES", 0)
         return
     monkeypatch.setattr(
         direct, "Direct", SimpleNamespace(ONE_STEP=request.param, STAR=request.param, CHAINS=Direct.CHAINS)

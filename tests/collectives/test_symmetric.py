@@ -14,7 +14,7 @@ import pytest
 from kfcomm.communicator import Communicator
 from kfcomm.errors import CollectiveAborted, CollectiveMismatch, ConfigError
 from kfcomm.transports.shm.heap import NOWHERE
-from kfcomm.transports.shm.slots import PartedSlot
+from kfcomm.transports.shm.parted import PartedSlot
 from tests.conformance import oracle, worlds
 from tests.conformance.oracle import CASES
 from tests.conformance.worlds import assert_kinds, ends, everywhere, heard_of_the_end, on_loop, same_bits, turns, world
@@ -29,6 +29,7 @@ def all_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several windows."""
     monkeypatch.setattr("kfcomm.strategies.base.DIRECT_NBYTES", 0)
     monkeypatch.setattr("kfcomm.transports.shm.slots.WINDOW_NBYTES", 1024)
+    monkeypatch.setattr("kfcomm.transports.shm.slots.MIN_PIECE_NBYTES", 0)
 
 
 def moved(comm: Communicator, x: Any) -> Any:

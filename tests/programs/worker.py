@@ -47,7 +47,7 @@ def all_are_long() -> None:
 
     Half of their arrays are in symmetric memory, on some ranks or on others.
     """
-    base.DIRECT_NBYTES, slots.WINDOW_NBYTES = 0, 64
+    base.DIRECT_NBYTES, slots.WINDOW_NBYTES, slots.MIN_PIECE_NBYTES = 0, 64, 0
     Walker.symmetric = 0.5
 
 

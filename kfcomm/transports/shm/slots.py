@@ -1,4 +1,4 @@
-"""Slots: small collectives of one host without messages. Each rank shows what it gives in memory that all of them read.
+"""Slots: collectives of one host without messages. Each rank shows what it gives in memory that all of them read.
 
 ::
 
@@ -15,7 +15,7 @@ A slot belongs to one name with one signature. *A use* is to copy what this rank
 the word of the use. When the words of all ranks have come, everybody folds all buffers; of longer ones each its part,
 which the others copy. There is no order of names, no credit and no acknowledgement. What is longer still goes through
 the same two buffers in *windows*, each with a word of its own: so it stays in the cache, and what a slot takes is
-bounded. While one window is waited for the next is there already.
+bounded. While one window is waited for the next is there already. A window is a piece of each rank's part.
 
 Two buffers suffice: who posts word w + 2 has completed w, for which all had shared their parts, so nobody reads what
 was posted for w any more. Who shares its part for w + 2 has seen that all have posted that, who had thus completed w
@@ -33,16 +33,14 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-import weakref
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from kfcomm.core.chunk import SHOWN_WHOLE_NBYTES, split
 from kfcomm.errors import KfcommError
-from kfcomm.transports.shm.heap import MAX_LOANS, NOWHERE, Heaps
+from kfcomm.transports.shm.heap import Heaps
 from kfcomm.transports.shm.segment import attach, check, create
 from kfcomm.transports.shm.shared import fence
 
@@ -58,8 +56,9 @@ Words: TypeAlias = Callable[[], list[int]]
 
 MAX_SLOTS = 1 << 14
 """Of one memory."""
-WINDOW_NBYTES = 1 << 19
-"""The most that a rank gives at a time: those of four ranks and their result fit in a cache."""
+WINDOW_NBYTES, MIN_PIECE_NBYTES = 1 << 19, 1 << 16
+"""What a rank gives at a time: that of four ranks and its result fit in a cache. With many ranks it is more, so that
+pieces are worth a call of NumPy's."""
 BUFFERS_NBYTES, MIN_BUFFERS_NBYTES = 1 << 29, 1 << 23
 """Of all ranks together, and of each at the least. It is taken as it is used."""
 MAX_SHARE = 8
@@ -76,36 +75,37 @@ class Cut:
         count: elements that each rank gives.
         itemsize: their bytes.
         num_ranks: of the group.
-        is_turned: as many parts as there are ranks, of which the r-th is folded from rank r + 1 on, and at last by r:
-            as along a chain to it. Else all is folded from rank 0 on.
+        is_turned: the r-th of as many parts as there are ranks is folded from rank r + 1 on, and its own contribution
+            last, as along a chain to it. Else all is folded from rank 0 on.
         is_shared: the result is one array, which all ranks see.
 
     Attributes:
-        windows: of which each has a word: where it begins and ends, and the rank from which on it is folded.
-        longest: elements of the longest of them.
-        is_turned, is_shared: see above.
+        parts: one for each rank: where it begins, and its length.
+        piece: elements of a part that go at a time. A *window* is a piece of each part.
+        num_windows: each has a word.
+        count, is_turned, is_shared: see above.
         is_whole: everybody folds it all.
         room: bytes that a slot takes in each region.
     """
 
-    __slots__ = ("is_shared", "is_turned", "is_whole", "longest", "room", "windows")
+    __slots__ = ("count", "is_shared", "is_turned", "is_whole", "num_windows", "parts", "piece", "room")
 
     def __init__(
         self, count: int, itemsize: int, num_ranks: int, *, is_turned: bool = False, is_shared: bool = False
     ) -> None:
+        self.count = count
         self.is_turned, self.is_shared = is_turned, is_shared
-        window = max(1, WINDOW_NBYTES // itemsize)
-        parts = split(count, num_ranks) if is_turned else [(0, count)]
-        self.windows = tuple([
-            (begin, min(begin + window, start + length), (part + 1) % num_ranks if is_turned else 0)
-            for part, (start, length) in enumerate(parts)
-            for begin in range(start, start + max(1, length), window)
-        ])  # fmt: skip
-        self.longest = min(window, parts[0][1])
         self.is_whole = count * itemsize <= SHOWN_WHOLE_NBYTES and not is_turned
-        self.room = 2 * _lines(self.longest * itemsize)
-        if not self.is_whole:
-            self.room += 2 * _lines(-(-self.longest // num_ranks) * itemsize)
+        if self.is_whole:
+            self.parts: list[tuple[int, int]] = []
+            self.piece, self.num_windows = count, 1
+            self.room = 2 * lines(count * itemsize)
+            return
+        self.parts = split(count, num_ranks)
+        longest = max(1, self.parts[0][1])
+        self.piece = min(longest, max(1, max(WINDOW_NBYTES // num_ranks, MIN_PIECE_NBYTES) // itemsize))
+        self.num_windows = -(-longest // self.piece)
+        self.room = 2 * lines(num_ranks * self.piece * itemsize) + 2 * lines(self.piece * itemsize)
 
 
 NEVER, WITHDRAWN = (1 << 63) - 1, -1
@@ -116,10 +116,6 @@ POSTED, SHARED, READ, GIVEN, SHOWN, READY, RESULT, LOAN, RELEASED = (
 """The words of a rank, by kind and slot; `RELEASED` by loan."""
 MAPPED, WRITABLE = 1, 2
 """What `READY` says of the heaps of the others, and of the first rank's."""
-WINDOWS_AT_A_TIME = 16
-"""Before others have their turn."""
-MAX_KNOWN = 64
-"""Arrays in place of which a slot keeps views."""
 _LINE = 64
 _BUFFERS_AT = 8 * (RELEASED + MAX_SLOTS)
 
@@ -249,7 +245,11 @@ class SlotMemory:
             logger.warning("no slots for small collectives: %s", error)
             return None
         places = tuple(self._places[world] for world in members)
-        kind = Slot if cut.is_whole else SharedResultSlot if cut.is_shared else PartedSlot
+        if cut.is_whole:
+            return Slot(self, number, at, places, members[0], rank, dtype, cut, combine)
+        from kfcomm.transports.shm.parted import PartedSlot, SharedResultSlot
+
+        kind = SharedResultSlot if cut.is_shared else PartedSlot
         return kind(self, number, at, places, members[0], rank, dtype, cut, combine)
 
     def everywhere(self, kind: int) -> Array:
@@ -304,11 +304,9 @@ def _step(places: tuple[int, ...]) -> int:
     return step if step > 0 and places == tuple(range(places[0], places[-1] + 1, step)) else 0
 
 
-def _lines(nbytes: int) -> int:
+def lines(nbytes: int) -> int:
+    """So many bytes in whole cache lines."""
     return -(-nbytes // _LINE) * _LINE
-
-
-_parts = lru_cache(256)(split)  # of a window, of which most are alike; not to be changed
 
 
 class Slot:
@@ -333,9 +331,9 @@ class Slot:
     """
 
     __slots__ = (
-        "_buffers", "_fence", "_posted_at", "_words", "awaited", "combine", "has_moved", "has_news", "is_dead",
-        "is_root", "late", "memory", "num_words", "number", "parked", "places", "posted", "root", "told_from", "use",
-        "views",
+        "_buffers", "_buffers_end", "_fence", "_posted_at", "_words", "awaited", "combine", "has_moved", "has_news",
+        "is_dead", "is_root", "late", "memory", "num_words", "number", "parked", "places", "posted", "root",
+        "told_from", "use", "views",
     )  # fmt: skip
 
     is_whole = True
@@ -348,7 +346,7 @@ class Slot:
         self.number = number
         self.places = places
         self.posted = memory.words(POSTED, number, places)
-        self.num_words = len(cut.windows)
+        self.num_words = cut.num_windows
         self.root, self.is_root = root, not rank
         self.told_from = NEVER
         self.is_dead = self.has_news = self.has_moved = False
@@ -359,9 +357,11 @@ class Slot:
         self.parked = memory.parked
         self._posted_at = POSTED + number
         self._words = memory.own_words()
-        ats = at, at + _lines(cut.longest * dtype.itemsize)
-        self._buffers = tuple(memory.own_array(one, dtype, cut.longest) for one in ats)
-        self.views = tuple(memory.arrays(one, dtype, cut.longest, places) for one in ats)
+        length = cut.count if cut.is_whole else len(places) * cut.piece
+        self._buffers_end = at + 2 * lines(length * dtype.itemsize)
+        ats = at, at + lines(length * dtype.itemsize)
+        self._buffers = tuple(memory.own_array(one, dtype, length) for one in ats)
+        self.views = tuple(memory.arrays(one, dtype, length, places) for one in ats)
 
     def post(self, x: Array, word: int) -> bool:
         """Show what this rank gives, for its next use; whether anybody sleeps, and may have to be woken.
@@ -407,328 +407,3 @@ class Slot:
 
     def forget(self) -> None:
         """The latest use is over, or goes on elsewhere."""
-
-
-class PartedSlot(Slot):
-    """One for longer messages: each rank folds its part of a window, and the others copy that.
-
-    Of long ones, what a rank gives is not copied if it lies in symmetric memory, and is there as a whole at once; nor
-    is its part of the result, if that does, which is there until all have read it.
-    """
-
-    __slots__ = (
-        "_copied", "_count", "_cut", "_dtype", "_first", "_folded", "_given", "_into", "_is_in_place", "_is_mapped",
-        "_is_over_given", "_is_result_in_place", "_known", "_may_be_in_place", "_members", "_parts", "_rank",
-        "_rows", "_shares", "_shown", "_size", "_their", "_whole",
-    )  # fmt: skip
-
-    is_whole = False
-    kinds: tuple[int, ...] = (SHARED, READ, GIVEN, SHOWN, READY)
-
-    def __init__(
-        self, memory: SlotMemory, number: int, at: int, places: tuple[int, ...], root: int, rank: int,
-        dtype: np.dtype[Any], cut: Cut, combine: Combine,
-    ) -> None:  # fmt: skip
-        super().__init__(memory, number, at, places, root, rank, dtype, cut, combine)
-        self._rank, self._size = rank, len(places)
-        self._dtype, self._count = dtype, cut.windows[-1][1]
-        self._cut = cut.windows
-        self._first = self._folded = self._copied = 0
-        self._given: Array | None = None
-        self._into: Array | None = None
-        self._members = memory.ranks_at(places)
-        self._may_be_in_place = cut.is_turned
-        self._is_mapped = self._is_in_place = self._is_result_in_place = self._is_over_given = False
-        self._whole: list[Array | None] = []
-        self._shown: list[Array | None] = []
-        self._known: dict[tuple[int, int], Array] = {}
-        self._their = {kind: memory.words(kind, number, places) for kind in self.kinds}
-        longest = -(-cut.longest // self._size)
-        at += 2 * _lines(cut.longest * dtype.itemsize)
-        ats = at, at + _lines(longest * dtype.itemsize)
-        self._parts = tuple(memory.own_array(one, dtype, longest) for one in ats)
-        self._shares = tuple(list(memory.arrays(one, dtype, longest, places)) for one in ats)
-        self._rows = tuple(list(view) for view in self.views)
-
-    def post(self, x: Array, word: int) -> bool:
-        """See ``Slot.post``: the first two windows, or all."""
-        self._first, self._folded, self._copied = word, 0, 0
-        self._given = x
-        place = self._place_of(x) if self._may_be_in_place else NOWHERE
-        self._is_in_place = place != NOWHERE
-        if self._may_be_in_place:
-            self._tell(GIVEN, place + 1)
-        if self._is_in_place:
-            self._tell(POSTED, word + self.num_words - 1)
-        else:
-            self._show(0)
-            if self.num_words > 1:
-                self._show(1)
-        with self._fence:
-            pass
-        return 1 in self.parked()
-
-    def look(self, word: int, out: Array) -> bool:
-        """See ``Slot.look``; go on as far as can be, but not for long."""
-        for _ in range(WINDOWS_AT_A_TIME):
-            has_moved = self._fold_next(out)
-            if self._copy_next(out):
-                has_moved = True
-            if self._copied == self.num_words and self._is_read():
-                self._let_go()
-                return True
-            if not has_moved:
-                return False
-            self.has_moved = True
-        return False
-
-    def has_come(self, words: list[int], word: int) -> bool:
-        """See ``Slot.has_come``: nobody begins the next use before all have shared all their parts of this one."""
-        return min(words) >= word and max(words) - word < GENERATION
-
-    def awaits(self, word: int) -> tuple[int, int]:
-        """See ``Slot.awaits``."""
-        folded, copied = self._folded, self._copied
-        to_fold, to_copy = folded < self.num_words, copied < folded
-        if to_fold and not (self._is_result_in_place or folded < copied + 2):
-            to_fold = False
-        if self._whole or not (to_fold or to_copy):  # also for what was read
-            return WITHDRAWN, NEVER
-        return word + folded if to_fold else NEVER, word + copied if to_copy else NEVER
-
-    def forget(self) -> None:
-        """See ``Slot.forget``: what is in place may be changed from now on, so who is at it has to start back."""
-        self._let_go()
-        if self._is_in_place or self._is_result_in_place:
-            self._tell(POSTED, WITHDRAWN)
-            self._tell(SHARED, WITHDRAWN)
-            self._stored()
-
-    def _let_go(self) -> None:
-        self._given = self._into = None
-        self._whole, self._shown = [], []
-
-    def _fold_next(self, out: Array) -> bool:
-        """Whether there was a window to be folded."""
-        window = self._folded
-        if window == self.num_words or not (self._is_result_in_place or window < self._copied + 2):
-            return False
-        self.awaited = word = self._first + window
-        words = self.posted()
-        if not self.has_come(words, word):
-            self.late = words
-            return False
-        if not window:
-            self._begin(out)
-        # Who posts a window has copied what was shared for the last but one, unless it has posted all at once.
-        if window > 1 and self._whole and not self._is_result_in_place and min(self._their[READ]()) < word - 2:
-            return False
-        start, stop, first = self._cut[window]
-        begin, length = _parts(stop - start, self._size)[self._rank]
-        end = begin + length
-        given = [row[begin:end] for row in self._rows[word & 1]]
-        for rank, whole in enumerate(self._whole):
-            if whole is not None:
-                given[rank] = whole[start + begin : start + end]
-        into = out if self._into is None else self._into
-        there = into[start + begin : start + end]
-        # In the place of what is given nothing can be folded: it would be gone before it is its turn.
-        is_made_there = self._is_result_in_place and not self._is_over_given
-        part = there if is_made_there else self._parts[word & 1][:length]
-        self.combine(given[first:] + given[:first], part)
-        if self._is_result_in_place and self._is_over_given:
-            there[:] = part
-        if self._whole and not self.has_come(self.posted(), word):
-            return False  # it was taken away meanwhile
-        self._folded = window + 1
-        self._tell(SHARED, word)
-        self._stored()
-        return True
-
-    def _copy_next(self, out: Array) -> bool:
-        """Whether there was a window of the result to be copied."""
-        window = self._copied
-        if window == self._folded:
-            return False
-        word = self._first + window
-        if not self.has_come(self._their[SHARED](), word):
-            return False
-        if not window and self._may_be_in_place:
-            self._shown = self._arrays(SHOWN, out)
-        start, stop, _ = self._cut[window]
-        shares = self._shares[word & 1]
-        for rank, (begin, length) in enumerate(_parts(stop - start, self._size)):
-            whole = self._shown[rank] if self._shown else None
-            into = slice(start + begin, start + begin + length)
-            if whole is None:
-                out[into] = shares[rank][:length]
-            elif whole is not out:
-                out[into] = whole[into]
-        if self._shown and not self.has_come(self._their[SHARED](), word):
-            return False
-        self._copied = window + 1
-        if self._may_be_in_place:
-            self._tell(READ, word)
-        if not self._is_in_place and window + 2 < self.num_words:
-            self._show(window + 2)
-        self._stored()  # even if nothing was: who has no link to the last to come is woken by who has one
-        return True
-
-    def _is_read(self) -> bool:
-        """Whether nobody reads the result any more where it is."""
-        return not self._is_result_in_place or min(self._their[READ]()) >= self._first + self.num_words - 1
-
-    def _begin(self, out: Array) -> None:
-        """All have posted, and nobody is in an earlier use any more."""
-        if not self._may_be_in_place:
-            return
-        place = self._place_of(out)
-        self._is_result_in_place = place != NOWHERE
-        self._is_over_given = self._given is not None and place == self.memory.heaps.place_of(self._given)
-        self._tell(SHOWN, place + 1)
-        self._whole = self._arrays(GIVEN, self._given)
-
-    def _arrays(self, kind: int, own: Array | None) -> list[Array | None]:
-        """By rank, what is in place of what they give or show; empty if nothing is."""
-        places = self._their[kind]()
-        if not any(places):
-            return []
-        found: list[Array | None] = [None] * self._size
-        for rank, place in enumerate(places):
-            if place and rank == self._rank:
-                found[rank] = own
-            elif place:
-                array = self._known.get((rank, place))
-                if array is None:
-                    if len(self._known) >= MAX_KNOWN:
-                        self._known.clear()
-                    heaps, member = self.memory.heaps, self._members[rank]
-                    array = heaps.array(member, place - 1, self._dtype, self._count)
-                    self._known[rank, place] = array
-                found[rank] = array
-        return found
-
-    def _place_of(self, x: Array) -> int:
-        """Where it is in the heap of this process, if all can read it there."""
-        place = self.memory.heaps.place_of(x)
-        if place == NOWHERE:
-            return NOWHERE
-        if not self._is_mapped and self.memory.heaps.map(self._members):
-            self._is_mapped = True
-            self._tell(READY, MAPPED)
-        return place if min(self._their[READY]()) else NOWHERE
-
-    def _show(self, window: int) -> None:
-        start, stop, _ = self._cut[window]
-        word = self._first + window
-        if self._given is not None:
-            self._buffers[word & 1][: stop - start] = self._given[start:stop]
-        self._tell(POSTED, word)
-
-    def _tell(self, kind: int, word: int) -> None:
-        self._words[kind + self.number] = word
-
-    def _stored(self) -> None:
-        with self._fence:
-            pass
-        if 1 in self.parked():
-            self.has_news = True
-
-
-class SharedResultSlot(PartedSlot):
-    """One whose results are single arrays in the heap of the first rank, to which each rank writes its part.
-
-    Such an array is lent to the others: the first rank keeps it until the last of them has told that nothing of it is
-    left there, and for ever if one fails before that.
-    """
-
-    __slots__ = ("_lent", "_loan", "_made", "_place", "_result")
-
-    kinds = (*PartedSlot.kinds, RESULT, LOAN)
-
-    def __init__(
-        self, memory: SlotMemory, number: int, at: int, places: tuple[int, ...], root: int, rank: int,
-        dtype: np.dtype[Any], cut: Cut, combine: Combine,
-    ) -> None:  # fmt: skip
-        super().__init__(memory, number, at, places, root, rank, dtype, cut, combine)
-        self._result: Array | None = None
-        self._lent: Array | None = None
-        self._made: Array | None = None
-        self._loan = 0
-        self._place = NOWHERE
-
-    def post(self, x: Array, word: int) -> bool:
-        """See ``Slot.post``; with memory for the result, if all can write there."""
-        heaps = self.memory.heaps
-        self._result = self._made = self._lent = None
-        if not self._is_mapped and heaps.map(self._members) and heaps.map_writable(self.root):
-            self._is_mapped = True
-            self._tell(READY, WRITABLE)
-        if self.is_root:
-            loan = None
-            if min(self._their[READY]()) == WRITABLE:
-                others = self.places[1:]
-                loan = heaps.lend(self._count * self._dtype.itemsize, lambda number: self._released(number, others))
-            self._tell(RESULT, 0 if loan is None else loan.place + 1)
-            if loan is not None:
-                self._tell(LOAN, loan.number)
-                self._lent = loan.block
-        return super().post(x, word)
-
-    def _released(self, number: int, places: tuple[int, ...]) -> bool:
-        return min(self.memory.words(RELEASED, number % MAX_LOANS, places)()) >= number
-
-    def _begin(self, out: Array) -> None:
-        super()._begin(out)
-        self._place = self._their[RESULT]()[0] - 1  # when this use is complete, the next one's may be there
-        if self._place < 0:
-            return
-        if self._lent is not None:
-            self._result = self._lent.view(self._dtype)
-        else:
-            self._result = self.memory.heaps.writable(self.root, self._place, self._dtype, self._count)
-            self._loan = self._their[LOAN]()[0]
-        self._into = self._result
-        self._is_result_in_place, self._is_over_given = True, False
-
-    def _copy_next(self, out: Array) -> bool:
-        if self._result is None:
-            return super()._copy_next(out)
-        window = self._copied
-        if window == self._folded or not self.has_come(self._their[SHARED](), self._first + window):
-            return False
-        self._copied = window + 1
-        if not self._is_in_place and window + 2 < self.num_words:
-            self._show(window + 2)
-        self._stored()
-        return True
-
-    def _is_read(self) -> bool:
-        if self._result is None:
-            return super()._is_read()
-        self._made, self._result = self._seen(), None
-        return True
-
-    def _let_go(self) -> None:
-        super()._let_go()
-        self._result = self._lent = None
-
-    def take_result(self) -> Array | None:
-        """See ``Slot.take_result``."""
-        made, self._made = self._made, None
-        return made
-
-    def _seen(self) -> Array:
-        """The result, as this rank's program gets it."""
-        if self._lent is not None:
-            seen, self._lent = self._lent.view(self._dtype), None
-            seen.flags.writeable = False
-            return seen
-        whole = self.memory.heaps.array(self.root, self._place, self._dtype, self._count)
-        weakref.finalize(whole, _release, self._words, RELEASED + self._loan % MAX_LOANS, self._loan).atexit = False
-        return whole[:]
-
-
-def _release(words: memoryview, at: int, loan: int) -> None:
-    """Nothing of what was lent is left on this rank."""
-    words[at] = loan

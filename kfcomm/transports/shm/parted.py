@@ -1,0 +1,398 @@
+"""Slots for longer messages: each rank makes its part of the result, a window at a time, and the others read that.
+
+See ``slots`` for the protocol, and ``heap`` for arrays that are read where they are.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import numpy as np
+
+from kfcomm.transports.shm.heap import MAX_LOANS, NOWHERE
+from kfcomm.transports.shm.slots import (
+    GENERATION,
+    GIVEN,
+    LOAN,
+    MAPPED,
+    NEVER,
+    POSTED,
+    READ,
+    READY,
+    RELEASED,
+    RESULT,
+    SHARED,
+    SHOWN,
+    WITHDRAWN,
+    WRITABLE,
+    Array,
+    Combine,
+    Cut,
+    Slot,
+    SlotMemory,
+    lines,
+)
+
+WINDOWS_AT_A_TIME = 16
+"""Before others have their turn."""
+MAX_KNOWN = 64
+"""Arrays in place of which a slot keeps views."""
+
+
+class PartedSlot(Slot):
+    """One for longer messages: each rank folds its part of a window, and the others copy that.
+
+    Of long ones, what a rank gives is not copied if it lies in symmetric memory, and is there as a whole at once; nor
+    is its part of the result, if that does, which is there until all have read it.
+    """
+
+    __slots__ = (
+        "_copied",
+        "_count",
+        "_dtype",
+        "_first",
+        "_folded",
+        "_given",
+        "_into",
+        "_is_in_place",
+        "_is_mapped",
+        "_is_over_given",
+        "_is_result_in_place",
+        "_known",
+        "_made",
+        "_may_be_in_place",
+        "_members",
+        "_order",
+        "_parts",
+        "_piece",
+        "_rank",
+        "_rows",
+        "_shares",
+        "_shown",
+        "_size",
+        "_their",
+        "_whole",
+    )  # fmt: skip
+
+    is_whole = False
+    kinds: tuple[int, ...] = (SHARED, READ, GIVEN, SHOWN, READY)
+
+    def __init__(
+        self, memory: SlotMemory, number: int, at: int, places: tuple[int, ...], root: int, rank: int,
+        dtype: np.dtype[Any], cut: Cut, combine: Combine,
+    ) -> None:  # fmt: skip
+        super().__init__(memory, number, at, places, root, rank, dtype, cut, combine)
+        self._rank, self._size = rank, len(places)
+        self._dtype, self._count = dtype, cut.count
+        self._parts, self._piece = cut.parts, cut.piece
+        after = (rank + 1) % self._size if cut.is_turned else 0
+        self._order = [*range(after, self._size), *range(after)]
+        self._first = self._folded = self._copied = 0
+        self._given: Array | None = None
+        self._into: Array | None = None
+        self._members = memory.ranks_at(places)
+        self._may_be_in_place = cut.is_turned
+        self._is_mapped = self._is_in_place = self._is_result_in_place = self._is_over_given = False
+        self._whole: list[Array | None] = []
+        self._shown: list[Array | None] = []
+        self._known: dict[tuple[int, int], Array] = {}
+        self._their = {kind: memory.words(kind, number, places) for kind in self.kinds}
+        at = self._buffers_end
+        ats = at, at + lines(self._piece * dtype.itemsize)
+        self._made = tuple(memory.own_array(one, dtype, self._piece) for one in ats)
+        self._shares = tuple(list(memory.arrays(one, dtype, self._piece, places)) for one in ats)
+        mine = slice(rank * self._piece, (rank + 1) * self._piece)
+        self._rows = tuple([row[mine] for row in view] for view in self.views)
+
+    def post(self, x: Array, word: int) -> bool:
+        """See ``Slot.post``: the first two windows, or all."""
+        self._first, self._folded, self._copied = word, 0, 0
+        self._given = x
+        place = self._place_of(x) if self._may_be_in_place else NOWHERE
+        self._is_in_place = place != NOWHERE
+        if self._may_be_in_place:
+            self._tell(GIVEN, place + 1)
+        if self._is_in_place:
+            self._tell(POSTED, word + self.num_words - 1)
+        else:
+            self._show(0)
+            if self.num_words > 1:
+                self._show(1)
+        with self._fence:
+            pass
+        return 1 in self.parked()
+
+    def look(self, word: int, out: Array) -> bool:
+        """See ``Slot.look``; go on as far as can be, but not for long."""
+        for _ in range(WINDOWS_AT_A_TIME):
+            has_moved = self._fold_next(out)
+            if self._copy_next(out):
+                has_moved = True
+            if self._copied == self.num_words and self._is_read():
+                self._let_go()
+                return True
+            if not has_moved:
+                return False
+            self.has_moved = True
+        return False
+
+    def has_come(self, words: list[int], word: int) -> bool:
+        """See ``Slot.has_come``: nobody begins the next use before all have shared all their parts of this one."""
+        return min(words) >= word and max(words) - word < GENERATION
+
+    def awaits(self, word: int) -> tuple[int, int]:
+        """See ``Slot.awaits``."""
+        folded, copied = self._folded, self._copied
+        to_fold, to_copy = folded < self.num_words, copied < folded
+        if to_fold and not (self._is_result_in_place or folded < copied + 2):
+            to_fold = False
+        if self._whole or not (to_fold or to_copy):  # also for what was read
+            return WITHDRAWN, NEVER
+        return word + folded if to_fold else NEVER, word + copied if to_copy else NEVER
+
+    def forget(self) -> None:
+        """See ``Slot.forget``: what is in place may be changed from now on, so who is at it has to start back."""
+        self._let_go()
+        if self._is_in_place or self._is_result_in_place:
+            self._tell(POSTED, WITHDRAWN)
+            self._tell(SHARED, WITHDRAWN)
+            self._stored()
+
+    def _let_go(self) -> None:
+        self._given = self._into = None
+        self._whole, self._shown = [], []
+
+    def _fold_next(self, out: Array) -> bool:
+        """Whether there was a window to be folded."""
+        window = self._folded
+        if window == self.num_words or not (self._is_result_in_place or window < self._copied + 2):
+            return False
+        self.awaited = word = self._first + window
+        words = self.posted()
+        if not self.has_come(words, word):
+            self.late = words
+            return False
+        if not window:
+            self._begin(out)
+        # Who posts a window has copied what was shared for the last but one, unless it has posted all at once.
+        if window > 1 and self._whole and not self._is_result_in_place and min(self._their[READ]()) < word - 2:
+            return False
+        begin, end = self._bounds(window, self._rank)
+        given = [row[: end - begin] for row in self._rows[word & 1]]
+        if self._given is not None:
+            given[self._rank] = self._given[begin:end]
+        for rank, whole in enumerate(self._whole):
+            if whole is not None:
+                given[rank] = whole[begin:end]
+        there = (out if self._into is None else self._into)[begin:end]
+        # In the place of what is given nothing can be folded: it would be gone before it is its turn.
+        is_made_there = self._is_result_in_place and not self._is_over_given
+        made = there if is_made_there else self._made[word & 1][: end - begin]
+        self.combine([given[rank] for rank in self._order], made)
+        if self._is_result_in_place and self._is_over_given:
+            there[:] = made
+        if self._whole and not self.has_come(self.posted(), word):
+            return False  # it was taken away meanwhile
+        self._folded = window + 1
+        self._tell(SHARED, word)
+        self._stored()
+        return True
+
+    def _copy_next(self, out: Array) -> bool:
+        """Whether there was a window of the result to be copied."""
+        window = self._copied
+        if window == self._folded:
+            return False
+        word = self._first + window
+        if not self.has_come(self._their[SHARED](), word):
+            return False
+        if not window and self._may_be_in_place:
+            self._shown = self._arrays(SHOWN, out)
+        for rank, share in enumerate(self._shares[word & 1]):
+            begin, end = self._bounds(window, rank)
+            whole = self._shown[rank] if self._shown else None
+            if whole is None:
+                out[begin:end] = share[: end - begin]
+            elif whole is not out:
+                out[begin:end] = whole[begin:end]
+        if self._shown and not self.has_come(self._their[SHARED](), word):
+            return False
+        self._copied = window + 1
+        if self._may_be_in_place:
+            self._tell(READ, word)
+        if not self._is_in_place and window + 2 < self.num_words:
+            self._show(window + 2)
+        self._stored()  # even if nothing was: who has no link to the last to come is woken by who has one
+        return True
+
+    def _is_read(self) -> bool:
+        """Whether nobody reads the result any more where it is."""
+        return not self._is_result_in_place or min(self._their[READ]()) >= self._first + self.num_words - 1
+
+    def _begin(self, out: Array) -> None:
+        """All have posted, and nobody is in an earlier use any more."""
+        if not self._may_be_in_place:
+            return
+        place = self._place_of(out)
+        self._is_result_in_place = place != NOWHERE
+        self._is_over_given = self._given is not None and place == self.memory.heaps.place_of(self._given)
+        self._tell(SHOWN, place + 1)
+        self._whole = self._arrays(GIVEN, self._given)
+
+    def _arrays(self, kind: int, own: Array | None) -> list[Array | None]:
+        """By rank, what is in place of what they give or show; empty if nothing is."""
+        places = self._their[kind]()
+        if not any(places):
+            return []
+        found: list[Array | None] = [None] * self._size
+        for rank, place in enumerate(places):
+            if place and rank == self._rank:
+                found[rank] = own
+            elif place:
+                array = self._known.get((rank, place))
+                if array is None:
+                    if len(self._known) >= MAX_KNOWN:
+                        self._known.clear()
+                    heaps, member = self.memory.heaps, self._members[rank]
+                    array = heaps.array(member, place - 1, self._dtype, self._count)
+                    self._known[rank, place] = array
+                found[rank] = array
+        return found
+
+    def _place_of(self, x: Array) -> int:
+        """Where it is in the heap of this process, if all can read it there."""
+        place = self.memory.heaps.place_of(x)
+        if place == NOWHERE:
+            return NOWHERE
+        if not self._is_mapped and self.memory.heaps.map(self._members):
+            self._is_mapped = True
+            self._tell(READY, MAPPED)
+        return place if min(self._their[READY]()) else NOWHERE
+
+    def _show(self, window: int) -> None:
+        """To each of the others its piece; the own one is folded where it is."""
+        word, given = self._first + window, self._given
+        if given is not None:
+            buffer = self._buffers[word & 1]
+            for rank in self._order:
+                if rank != self._rank:
+                    begin, end = self._bounds(window, rank)
+                    at = rank * self._piece
+                    buffer[at : at + end - begin] = given[begin:end]
+        self._tell(POSTED, word)
+
+    def _bounds(self, window: int, rank: int) -> tuple[int, int]:
+        """Where the piece of a rank begins and ends in the message; it may be empty."""
+        start, length = self._parts[rank]
+        stop = start + length
+        begin = start + window * self._piece
+        return min(begin, stop), min(begin + self._piece, stop)
+
+    def _tell(self, kind: int, word: int) -> None:
+        self._words[kind + self.number] = word
+
+    def _stored(self) -> None:
+        with self._fence:
+            pass
+        if 1 in self.parked():
+            self.has_news = True
+
+
+class SharedResultSlot(PartedSlot):
+    """One whose results are single arrays in the heap of the first rank, to which each rank writes its part.
+
+    Such an array is lent to the others: the first rank keeps it until the last of them has told that nothing of it is
+    left there, and for ever if one fails before that.
+    """
+
+    __slots__ = ("_lent", "_loan", "_outcome", "_place", "_result")
+
+    kinds = (*PartedSlot.kinds, RESULT, LOAN)
+
+    def __init__(
+        self, memory: SlotMemory, number: int, at: int, places: tuple[int, ...], root: int, rank: int,
+        dtype: np.dtype[Any], cut: Cut, combine: Combine,
+    ) -> None:  # fmt: skip
+        super().__init__(memory, number, at, places, root, rank, dtype, cut, combine)
+        self._result: Array | None = None
+        self._lent: Array | None = None
+        self._outcome: Array | None = None
+        self._loan = 0
+        self._place = NOWHERE
+
+    def post(self, x: Array, word: int) -> bool:
+        """See ``Slot.post``; with memory for the result, if all can write there."""
+        heaps = self.memory.heaps
+        self._result = self._outcome = self._lent = None
+        if not self._is_mapped and heaps.map(self._members) and heaps.map_writable(self.root):
+            self._is_mapped = True
+            self._tell(READY, WRITABLE)
+        if self.is_root:
+            loan = None
+            if min(self._their[READY]()) == WRITABLE:
+                others = self.places[1:]
+                loan = heaps.lend(self._count * self._dtype.itemsize, lambda number: self._released(number, others))
+            self._tell(RESULT, 0 if loan is None else loan.place + 1)
+            if loan is not None:
+                self._tell(LOAN, loan.number)
+                self._lent = loan.block
+        return super().post(x, word)
+
+    def _released(self, number: int, places: tuple[int, ...]) -> bool:
+        return min(self.memory.words(RELEASED, number % MAX_LOANS, places)()) >= number
+
+    def _begin(self, out: Array) -> None:
+        super()._begin(out)
+        self._place = self._their[RESULT]()[0] - 1  # when this use is complete, the next one's may be there
+        if self._place < 0:
+            return
+        if self._lent is not None:
+            self._result = self._lent.view(self._dtype)
+        else:
+            self._result = self.memory.heaps.writable(self.root, self._place, self._dtype, self._count)
+            self._loan = self._their[LOAN]()[0]
+        self._into = self._result
+        self._is_result_in_place, self._is_over_given = True, False
+
+    def _copy_next(self, out: Array) -> bool:
+        if self._result is None:
+            return super()._copy_next(out)
+        window = self._copied
+        if window == self._folded or not self.has_come(self._their[SHARED](), self._first + window):
+            return False
+        self._copied = window + 1
+        if not self._is_in_place and window + 2 < self.num_words:
+            self._show(window + 2)
+        self._stored()
+        return True
+
+    def _is_read(self) -> bool:
+        if self._result is None:
+            return super()._is_read()
+        self._outcome, self._result = self._seen(), None
+        return True
+
+    def _let_go(self) -> None:
+        super()._let_go()
+        self._result = self._lent = None
+
+    def take_result(self) -> Array | None:
+        """See ``Slot.take_result``."""
+        made, self._outcome = self._outcome, None
+        return made
+
+    def _seen(self) -> Array:
+        """The result, as this rank's program gets it."""
+        if self._lent is not None:
+            seen, self._lent = self._lent.view(self._dtype), None
+            seen.flags.writeable = False
+            return seen
+        whole = self.memory.heaps.array(self.root, self._place, self._dtype, self._count)
+        weakref.finalize(whole, _release, self._words, RELEASED + self._loan % MAX_LOANS, self._loan).atexit = False
+        return whole[:]
+
+
+def _release(words: memoryview, at: int, loan: int) -> None:
+    """Nothing of what was lent is left on this rank."""
+    words[at] = loan
