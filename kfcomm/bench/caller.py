@@ -34,6 +34,9 @@ class Caller(Protocol):
     layout: Layout
     session: Session
 
+    def empty(self, shape: Any, dtype: Any) -> Any:
+        """See ``Communicator.empty``."""
+
     def prepared(self, calls: Sequence[Call], mode: Mode | None) -> Run:
         """What does the calls once, in order; ``mode`` says whether each waits for the one before."""
 
@@ -50,6 +53,10 @@ class AsyncCaller:
         self.layout: Layout = comm.layout
         self.session: Session = comm._session
         self._comm = comm
+
+    def empty(self, shape: Any, dtype: Any) -> Any:
+        """See `Caller`."""
+        return self._comm.empty(shape, dtype)
 
     def prepared(self, calls: Sequence[Call], mode: Mode | None) -> Run:
         """See `Caller`."""
@@ -82,6 +89,10 @@ class BlockingCaller:
         self.layout: Layout = comm.layout
         self.session: Session = comm._inner._session
         self._comm = comm
+
+    def empty(self, shape: Any, dtype: Any) -> Any:
+        """See `Caller`."""
+        return self._comm.empty(shape, dtype)
 
     def prepared(self, calls: Sequence[Call], mode: Mode | None) -> Run:
         """See `Caller`."""
@@ -129,7 +140,7 @@ async def opened(suite: Suite, transport: str, number: int) -> AsyncIterator[Cal
 
 def _device(place: Place) -> str:
     """What is asked for: no library is loaded for a device that nothing is measured on."""
-    if place is Place.CPU:
+    if place is not Place.GPU:
         return "none"
     asked = detect(os.environ).device
     return "cuda" if asked in ("auto", "none") else asked

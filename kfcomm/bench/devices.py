@@ -5,11 +5,12 @@ Nothing is asked of a device here: what its rank told the others when it joined 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kfcomm.bench.cuda import CudaMemory
-from kfcomm.bench.memory import HostMemory, Memory
+from kfcomm.bench.memory import HostMemory, Memory, SymmetricMemory
+from kfcomm.bench.pattern import Array
 from kfcomm.bench.suite import Place
 from kfcomm.devices import Device, DeviceReport
 from kfcomm.devices.routes import choose
@@ -17,12 +18,14 @@ from kfcomm.devices.words import backend_in_words, driver_version
 from kfcomm.types import Layout
 
 
-def memory_of(place: Place, device: Device | None) -> Memory:
-    """Where the arrays of this rank are made, which has this device.
+def memory_of(place: Place, device: Device | None, empty: Callable[..., Array]) -> Memory:
+    """Where the arrays of this rank are made, which has this device; ``empty``: see ``Communicator``.
 
     Raises:
         ConfigError: CuPy cannot use the device.
     """
+    if place is Place.SYMMETRIC:
+        return SymmetricMemory(empty)
     return HostMemory() if place is Place.CPU or device is None else CudaMemory(device.ordinal)
 
 

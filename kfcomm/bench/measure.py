@@ -18,7 +18,7 @@ from kfcomm.bench.events import Begun, Emit, Failed, Measured, Starting
 from kfcomm.bench.figures import Result
 from kfcomm.bench.load import Load
 from kfcomm.bench.memory import HostMemory, Memory
-from kfcomm.bench.suite import Case, Place, Suite
+from kfcomm.bench.suite import Case, Suite
 from kfcomm.errors import KfcommError
 from kfcomm.types import Layout
 
@@ -43,7 +43,7 @@ async def run(suite: Suite, emit: Emit) -> None:
                 hosts = await _hosts(caller)
                 _tell(caller, emit, Begun(caller.size, len(cases), hosts, _devices(caller, suite)))
             mine = [case for case in cases if case.transport == transport]
-            await measure(caller, mine, emit, memory_of(suite.device, caller.session.devices.device))
+            await measure(caller, mine, emit, memory_of(suite.device, caller.session.devices.device, caller.empty))
 
 
 async def measure(caller: Caller, cases: list[Case], emit: Emit, memory: Memory | None = None) -> None:
@@ -100,7 +100,7 @@ async def _hosts(caller: Caller) -> tuple[dict[str, Any], ...]:
 
 def _devices(caller: Caller, suite: Suite) -> dict[str, Any] | None:
     """What the report says of the devices, where arrays are on them."""
-    if suite.device is Place.CPU:
+    if not suite.is_on_device:
         return None
     return described(caller.session.devices.reports, caller.layout, suite.transports)
 

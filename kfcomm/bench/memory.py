@@ -7,6 +7,7 @@ are of the host or of a device. That of the host is here and adds nothing: array
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -91,3 +92,20 @@ class HostMemory:
     def stopwatch(self) -> Stopwatch:
         """See `Memory`."""
         return HostStopwatch()
+
+
+class SymmetricMemory(HostMemory):
+    """That of the host which its ranks share, made by ``Communicator.empty``."""
+
+    def __init__(self, empty: Callable[..., Array]) -> None:
+        self._empty = empty
+
+    def holding(self, values: Array) -> Any:
+        """See `Memory`."""
+        made = self._empty(values.shape, values.dtype)
+        made[...] = values
+        return made
+
+    def empty(self, count: int, dtype: np.dtype[Any]) -> Any:
+        """See `Memory`."""
+        return self._empty(count, dtype)

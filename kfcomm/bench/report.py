@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from kfcomm.bench.devices import in_words
 from kfcomm.bench.events import Begun, Event, Failed, Measured
 from kfcomm.bench.figures import Result
-from kfcomm.bench.suite import Suite
+from kfcomm.bench.suite import Place, Suite
 from kfcomm.bench.table import COLUMNS, Table
 from kfcomm.errors import ConfigError
 
@@ -56,7 +56,8 @@ class Report:
         kinds = ", ".join(dict.fromkeys(f"{host['processor']}, {host['usable_cores']} cores" for host in hosts))
         interface = "kfcomm.sync" if self.suite.blocking else "kfcomm, asynchronous"
         devices = f"; {in_words(self.begun.devices)}" if self.begun.devices else ""
-        return f"{self.begun.size} ranks on {where} ({kinds}){devices}; {interface}"
+        symmetric = "; arrays in symmetric memory" if self.suite.device is Place.SYMMETRIC else ""
+        return f"{self.begun.size} ranks on {where} ({kinds}){devices}; {interface}{symmetric}"
 
     def as_text(self) -> str:
         """World and table; nothing if nothing was measured."""

@@ -39,6 +39,8 @@ class Place(StrEnum):
     """Where the arrays are."""
 
     CPU = "cpu"
+    SYMMETRIC = "symmetric"
+    """As ``cpu``, but in memory that the ranks of a host share: see ``Communicator.empty``."""
     GPU = "gpu"
 
 
@@ -168,6 +170,11 @@ class Suite:
     blocking: bool = False
     device: Place = Place.CPU
 
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the arrays are in the memory of devices."""
+        return self.device is Place.GPU
+
     def check(self, size: int) -> None:
         """Refuse what cannot be measured among ``size`` ranks, before anything is begun.
 
@@ -179,7 +186,7 @@ class Suite:
         for transport in self.transports:
             if transport not in TRANSPORTS:
                 raise ConfigError(f"transport {transport!r} is unknown; known are {', '.join(TRANSPORTS)}")
-            if transport not in LINKS and self.device is Place.CPU:
+            if transport not in LINKS and not self.is_on_device:
                 raise ConfigError(f"transport {transport!r} is for arrays on devices: add --device gpu")
         for workload in self.workloads:
             if workload not in WORKLOADS:

@@ -147,7 +147,7 @@ def _suite(collectives: tuple[str, ...], settings: Settings, given: dict[str, An
         workloads=_once(given["workloads"]),
         modes=tuple(map(Mode, _once(given["modes"]))) or tuple(Mode),
         strategies=_once(given["strategies"]) or (settings.strategy,),
-        transports=_once(given["transports"]) or (settings.links if place is Place.CPU else settings.transport,),
+        transports=_once(given["transports"]) or (settings.transport if place is Place.GPU else settings.links,),
         dtypes=_once(given["dtypes"]) or ("float32",),
         op=Op(given["op"]),
         iterations=given["iterations"],

@@ -17,7 +17,7 @@ from kfcomm.bench.events import from_line
 from kfcomm.bench.machine import available_nbytes
 from kfcomm.bench.rank import run_rank
 from kfcomm.bench.report import Files, Report
-from kfcomm.bench.suite import Place, Suite
+from kfcomm.bench.suite import Suite
 from kfcomm.bench.watch import Watch
 from kfcomm.errors import ConfigError
 from kfcomm.launch.options import RunOptions
@@ -37,7 +37,7 @@ def measure(suite: Suite, settings: Settings, num_ranks: int | None, files: File
         KfcommError: the ranks cannot be started.
     """
     watch = Watch(report or Report(suite), files)
-    num_gpus = None if suite.device is Place.CPU else num_devices()
+    num_gpus = num_devices() if suite.is_on_device else None
     if settings.size == 1:
         return _measure_new(suite, num_ranks or default_ranks(num_gpus), files, watch)
     if num_ranks is not None:

@@ -295,6 +295,12 @@ def test_the_report_says_devices_backend_and_route() -> None:
     assert "CUDA 12.4" in section.content
 
 
+def test_the_report_says_that_memory_is_symmetric() -> None:
+    report = Report(Suite(device=Place.SYMMETRIC))
+    report.note(Begun(2, 1, ({"ranks": [0, 1], "processor": "P", "usable_cores": 2},), None))
+    assert report.world().endswith("asynchronous; arrays in symmetric memory")
+
+
 def test_one_route_is_said_once() -> None:
     found = devices.described(REPORTS[:1], Layout((0,)), ("auto",))
     assert devices.in_words(found).startswith("1 Tesla <T>, NCCL 2.28.3; route backend (")

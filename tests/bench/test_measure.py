@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from kfcomm.bench.caller import AsyncCaller, BlockingCaller
+from kfcomm.bench.devices import memory_of
 from kfcomm.bench.events import Event, Failed, Measured, Starting
 from kfcomm.bench.load import Load
 from kfcomm.bench.measure import WrongResult, measure
 from kfcomm.bench.memory import HostMemory
-from kfcomm.bench.suite import COLLECTIVES, Mode, Suite
+from kfcomm.bench.suite import COLLECTIVES, Mode, Place, Suite
 from kfcomm.bench.workloads import WORKLOADS
 from kfcomm.testing import run_ranks, run_threads, sync_world, world
 from kfcomm.types import Op, Verb
@@ -33,6 +34,31 @@ def measured(suite: Suite, size: int, wrap: Wrap = lambda comm: comm, events: li
 
     run(main())
     return events
+
+
+@pytest.mark.parametrize("verb", [Verb.ALL_REDUCE, Verb.GATHER])
+def test_arrays_in_symmetric_memory(verb: Verb) -> None:
+    """Made by the communicator; that the world shares no memory changes nothing."""
+    made = []
+
+    async def rank(comm: Any) -> None:
+        def empty(shape: Any, dtype: Any) -> Any:
+            made.append(np.empty(shape, dtype))
+            return made[-1]
+
+        caller = AsyncCaller(comm)
+        suite = Suite(collectives=(verb,), sizes=(64, 1 << 16), device=Place.SYMMETRIC, **TINY)
+        events: list[Event] = []
+        await measure(caller, suite.cases(2), events.append, memory_of(suite.device, None, empty))
+        assert len(results(events)) == 2 * (comm.rank == 0)
+
+    async def main() -> None:
+        async with world(2) as comms:
+            assert (AsyncCaller(comms[0]).empty((2, 3), np.int32)).shape == (2, 3)
+            await run_ranks(comms, rank)
+
+    run(main())
+    assert {array.nbytes for array in made} >= {64, 1 << 16}
 
 
 def results(events: list[Event]) -> list[Measured]:
