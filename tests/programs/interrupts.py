@@ -204,10 +204,13 @@ class World:
         came = looping[0].result()
         if came != "interrupted":
             raise Broken(f"the calls ended with {came}, not with KeyboardInterrupt")
-        self.victim.do(Rank.close).result()
-        for call in looping[1:]:
-            call.result()
-        self.end()
+        try:
+            self.victim.do(Rank.close).result()
+            for call in looping[1:]:
+                call.result()
+            self.end()
+        except Gone as gone:
+            raise Broken(f"{gone}: {self._said()}") from gone
         return CLOSED
 
     def end(self) -> None:
