@@ -6,6 +6,7 @@ import asyncio
 import gc
 import itertools
 import logging
+import os
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from kfcomm.communicator import Communicator
 from kfcomm.errors import CollectiveAborted, CollectiveMismatch, ConfigError
 from kfcomm.transports.shm.heap import NOWHERE
-from kfcomm.transports.shm.parted import PartedSlot
+from kfcomm.transports.shm.parted import PartedSlot, _release
 from tests.conformance import oracle, worlds
 from tests.conformance.oracle import CASES
 from tests.conformance.worlds import assert_kinds, ends, everywhere, heard_of_the_end, on_loop, same_bits, turns, world
@@ -343,6 +344,14 @@ async def test_what_is_shared_is_counted() -> None:
         assert type(now).from_json(now.as_json()) == now
         given.clear()
         assert comms[1].statistics().symmetric_nbytes == 0
+
+
+def test_a_forked_child_gives_nothing_back() -> None:
+    words = memoryview(bytearray(16)).cast("q")
+    _release(words, 1, 5, os.getpid() + 1)
+    assert words.tolist() == [0, 0]
+    _release(words, 1, 5, os.getpid())
+    assert words.tolist() == [0, 5]
 
 
 @on_loop

@@ -5,8 +5,9 @@ and maps those of its peers when it first has to. An array is known by where it 
 whoever holds it, or a view of it, as any array does; when the last view is gone, its memory is used again, or given
 back to the system.
 
-Invariants: a heap never changes its size. Peers map it to be read. What they find there is what the owner's program has
-put there: nothing else is kept in it, and nothing in it is believed.
+Invariants: a heap never changes its size. What is free in it its owner alone decides, never a forked child. Peers map
+it to be read, and shared results to be written. What they find there is what the owner's program has put there: nothing
+else is kept in it, and nothing in it is believed.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class Heap:
     """
 
     def __init__(self) -> None:
+        self._owner = os.getpid()
         self._nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         self.descriptor = make("kfcomm-heap", self._nbytes)
         self.num_arrays = self.used_nbytes = 0
@@ -89,9 +91,12 @@ class Heap:
     def empty(self, nbytes: int) -> Array | None:
         """Bytes of unknown content, from the beginning of a page; None if the system gives no more.
 
-        They are free again when the array, and all that was made of it, is gone.
+        None, too, in a forked child: what is free is for the parent to know. They are free again when the array, and
+        all that was made of it, is gone.
         """
         room = -(-max(1, nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        if os.getpid() != self._owner:
+            return None
         with self._lock:
             mapping = self._mapping or self._map()
             if mapping is None:
@@ -140,7 +145,12 @@ class Heap:
         return at
 
     def _forget(self, at: int, room: int) -> None:
-        """The last view is gone: on any thread, perhaps while this one is at work here."""
+        """The last view is gone: on any thread, perhaps while this one is at work here.
+
+        In a forked child nothing is: the parent may have a view yet.
+        """
+        if os.getpid() != self._owner:
+            return
         self._ended.append((at, room))
         self._settle()
 

@@ -5,6 +5,7 @@ See ``slots`` for the protocol, and ``heap`` for arrays that are read where they
 
 from __future__ import annotations
 
+import os
 import weakref
 from typing import Any
 
@@ -48,31 +49,9 @@ class PartedSlot(Slot):
     """
 
     __slots__ = (
-        "_copied",
-        "_count",
-        "_dtype",
-        "_first",
-        "_folded",
-        "_given",
-        "_into",
-        "_is_in_place",
-        "_is_mapped",
-        "_is_over_given",
-        "_is_result_in_place",
-        "_known",
-        "_made",
-        "_may_be_in_place",
-        "_members",
-        "_order",
-        "_parts",
-        "_piece",
-        "_rank",
-        "_rows",
-        "_shares",
-        "_shown",
-        "_size",
-        "_their",
-        "_whole",
+        "_copied", "_count", "_dtype", "_first", "_folded", "_given", "_into", "_is_in_place", "_is_mapped",
+        "_is_over_given", "_is_result_in_place", "_known", "_made", "_may_be_in_place", "_members", "_order",
+        "_parts", "_piece", "_rank", "_rows", "_shares", "_shown", "_size", "_their", "_whole",
     )  # fmt: skip
 
     is_whole = False
@@ -389,10 +368,12 @@ class SharedResultSlot(PartedSlot):
             seen.flags.writeable = False
             return seen
         whole = self.memory.heaps.array(self.root, self._place, self._dtype, self._count)
-        weakref.finalize(whole, _release, self._words, RELEASED + self._loan % MAX_LOANS, self._loan).atexit = False
+        at = RELEASED + self._loan % MAX_LOANS
+        weakref.finalize(whole, _release, self._words, at, self._loan, os.getpid()).atexit = False
         return whole[:]
 
 
-def _release(words: memoryview, at: int, loan: int) -> None:
-    """Nothing of what was lent is left on this rank."""
-    words[at] = loan
+def _release(words: memoryview, at: int, loan: int, holder: int) -> None:
+    """Nothing of what was lent is left on this rank; in a forked child of its process that is not for it to say."""
+    if os.getpid() == holder:
+        words[at] = loan

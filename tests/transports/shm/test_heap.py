@@ -213,6 +213,21 @@ def test_what_is_lent_is_kept_until_it_is_given_back(monkeypatch: pytest.MonkeyP
     own.close()
 
 
+def test_a_forked_child_frees_nothing_and_takes_nothing(heap: Heap, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heaps, "KEPT_NBYTES", 0)
+    block = taken(heap, 3 * PAGE)
+    block[:] = 7
+    child = os.fork()
+    if not child:
+        del block
+        gc.collect()
+        os._exit(0 if heap.empty(1) is None and heap.num_arrays == 1 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (block == 7).all()
+    del block
+    assert os.fstat(heap.descriptor).st_blocks == 0
+
+
 def test_a_peer_shows_its_heap_once_on_each_link(heap: Heap) -> None:
     both = Heaps(0)
     first, second = (PeerHeap(os.dup(heap.descriptor)) for _ in range(2))
