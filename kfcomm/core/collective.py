@@ -229,6 +229,10 @@ class Collective(Machine):
         posted = self.heard()
         return tuple(rank for rank in sorted(self.program.neighbours) if not posted >> rank & 1)
 
+    def behind(self) -> list[int]:
+        """Group ranks that are known to keep this one waiting, though they may have posted it."""
+        return []
+
     def missing_ranks(self) -> tuple[int, ...]:
         """Group ranks not known to have posted it."""
         posted = self.heard()

@@ -223,6 +223,10 @@ class SlottedOperation(Operation):
                     self.posted |= 1 << rank
         return self.posted
 
+    def behind(self) -> list[int]:
+        """See ``Collective.behind``."""
+        return [] if self.slot is None else self.slot.behind(self.word)
+
     def reject(self, error: BaseException) -> None:
         """See ``Operation.reject``: peers may still read what was shown for it."""
         if self.slot is not None:

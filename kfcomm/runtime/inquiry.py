@@ -105,7 +105,9 @@ class Inquiry:
         if not missing:
             silent = [rank for rank in arrived if rank not in self._answers and rank != self._operation.group.rank]
             tail = f"; no answer from ranks {_ranks(silent)} (stopped or unreachable)" if silent else ""
-            return f"all ranks have posted it, the data is still under way{tail}"
+            behind = [rank for rank in self._operation.behind() if rank != self._operation.group.rank]
+            awaited = f", it waits for ranks {_ranks(behind)}" if behind else ""
+            return f"all ranks have posted it, the data is still under way{awaited}{tail}"
         last = "; ".join(f"rank {rank} {self._activity(rank)}" for rank in missing[:MAX_NAMED])
         return f"arrived ranks {_ranks(arrived)}, missing ranks {_ranks(missing)}; {last}"
 

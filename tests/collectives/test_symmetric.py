@@ -195,6 +195,37 @@ async def test_what_is_told_of_a_place_is_not_believed(
                 assert (result == 2).all()
 
 
+@pytest.mark.parametrize(("stopped", "way"), [("_fold_next", "x"), ("_copy_next", "x"), ("_copy_next", "out")])
+@on_loop
+async def test_who_stops_in_the_midst_is_named(stopped: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All have posted it, and it goes no further, since one of them does not."""
+    async with world(3, strategy="direct") as comms:
+        given = [comm.empty(LENGTH) if way == "out" else np.empty(LENGTH, np.float32) for comm in comms]
+        into = [comm.empty(LENGTH) for comm in comms]
+        for x in given:
+            x[:] = 1
+
+        def call(comm: Communicator, **options: Any) -> Any:
+            return comm.all_reduce(given[comm.rank], "x", out=into[comm.rank] if way == "out" else None, **options)
+
+        for _ in range(WARM):
+            await everywhere(comms, call)
+        if not slots_of(comms, "x"):
+            return
+        original = getattr(PartedSlot, stopped)
+
+        def step(self: PartedSlot, out: Any) -> bool:
+            done: bool = not (self._rank == 1 and self._folded > 1) and original(self, out)
+            return done
+
+        with monkeypatch.context() as patched:
+            patched.setattr(PartedSlot, stopped, step)
+            outcomes = await ends(comms, lambda comm: call(comm, timeout=0.2))
+        assert any("under way, it waits for ranks [1]" in str(one) for one in outcomes), outcomes
+        for result in await everywhere(comms, call):
+            assert (result == 3).all()
+
+
 @on_loop
 async def test_it_is_an_array_as_any_other(caplog: pytest.LogCaptureFixture) -> None:
     async with world(2) as comms:

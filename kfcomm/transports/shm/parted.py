@@ -130,6 +130,16 @@ class PartedSlot(Slot):
             return WITHDRAWN, NEVER
         return word + folded if to_fold else NEVER, word + copied if to_copy else NEVER
 
+    def behind(self, word: int) -> list[int]:
+        """See ``Slot.behind``."""
+        if self._copied == self.num_words:
+            words, awaited = self._their[READ](), word + self.num_words - 1
+        elif self._copied < self._folded:
+            words, awaited = self._their[SHARED](), word + self._copied
+        else:
+            words, awaited = self.posted(), word + self._folded
+        return [rank for rank, other in enumerate(words) if not self.has_come([other], awaited)]
+
     def forget(self) -> None:
         """See ``Slot.forget``: what is in place may be changed from now on, so who is at it has to start back."""
         self._let_go()

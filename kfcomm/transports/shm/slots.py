@@ -401,6 +401,10 @@ class Slot:
         """With which words of all, posted or shared, something may come of the use of this word; see ``look``."""
         return word, NEVER
 
+    def behind(self, word: int) -> list[int]:
+        """Ranks that keep the use of this word waiting."""
+        return [rank for rank, other in enumerate(self.posted()) if not self.has_come([other], word)]
+
     def take_result(self) -> Array | None:
         """That of the latest use, if it is not in the array that it was to be made in."""
         return None
