@@ -56,12 +56,13 @@ Words: TypeAlias = Callable[[], list[int]]
 
 MAX_SLOTS = 1 << 14
 """Of one memory."""
-WINDOW_NBYTES, MIN_PIECE_NBYTES = 1 << 19, 1 << 16
-"""What a rank gives at a time: that of four ranks and its result fit in a cache. With many ranks it is more, so that
-pieces are worth a call of NumPy's."""
-BUFFERS_NBYTES, MIN_BUFFERS_NBYTES = 1 << 29, 1 << 23
+WINDOW_NBYTES = 1 << 19
+"""What a rank gives at a time: that of four ranks and its result fit in a cache."""
+MIN_PIECE_NBYTES, MAX_WINDOW_NBYTES = 1 << 16, 1 << 20
+"""With many ranks it is more, so that pieces are worth a call of NumPy's; but no more than this."""
+BUFFERS_NBYTES, MIN_BUFFERS_NBYTES = 1 << 29, 1 << 24
 """Of all ranks together, and of each at the least. It is taken as it is used."""
-MAX_SHARE = 8
+MAX_SHARE = 4
 """No slot takes more than this part of the buffers."""
 GENERATION = 1 << 40
 """A word is the number of a use, from 1, and so many times the generation of its strategy."""
@@ -103,7 +104,8 @@ class Cut:
             return
         self.parts = split(count, num_ranks)
         longest = max(1, self.parts[0][1])
-        self.piece = min(longest, max(1, max(WINDOW_NBYTES // num_ranks, MIN_PIECE_NBYTES) // itemsize))
+        least = min(MIN_PIECE_NBYTES, MAX_WINDOW_NBYTES // num_ranks)
+        self.piece = min(longest, max(1, max(WINDOW_NBYTES // num_ranks, least) // itemsize))
         self.num_windows = -(-longest // self.piece)
         self.room = 2 * lines(num_ranks * self.piece * itemsize) + 2 * lines(self.piece * itemsize)
 

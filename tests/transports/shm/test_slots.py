@@ -1,0 +1,47 @@
+"""How messages are cut for slots, and that these have room."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kfcomm.core.chunk import SHOWN_WHOLE_NBYTES
+from kfcomm.transports.shm.heap import Heaps
+from kfcomm.transports.shm.slots import MAX_WINDOW_NBYTES, Cut, SlotMemory
+
+
+@given(st.integers(1, 1 << 26), st.sampled_from([1, 2, 4, 8, 16]), st.integers(2, 130), st.booleans())
+def test_all_parts_go_in_pieces(count: int, itemsize: int, num_ranks: int, is_turned: bool) -> None:
+    cut = Cut(count, itemsize, num_ranks, is_turned=is_turned)
+    if cut.is_whole:
+        assert count * itemsize <= SHOWN_WHOLE_NBYTES
+        assert (cut.num_windows, cut.piece) == (1, count)
+        return
+    assert sum(length for _, length in cut.parts) == count
+    longest = max(length for _, length in cut.parts)
+    assert (cut.num_windows - 1) * cut.piece < longest <= cut.num_windows * cut.piece
+    assert num_ranks * cut.piece * itemsize <= MAX_WINDOW_NBYTES
+    assert cut.room >= 2 * (num_ranks + 1) * cut.piece * itemsize
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 16, 32, 64, 128])
+@pytest.mark.parametrize("nbytes", [8, SHOWN_WHOLE_NBYTES, SHOWN_WHOLE_NBYTES + 8, 1 << 20, 1 << 30])
+def test_there_is_room_for_messages_of_any_length(num_ranks: int, nbytes: int) -> None:
+    memory = SlotMemory.make(range(num_ranks), Heaps(0))
+    cut = Cut(nbytes // 8, 8, num_ranks, is_turned=nbytes > 1 << 20)
+    places = [memory.hand_out(cut) for _ in range(3)]
+    assert None not in places
+    starts = [place[1] for place in places if place is not None]
+    assert all(b - a == cut.room for a, b in zip(starts, starts[1:], strict=False))
+    memory.close()
+
+
+def test_no_slot_is_handed_out_twice_or_beyond_the_end() -> None:
+    memory = SlotMemory.make(range(2), Heaps(0))
+    cut = Cut(1 << 27, 8, 2, is_turned=True)
+    while memory.hand_out(cut) is not None:
+        pass
+    assert memory.num_slots * cut.room <= 1 << 28
+    assert memory.num_slots > 100
+    memory.close()
