@@ -30,11 +30,14 @@ def resident_nbytes() -> int:
 
 
 def arena_nbytes() -> int:
-    """Of the largest memory file that this process has mapped: its own arena, or a peer's of the same size."""
+    """Of the largest arena that this process has mapped: its own, or a peer's of the same size.
+
+    Slots and heaps are mapped as well, and larger, but have memory only where something was written: that is resident.
+    """
     sizes = [0]
     for line in Path("/proc/self/maps").read_text("ascii").splitlines():
         place, *_, name = line.split(maxsplit=5)
-        if "memfd:" in name:
+        if "memfd:kfcomm-arena" in name:
             low, high = (int(edge, 16) for edge in place.split("-"))
             sizes.append(high - low)
     return max(sizes)

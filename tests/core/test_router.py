@@ -30,6 +30,7 @@ def test_names_are_defined_once_and_credit_is_spent_until_the_receiver_has_poste
     assert admit(desk, second) == ([], (Kind.CHUNK, 0, 0, 0, 0, UP, 1, 0))
     assert collective.arrived_ranks() == (0, 1)
     assert collective.missing_ranks() == (2,)
+    assert collective.behind() == []  # nothing but chunks tells of others
     assert collective.unheard() == ()
 
 

@@ -205,7 +205,8 @@ def test_long_direct_messages_go_along_chains_and_stars() -> None:
         short, long = (build("direct", layout).select(nbytes) for nbytes in (DIRECT_NBYTES, DIRECT_NBYTES + 1))
         assert short.goes_whole
         assert not long.goes_whole
-        assert long.pairs == build("chain_star", layout).select(0).pairs
+        assert long.pairs == long.pairs_of_direct == build("chain_star", layout).select(0).pairs
+        assert short.pairs_of_direct == short.pairs[:1]
         assert measure(long, layout) == by_name("chain_star").cost(layout)
         assert len({short.digest, long.digest, replace(short, for_long=None).digest}) == 3
 
