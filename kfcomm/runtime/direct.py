@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kfcomm.core.chunk import SHOWN_WHOLE_NBYTES
 from kfcomm.core.machine import Effects
 from kfcomm.runtime.operation import Array, Operation, Work
 from kfcomm.transports.shm.slots import GENERATION, Cut, word_of
@@ -69,15 +68,17 @@ class SharedWork(Work):
         self.combine: Combine
         if kernel is None or not count:
             self.combine = _nothing
-        elif is_turned:
-            self.combine = partial(_fold_along, kernel, size)
-        elif kernel.fold_all is not None and 2 * size <= count and count * kernel.dtype.itemsize <= SHOWN_WHOLE_NBYTES:
+        elif kernel.fold_all is not None and self.cut.is_whole and 2 * size <= count:
             self.combine = kernel.fold_all  # of what is folded in parts it would copy them first
         else:
-            self.combine = partial(_fold, kernel, size)
+            self.combine = partial(_fold, kernel, size, is_turned)
 
 
-def _fold(kernel: Kernel, size: int, given: Arrays, out: Array) -> None:
+def _fold(kernel: Kernel, size: int, is_turned: bool, given: Arrays, out: Array) -> None:
+    """One after the other; as in a chain, where to each rank's comes what was folded before, or as in a star.
+
+    Of some elements that makes a difference.
+    """
     if size == 1:
         kernel.finish(given[0], out, 1)
         return
@@ -85,23 +86,11 @@ def _fold(kernel: Kernel, size: int, given: Arrays, out: Array) -> None:
     if size > 2:
         room = out if kernel.accumulate_dtype == kernel.dtype else np.empty(len(out), kernel.accumulate_dtype)
         for rank in range(1, size - 1):
-            kernel.fold(folded, given[rank], room)
+            first, second = (given[rank], folded) if is_turned else (folded, given[rank])
+            kernel.fold(first, second, room)
             folded = room
-    kernel.last(folded, given[size - 1], out, size)
-
-
-def _fold_along(kernel: Kernel, size: int, given: Arrays, out: Array) -> None:
-    """As a chain does: to each rank's comes what was folded before it. Of some elements it makes a difference."""
-    if size == 1:
-        kernel.finish(given[0], out, 1)
-        return
-    folded = given[0]
-    if size > 2:
-        room = out if kernel.accumulate_dtype == kernel.dtype else np.empty(len(out), kernel.accumulate_dtype)
-        for rank in range(1, size - 1):
-            kernel.fold(given[rank], folded, room)
-            folded = room
-    kernel.last(given[size - 1], folded, out, size)
+    first, second = (given[size - 1], folded) if is_turned else (folded, given[size - 1])
+    kernel.last(first, second, out, size)
 
 
 def _nothing(given: Arrays, out: Array) -> None:
@@ -148,15 +137,19 @@ class SlottedOperation(Operation):
         slot, word = self.slot, self.word
         if slot is None:
             return False
-        words = slot.posted()
-        if min(words) < word:
-            slot.late = words
-            return False
         try:
-            if slot.is_whole and max(words) - word < GENERATION:
-                slot.combine(slot.views[slot.use], self._out)
-            elif not self._look_closely(slot):
-                return False
+            if not slot.is_whole:
+                if not self._look_closely(slot):
+                    return False
+            else:
+                words = slot.posted()
+                if min(words) < word:
+                    slot.late = words
+                    return False
+                if max(words) - word < GENERATION:
+                    slot.combine(slot.views[slot.use], self._out)
+                elif not self._look_closely(slot):
+                    return False
         except Exception as error:  # noqa: BLE001  it ends this collective alone
             if not self.is_entered:
                 self.enter()
