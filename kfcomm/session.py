@@ -214,7 +214,7 @@ class Session:
             return
         if self.engine.tracer is not None:
             self.engine.tracer.left(rank)
-        pending = [one for one in self.engine.router.live if rank in one.group.index]
+        pending = [one for one in self.engine.entered() if rank in one.group.index]
         ops = [(one.key.group_id, one.name, one.seq) for one in pending]
         cause = Cause(CauseKind.LOST, rank, f"rank {rank} has left (it closed its communicator)")
         self.engine.on_peer_left(rank, cause)
@@ -333,7 +333,7 @@ class Session:
             *self.engine.reactor.own_descriptors(),
         ]
         descriptors += [descriptor for service in self.services for descriptor in service.descriptors()]
-        self.engine.is_unusual = True
+        self.engine.unusual.add("forked")
         self.network.sever()
         _inherited.append(self.devices)
         self.devices = DeviceSetup.none(self.layout.size)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
+from kfcomm.collectives.slot_use import SlotUse
 from kfcomm.core.deadlines import first_due_s
 from kfcomm.core.machine import FOLD, FOLD_UP, INPUT, UP, Effects
 from kfcomm.core.program import Lane, Program
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
     from kfcomm.collectives.handle import Handle
     from kfcomm.collectives.plans import Plan
     from kfcomm.runtime.buffers import Payload
-    from kfcomm.transports.shm.slots import Slot
 
+Begun: TypeAlias = "Operation | SlotUse"
 Shape: TypeAlias = tuple[int, ...]
 Arguments: TypeAlias = tuple[Any, ...]
 """A verb, then its op, then the type of its root and its root, as far as it has them.
@@ -96,27 +97,25 @@ class Compiled(ABC):
         self.operation: Any = COMPILED.get(plan.operation, CompiledOperation)
         self._arguments = _shared(arguments)
 
-    def begin(self, handle: Handle[Any] | None, source: Array, result: Array, value: Any) -> Operation | None:
+    def begin(self, handle: Handle[Any] | None, source: Array, result: Array, value: Any) -> Begun | None:
         """Begin a use, or None if anything is unusual; for the arguments see ``Operation``. Nothing has happened then.
 
-        Without a handle what is in a slot has yet to ``enter``, unless it is over at the first look.
+        Without a handle it is the caller's to look at what is in a slot: see ``SlotUse``.
         """
         series = self.series
         slot = series.slot
         if slot is not None and not slot.is_dead:
             engine, key = self.engine, series.key
-            router = engine.router
-            is_unusual = key.live or key.early or router.dead or router.lost or engine.is_unusual or engine.tracer
-            if not is_unusual and series.version == router.names.version:
-                use: SlottedOperation = self.operation.in_slot(self, slot, handle, source, result, value)
-                if handle is not None and not use.look():
-                    use.enter()
+            if not (key.begun or key.live or key.early or engine.unusual or engine.router.dead):
+                use = SlotUse(self, slot, handle, source, result, value)
+                if handle is not None:
+                    use.begin()
                 return use
         operation = self.operation(self, handle, source, result, value)
         return operation if self.engine.post_again(series, operation) else None
 
     @abstractmethod
-    def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Operation | None:
+    def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Begun | None:
         """Begin a use with these arrays, or None if it is not like the first one. Nothing has happened then.
 
         Without a handle the caller waits for what is returned.
@@ -140,7 +139,7 @@ class CompiledBarrier(Compiled):
         super().__init__(group, name, arguments, plan)
         self._use = Use(self, None)
 
-    def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Operation | None:
+    def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Begun | None:
         """See ``Compiled.start``."""
         return self._use.start(handle) if arguments == self._arguments else None
 
@@ -184,7 +183,7 @@ class CompiledName(Compiled):
         # One call either way, of something that is not Python: no test, no look-up of what is known.
         self._room: Callable[[], Any] = NoneType if gets is None else _room(gets, dtype)
 
-    def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Operation | None:
+    def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Begun | None:
         """See ``Compiled.start``."""
         if (
             arguments != self._arguments
@@ -255,7 +254,7 @@ class Use:
         self._result = NO_ARRAY if value is None else value.reshape(-1)
         self._room = room
 
-    def start(self, handle: Handle[Any] | None) -> Operation | None:
+    def start(self, handle: Handle[Any] | None) -> Begun | None:
         """Begin a use, or None if anything is unusual. Nothing has happened then."""
         if self._room is None:
             return self._name.begin(handle, self._source, self._result, self._value)
@@ -348,57 +347,8 @@ class CompiledOperation(Operation):
 class CompiledSlotted(SlottedOperation, CompiledOperation):
     """The same of what is carried out in a slot, if there is one."""
 
-    _name: Compiled | None = None
-
     def __init__(self, name: Compiled, future: Any, source: Array, result: Array, value: Array | None) -> None:
         CompiledOperation.__init__(self, name, future, source, result, value)
-
-    @classmethod
-    def in_slot(
-        cls, name: Compiled, slot: Slot, future: Any, source: Array, result: Array, value: Array | None
-    ) -> SlottedOperation:
-        """One that is posted in a slot, and has yet to ``enter``. Nothing is unusual.
-
-        What only those need that do is left out: half of it all.
-        """
-        self = cls.__new__(cls)
-        self.is_entered = False
-        self._name = name
-        self.series = series = name.series
-        self.engine = engine = name.engine
-        self.work = name.work  # type: ignore[assignment]
-        self.nbytes = name.nbytes
-        self.future = future
-        self._in = source
-        self._out = result
-        self.value = value
-        self.slot = slot
-        key = series.key
-        self.seq = seq = key.next_seq
-        key.next_seq = seq + 1
-        self.posted_s = monotonic()
-        self.word = word = name.group.plans.first_word + seq * slot.num_words
-        if slot.post(source, word):
-            engine.slots.wake(slot, series.group)
-        return self
-
-    def enter(self) -> None:
-        """See ``SlottedOperation.enter``."""
-        name = self._name
-        if name is not None:
-            self.program = name.series.program
-            self.posted = name.series.posted
-            self.stamp = name.group.plans.generation << 1
-            self.heard_s = self.posted_s
-            self.timeout_s = name.timeout_s
-            self.due_s = self.posted_s + name.first_s
-        super().enter()
-
-    def _go_ordinary(self, effects: Effects) -> None:
-        name, self._name = self._name, None
-        if name is not None:
-            self.lay_out(name, self.program)
-        super()._go_ordinary(effects)
 
 
 class CompiledOneStep(OneStepOperation, CompiledSlotted):

@@ -111,7 +111,7 @@ class Group:
             gets: shape of what this rank gets; None if it gets nothing.
             plan: under which it was posted.
         """
-        if self._waiting is not None or self.engine.is_unusual:
+        if self._waiting is not None or self.engine.unusual:
             return
         if len(self.compiled) >= MAX_NAMES:
             self.forget()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
+    from kfcomm.collectives.slot_use import SlotUse
     from kfcomm.runtime.operation import Operation
     from kfcomm.transports.reactor import Reactor
 
@@ -27,7 +28,7 @@ class Handle(asyncio.Future[T]):
     # Neither is set from the start: an ``__init__`` of its own would double the time it takes to make a future.
     __slots__ = ("_seq", "operation")
 
-    operation: Operation | None
+    operation: Operation | SlotUse | None
     _listeners: list[Callable[[Any], object]] | None = None
 
     @property
@@ -52,7 +53,7 @@ class Handle(asyncio.Future[T]):
             return False
         operation = getattr(self, "operation", None)
         if operation is not None:
-            operation.engine.cancel(operation)
+            operation.cancel()
         self._tell_listeners()
         return True
 
@@ -83,7 +84,7 @@ class Handle(asyncio.Future[T]):
             listener(self)
 
 
-def named(handle: Handle[T], operation: Operation) -> Handle[T]:
+def named(handle: Handle[T], operation: Operation | SlotUse) -> Handle[T]:
     """The handle of an operation that was posted under it."""
     handle._seq = operation.seq
     if not operation.is_over:

@@ -24,6 +24,7 @@ from kfcomm.errors import ConfigError
 from kfcomm.types import Verb
 
 if TYPE_CHECKING:
+    from kfcomm.collectives.slot_use import SlotUse
     from kfcomm.runtime.operation import Operation
 
 T = TypeVar("T")
@@ -68,7 +69,7 @@ class PersistentCollective(Generic[T]):
         never: Handle[T] = Handle(loop=comm._group.engine.loop)
         never.set_exception(ConfigError(f"{self._title} was never started"))
         looked_at(never)
-        self._latest: Handle[T] | Operation = never
+        self._latest: Handle[T] | Operation | SlotUse = never
 
     def __repr__(self) -> str:
         return f"<PersistentCollective {self._title}, {'not ' if self.done() else ''}in flight>"

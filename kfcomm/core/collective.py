@@ -52,11 +52,12 @@ class Key:
         others: the same of earlier ones, by the number of their signature; None while there are none, as of most names.
         offers: slots that were handed out for it, by signature, until they are taken; None while there never was any.
         slots: those that were taken, by signature: they outlive what is known of a series. The core looks at none.
+        begun: a use that is under way elsewhere, if one is: it is among the live ones as soon as it is let ``enter``.
         tally: a slot for whoever counts; the core never looks at it.
     """
 
     __slots__ = (
-        "early", "group_id", "id", "live", "name", "next_seq", "offers", "others", "series", "slots", "tally",
+        "begun", "early", "group_id", "id", "live", "name", "next_seq", "offers", "others", "series", "slots", "tally",
     )  # fmt: skip
 
     def __init__(self, number: int, group_id: bytes, name: str) -> None:
@@ -70,7 +71,14 @@ class Key:
         self.others: dict[int, Series] | None = None
         self.offers: dict[AnySignature, tuple[Any, ...]] | None = None
         self.slots: dict[AnySignature, Any] | None = None
+        self.begun: Any = None
         self.tally: Any = None
+
+    def find(self, seq: int) -> Collective | None:
+        """The use with this number, if it is in flight."""
+        if self.begun is not None:
+            self.begun.enter()
+        return self.live.get(seq)
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ class Names:
         """Give a key a number that no other in flight has. O(1), however often numbers were used again."""
         for number in range(self._next_id, self._next_id + MAX_ID):
             owner = self._owners.get(number % MAX_ID)
-            if owner is None or not owner.live:
+            if owner is None or not (owner.live or owner.begun):
                 if owner is not None:
                     self.version += 1
                 key.id = number % MAX_ID

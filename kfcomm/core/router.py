@@ -126,6 +126,8 @@ class Router:
         """
         key = self.names.used(group.id, name)
         self._groups.setdefault(group.id, group)
+        if key.begun is not None:
+            key.begun.enter()
         if seq is not None:
             self._leave_out(key, seq, effects)
         if self.dead or self.lost or (key.live and not overlapping):
@@ -145,7 +147,7 @@ class Router:
         A second use in flight is unusual. ``collective`` has begun but for its number.
         """
         key = series.key
-        if key.live or self.dead or self.lost or series.version != self.names.version:
+        if key.live or key.begun or self.dead or self.lost or series.version != self.names.version:
             return False
         collective.seq = seq = key.next_seq
         key.next_seq = seq + 1
@@ -294,7 +296,7 @@ class Router:
         if charged and not incoming.window.charge(nbytes):
             effects.append((VIOLATION, incoming, OVERDRAWN))
             return None
-        collective = key.live.get(seq)
+        collective = key.find(seq)
         if collective is None:
             return self._match_early(incoming, key, signature, header, nbytes, effects)
         if charged:
@@ -326,7 +328,7 @@ class Router:
         if key is None or signature is None:
             effects.append((VIOLATION, incoming, "a question under a number that was never defined"))
             return
-        collective = key.live.get(seq)
+        collective = key.find(seq)
         if collective is not None:
             self._answer(collective, incoming, signature, header, effects)
         elif not self._tombstones.is_over(key, seq):
@@ -379,7 +381,7 @@ class Router:
                 effects.append((BROKEN, cause.rank, seq, cause.message))
             return
         key = self.names.find(group_id, name)
-        collective = None if key is None else key.live.get(seq)
+        collective = None if key is None else key.find(seq)
         if collective is not None:
             self._forget(collective, effects)
             effects.append((FAILED, collective, cause))

@@ -24,11 +24,13 @@ import numpy as np
 
 from kfcomm.core.machine import Effects
 from kfcomm.runtime.operation import Array, Operation, Work
-from kfcomm.transports.shm.slots import GENERATION, Cut, word_of
+from kfcomm.runtime.slots import FEW, SlotTable
+from kfcomm.transports.shm.slots import Cut, word_of
 
 if TYPE_CHECKING:
     from kfcomm.core.program import Route
     from kfcomm.reduce import Kernel
+    from kfcomm.runtime.engine import Engine
     from kfcomm.transports.shm.slots import Arrays, Combine, Slot
 
 
@@ -97,20 +99,73 @@ def _nothing(given: Arrays, out: Array) -> None:
     """There is nothing to fold."""
 
 
-class SlottedOperation(Operation):
-    """See the module; the arguments are those of an ``Operation``.
+class InSlot:
+    """What is under way in a slot, or may be.
 
     Attributes:
-        slot: in which it is under way; None if it is not, or is over.
+        slot: in which it is; None if it is not, or is over.
         word: of its use of the slot; the first.
-        is_entered: the router knows of it. Else it is its caller's alone, who holds the engine lock: before that is
-            laid down, it has to be over or to ``enter``.
+        seq: the number of this use of its name.
+        posted_s: when it began, by the monotonic clock.
+        value, nbytes, failed: see ``Operation``.
+        is_operation: it is among those in flight.
     """
 
-    work: SharedWork
     slot: Slot | None = None
     word = 0
-    is_entered = True
+    is_operation = False
+    seq: int
+    posted_s: float
+    value: Any
+    nbytes: int
+    failed: bool
+    engine: Engine
+    _out: Array
+
+    def look(self) -> bool:
+        """Whether it is over now, and was not."""
+        raise NotImplementedError
+
+    def look_at_once(self) -> None:
+        """See ``Operation.look_at_once``: a turn of the loop would take several times as long as it does."""
+        slots = self.engine.slots
+        for _ in range(LOOKS):
+            if self.slot is None:
+                return
+            begun_s = monotonic()
+            sched_yield()
+            if self._look_among(slots) or monotonic() - begun_s > LATE_S:
+                return
+
+    def _look_among(self, slots: SlotTable) -> bool:
+        """Whether it is over now; if many are under way, they are looked at together."""
+        if len(slots.pending) <= FEW:
+            return self.look()
+        slots.look()
+        return self.slot is None
+
+    def enter(self) -> SlottedOperation:
+        """Go on as an operation, in the same slot, if it is none."""
+        raise NotImplementedError
+
+    def as_operation(self) -> SlottedOperation:
+        """What it would be as an operation now, to be read; on any thread."""
+        raise NotImplementedError
+
+
+class SlottedOperation(InSlot, Operation):
+    """See the module; the arguments are those of an ``Operation``."""
+
+    work: SharedWork
+    is_operation = True
+
+    def enter(self) -> SlottedOperation:
+        """See ``InSlot.enter``."""
+        return self
+
+    def as_operation(self) -> SlottedOperation:
+        """See ``InSlot.as_operation``."""
+        return self
 
     def start(self, effects: Effects) -> None:
         """See ``Machine.start``."""
@@ -126,64 +181,27 @@ class SlottedOperation(Operation):
         self.engine.slots.add(self)
         self.look()
 
-    def enter(self) -> None:
-        """It takes longer: from now on it is among all that are under way. Not to be called twice."""
-        self.is_entered = True
-        self.engine.slots.add(self)
-        self.engine.enter(self)
-
     def look(self) -> bool:
-        """Whether it is over now, and was not; it is in a slot."""
-        slot, word = self.slot, self.word
+        """See ``InSlot.look``."""
+        slot, engine = self.slot, self.engine
         if slot is None:
             return False
         try:
-            if not slot.is_whole:
-                if not self._look_closely(slot):
-                    return False
-            else:
-                words = slot.posted()
-                if min(words) < word:
-                    slot.late = words
-                    return False
-                if max(words) - word < GENERATION:
-                    slot.combine(slot.views[slot.use], self._out)
-                elif not self._look_closely(slot):
-                    return False
+            is_over = slot.look(self.word, self._out)
         except Exception as error:  # noqa: BLE001  it ends this collective alone
-            if not self.is_entered:
-                self.enter()
-            self.engine.broke(self, error)
+            engine.broke(self, error)
             return True
-        engine = self.engine
-        if slot.is_root and 1 in slot.parked():  # leaves of a star cannot wake each other
-            engine.slots.wake(slot, self.group)
-        if slot.late:
-            engine.slots.waited(slot, word, self.posted_s, self.group)
-        if self.is_entered:
-            engine.slots.drop(self)
-            self.finished = True
+        if slot.has_news or (is_over and slot.late):
+            engine.slots.told(slot, self, self.group, is_over=is_over)
+        if not is_over:
+            return False
+        if slot.outcome is not None:
+            self.value = slot.take_outcome(self.value)
+        engine.slots.drop(self)
+        self.finished = True
         self.slot = None
         engine.completed(self)
         return True
-
-    def _look_closely(self, slot: Slot) -> bool:
-        is_over: bool = slot.look(self.word, self._out)
-        if is_over and (made := slot.take_result()) is not None:
-            self.value = made.reshape(self.value.shape)
-        if slot.has_news:
-            self.engine.slots.wake(slot, self.group)
-        return is_over
-
-    def look_at_once(self) -> None:
-        """See ``Operation.look_at_once``: a turn of the loop would take several times as long as it does."""
-        for _ in range(LOOKS):
-            if self.slot is None:
-                return
-            begun_s = monotonic()
-            sched_yield()
-            if self.look() or monotonic() - begun_s > LATE_S:
-                return
 
     def accepts(self, route: Route, index: int) -> bool:
         """See ``Machine.accepts``: a chunk says that its sender is not in the slot."""
@@ -200,12 +218,6 @@ class SlottedOperation(Operation):
     def awaits(self, sender: int) -> bool:
         """See ``Machine.awaits``: in a slot nothing comes by links."""
         return self.slot is None and super().awaits(sender)
-
-    def cancel(self) -> bool:
-        """See ``Operation.cancel``."""
-        if not (self.is_entered or self.is_over):
-            self.enter()
-        return super().cancel()
 
     def heard(self) -> int:
         """See ``Collective.heard``: words tell as much as chunks."""

@@ -34,7 +34,7 @@ from kfcomm.runtime.failures import error_of
 from kfcomm.runtime.link_table import LinkTable
 from kfcomm.runtime.meter import Meter
 from kfcomm.runtime.operation import Operation
-from kfcomm.runtime.recorder import BATCH, Recorder
+from kfcomm.runtime.recorder import Recorder
 from kfcomm.runtime.recovery import LinkRecovery
 from kfcomm.runtime.slots import NO_SLOT, SLOT, SlotTable
 from kfcomm.transports.base import Link
@@ -75,11 +75,10 @@ class Engine:
         credit: of every link; the same on every rank.
 
     Attributes:
-        tracer: records a timeline, if one is wanted.
         meter: what is counted and timed; None if nothing is.
         slots: what is carried out without messages.
         lender: the link whose chunk is being taken in.
-        is_unusual: every post goes the long way, since it may be refused.
+        unusual: why every post has to go the long way, if it has to: it may be refused, or is to be traced.
     """
 
     def __init__(
@@ -96,8 +95,9 @@ class Engine:
         self.rank = rank
         self.router = Router(rank, credit)
         self.is_waiting = self.router.live.__len__
-        self.recorder = Recorder(cast("Collection[Operation]", self.router.live), meter)
-        self.tracer: Tracer | None = None
+        self.recorder = Recorder(self.in_flight, meter)
+        self.unusual: set[str] = set()
+        self._tracer: Tracer | None = None
         self.meter = meter
         self.loop = loop
         self.reactor = reactor
@@ -111,10 +111,9 @@ class Engine:
         self.slots = SlotTable(self.links, meter)
         self.recovery = LinkRecovery(self.router, self.links, reactor, self.abort)
         self.deadlines = Deadlines(
-            rank, reactor, stall_after_s, in_flight=self.in_flight, announce=self._announce, abort=self.abort
+            rank, reactor, stall_after_s, in_flight=self.entered, announce=self._announce, abort=self.abort
         )
         self.on_wait: Callable[[], None] = _nothing
-        self.is_unusual = False
         self.lender: Link | None = None
         self.load: Load | None = None
         self.pool = BlockPool()
@@ -175,7 +174,7 @@ class Engine:
 
         The operation has its deadline, and knows the series. Without a future, its caller moves what it has queued.
         """
-        if self.is_unusual or self.tracer is not None:
+        if self.unusual:
             return False
         effects: Effects = []
         try:
@@ -206,8 +205,8 @@ class Engine:
 
     def begins(self, operation: Operation) -> None:
         """An operation has its place and number; it starts now."""
-        if self.tracer is not None:
-            self.tracer.posted(operation)
+        if self._tracer is not None:
+            self._tracer.posted(operation)
         if operation.priority and not self.links.is_low_latency:
             self.links.set_low_latency()
         if not operation.seq and self.router.num_keys >= self._warn_at:
@@ -224,8 +223,8 @@ class Engine:
         """A call failed its local checks: the other ranks' calls under this name fail too."""
         if self._ended:
             return
-        if self.tracer is not None:
-            self.tracer.instant("refused", collective=shown(name), reason=message)
+        if self._tracer is not None:
+            self._tracer.instant("refused", collective=shown(name), reason=message)
         if self.meter is not None:
             self.meter.failed(group, name)
         effects: Effects = []
@@ -252,7 +251,7 @@ class Engine:
 
     def end(self, reason: str) -> None:
         """Fail all that is in flight, here and on the other ranks; from now on posts raise ``SessionClosed``."""
-        self.is_unusual = True
+        self.unusual.add("ended")
         for listener in list(self.end_listeners):
             listener()
         self.abandon(None, reason)
@@ -261,12 +260,19 @@ class Engine:
     def abandon(self, group_ids: Collection[bytes] | None, reason: str) -> None:
         """Abort what is in flight in some groups (None: in all)."""
         cause = Cause(CauseKind.CANCELLED, self.rank, reason)
-        for collective in list(self.router.live):
+        for collective in self.entered():
             if group_ids is None or collective.group.id in group_ids:
                 self.abort(collective, cause)
 
     def in_flight(self) -> list[Operation]:
-        """What is posted and not over."""
+        """What is posted and not over, to be read; on any thread."""
+        operations = [use.as_operation() for use in self.slots.uses()]
+        return [*cast("Collection[Operation]", list(self.router.live)), *operations]
+
+    def entered(self) -> list[Operation]:
+        """The same, and from now on all of it is known to the router."""
+        for use in self.slots.uses():
+            use.enter()
         return cast("list[Operation]", list(self.router.live))
 
     async def close(self, timeout_s: float) -> None:
@@ -274,6 +280,19 @@ class Engine:
         self.deadlines.close()
         self.recovery.close()
         await self.links.close(timeout_s)
+
+    @property
+    def tracer(self) -> Tracer | None:
+        """Records a timeline, if one is wanted."""
+        return self._tracer
+
+    @tracer.setter
+    def tracer(self, tracer: Tracer | None) -> None:
+        self._tracer = tracer
+        if tracer is None:
+            self.unusual.discard("traced")
+        else:
+            self.unusual.add("traced")
 
     @property
     def control(self) -> ControlPlane | None:
@@ -295,6 +314,8 @@ class Engine:
     def on_peer_lost(self, peer: int, reason: str) -> None:
         """A peer is gone: everything that it takes part in fails, now and later."""
         effects: Effects = []
+        self.entered()
+        self.unusual.add("lost")
         self.router.on_peer_lost(peer, Cause(CauseKind.LOST, peer, f"rank {peer} is lost: {reason}"), effects)
         self.links.drop(peer)
         self.perform(effects)
@@ -302,6 +323,7 @@ class Engine:
 
     def on_peer_left(self, peer: int, cause: Cause) -> None:
         """A peer posts nothing more: later posts that need it fail; what it has posted may still complete."""
+        self.unusual.add("lost")
         self.router.on_peer_left(peer, cause)
         self.links.goodbye(peer)
         self._tell_losses()
@@ -323,7 +345,7 @@ class Engine:
             meter = self.meter
             if meter is not None and not meter.now_s:
                 meter.now_s = monotonic()
-            if self.tracer is not None:
+            if self._tracer is not None:
                 self._trace_chunk(link, header, payload)
             self.lender = link
             try:
@@ -359,8 +381,8 @@ class Engine:
 
     def _trace_chunk(self, link: Link, header: Header, payload: memoryview) -> None:
         key = link.state.keys.get(header[1])
-        if key is not None and self.tracer is not None:
-            self.tracer.arrived(link.peer, key, header[2], len(payload))
+        if key is not None and self._tracer is not None:
+            self._tracer.arrived(link.peer, key, header[2], len(payload))
 
     def _hear(self, link: Link, header: Header, effects: Effects) -> None:
         """A frame without payload."""
@@ -396,8 +418,8 @@ class Engine:
         self.perform(effects)
         payload = self._room(ticket, nbytes)
         payload.ticket = ticket
-        if self.tracer is not None:
-            self.tracer.arriving(link.peer)
+        if self._tracer is not None:
+            self._tracer.arriving(link.peer)
         return payload
 
     def arrived(self, link: Link, placement: Payload) -> None:
@@ -405,7 +427,7 @@ class Engine:
         if placement.ticket is None:
             placement.release(self.pool)
             return
-        if self.tracer is not None:
+        if self._tracer is not None:
             self._trace_arrival(link.peer, placement)
         effects: Effects = []
         whose = placement.ticket[0]
@@ -538,8 +560,8 @@ class Engine:
                     operation.sends += 1
                     continue
                 stamp = admitted[7]
-            if self.tracer is not None:
-                self.tracer.sent(peer, operation, nbytes)
+            if self._tracer is not None:
+                self._tracer.sent(peer, operation, nbytes)
             header = (CHUNK, series.key_id, operation.seq, series.signature_id, lane.number, phase, index, stamp)
             # Without payload too: who is done may block its loop or exit, so its frames must have left by then.
             if not (link or sender).send(header, data if nbytes else None, operation, operation.priority):
@@ -559,28 +581,25 @@ class Engine:
 
     def completed(self, operation: Operation) -> None:
         """All that an operation had to do is done."""
-        ended = self.recorder.ended
-        ended.append((operation.series, operation.seq, operation.posted_s, monotonic(), operation.nbytes))
-        if len(ended) >= BATCH:
-            self.recorder.settle()
+        self.recorder.end(operation.series, operation.seq, operation.posted_s, operation.nbytes)
         self.router.complete(operation)
         if self.deadlines.inquiries:
             self.deadlines.end(operation)
-        if self.tracer is not None:
-            self.tracer.ended(operation)
+        if self._tracer is not None:
+            self._tracer.ended(operation)
         if operation.future is None:
             operation.is_over = True
         else:
             operation.resolve()
         if self.load is not None:
-            self.load.ended(operation, is_last=not self.router.live)
+            self.load.ended(operation, is_last=not (self.router.live or self.slots.pending))
 
     # ---------------------------------------------------------------- failures
 
     def _reject(self, operation: Operation, group: GroupView, name: str, cause: Cause, effects: Effects) -> None:
         self.recorder.note("rejected", name, -1, cause.message)
-        if self.tracer is not None:
-            self.tracer.instant("rejected", collective=shown(name), reason=cause.message)
+        if self._tracer is not None:
+            self._tracer.instant("rejected", collective=shown(name), reason=cause.message)
         if self.meter is not None:
             self.meter.failed(group, name)
         operation.reject(error_of(cause, name))
@@ -593,8 +612,8 @@ class Engine:
         if self.meter is not None:
             self.meter.failed(collective.group, collective.name)
         self.recorder.failed(operation, cause.message)
-        if self.tracer is not None:
-            self.tracer.ended(operation, cause.message)
+        if self._tracer is not None:
+            self._tracer.ended(operation, cause.message)
         for sender in self.links.senders():
             for header in sender.withdraw(operation):
                 if header[7] & 1:
@@ -604,7 +623,7 @@ class Engine:
         operation.reject(error_of(cause, collective.name, story))
         self._tell_mismatch(collective.group, collective.name, collective.seq, cause)
         if self.load is not None:
-            self.load.ended(operation, is_last=not self.router.live)
+            self.load.ended(operation, is_last=not (self.router.live or self.slots.pending))
 
     def _tell_mismatch(self, group: GroupView, name: str, seq: int, cause: Cause) -> None:
         listener = self.mismatch_listeners.get(group.id)
@@ -628,7 +647,7 @@ class Engine:
         return Payload.held(self.pool, nbytes)
 
     def _trace_arrival(self, peer: int, placement: Payload) -> None:
-        ticket, tracer = placement.ticket, self.tracer
+        ticket, tracer = placement.ticket, self._tracer
         if tracer is None:
             return
         if type(ticket[0]) is not Early:

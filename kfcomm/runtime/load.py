@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kfcomm.runtime.direct import InSlot
     from kfcomm.runtime.operation import Operation
 
 
@@ -40,7 +41,7 @@ class Load:
         since_s = min([self._since_s, *begun]) if begun else math.inf
         return self._busy_s + max(0.0, now_s - max(since_s, self._made_s))
 
-    def ended(self, operation: Operation, *, is_last: bool) -> None:
+    def ended(self, operation: Operation | InSlot, *, is_last: bool) -> None:
         """A collective is over; ``is_last``: nothing is in flight any more, which ends a busy time.
 
         All that was in flight since its beginning has ended by then, so the earliest post among them is known.

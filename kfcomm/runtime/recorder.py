@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable
 from operator import itemgetter
 from threading import Lock
+from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
@@ -34,25 +35,35 @@ class Recorder:
     """The last events of a process.
 
     Args:
-        live: what is posted and not over; any thread may make a list of it.
+        in_flight: what is posted and not over; on any thread.
         meter: tallies what has ended, if anything does.
 
+
     Attributes:
-        ended: what is complete and to be settled: whoever appends to it looks whether there is a ``BATCH``. To tally
-            one of hundreds of names when it ends costs three times as much, for memory that is in no cache.
+        ended: what is complete and to be settled: see ``end``.
     """
 
-    __slots__ = ("_kept", "_live", "_lock", "_meter", "_notes", "ended")
+    __slots__ = ("_in_flight", "_kept", "_lock", "_meter", "_notes", "ended")
 
-    def __init__(self, live: Collection[Operation], meter: Meter | None = None) -> None:
+    def __init__(self, in_flight: Callable[[], list[Operation]], meter: Meter | None = None) -> None:
         self.ended: deque[Ended] = deque()
         self._kept: deque[Ended] = deque(maxlen=MAX_EVENTS)
         self._notes: deque[Event] = deque(maxlen=MAX_EVENTS)
-        self._live = live
+        self._in_flight = in_flight
         self._meter = meter
         self._lock = Lock()
         if meter is not None:
             meter.settle = self.settle
+
+    def end(self, series: Series, seq: int, posted_s: float, nbytes: int) -> None:
+        """A collective is complete now; see ``Ended``.
+
+        To tally one of hundreds of names when it ends would cost three times as much, for memory that is in no cache.
+        """
+        ended = self.ended
+        ended.append((series, seq, posted_s, monotonic(), nbytes))
+        if len(ended) >= BATCH:
+            self.settle()
 
     def settle(self, patience_s: float = 0.0) -> None:
         """Tally what has ended, unless another thread is at it for longer than this many seconds.
@@ -73,7 +84,7 @@ class Recorder:
 
     def note(self, event: str, name: str, seq: int, detail: str = "") -> None:
         """Something else happened, now, to use ``seq`` of ``name``."""
-        self._notes.append((time.monotonic(), event, name, seq, detail))
+        self._notes.append((monotonic(), event, name, seq, detail))
 
     def failed(self, operation: Operation, detail: str) -> None:
         """An operation has failed."""
@@ -86,7 +97,7 @@ class Recorder:
         if not events:
             return "has not posted anything yet"
         when, event, name, seq, detail = events[-1]
-        return f"{event} {name!r} #{seq}{detail and ', '}{detail} {time.monotonic() - when:.1f} s ago"
+        return f"{event} {name!r} #{seq}{detail and ', '}{detail} {monotonic() - when:.1f} s ago"
 
     def story(self, name: str) -> tuple[str, ...]:
         """The latest events of one name, oldest first."""
@@ -107,7 +118,7 @@ class Recorder:
         events = list(self._notes)
         for series, seq, posted_s, ended_s, _ in [*self._kept, *self.ended][-limit:]:
             events += (_posted(series, seq, posted_s), (ended_s, "completed", series.key.name, seq, ""))
-        events += [_posted(one.series, one.seq, one.posted_s) for one in list(self._live)[-limit:]]
+        events += [_posted(one.series, one.seq, one.posted_s) for one in self._in_flight()[-limit:]]
         return sorted(events, key=itemgetter(0))[-limit:]
 
 
@@ -117,4 +128,4 @@ def _posted(series: Series, seq: int, when_s: float) -> Event:
 
 def _wall_s() -> float:
     """What the wall clock is ahead of the monotonic one."""
-    return time.time() - time.monotonic()
+    return time.time() - monotonic()

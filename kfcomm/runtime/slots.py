@@ -19,7 +19,7 @@ from kfcomm.transports.shm.slots import MAX_SLOTS, NEVER, POSTED, SHARED, Slot, 
 
 if TYPE_CHECKING:
     from kfcomm.core.collective import GroupView, Series
-    from kfcomm.runtime.direct import SlottedOperation
+    from kfcomm.runtime.direct import InSlot, SlottedOperation
     from kfcomm.runtime.link_table import LinkTable
     from kfcomm.runtime.meter import Meter
 
@@ -41,12 +41,12 @@ class SlotTable:
     """
 
     def __init__(self, links: LinkTable, meter: Meter | None) -> None:
-        self.pending: dict[SlottedOperation, None] = {}
+        self.pending: dict[InSlot, None] = {}
         self.num_taken = self.taken_nbytes = 0
         self._links = links
         self._meter = meter
         self._boards: dict[SlotMemory, _Board] = {}
-        self._others: dict[SlottedOperation, None] = {}
+        self._others: dict[InSlot, None] = {}
         self._parked: list[SlotMemory] = []
 
     def of(self, operation: SlottedOperation) -> Slot | None:
@@ -79,64 +79,69 @@ class SlotTable:
                 if sender is not None and sender.link is not None:
                     sender.link.wake_peer()
 
-    def waited(self, slot: Slot, word: int, posted_s: float, group: GroupView) -> None:
-        """A use is complete that has waited: for those who came last, which is told of the time that it took."""
+    def told(self, slot: Slot, use: InSlot, group: GroupView, *, is_over: bool) -> None:
+        """Something has come: wake who may not know, and tell the meter for whom a use that is over has waited."""
+        if slot.has_news or (slot.is_root and 1 in slot.parked()):  # leaves of a star cannot wake each other
+            self.wake(slot, group)
+        if not is_over:
+            return
         words, slot.late = slot.late, []
-        word = slot.awaited or word
         meter = self._meter
         if meter is not None:
-            missing = [rank for rank, other in enumerate(words) if not slot.has_come([other], word)]
-            for rank in missing:
-                meter.waited_s[group.members[rank]] += (monotonic() - posted_s) / len(missing)
+            word = slot.awaited or use.word
+            missing = [member for member, other in zip(group.members, words, strict=False) if other < word]
+            for member in missing:
+                meter.waited_s[member] += (monotonic() - use.posted_s) / len(missing)
 
-    def add(self, operation: SlottedOperation) -> None:
+    def add(self, use: InSlot) -> None:
         """A use is under way."""
-        self.pending[operation] = None
-        slot = operation.slot
+        self.pending[use] = None
+        slot = use.slot
         if slot is None:
             return
-        memory = slot.memory
-        if not memory.is_everywhere(slot):
-            self._others[operation] = None
-            return
-        board = self._boards.get(memory)
+        board = slot.board
         if board is None:
-            board = self._boards[memory] = _Board(memory)
-        board.add(slot.number, operation)
+            self._others[use] = None
+        else:
+            board.add(slot.number, use)
 
-    def drop(self, operation: SlottedOperation) -> None:
+    def drop(self, use: InSlot) -> None:
         """It is no more."""
-        slot = operation.slot
-        if self.pending.pop(operation, 0) is None and slot is not None:
-            self._others.pop(operation, None)
-            board = self._boards.get(slot.memory)
-            if board is not None:
-                board.drop(slot.number)
+        if self.pending.pop(use, 0) is None:
+            slot = use.slot
+            if slot is None or slot.board is None:
+                self._others.pop(use, None)
+            else:
+                slot.board.drop(slot.number)
+
+    def uses(self) -> list[InSlot]:
+        """Those under way that are no operations; on any thread."""
+        return [use for use in list(self.pending) if not use.is_operation]
 
     def look(self) -> bool:
         """Look at all that is under way; whether anything has come of it."""
         moved = False
         if len(self.pending) <= FEW:
-            for operation in tuple(self.pending):
-                if _moves(operation):
+            for use in tuple(self.pending):
+                if _moves(use):
                     moved = True
             return moved
         for board in self._boards.values():
-            for operation in board.candidates():
-                if _moves(operation):
+            for use in board.candidates():
+                if _moves(use):
                     moved = True
-                board.look_for(operation)
-        for operation in tuple(self._others):
-            if _moves(operation):
+                board.look_for(use)
+        for use in tuple(self._others):
+            if _moves(use):
                 moved = True
         return moved
 
     def park(self) -> None:
         """Peers have to wake this process for what is under way."""
-        for operation in self.pending:
-            if operation.slot is not None and operation.slot.memory not in self._parked:
-                operation.slot.memory.park(is_parked=True)
-                self._parked.append(operation.slot.memory)
+        for use in self.pending:
+            if use.slot is not None and use.slot.memory not in self._parked:
+                use.slot.memory.park(is_parked=True)
+                self._parked.append(use.slot.memory)
 
     def unpark(self) -> None:
         """It looks by itself."""
@@ -187,8 +192,8 @@ class SlotTable:
         if slot is None or peer != slot.root:
             return
         slot.is_dead = True
-        for operation in [one for one in self.pending if one.slot is slot and one.seq >= seq]:
-            operation.leave()
+        for use in [one for one in self.pending if one.slot is slot and one.seq >= seq]:
+            use.enter().leave()
 
     def _taken(self, operation: SlottedOperation, memory: SlotMemory, number: int, at: int) -> Slot | None:
         """The slot there, for this series from now on; None if there can be none."""
@@ -199,6 +204,11 @@ class SlotTable:
             if key.slots is None:
                 key.slots = {}
             series.slot = key.slots[series.signature] = slot
+            if memory.is_everywhere(slot):
+                board = self._boards.get(memory)
+                if board is None:
+                    board = self._boards[memory] = _Board(memory)
+                slot.board = board
             self.num_taken += 1
             self.taken_nbytes += work.cut.room
         return slot
@@ -223,10 +233,10 @@ class SlotTable:
                 sender.send((SLOT, series.key_id, series.signature_id, operation.seq, *where))
 
 
-def _moves(operation: SlottedOperation) -> bool:
+def _moves(use: InSlot) -> bool:
     """Look at it; whether it is over, or at least further."""
-    slot = operation.slot
-    if operation.look():
+    slot = use.slot
+    if use.look():
         return True
     if slot is None or not slot.has_moved:
         return False
@@ -240,26 +250,29 @@ class _Board:
     def __init__(self, memory: SlotMemory) -> None:
         self._words = memory.everywhere(POSTED), memory.everywhere(SHARED)
         self._awaited = tuple(np.full(MAX_SLOTS, NEVER, np.int64) for _ in self._words)
-        self._by_number: dict[int, SlottedOperation] = {}
+        self._posted, self._shared = (awaited.data for awaited in self._awaited)
+        self._by_number: dict[int, InSlot] = {}
         self._end = 0
 
-    def add(self, number: int, operation: SlottedOperation) -> None:
-        self._by_number[number] = operation
-        self.look_for(operation)
+    def add(self, number: int, use: InSlot) -> None:
+        self._by_number[number] = use
+        slot = use.slot
+        if slot is not None and slot.is_whole:
+            self._posted[number] = use.word
+        else:
+            self.look_for(use)
         if number >= self._end:
             self._end = number + 1
 
-    def look_for(self, operation: SlottedOperation) -> None:
+    def look_for(self, use: InSlot) -> None:
         """What is under way is further now."""
-        slot = operation.slot
+        slot = use.slot
         if slot is not None:
-            for awaited, word in zip(self._awaited, slot.awaits(operation.word), strict=True):
-                awaited[slot.number] = word
+            self._posted[slot.number], self._shared[slot.number] = slot.awaits(use.word)
 
     def drop(self, number: int) -> None:
-        if self._by_number.pop(number, None) is not None:
-            for awaited in self._awaited:
-                awaited[number] = NEVER
+        del self._by_number[number]
+        self._posted[number] = self._shared[number] = NEVER
 
     def candidates(self) -> list[Any]:
         """Those of which all words may have come, posted or shared."""

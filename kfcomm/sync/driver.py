@@ -25,8 +25,8 @@ from os import sched_yield
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from kfcomm.collectives.compiled import NOT_ALIKE
+from kfcomm.collectives.slot_use import SlotUse
 from kfcomm.errors import SessionClosed
-from kfcomm.runtime.direct import SlottedOperation
 from kfcomm.sync.thread import LOOK_EVERY_S, IoThread
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor
@@ -182,51 +182,54 @@ class Driver:
             WouldDeadlock: the caller is the I/O thread.
             SessionClosed: the communicator belongs to the parent process.
         """
-        lock = self._lock
+        lock, reactor = self._lock, self.reactor
         is_mine = lock.is_mine()
-        if is_mine or session.engine.is_unusual:  # in a callback on the I/O thread, perhaps, or in a forked child
+        if is_mine or session.engine.unusual:  # in a callback on the I/O thread, perhaps, or in a forked child
             self.io.may_block()
         handle: Awaited[T] | None = None
-        is_left = False
         try:
             if is_mine:
                 self._found_taken(session)
             else:
                 with lock.gate:
                     lock.acquire()
-            self.reactor.is_driven = self._is_working = True
+            reactor.is_driven = self._is_working = True
             handle = begin(*arguments)
-            if handle is None:
-                return cast("T", NOT_ALIKE)
-            if isinstance(handle, SlottedOperation) and not handle.is_entered and self._is_over_soon(handle, session):
-                outcome: T = handle.value
-                self._is_working = False
-                is_left = True
-                self.reactor.is_driven = False  # as it was found: nothing of the engine's has moved
-                lock.release()
-                return outcome
-            if not handle.done():
-                if session.engine.links.dirty:
-                    session.engine.links.flush()
-                if self._leader:
-                    self._wait(handle, math.inf)
-                else:
-                    self._lead(handle, math.inf)
-            return handle.result()
+            if type(handle) is SlotUse:
+                if (handle.look() or self._is_over_soon(handle, session)) and handle.is_over:
+                    self._is_working = reactor.is_driven = False  # as it was found: nothing of the engine's has moved
+                    lock.release()
+                    return handle.value  # type: ignore[no-any-return]
+                handle = cast("Awaited[T]", handle.enter())
+            outcome: T = NOT_ALIKE  # type: ignore[assignment]
+            if handle is not None:
+                if not handle.done():
+                    if session.engine.links.dirty:
+                        session.engine.links.flush()
+                    if self._leader:
+                        self._wait(handle, math.inf)
+                    else:
+                        self._lead(handle, math.inf)
+                outcome = handle.result()
         except BaseException as error:
-            self._interrupted(error, handle, session)
-            raise
-        finally:
-            if not is_left or lock.is_mine():
-                self.reactor.is_driven = False
+            try:
+                self._interrupted(error, handle, session)
+            finally:
+                reactor.is_driven = False
                 self._leave()
+            raise
+        reactor.is_driven = False
+        self._leave()
+        return outcome
 
-    def _is_over_soon(self, use: SlottedOperation, session: Session) -> bool:
-        """Look a few times whether it is over, without a failure; else it is among all that are under way."""
+    def _is_over_soon(self, use: SlotUse, session: Session) -> bool:
+        """Look a few times more whether it is over."""
+        slot, word = use.slot, use.word
+        if slot is None:
+            return False
+        is_wanted, posted = self._lock.is_wanted, slot.posted
         for look in range(SLOT_LOOKS):
-            if use.look():
-                return not use.failed
-            if self._lock.is_wanted():
+            if is_wanted():
                 break
             self._is_working = False
             if look == NAP_AFTER and session.is_crowded:
@@ -234,7 +237,11 @@ class Driver:
             else:
                 sched_yield()
             self._is_working = True
-        use.enter()
+            words = posted()
+            if min(words) < word:
+                slot.late = words
+            elif use.look():
+                return True
         return False
 
     def wait(self, handle: Awaited[T], timeout_s: float | None, session: Session) -> bool:

@@ -7,8 +7,8 @@ import concurrent.futures
 from types import NoneType
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
+from kfcomm.collectives.slot_use import SlotUse
 from kfcomm.errors import CollectiveAborted
-from kfcomm.runtime.direct import SlottedOperation
 
 if TYPE_CHECKING:
     from kfcomm.collectives.persistent import PersistentCollective as Inner
@@ -117,8 +117,8 @@ class PersistentCollective(Generic[T]):
 
     def _start_here(self) -> None:
         latest = self._begin()
-        if isinstance(latest, SlottedOperation) and not latest.is_entered and not latest.look():
-            latest.enter()
+        if type(latest) is SlotUse:
+            latest.begin()
 
     def _begin(self) -> Awaited[T]:
         return self._inner.start()._latest

@@ -40,7 +40,7 @@ def events(recorder: Recorder) -> list[tuple[str, str, int]]:
 
 def test_events_are_told_in_the_order_of_their_times() -> None:
     live: dict[Any, None] = {}
-    recorder = Recorder(live)
+    recorder = Recorder(lambda: list(live))
     assert recorder.last() == "has not posted anything yet"
     live[operation("grad", 1, 103.0)] = None
     recorder.ended.append((series("grad"), 0, 100.0, 102.0, 8))
@@ -58,7 +58,7 @@ def test_events_are_told_in_the_order_of_their_times() -> None:
 
 
 def test_a_failure_is_told_with_its_post() -> None:
-    recorder = Recorder({})
+    recorder = Recorder(list)
     recorder.note("lost", "rank 1", -1, "its process ended")
     recorder.failed(operation("grad", 3), "rank 1 is lost")
     assert events(recorder) == [("posted", "grad", 3), ("lost", "rank 1", -1), ("failed", "grad", 3)]
@@ -66,7 +66,8 @@ def test_a_failure_is_told_with_its_post() -> None:
 
 
 def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder({operation("live", number, 1e6 + number): None for number in range(2 * recorders.MAX_EVENTS)})
+    live = [operation("live", number, 1e6 + number) for number in range(2 * recorders.MAX_EVENTS)]
+    recorder = Recorder(lambda: live)
     for number in range(2 * recorders.MAX_EVENTS):
         recorder.ended.append((series("x"), number, float(number), number + 0.5, 8))
         recorder.settle()
@@ -77,7 +78,7 @@ def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_whoever_asks_the_meter_hears_of_all_that_has_ended() -> None:
     meter = Meter(2)
-    recorder = Recorder({}, meter)
+    recorder = Recorder(list, meter)
     grad = series("grad")
     for number in range(5):
         recorder.ended.append((grad, number, 100.0, 102.0, 8))
@@ -91,7 +92,7 @@ def test_whoever_asks_the_meter_hears_of_all_that_has_ended() -> None:
 def test_one_thread_tallies_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meters, "PATIENCE_S", 0.0)
     meter = Meter(2)
-    recorder = Recorder({}, meter)
+    recorder = Recorder(list, meter)
     recorder.ended.append((series("x"), 0, 100.0, 101.0, 8))
     with recorder._lock:  # somebody else is at it, or a forked child's parent was
         assert not meter.tallies()[0]
@@ -101,7 +102,7 @@ def test_one_thread_tallies_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_read_while_others_write() -> None:
     live: dict[Any, None] = {}
     meter = Meter(2)
-    recorder = Recorder(live, meter)
+    recorder = Recorder(lambda: list(live), meter)
     is_over = threading.Event()
     one = series("x")
 

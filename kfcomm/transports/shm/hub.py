@@ -82,7 +82,7 @@ class Hub:
     @property
     def is_waiting(self) -> bool:
         """Whether something is in flight on this rank."""
-        return bool(self._is_waiting())
+        return bool(self._is_waiting() or self._slots.pending)
 
     def wake(self) -> None:
         """Something is in flight, or has arrived: look until it is quiet. Costs 0.2 µs when it is looked at anyway."""
@@ -104,8 +104,8 @@ class Hub:
                     moved = True
         if self._slots.pending and self._slots.look():
             moved = True
-        if moved and not self._is_waiting():  # it is there, and the program may be long at its work now
-            self.ring_bells()
+        if moved and not self._is_waiting() and not self._slots.pending:
+            self.ring_bells()  # it is there, and the program may be long at its work now
         return moved
 
     def descriptors(self) -> list[int]:
@@ -132,7 +132,7 @@ class Hub:
     @property
     def is_needed(self) -> bool:
         """Whether this rank waits for something, or a peer for what is queued here, or for a bell."""
-        if self._is_waiting():
+        if self._is_waiting() or self._slots.pending:
             return True
         return bool(self.restless) and any(link.owes_bell or not link.is_idle for link in self.restless)
 

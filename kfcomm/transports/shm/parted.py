@@ -295,7 +295,7 @@ class SharedResultSlot(PartedSlot):
     left there, and for ever if one fails before that.
     """
 
-    __slots__ = ("_lent", "_loan", "_outcome", "_place", "_result")
+    __slots__ = ("_lent", "_loan", "_place", "_result")
 
     kinds = (*PartedSlot.kinds, RESULT, LOAN)
 
@@ -306,14 +306,13 @@ class SharedResultSlot(PartedSlot):
         super().__init__(memory, number, at, places, root, rank, dtype, cut, combine)
         self._result: Array | None = None
         self._lent: Array | None = None
-        self._outcome: Array | None = None
         self._loan = 0
         self._place = NOWHERE
 
     def post(self, x: Array, word: int) -> bool:
         """See ``Slot.post``; with memory for the result, if all can write there."""
         heaps = self.memory.heaps
-        self._result = self._outcome = self._lent = None
+        self._result = self.outcome = self._lent = None
         if not self._is_mapped and heaps.map(self._members) and heaps.map_writable(self.root):
             self._is_mapped = True
             self._tell(READY, WRITABLE)
@@ -359,17 +358,12 @@ class SharedResultSlot(PartedSlot):
     def _is_read(self) -> bool:
         if self._result is None:
             return super()._is_read()
-        self._outcome, self._result = self._seen(), None
+        self.outcome, self._result = self._seen(), None
         return True
 
     def _let_go(self) -> None:
         super()._let_go()
         self._result = self._lent = None
-
-    def take_result(self) -> Array | None:
-        """See ``Slot.take_result``."""
-        made, self._outcome = self._outcome, None
-        return made
 
     def _seen(self) -> Array:
         """The result, as this rank's program gets it."""

@@ -127,6 +127,11 @@ def word_of(number: int, generation: int) -> int:
     return (generation % _MAX_GENERATIONS) * GENERATION + number + 1
 
 
+def generation_of(word: int, latest: int) -> int:
+    """The generation in which a word was stored, where ``latest`` is the present one."""
+    return latest - (latest - word // GENERATION) % _MAX_GENERATIONS
+
+
 def nbytes_of_regions(num_ranks: int) -> int:
     """Of each."""
     room = max(MIN_BUFFERS_NBYTES, BUFFERS_NBYTES // num_ranks)
@@ -327,15 +332,17 @@ class Slot:
         root: world rank of who has handed it out; ``is_root``: this one.
         parked: who has to be woken, of all ranks of the memory, read now.
         late: words that had come when not all had, for a use that has waited; to be cleared by who reads them.
+        outcome: the result of the latest use, if it is not in the array that it was to be made in.
+        board: for who looks at many slots at a time.
         awaited: the word that they should have been; 0 for the use's first.
         has_moved: something has come of a use that is not complete; to be cleared by who reads it.
         has_news: this rank has stored something, and somebody sleeps, who may have to be woken.
     """
 
     __slots__ = (
-        "_buffers", "_buffers_end", "_fence", "_posted_at", "_words", "awaited", "combine", "has_moved", "has_news",
-        "is_dead", "is_root", "late", "memory", "num_words", "number", "parked", "places", "posted", "root",
-        "told_from", "use", "views",
+        "_buffers", "_buffers_end", "_fence", "_posted_at", "_words", "awaited", "board", "combine", "has_moved",
+        "has_news", "is_dead", "is_root", "late", "memory", "num_words", "number", "outcome", "parked", "places",
+        "posted", "root", "told_from", "use", "views",
     )  # fmt: skip
 
     is_whole = True
@@ -354,6 +361,8 @@ class Slot:
         self.is_dead = self.has_news = self.has_moved = False
         self.use = self.awaited = 0
         self.late: list[int] = []
+        self.outcome: Array | None = None
+        self.board: Any = None
         self.combine = combine
         self._fence = fence()
         self.parked = memory.parked
@@ -383,7 +392,7 @@ class Slot:
         ``out`` may be what this rank gave.
         """
         words = self.posted()
-        if not self.has_come(words, word):
+        if min(words) < word or (max(words) - word >= GENERATION and not self.has_come(words, word)):
             self.late = words
             return False
         self.combine(self.views[self.use], out)
@@ -407,9 +416,10 @@ class Slot:
         """Ranks that keep the use of this word waiting."""
         return [rank for rank, other in enumerate(self.posted()) if not self.has_come([other], word)]
 
-    def take_result(self) -> Array | None:
-        """That of the latest use, if it is not in the array that it was to be made in."""
-        return None
+    def take_outcome(self, value: Array) -> Array:
+        """What is there in place of a value that was to be made."""
+        made, self.outcome = self.outcome, None
+        return value if made is None else made.reshape(value.shape)
 
     def forget(self) -> None:
         """The latest use is over, or goes on elsewhere."""

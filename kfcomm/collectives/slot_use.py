@@ -1,0 +1,141 @@
+"""Uses of a slot by compiled names: over, most of them, before they have to be operations."""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import TYPE_CHECKING, Any, cast
+
+from kfcomm.runtime.direct import InSlot, SlottedOperation
+from kfcomm.runtime.recorder import BATCH
+from kfcomm.transports.shm.slots import generation_of
+
+if TYPE_CHECKING:
+    from kfcomm.collectives.compiled import Compiled
+    from kfcomm.core.signature import Signature
+    from kfcomm.runtime.operation import Array
+    from kfcomm.transports.shm.slots import Slot
+
+
+class SlotUse(InSlot):
+    """A use of a slot by a name that was used before, which is no operation: it may be over before it has to be one.
+
+    It is made when it begins. As soon as anything is unusual, or somebody wants to know more, it has to ``enter``.
+
+    Args:
+        name: the compiled name. Nothing is unusual: see ``Compiled.begin``.
+        slot: of its series.
+        future: see ``Operation``. Without one it is its caller's alone, who holds the engine lock: before that is laid
+            down, it has to be over or to ``enter``.
+        source: see ``Operation``.
+        out: flat memory of the result.
+        value: see ``Operation``.
+
+    Attributes:
+        is_over: it has ended, and did not ``enter``.
+    """
+
+    is_over = failed = False
+    _operation: SlottedOperation | None = None
+
+    def __init__(self, name: Compiled, slot: Slot, future: Any, source: Array, out: Array, value: Array | None) -> None:
+        self._name = name
+        self.nbytes = name.nbytes
+        self.engine = engine = name.engine
+        self.slot = slot
+        self.future = future
+        self._in = source
+        self._out = out
+        self.value = value
+        key = name.series.key
+        self.seq = seq = key.next_seq
+        key.next_seq = seq + 1
+        key.begun = self
+        self.posted_s = monotonic()
+        self.word = word = name.group.plans.first_word + seq * slot.num_words
+        if slot.post(source, word):
+            engine.slots.wake(slot, name.series.group)
+
+    def look(self) -> bool:
+        """See ``InSlot.look``."""
+        slot = self.slot
+        if slot is None:
+            return False
+        name, engine = self._name, self.engine
+        series, slots = name.series, engine.slots
+        try:
+            is_over = slot.look(self.word, self._out)
+        except Exception as error:  # noqa: BLE001  it ends this collective alone
+            engine.broke(self.enter(), error)
+            return True
+        if slot.has_news or (is_over and slot.late):
+            slots.told(slot, self, series.group, is_over=is_over)
+        if not is_over:
+            return False
+        if slot.outcome is not None:
+            self.value = slot.take_outcome(self.value)
+        if slots.pending:
+            slots.drop(self)
+        self.slot = series.key.begun = None
+        self.is_over = True
+        ended = engine.recorder.ended
+        ended.append((series, self.seq, self.posted_s, monotonic(), self.nbytes))
+        if len(ended) >= BATCH:
+            engine.recorder.settle()
+        if engine.load is not None:
+            engine.load.ended(self, is_last=not (engine.router.live or slots.pending))
+        future = self.future
+        if future is not None:
+            self.future = future.operation = None
+            if not future.done():
+                future.set_result(self.value)
+        return True
+
+    def begin(self) -> None:
+        """Look, and if it is not over, let it be looked at with all that is under way."""
+        if not self.look():
+            engine = self.engine
+            engine.slots.add(self)
+            due_s = self.posted_s + self._name.first_s
+            if due_s < engine.deadlines.next_s:
+                engine.deadlines.hurry(due_s)
+            engine.on_wait()
+
+    def enter(self) -> SlottedOperation:
+        """See ``InSlot.enter``."""
+        operation = self._operation
+        if operation is None:
+            operation = self._operation = self.as_operation()
+            engine, series = self.engine, self._name.series
+            engine.slots.drop(self)
+            self.slot = series.key.begun = None
+            if series.version != engine.router.names.version:  # chunks may have to be sent for it
+                operation.series = engine.router.series(
+                    series.group, series.key.name, cast("Signature", series.signature), series.program, series.sizes
+                )
+            engine.slots.add(operation)
+            engine.enter(operation)
+            future = self.future
+            if future is not None:
+                self.future, future.operation = None, operation
+        return operation
+
+    def as_operation(self) -> SlottedOperation:
+        """See ``InSlot.as_operation``."""
+        operation: SlottedOperation = self._name.operation(self._name, self.future, self._in, self._out, self.value)
+        operation.slot, operation.word = self.slot, self.word
+        operation.seq, operation.stamp = self.seq, generation_of(self.word, self._name.group.plans.generation) << 1
+        operation.posted_s = operation.heard_s = self.posted_s
+        operation.due_s = self.posted_s + self._name.first_s
+        return operation
+
+    def done(self) -> bool:
+        """See ``Operation.done``."""
+        return self.is_over or (self._operation is not None and self._operation.is_over)
+
+    def result(self) -> Any:
+        """See ``Operation.result``."""
+        return self.value if self._operation is None else self._operation.result()
+
+    def cancel(self) -> bool:
+        """See ``Operation.cancel``."""
+        return not self.is_over and self.enter().cancel()
