@@ -25,10 +25,12 @@ from kfcomm.core.program import Program
 from kfcomm.core.signature import Signature
 from kfcomm.errors import ConfigError
 from kfcomm.reduce import Wire, kernel, wire_of
-from kfcomm.runtime.direct import OneStepOperation, SharedWork, SlottedOperation
+from kfcomm.runtime import shown
+from kfcomm.runtime.direct import OneStepOperation, SlottedOperation
 from kfcomm.runtime.operation import Operation, Work
 from kfcomm.runtime.wired import WiredOperation, WiredWork
 from kfcomm.strategies import AnyStrategy, Direct, Strategy
+from kfcomm.strategies.base import DIRECT_NBYTES
 from kfcomm.transports.shm.slots import word_of
 from kfcomm.types import Op, Verb
 
@@ -115,9 +117,7 @@ class Planner:
             )
             plan = self._plan(Verb.ALL_REDUCE, dtype, shape, program, graphs, count, op=op, in_result=True)
             is_long = graphs.direct is Direct.CHAINS
-            work = SharedWork(
-                plan.work.kernel, dtype, count, self.size, is_turned=is_long, is_shared=is_long and is_shared
-            )
+            work = shown.all_reduced(plan.work, count, is_turned=is_long, is_shared=is_long and is_shared)
             return replace(plan, work=work, operation=OneStepOperation if is_one_step else SlottedOperation)
         if graphs.is_whole or count < WHOLE_BELOW:
             program = programs.all_reduce(self.rank, (graphs.pairs[way],), count, chunk)
@@ -130,9 +130,10 @@ class Planner:
         count, chunk, graphs = self._prepare(dtype, shape, wire)
         program = programs.reduce(self.rank, graphs.rooted(root), count, chunk)
         kept = count if self.rank == root else -1
-        return self._plan(
+        plan = self._plan(
             Verb.REDUCE, dtype, shape, program, graphs, kept, op=op, root=root, wire=wire, in_result=kept >= 0
         )
+        return _in_slots(plan, graphs, wire, shown.reduced, count, self.rank, root)
 
     def reduce_scatter(self, dtype: np.dtype[Any], shape: Shape, op: Op, wire: WireDtype = None) -> Plan:
         """Rank r gets the r-th of ``size`` parts, along the first axis, of the fold of all inputs."""
@@ -140,13 +141,15 @@ class Planner:
         row = row_elements(shape)
         counts = [rows * row for _, rows in split(shape[0], self.size)]
         program = programs.reduce_scatter(self.rank, graphs.rooted, counts, chunk)
-        return self._plan(Verb.REDUCE_SCATTER, dtype, shape, program, graphs, counts[self.rank], op=op, wire=wire)
+        plan = self._plan(Verb.REDUCE_SCATTER, dtype, shape, program, graphs, counts[self.rank], op=op, wire=wire)
+        return _in_slots(plan, graphs, wire, shown.reduce_scattered, counts, self.rank)
 
     def broadcast(self, dtype: np.dtype[Any], shape: Shape, root: int, wire: WireDtype = None) -> Plan:
         """Every rank gets the root's input."""
         count, chunk, graphs = self._prepare(dtype, shape, wire)
         program = programs.broadcast(self.rank, graphs.rooted(root), count, chunk)
-        return self._plan(Verb.BROADCAST, dtype, shape, program, graphs, count, root=root, wire=wire)
+        plan = self._plan(Verb.BROADCAST, dtype, shape, program, graphs, count, root=root, wire=wire)
+        return _in_slots(plan, graphs, wire, shown.broadcast, (count,), self.rank, root)
 
     def gather(self, dtype: np.dtype[Any], shape: Shape, root: int, rows: tuple[int, ...] = ()) -> Plan:
         """The root gets all inputs in rank order; ``rows`` gives their first dimensions where they differ.
@@ -156,7 +159,8 @@ class Planner:
         counts, chunk, graphs = self._prepare_rows(dtype, shape, rows)
         program = programs.gather(self.rank, graphs.rooted(root), counts, chunk)
         kept = sum(counts) if self.rank == root else -1
-        return self._plan(Verb.GATHER, dtype, shape, program, graphs, kept, root=root, counts=rows)
+        plan = self._plan(Verb.GATHER, dtype, shape, program, graphs, kept, root=root, counts=rows)
+        return _in_slots(plan, graphs, None, shown.gathered, counts, self.rank, root)
 
     def all_gather(
         self, dtype: np.dtype[Any], shape: Shape, rows: tuple[int, ...] = (), wire: WireDtype = None
@@ -164,13 +168,15 @@ class Planner:
         """Every rank gets all inputs in rank order; see ``gather`` for ``rows``."""
         counts, chunk, graphs = self._prepare_rows(dtype, shape, rows, wire)
         program = programs.all_gather(self.rank, graphs.rooted, counts, chunk)
-        return self._plan(Verb.ALL_GATHER, dtype, shape, program, graphs, sum(counts), counts=rows, wire=wire)
+        plan = self._plan(Verb.ALL_GATHER, dtype, shape, program, graphs, sum(counts), counts=rows, wire=wire)
+        return _in_slots(plan, graphs, wire, shown.gathered, counts, self.rank)
 
     def scatter(self, dtype: np.dtype[Any], shape: Shape, root: int, rows: tuple[int, ...]) -> Plan:
         """Rank r gets ``rows[r]`` rows, each of ``shape``, of the root's input."""
         counts, chunk, graphs = self._prepare_rows(dtype, shape, rows)
         program = programs.scatter(self.rank, graphs.rooted(root), counts, chunk)
-        return self._plan(Verb.SCATTER, dtype, shape, program, graphs, counts[self.rank], root=root, counts=rows)
+        plan = self._plan(Verb.SCATTER, dtype, shape, program, graphs, counts[self.rank], root=root, counts=rows)
+        return _in_slots(plan, graphs, None, shown.broadcast, counts, self.rank, root)
 
     def all_to_all(self, dtype: np.dtype[Any], shape: Shape, rows: tuple[tuple[int, ...], ...]) -> Plan:
         """Rank i sends ``rows[i][j]`` rows, each of ``shape``, to rank j."""
@@ -179,14 +185,15 @@ class Planner:
         counts = [[number * row for number in line] for line in rows]
         program = programs.all_to_all(self.rank, counts, chunk)
         kept = sum(line[self.rank] for line in counts)
-        return self._plan(Verb.ALL_TO_ALL, dtype, shape, program, graphs, kept, counts=rows)
+        plan = self._plan(Verb.ALL_TO_ALL, dtype, shape, program, graphs, kept, counts=rows)
+        return _in_slots(plan, graphs, None, shown.exchanged, counts, self.rank)
 
     def barrier(self, name: str) -> Plan:
         """No data."""
         graphs = self.strategy.select(0)
         signature = Signature(Verb.BARRIER, "", (), "", -1, graphs.name, graphs.digest)
         if graphs.direct:
-            work = SharedWork(None, None, 0, self.size)
+            work = shown.all_reduced(Work(None, None, self.size, in_result=True), 0)
             is_one_step = graphs.direct is Direct.ONE_STEP
             program = self._one_step(0, 1, graphs) if is_one_step else programs.barrier(self.rank, graphs.pairs[0])
             operation = OneStepOperation if is_one_step else SlottedOperation
@@ -223,6 +230,18 @@ class Planner:
         )  # fmt: skip
         plan = Plan(signature, program, sizes, Work(folds, dtype, self.size, in_result=in_result), result_count)
         return plan if wire is None else _wired(plan, wire_of(op, dtype, wire))
+
+
+def _in_slots(
+    plan: Plan, graphs: Strategy, wire: WireDtype, work_of: Callable[..., shown.SharedWork], *how: Any
+) -> Plan:
+    """The same plan, to be carried out in slots if the strategy is direct and all of it is short."""
+    if not graphs.goes_whole or wire is not None:
+        return plan
+    work = work_of(plan.work, *how)
+    if work.cut.count * work.item > DIRECT_NBYTES:  # of parts, together
+        return plan
+    return replace(plan, work=work, operation=SlottedOperation)
 
 
 _SHARED_ALL_REDUCE = partial(Planner.all_reduce, is_shared=True)

@@ -1,4 +1,4 @@
-"""Collectives in which every rank gets all contributions, and makes of them what it needs: see ``direct``.
+"""Collectives in which every rank sees what all ranks give, and makes of it what it needs: see ``direct``.
 
 They are carried out in a slot, if their series has one: nothing is sent then, and they are looked at with all others of
 their kind (``slots.SlotTable``). Else they go along graphs, or in one step from every rank to every other. What is
@@ -15,7 +15,6 @@ Invariants:
 
 from __future__ import annotations
 
-from functools import partial
 from os import sched_yield
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -23,80 +22,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kfcomm.core.machine import Effects
-from kfcomm.runtime.operation import Array, Operation, Work
+from kfcomm.runtime.operation import Array, Operation
+from kfcomm.runtime.shown import SharedWork
 from kfcomm.runtime.slots import FEW, SlotTable
-from kfcomm.transports.shm.slots import Cut, word_of
+from kfcomm.transports.shm.slots import word_of
 
 if TYPE_CHECKING:
     from kfcomm.core.program import Route
-    from kfcomm.reduce import Kernel
     from kfcomm.runtime.engine import Engine
-    from kfcomm.transports.shm.slots import Arrays, Combine, Slot
+    from kfcomm.transports.shm.slots import Slot
 
 
 LOOKS = 8
 """By who awaits a use, until it waits as for others."""
 LATE_S = 1e-3
 """A yield that takes longer says that somebody else wants the processor."""
-
-
-class SharedWork(Work):
-    """What is done with the contributions of all ranks.
-
-    Args:
-        kernel: how they are folded; None where there is nothing.
-        dtype: of contributions and result.
-        count: elements that each rank gives.
-        size: number of ranks.
-        is_turned, is_shared: see ``Cut``.
-
-    Attributes:
-        combine: folds what all ranks gave, in the order of the list, into the result.
-        count: see above.
-        shown: dtype of what is shown in a slot.
-        cut: how.
-    """
-
-    __slots__ = ("combine", "count", "cut", "shown")
-
-    def __init__(
-        self, kernel: Kernel | None, dtype: np.dtype[Any] | None, count: int, size: int, *,
-        is_turned: bool = False, is_shared: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__(kernel, dtype, size, in_result=True)
-        self.count = count
-        self.shown = np.dtype(np.uint8) if dtype is None else dtype
-        self.cut = Cut(count, self.shown.itemsize, size, is_turned=is_turned, is_shared=is_shared)
-        self.combine: Combine
-        if kernel is None or not count:
-            self.combine = _nothing
-        elif kernel.fold_all is not None and self.cut.is_whole and 2 * size <= count:
-            self.combine = kernel.fold_all  # of what is folded in parts it would copy them first
-        else:
-            self.combine = partial(_fold, kernel, size, is_turned)
-
-
-def _fold(kernel: Kernel, size: int, is_turned: bool, given: Arrays, out: Array) -> None:
-    """One after the other; as in a chain, where to each rank's comes what was folded before, or as in a star.
-
-    Of some elements that makes a difference.
-    """
-    if size == 1:
-        kernel.finish(given[0], out, 1)
-        return
-    folded = given[0]
-    if size > 2:
-        room = out if kernel.accumulate_dtype == kernel.dtype else np.empty(len(out), kernel.accumulate_dtype)
-        for rank in range(1, size - 1):
-            first, second = (given[rank], folded) if is_turned else (folded, given[rank])
-            kernel.fold(first, second, room)
-            folded = room
-    first, second = (given[size - 1], folded) if is_turned else (folded, given[size - 1])
-    kernel.last(first, second, out, size)
-
-
-def _nothing(given: Arrays, out: Array) -> None:
-    """There is nothing to fold."""
 
 
 class InSlot:
@@ -265,7 +205,7 @@ class OneStepOperation(SlottedOperation):
 
     def _go_ordinary(self, effects: Effects) -> None:
         self._result = self._out
-        self._out = np.empty(self.work.count * self.work.size, self.work.shown)
+        self._out = np.empty(self.work.cut.count * self.work.size, self.work.shown)
         super()._go_ordinary(effects)
 
     def _end(self, effects: Effects) -> None:

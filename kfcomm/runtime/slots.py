@@ -1,9 +1,10 @@
 """Which slots the collectives of a rank use, and those uses that are under way: looked at together.
 
-The first rank of a group hands out the slot of a series, from memory of its own, when it is used for the second time:
-it says where, on each link, before it sends anything of that use. So every rank knows of it when that use is complete,
-and takes the slot for the uses after it. Nobody waits for an answer: a rank that cannot goes the ordinary way, and all
-follow (see ``direct``), since what it sends reaches the first rank, which then takes the slot back.
+The hub of a series, its root or else the first rank of the group, hands out its slot, from memory of its own, when it
+is used for the second time: it says where, on each link, before it sends anything of that use. So every rank knows of
+it when that use is complete, and takes the slot for the uses after it. Nobody waits for an answer: a rank that cannot
+goes the ordinary way, and all follow (see ``direct``), since what it sends reaches the hub, which then takes the slot
+back.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ class SlotTable:
     def wake(self, slot: Slot, group: GroupView) -> None:
         """Wake those who sleep over what was stored, if any of this group do, and there is a link to them.
 
-        There is one between the first rank and each of the others, at least; and it wakes all when it finds a use
-        complete: if it sleeps, it is woken first.
+        There is one between the hub and each of the others, at least; and it wakes all when it finds a use complete:
+        if it sleeps, it is woken first.
         """
         slot.has_news = False
         for world in slot.memory.sleeping():
@@ -152,7 +153,7 @@ class SlotTable:
     # ---------------------------------------------------------------- how they are agreed on
 
     def _found(self, operation: SlottedOperation) -> Slot | None:
-        """A slot handed out before this use; if there is none, the group's first rank hands one out with it."""
+        """A slot handed out before this use; if there is none, the hub hands one out with it."""
         series, key = operation.series, operation.key
         taken: Slot | None = None if key.slots is None else key.slots.get(series.signature)
         if taken is not None:  # by this series, as it was known before
@@ -161,11 +162,11 @@ class SlotTable:
         offers = key.offers or {}
         if series.signature in offers:
             peer, seq, memory, number, at = offers[series.signature]
-            if peer != series.group.members[0] or seq >= operation.seq:
+            if peer != series.group.members[operation.work.hub] or seq >= operation.seq:
                 return None
             del offers[series.signature]
             return self._taken(operation, memory, number, at)
-        if not series.group.rank and len(key.live) == 1:
+        if series.group.rank == operation.work.hub and len(key.live) == 1:
             if series.is_known:
                 self._hand_out(series, operation)
             series.is_known = True
@@ -178,10 +179,10 @@ class SlotTable:
         """
         series = operation.series
         slot: Slot | None = series.slot
-        if slot is None or not slot.is_dead or series.group.rank or operation.seq >= slot.told_from:
+        if slot is None or not slot.is_dead or not slot.is_root or operation.seq >= slot.told_from:
             return
         slot.told_from = operation.seq  # of overlapping uses an earlier one may leave later
-        for peer in series.group.members[1:]:
+        for peer in _others(series.group):
             sender = self._links.to(peer)
             for header in definitions(sender.state, operation):
                 sender.send(header)
@@ -199,7 +200,7 @@ class SlotTable:
         """The slot there, for this series from now on; None if there can be none."""
         series, work = operation.series, operation.work
         group, key = series.group, series.key
-        slot = memory.slot(number, at, group.members, group.rank, work.shown, work.cut, work.combine)
+        slot = memory.slot(number, at, group.members, group.rank, work.hub, work.shown, work.cut, work.combine)
         if slot is not None:
             if key.slots is None:
                 key.slots = {}
@@ -214,8 +215,8 @@ class SlotTable:
         return slot
 
     def _hand_out(self, series: Series, operation: SlottedOperation) -> None:
-        members, by_peer = series.group.members, self._links.by_peer
-        senders = [by_peer.get(peer) for peer in members[1:]]
+        by_peer = self._links.by_peer
+        senders = [by_peer.get(peer) for peer in _others(series.group)]
         links = [None if sender is None else sender.link for sender in senders]
         memories = {None if link is None else link.slots for link in links}
         memory = memories.pop() if len(memories) == 1 else None
@@ -231,6 +232,11 @@ class SlotTable:
                 for header in definitions(sender.state, operation):
                     sender.send(header)
                 sender.send((SLOT, series.key_id, series.signature_id, operation.seq, *where))
+
+
+def _others(group: GroupView) -> list[int]:
+    """World ranks of a group but this one."""
+    return [peer for rank, peer in enumerate(group.members) if rank != group.rank]
 
 
 def _moves(use: InSlot) -> bool:

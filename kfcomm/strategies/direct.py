@@ -4,8 +4,8 @@ Where the ranks share memory no message is needed: each shows what it gives, and
 ``transports.shm.slots``). Elsewhere every rank sends a short message to every other, one step where a star has two, if
 a host has a processor for each of its ranks; else messages go along a star around rank 0, 2(n−1) and not n(n−1),
 with the same bits. Those of more than `base.DIRECT_NBYTES` go along the graphs of ``chain_star``, and have their bits
-in shared memory, too. The other verbs go as in ``clique`` if they are short, and else as in ``chain_star``. Does not
-look at the kind of links.
+in shared memory, too. The other verbs go as in ``clique`` if they are short and there are no slots, and as in
+``chain_star`` if they are long. Does not look at the kind of links.
 """
 
 from __future__ import annotations

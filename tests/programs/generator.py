@@ -277,23 +277,29 @@ class _Generator:
             alike = random.Random(f"{name} {group.size}")
             dtype = alike.choice(("float32", "float32", *DTYPES))
             shape = (alike.choice((1, 2, 3, 7, 60, 300, 5000, 9000)), *alike.choice(((), (1,), (2,))))
-            verb, op = alike.choice(("all_reduce", "all_reduce", "all_reduce", "barrier")), alike.choice(OPS[dtype])
-            is_shared = alike.random() < 0.25
+            verb = alike.choice(("all_reduce", "barrier", *COLLECTIVES))
+            op, root = alike.choice(OPS[dtype]) if verb in REDUCING else "sum", alike.randrange(group.size)
+            is_shared = verb == "all_reduce" and alike.random() < 0.25
+            if verb == "all_to_all":
+                shape = (shape[0] * group.size, *shape[1:])
             for _ in range(draw.randint(1, 4)):
                 if verb == "barrier":
                     made = self._do(group, Agreement("barrier", group.size, name, (0,) * group.size))
                 else:
-                    made = self._do(group, self._all_reduce(group, name, dtype, shape, op, is_shared=is_shared))
+                    made = self._do(group, self._alike(group, name, verb, dtype, shape, op, root, is_shared=is_shared))
                 self._meet(group, made)
                 if made.number in self._in_flight:
                     if draw.random() < 0.5:
                         break
                     self._wait([made.number])
 
-    def _all_reduce(self, group: Group, name: str, dtype: str, shape: Shape, op: str, *, is_shared: bool) -> Collective:
+    def _alike(
+        self, group: Group, name: str, verb: str, dtype: str, shape: Shape, op: str, root: int, *, is_shared: bool
+    ) -> Collective:
         draw, size = self._random, group.size
+        outs = ("", "", "new", "x" if verb in IN_PLACE else "")
         return Collective(
-            "all_reduce",
+            verb,
             size,
             name,
             dtype,
@@ -301,9 +307,9 @@ class _Generator:
             self._salt(),
             "",
             op=op,
-            root=0,
+            root=root,
             rows=(),
-            outs=("",) * size if is_shared else tuple(draw.choice(("", "", "new", "x")) for _ in range(size)),
+            outs=("",) * size if is_shared else tuple(draw.choice(outs) for _ in range(size)),
             is_shared=is_shared,
             priorities=self._priorities(group) if draw.random() < 0.1 else (0,) * size,
             wire=None,

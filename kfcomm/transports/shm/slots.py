@@ -12,10 +12,11 @@
     buffers     by slot: for even and for odd words, of what it gives and of its part of the result
 
 A slot belongs to one name with one signature. *A use* is to copy what this rank gives to its buffer and then to store
-the word of the use. When the words of all ranks have come, everybody folds all buffers; of longer ones each its part,
-which the others copy. There is no order of names, no credit and no acknowledgement. What is longer still goes through
-the same two buffers in *windows*, each with a word of its own: so it stays in the cache, and what a slot takes is
-bounded. While one window is waited for the next is there already. A window is a piece of each rank's part.
+the word of the use. When the words of all ranks have come, everybody reads what it needs of all buffers. Of longer
+messages that all fold, each folds its part, which the others copy. There is no order of names, no credit and no
+acknowledgement. What is longer still goes through the same two buffers in *windows*, each with a word of its own: so it
+stays in the cache, and what a slot takes is bounded. While one window is waited for the next is there already. A window
+is a piece of each rank's part.
 
 Two buffers suffice: who posts word w + 2 has completed w, for which all had shared their parts, so nobody reads what
 was posted for w any more. Who shares its part for w + 2 has seen that all have posted that, who had thus completed w
@@ -73,30 +74,37 @@ class Cut:
     """How a message is cut for a slot.
 
     Args:
-        count: elements that each rank gives.
+        count: elements that each rank gives, at most.
         itemsize: their bytes.
         num_ranks: of the group.
         is_turned: the r-th of as many parts as there are ranks is folded from rank r + 1 on, and its own contribution
             last, as along a chain to it. Else all is folded from rank 0 on.
         is_shared: the result is one array, which all ranks see.
+        is_whole: it is not cut, however long it is. By default only what is short is not.
+        shows: elements that this rank gives, if not ``count``: those, or none.
+        reads: where begins and ends what this rank reads of what each gives; only of what is not cut.
 
     Attributes:
         parts: one for each rank: where it begins, and its length.
         piece: elements of a part that go at a time. A *window* is a piece of each part.
         num_windows: each has a word.
-        count, is_turned, is_shared: see above.
-        is_whole: everybody folds it all.
+        count, is_turned, is_shared, is_whole, shows, reads: see above.
         room: bytes that a slot takes in each region.
     """
 
-    __slots__ = ("count", "is_shared", "is_turned", "is_whole", "num_windows", "parts", "piece", "room")
+    __slots__ = (
+        "count", "is_shared", "is_turned", "is_whole", "num_windows", "parts", "piece", "reads", "room", "shows",
+    )  # fmt: skip
 
     def __init__(
-        self, count: int, itemsize: int, num_ranks: int, *, is_turned: bool = False, is_shared: bool = False
-    ) -> None:
+        self, count: int, itemsize: int, num_ranks: int, *, is_turned: bool = False, is_shared: bool = False,
+        is_whole: bool = False, shows: int | None = None, reads: tuple[int, int] | None = None,
+    ) -> None:  # fmt: skip
         self.count = count
         self.is_turned, self.is_shared = is_turned, is_shared
-        self.is_whole = count * itemsize <= SHOWN_WHOLE_NBYTES and not is_turned
+        self.is_whole = is_whole or (count * itemsize <= SHOWN_WHOLE_NBYTES and not is_turned)
+        self.shows = count if shows is None else shows
+        self.reads = (0, count) if reads is None else reads
         if self.is_whole:
             self.parts: list[tuple[int, int]] = []
             self.piece, self.num_windows = count, 1
@@ -225,7 +233,7 @@ class SlotMemory:
         return handed_out
 
     def slot(
-        self, number: int, at: int, members: Sequence[int], rank: int, dtype: np.dtype[Any], cut: Cut,
+        self, number: int, at: int, members: Sequence[int], rank: int, hub: int, dtype: np.dtype[Any], cut: Cut,
         combine: Combine,
     ) -> Slot | None:  # fmt: skip
         """A slot that was handed out; None if there can be none.
@@ -235,6 +243,7 @@ class SlotMemory:
             at: see ``hand_out``.
             members: world ranks of the group.
             rank: of the group.
+            hub: rank of who has handed it out.
             dtype: of what is given.
             cut: see ``hand_out``.
             combine: see ``Combine``.
@@ -253,11 +262,12 @@ class SlotMemory:
             return None
         places = tuple(self._places[world] for world in members)
         if cut.is_whole:
-            return Slot(self, number, at, places, members[0], rank, dtype, cut, combine)
+            kind = SilentSlot if cut.count and not cut.shows else Slot
+            return kind(self, number, at, places, members[hub], rank, dtype, cut, combine)
         from kfcomm.transports.shm.parted import PartedSlot, SharedResultSlot
 
-        kind = SharedResultSlot if cut.is_shared else PartedSlot
-        return kind(self, number, at, places, members[0], rank, dtype, cut, combine)
+        parted = SharedResultSlot if cut.is_shared else PartedSlot
+        return parted(self, number, at, places, members[hub], rank, dtype, cut, combine)
 
     def everywhere(self, kind: int) -> Array:
         """The latest words of all slots, by rank and slot."""
@@ -317,7 +327,7 @@ def lines(nbytes: int) -> int:
 
 
 class Slot:
-    """One slot, as one of its ranks uses it: for messages that everybody folds as a whole.
+    """One slot, as one of its ranks uses it: for messages that everybody reads as a whole.
 
     Attributes:
         memory: that it is in.
@@ -356,7 +366,7 @@ class Slot:
         self.places = places
         self.posted = memory.words(POSTED, number, places)
         self.num_words = cut.num_windows
-        self.root, self.is_root = root, not rank
+        self.root, self.is_root = root, root == memory.heaps.rank
         self.told_from = NEVER
         self.is_dead = self.has_news = self.has_moved = False
         self.use = self.awaited = 0
@@ -369,10 +379,11 @@ class Slot:
         self._posted_at = POSTED + number
         self._words = memory.own_words()
         length = cut.count if cut.is_whole else len(places) * cut.piece
+        shows, (begin, end) = (cut.shows, cut.reads) if cut.is_whole else (length, (0, length))
         self._buffers_end = at + 2 * lines(length * dtype.itemsize)
         ats = at, at + lines(length * dtype.itemsize)
-        self._buffers = tuple(memory.own_array(one, dtype, length) for one in ats)
-        self.views = tuple(memory.arrays(one, dtype, length, places) for one in ats)
+        self._buffers = tuple(memory.own_array(one, dtype, shows) for one in ats)
+        self.views = tuple(memory.arrays(one + begin * dtype.itemsize, dtype, end - begin, places) for one in ats)
 
     def post(self, x: Array, word: int) -> bool:
         """Show what this rank gives, for its next use; whether anybody sleeps, and may have to be woken.
@@ -423,3 +434,13 @@ class Slot:
 
     def forget(self) -> None:
         """The latest use is over, or goes on elsewhere."""
+
+
+class SilentSlot(Slot):
+    """One in which this rank gives nothing, whatever array it has."""
+
+    __slots__ = ()
+
+    def post(self, x: Array, word: int) -> bool:
+        """See ``Slot.post``."""
+        return super().post(x[:0], word)
