@@ -1,0 +1,82 @@
+"""What a busy neighbour costs: 1,000 blocking all_reduces of 1 KiB, alone and beside a process that only computes.
+
+    kfcomm run -n 4 python bench/busy.py
+
+Rounds take turns; the figure of a round is the mean of its calls, on the slowest rank, since a few calls that wait for
+a whole time slice are what it is about. With as many ranks as processors, or more, a neighbour takes from one of them.
+
+Bound: with one busy process, three times what the calls take alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+import kfcomm.sync
+
+CALLS = 1000
+BOUND = 3.0
+WARM_S = 0.2
+"""In which a system finds the neighbour a processor."""
+COMPUTE = "import time\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
+
+
+def mean_s(comm: kfcomm.sync.Communicator) -> float:
+    """Of the slowest rank."""
+    x = np.ones(256, np.float32)
+    comm.barrier("begin")
+    begun = time.perf_counter()
+    for _ in range(CALLS):
+        comm.all_reduce(x, "x")
+    took = np.array([(time.perf_counter() - begun) / CALLS])
+    return float(comm.all_reduce(took, "took", op="max")[0])
+
+
+def measure(comm: kfcomm.sync.Communicator, num_rounds: int, num_busy: int) -> tuple[list[float], list[float]]:
+    """Seconds of each round alone, and of each beside busy processes."""
+    alone, beside = [], []
+    for _ in range(num_rounds):
+        alone.append(mean_s(comm))
+        neighbours = [
+            subprocess.Popen([sys.executable, "-c", COMPUTE]) for _ in range(num_busy if not comm.rank else 0)
+        ]
+        try:
+            comm.barrier("begun")
+            time.sleep(WARM_S)
+            beside.append(mean_s(comm))
+        finally:
+            for neighbour in neighbours:
+                neighbour.kill()
+                neighbour.wait()
+        comm.barrier("ended")
+    return alone, beside
+
+
+def main() -> None:
+    """Measure on every rank; rank 0 prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--busy", type=int, default=1, help="processes that compute")
+    arguments = parser.parse_args()
+    with kfcomm.sync.init() as comm:
+        mean_s(comm)
+        alone, beside = measure(comm, arguments.rounds, arguments.busy)
+        if comm.rank:
+            return
+        ratio = statistics.median(b / a for a, b in zip(alone, beside, strict=True))
+        for name, seconds in (("alone", alone), ("beside", beside)):
+            low, middle, high = (1e6 * one for one in (min(seconds), statistics.median(seconds), max(seconds)))
+            print(f"{name:6} {middle:8.1f} µs ({low:.1f} to {high:.1f})")
+        print(f"{ratio:.1f} times what it is alone (at most {BOUND:.0f}, with one)")
+        if arguments.busy == 1 and ratio > BOUND:
+            sys.exit("the bound does NOT hold")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""A training step in torch: kfcomm with a hook for each gradient, beside DistributedDataParallel over Gloo.
+
+    kfcomm run -n 4 python bench/torch_step.py
+
+A perceptron of 12.6 million parameters in float32, one thread a rank. A step is forward, backward and SGD; with kfcomm
+each gradient's average begins when the gradient is there, by name, and is waited for before the optimizer's step. Both
+take turns in the same processes. A round's figure is that of the slowest rank, the ratio the median over rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import kfcomm.sync
+
+WIDTHS = (1024, 2048, 2048, 2048, 1024)
+RATE = 1e-3
+STEPS = 5
+"""Of a turn."""
+
+
+def perceptron() -> nn.Sequential:
+    """The same weights on every rank."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for wide, narrow in zip(WIDTHS, WIDTHS[1:], strict=False):
+        layers += [nn.Linear(wide, narrow), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+class Averaged:
+    """Gradients that are averaged as they come."""
+
+    def __init__(self, comm: kfcomm.sync.Communicator, model: nn.Module) -> None:
+        self._comm = comm
+        self._pending: list[kfcomm.sync.Handle[np.ndarray]] = []
+        for name, parameter in model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(partial(self._begin, name))
+
+    def _begin(self, name: str, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad.numpy()
+        self._pending.append(self._comm.all_reduce_async(gradient, name, op="avg", out=gradient))
+
+    def wait(self) -> None:
+        """All are averaged."""
+        for handle in self._pending:
+            handle.wait()
+        self._pending.clear()
+
+
+def turn(model: nn.Module, x: torch.Tensor, wait: Callable[[], None]) -> float:
+    """Seconds of a step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    begun = time.perf_counter()
+    for _ in range(STEPS):
+        optimizer.zero_grad(set_to_none=False)
+        model(x).square().mean().backward()
+        wait()
+        optimizer.step()
+    return (time.perf_counter() - begun) / STEPS
+
+
+def free_port(comm: kfcomm.sync.Communicator) -> int:
+    """On this host, the same on every rank."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(comm.broadcast_object(probe.getsockname()[1], name="port"))
+
+
+def main() -> None:
+    """Measure on every rank; rank 0 prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--batch", type=int, default=32, help="samples of each rank")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with kfcomm.sync.init() as comm:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port(comm)))
+        dist.init_process_group("gloo", rank=comm.rank, world_size=comm.size)
+        torch.manual_seed(comm.rank)
+        x = torch.randn(arguments.batch, WIDTHS[0])
+        ours, theirs = perceptron(), DistributedDataParallel(perceptron())
+        averaged = Averaged(comm, ours)
+        turns = {"kfcomm": (ours, averaged.wait), "gloo": (theirs, lambda: None), "alone": (perceptron(), lambda: None)}
+        seconds: dict[str, list[float]] = {name: [] for name in turns}
+        for number in range(arguments.rounds + 1):
+            for name, (model, wait) in turns.items():
+                comm.barrier("turn")
+                took = np.array([turn(model, x, wait)])
+                slowest = float(comm.all_reduce(took, "took", op="max")[0])
+                if number:
+                    seconds[name].append(slowest)
+        same = all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+        dist.destroy_process_group()
+        if comm.rank:
+            return
+        for name, all_of_it in seconds.items():
+            print(f"{name:7} {1e3 * statistics.median(all_of_it):7.1f} ms a step")
+        ratio = statistics.median(b / a for a, b in zip(seconds["kfcomm"], seconds["gloo"], strict=True))
+        print(f"{ratio:.2f} times as fast as Gloo; the weights are {'alike' if same else 'NOT alike'}")
+
+
+if __name__ == "__main__":
+    main()
