@@ -1,4 +1,4 @@
-"""Slots for longer messages: each rank makes its part of the result, a window at a time, and the others read that.
+"""Slots for longer messages: each rank makes its part of the result, and the others read that.
 
 See ``slots`` for the protocol, and ``heap`` for arrays that are read where they are.
 """
@@ -41,16 +41,84 @@ MAX_KNOWN = 64
 """Arrays in place of which a slot keeps views."""
 
 
-class PartedSlot(Slot):
-    """One for longer messages: each rank folds its part of a window, and the others copy that.
+class OneWindowSlot(Slot):
+    """One for messages of middling length, which go at once: each rank folds its part, and the others copy that.
 
-    Of long ones, what a rank gives is not copied if it lies in symmetric memory, and is there as a whole at once; nor
+    What ``PartedSlot`` does, but in less time: nothing is in place, and there are no windows.
+    """
+
+    __slots__ = ("_folded", "_given", "_made", "_places", "_rows", "_shared", "_shared_at", "_shares")
+
+    is_whole = False
+
+    def __init__(
+        self, memory: SlotMemory, number: int, at: int, places: tuple[int, ...], root: int, rank: int,
+        dtype: np.dtype[Any], cut: Cut, combine: Combine,
+    ) -> None:  # fmt: skip
+        super().__init__(memory, number, at, places, root, rank, dtype, cut, combine)
+        self._shared, self._shared_at = memory.words(SHARED, number, places), SHARED + number
+        self._folded = NEVER
+        self._places = [slice(begin, begin + length) for begin, length in cut.parts]
+        mine = self._places[rank]
+        self._given = tuple([row[mine] for row in view] for view in self.views)
+        at = self._buffers_end
+        ats = at, at + lines(cut.piece * dtype.itemsize)
+        longest, length = cut.piece, mine.stop - mine.start
+        self._made = tuple(memory.own_array(one, dtype, length) for one in ats)
+        shares = [memory.arrays(one, dtype, longest, places) for one in ats]
+        is_even = cut.count == len(places) * longest
+        self._rows = longest if is_even and isinstance(shares[0], np.ndarray) else 0
+        self._shares = shares if self._rows else [
+            [share[: part.stop - part.start] for share, part in zip(one, self._places, strict=True)] for one in shares
+        ]  # fmt: skip
+
+    def look(self, word: int, out: Array) -> bool:
+        """See ``Slot.look``."""
+        if self._folded != word:
+            words = self.posted()
+            if min(words) < word or (max(words) - word >= GENERATION and not self.has_come(words, word)):
+                self.late = words
+                return False
+            self.combine(self._given[self.use], self._made[self.use])
+            self._folded = self._words[self._shared_at] = word
+            with self._fence:
+                pass
+            self.has_moved = True
+            if 1 in self.parked():
+                self.has_news = True
+        words = self._shared()
+        if min(words) < word or (max(words) - word >= GENERATION and not self.has_come(words, word)):
+            self.late = words
+            return False
+        if self._rows:
+            out.reshape(-1, self._rows)[:] = self._shares[self.use]
+        else:
+            for part, share in zip(self._places, self._shares[self.use], strict=True):
+                out[part] = share
+        if 1 in self.parked():  # who has no link to the last to come is woken by who has one
+            self.has_news = True
+        return True
+
+    def awaits(self, word: int) -> tuple[int, int]:
+        """See ``Slot.awaits``."""
+        return (NEVER, word) if self._folded == word else (word, NEVER)
+
+    def behind(self, word: int) -> list[int]:
+        """See ``Slot.behind``."""
+        words = self._shared() if self._folded == word else self.posted()
+        return [rank for rank, other in enumerate(words) if not self.has_come([other], word)]
+
+
+class PartedSlot(Slot):
+    """One for long messages: each rank folds its part of a window, and the others copy that.
+
+    What a rank gives is not copied if it lies in symmetric memory, and is there as a whole at once; nor
     is its part of the result, if that does, which is there until all have read it.
     """
 
     __slots__ = (
         "_copied", "_count", "_dtype", "_first", "_folded", "_given", "_into", "_is_in_place", "_is_mapped",
-        "_is_over_given", "_is_result_in_place", "_known", "_made", "_may_be_in_place", "_members", "_order",
+        "_is_over_given", "_is_result_in_place", "_known", "_made", "_members", "_order",
         "_parts", "_piece", "_rank", "_rows", "_shares", "_shown", "_size", "_their", "_whole",
     )  # fmt: skip
 
@@ -65,13 +133,12 @@ class PartedSlot(Slot):
         self._rank, self._size = rank, len(places)
         self._dtype, self._count = dtype, cut.count
         self._parts, self._piece = cut.parts, cut.piece
-        after = (rank + 1) % self._size if cut.is_turned else 0
+        after = (rank + 1) % self._size
         self._order = [*range(after, self._size), *range(after)]
         self._first = self._folded = self._copied = 0
         self._given: Array | None = None
         self._into: Array | None = None
         self._members = memory.ranks_at(places)
-        self._may_be_in_place = cut.is_turned
         self._is_mapped = self._is_in_place = self._is_result_in_place = self._is_over_given = False
         self._whole: list[Array | None] = []
         self._shown: list[Array | None] = []
@@ -88,10 +155,9 @@ class PartedSlot(Slot):
         """See ``Slot.post``: the first two windows, or all."""
         self._first, self._folded, self._copied = word, 0, 0
         self._given = x
-        place = self._place_of(x) if self._may_be_in_place else NOWHERE
+        place = self._place_of(x)
         self._is_in_place = place != NOWHERE
-        if self._may_be_in_place:
-            self._tell(GIVEN, place + 1)
+        self._tell(GIVEN, place + 1)
         if self._is_in_place:
             self._tell(POSTED, word + self.num_words - 1)
         else:
@@ -196,7 +262,7 @@ class PartedSlot(Slot):
         word = self._first + window
         if not self.has_come(self._their[SHARED](), word):
             return False
-        if not window and self._may_be_in_place:
+        if not window:
             self._shown = self._arrays(SHOWN, out)
         for rank, share in enumerate(self._shares[word & 1]):
             begin, end = self._bounds(window, rank)
@@ -208,8 +274,7 @@ class PartedSlot(Slot):
         if self._shown and not self.has_come(self._their[SHARED](), word):
             return False
         self._copied = window + 1
-        if self._may_be_in_place:
-            self._tell(READ, word)
+        self._tell(READ, word)
         if not self._is_in_place and window + 2 < self.num_words:
             self._show(window + 2)
         self._stored()  # even if nothing was: who has no link to the last to come is woken by who has one
@@ -221,8 +286,6 @@ class PartedSlot(Slot):
 
     def _begin(self, out: Array) -> None:
         """All have posted, and nobody is in an earlier use any more."""
-        if not self._may_be_in_place:
-            return
         place = self._place_of(out)
         self._is_result_in_place = place != NOWHERE
         self._is_over_given = self._given is not None and place == self.memory.heaps.place_of(self._given)

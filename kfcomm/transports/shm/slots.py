@@ -77,8 +77,8 @@ class Cut:
         count: elements that each rank gives, at most.
         itemsize: their bytes.
         num_ranks: of the group.
-        is_turned: the r-th of as many parts as there are ranks is folded from rank r + 1 on, and its own contribution
-            last, as along a chain to it. Else all is folded from rank 0 on.
+        is_turned: it is long: the r-th of as many parts as there are ranks is folded from rank r + 1 on, and its own
+            contribution last, as along a chain to it. Else all is folded from rank 0 on.
         is_shared: the result is one array, which all ranks see.
         is_whole: it is not cut, however long it is. By default only what is short is not.
         shows: elements that this rank gives, if not ``count``: those, or none.
@@ -86,7 +86,7 @@ class Cut:
 
     Attributes:
         parts: one for each rank: where it begins, and its length.
-        piece: elements of a part that go at a time. A *window* is a piece of each part.
+        piece: elements of a part that go at a time: all, unless it is turned. A *window* is a piece of each part.
         num_windows: each has a word.
         count, is_turned, is_shared, is_whole, shows, reads: see above.
         room: bytes that a slot takes in each region.
@@ -112,8 +112,10 @@ class Cut:
             return
         self.parts = split(count, num_ranks)
         longest = max(1, self.parts[0][1])
-        least = min(MIN_PIECE_NBYTES, MAX_WINDOW_NBYTES // num_ranks)
-        self.piece = min(longest, max(1, max(WINDOW_NBYTES // num_ranks, least) // itemsize))
+        self.piece = longest
+        if is_turned:
+            least = min(MIN_PIECE_NBYTES, MAX_WINDOW_NBYTES // num_ranks)
+            self.piece = min(longest, max(1, max(WINDOW_NBYTES // num_ranks, least) // itemsize))
         self.num_windows = -(-longest // self.piece)
         self.room = 2 * lines(num_ranks * self.piece * itemsize) + 2 * lines(self.piece * itemsize)
 
@@ -262,11 +264,13 @@ class SlotMemory:
             return None
         places = tuple(self._places[world] for world in members)
         if cut.is_whole:
-            kind = SilentSlot if cut.count and not cut.shows else Slot
+            kind: type[Slot] = SilentSlot if cut.count and not cut.shows else Slot
             return kind(self, number, at, places, members[hub], rank, dtype, cut, combine)
-        from kfcomm.transports.shm.parted import PartedSlot, SharedResultSlot
+        from kfcomm.transports.shm.parted import OneWindowSlot, PartedSlot, SharedResultSlot
 
-        parted = SharedResultSlot if cut.is_shared else PartedSlot
+        parted: type[Slot] = OneWindowSlot
+        if cut.is_turned:
+            parted = SharedResultSlot if cut.is_shared else PartedSlot
         return parted(self, number, at, places, members[hub], rank, dtype, cut, combine)
 
     def everywhere(self, kind: int) -> Array:
@@ -378,7 +382,7 @@ class Slot:
         self.parked = memory.parked
         self._posted_at = POSTED + number
         self._words = memory.own_words()
-        length = cut.count if cut.is_whole else len(places) * cut.piece
+        length = len(places) * cut.piece if cut.is_turned else cut.count
         shows, (begin, end) = (cut.shows, cut.reads) if cut.is_whole else (length, (0, length))
         self._buffers_end = at + 2 * lines(length * dtype.itemsize)
         ats = at, at + lines(length * dtype.itemsize)
