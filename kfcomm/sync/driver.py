@@ -228,20 +228,23 @@ class Driver:
         if slot is None:
             return False
         is_wanted, posted = self._lock.is_wanted, slot.posted
+        self._is_working = False
         for look in range(SLOT_LOOKS):
             if is_wanted():
                 break
-            self._is_working = False
             if look == NAP_AFTER and session.is_crowded:
                 time.sleep(NAP_S)
             else:
                 sched_yield()
-            self._is_working = True
             words = posted()
             if min(words) < word:
                 slot.late = words
-            elif use.look():
+                continue
+            self._is_working = True
+            if use.look():
                 return True
+            self._is_working = False
+        self._is_working = True
         return False
 
     def wait(self, handle: Awaited[T], timeout_s: float | None, session: Session) -> bool:
