@@ -24,7 +24,7 @@ import numpy as np
 from kfcomm.core.machine import Effects
 from kfcomm.runtime.operation import Array, Operation
 from kfcomm.runtime.shown import SharedWork
-from kfcomm.runtime.slots import FEW, SlotTable
+from kfcomm.runtime.slots import FEW
 from kfcomm.transports.shm.slots import word_of
 
 if TYPE_CHECKING:
@@ -68,21 +68,22 @@ class InSlot:
 
     def look_at_once(self) -> None:
         """See ``Operation.look_at_once``: a turn of the loop would take several times as long as it does."""
-        slots = self.engine.slots
+        slots, slot, word = self.engine.slots, self.slot, self.word
         for _ in range(LOOKS):
-            if self.slot is None:
+            if slot is None or self.slot is None:
                 return
             begun_s = monotonic()
             sched_yield()
-            if self._look_among(slots) or monotonic() - begun_s > LATE_S:
+            if len(slots.pending) > FEW:  # they are looked at together
+                slots.look()
+            else:
+                words = slot.posted()
+                if min(words) < word:
+                    slot.late = words
+                elif self.look():
+                    return
+            if monotonic() - begun_s > LATE_S:
                 return
-
-    def _look_among(self, slots: SlotTable) -> bool:
-        """Whether it is over now; if many are under way, they are looked at together."""
-        if len(slots.pending) <= FEW:
-            return self.look()
-        slots.look()
-        return self.slot is None
 
     def enter(self) -> SlottedOperation:
         """Go on as an operation, in the same slot, if it is none."""
