@@ -15,6 +15,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -22,9 +24,14 @@ import kfcomm.sync
 
 CALLS = 1000
 BOUND = 3.0
-WARM_S = 0.2
-"""In which a system finds the neighbour a processor."""
-COMPUTE = "import time\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
+COMPUTE = """
+import time
+end = time.monotonic() + 60
+while time.process_time() < 0.2: pass
+print("computes", flush=True)
+while time.monotonic() < end: pass
+"""
+"""Says so once it has had a processor for a while."""
 
 
 def mean_s(comm: kfcomm.sync.Communicator) -> float:
@@ -43,19 +50,25 @@ def measure(comm: kfcomm.sync.Communicator, num_rounds: int, num_busy: int) -> t
     alone, beside = [], []
     for _ in range(num_rounds):
         alone.append(mean_s(comm))
-        neighbours = [
-            subprocess.Popen([sys.executable, "-c", COMPUTE]) for _ in range(num_busy if not comm.rank else 0)
-        ]
-        try:
-            comm.barrier("begun")
-            time.sleep(WARM_S)
+        with computing(0 if comm.rank else num_busy):
             beside.append(mean_s(comm))
-        finally:
-            for neighbour in neighbours:
-                neighbour.kill()
-                neighbour.wait()
         comm.barrier("ended")
     return alone, beside
+
+
+@contextmanager
+def computing(number: int) -> Iterator[None]:
+    """So many processes that do nothing else, from when all of them do."""
+    neighbours = [subprocess.Popen([sys.executable, "-c", COMPUTE], stdout=subprocess.PIPE) for _ in range(number)]
+    try:
+        for neighbour in neighbours:
+            if neighbour.stdout is not None:
+                neighbour.stdout.readline()
+        yield
+    finally:
+        for neighbour in neighbours:
+            neighbour.kill()
+            neighbour.communicate()
 
 
 def main() -> None:

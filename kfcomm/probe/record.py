@@ -12,7 +12,8 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 
 from kfcomm.errors import ConfigError
-from kfcomm.strategies import Strategy, measured
+from kfcomm.strategies import Strategy, bound_seconds, hosts_of, minimum_spanning_tree, packed_trees
+from kfcomm.strategies.cost import NetworkModel, network_of
 from kfcomm.strategies.matrices import checked_bandwidth, checked_latency
 from kfcomm.types import Layout
 
@@ -60,23 +61,23 @@ class Probe:
 
     def minimum_spanning_tree(self, *, name: str = "minimum_spanning_tree") -> Strategy:
         """See ``kfcomm.strategies.minimum_spanning_tree``."""
-        return measured.minimum_spanning_tree(self.latency_s.tolist(), name=name)
+        return minimum_spanning_tree(self.latency_s.tolist(), name=name)
 
     def packed_trees(self, *, name: str = "packed_trees") -> Strategy:
-        """See ``kfcomm.strategies.packed_trees``."""
-        return measured.packed_trees(self.layout, self.bandwidth.tolist(), name=name)
+        """See ``kfcomm.strategies.tree_packing``."""
+        return packed_trees(self.layout, self.bandwidth.tolist(), name=name)
 
     def bound_seconds(self, nbytes: int) -> float:
         """See ``kfcomm.strategies.bound_seconds``."""
-        return measured.bound_seconds(self.layout, self.bandwidth.tolist(), nbytes)
+        return bound_seconds(self.layout, self.bandwidth.tolist(), nbytes)
 
-    def network(self) -> measured.NetworkModel:
+    def network(self) -> NetworkModel:
         """For ``predict_seconds`` of ``kfcomm.strategies.cost``: the constants of its model as they were measured."""
-        return measured.network_of(self.layout, self.latency_s.tolist(), self.bandwidth.tolist())
+        return network_of(self.layout, self.latency_s.tolist(), self.bandwidth.tolist())
 
     def hosts(self) -> Layout:
         """Hosts (or racks) as the distances show them; see ``kfcomm.strategies.hosts_of``."""
-        return measured.hosts_of(self.latency_s.tolist(), self.bandwidth.tolist())
+        return hosts_of(self.latency_s.tolist(), self.bandwidth.tolist())
 
     # ---------------------------------------------------------------- as a file
 

@@ -14,8 +14,8 @@ from kfcomm.probe.record import Matrix, Probe
 from kfcomm.strategies import AnyStrategy
 from kfcomm.strategies.cost import predict_seconds
 from kfcomm.strategies.matrices import Rates
-from kfcomm.strategies.packed_trees import ports_of
 from kfcomm.strategies.registry import ALGORITHMS
+from kfcomm.strategies.tree_packing import ports_of
 
 _SLOW: Final = 0.7
 """Of what is usual: what is slower is worth a word."""

@@ -1,24 +1,38 @@
 """Strategies: from the layout of the ranks to the graphs along which data travels.
 
-`build` turns a name into graph pairs; `from_edges` and `from_parents` make one by hand, and the functions of `measured`
-from matrices of latency and bandwidth. One algorithm is one file, with its graphs, its cost as a formula, and where it
-comes from. Everything here is pure and deterministic:
-ranks that agree on name and layout have the same graphs.
+`build` turns a name into graph pairs; `from_edges` and `from_parents` make one by hand, `minimum_spanning_tree` and
+`packed_trees` from matrices of latency and bandwidth. One algorithm is one file: its graphs, its cost as a formula, and
+where it comes from. Everything is pure and deterministic: ranks that agree on name and layout have the same graphs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.errors import ConfigError
+from kfcomm.lazy import imported_when_used
 from kfcomm.strategies import auto as _auto
 from kfcomm.strategies.base import AnyStrategy, Direct, SizedStrategy, Strategy, from_edges, from_parents
-from kfcomm.strategies.measured import bound_seconds, hosts_of, minimum_spanning_tree, packed_trees
 from kfcomm.strategies.registry import ALGORITHMS
 from kfcomm.strategies.rules import from_rules, is_rules, parse_rules
 from kfcomm.types import Layout
+
+if TYPE_CHECKING:
+    from kfcomm.strategies.clusters import hosts_of
+    from kfcomm.strategies.spanning_tree import minimum_spanning_tree
+    from kfcomm.strategies.tree_packing import bound_seconds, packed_trees
+else:  # what is made from measurement: type checkers would take any name for one that is there
+    __getattr__ = imported_when_used(
+        __name__,
+        {
+            "bound_seconds": "kfcomm.strategies.tree_packing",
+            "hosts_of": "kfcomm.strategies.clusters",
+            "minimum_spanning_tree": "kfcomm.strategies.spanning_tree",
+            "packed_trees": "kfcomm.strategies.tree_packing",
+        },
+    )
 
 __all__ = [
     "AnyStrategy",

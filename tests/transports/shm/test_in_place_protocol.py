@@ -9,12 +9,14 @@ step: it withdraws its words, and then its program has its arrays again.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
 
-from tests.transports.shm.test_slot_protocol import HALF_WRITTEN, TornError
+from tests.transports.shm.interleavings import TornError, search
 
+HALF_WRITTEN = -1
 RESULT = 100
 """What the result of a use is more than what was given for it."""
 SCRIBBLED = -2
@@ -56,6 +58,9 @@ class Rank(NamedTuple):
     buffers: Cells = (0, 0)
 
 
+State = tuple[Rank, ...]
+
+
 class Model:
     """All ranks, and what each may do next.
 
@@ -83,7 +88,7 @@ class Model:
     def _word(self, rank: Rank, window: int) -> int:
         return (rank.use - 1) * self.windows + window + 1
 
-    def _next(self, state: tuple[Rank, ...], me: int) -> list[Rank]:
+    def _next(self, state: State, me: int) -> list[Rank]:
         rank = state[me]
         match rank.at:
             case 0 | 1:
@@ -115,7 +120,7 @@ class Model:
                 return [rank._replace(at=GONE, shared=WITHDRAWN)]
         return []
 
-    def _looks(self, state: tuple[Rank, ...], rank: Rank) -> list[Rank]:
+    def _looks(self, state: State, rank: Rank) -> list[Rank]:
         following = []
         folded, copied = rank.folded, rank.copied
         if folded < self.windows and (not self.has_buffers or folded < copied + self.ahead):
@@ -133,7 +138,7 @@ class Model:
             following.append(rank._replace(at=END if is_last else FILL, use=rank.use + (not is_last)))
         return following
 
-    def _reads(self, state: tuple[Rank, ...], me: int) -> Rank:
+    def _reads(self, state: State, me: int) -> Rank:
         """Of one rank, and what is done with it."""
         rank, other = state[me], state[state[me].seen]
         if rank.at == FOLD:
@@ -168,41 +173,36 @@ class Model:
         return rank.given if self.is_over else rank.result
 
     @staticmethod
-    def _check(state: tuple[Rank, ...], rank: Rank) -> None:
+    def _check(state: State, rank: Rank) -> None:
         if rank.is_torn:
             raise TornError(f"{rank} goes on with what is not of its use: {state}")
 
     def search(self) -> int:
         """Look at all states; how many there are. At the end nobody waits, unless for one that has failed."""
-        start = (Rank(),) * self.size
-        todo, known = [start], {start}
-        while todo:
-            state = todo.pop()
-            following = []
-            for me, rank in enumerate(state):
-                for moved in self._next(state, me):
-                    if moved.at == TELL and rank.at == KEPT:
-                        word = self._word(rank, rank.folded)
-                        if self.looks_again and min(one.posted for one in state) < word:
-                            moved = rank._replace(at=LOOK, is_torn=False)
-                        else:
-                            self._check(state, rank)
-                    following.append((*state[:me], moved, *state[me + 1 :]))
-                failed = sum(one.at in (WITHDRAW, SCRIBBLE, GONE) for one in state)
-                if POST < rank.at < WITHDRAW and failed < self.failures:
-                    following.append((*state[:me], rank._replace(at=WITHDRAW), *state[me + 1 :]))
-                if rank.at == GONE and rank.given and rank.given[0] != SCRIBBLED:
-                    count = self.windows * self.size
-                    result = () if self.is_over else (SCRIBBLED,) * count
-                    gone = rank._replace(given=(SCRIBBLED,) * count, result=result)
-                    following.append((*state[:me], gone, *state[me + 1 :]))
-            if not following:
-                assert all(one.at == END for one in state) or any(one.at == GONE for one in state), state
-            for one in following:
-                if one not in known:
-                    known.add(one)
-                    todo.append(one)
-        return len(known)
+
+        def ends(state: State) -> bool:
+            return all(one.at == END for one in state) or any(one.at == GONE for one in state)
+
+        return search((Rank(),) * self.size, self._following, ends)
+
+    def _following(self, state: State) -> Iterator[State]:
+        for me, rank in enumerate(state):
+            for moved in self._next(state, me):
+                if moved.at == TELL and rank.at == KEPT:
+                    word = self._word(rank, rank.folded)
+                    if self.looks_again and min(one.posted for one in state) < word:
+                        moved = rank._replace(at=LOOK, is_torn=False)
+                    else:
+                        self._check(state, rank)
+                yield (*state[:me], moved, *state[me + 1 :])
+            failed = sum(one.at in (WITHDRAW, SCRIBBLE, GONE) for one in state)
+            if POST < rank.at < WITHDRAW and failed < self.failures:
+                yield (*state[:me], rank._replace(at=WITHDRAW), *state[me + 1 :])
+            if rank.at == GONE and rank.given and rank.given[0] != SCRIBBLED:
+                count = self.windows * self.size
+                result = () if self.is_over else (SCRIBBLED,) * count
+                gone = rank._replace(given=(SCRIBBLED,) * count, result=result)
+                yield (*state[:me], gone, *state[me + 1 :])
 
 
 def _set(cells: Cells, place: int, value: int) -> Cells:

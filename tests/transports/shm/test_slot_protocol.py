@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.transports.shm.interleavings import TornError, search
+
 BEGIN, HALF, SHOWN, LOOK, READ, ORDINARY, FAILED, DEAD, OVER = range(9)
 """Where a rank is in its use: before it, the first half of its buffer written, both, its word stored, reading, waiting
 for messages, failed; a rank that is dead takes no part any more; all uses are behind it."""
@@ -50,10 +52,6 @@ class Rank(NamedTuple):
 
 
 State = tuple[Rank, ...]
-
-
-class TornError(AssertionError):
-    """A rank has read what belongs to another use."""
 
 
 class Model:
@@ -149,18 +147,11 @@ class Model:
 
     def search(self) -> int:
         """Look at all states; how many there are. At the end nobody waits, unless for one that has died or failed."""
-        todo = [self.start()]
-        known = set(todo)
-        while todo:
-            state, failures = todo.pop()
-            following = list(self.next(state, failures))
-            if not following and not any(rank.at == DEAD for rank in state):
-                assert all(rank.at == OVER for rank in state), f"they wait for ever: {state}"
-            for one in following:
-                if one not in known:
-                    known.add(one)
-                    todo.append(one)
-        return len(known)
+
+        def ends(at: tuple[State, int]) -> bool:
+            return any(rank.at == DEAD for rank in at[0]) or all(rank.at == OVER for rank in at[0])
+
+        return search(self.start(), lambda at: self.next(*at), ends)
 
 
 def _with(state: State, number: int, rank: Rank) -> State:
@@ -216,6 +207,9 @@ class Windowed(NamedTuple):
     shared: int = 0
     given: tuple[int, int] = (0, 0)
     parts: tuple[int, int] = (0, 0)
+
+
+Windows = tuple[Windowed, ...]
 
 
 class WindowModel:
@@ -282,24 +276,19 @@ class WindowModel:
 
     def search(self) -> int:
         """Look at all states; how many there are. At the end nobody waits, unless for one that has gone."""
-        start = (Windowed(),) * self.size
-        todo, known = [start], {start}
-        while todo:
-            state = todo.pop()
-            following = []
-            for number, rank in enumerate(state):
-                moved = self._step(state, number, rank)
-                if moved is not None:
-                    following.append((*state[:number], moved, *state[number + 1 :]))
-                if rank.at not in (END, GONE) and sum(one.at == GONE for one in state) < self.gone:
-                    following.append((*state[:number], rank._replace(at=GONE), *state[number + 1 :]))
-            if not following:
-                assert all(one.at == END for one in state) or any(one.at == GONE for one in state), state
-            for one in following:
-                if one not in known:
-                    known.add(one)
-                    todo.append(one)
-        return len(known)
+
+        def ends(state: Windows) -> bool:
+            return all(one.at == END for one in state) or any(one.at == GONE for one in state)
+
+        return search((Windowed(),) * self.size, self._following, ends)
+
+    def _following(self, state: Windows) -> Iterator[Windows]:
+        for number, rank in enumerate(state):
+            moved = self._step(state, number, rank)
+            if moved is not None:
+                yield (*state[:number], moved, *state[number + 1 :])
+            if rank.at not in (END, GONE) and sum(one.at == GONE for one in state) < self.gone:
+                yield (*state[:number], rank._replace(at=GONE), *state[number + 1 :])
 
 
 def _set(cells: tuple[int, int], place: int, value: int) -> tuple[int, int]:
