@@ -190,7 +190,7 @@ class SocketNetwork:
         if self._settings.links in ("auto", "shm"):
             local = [peer for peer in range(len(self.peers)) if self._is_here(peer)]
             self._sharing = Sharing(self._loop, reactor, inbound, local, self._me.rank)
-            inbound.on_wait = self._sharing.hub.wake
+            inbound.tell_waits(self._sharing.hub.wake)
         self._control = ControlThread(self._world, self._listener, reactor, events, status)
         self._control.start()
         self._watcher = self._loop.create_task(self._watch_exits(self._control), name="kfcomm exits")

@@ -147,7 +147,7 @@ class Session:
         self._lag_s = 0.0
         self._lag_seen_s = math.inf  # for ever up to date where nobody measures: in a world of one
         self._lag_timer: asyncio.TimerHandle | None = None
-        self.engine.control = network.start(self.engine, reactor, self, self)
+        self.engine.control = network.start(self.engine.receiver, reactor, self, self)
         if self.engine.control is not None:
             self._measure_lag(loop.time())
         _sessions.add(self)

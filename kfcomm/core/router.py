@@ -48,8 +48,6 @@ from kfcomm.core.tombstones import Tombstones
 
 MAX_ARRIVALS = 1 << 15
 """Kinds of chunks of one link that are known at a time."""
-MAX_OFFERS = 1 << 12
-"""Slots that were handed out for one key, and are not taken."""
 MAX_ASKS = 1 << 17
 """More unanswered questions than this on one link are taken for an attack."""
 
@@ -340,32 +338,6 @@ class Router:
                 if early.asks is None:
                     early.asks = []
                 early.asks.append((incoming, signature, header))
-
-    def on_slot(self, incoming: Incoming, header: Header, memory: Any, effects: Effects) -> None:
-        """The peer hands out a slot in its memory for a key and a signature, for the uses after one."""
-        _, number, signature_number, seq, slot, at = header
-        key = incoming.keys.get(number)
-        signature = incoming.signatures.get(signature_number)
-        if key is None or signature is None:
-            effects.append((VIOLATION, incoming, "a slot under a number that was never defined"))
-        elif memory is None:
-            effects.append((VIOLATION, incoming, "a slot in memory that it does not share"))
-        else:
-            if key.offers is None:
-                key.offers = {}
-            if len(key.offers) < MAX_OFFERS:
-                key.offers[signature] = (incoming.peer, seq, memory, slot, at)
-
-    def on_no_slot(self, incoming: Incoming, header: Header, effects: Effects) -> Any:
-        """The peer takes back the slot of a key and a signature: which that is, if it was taken here."""
-        key = incoming.keys.get(header[1])
-        signature = incoming.signatures.get(header[2])
-        if key is None or signature is None:
-            effects.append((VIOLATION, incoming, "no slot under a number that was never defined"))
-            return None
-        if key.offers is not None:
-            key.offers.pop(signature, None)
-        return None if key.slots is None else key.slots.get(signature)
 
     def on_posted(self, outgoing: Outgoing, number: int, seq: int, effects: Effects) -> None:
         """The peer has posted a collective that we asked about."""

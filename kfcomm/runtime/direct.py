@@ -15,6 +15,7 @@ Invariants:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from os import sched_yield
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,7 @@ LATE_S = 1e-3
 """A yield that takes longer says that somebody else wants the processor."""
 
 
-class InSlot:
+class InSlot(ABC):
     """What is under way in a slot, or may be.
 
     Attributes:
@@ -62,9 +63,9 @@ class InSlot:
     engine: Engine
     _out: Array
 
+    @abstractmethod
     def look(self) -> bool:
         """Whether it is over now, and was not."""
-        raise NotImplementedError
 
     def look_at_once(self) -> None:
         """See ``Operation.look_at_once``: a turn of the loop would take several times as long as it does."""
@@ -85,13 +86,13 @@ class InSlot:
             if monotonic() - begun_s > LATE_S:
                 return
 
+    @abstractmethod
     def enter(self) -> SlottedOperation:
         """Go on as an operation, in the same slot, if it is none."""
-        raise NotImplementedError
 
+    @abstractmethod
     def as_operation(self) -> SlottedOperation:
         """What it would be as an operation now, to be read; on any thread."""
-        raise NotImplementedError
 
 
 class SlottedOperation(InSlot, Operation):

@@ -1,8 +1,8 @@
 """The runtime of one rank: it carries out what the router and the machines decide.
 
 The engine owns the operations in flight, their deadlines, and the table of the links. Events come in from the
-caller (``post``, ``cancel``), from links (``transports.base.Inbound``), from the control plane and from the
-clock; each is given to the core, whose effects are carried out at once, in order. Frames are queued meanwhile and
+caller (``post``, ``cancel``), from links (``receiver``), from the control plane and from the clock; each is given to
+the core, whose effects are carried out at once, in order. Frames are queued meanwhile and
 moved at the end of the burst, so that what belongs together leaves in one write.
 
 It owns no task, no timer and no thread: whoever drives the reactor makes it move. It knows no verb, no array kind and
@@ -14,29 +14,29 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection
-from time import monotonic
 from typing import TYPE_CHECKING, Any, cast
 
 from kfcomm.core.cause import Cause, CauseKind
-from kfcomm.core.collective import Collective, Early, GroupView, Incoming, ItemSizes, Outgoing, Series, shown
+from kfcomm.core.collective import Collective, GroupView, Incoming, ItemSizes, Outgoing, Series, shown
 from kfcomm.core.credit import DEFAULT_CREDIT, Credit
 from kfcomm.core.deadlines import NEVER
-from kfcomm.core.frame import Header, Kind
+from kfcomm.core.frame import Kind
 from kfcomm.core.links import admit, announce, may_send
-from kfcomm.core.machine import DOWN, PAYLOAD, RESULT, SEND, Effect, Effects
+from kfcomm.core.machine import PAYLOAD, SEND, Effect, Effects
 from kfcomm.core.program import Lane, Program
 from kfcomm.core.router import ANSWER, BROKEN, DROPPED, EARLY, FAILED, FLOOD, VIOLATION, Router
 from kfcomm.core.signature import Signature
-from kfcomm.errors import RemoteProtocolError, SessionClosed
-from kfcomm.runtime.buffers import BlockPool, Payload
+from kfcomm.errors import SessionClosed
+from kfcomm.runtime.buffers import BlockPool
 from kfcomm.runtime.deadlines import Deadlines
 from kfcomm.runtime.failures import error_of
 from kfcomm.runtime.link_table import LinkTable
 from kfcomm.runtime.meter import Meter
 from kfcomm.runtime.operation import Operation
+from kfcomm.runtime.receiver import Receiver
 from kfcomm.runtime.recorder import Recorder
 from kfcomm.runtime.recovery import LinkRecovery
-from kfcomm.runtime.slots import NO_SLOT, SLOT, SlotTable
+from kfcomm.runtime.slots import SlotTable
 from kfcomm.transports.base import Link
 from kfcomm.transports.reactor import Reactor
 
@@ -47,9 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kfcomm")
 
-CHUNK, ASK, KEY, SIGNATURE, POSTED, CREDIT, OPEN = (
-    int(kind) for kind in (Kind.CHUNK, Kind.ASK, Kind.KEY, Kind.SIGNATURE, Kind.POSTED, Kind.CREDIT, Kind.OPEN)
-)
+CHUNK = int(Kind.CHUNK)
 
 MANY_NAMES = (
     "rank %d has used %d different names, the last one %r: each is remembered for good, "
@@ -64,7 +62,7 @@ MismatchListener = Callable[[str, int], None]
 
 
 class Engine:
-    """All collectives of one rank. Implements ``transports.base.Inbound``.
+    """All collectives of one rank.
 
     Args:
         rank: world rank.
@@ -77,7 +75,8 @@ class Engine:
     Attributes:
         meter: what is counted and timed; None if nothing is.
         slots: what is carried out without messages.
-        lender: the link whose chunk is being taken in.
+        receiver: hears the links.
+        on_wait: called when this rank begins to wait for something.
         unusual: why every post has to go the long way, if it has to: it may be refused, or is to be traced.
     """
 
@@ -94,7 +93,6 @@ class Engine:
     ) -> None:
         self.rank = rank
         self.router = Router(rank, credit)
-        self.is_waiting = self.router.live.__len__
         self.recorder = Recorder(self.in_flight, meter)
         self.unusual: set[str] = set()
         self._tracer: Tracer | None = None
@@ -114,9 +112,9 @@ class Engine:
             rank, reactor, stall_after_s, in_flight=self.entered, announce=self._announce, abort=self.abort
         )
         self.on_wait: Callable[[], None] = _nothing
-        self.lender: Link | None = None
         self.load: Load | None = None
         self.pool = BlockPool()
+        self.receiver = Receiver(self)
         self._ended = ""
         self._warn_at = WARN_AT_NAMES
 
@@ -288,7 +286,7 @@ class Engine:
 
     @tracer.setter
     def tracer(self, tracer: Tracer | None) -> None:
-        self._tracer = tracer
+        self._tracer = self.receiver.tracer = tracer
         if tracer is None:
             self.unusual.discard("traced")
         else:
@@ -332,147 +330,10 @@ class Engine:
         for listener in list(self.loss_listeners):
             listener()
 
-    # ---------------------------------------------------------------- what links tell
-
-    def opened(self, link: Link) -> None:
-        """A peer opened a link to this process."""
-        self.links.opened(link)
-
-    def receive(self, link: Link, header: Header, payload: memoryview) -> None:
-        """A whole frame; ``payload`` may be read during this call only."""
-        effects: Effects = []
-        if header[0] == CHUNK:
-            meter = self.meter
-            if meter is not None and not meter.now_s:
-                meter.now_s = monotonic()
-            if self._tracer is not None:
-                self._trace_chunk(link, header, payload)
-            self.lender = link
-            try:
-                whose = self.router.receive(link.state, header, len(payload), payload, effects)
-                if whose is None:
-                    whose = self._receive_unlike(link, header, payload, effects)
-            except RemoteProtocolError:
-                raise
-            except Exception as error:  # noqa: BLE001  it ends this collective alone
-                key = link.state.keys.get(header[1])
-                self.broke(None if key is None else key.live.get(header[2]), error)
-                return
-            if meter is not None and whose is not None:
-                meter.arrived(link.peer, cast("Operation", whose))
-        else:
-            self._hear(link, header, effects)
-        if effects:
-            self.perform(effects)
-
-    def _receive_unlike(self, link: Link, header: Header, payload: memoryview, effects: Effects) -> Any:
-        """A chunk that is not like one that came before it; whose it is, if that is posted."""
-        if type(link.state) is not Incoming:
-            raise RemoteProtocolError(f"rank {link.peer} sent a chunk to a sender of chunks")
-        ticket = self.router.match(link.state, header, len(payload), effects)
-        if ticket is None:
-            return None
-        chunk = Payload(payload, None, link)
-        self.router.arrived(ticket, chunk, effects)
-        if type(ticket[0]) is Early:
-            chunk.copy(self.pool)  # nobody knows for how long: what is lent may hold up its sender
-            return None
-        return ticket[0]
-
-    def _trace_chunk(self, link: Link, header: Header, payload: memoryview) -> None:
-        key = link.state.keys.get(header[1])
-        if key is not None and self._tracer is not None:
-            self._tracer.arrived(link.peer, key, header[2], len(payload))
-
-    def _hear(self, link: Link, header: Header, effects: Effects) -> None:
-        """A frame without payload."""
-        kind, state = header[0], link.state
-        if type(state) is not Incoming:
-            if kind == POSTED:
-                self.router.on_posted(state, header[1], header[2], effects)
-            elif kind == CREDIT:
-                state.window.give(header[1], header[2])
-            else:
-                raise RemoteProtocolError(f"rank {link.peer} sent a {Kind(kind).name} to a sender of chunks")
-        elif kind == KEY:
-            self.router.define_key(state, header[1], header[2], header[3], header[4], effects)
-        elif kind == SIGNATURE:
-            self.router.define_signature(state, header[1], header[2], effects)
-        elif kind == ASK:
-            self.router.on_ask(state, header, effects)
-        elif kind == OPEN:
-            self.links.numbered(state, header[1])
-        elif kind == SLOT:
-            self.router.on_slot(state, header, link.slots, effects)
-        elif kind == NO_SLOT:
-            self.slots.taken_back(self.router.on_no_slot(state, header, effects), state.peer, header[3])
-        else:
-            raise RemoteProtocolError(f"rank {link.peer} sent a {Kind(kind).name} to a receiver of chunks")
-
-    def place(self, link: Link, header: Header, nbytes: int) -> Payload:
-        """Where a large payload goes: into the result if it is one, else into a block."""
-        if type(link.state) is not Incoming:
-            raise RemoteProtocolError(f"rank {link.peer} sent a chunk to a sender of chunks")
-        effects: Effects = []
-        ticket = self.router.match(link.state, header, nbytes, effects)
-        self.perform(effects)
-        payload = self._room(ticket, nbytes)
-        payload.ticket = ticket
-        if self._tracer is not None:
-            self._tracer.arriving(link.peer)
-        return payload
-
-    def arrived(self, link: Link, placement: Payload) -> None:
-        """The payload of a placement is complete."""
-        if placement.ticket is None:
-            placement.release(self.pool)
-            return
-        if self._tracer is not None:
-            self._trace_arrival(link.peer, placement)
-        effects: Effects = []
-        whose = placement.ticket[0]
-        try:
-            self.router.arrived(placement.ticket, placement, effects)
-        except Exception as error:  # noqa: BLE001  it ends this collective alone
-            self.broke(None if type(whose) is Early else whose, error)
-            return
-        if type(whose) is not Early and self.meter is not None:
-            self.meter.arrived(link.peer, whose)
-        if effects:
-            self.perform(effects)
-
-    def burst_end(self, link: Link) -> None:
-        """All that had arrived was handed over: give credit back, and move what was queued."""
-        if self.meter is not None:
-            self.meter.now_s = 0.0
-        state = link.state
-        if type(state) is Incoming and state.window.owed_headers:
-            owed = state.window.settle()
-            if owed is not None:
-                link.send((CREDIT, owed.nbytes, owed.headers))
-                self.links.back(state)
-        if self.links.dirty:
-            self.links.flush()
-
-    def lost(self, link: Link, error: BaseException | None) -> None:
-        """A link is gone; without a goodbye, what it may have carried fails, and the peer is looked after."""
-        peer, state = link.peer, link.state
-        self.lender = None
-        self.links.lost(link)
-        self.recovery.look_if_in_vain(peer)
-        if error is None or self.links.closing or peer in self.router.lost:
-            return
-        if isinstance(error, RemoteProtocolError):
-            logger.warning("rank %d closed a link from rank %d: %s", self.rank, peer, error)
-        if type(state) is Incoming:
-            self.recovery.incoming_broke(state, str(error))
-        else:
-            self.recovery.outgoing_broke(state, str(error))
+    # ---------------------------------------------------------------- effects
 
     def _link_failed(self, outgoing: Outgoing, reason: str) -> None:
         self.recovery.outgoing_broke(outgoing, reason)
-
-    # ---------------------------------------------------------------- effects
 
     def perform(self, effects: Effects) -> None:
         """Carry out effects in order; the list may grow meanwhile."""
@@ -636,27 +497,6 @@ class Engine:
             logger.warning("rank %d closes a link from rank %d, which sent %s", self.rank, link.peer, reason)
             link.abort()
             self.recovery.incoming_broke(incoming, f"rank {link.peer} sent {reason}")
-
-    # ---------------------------------------------------------------- chunks and links
-
-    def _room(self, ticket: Any, nbytes: int) -> Payload:
-        if ticket is not None and type(ticket[0]) is not Early:
-            operation, route, index = ticket
-            if route.phase == DOWN and route.lane.keeps:
-                return Payload(operation.bytes_of(route.lane, index, RESULT), operation)
-        return Payload.held(self.pool, nbytes)
-
-    def _trace_arrival(self, peer: int, placement: Payload) -> None:
-        ticket, tracer = placement.ticket, self._tracer
-        if tracer is None:
-            return
-        if type(ticket[0]) is not Early:
-            tracer.arrived(peer, ticket[0].key, ticket[0].seq, len(placement.view))
-            return
-        _, incoming, _, header, nbytes = ticket
-        key = incoming.keys.get(header[1])
-        if key is not None:
-            tracer.arrived(peer, key, header[2], nbytes)
 
     def _announce(self, collective: Collective) -> None:
         """Show those that it waits for what it is: ranks that disagree may have no chunk to show it."""

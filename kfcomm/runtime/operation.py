@@ -153,7 +153,7 @@ class Operation(Collective):
 
     def _hold(self, payload: Payload | memoryview, effects: Effects) -> Payload:
         if type(payload) is memoryview:
-            payload = Payload(payload, None, self.engine.lender)
+            payload = Payload(payload, None, self.engine.receiver.lender)
         payload.keep(self.engine.pool)
         return payload
 

@@ -16,16 +16,20 @@ import numpy as np
 
 from kfcomm.core.frame import Kind
 from kfcomm.core.links import definitions
+from kfcomm.errors import RemoteProtocolError
 from kfcomm.transports.shm.slots import MAX_SLOTS, NEVER, POSTED, SHARED, Slot, SlotMemory
 
 if TYPE_CHECKING:
-    from kfcomm.core.collective import GroupView, Series
+    from kfcomm.core.collective import AnySignature, GroupView, Incoming, Key, Series
+    from kfcomm.core.frame import Header
     from kfcomm.runtime.direct import InSlot, SlottedOperation
     from kfcomm.runtime.link_table import LinkTable
     from kfcomm.runtime.meter import Meter
 
 FEW = 8
 """Uses under way that are looked at one by one; of more, the words are compared all at once."""
+MAX_OFFERS = 1 << 12
+"""Slots that were handed out for one key, and are not taken."""
 SLOT, NO_SLOT = int(Kind.SLOT), int(Kind.NO_SLOT)
 
 
@@ -188,9 +192,33 @@ class SlotTable:
                 sender.send(header)
             sender.send((NO_SLOT, series.key_id, series.signature_id, operation.seq))
 
-    def taken_back(self, slot: Slot | None, peer: int, seq: int) -> None:
-        """Who has handed out a slot goes the ordinary way from use ``seq`` on."""
-        if slot is None or peer != slot.root:
+    def handed_out(self, incoming: Incoming, header: Header, memory: SlotMemory | None) -> None:
+        """The peer hands out a slot in its memory for a key and a signature, for the uses after one.
+
+        Raises:
+            RemoteProtocolError: it was never said for what, or the peer does not share memory.
+        """
+        _, _, _, seq, number, at = header
+        key, signature = _meant(incoming, header)
+        if memory is None:
+            raise RemoteProtocolError(f"rank {incoming.peer} sent a slot in memory that it does not share")
+        if key.offers is None:
+            key.offers = {}
+        if len(key.offers) < MAX_OFFERS:
+            key.offers[signature] = (incoming.peer, seq, memory, number, at)
+
+    def taken_back(self, incoming: Incoming, header: Header) -> None:
+        """The peer, which has handed out the slot of a key and a signature, goes the ordinary way from some use on.
+
+        Raises:
+            RemoteProtocolError: it was never said for what.
+        """
+        seq = header[3]
+        key, signature = _meant(incoming, header)
+        if key.offers is not None:
+            key.offers.pop(signature, None)
+        slot: Slot | None = None if key.slots is None else key.slots.get(signature)
+        if slot is None or incoming.peer != slot.root:
             return
         slot.is_dead = True
         for use in [one for one in self.pending if one.slot is slot and one.seq >= seq]:
@@ -232,6 +260,15 @@ class SlotTable:
                 for header in definitions(sender.state, operation):
                     sender.send(header)
                 sender.send((SLOT, series.key_id, series.signature_id, operation.seq, *where))
+
+
+def _meant(incoming: Incoming, header: Header) -> tuple[Key, AnySignature]:
+    """The key and the signature of a frame about a slot."""
+    key = incoming.keys.get(header[1])
+    signature = incoming.signatures.get(header[2])
+    if key is None or signature is None:
+        raise RemoteProtocolError(f"rank {incoming.peer} sent a slot under a number that was never defined")
+    return key, signature
 
 
 def _others(group: GroupView) -> list[int]:

@@ -101,7 +101,7 @@ class InSharedMemory:
     def add(self, rank: int, waiter: Waiter) -> None:
         """See `Links.add`."""
         sharing = self._ranks[rank] = Sharing(self._loop, self._reactor, waiter, range(self._size), rank)
-        waiter.on_wait = sharing.hub.wake
+        waiter.tell_waits(sharing.hub.wake)
 
     async def connect(self, rank: int, peer: int) -> Link:
         """See `Links.connect`.

@@ -182,10 +182,11 @@ class Watched(Protocol):
 class Waiter(Inbound, Protocol):
     """An ``Inbound`` that knows when it waits, for transports that look for arrivals."""
 
-    on_wait: Callable[[], None]
-    """Set by the transport; called when this rank begins to wait for something."""
     is_waiting: Callable[[], int]
     """Whether something is in flight on this rank: how much."""
+
+    def tell_waits(self, begins: Callable[[], None]) -> None:
+        """From now on ``begins`` is called when this rank begins to wait for something."""
 
     @property
     def slots(self) -> Watched:

@@ -76,7 +76,7 @@ class OneWindowSlot(Slot):
         """See ``Slot.look``."""
         if self._folded != word:
             words = self.posted()
-            if min(words) < word or (max(words) - word >= GENERATION and not self.has_come(words, word)):
+            if not self.has_come(words, word):
                 self.late = words
                 return False
             self.combine(self._given[self.use], self._made[self.use])
@@ -87,7 +87,7 @@ class OneWindowSlot(Slot):
             if 1 in self.parked():
                 self.has_news = True
         words = self._shared()
-        if min(words) < word or (max(words) - word >= GENERATION and not self.has_come(words, word)):
+        if not self.has_come(words, word):
             self.late = words
             return False
         if self._rows:

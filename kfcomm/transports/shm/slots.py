@@ -407,7 +407,7 @@ class Slot:
         ``out`` may be what this rank gave.
         """
         words = self.posted()
-        if min(words) < word or (max(words) - word >= GENERATION and not self.has_come(words, word)):
+        if min(words) < word or (max(words) - word >= GENERATION and not self.has_come(words, word)):  # mostly no call
             self.late = words
             return False
         self.combine(self.views[self.use], out)
