@@ -27,7 +27,7 @@ from kfcomm.transports.shm.segment import SharingRefused, why_unsupported
 from kfcomm.transports.shm.sharing import Sharing
 from kfcomm.transports.sockets import Address, Listener
 from kfcomm.transports.stream import StreamLink
-from kfcomm.types import Layout
+from kfcomm.types import Costs, Layout
 
 if TYPE_CHECKING:
     from kfcomm.control.base import ControlEvents, ControlPlane, StatusSource
@@ -307,4 +307,5 @@ def _check_devices(peers: Sequence[PeerInfo]) -> None:
 
 
 def _layout_of(peers: Sequence[PeerInfo]) -> Layout:
-    return Layout.of((peer.host for peer in peers), min(peer.num_cpus for peer in peers))
+    costs = Costs.worst(peer.costs for peer in peers)
+    return Layout.of((peer.host for peer in peers), min(peer.num_cpus for peer in peers), costs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class Op(StrEnum):
@@ -39,6 +40,26 @@ class Verb(StrEnum):
     SET_STRATEGY = "set_strategy"
 
 
+class Costs(NamedTuple):
+    """What messages cost, as it was measured; None where it was not. See ``strategies.cost.NetworkModel``."""
+
+    local_alpha_s: float | None = None
+    local_beta_s_per_byte: float | None = None
+    cross_alpha_s: float | None = None
+    cross_beta_s_per_byte: float | None = None
+    overhead_s: float | None = None
+    gamma_s_per_byte: float | None = None
+
+    @classmethod
+    def worst(cls, several: Iterable[Costs]) -> Costs:
+        """Of each, the largest that is known."""
+        known = ([one for one in ones if one is not None] for ones in zip(*several, strict=True))
+        return cls(*(max(ones, default=None) for ones in known))
+
+
+UNMEASURED = Costs()
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Where the ranks of a group are: ``hosts[r]`` is the host of rank ``r``.
@@ -48,10 +69,12 @@ class Layout:
     Attributes:
         hosts: by rank.
         num_cpus: processors of a host, of the one that has the fewest; 0 if that is not known.
+        costs: of messages, on the hosts where they cost most.
     """
 
     hosts: tuple[int, ...]
     num_cpus: int = 0
+    costs: Costs = UNMEASURED
 
     def __post_init__(self) -> None:
         if not self.hosts:
@@ -63,10 +86,10 @@ class Layout:
             seen = max(seen, host + 1)
 
     @classmethod
-    def of(cls, names: Iterable[object], num_cpus: int = 0) -> Layout:
+    def of(cls, names: Iterable[object], num_cpus: int = 0, costs: Costs = UNMEASURED) -> Layout:
         """The layout of ranks whose hosts have these names (any hashable)."""
         numbers: dict[object, int] = {}
-        return cls(tuple(numbers.setdefault(name, len(numbers)) for name in names), num_cpus)
+        return cls(tuple(numbers.setdefault(name, len(numbers)) for name in names), num_cpus, costs)
 
     @classmethod
     def even(cls, size: int, hosts: int = 1, num_cpus: int = 0) -> Layout:
@@ -77,7 +100,7 @@ class Layout:
 
     def part(self, ranks: Iterable[int]) -> Layout:
         """The layout of some of the ranks, in this order."""
-        return Layout.of((self.hosts[rank] for rank in ranks), self.num_cpus)
+        return Layout.of((self.hosts[rank] for rank in ranks), self.num_cpus, self.costs)
 
     @property
     def size(self) -> int:

@@ -38,6 +38,7 @@ def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     tmp_path_factory.getbasetemp()  # pytest's own folder lies elsewhere: nothing in it counts as left behind
     with tempfile.TemporaryDirectory(prefix="kf") as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", folder)
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # what was measured here changes no test
         patch.setattr(tempfile, "tempdir", folder)
         yield Path(folder)
 

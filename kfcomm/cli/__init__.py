@@ -202,14 +202,17 @@ def show(
       kfcomm topology show ring -n 8 --hosts 2
       kfcomm topology show tree -n 16 --hosts 4 -o tree.svg
     """  # noqa: D301  click wants the character, not its name
+    from dataclasses import replace
+
     from kfcomm.plugins import build
+    from kfcomm.rendezvous.kept import kept_costs
     from kfcomm.strategies.draw import as_svg, as_text
     from kfcomm.types import Layout
 
     with reported_errors():
         if hosts > num_ranks:
             raise ConfigError(f"--hosts {hosts}: {num_ranks} ranks cannot occupy {hosts} hosts")
-        layout = Layout.even(num_ranks, hosts)
+        layout = replace(Layout.even(num_ranks, hosts), costs=kept_costs())
         built = build(strategy, layout)
         if output is not None:
             # a picture shows one strategy: of auto's, unless asked, that for long messages

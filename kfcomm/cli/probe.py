@@ -32,6 +32,7 @@ from kfcomm.sizes import parse_sizes
     "--timeout", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Seconds for each pair of ranks."
 )
 @click.option("--transport", type=click.Choice(LINKS), help="Kind of links between the ranks.")
+@click.option("--keep", is_flag=True, help="Keep what messages cost: 'auto' counts with it from the next job on.")
 @options.json_file("the matrices")
 @options.page_file("heat maps")
 def probe(**given: Any) -> None:
@@ -43,6 +44,7 @@ def probe(**given: Any) -> None:
     \b
       kfcomm probe -n 4
       kfcomm probe -n 4 --json links.json --html links.html
+      kfcomm probe -n 4 --keep
       kfcomm run -H 10.0.0.1:1,10.0.0.2:1 kfcomm probe       (on both hosts)
     """  # noqa: D301  click wants the character, not its name
     with reported_errors():
@@ -51,6 +53,10 @@ def probe(**given: Any) -> None:
         nbytes = parse_sizes(given["size"])
         if len(nbytes) != 1:
             raise ConfigError(f"--nbytes {given['size']!r}: one size, such as 1MiB")
+        if given["keep"] and (given["transport"] or settings.links) != "auto":
+            raise ConfigError(
+                "--keep is for the links that ranks choose by themselves: leave --transport out, and KFCOMM_TRANSPORT"
+            )
         if settings.rank == 0:
             files.check()
         if settings.size == 1:
@@ -78,7 +84,7 @@ def _start(given: dict[str, Any], settings: Settings) -> int:
         if given[name] is not None
         for word in (f"--{names.get(name, name)}", str(given[name]))
     ]
-    command = own_module("kfcomm", "probe", *options)
+    command = own_module("kfcomm", "probe", *options, *(["--keep"] if given["keep"] else []))
     try:
         return asyncio.run(run(RunOptions(command, given["num_ranks"]), os.environ, _Relay(given["num_ranks"])))
     except KeyboardInterrupt:
@@ -93,9 +99,12 @@ async def _take_part(nbytes: int, given: dict[str, Any], files: Files) -> None:
     arguments = {} if given["transport"] is None else {"transport": given["transport"]}
     async with kfcomm.init(**arguments) as comm:
         found = await comm.probe(nbytes=nbytes, rounds=given["rounds"], timeout=given["timeout"])
+        kept = found.keep() if given["keep"] and comm.local_rank == 0 else None
         if comm.rank != 0:
             return
         click.echo(as_text(found), nl=False)
+        if kept is not None:
+            click.echo(f"\nkept in {kept}, for 'auto' of the jobs to come")
         try:
             if files.json is not None:
                 found.save(files.json)

@@ -26,7 +26,7 @@ import msgpack
 
 from kfcomm.errors import LocalProtocolError, RemoteProtocolError
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 PREFIX = struct.Struct("<II")
 PREFIX_NBYTES = PREFIX.size
 CHUNK_HEADER = struct.Struct("<BIQIIBII")

@@ -15,8 +15,10 @@ from kfcomm.devices.words import backend_in_words, driver_version
 from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.rendezvous.identity import host_id, versions
 from kfcomm.rendezvous.interfaces import choose_address, interfaces
+from kfcomm.rendezvous.kept import kept_costs, path_of_costs
 from kfcomm.rendezvous.settings import Settings, detect, host_and_port
 from kfcomm.transports.shm.segment import why_unsupported
+from kfcomm.types import UNMEASURED
 
 Row = tuple[str, str]
 
@@ -74,6 +76,7 @@ def _store(settings: Settings) -> str:
 def _settings(settings: Settings, device: DeviceReport) -> list[Row]:
     return [
         ("strategy", settings.strategy),
+        ("costs", _costs()),
         ("transport", _transport(settings.transport, device)),
         ("device", settings.device),
         ("timeout", f"{settings.timeout_s:g} s"),
@@ -84,6 +87,13 @@ def _settings(settings: Settings, device: DeviceReport) -> list[Row]:
         ("monitoring", "on" if settings.monitor else "off"),
         ("metrics", "none" if settings.metrics_port is None else f"port {settings.metrics_port} + local rank"),
     ]
+
+
+def _costs() -> str:
+    """What ``auto`` counts with."""
+    if kept_costs() == UNMEASURED:
+        return "the usual ones (kfcomm probe --keep measures those of this host)"
+    return f"measured on this host ({path_of_costs()})"
 
 
 def _transport(asked: str, device: DeviceReport) -> str:

@@ -18,10 +18,11 @@ from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.plans import Plan, Planner
 from kfcomm.core.collective import GroupView
 from kfcomm.errors import CollectiveError, CollectiveTimeout, ConfigError, PeerLost
-from kfcomm.probe.record import Matrix, Probe
+from kfcomm.probe.record import Probe
 from kfcomm.probe.schedule import Slot, slots_of
-from kfcomm.probe.wire import MOST_NBYTES, MOST_ROUNDS, PROBE_KEY, Way, follow, lead, pair_id
+from kfcomm.probe.wire import MOST_NBYTES, MOST_ROUNDS, PROBE_KEY, Way, fold_s_per_byte, follow, lead, pair_id
 from kfcomm.runtime.engine import Engine
+from kfcomm.runtime.operation import Array
 from kfcomm.strategies import build
 from kfcomm.types import Layout
 
@@ -68,7 +69,7 @@ class _Once:
         self._ways: tuple[Way, ...] = ()
         self._limit_s = 0.0
         size = group.view.size
-        self._row = np.zeros((2, size))
+        self._row = np.zeros((4, size))
         self._row[1, group.view.rank] = np.inf
 
     async def run(self, nbytes: int, rounds: int, timeout_s: float | None) -> Probe:
@@ -83,8 +84,9 @@ class _Once:
             await self._measure(nbytes, rounds)
             self._ways = ()
             await self._meet(plan, limit_s * _GRACE)
-        latency_s, bandwidth = await self._shared(limit_s)
-        return Probe(self._group.layout, latency_s, bandwidth)
+        self._row[3] = fold_s_per_byte(rounds)
+        rows = await self._shared(limit_s)
+        return Probe(self._group.layout, rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3, 0])
 
     def fail(self, error: BaseException) -> None:
         """The other ranks need not wait for this one.
@@ -115,7 +117,7 @@ class _Once:
             try:
                 if way.source == rank:
                     found = await lead(way, back, nbytes, rounds)
-                    self._row[:, peer] = found.latency_s, found.bandwidth
+                    self._row[:3, peer] = found.latency_s, found.bandwidth, found.overhead_s
                 else:
                     await follow(way, back, rounds)
             except CollectiveError as error:
@@ -142,8 +144,8 @@ class _Once:
         self._group.post(plan, PROBE_KEY, source=None, result=None, timeout_s=limit_s, handle=handle, seq=seq)
         await handle
 
-    async def _shared(self, limit_s: float) -> tuple[Matrix, Matrix]:
-        """Everybody's rows."""
+    async def _shared(self, limit_s: float) -> Array:
+        """Everybody's rows: float64[n, 4, n]."""
         plan = self._group.plans.plan(Planner.all_gather, self._row.dtype, self._row.shape, (), None)
         rows = np.empty((self._group.view.size, *self._row.shape))
         handle: Handle[None] = Handle(loop=self._group.engine.loop)
@@ -153,7 +155,7 @@ class _Once:
             seq=seq,
         )  # fmt: skip
         await handle
-        return rows[:, 0], rows[:, 1]
+        return rows
 
 
 def _check(nbytes: int, rounds: int, timeout_s: float | None) -> None:

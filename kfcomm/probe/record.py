@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeAlias
@@ -12,10 +13,11 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 
 from kfcomm.errors import ConfigError
+from kfcomm.rendezvous.kept import keep_costs
 from kfcomm.strategies import Strategy, bound_seconds, hosts_of, minimum_spanning_tree, packed_trees
-from kfcomm.strategies.cost import NetworkModel, network_of
+from kfcomm.strategies.cost import NetworkModel, costs_of, network_of
 from kfcomm.strategies.matrices import checked_bandwidth, checked_latency
-from kfcomm.types import Layout
+from kfcomm.types import Costs, Layout
 
 Matrix: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
@@ -31,6 +33,9 @@ class Probe:
         latency_s: float64[n, n], seconds one way (half of a round trip); 0 on the diagonal.
         bandwidth: float64[n, n], bytes per second from row to column, each pair measured while no other used its hosts'
             ports; infinite on the diagonal.
+        overhead_s: float64[n, n], seconds of work for each message, of its sender or its receiver, whichever has more;
+            0 on the diagonal. None if it was not measured.
+        fold_s_per_byte: float64[n], seconds that each rank needs to fold one byte of float32; None likewise.
 
     Raises:
         ConfigError: a matrix does not have the layout's size, or an entry is no latency or bandwidth.
@@ -39,13 +44,21 @@ class Probe:
     layout: Layout
     latency_s: Matrix
     bandwidth: Matrix
+    overhead_s: Matrix | None = None
+    fold_s_per_byte: Matrix | None = None
 
     def __post_init__(self) -> None:
         size = self.layout.size
-        for name, check in (("latency_s", checked_latency), ("bandwidth", checked_bandwidth)):
-            matrix = np.array(check(getattr(self, name), size), np.float64)
-            matrix.flags.writeable = False
-            object.__setattr__(self, name, matrix)
+        checks: dict[str, Callable[[Any, int], Any]] = {
+            "latency_s": checked_latency, "bandwidth": checked_bandwidth, "overhead_s": checked_latency,
+            "fold_s_per_byte": _checked_work,
+        }  # fmt: skip
+        for name, check in checks.items():
+            given = getattr(self, name)
+            if given is not None:
+                checked = np.array(check(given, size), np.float64)
+                checked.flags.writeable = False
+                object.__setattr__(self, name, checked)
 
     @property
     def size(self) -> int:
@@ -73,11 +86,30 @@ class Probe:
 
     def network(self) -> NetworkModel:
         """For ``predict_seconds`` of ``kfcomm.strategies.cost``: the constants of its model as they were measured."""
-        return network_of(self.layout, self.latency_s.tolist(), self.bandwidth.tolist())
+        return network_of(self.layout, *self._lists())
+
+    def costs(self) -> Costs:
+        """What messages cost here, for ``keep`` and for ``Layout.costs``: the medians of what was measured."""
+        return costs_of(self.layout, *self._lists())
+
+    def keep(self) -> Path:
+        """Keep the costs for the jobs that start on this host after this: their ``auto`` counts with them.
+
+        Returns:
+            The file that holds them, in the user's cache.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        return keep_costs(self.costs())
 
     def hosts(self) -> Layout:
         """Hosts (or racks) as the distances show them; see ``kfcomm.strategies.hosts_of``."""
         return hosts_of(self.latency_s.tolist(), self.bandwidth.tolist())
+
+    def _lists(self) -> tuple[Any, ...]:
+        measured = (self.latency_s, self.bandwidth, self.overhead_s, self.fold_s_per_byte)
+        return tuple(None if one is None else one.tolist() for one in measured)
 
     # ---------------------------------------------------------------- as a file
 
@@ -89,6 +121,8 @@ class Probe:
             "num_cpus": self.layout.num_cpus,
             "latency_s": self.latency_s.tolist(),
             "bandwidth": [[None if math.isinf(rate) else rate for rate in row] for row in self.bandwidth.tolist()],
+            "overhead_s": None if self.overhead_s is None else self.overhead_s.tolist(),
+            "fold_s_per_byte": None if self.fold_s_per_byte is None else self.fold_s_per_byte.tolist(),
         }
 
     @classmethod
@@ -103,7 +137,8 @@ class Probe:
         try:
             layout = Layout(tuple(map(int, record["hosts"])), int(record["num_cpus"]))
             bandwidth = [[math.inf if rate is None else rate for rate in row] for row in record["bandwidth"]]
-            return cls(layout, record["latency_s"], bandwidth)  # type: ignore[arg-type]  # it is checked there
+            rest: tuple[Any, ...] = (bandwidth, record.get("overhead_s"), record.get("fold_s_per_byte"))
+            return cls(layout, record["latency_s"], *rest)  # it is checked there
         except KeyError as error:
             raise ConfigError(f"this is no probe: field {error} is missing") from error
         except (TypeError, ValueError) as error:
@@ -125,3 +160,14 @@ class Probe:
             return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
         except ValueError as error:
             raise ConfigError(f"{os.fspath(path)}: {error}") from error
+
+
+def _checked_work(seconds: Any, size: int) -> list[float]:
+    """Seconds for each byte, by rank."""
+    try:
+        values = [float(one) for one in seconds]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"fold_s_per_byte is a list of numbers, one for each rank: {error}") from error
+    if len(values) != size or not all(0 <= one < math.inf for one in values):
+        raise ConfigError(f"fold_s_per_byte is one finite number of seconds, at least 0, for each of {size} ranks")
+    return values

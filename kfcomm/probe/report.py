@@ -89,7 +89,7 @@ def findings(probe: Probe) -> list[str]:
     found = [*_slow_hosts(probe), *_slow_links(probe), *_distant(probe)]
     a, b = probe.slowest(1)[0]
     slowest = f"The slowest link is {a} → {b} with {_shown(probe.bandwidth[a, b], _RATES)}."
-    return [*(found or ["No host and no link is much slower than the others."]), slowest]
+    return [*(found or ["No host and no link is much slower than the others."]), slowest, *_work(probe)]
 
 
 def forecasts(probe: Probe) -> list[Forecast]:
@@ -104,6 +104,14 @@ def forecasts(probe: Probe) -> list[Forecast]:
         seconds = predict_seconds(strategy, layout, FORECAST_NBYTES, network)
         made.append(Forecast(strategy.name, seconds, bound_s / seconds if seconds else 1.0))
     return sorted(made, key=lambda one: one.seconds)
+
+
+def _work(probe: Probe) -> Iterator[str]:
+    costs = probe.costs()
+    if costs.overhead_s is not None:
+        yield f"A message takes {_shown(costs.overhead_s, _LATENCIES)} of work."
+    if costs.gamma_s_per_byte is not None:
+        yield f"A rank folds {_shown(1 / costs.gamma_s_per_byte, _RATES)}."
 
 
 def _table(matrix: Matrix) -> Iterator[str]:

@@ -26,10 +26,11 @@ from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import GroupView, ItemSizes
 from kfcomm.core.signature import Signature
 from kfcomm.errors import CollectiveTimeout
+from kfcomm.reduce import kernel
 from kfcomm.runtime.engine import Engine
 from kfcomm.runtime.operation import Work
 from kfcomm.strategies import build
-from kfcomm.types import Layout, Verb
+from kfcomm.types import Layout, Op, Verb
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
@@ -38,17 +39,22 @@ LONG_ENOUGH_S: Final = 0.02
 MOST_NBYTES: Final = 32 << 20
 MOST_ROUNDS: Final = 32
 PINGS_PER_ROUND: Final = 8
+TRAIN: Final = 64
+"""Chunks of a message that is cut as small as can be: what each takes is the work of a chunk, not of its bytes."""
 _GROWTH: Final = 4
+_TICK_S: Final = 1e-9
+"""Of the clock: nothing takes less."""
 MOST_USES: Final = 512
 """Messages one way in one probe, acknowledgements of the other way included, are fewer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was found of one way: seconds from end to end, and bytes per second."""
+    """What was found of one way: seconds from end to end, bytes per second, and seconds of work for each chunk."""
 
     latency_s: float
     bandwidth: float
+    overhead_s: float
 
 
 @dataclass(slots=True)
@@ -77,13 +83,13 @@ class Way:
         group = Group(engine, pair, layout, build("star", layout), 0.0)
         return cls(group, source, target, number * MOST_USES, deadline_s)
 
-    def send(self, data: Array) -> Handle[None]:
-        """Done when the target has it."""
-        return self._post(data, data, None)
+    def send(self, data: Array, chunk: int | None = None) -> Handle[None]:
+        """Done when the target has it. For ``chunk``, elements of each, see `chunk_elements`."""
+        return self._post(data, data, None, chunk)
 
-    def recv(self, into: Array) -> Handle[None]:
-        """Done when it is in ``into``; what is there must have its shape and dtype."""
-        return self._post(into, None, into)
+    def recv(self, into: Array, chunk: int | None = None) -> Handle[None]:
+        """Done when it is in ``into``; what is there must have its shape and dtype, and ``chunk`` be the same."""
+        return self._post(into, None, into, chunk)
 
     def give_up(self, error: BaseException) -> None:
         """End what is under way, and what the other end does next."""
@@ -105,9 +111,9 @@ class Way:
     def _ends(self) -> tuple[int, int]:
         return self.source, self.target
 
-    def _post(self, like: Array, source: Array | None, result: Array | None) -> Handle[None]:
+    def _post(self, like: Array, source: Array | None, result: Array | None, chunk: int | None) -> Handle[None]:
         size = like.dtype.itemsize
-        chunk = chunk_elements(like.dtype)
+        chunk = chunk or chunk_elements(like.dtype)
         signature = Signature(str(Verb.SEND), dtype_name(like.dtype), like.shape, chunk_elements=chunk)
         program = programs.send(self.group.view.rank, like.size, chunk)
         work = Work(None, like.dtype, 2, in_result=False)
@@ -140,23 +146,41 @@ def _heard(done: asyncio.Future[None]) -> None:
 async def lead(way: Way, back: Way, nbytes: int, rounds: int) -> Measured:
     """Measure ``way`` from its source; the other end runs `follow`.
 
-    Latency is half of the shortest of several round trips. Messages begin with ``nbytes`` bytes and grow until one
-    takes `LONG_ENOUGH_S`; then the best of ``rounds`` of that size counts, less a round trip.
+    Latency is half of the shortest of several round trips. The work of a chunk is what each of many, of a byte each,
+    takes more. Messages begin with ``nbytes`` bytes and grow until one takes `LONG_ENOUGH_S`; then the best of
+    ``rounds`` of that size counts, less a round trip.
     """
     byte = np.ones(1, np.uint8)
     await back.recv(byte)  # the other end is ready; both links are open
     trip_s = min([await _timed(lambda: way.send(byte)) for _ in range(rounds * PINGS_PER_ROUND)])
+    train = np.ones(TRAIN, np.uint8)
+    train_s = min([await _timed(lambda: way.send(train, 1)) for _ in range(rounds)])
     data = np.ones(nbytes, np.uint8)
     while (took_s := await _message(way, back, data)) < LONG_ENOUGH_S and len(data) < MOST_NBYTES:
         data = np.ones(min(len(data) * _GROWTH, MOST_NBYTES), np.uint8)
     took_s = min([took_s, *[await _message(way, back, data) for _ in range(rounds - 1)]])
     await way.send(np.zeros(1, np.int64))
-    return Measured(trip_s / 2, len(data) / max(took_s - trip_s, took_s / 2))
+    overhead_s = max(train_s - trip_s, train_s / TRAIN) / (TRAIN - 1)
+    return Measured(trip_s / 2, len(data) / max(took_s - trip_s, took_s / 2), overhead_s)
+
+
+def fold_s_per_byte(rounds: int) -> float:
+    """Seconds that this rank needs to fold a byte of float32 into its own, in chunks as collectives have them."""
+    dtype = np.dtype(np.float32)
+    folding = kernel(Op.SUM, dtype)
+    own, other = (np.ones(chunk_elements(dtype), dtype) for _ in range(2))
+    took_s = []
+    for _ in range(rounds * PINGS_PER_ROUND):
+        start_s = time.perf_counter()
+        folding.fold(own, other, own)
+        took_s.append(time.perf_counter() - start_s)
+    return max(min(took_s), _TICK_S) / own.nbytes
 
 
 async def follow(way: Way, back: Way, rounds: int) -> None:
     """Answer at the target of ``way`` what its source measures with `lead`."""
     pings = [way.recv(np.empty(1, np.uint8)) for _ in range(rounds * PINGS_PER_ROUND)]
+    pings += [way.recv(np.empty(TRAIN, np.uint8), 1) for _ in range(rounds)]
     await back.send(np.ones(1, np.uint8))
     for ping in pings:
         await ping

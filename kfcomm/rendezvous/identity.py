@@ -20,7 +20,9 @@ import msgpack
 from kfcomm.core.frame import PROTOCOL_VERSION
 from kfcomm.devices.base import DeviceReport
 from kfcomm.errors import RemoteProtocolError
+from kfcomm.rendezvous.kept import is_plausible, kept_costs
 from kfcomm.rendezvous.settings import TRANSPORTS
+from kfcomm.types import Costs
 from kfcomm.version import __version__
 
 MAX_RANKS = 1 << 16
@@ -43,6 +45,7 @@ class PeerInfo:
         hostname: for messages only.
         pid: for messages only.
         num_cpus: processors of its host; 0 if that is not known.
+        costs: of messages, as they were measured on its host.
         versions: version of kfcomm, number of the protocol.
         transport: what it was told of transports: device memory goes the way on which all agree.
         device: its device, or why it has none.
@@ -57,6 +60,7 @@ class PeerInfo:
     hostname: str
     pid: int
     num_cpus: int
+    costs: Costs
     versions: tuple[str, int]
     transport: str
     device: DeviceReport
@@ -80,6 +84,7 @@ class PeerInfo:
             hostname=socket.gethostname(),
             pid=os.getpid(),
             num_cpus=os.cpu_count() or 0,
+            costs=kept_costs(),
             versions=versions(),
             transport=transport,
             device=_presentable(device or DeviceReport()),
@@ -115,8 +120,8 @@ class PeerInfo:
                 "do all ranks run the same version of kfcomm?"
             )
         _check(*values)
-        checked = (*values[:-1], DeviceReport(*values[-1]))
-        return cls(*checked)
+        found = dict(zip(cls.__slots__, values, strict=True))
+        return cls(**found | {"costs": Costs(*found["costs"]), "device": DeviceReport(*found["device"])})
 
 
 def _values(record: PeerInfo | DeviceReport) -> tuple[Any, ...]:
@@ -134,6 +139,7 @@ def _check(
     hostname: object,
     pid: object,
     num_cpus: object,
+    costs: object,
     versions: object,
     transport: object,
     device: object,
@@ -149,6 +155,8 @@ def _check(
     _check_text("hostname", hostname, 255)
     _check_integer("pid", pid, 1, 2**31 - 1)
     _check_integer("number of processors", num_cpus, 0, 2**31 - 1)
+    if not is_plausible(costs):
+        raise RemoteProtocolError("costs of a peer must be as many numbers of seconds as there are, or unknown")
     if not isinstance(versions, tuple) or len(versions) != 2:
         raise RemoteProtocolError("versions of a peer must be a version and a protocol number")
     _check_text("version", versions[0], 64)

@@ -30,6 +30,7 @@ def auto(layout: Layout, network: NetworkModel | None = None) -> SizedStrategy:
     messages go whole along one pair of several, picked by their key, so that all ranks get their share of the work of
     roots. Strategies with a pair for each rank are left out above 128 ranks.
     """
+    network = network or NetworkModel.of(layout.costs)
     candidates = _candidates(layout)
     pairs = {id(pair): pair for strategy in candidates for pair in strategy.pairs}  # those that go whole have the same
     loads = {key: Load.of(pair, layout) for key, pair in pairs.items()}
@@ -37,7 +38,7 @@ def auto(layout: Layout, network: NetworkModel | None = None) -> SizedStrategy:
     rules: list[tuple[int | None, Strategy]] = []
     for nbytes in _SIZES:
         seconds = [
-            profile.seconds(nbytes, network or NetworkModel()) if _may_take(one, nbytes, layout) else math.inf
+            profile.seconds(nbytes, network) if _may_take(one, nbytes, layout) else math.inf
             for one, profile in zip(candidates, profiles, strict=True)
         ]
         best = candidates[seconds.index(min(seconds))]

@@ -28,7 +28,7 @@ Sources: R. Hockney, "The communication challenge for MPP" (1994); A. Alexandrov
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -36,7 +36,10 @@ from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.errors import ConfigError
 from kfcomm.strategies.base import AnyStrategy, Strategy
 from kfcomm.strategies.matrices import Matrix, Rates, checked_bandwidth, checked_latency
-from kfcomm.types import Layout
+from kfcomm.types import Costs, Layout
+
+_LEAST_ALPHA = 0.1
+"""Of a latency, however much work was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,11 @@ class NetworkModel:
     gamma_s_per_byte: float = 1e-10
     chunk_nbytes: int = 1 << 19
     rates: Rates | None = None
+
+    @classmethod
+    def of(cls, costs: Costs) -> NetworkModel:
+        """What was measured, and the defaults for the rest."""
+        return cls(**{name: value for name, value in costs._asdict().items() if value is not None})
 
 
 class Load(NamedTuple):
@@ -286,14 +294,14 @@ def measure(strategy: Strategy, layout: Layout | None = None) -> Cost:
 
 
 def predict_seconds(strategy: AnyStrategy, layout: Layout, nbytes: int, network: NetworkModel | None = None) -> float:
-    """How long an all_reduce of ``nbytes`` bytes should take by the model; ``network`` defaults to `NetworkModel()`.
+    """How long an all_reduce of ``nbytes`` bytes should take by the model; ``network`` defaults to the layout's.
 
     An estimate for comparing strategies with each other, not a promise of a time.
 
     Raises:
         ConfigError: the network has rates of another number of hosts than the layout has.
     """
-    network = network or NetworkModel()
+    network = network or NetworkModel.of(layout.costs)
     chosen = strategy.select(nbytes)
     if network.rates is None:
         return Profile.of(chosen, layout).seconds(nbytes, network)
@@ -303,35 +311,55 @@ def predict_seconds(strategy: AnyStrategy, layout: Layout, nbytes: int, network:
     return max(_seconds_by_rates(way, layout, nbytes, network, network.rates) for way in ways)
 
 
-def network_of(layout: Layout, latency_s: Matrix, bandwidth: Matrix) -> NetworkModel:
-    """The constants of the time model as they were measured; those of the work of ranks are the defaults.
+def network_of(
+    layout: Layout, latency_s: Matrix, bandwidth: Matrix, overhead_s: Matrix | None = None,
+    fold_s_per_byte: Sequence[float] | None = None,
+) -> NetworkModel:  # fmt: skip
+    """The constants of the time model as they were measured; those that were not are the defaults.
 
     Args:
         layout: where the ranks are.
         latency_s: seconds from rank (row) to rank (column).
         bandwidth: bytes/s from rank (row) to rank (column).
+        overhead_s: seconds of work for each message from rank (row) to rank (column).
+        fold_s_per_byte: seconds of work for each byte that is folded, by rank.
 
     Raises:
         ConfigError: a matrix is not square or of another size than the layout, or an entry is none of its kind.
     """
+    costs = costs_of(layout, latency_s, bandwidth, overhead_s, fold_s_per_byte)
+    return replace(NetworkModel.of(costs), rates=Rates.of(layout, bandwidth, checked_latency(latency_s, layout.size)))
+
+
+def costs_of(
+    layout: Layout, latency_s: Matrix, bandwidth: Matrix, overhead_s: Matrix | None = None,
+    fold_s_per_byte: Sequence[float] | None = None,
+) -> Costs:  # fmt: skip
+    """What is usual among what was measured, see `network_of`: medians. The latency is what the work leaves of it."""
     latencies, rates = checked_latency(latency_s, layout.size), checked_bandwidth(bandwidth, layout.size)
+    works = None if overhead_s is None else checked_latency(overhead_s, layout.size)
     pairs = [(a, b) for a in range(layout.size) for b in range(layout.size) if a != b]
     local = [(a, b) for a, b in pairs if layout.hosts[a] == layout.hosts[b]]
     cross = [(a, b) for a, b in pairs if layout.hosts[a] != layout.hosts[b]]
-    usual = NetworkModel()
-    return NetworkModel(
-        local_alpha_s=_median((latencies[a][b] for a, b in local), usual.local_alpha_s),
-        local_beta_s_per_byte=_median((1 / rates[a][b] for a, b in local), usual.local_beta_s_per_byte),
-        cross_alpha_s=_median((latencies[a][b] for a, b in cross), usual.cross_alpha_s),
-        cross_beta_s_per_byte=_median((1 / rates[a][b] for a, b in cross), usual.cross_beta_s_per_byte),
-        rates=Rates.of(layout, rates, latencies),
+
+    def alpha(a: int, b: int) -> float:
+        seconds = latencies[a][b]
+        return seconds if works is None else max(seconds - works[a][b], seconds * _LEAST_ALPHA)
+
+    return Costs(
+        local_alpha_s=_median(alpha(a, b) for a, b in local),
+        local_beta_s_per_byte=_median(1 / rates[a][b] for a, b in local),
+        cross_alpha_s=_median(alpha(a, b) for a, b in cross),
+        cross_beta_s_per_byte=_median(1 / rates[a][b] for a, b in cross),
+        overhead_s=None if works is None else _median(works[a][b] for a, b in cross or local),
+        gamma_s_per_byte=None if fold_s_per_byte is None else _median(fold_s_per_byte),
     )
 
 
-def _median(values: Iterable[float], otherwise: float) -> float:
-    """The upper median."""
+def _median(values: Iterable[float]) -> float | None:
+    """The upper median; None of nothing."""
     ranked = sorted(values)
-    return ranked[len(ranked) // 2] if ranked else otherwise
+    return ranked[len(ranked) // 2] if ranked else None
 
 
 def _seconds_by_rates(strategy: Strategy, layout: Layout, nbytes: int, network: NetworkModel, rates: Rates) -> float:

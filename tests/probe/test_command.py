@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from kfcomm.cli import main
 from kfcomm.probe import Probe
+from kfcomm.rendezvous.kept import kept_costs, path_of_costs
 from tests.launch.launched import finished
 
 INSIDE = (sys.executable, "-m", "kfcomm", "probe")
@@ -36,6 +37,21 @@ def test_the_ranks_of_a_job_are_used(tmp_path: Path) -> None:
     assert Probe.load(data).size == 2
 
 
+SHOW_COSTS = "import kfcomm.sync\nwith kfcomm.sync.init() as comm: print(*comm.layout.costs)"
+
+
+def test_what_is_kept_counts_in_the_next_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    done = finished("probe", "-n", "2", *QUICK, "--keep")
+    assert done.returncode == 0, done.stderr
+    costs = kept_costs()
+    assert None not in (costs.local_alpha_s, costs.local_beta_s_per_byte, costs.overhead_s, costs.gamma_s_per_byte)
+    assert f"kept in {path_of_costs()}" in done.stdout
+    done = finished("run", "-n", "2", sys.executable, "-c", SHOW_COSTS)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(" ".join(map(str, costs))) == 2
+
+
 def test_a_job_starts_no_further_ranks() -> None:
     done = finished("run", "-n", "2", *INSIDE, "-n", "2")
     assert done.returncode == 2
@@ -57,6 +73,7 @@ def test_what_no_rank_can_do() -> None:
         (("-n", "2", "--json", "/nonexistent/x"), "'/nonexistent/x' cannot be written"),
         (("-n", "1"), "1 is not in the range x>=2"),
         (("-n", "2", "--transport", "pigeon"), "'pigeon' is not one of"),
+        (("-n", "2", "--transport", "tcp", "--keep"), "leave --transport out"),
     ],
 )
 def test_what_cannot_work_is_said_before_ranks_are_started(options: tuple[str, ...], message: str) -> None:

@@ -72,14 +72,14 @@ async def test_messages_grow_until_they_take_long_enough(monkeypatch: pytest.Mon
     lengths = []
     original = wire.Way.send
 
-    def send(self: wire.Way, data: Any) -> Any:
+    def send(self: wire.Way, data: Any, *chunk: int) -> Any:
         lengths.append(data.nbytes)
-        return original(self, data)
+        return original(self, data, *chunk)
 
     monkeypatch.setattr(wire.Way, "send", send)
     async with world(2) as comms:
         await everywhere(comms, lambda comm: quick(comm, nbytes=1 << 10, rounds=3))
-    messages = [nbytes for nbytes in lengths if nbytes > 8]
+    messages = [nbytes for nbytes in lengths if nbytes > wire.TRAIN]
     assert messages == [1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 16, 1 << 16] * 2
 
 
@@ -108,10 +108,10 @@ async def test_a_slow_way_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire.time, "perf_counter", lambda: clock["now"])
     original = wire.Way.send
 
-    def send(self: wire.Way, data: Any) -> Any:
+    def send(self: wire.Way, data: Any, *chunk: int) -> Any:
         slow = (self.source, self.target) == (2, 0)
         clock["now"] += 1e-5 + data.nbytes / (1e6 if slow else 1e8)
-        return original(self, data)
+        return original(self, data, *chunk)
 
     monkeypatch.setattr(wire.Way, "send", send)
     async with world(3) as comms:
@@ -120,6 +120,7 @@ async def test_a_slow_way_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert probes[0].bandwidth[2, 0] == pytest.approx(1e6, rel=0.02)
     others = [(0, 1), (1, 0), (1, 2), (2, 1), (0, 2)]
     assert all(probes[0].bandwidth[pair] == pytest.approx(1e8, rel=0.02) for pair in others)
+    assert probes[0].overhead_s[2, 0] == pytest.approx((wire.TRAIN - 1) / 1e6 / (wire.TRAIN - 1))
 
 
 @on_loop

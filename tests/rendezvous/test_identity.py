@@ -12,6 +12,7 @@ from kfcomm.core.frame import PROTOCOL_VERSION
 from kfcomm.devices import DeviceReport
 from kfcomm.errors import RemoteProtocolError
 from kfcomm.rendezvous.identity import MAX_WIRE_NBYTES, PeerInfo, host_id, process_uid
+from kfcomm.types import Costs
 
 DEVICE = DeviceReport("cuda", "GPU-8f1c", "NVIDIA H100 80GB HBM3", 13010, "nccl", 23207)
 ME = PeerInfo.here(rank=3, address="10.0.0.1", port=4711, unix="\0kfcomm-1", transport="nccl", device=DEVICE)
@@ -48,6 +49,10 @@ def test_it_survives_the_wire() -> None:
         ("versions", "01"),
         ("versions", [1, 1]),
         ("versions", ["0.1", "1"]),
+        ("costs", None),
+        ("costs", [1e-6]),
+        ("costs", [None] * 5 + [1]),
+        ("costs", [None] * 5 + [-1.0]),
         ("transport", "pigeon"),
         ("transport", None),
         ("transport", ["tcp"]),
@@ -101,6 +106,11 @@ def test_whatever_a_library_says_of_a_device_may_be_told(report: DeviceReport) -
     assert PeerInfo.from_wire(me.to_wire()) == me
 
 
+def test_what_was_measured_on_a_host_is_told() -> None:
+    sent = replace(ME, costs=Costs(overhead_s=7e-6, cross_alpha_s=1e-4))
+    assert PeerInfo.from_wire(sent.to_wire()).costs == sent.costs
+
+
 def test_the_longest_description_fits() -> None:
     long = "\U0001f600" * 4000
     report = DeviceReport(long, long, long, 2**31 - 1, long, 2**31 - 1, long)
@@ -112,7 +122,7 @@ def test_the_longest_description_fits() -> None:
 
 def test_the_number_of_fields_is_that_of_the_protocol() -> None:
     with pytest.raises(
-        RemoteProtocolError, match=f"12 fields, as of protocol {PROTOCOL_VERSION}; do all ranks run the same version"
+        RemoteProtocolError, match=f"13 fields, as of protocol {PROTOCOL_VERSION}; do all ranks run the same version"
     ):
         PeerInfo.from_wire(msgpack.packb(astuple(ME)[:10]))
 

@@ -14,7 +14,7 @@ from kfcomm.strategies.auto import auto
 from kfcomm.strategies.base import DIRECT_NBYTES
 from kfcomm.strategies.cost import Cost, NetworkModel, Profile, measure, predict_seconds
 from kfcomm.strategies.registry import ALGORITHMS, Algorithm
-from kfcomm.types import Layout
+from kfcomm.types import Costs, Layout
 from tests.strategies.layouts import LAYOUTS, trees
 
 GRID = [1 << bit for bit in range(6, 31)]
@@ -185,6 +185,9 @@ def test_auto_prefers_few_steps_for_short_and_idle_ports_for_long_messages() -> 
 
 def test_auto_follows_the_constants() -> None:
     layout = Layout.even(16, 16)
+    measured = replace(layout, costs=Costs(overhead_s=1.0))
+    assert auto(measured) == auto(layout, NetworkModel(overhead_s=1.0)) != auto(layout)
+    assert predict_seconds(auto(layout), measured, 100) > 1
     costly_messages = auto(layout, NetworkModel(overhead_s=1.0))
     assert costly_messages.select(1 << 14) == replace(build("ring", layout).select(0), is_whole=True)
     assert auto(layout).select(1 << 14).name == "multi_binary_tree_star"

@@ -1,0 +1,97 @@
+"""What messages cost, kept from one job to the next: in whole files, which are not believed."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kfcomm.errors import ConfigError
+from kfcomm.rendezvous.kept import LEAST, MOST, is_plausible, keep_costs, kept_costs, path_of_costs
+from kfcomm.types import UNMEASURED, Costs, Layout
+
+LOCAL = Costs(local_alpha_s=4e-5, overhead_s=8e-6)
+CROSS = Costs(cross_alpha_s=3e-4, overhead_s=9e-6)
+some_costs = st.builds(Costs, *[st.none() | st.floats(LEAST, MOST)] * len(Costs._fields))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_nothing_is_known_at_first() -> None:
+    assert kept_costs() == UNMEASURED
+
+
+def test_what_is_measured_takes_the_place_of_what_was(cache: Path) -> None:
+    assert keep_costs(LOCAL) == path_of_costs()
+    assert kept_costs() == LOCAL
+    keep_costs(CROSS)
+    assert kept_costs() == Costs(local_alpha_s=4e-5, cross_alpha_s=3e-4, overhead_s=9e-6)
+    assert [path.parent for path in cache.rglob("*.json")] == [cache / "kfcomm"]
+    assert not list(cache.rglob("*.[0-9]*"))
+
+
+def test_the_cache_is_in_the_home_by_default() -> None:
+    assert path_of_costs({}).parent == Path.home() / ".cache" / "kfcomm"
+    assert path_of_costs({"XDG_CACHE_HOME": ""}) == path_of_costs({})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"format": 2}, {"overhead_s": "8e-6"}, {"overhead_s": -1.0}, {"overhead_s": 11.0}, {"overhead_s": True}],
+)
+def test_a_file_that_holds_something_else_is_left_out(
+    change: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = keep_costs(LOCAL)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with caplog.at_level(logging.WARNING, "kfcomm"):
+        assert kept_costs() == UNMEASURED
+    assert f"{path} is left out: it holds something else; kfcomm probe --keep makes it anew" in caplog.text
+    keep_costs(CROSS)
+    assert kept_costs() == CROSS
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "7", "\udcff"])
+def test_a_file_that_is_none_is_left_out(text: str, caplog: pytest.LogCaptureFixture) -> None:
+    path = keep_costs(LOCAL)
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    assert kept_costs() == UNMEASURED
+    assert "is left out" in caplog.text
+
+
+def test_a_file_that_cannot_be_read_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    path_of_costs().mkdir(parents=True)
+    assert kept_costs() == UNMEASURED
+    assert "is left out: Is a directory" in caplog.text
+
+
+def test_a_cache_that_cannot_be_written_is_said(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (cache / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "file"))
+    with pytest.raises(ConfigError, match=r"cannot write .*file.*: Not a directory"):
+        keep_costs(LOCAL)
+
+
+def test_of_several_hosts_the_worst_counts() -> None:
+    assert Costs.worst([LOCAL, CROSS, UNMEASURED]) == Costs(local_alpha_s=4e-5, cross_alpha_s=3e-4, overhead_s=9e-6)
+    assert Costs.worst([UNMEASURED]) == UNMEASURED
+    assert Layout.of("aab", costs=LOCAL).part((0, 2)).costs == LOCAL
+
+
+@given(some_costs, some_costs, some_costs)
+def test_the_worst_is_the_same_in_any_order(a: Costs, b: Costs, c: Costs) -> None:
+    assert Costs.worst([a, b, c]) == Costs.worst([c, Costs.worst([b, a])])
+    assert is_plausible(Costs.worst([a, b, c]))
+
+
+@pytest.mark.parametrize("costs", [None, (), [None] * 6, (None,) * 5, (0.0,) + (None,) * 5, (1,) + (None,) * 5])
+def test_what_cannot_be_costs(costs: object) -> None:
+    assert not is_plausible(costs)
