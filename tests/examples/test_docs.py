@@ -87,6 +87,7 @@ def run_console(text: str, folder: Path) -> None:
         # and two processes' lines come mixed.
         path = f"{programs(folder)}:{os.environ['PATH']}"
         env = environ(PATH=path, XDG_RUNTIME_DIR=str(folder), COLUMNS="100", PYTHONUNBUFFERED="")
+        env["XDG_CACHE_HOME"] = str(folder)
         done = subprocess.run(
             ["bash", "-c", shell_line.replace(":29600", f":{free_port()}")],
             cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
