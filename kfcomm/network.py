@@ -189,7 +189,8 @@ class SocketNetwork:
         self._inbound, self._reactor = inbound, reactor
         if self._settings.links in ("auto", "shm"):
             local = [peer for peer in range(len(self.peers)) if self._is_here(peer)]
-            self._sharing = Sharing(self._loop, reactor, inbound, local, self._me.rank)
+            has_far = len(local) < len(self.peers)
+            self._sharing = Sharing(self._loop, reactor, inbound, local, self._me.rank, has_far=has_far)
             inbound.tell_waits(self._sharing.hub.wake)
         self._control = ControlThread(self._world, self._listener, reactor, events, status)
         self._control.start()

@@ -24,6 +24,7 @@ from kfcomm.core.deadlines import first_due_s
 from kfcomm.core.machine import FOLD, FOLD_UP, INPUT, UP, Effects
 from kfcomm.core.program import Lane, Program
 from kfcomm.runtime.direct import OneStepOperation, SlottedOperation
+from kfcomm.runtime.hosted import HubOperation
 from kfcomm.runtime.operation import COPIED_NBYTES, Array, Operation
 from kfcomm.types import Verb
 
@@ -355,7 +356,12 @@ class CompiledOneStep(OneStepOperation, CompiledSlotted):
     """The same of what every rank gets as a whole."""
 
 
+class CompiledHub(HubOperation, CompiledSlotted):
+    """The same of the hub of a host among several."""
+
+
 COMPILED: Final[dict[Any, type[CompiledOperation]]] = {
+    HubOperation: CompiledHub,
     SlottedOperation: CompiledSlotted,
     OneStepOperation: CompiledOneStep,
 }

@@ -26,6 +26,8 @@ class Generations:
     def __init__(self, rank: int, layout: Layout) -> None:
         self._rank = rank
         self._layout = layout
+        here = layout.ranks_of(layout.hosts[rank])
+        self._local = here if 1 < len(here) < layout.size else ()
         self._tree: GraphPair | None = None
         self._plans: dict[tuple[str, bytes], Plans] = {}
         self._agreements: dict[tuple[str, bytes], Plan] = {}
@@ -36,7 +38,7 @@ class Generations:
         known = self._plans.get(key)
         if known is None:
             self._make_room()
-            known = self._plans[key] = Plans(Planner(self._rank, self._layout.size, strategy))
+            known = self._plans[key] = Plans(Planner(self._rank, self._layout.size, strategy, self._local))
         return known.again(generation)
 
     def agreement(self, strategy: AnyStrategy) -> Plan:

@@ -8,7 +8,7 @@ strategy which comes again finds its plans again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +27,7 @@ from kfcomm.errors import ConfigError
 from kfcomm.reduce import Wire, kernel, wire_of
 from kfcomm.runtime import shown
 from kfcomm.runtime.direct import OneStepOperation, SlottedOperation
+from kfcomm.runtime.hosted import HOSTED_NBYTES, HubOperation, hosted, hub_of
 from kfcomm.runtime.operation import Operation, Work
 from kfcomm.runtime.wired import WiredOperation, WiredWork
 from kfcomm.strategies import AnyStrategy, Direct, Strategy
@@ -84,11 +85,13 @@ class Planner:
     Attributes:
         rank, size: of the group.
         strategy: the graphs.
+        local: ranks of the group on this host, if there are several, and others elsewhere.
     """
 
     rank: int
     size: int
     strategy: AnyStrategy
+    local: tuple[int, ...] = ()
 
     def ways(self, dtype: np.dtype[Any], shape: Shape, wire: WireDtype = None) -> tuple[int, Shares]:
         """How many ways an all_reduce may take as a whole, and their shares of the keys; one if it is shared out."""
@@ -119,11 +122,11 @@ class Planner:
             is_long = graphs.direct is Direct.CHAINS
             work = shown.all_reduced(plan.work, count, is_turned=is_long, is_shared=is_long and is_shared)
             return replace(plan, work=work, operation=OneStepOperation if is_one_step else SlottedOperation)
-        if graphs.is_whole or count < WHOLE_BELOW:
-            program = programs.all_reduce(self.rank, (graphs.pairs[way],), count, chunk)
-        else:
-            program = programs.all_reduce(self.rank, graphs.pairs, count, chunk, graphs.shares)
-        return self._plan(Verb.ALL_REDUCE, dtype, shape, program, graphs, count, op=op, wire=wire, in_result=True)
+        is_whole = graphs.is_whole or count < WHOLE_BELOW
+        pairs, shares = ((graphs.pairs[way],), ()) if is_whole else (graphs.pairs, graphs.shares)
+        program = programs.all_reduce(self.rank, pairs, count, chunk, shares)
+        plan = self._plan(Verb.ALL_REDUCE, dtype, shape, program, graphs, count, op=op, wire=wire, in_result=True)
+        return plan if wire is not None or is_shared else self._hosted(plan, pairs, count)
 
     def reduce(self, dtype: np.dtype[Any], shape: Shape, op: Op, root: int, wire: WireDtype = None) -> Plan:
         """The root gets the fold of all inputs."""
@@ -198,8 +201,19 @@ class Planner:
             program = self._one_step(0, 1, graphs) if is_one_step else programs.barrier(self.rank, graphs.pairs[0])
             operation = OneStepOperation if is_one_step else SlottedOperation
             return Plan(signature, program, ItemSizes(1, 1), work, -1, operation)
-        program = programs.barrier(self.rank, graphs.pairs[pair_of(name, len(graphs.pairs), graphs.shares)])
-        return Plan(signature, program, ItemSizes(1, 1), Work(None, None, self.size, in_result=False), -1)
+        pair = graphs.pairs[pair_of(name, len(graphs.pairs), graphs.shares)]
+        program = programs.barrier(self.rank, pair)
+        plan = Plan(signature, program, ItemSizes(1, 1), Work(None, None, self.size, in_result=False), -1)
+        return self._hosted(plan, (pair,), 0)
+
+    def _hosted(self, plan: Plan, pairs: Sequence[GraphPair], count: int) -> Plan:
+        """The same plan, with what is done inside this host in a slot if the graphs make a star of it."""
+        is_short = count * plan.work.item <= HOSTED_NBYTES
+        hub = hub_of(pairs, self.local) if self.local and is_short else None
+        if hub is None:
+            return plan
+        work = hosted(plan.work, count, self.local, hub)
+        return replace(plan, work=work, operation=HubOperation if hub == self.rank else SlottedOperation)
 
     def _prepare(self, dtype: np.dtype[Any], shape: Shape, wire: WireDtype = None) -> tuple[int, int, Strategy]:
         count = math.prod(shape)

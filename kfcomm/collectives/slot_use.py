@@ -53,7 +53,7 @@ class SlotUse(InSlot):
         self.posted_s = monotonic()
         self.word = word = name.group.plans.first_word + seq * slot.num_words
         if slot.post(source, word):
-            engine.slots.wake(slot, name.series.group)
+            engine.slots.wake(slot)
 
     def look(self) -> bool:
         """See ``InSlot.look``."""
@@ -68,7 +68,7 @@ class SlotUse(InSlot):
             engine.broke(self.enter(), error)
             return True
         if slot.has_news or (is_over and slot.late):
-            slots.told(slot, self, series.group, is_over=is_over)
+            slots.told(slot, self, is_over=is_over)
         if not is_over:
             return False
         if slot.outcome is not None:

@@ -115,10 +115,13 @@ class SlottedOperation(InSlot, Operation):
         if slot is None:
             self._go_ordinary(effects)
             return
+        self._begin_in(slot)
+
+    def _begin_in(self, slot: Slot) -> None:
         self.engine.begins(self)
         self.word = word_of(self.seq * slot.num_words, self.generation)
         if slot.post(self._in, self.word):
-            self.engine.slots.wake(slot, self.group)
+            self.engine.slots.wake(slot)
         self.slot = slot
         self.engine.slots.add(self)
         self.look()
@@ -134,7 +137,7 @@ class SlottedOperation(InSlot, Operation):
             engine.broke(self, error)
             return True
         if slot.has_news or (is_over and slot.late):
-            engine.slots.told(slot, self, self.group, is_over=is_over)
+            engine.slots.told(slot, self, is_over=is_over)
         if not is_over:
             return False
         if slot.outcome is not None:
@@ -146,14 +149,14 @@ class SlottedOperation(InSlot, Operation):
         return True
 
     def accepts(self, route: Route, index: int) -> bool:
-        """See ``Machine.accepts``: a chunk says that its sender is not in the slot."""
-        if self.slot is not None:
+        """See ``Machine.accepts``: a chunk of who should be in the slot says that it is not."""
+        if self.slot is not None and self._is_shown(route):
             self.leave()
         return super().accepts(route, index)
 
     def take(self, route: Route, index: int, payload: Any, effects: Effects) -> bool:
-        """See ``Machine.take``: a chunk says that its sender is not in the slot."""
-        if self.slot is not None:
+        """See ``Machine.take``: a chunk of who should be in the slot says that it is not."""
+        if self.slot is not None and self._is_shown(route):
             self.leave()
         return super().take(route, index, payload, effects)
 
@@ -165,14 +168,15 @@ class SlottedOperation(InSlot, Operation):
         """See ``Collective.heard``: words tell as much as chunks."""
         slot = self.slot
         if slot is not None:
-            for rank, word in enumerate(slot.posted()):
+            for world, word in zip(slot.members, slot.posted(), strict=True):
                 if slot.has_come([word], self.word):
-                    self.posted |= 1 << rank
+                    self.posted |= 1 << self.group.index[world]
         return self.posted
 
     def behind(self) -> list[int]:
         """See ``Collective.behind``."""
-        return [] if self.slot is None else self.slot.behind(self.word)
+        slot = self.slot
+        return [] if slot is None else [self.group.index[slot.members[place]] for place in slot.behind(self.word)]
 
     def reject(self, error: BaseException) -> None:
         """See ``Operation.reject``: peers may still read what was shown for it."""
@@ -188,6 +192,10 @@ class SlottedOperation(InSlot, Operation):
         effects: Effects = []
         self._go_ordinary(effects)
         self.engine.perform(effects)
+
+    def _is_shown(self, route: Route) -> bool:
+        """Whether what comes by this route is shown in the slot instead."""
+        return True
 
     def _forget(self, slot: Slot) -> None:
         slot.is_dead = True

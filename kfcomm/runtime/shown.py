@@ -29,20 +29,22 @@ class SharedWork(Work):
         cut: how it is shown.
         combine: makes this rank's result of it.
         hub: group rank which hears from, and sends to, every other in each use where there is no slot.
+        ranks: those of the group that share the slot; all if left out.
 
     Attributes:
-        cut, combine, hub: see above.
+        cut, combine, hub, ranks: see above.
         shown: dtype of what is shown.
     """
 
-    __slots__ = ("combine", "cut", "hub", "shown")
+    __slots__ = ("combine", "cut", "hub", "ranks", "shown")
 
-    def __init__(self, work: Work, cut: Cut, combine: Combine, hub: int = 0) -> None:
+    def __init__(self, work: Work, cut: Cut, combine: Combine, hub: int = 0, ranks: Sequence[int] = ()) -> None:
         super().__init__(work.kernel, work.dtype, work.size, in_result=work.in_result)
         self.shown = np.dtype(np.uint8) if work.dtype is None else work.dtype
         self.cut = cut
         self.combine = combine
         self.hub = hub
+        self.ranks = ranks or range(work.size)
 
 
 def all_reduced(work: Work, count: int, *, is_turned: bool = False, is_shared: bool = False) -> SharedWork:

@@ -20,7 +20,7 @@ from kfcomm.errors import RemoteProtocolError
 from kfcomm.transports.shm.slots import MAX_SLOTS, NEVER, POSTED, SHARED, Slot, SlotMemory
 
 if TYPE_CHECKING:
-    from kfcomm.core.collective import AnySignature, GroupView, Incoming, Key, Series
+    from kfcomm.core.collective import AnySignature, Incoming, Key, Series
     from kfcomm.core.frame import Header
     from kfcomm.runtime.direct import InSlot, SlottedOperation
     from kfcomm.runtime.link_table import LinkTable
@@ -66,35 +66,35 @@ class SlotTable:
             return None
         key = series.key
         early = key.early.get(operation.seq)
-        if len(key.live) > 1 or (early is not None and early.items):
+        if len(key.live) > 1 or (early is not None and any(item[0].peer in slot.members for item in early.items)):
             slot.is_dead = True
             return None
         return slot
 
-    def wake(self, slot: Slot, group: GroupView) -> None:
-        """Wake those who sleep over what was stored, if any of this group do, and there is a link to them.
+    def wake(self, slot: Slot) -> None:
+        """Wake those who sleep over what was stored, if any who use this slot do, and there is a link to them.
 
         There is one between the hub and each of the others, at least; and it wakes all when it finds a use complete:
         if it sleeps, it is woken first.
         """
         slot.has_news = False
         for world in slot.memory.sleeping():
-            if world in group.index:
+            if world in slot.members:
                 sender = self._links.by_peer.get(world)
                 if sender is not None and sender.link is not None:
                     sender.link.wake_peer()
 
-    def told(self, slot: Slot, use: InSlot, group: GroupView, *, is_over: bool) -> None:
+    def told(self, slot: Slot, use: InSlot, *, is_over: bool) -> None:
         """Something has come: wake who may not know, and tell the meter for whom a use that is over has waited."""
         if slot.has_news or (slot.is_root and 1 in slot.parked()):  # leaves of a star cannot wake each other
-            self.wake(slot, group)
+            self.wake(slot)
         if not is_over:
             return
         words, slot.late = slot.late, []
         meter = self._meter
         if meter is not None:
             word = slot.awaited or use.word
-            missing = [member for member, other in zip(group.members, words, strict=False) if other < word]
+            missing = [member for member, other in zip(slot.members, words, strict=False) if other < word]
             for member in missing:
                 meter.waited_s[member] += (monotonic() - use.posted_s) / len(missing)
 
@@ -161,7 +161,7 @@ class SlotTable:
         series, key = operation.series, operation.key
         taken: Slot | None = None if key.slots is None else key.slots.get(series.signature)
         if taken is not None:  # by this series, as it was known before
-            series.slot = taken
+            self._set(series, taken)
             return taken
         offers = key.offers or {}
         if series.signature in offers:
@@ -182,11 +182,12 @@ class SlotTable:
         Whoever else does sends something to that one, whose graph reaches all: so all follow.
         """
         series = operation.series
-        slot: Slot | None = series.slot
+        slots = series.key.slots
+        slot: Slot | None = None if slots is None else slots.get(series.signature)
         if slot is None or not slot.is_dead or not slot.is_root or operation.seq >= slot.told_from:
             return
         slot.told_from = operation.seq  # of overlapping uses an earlier one may leave later
-        for peer in _others(series.group):
+        for peer in slot.others():
             sender = self._links.to(peer)
             for header in definitions(sender.state, operation):
                 sender.send(header)
@@ -228,11 +229,14 @@ class SlotTable:
         """The slot there, for this series from now on; None if there can be none."""
         series, work = operation.series, operation.work
         group, key = series.group, series.key
-        slot = memory.slot(number, at, group.members, group.rank, work.hub, work.shown, work.cut, work.combine)
+        members = [group.members[rank] for rank in work.ranks]
+        rank, hub = work.ranks.index(group.rank), work.ranks.index(work.hub)
+        slot = memory.slot(number, at, members, rank, hub, work.shown, work.cut, work.combine)
         if slot is not None:
             if key.slots is None:
                 key.slots = {}
-            series.slot = key.slots[series.signature] = slot
+            key.slots[series.signature] = slot
+            self._set(series, slot)
             if memory.is_everywhere(slot):
                 board = self._boards.get(memory)
                 if board is None:
@@ -242,9 +246,16 @@ class SlotTable:
             self.taken_nbytes += work.cut.room
         return slot
 
+    @staticmethod
+    def _set(series: Series, slot: Slot) -> None:
+        """Let uses begin in it by themselves, if they need no more than it."""
+        if not slot.is_relayed:
+            series.slot = slot
+
     def _hand_out(self, series: Series, operation: SlottedOperation) -> None:
-        by_peer = self._links.by_peer
-        senders = [by_peer.get(peer) for peer in _others(series.group)]
+        by_peer, group = self._links.by_peer, series.group
+        others = [group.members[rank] for rank in operation.work.ranks if rank != group.rank]
+        senders = [by_peer.get(peer) for peer in others]
         links = [None if sender is None else sender.link for sender in senders]
         memories = {None if link is None else link.slots for link in links}
         memory = memories.pop() if len(memories) == 1 else None
@@ -269,11 +280,6 @@ def _meant(incoming: Incoming, header: Header) -> tuple[Key, AnySignature]:
     if key is None or signature is None:
         raise RemoteProtocolError(f"rank {incoming.peer} sent a slot under a number that was never defined")
     return key, signature
-
-
-def _others(group: GroupView) -> list[int]:
-    """World ranks of a group but this one."""
-    return [peer for rank, peer in enumerate(group.members) if rank != group.rank]
 
 
 def _moves(use: InSlot) -> bool:

@@ -39,8 +39,6 @@ T_co = TypeVar("T_co", covariant=True)
 
 QUIET_S = 2e-3
 """Of fruitless looking until a leader rests."""
-LOOKS = 64
-"""At shared memory, between two looks at descriptors and the clock."""
 SLOT_LOOKS = 64
 """At a slot alone, until it is looked at with all the rest."""
 NAP_AFTER, NAP_S = 24, 50e-6
@@ -365,7 +363,7 @@ class Driver:
     def _lead(self, handle: Awaited[T], deadline_s: float) -> None:
         """Look at what comes until it is over, or it is time; rest when nothing comes."""
         reactor, is_done = self.reactor, handle.done
-        most_looks = LOOKS if reactor.pollers else 0
+        most_looks = reactor.looks
         self._is_resting = False  # an interrupted leader may have left it
         self._leader, self._awaited = threading.get_ident(), handle
         looks = 0

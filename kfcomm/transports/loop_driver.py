@@ -95,7 +95,7 @@ class LoopDriver:
         self._set_timer()
 
     def _look(self) -> bool:
-        for _ in range(self._looks - 1):
+        for _ in range(min(self._looks, self._reactor.looks) - 1):
             os.sched_yield()
             if self._reactor.glance():
                 return True

@@ -38,9 +38,11 @@ class Poller(Protocol):
 
     Attributes:
         is_awake: this process looks by itself, so that peers need not wake it.
+        looks: how often, in vain, before it is worth looking at descriptors as well.
     """
 
     is_awake: bool
+    looks: int
 
     @property
     def is_needed(self) -> bool:
@@ -227,6 +229,11 @@ class Reactor:
             if poller.is_awake:
                 return True
         return False
+
+    @property
+    def looks(self) -> int:
+        """How often to look at the pollers, in vain, between two looks at descriptors; 0 if there are none."""
+        return min((poller.looks for poller in self.pollers), default=0)
 
     @property
     def next_deadline_s(self) -> float:

@@ -26,6 +26,8 @@ from kfcomm.transports.shm.shared import Parked, fence
 
 BACKSTOP_S = 0.05
 """No rest is longer than this while something is in flight."""
+LOOKS, LOOKS_AMONG_HOSTS = 64, 4
+"""See ``Poller.looks``. What comes from other hosts comes by descriptors, and who looks elsewhere meanwhile is late."""
 
 
 class Hub:
@@ -35,13 +37,17 @@ class Hub:
         reactor: by which it is driven.
         is_waiting: whether something is in flight on this rank.
         slots: what else is to be looked at.
+        has_far: there are ranks on other hosts.
 
     Attributes:
         is_awake: it looks at every link again soon.
+        looks: see ``Poller``.
         restless: links that are to be polled also without news, until a look finds nothing left to do.
     """
 
-    def __init__(self, reactor: Reactor, is_waiting: Callable[[], object], slots: Watched) -> None:
+    def __init__(
+        self, reactor: Reactor, is_waiting: Callable[[], object], slots: Watched, *, has_far: bool = False
+    ) -> None:
         self._reactor = reactor
         self._slots = slots
         self._is_waiting = is_waiting
@@ -52,8 +58,8 @@ class Hub:
         self._gone: set[int] = set()
         self._fence = fence()
         self.is_awake = False
+        self.looks = LOOKS_AMONG_HOSTS if has_far else LOOKS
         self._backstop: Timer | None = None
-        reactor.pollers.append(self)
 
     def add(self, link: ShmLink) -> None:
         """A new link."""
@@ -126,8 +132,7 @@ class Hub:
         self._ended.clear()
         if self._backstop is not None:
             self._backstop.cancel()
-        if self in self._reactor.pollers:
-            self._reactor.pollers.remove(self)
+        self._keep(())
 
     @property
     def is_needed(self) -> bool:
@@ -174,5 +179,9 @@ class Hub:
                 link.ring_bell()
 
     def _keep(self, links: tuple[ShmLink, ...]) -> None:
+        """These are the links; without any there is nothing to look at."""
+        pollers = self._reactor.pollers
+        if bool(links) != (self in pollers):
+            (pollers.append if links else pollers.remove)(self)
         self._links = links
         self._news = tuple((link, *link.news) for link in links)

@@ -42,6 +42,7 @@ class Sharing:
         inbound: who hears what arrives.
         ranks: world ranks on this host.
         rank: of this process.
+        has_far: there are ranks on other hosts.
 
     Attributes:
         hub: looks after the links.
@@ -49,10 +50,11 @@ class Sharing:
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, reactor: Reactor, inbound: Waiter, ranks: Sequence[int], rank: int
-    ) -> None:
+        self, loop: asyncio.AbstractEventLoop, reactor: Reactor, inbound: Waiter, ranks: Sequence[int], rank: int, *,
+        has_far: bool = False,
+    ) -> None:  # fmt: skip
         num_peers = len(ranks) - 1
-        self.hub = Hub(reactor, inbound.is_waiting, inbound.slots)
+        self.hub = Hub(reactor, inbound.is_waiting, inbound.slots, has_far=has_far)
         self.heaps = Heaps(rank)
         self._ranks = tuple(ranks)
         self._loop = loop

@@ -83,24 +83,27 @@ class Cut:
         is_whole: it is not cut, however long it is. By default only what is short is not.
         shows: elements that this rank gives, if not ``count``: those, or none.
         reads: where begins and ends what this rank reads of what each gives; only of what is not cut.
+        has_hub: who hands the slot out is given all, and shows the result: see ``HubSlot``.
 
     Attributes:
         parts: one for each rank: where it begins, and its length.
         piece: elements of a part that go at a time: all, unless it is turned. A *window* is a piece of each part.
         num_windows: each has a word.
-        count, is_turned, is_shared, is_whole, shows, reads: see above.
+        count, is_turned, is_shared, is_whole, shows, reads, has_hub: see above.
         room: bytes that a slot takes in each region.
     """
 
     __slots__ = (
-        "count", "is_shared", "is_turned", "is_whole", "num_windows", "parts", "piece", "reads", "room", "shows",
+        "count", "has_hub", "is_shared", "is_turned", "is_whole", "num_windows", "parts", "piece", "reads", "room",
+        "shows",
     )  # fmt: skip
 
     def __init__(
         self, count: int, itemsize: int, num_ranks: int, *, is_turned: bool = False, is_shared: bool = False,
-        is_whole: bool = False, shows: int | None = None, reads: tuple[int, int] | None = None,
+        is_whole: bool = False, shows: int | None = None, reads: tuple[int, int] | None = None, has_hub: bool = False,
     ) -> None:  # fmt: skip
         self.count = count
+        self.has_hub = has_hub
         self.is_turned, self.is_shared = is_turned, is_shared
         self.is_whole = is_whole or (count * itemsize <= SHOWN_WHOLE_NBYTES and not is_turned)
         self.shows = count if shows is None else shows
@@ -263,6 +266,8 @@ class SlotMemory:
             logger.warning("no slots for small collectives: %s", error)
             return None
         places = tuple(self._places[world] for world in members)
+        if cut.has_hub:
+            return HubSlot(self, number, at, places, members[hub], rank, dtype, cut, combine)
         if cut.is_whole:
             kind: type[Slot] = SilentSlot if cut.count and not cut.shows else Slot
             return kind(self, number, at, places, members[hub], rank, dtype, cut, combine)
@@ -337,10 +342,12 @@ class Slot:
         memory: that it is in.
         number: in that.
         places: of the regions of its ranks.
+        members: world ranks of those.
         posted: the latest words of all ranks.
         num_words: of each use.
         combine, views, use: what folds contributions, those of even and of odd uses, and which of them the latest use
             is, of this rank; a use is complete when they are folded, if it ``is_whole``, and else see ``look``.
+        is_relayed: what is given is sent on from here, and a use is not over when all have given.
         is_dead: this rank uses it no more.
         told_from: all ranks have been told not to use it from this use on; kept by who has handed it out.
         root: world rank of who has handed it out; ``is_root``: this one.
@@ -355,7 +362,8 @@ class Slot:
 
     __slots__ = (
         "_buffers", "_buffers_end", "_fence", "_posted_at", "_words", "awaited", "board", "combine", "has_moved",
-        "has_news", "is_dead", "is_root", "late", "memory", "num_words", "number", "outcome", "parked", "places",
+        "has_news", "is_dead", "is_relayed", "is_root", "late", "members", "memory", "num_words", "number", "outcome",
+        "parked", "places",
         "posted", "root", "told_from", "use", "views",
     )  # fmt: skip
 
@@ -368,11 +376,12 @@ class Slot:
         self.memory = memory
         self.number = number
         self.places = places
+        self.members = memory.ranks_at(places)
         self.posted = memory.words(POSTED, number, places)
         self.num_words = cut.num_windows
         self.root, self.is_root = root, root == memory.heaps.rank
         self.told_from = NEVER
-        self.is_dead = self.has_news = self.has_moved = False
+        self.is_dead = self.has_news = self.has_moved = self.is_relayed = False
         self.use = self.awaited = 0
         self.late: list[int] = []
         self.outcome: Array | None = None
@@ -436,6 +445,10 @@ class Slot:
         made, self.outcome = self.outcome, None
         return value if made is None else made.reshape(value.shape)
 
+    def others(self) -> list[int]:
+        """World ranks of its other ranks."""
+        return [world for world in self.members if world != self.memory.heaps.rank]
+
     def forget(self) -> None:
         """The latest use is over, or goes on elsewhere."""
 
@@ -448,3 +461,71 @@ class SilentSlot(Slot):
     def post(self, x: Array, word: int) -> bool:
         """See ``Slot.post``."""
         return super().post(x[:0], word)
+
+
+class HubSlot(Slot):
+    """One for the ranks of a host among several: what they give is read by the hub, who has handed it out.
+
+    What comes of it with the other hosts the hub shows to all. A rank but the hub says that it shares with the word by
+    which it posts: so all have shared a use when the hub has, and the hub begins it when all have posted. No buffer is
+    written too early: who posts has got the result of the use before, for which the hub had read what all gave; and the
+    hub makes the next result when all have posted, who had thus read the last one.
+    """
+
+    __slots__ = ("_hub", "_shared", "_shared_at")
+
+    is_whole = False
+
+    def __init__(
+        self, memory: SlotMemory, number: int, at: int, places: tuple[int, ...], root: int, rank: int,
+        dtype: np.dtype[Any], cut: Cut, combine: Combine,
+    ) -> None:  # fmt: skip
+        super().__init__(memory, number, at, places, root, rank, dtype, cut, combine)
+        self._hub = self.members.index(root)
+        self._shared, self._shared_at = memory.words(SHARED, number, places), SHARED + number
+        self.is_relayed = self.is_root
+
+    def post(self, x: Array, word: int) -> bool:
+        """See ``Slot.post``; the hub shows nothing yet."""
+        if not self.is_root:
+            self._words[self._shared_at] = word
+            return super().post(x, word)
+        self.use = 1 - self.use
+        self._words[self._posted_at] = word
+        with self._fence:
+            pass
+        return 1 in self.parked()
+
+    def look(self, word: int, out: Array) -> bool:
+        """See ``Slot.look``. For the hub: whether what all others give can be read."""
+        words = self.posted() if self.is_root else self._shared()
+        if not self.has_come(words, word):
+            self.late = words
+            return False
+        if not self.is_root:
+            out[:] = self.views[self.use][self._hub]
+        return True
+
+    def given(self, place: int) -> memoryview:
+        """The bytes that one of the others gives for the latest use."""
+        return self.views[self.use][place].view(np.uint8).data
+
+    def show(self, begin: int, end: int, result: Array) -> None:
+        """Some elements of the result, by the hub."""
+        self._buffers[self.use][begin:end] = result[begin:end]
+
+    def share(self, word: int) -> bool:
+        """All of the result is there; whether anybody sleeps, and may have to be woken."""
+        self._words[self._shared_at] = word
+        with self._fence:
+            pass
+        return 1 in self.parked()
+
+    def awaits(self, word: int) -> tuple[int, int]:
+        """See ``Slot.awaits``."""
+        return (word, NEVER) if self.is_root else (NEVER, word)
+
+    def behind(self, word: int) -> list[int]:
+        """See ``Slot.behind``."""
+        words = self.posted() if self.is_root else self._shared()
+        return [place for place, other in enumerate(words) if not self.has_come([other], word)]
