@@ -363,7 +363,7 @@ class Driver:
     def _lead(self, handle: Awaited[T], deadline_s: float) -> None:
         """Look at what comes until it is over, or it is time; rest when nothing comes."""
         reactor, is_done = self.reactor, handle.done
-        most_looks = reactor.looks
+        most_looks = reactor.looks if reactor.pollers else 0
         self._is_resting = False  # an interrupted leader may have left it
         self._leader, self._awaited = threading.get_ident(), handle
         looks = 0

@@ -31,6 +31,8 @@ Callback = Callable[..., object]
 READABLE, WRITABLE = select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP, select.EPOLLOUT
 _EVENTS = 64
 """Descriptors that are looked at in one system call."""
+LOOKS = 64
+"""See ``Reactor``."""
 
 
 class Poller(Protocol):
@@ -38,11 +40,9 @@ class Poller(Protocol):
 
     Attributes:
         is_awake: this process looks by itself, so that peers need not wake it.
-        looks: how often, in vain, before it is worth looking at descriptors as well.
     """
 
     is_awake: bool
-    looks: int
 
     @property
     def is_needed(self) -> bool:
@@ -100,6 +100,7 @@ class Reactor:
         deferred: calls that are due, and their arguments.
         due_s: no timer is due earlier, by the monotonic clock.
         pollers: looked at in every ``progress``.
+        looks: how often a driver looks at them alone, in vain, before it looks at descriptors and the clock as well.
         is_driven: somebody is about to call ``progress`` again before resting; set by the driver.
         woken: told that something is due; set by the driver.
         failed: told of an error that a callback raised; set by the driver.
@@ -109,6 +110,7 @@ class Reactor:
 
     def __init__(self) -> None:
         self.pollers: list[Poller] = []
+        self.looks = LOOKS
         self.is_driven = False
         self.woken: Callable[[], None] = _nothing
         self.failed: Callable[[BaseException], None] = _log
@@ -229,11 +231,6 @@ class Reactor:
             if poller.is_awake:
                 return True
         return False
-
-    @property
-    def looks(self) -> int:
-        """How often to look at the pollers, in vain, between two looks at descriptors; 0 if there are none."""
-        return min((poller.looks for poller in self.pollers), default=0)
 
     @property
     def next_deadline_s(self) -> float:

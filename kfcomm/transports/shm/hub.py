@@ -26,8 +26,8 @@ from kfcomm.transports.shm.shared import Parked, fence
 
 BACKSTOP_S = 0.05
 """No rest is longer than this while something is in flight."""
-LOOKS, LOOKS_AMONG_HOSTS = 64, 4
-"""See ``Poller.looks``. What comes from other hosts comes by descriptors, and who looks elsewhere meanwhile is late."""
+LOOKS_AMONG_HOSTS = 4
+"""See ``Reactor.looks``. What comes from other hosts comes by descriptors: who looks elsewhere for long is late."""
 
 
 class Hub:
@@ -41,7 +41,6 @@ class Hub:
 
     Attributes:
         is_awake: it looks at every link again soon.
-        looks: see ``Poller``.
         restless: links that are to be polled also without news, until a look finds nothing left to do.
     """
 
@@ -58,7 +57,8 @@ class Hub:
         self._gone: set[int] = set()
         self._fence = fence()
         self.is_awake = False
-        self.looks = LOOKS_AMONG_HOSTS if has_far else LOOKS
+        if has_far:
+            reactor.looks = LOOKS_AMONG_HOSTS
         self._backstop: Timer | None = None
 
     def add(self, link: ShmLink) -> None:
