@@ -30,7 +30,7 @@ def main() -> int:
     if given.show is not None:
         _show(given.show, given.calls, size)
         return 0
-    setting = Setting(size, given.transport, given.interface, given.timeout, given.debug, given.long)
+    setting = Setting(size, given.transport, given.interface, given.timeout, given.debug, given.long, given.per_host)
     first = given.seed if given.seed is not None else secrets.randbelow(1 << 31)
     count = given.programs
     if given.only_seed is not None:
@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--timeout", type=float, default=60.0, help="seconds until a call that hangs ends with an error")
     add("--debug", action="store_true", help="python -X dev, and with it asyncio's debug mode")
     add("--long", action="store_true", help="messages go as long ones do, arrays are in symmetric memory")
+    add("--per-host", type=int, default=0, metavar="K", help="so many ranks on each of several hosts, as they think")
     add("--busy", type=int, default=0, metavar="K", help="so many busy processes beside")
     add("--show", type=int, metavar="SEED", help="print the steps of a program, and run nothing")
     return parser

@@ -32,7 +32,8 @@ SMALL_NBYTES, MEDIUM_NBYTES, LARGE_NBYTES = 64, 64 << 10, (1 << 20, 3 << 20)
 MEDIUM, LARGE = 0.03, 0.003
 STRATEGIES = (
     "star", "ring", "binary_tree", "clique", "binomial", "chain_star", "tree", "multi_star", "auto", "direct",
-    "auto", "direct", "auto", "direct", {"<=1KiB": "star", "else": "ring"},
+    "auto", "direct", "auto", "direct", "binary_tree_star", "multi_binary_tree_star",
+    {"<=1KiB": "star", "else": "ring"},
 )  # fmt: skip
 COLLECTIVES = (
     "all_reduce", "all_reduce", "all_reduce", "reduce", "reduce_scatter", "broadcast", "gather", "all_gather",

@@ -29,6 +29,7 @@ class Setting:
         timeout_s: of every call; what hangs ends by it.
         debug: Python's development mode, and with it asyncio's debug mode.
         long: messages go as long ones do; see ``worker.all_are_long``.
+        per_host: so many ranks take themselves for one host's, and the others for those of others; 0 for all.
     """
 
     ranks: int
@@ -37,6 +38,7 @@ class Setting:
     timeout_s: float = 60.0
     debug: bool = False
     long: bool = False
+    per_host: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,7 @@ def _command(setting: Setting, plan: Plan) -> list[str]:
     launcher = [sys.executable, "-m", "kfcomm", "run", "-n", str(setting.ranks), "--transport", setting.transport]
     worker = ["-m", "tests.programs.worker", "--interface", setting.interface, "--timeout", str(setting.timeout_s)]
     worker += ["--long"] if setting.long else []
+    worker += ["--per-host", str(setting.per_host)] if setting.per_host else []
     amount = ["--first", str(plan.first), "--programs", str(plan.count), "--calls", str(plan.calls)]
     return [*launcher, "--keep-going", *python, *worker, *amount]
 

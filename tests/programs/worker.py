@@ -9,11 +9,14 @@ import argparse
 import asyncio
 import faulthandler
 import json
+import os
 import sys
 
 import click
 
 import kfcomm
+from kfcomm import network
+from kfcomm.rendezvous import identity
 from kfcomm.strategies import base
 from kfcomm.transports.shm import slots
 from tests.programs.walker import Plan, Report, Walker, all_awaiting, all_blocking
@@ -31,7 +34,10 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--timeout", type=float, required=True)
     parser.add_argument("--long", action="store_true")
+    parser.add_argument("--per-host", type=int, default=0)
     given = parser.parse_args()
+    if given.per_host:
+        hosts_have(given.per_host)
     if given.long:
         all_are_long()
     plan = Plan(given.first, given.programs, given.calls)
@@ -40,6 +46,12 @@ def main() -> int:
     if report is not None:
         click.echo(f"{REPORT} {json.dumps(report.as_dict())}")
     return int(report is not None)
+
+
+def hosts_have(per_host: int) -> None:
+    """Let so many ranks at a time take themselves for those of one host."""
+    host, rank = identity.host_id(), int(os.environ["KFCOMM_RANK"])
+    identity.host_id = network.host_id = lambda: f"{host}/{rank // per_host}"
 
 
 def all_are_long() -> None:
