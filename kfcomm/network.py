@@ -187,8 +187,8 @@ class SocketNetwork:
     ) -> ControlPlane | None:
         """See ``session.Network``."""
         self._inbound, self._reactor = inbound, reactor
-        if self._settings.links in ("auto", "shm"):
-            local = [peer for peer in range(len(self.peers)) if self._is_here(peer)]
+        local = [peer for peer in range(len(self.peers)) if self._is_here(peer)]
+        if self._settings.links in ("auto", "shm") and len(local) > 1:
             has_far = len(local) < len(self.peers)
             self._sharing = Sharing(self._loop, reactor, inbound, local, self._me.rank, has_far=has_far)
             inbound.tell_waits(self._sharing.hub.wake)

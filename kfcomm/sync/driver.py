@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 from kfcomm.collectives.compiled import NOT_ALIKE
 from kfcomm.collectives.slot_use import SlotUse
 from kfcomm.errors import SessionClosed
+from kfcomm.runtime.direct import LATE_S
 from kfcomm.sync.thread import LOOK_EVERY_S, IoThread
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor
@@ -39,6 +40,8 @@ T_co = TypeVar("T_co", covariant=True)
 
 QUIET_S = 2e-3
 """Of fruitless looking until a leader rests."""
+SOCKET_LOOKS = 16
+"""At descriptors, before the kernel is to wake this thread: that takes as long, and the answer is often on its way."""
 SLOT_LOOKS = 64
 """At a slot alone, until it is looked at with all the rest."""
 NAP_AFTER, NAP_S = 24, 50e-6
@@ -363,19 +366,22 @@ class Driver:
     def _lead(self, handle: Awaited[T], deadline_s: float) -> None:
         """Look at what comes until it is over, or it is time; rest when nothing comes."""
         reactor, is_done = self.reactor, handle.done
-        most_looks = reactor.looks if reactor.pollers else 0
+        look, most_looks = (reactor.glance, reactor.looks) if reactor.pollers else (reactor.progress, SOCKET_LOOKS)
         self._is_resting = False  # an interrupted leader may have left it
         self._leader, self._awaited = threading.get_ident(), handle
         looks = 0
         quiet_since_s = 0.0
         while True:
-            if reactor.glance():
+            if look():
                 looks, quiet_since_s = 0, 0.0
             elif looks < most_looks:
                 looks += 1
                 if not self._lock.is_wanted():
                     self._is_working = False
-                    sched_yield()
+                    if reactor.pollers:
+                        sched_yield()
+                    elif _yields_late():
+                        looks = most_looks
                     self._is_working = True
                     continue
                 self._give_way()
@@ -390,7 +396,7 @@ class Driver:
     def _pause(self, quiet_since_s: float, deadline_s: float) -> float:
         """After many looks: look at descriptors and the clock, and rest if it is quiet for long.
 
-        Without pollers it rests at once: a rest ends at once if there is something, and what it finds is known then.
+        Without pollers it rests now: a rest ends at once if there is something, and what it finds is known then.
 
         Returns:
             Since when it is quiet; 0 if it is not, infinity if the time is up.
@@ -497,6 +503,13 @@ class Driver:
     def _give_up(self, session: Session, error: BaseException) -> None:
         with contextlib.suppress(Exception):  # what was left undone may stand in the way; then peers hear of the close
             session.give_up(f"the communicator was interrupted at its work by {type(error).__name__}")
+
+
+def _yields_late() -> bool:
+    """Let others run; whether one took the processor for long: then who sleeps is woken sooner than who yields."""
+    begun_s = time.monotonic()
+    sched_yield()
+    return time.monotonic() - begun_s > LATE_S
 
 
 def _run(function: Callable[[], T], session: Session) -> T:

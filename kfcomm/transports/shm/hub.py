@@ -60,6 +60,7 @@ class Hub:
         if has_far:
             reactor.looks = LOOKS_AMONG_HOSTS
         self._backstop: Timer | None = None
+        reactor.pollers.append(self)
 
     def add(self, link: ShmLink) -> None:
         """A new link."""
@@ -132,7 +133,8 @@ class Hub:
         self._ended.clear()
         if self._backstop is not None:
             self._backstop.cancel()
-        self._keep(())
+        if self in self._reactor.pollers:
+            self._reactor.pollers.remove(self)
 
     @property
     def is_needed(self) -> bool:
@@ -179,9 +181,5 @@ class Hub:
                 link.ring_bell()
 
     def _keep(self, links: tuple[ShmLink, ...]) -> None:
-        """These are the links; without any there is nothing to look at."""
-        pollers = self._reactor.pollers
-        if bool(links) != (self in pollers):
-            (pollers.append if links else pollers.remove)(self)
         self._links = links
         self._news = tuple((link, *link.news) for link in links)
