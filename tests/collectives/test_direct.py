@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,14 +10,13 @@ import numpy as np
 import pytest
 
 from kfcomm.communicator import Communicator
-from kfcomm.errors import CollectiveAborted, CollectiveMismatch, CollectiveTimeout, PeerLost
+from kfcomm.errors import CollectiveMismatch, PeerLost
 from kfcomm.strategies import Direct, base, direct
+from tests.collectives import scenarios
+from tests.collectives.scenarios import USES, X, warm
 from tests.conformance import oracle, worlds
 from tests.conformance.oracle import CASES
-from tests.conformance.worlds import assert_kinds, ends, everywhere, heard_of_the_end, on_loop, same_bits, turns, world
-
-X = np.arange(6, dtype=np.float64)
-USES = 6
+from tests.conformance.worlds import assert_kinds, ends, everywhere, on_loop, same_bits, turns, world
 
 
 @pytest.fixture(autouse=True, params=[Direct.ONE_STEP, Direct.STAR, Direct.CHAINS])
@@ -48,12 +46,6 @@ def is_slotted(comms: Any, name: str | None) -> bool:
     """Whether the next use of this name needs no message, on every rank."""
     slots = [slot_of(comm, name) for comm in comms]
     return all(slot is not None and not slot.is_dead for slot in slots)
-
-
-async def warm(comms: Any, name: str, x: np.ndarray[Any, Any] = X) -> None:
-    """Use a name until it has a slot, if it ever has one."""
-    for _ in range(3):
-        await everywhere(comms, lambda comm: comm.all_reduce(x, name))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -93,47 +85,20 @@ async def test_messages_of_several_windows(nbytes: int) -> None:
 @on_loop
 async def test_all_dtypes_and_ops_in_place_and_not(dtype: str, op: str) -> None:
     async with world(3, strategy="direct") as comms:
-        for length in (7, 9001):
-            xs = [oracle.data(dtype, length, rank) for rank in range(3)]
-            want = oracle.all_reduced(op, xs, comms[0].strategy, "x")
-            for use in range(USES):
-                given = [x.copy() for x in xs]
-
-                def call(comm: Communicator, given: list[Any] = given, use: int = use) -> Any:
-                    x = given[comm.rank]
-                    return comm.all_reduce(x, f"x{len(x)}", op=op, out=x if use % 2 else None)
-
-                results = await everywhere(comms, call)
-                assert all(same_bits(result, want) for result in results), (length, use)
-                if not use % 2:
-                    assert all(same_bits(x, kept) for x, kept in zip(xs, given, strict=True))
+        await scenarios.all_uses_are_alike(comms, dtype, op)
 
 
 @on_loop
 async def test_barriers_wait_for_all() -> None:
     async with world(3, strategy="direct") as comms:
-        for _ in range(USES):
-            early = [comm.barrier("b") for comm in comms[1:]]
-            await turns(20)
-            assert not any(one.done() for one in early)
-            await comms[0].barrier("b")
-            await asyncio.gather(*early)
+        await scenarios.barriers_wait(comms, 0)
 
 
 @on_loop
 async def test_many_at_once_in_any_order() -> None:
-    names = [f"n{number}" for number in range(100)]
     async with world(3, strategy="direct") as comms:
-        for use in range(USES):
-            handles = {}
-            for comm in comms:
-                order = list(names)
-                random.Random(use * 3 + comm.rank).shuffle(order)
-                for name in order:
-                    handles[comm.rank, name] = comm.all_reduce(X + len(name) + comm.rank, name)
-            for (_, name), handle in handles.items():
-                assert np.array_equal(await handle, 3 * (X + len(name)) + 3)
-        assert is_slotted(comms, names[0]) == (worlds.LINKS == "shm")
+        await scenarios.many_at_once(comms, [f"n{number}" for number in range(100)])
+        assert is_slotted(comms, "n0") == (worlds.LINKS == "shm")
 
 
 @pytest.mark.parametrize("members", [[0, 2], [1, 3], [0, 1, 3], [3, 1, 0], [2, 1]])
@@ -157,20 +122,7 @@ async def test_groups_of_any_members(members: list[int]) -> None:
 async def test_all_follow_who_goes_the_ordinary_way(other: int) -> None:
     """A second use in flight, of unnamed calls: that rank sends messages; all follow, and stay there."""
     async with world(3, strategy="direct") as comms:
-        for _ in range(4):
-            await everywhere(comms, lambda comm: comm.all_reduce(X))
-        waiting = [comm.all_reduce(X + comm.rank) for comm in comms if comm.rank != other]
-        await turns(5)
-        first = comms[other].all_reduce(X + other)
-        second = comms[other].all_reduce(2 * X)
-        again = [comm.all_reduce(2 * X) for comm in comms if comm.rank != other]
-        for handle in (*waiting, first):
-            assert np.array_equal(await handle, 3 * X + 3)
-        for handle in (*again, second):
-            assert np.array_equal(await handle, 6 * X)
-        for _ in range(3):
-            for result in await everywhere(comms, lambda comm: comm.all_reduce(X + comm.rank)):
-                assert np.array_equal(result, 3 * X + 3)
+        await scenarios.uses_overlap(comms, other)
 
 
 @on_loop
@@ -225,33 +177,14 @@ async def test_a_call_with_options_of_its_own_uses_the_slot_too() -> None:
 @on_loop
 async def test_a_cancelled_use_fails_on_all_and_the_name_works_on(who: int) -> None:
     async with world(3, strategy="direct") as comms:
-        await warm(comms, "x")
-        for _ in range(2):
-            handles = [comm.all_reduce(X, "x") for comm in comms if comm.rank != (who + 1) % 3]
-            await turns(5)
-            mine = 0 if who == 0 else [comm.rank for comm in comms if comm.rank != (who + 1) % 3].index(who)
-            handles[mine].cancel()
-            await heard_of_the_end(comms[(who + 1) % 3])
-            late = comms[(who + 1) % 3].all_reduce(X, "x")
-            outcomes = await asyncio.gather(*handles, late, return_exceptions=True)
-            assert isinstance(outcomes[mine], asyncio.CancelledError)
-            assert_kinds([one for place, one in enumerate(outcomes) if place != mine], CollectiveAborted)
-            for result in await everywhere(comms, lambda comm: comm.all_reduce(X, "x")):
-                assert np.array_equal(result, 3 * X)
+        await scenarios.one_cancels(comms, who, (who + 1) % 3)
 
 
 @pytest.mark.parametrize("missing", [0, 1, 2])
 @on_loop
 async def test_a_timeout_says_who_is_missing(missing: int) -> None:
     async with world(3, strategy="direct") as comms:
-        await warm(comms, "x")
-        present = [comm for comm in comms if comm.rank != missing]
-        outcomes = await ends(present, lambda comm: comm.all_reduce(X, "x", timeout=0.05))
-        outcomes += await ends([comms[missing]], lambda comm: comm.all_reduce(X, "x"))
-        assert_kinds(outcomes, CollectiveTimeout)
-        assert all(one.missing == (missing,) for one in outcomes)
-        for result in await everywhere(comms, lambda comm: comm.all_reduce(X, "x")):
-            assert np.array_equal(result, 3 * X)
+        await scenarios.one_is_missing(comms, missing, 0.05)
 
 
 @on_loop
@@ -259,14 +192,7 @@ async def test_ranks_in_different_slots_of_a_name_disagree(monkeypatch: pytest.M
     """Nobody sends anything: they find out as soon as they have waited for a moment."""
     monkeypatch.setattr("kfcomm.core.deadlines.QUIET_AFTER_S", 0.01)
     async with world(3, strategy="direct") as comms:
-        for _ in range(3):
-            await everywhere(comms, lambda comm: comm.all_reduce(X))
-            await everywhere(comms, lambda comm: comm.all_reduce(X[:3]))
-        outcomes = await ends(comms, lambda comm: comm.all_reduce(X if comm.rank else X[:3]))
-        assert_kinds(outcomes, CollectiveMismatch)
-        assert all("shape" in str(one) for one in outcomes)
-        for result in await everywhere(comms, lambda comm: comm.all_reduce(X)):
-            assert np.array_equal(result, 3 * X)
+        await scenarios.one_disagrees(comms, 0)
 
 
 @on_loop

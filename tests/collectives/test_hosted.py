@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from typing import Any
 
 import numpy as np
@@ -11,16 +10,16 @@ import pytest
 
 from kfcomm.communicator import Communicator
 from kfcomm.core.graph import GraphPair
-from kfcomm.errors import CollectiveAborted, CollectiveMismatch, CollectiveTimeout, PeerLost
+from kfcomm.errors import PeerLost
 from kfcomm.runtime.hosted import HOSTED_NBYTES, hub_of
 from kfcomm.strategies import build
 from kfcomm.types import Layout
+from tests.collectives import scenarios
+from tests.collectives.scenarios import USES, X, sums_are_right, warm
 from tests.conformance import oracle, worlds
 from tests.conformance.oracle import CASES
-from tests.conformance.worlds import assert_kinds, ends, everywhere, heard_of_the_end, on_loop, same_bits, turns, world
+from tests.conformance.worlds import assert_kinds, ends, everywhere, on_loop, same_bits, turns, world
 
-X = np.arange(6, dtype=np.float64)
-USES = 6
 STRATEGIES = ("binary_tree_star", "multi_binary_tree_star")
 LENGTHS = (0, 1, 100, 4095, 9001, HOSTED_NBYTES // 4)
 FIVE = {"size": 5, "hosts": 2, "strategy": "binary_tree_star"}
@@ -41,11 +40,6 @@ def is_hosted(comms: Any, name: str) -> bool:
         if [slot.members for slot in slots_of(comm, name)] != [here]:
             return False
     return True
-
-
-async def warm(comms: Any, name: str) -> None:
-    for _ in range(3):
-        await everywhere(comms, lambda comm: comm.all_reduce(X, name))
 
 
 def test_the_hub_is_the_centre_of_all_stars() -> None:
@@ -88,48 +82,21 @@ async def test_long_messages_go_by_links() -> None:
 @on_loop
 async def test_all_dtypes_and_ops_in_place_and_not(dtype: str, op: str) -> None:
     async with world(**FIVE) as comms:
-        for length in (7, 9001):
-            xs = [oracle.data(dtype, length, rank) for rank in range(5)]
-            want = oracle.all_reduced(op, xs, comms[0].strategy, "x")
-            for use in range(4):
-                given = [x.copy() for x in xs]
-
-                def call(comm: Communicator, given: list[Any] = given, use: int = use) -> Any:
-                    x = given[comm.rank]
-                    return comm.all_reduce(x, f"x{len(x)}", op=op, out=x if use % 2 else None)
-
-                results = await everywhere(comms, call)
-                assert all(same_bits(result, want) for result in results), (length, use)
-                if not use % 2:
-                    assert all(same_bits(x, kept) for x, kept in zip(xs, given, strict=True))
+        await scenarios.all_uses_are_alike(comms, dtype, op)
 
 
 @pytest.mark.parametrize("late", range(5))
 @on_loop
 async def test_barriers_wait_for_all(late: int) -> None:
     async with world(**FIVE) as comms:
-        for _ in range(USES):
-            early = [comm.barrier("b") for comm in comms if comm.rank != late]
-            await turns(20)
-            assert not any(one.done() for one in early)
-            await comms[late].barrier("b")
-            await asyncio.gather(*early)
+        await scenarios.barriers_wait(comms, late)
 
 
 @on_loop
 async def test_many_at_once_in_any_order() -> None:
-    names = [f"n{number}" for number in range(60)]
     async with world(**FIVE) as comms:
-        for use in range(USES):
-            handles = {}
-            for comm in comms:
-                order = list(names)
-                random.Random(use * 5 + comm.rank).shuffle(order)
-                for name in order:
-                    handles[comm.rank, name] = comm.all_reduce(X + len(name) + comm.rank, name)
-            for (_, name), handle in handles.items():
-                assert np.array_equal(await handle, 5 * (X + len(name)) + 10)
-        assert is_hosted(comms, names[0]) == (worlds.LINKS == "shm")
+        await scenarios.many_at_once(comms, [f"n{number}" for number in range(60)])
+        assert is_hosted(comms, "n0") == (worlds.LINKS == "shm")
 
 
 @on_loop
@@ -137,29 +104,14 @@ async def test_groups_have_hubs_of_their_own() -> None:
     members = [4, 2, 1, 3]
     async with world(**FIVE) as comms:
         groups = await asyncio.gather(*(comms[rank].group(members, name="g") for rank in members))
-        for _ in range(USES):
-            for result in await everywhere(groups, lambda comm: comm.all_reduce(X + comm.rank, "x")):
-                assert np.array_equal(result, 4 * X + 6)
+        await sums_are_right(groups, "x", USES)
 
 
 @pytest.mark.parametrize("other", range(5))
 @on_loop
 async def test_who_goes_the_ordinary_way_takes_its_host_along(other: int) -> None:
     async with world(**FIVE) as comms:
-        for _ in range(4):
-            await everywhere(comms, lambda comm: comm.all_reduce(X))
-        waiting = [comm.all_reduce(X + comm.rank) for comm in comms if comm.rank != other]
-        await turns(5)
-        first = comms[other].all_reduce(X + other)
-        second = comms[other].all_reduce(2 * X)
-        again = [comm.all_reduce(2 * X) for comm in comms if comm.rank != other]
-        for handle in (*waiting, first):
-            assert np.array_equal(await handle, 5 * X + 10)
-        for handle in (*again, second):
-            assert np.array_equal(await handle, 10 * X)
-        for _ in range(3):
-            for result in await everywhere(comms, lambda comm: comm.all_reduce(X + comm.rank)):
-                assert np.array_equal(result, 5 * X + 10)
+        await scenarios.uses_overlap(comms, other)
 
 
 @on_loop
@@ -168,9 +120,7 @@ async def test_one_host_may_use_its_slot_while_another_does_not() -> None:
         await warm(comms, "x")
         for slot in slots_of(comms[4], "x"):
             slot.is_dead = True
-        for _ in range(3):
-            for result in await everywhere(comms, lambda comm: comm.all_reduce(X + comm.rank, "x")):
-                assert np.array_equal(result, 5 * X + 10)
+        await sums_are_right(comms, "x", 3)
         if worlds.LINKS == "shm":
             assert [len(slots_of(comm, "x")) for comm in comms] == [1, 1, 1, 0, 0]
 
@@ -179,31 +129,14 @@ async def test_one_host_may_use_its_slot_while_another_does_not() -> None:
 @on_loop
 async def test_a_cancelled_use_fails_on_all_and_the_name_works_on(who: int, missing: int) -> None:
     async with world(**FIVE) as comms:
-        await warm(comms, "x")
-        handles = {comm.rank: comm.all_reduce(X, "x") for comm in comms if comm.rank != missing}
-        await turns(5)
-        handles[who].cancel()
-        await heard_of_the_end(comms[missing])
-        late = comms[missing].all_reduce(X, "x")
-        outcomes = await asyncio.gather(*handles.values(), late, return_exceptions=True)
-        assert isinstance(outcomes[list(handles).index(who)], asyncio.CancelledError)
-        assert_kinds([one for one in outcomes if not isinstance(one, asyncio.CancelledError)], CollectiveAborted)
-        for result in await everywhere(comms, lambda comm: comm.all_reduce(X, "x")):
-            assert np.array_equal(result, 5 * X)
+        await scenarios.one_cancels(comms, who, missing)
 
 
 @pytest.mark.parametrize("missing", range(5))
 @on_loop
 async def test_a_timeout_says_who_is_missing(missing: int) -> None:
     async with world(**FIVE) as comms:
-        await warm(comms, "x")
-        present = [comm for comm in comms if comm.rank != missing]
-        outcomes = await ends(present, lambda comm: comm.all_reduce(X, "x", timeout=0.1))
-        outcomes += await ends([comms[missing]], lambda comm: comm.all_reduce(X, "x"))
-        assert_kinds(outcomes, CollectiveTimeout)
-        assert all(one.missing == (missing,) for one in outcomes)
-        for result in await everywhere(comms, lambda comm: comm.all_reduce(X, "x")):
-            assert np.array_equal(result, 5 * X)
+        await scenarios.one_is_missing(comms, missing, 0.1)
 
 
 @pytest.mark.parametrize("lost", [1, 2, 3, 4])
@@ -223,14 +156,7 @@ async def test_a_lost_peer_fails_what_waits(lost: int) -> None:
 async def test_ranks_that_disagree_find_out(other: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kfcomm.core.deadlines.QUIET_AFTER_S", 0.01)
     async with world(**FIVE) as comms:
-        for _ in range(3):
-            await everywhere(comms, lambda comm: comm.all_reduce(X))
-            await everywhere(comms, lambda comm: comm.all_reduce(X[:3]))
-        outcomes = await ends(comms, lambda comm: comm.all_reduce(X if comm.rank != other else X[:3]))
-        assert_kinds(outcomes, CollectiveMismatch)
-        assert all("shape" in str(one) for one in outcomes)
-        for result in await everywhere(comms, lambda comm: comm.all_reduce(X)):
-            assert np.array_equal(result, 5 * X)
+        await scenarios.one_disagrees(comms, other)
 
 
 @on_loop
@@ -239,9 +165,7 @@ async def test_strategies_may_change_and_come_again() -> None:
         await warm(comms, "x")
         for name in ("ring", "binary_tree_star", "direct", "multi_binary_tree_star", "binary_tree_star"):
             await everywhere(comms, lambda comm, name=name: comm.set_strategy(name))
-            for _ in range(4):
-                for result in await everywhere(comms, lambda comm: comm.all_reduce(X + comm.rank, "x")):
-                    assert np.array_equal(result, 5 * X + 10)
+            await sums_are_right(comms, "x", 4)
 
 
 @pytest.mark.parametrize("hub", [0, 3])
@@ -262,5 +186,4 @@ async def test_what_cannot_be_folded_fails_everywhere(
             assert "could not carry out" in caplog.text
             caplog.clear()  # the error's frames hold the slot
             monkeypatch.undo()
-        for result in await everywhere(comms, lambda comm: comm.all_reduce(X, "x")):
-            assert np.array_equal(result, 5 * X)
+        await sums_are_right(comms, "x")
