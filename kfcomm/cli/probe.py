@@ -99,10 +99,11 @@ async def _take_part(nbytes: int, given: dict[str, Any], files: Files) -> None:
     arguments = {} if given["transport"] is None else {"transport": given["transport"]}
     async with kfcomm.init(**arguments) as comm:
         found = await comm.probe(nbytes=nbytes, rounds=given["rounds"], timeout=given["timeout"])
+        if comm.rank == 0:
+            click.echo(as_text(found), nl=False)
         kept = found.keep() if given["keep"] and comm.local_rank == 0 else None
         if comm.rank != 0:
             return
-        click.echo(as_text(found), nl=False)
         if kept is not None:
             click.echo(f"\nkept in {kept}, for 'auto' of the jobs to come")
         try:
