@@ -50,10 +50,15 @@ def auto(layout: Layout, network: NetworkModel | None = None) -> SizedStrategy:
 
 
 def _may_take(strategy: Strategy, nbytes: int, layout: Layout) -> bool:
-    """Whether messages of this size go as the strategy's profile says."""
+    """Whether messages of this size go as the strategy's profile says.
+
+    Where several ranks of a host share its memory they have slots, with a strategy that makes stars of them: then not
+    every rank has to send to each on other hosts.
+    """
     if layout.num_hosts == 1 or not strategy.direct:
         return True
-    return strategy.direct is Direct.ONE_STEP and nbytes <= SHOWN_WHOLE_NBYTES
+    is_alone = layout.size == layout.num_hosts
+    return is_alone and strategy.direct is Direct.ONE_STEP and nbytes <= SHOWN_WHOLE_NBYTES
 
 
 def _candidates(layout: Layout) -> list[Strategy]:

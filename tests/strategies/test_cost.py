@@ -164,12 +164,21 @@ def test_auto_is_never_slower_by_the_model_than_another_choice(layout: Layout) -
         seconds = {
             strategy.name: profile.seconds(nbytes, NetworkModel())
             for strategy, profile in profiles.items()
-            if not strategy.direct or layout.num_hosts == 1 or nbytes <= SHOWN_WHOLE_NBYTES
+            if not strategy.direct
+            or layout.num_hosts == 1
+            or (layout.num_hosts == layout.size and nbytes <= SHOWN_WHOLE_NBYTES)
         }
         choice = chosen.select(nbytes)
         assert Profile.of(choice, layout).seconds(nbytes, NetworkModel()) <= min(seconds.values())
     used = [(strategy.name, strategy.is_whole) for _, strategy in chosen.rules]
     assert all(one != two for one, two in zip(used, used[1:], strict=False))
+
+
+def test_among_hosts_with_several_ranks_short_messages_go_by_way_of_hubs() -> None:
+    """Stars inside hosts have slots; a host's only rank sends to all others at once."""
+    assert auto(Layout.even(4, 4)).select(64).name == "direct"
+    for layout in (Layout.even(4, 2), Layout.even(8, 2), Layout.even(5, 4)):
+        assert not any(strategy.direct for _, strategy in auto(layout).rules)
 
 
 def test_auto_prefers_few_steps_for_short_and_idle_ports_for_long_messages() -> None:

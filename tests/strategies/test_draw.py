@@ -130,7 +130,7 @@ def test_a_sized_strategy_is_drawn_for_each_size() -> None:
     layout = Layout.even(4, 2)
     auto = build("auto", layout)
     text = as_text(auto, layout)
-    assert re.search(r"^auto, 0 to \d+ bytes:\ndirect: 4 ranks", text)
+    assert re.search(r"^auto, 0 to \d+ bytes:\nclique: 4 ranks", text)
     assert re.search(r"\nauto, from \d+ bytes:\nbinomial: 4 ranks", text)
 
 
