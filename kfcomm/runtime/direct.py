@@ -115,9 +115,6 @@ class SlottedOperation(InSlot, Operation):
         if slot is None:
             self._go_ordinary(effects)
             return
-        self._begin_in(slot)
-
-    def _begin_in(self, slot: Slot) -> None:
         self.engine.begins(self)
         self.word = word_of(self.seq * slot.num_words, self.generation)
         if slot.post(self._in, self.word):

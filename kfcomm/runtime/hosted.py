@@ -48,18 +48,10 @@ def _never(given: Any, out: Any) -> None:
 
 
 class HubOperation(SlottedOperation):
-    """One of a host's hub."""
+    """One of a host's hub. Nothing can be done before the others of this host have shown what they give."""
 
     _host_slot: HubSlot | None = None
     _num_shown = 0
-
-    def start(self, effects: Effects) -> None:
-        """See ``Machine.start``. Nothing can be done before the others of this host have shown what they give."""
-        slot = self.engine.slots.of(self)
-        if slot is None:
-            self._go_ordinary(effects)
-        else:
-            self._begin_in(slot)
 
     def look(self) -> bool:
         """See ``InSlot.look``: it is not over, but in the slot nothing is waited for any more."""
