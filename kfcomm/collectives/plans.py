@@ -27,7 +27,7 @@ from kfcomm.errors import ConfigError
 from kfcomm.reduce import Wire, kernel, wire_of
 from kfcomm.runtime import shown
 from kfcomm.runtime.direct import OneStepOperation, SlottedOperation
-from kfcomm.runtime.hosted import HOSTED_NBYTES, HubOperation, hosted, hub_of
+from kfcomm.runtime.hosted import HOSTED_NBYTES, HubOperation, hub_of
 from kfcomm.runtime.operation import Operation, Work
 from kfcomm.runtime.wired import WiredOperation, WiredWork
 from kfcomm.strategies import AnyStrategy, Direct, Strategy
@@ -212,7 +212,7 @@ class Planner:
         hub = hub_of(pairs, self.local) if self.local and is_short else None
         if hub is None:
             return plan
-        work = hosted(plan.work, count, self.local, hub)
+        work = shown.hosted(plan.work, count, self.local, hub)
         return replace(plan, work=work, operation=HubOperation if hub == self.rank else SlottedOperation)
 
     def _prepare(self, dtype: np.dtype[Any], shape: Shape, wire: WireDtype = None) -> tuple[int, int, Strategy]:

@@ -77,7 +77,7 @@ class Probe:
         return minimum_spanning_tree(self.latency_s.tolist(), name=name)
 
     def packed_trees(self, *, name: str = "packed_trees") -> Strategy:
-        """See ``kfcomm.strategies.tree_packing``."""
+        """See ``kfcomm.strategies.packed_trees``."""
         return packed_trees(self.layout, self.bandwidth.tolist(), name=name)
 
     def bound_seconds(self, nbytes: int) -> float:

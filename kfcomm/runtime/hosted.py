@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from kfcomm.core.machine import DOWN, UP, Effects
 from kfcomm.runtime.direct import SlottedOperation
-from kfcomm.runtime.operation import Operation, Work
-from kfcomm.runtime.shown import SharedWork
-from kfcomm.transports.shm.slots import Cut, HubSlot
+from kfcomm.runtime.operation import Operation
+from kfcomm.transports.shm.slots import HubSlot
 
 if TYPE_CHECKING:
     from kfcomm.core.graph import GraphPair
@@ -35,16 +34,6 @@ def hub_of(pairs: Sequence[GraphPair], ranks: Sequence[int]) -> int | None:
         if ends and all(parent == hub and not children for parent, children in ends):
             return hub
     return None
-
-
-def hosted(work: Work, count: int, ranks: tuple[int, ...], hub: int) -> SharedWork:
-    """What these ranks of one host do with ``count`` elements of each."""
-    cut = Cut(count, work.item, len(ranks), is_whole=True, has_hub=True)
-    return SharedWork(work, cut, _never, hub, ranks)
-
-
-def _never(given: Any, out: Any) -> None:
-    """The hub folds as its program says."""
 
 
 class HubOperation(SlottedOperation):

@@ -61,6 +61,12 @@ def all_reduced(work: Work, count: int, *, is_turned: bool = False, is_shared: b
     return SharedWork(work, cut, combine)
 
 
+def hosted(work: Work, count: int, ranks: tuple[int, ...], hub: int) -> SharedWork:
+    """These ranks of one host show ``count`` elements, and the hub folds them as its program says; see ``hosted``."""
+    cut = Cut(count, work.item, len(ranks), is_whole=True, has_hub=True)
+    return SharedWork(work, cut, _nothing, hub, ranks)
+
+
 def reduced(work: Work, count: int, rank: int, root: int) -> SharedWork:
     """The root folds ``count`` elements of each."""
     cut = Cut(count, work.item, work.size, is_whole=True, reads=(0, count if rank == root else 0))

@@ -118,7 +118,7 @@ class PartedSlot(Slot):
 
     __slots__ = (
         "_copied", "_count", "_dtype", "_first", "_folded", "_given", "_into", "_is_in_place", "_is_mapped",
-        "_is_over_given", "_is_result_in_place", "_known", "_made", "_members", "_order",
+        "_is_over_given", "_is_result_in_place", "_known", "_made", "_order",
         "_parts", "_piece", "_rank", "_rows", "_shares", "_shown", "_size", "_their", "_whole",
     )  # fmt: skip
 
@@ -138,7 +138,6 @@ class PartedSlot(Slot):
         self._first = self._folded = self._copied = 0
         self._given: Array | None = None
         self._into: Array | None = None
-        self._members = memory.ranks_at(places)
         self._is_mapped = self._is_in_place = self._is_result_in_place = self._is_over_given = False
         self._whole: list[Array | None] = []
         self._shown: list[Array | None] = []
@@ -306,7 +305,7 @@ class PartedSlot(Slot):
                 if array is None:
                     if len(self._known) >= MAX_KNOWN:
                         self._known.clear()
-                    heaps, member = self.memory.heaps, self._members[rank]
+                    heaps, member = self.memory.heaps, self.members[rank]
                     array = heaps.array(member, place - 1, self._dtype, self._count)
                     self._known[rank, place] = array
                 found[rank] = array
@@ -317,7 +316,7 @@ class PartedSlot(Slot):
         place = self.memory.heaps.place_of(x)
         if place == NOWHERE:
             return NOWHERE
-        if not self._is_mapped and self.memory.heaps.map(self._members):
+        if not self._is_mapped and self.memory.heaps.map(self.members):
             self._is_mapped = True
             self._tell(READY, MAPPED)
         return place if min(self._their[READY]()) else NOWHERE
@@ -376,7 +375,7 @@ class SharedResultSlot(PartedSlot):
         """See ``Slot.post``; with memory for the result, if all can write there."""
         heaps = self.memory.heaps
         self._result = self.outcome = self._lent = None
-        if not self._is_mapped and heaps.map(self._members) and heaps.map_writable(self.root):
+        if not self._is_mapped and heaps.map(self.members) and heaps.map_writable(self.root):
             self._is_mapped = True
             self._tell(READY, WRITABLE)
         if self.is_root:

@@ -347,7 +347,6 @@ class Slot:
         num_words: of each use.
         combine, views, use: what folds contributions, those of even and of odd uses, and which of them the latest use
             is, of this rank; a use is complete when they are folded, if it ``is_whole``, and else see ``look``.
-        is_relayed: what is given is sent on from here, and a use is not over when all have given.
         is_dead: this rank uses it no more.
         told_from: all ranks have been told not to use it from this use on; kept by who has handed it out.
         root: world rank of who has handed it out; ``is_root``: this one.
@@ -362,7 +361,7 @@ class Slot:
 
     __slots__ = (
         "_buffers", "_buffers_end", "_fence", "_posted_at", "_words", "awaited", "board", "combine", "has_moved",
-        "has_news", "is_dead", "is_relayed", "is_root", "late", "members", "memory", "num_words", "number", "outcome",
+        "has_news", "is_dead", "is_root", "late", "members", "memory", "num_words", "number", "outcome",
         "parked", "places",
         "posted", "root", "told_from", "use", "views",
     )  # fmt: skip
@@ -381,7 +380,7 @@ class Slot:
         self.num_words = cut.num_windows
         self.root, self.is_root = root, root == memory.heaps.rank
         self.told_from = NEVER
-        self.is_dead = self.has_news = self.has_moved = self.is_relayed = False
+        self.is_dead = self.has_news = self.has_moved = False
         self.use = self.awaited = 0
         self.late: list[int] = []
         self.outcome: Array | None = None
@@ -445,6 +444,11 @@ class Slot:
         made, self.outcome = self.outcome, None
         return value if made is None else made.reshape(value.shape)
 
+    @property
+    def is_relayed(self) -> bool:
+        """Whether what is given is sent on from here, so that a use is not over when all have given."""
+        return False
+
     def others(self) -> list[int]:
         """World ranks of its other ranks."""
         return [world for world in self.members if world != self.memory.heaps.rank]
@@ -483,7 +487,11 @@ class HubSlot(Slot):
         super().__init__(memory, number, at, places, root, rank, dtype, cut, combine)
         self._hub = self.members.index(root)
         self._shared, self._shared_at = memory.words(SHARED, number, places), SHARED + number
-        self.is_relayed = self.is_root
+
+    @property
+    def is_relayed(self) -> bool:
+        """See ``Slot.is_relayed``."""
+        return self.is_root
 
     def post(self, x: Array, word: int) -> bool:
         """See ``Slot.post``; the hub shows nothing yet."""
