@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Generator, Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from kfcomm import accelerator
 from kfcomm.arrays import form_of
 from kfcomm.collectives.blobs import Blobs
 from kfcomm.collectives.generations import MAX_STRATEGIES
-from kfcomm.collectives.group import STRATEGY_KEY, Group, check_name, check_timeout
+from kfcomm.collectives.group import STRATEGY_KEY, Group, check_name
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.mailbox import Mailbox
 from kfcomm.collectives.on_device.paths import Paths
@@ -34,13 +34,16 @@ from kfcomm.errors import ConfigError, SessionClosed
 from kfcomm.monitor import serving
 from kfcomm.network import Alone, SocketNetwork
 from kfcomm.plugins import build, check
+from kfcomm.rendezvous import farewell
 from kfcomm.rendezvous.settings import Arguments, Settings, detect
+from kfcomm.rendezvous.token import conceal
 from kfcomm.session import LEAVE_WITHIN_S, Session
+from kfcomm.sizes import seconds_of
 from kfcomm.strategies import AnyStrategy, StrategySpec
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor
 from kfcomm.transports.shm.heap import Array
-from kfcomm.types import Layout
+from kfcomm.types import Layout, Seconds
 
 if TYPE_CHECKING:
     from kfcomm.monitor import Statistics
@@ -130,7 +133,7 @@ class Communicator(Persistent):
 
     # ---------------------------------------------------------------- groups and graphs
 
-    def set_strategy(self, strategy: StrategySpec, *, timeout: float | None = None) -> Handle[None]:
+    def set_strategy(self, strategy: StrategySpec, *, timeout: Seconds | None = None) -> Handle[None]:
         """Change the graphs of this group while it works; every rank calls it, at the same place in its program.
 
         What was posted before the call runs on the old graphs; what is posted after it waits for the verdict, one
@@ -152,12 +155,12 @@ class Communicator(Persistent):
         """
         self._check_open()
         try:
-            check_timeout(timeout)
+            timeout_s = seconds_of(timeout)
             chosen = self._build(strategy, self._group.layout)
         except Exception as error:
             self._group.refuse(STRATEGY_KEY, error)
             raise
-        return self._group.swap(chosen, timeout)
+        return self._group.swap(chosen, timeout_s)
 
     def _build(self, spec: StrategySpec, layout: Layout) -> AnyStrategy:
         """The strategy that is meant. A name means the same one whenever it comes again."""
@@ -172,7 +175,7 @@ class Communicator(Persistent):
 
     async def group(
         self, ranks: Iterable[int], name: str = "group", *, strategy: StrategySpec | None = None,
-        timeout: float | None = None,
+        timeout: Seconds | None = None,
     ) -> Communicator:  # fmt: skip
         """A communicator of some of this group's ranks, in the order given; only these call it.
 
@@ -188,7 +191,7 @@ class Communicator(Persistent):
         """
         self._check_open()
         check_name(name)
-        check_timeout(timeout)
+        seconds_of(timeout)
         members = tuple(self._check_rank("member", rank) for rank in ranks)
         if len(set(members)) < len(members):
             raise ConfigError(f"a group names each rank once, got {list(members)}")
@@ -219,7 +222,7 @@ class Communicator(Persistent):
         return "auto"
 
     async def split(
-        self, color: int | str | None, key: int = 0, name: str = "split", *, timeout: float | None = None
+        self, color: int | str | None, key: int = 0, name: str = "split", *, timeout: Seconds | None = None
     ) -> Communicator | None:
         """A communicator of the ranks that give the same ``color``, ordered by ``key``, then rank; all call it.
 
@@ -279,7 +282,7 @@ class Communicator(Persistent):
         """
         await self._devices.synchronize()
 
-    async def probe(self, *, nbytes: int = 1 << 20, rounds: int = 3, timeout: float | None = None) -> Probe:
+    async def probe(self, *, nbytes: int = 1 << 20, rounds: int = 3, timeout: Seconds | None = None) -> Probe:
         """Measure latency and bandwidth between every two ranks, in both directions; every rank calls it.
 
         Along the links that collectives use; opens those that are not open. Pairs take turns, so that none measures
@@ -331,12 +334,17 @@ class Communicator(Persistent):
     async def close(self) -> None:
         """End it: of the world, everything is closed; of a sub-group, only this view of it. Never hangs.
 
+        A world that is closed waits until the other ranks need nothing more of this one, and says so when that lasts:
+        at most 5 s, and a rank that serves the store 10 s more. It waits no longer than 1.5 s where a rank is lost, or
+        an exception leaves ``async with`` (Ctrl-C, too). Once cancelled it waits no more.
+
         What the device is still making of collectives whose handles are done is waited for, up to 5 s. What else is in
         flight fails, here and, where it was not complete, on the other ranks. What the others post later
         fails with ``PeerLost`` if it needs a rank that has closed its world; a rank that has only closed its view of a
         sub-group is missed there until the timeout.
         """
         if self._group.view is self._session.world:
+            farewell.leave()
             await self._session.close()
         elif not self._left:
             drain = self._devices.drained()
@@ -352,6 +360,8 @@ class Communicator(Persistent):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self._session.hurry()
         await self.close()
 
     def _leave(self) -> None:
@@ -367,6 +377,9 @@ class Communicator(Persistent):
         self._session.check_open()
         if self._left:
             raise SessionClosed(f"group {self.name!r} is closed")
+
+
+AWAIT = "write comm = await kfcomm.init(), or async with kfcomm.init() as comm; kfcomm.sync.init() needs neither"
 
 
 class Init:
@@ -388,6 +401,17 @@ class Init:
     def __await__(self) -> Generator[Any, None, Communicator]:
         return self._begin().__await__()
 
+    def __getattr__(self, name: str) -> NoReturn:
+        if hasattr(Communicator, name):
+            raise AttributeError(f"no communicator has a {name!r} yet: {AWAIT}", name=name, obj=self)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+
+    def __enter__(self) -> NoReturn:
+        raise TypeError(f"kfcomm.init is asynchronous: {AWAIT}")
+
+    def __exit__(self, *_: object) -> None:
+        """Never called: see ``__enter__``."""
+
     async def __aenter__(self) -> Communicator:
         self._made = await self._begin()
         return self._made
@@ -396,7 +420,7 @@ class Init:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._made is not None:
-            await self._made.close()
+            await self._made.__aexit__(kind, error, trace)
 
     async def _begin(self) -> Communicator:
         own = await accelerator.find(self.settings)
@@ -434,6 +458,8 @@ class Init:
         except BaseException:
             await session.close()
             raise
+        if settings.store is not None and settings.token is not None:
+            conceal(os.environ, settings.store, settings.token)
         return comm
 
 
@@ -468,4 +494,5 @@ def prepare(**arguments: Unpack[Arguments]) -> Settings:
         check_folder(settings.timeline)
     serving.check(settings)
     install_signal(settings.dump_dir)
+    farewell.join(settings.launcher, settings.rank)
     return settings

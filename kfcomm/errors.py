@@ -34,7 +34,15 @@ class ConfigError(KfcommError, ValueError):
 
 
 class RendezvousError(KfcommError):
-    """The peers of the job could not find, or did not accept, each other."""
+    """The peers of the job could not find, or did not accept, each other.
+
+    Attributes:
+        rank: the rank that ended before the world was complete; None if it failed for another reason.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class SessionClosed(KfcommError):

@@ -20,7 +20,7 @@ from kfcomm.devices.routes import agree, choose
 from kfcomm.errors import ConfigError, RendezvousError
 from kfcomm.rendezvous.identity import PeerInfo, host_id, process_uid
 from kfcomm.rendezvous.interfaces import choose_address
-from kfcomm.rendezvous.join import close_store, join, open_store
+from kfcomm.rendezvous.join import close_store, join, leave_store, open_store
 from kfcomm.rendezvous.settings import Settings, host_and_port
 from kfcomm.transports.shm.heap import Array
 from kfcomm.transports.shm.segment import SharingRefused, why_unsupported
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kfcomm")
 
+LAUNCHER_WORD_S = 0.1
+"""How long a launcher on this host is given to say how a process ended; it takes some milliseconds."""
 DIAL_TIMEOUT_S = 30.0
 
 
@@ -97,6 +99,9 @@ class Alone:
         """None."""
         return []
 
+    async def leave(self) -> None:
+        """There is nobody to tell."""
+
     async def close(self) -> None:
         """Nothing to close."""
 
@@ -126,7 +131,10 @@ class SocketNetwork:
         self._listener = listener
         self._client = client
         self._server = server
-        self._world = World(settings.rank, self.peers, settings.token or b"", 0)
+        self._world = World(
+            settings.rank, self.peers, settings.token or b"", 0, lost_after_s=settings.lost_after_s,
+            launcher_word_s=0.0 if settings.job is None else LAUNCHER_WORD_S,
+        )  # fmt: skip
         self._loop = asyncio.get_running_loop()
         self._inbound: Waiter
         self._reactor: Reactor
@@ -171,15 +179,13 @@ class SocketNetwork:
                 _check_devices(peers)
             except ConfigError:
                 # all ranks find out the same, but some need the store for it yet: it stays until they have left, too
-                await close_store(settings, me, client, server)
+                await leave_store(settings, me, client, server)
                 raise
             return cls(settings, peers, listener, client, server)
         except BaseException:
             if listener is not None:
                 listener.close()
-            await client.close()
-            if server is not None:
-                await server.close()
+            await close_store(client, server)
             raise
 
     def start(
@@ -252,6 +258,10 @@ class SocketNetwork:
         shared = self._sharing.descriptors() if self._sharing is not None else []
         return [*shared, *(self._control.descriptors() if self._control is not None else ())]
 
+    async def leave(self) -> None:
+        """See ``session.Network``."""
+        await leave_store(self._settings, self._me, self._client, self._server)
+
     async def close(self) -> None:
         """See ``session.Network``."""
         if self._watcher is not None:
@@ -259,7 +269,7 @@ class SocketNetwork:
             await asyncio.gather(self._watcher, return_exceptions=True)
         if self._sharing is not None:
             await self._sharing.close()
-        await close_store(self._settings, self._me, self._client, self._server)
+        await close_store(self._client, self._server)
 
     async def _dial(self, peer: int, purpose: Purpose) -> socket.socket:
         addresses = self._addresses(peer)
@@ -287,9 +297,9 @@ class SocketNetwork:
     async def _watch_exits(self, control: ControlThread) -> None:
         """The launcher sees processes end that leave their sockets open in a child of theirs."""
         try:
-            async for rank, code in self._client.watch_exits():
-                if rank != self._me.rank:
-                    control.declare_lost(rank, f"the process of rank {rank} ended with code {code}")
+            async for end in self._client.watch_exits():
+                if end.rank != self._me.rank:
+                    control.declare_lost(end.rank, end.describe())
         except RendezvousError as error:
             logger.debug("rank %d hears no more of exits: %s", self._me.rank, error)
 

@@ -53,10 +53,32 @@ class Plugin:
 
 
 def found() -> dict[str, Plugin]:
-    """The strategies of other distributions, by name. Reads the metadata of all that is installed: milliseconds."""
+    """The strategies of other distributions, by name. Reads the metadata of all that is installed: milliseconds.
+
+    Of several with one name the first is taken, and none with a name of kfcomm's own: see ``overlooked``.
+    """
+    return _sorted_out()[0]
+
+
+def overlooked() -> list[str]:
+    """What other distributions bring and nobody gets, since its name is taken; a line for each."""
+    return _sorted_out()[1]
+
+
+def _sorted_out() -> tuple[dict[str, Plugin], list[str]]:
     from importlib.metadata import entry_points
 
-    return {entry.name: Plugin(entry) for entry in entry_points(group=ENTRY_POINTS)}
+    plugins: dict[str, Plugin] = {}
+    lines = []
+    for entry in entry_points(group=ENTRY_POINTS):
+        plugin = Plugin(entry)
+        if entry.name in strategies.names():
+            lines.append(f"strategy {entry.name!r} is kfcomm's own; {plugin.origin} is not used")
+        elif entry.name in plugins:
+            lines.append(f"strategy {entry.name!r} is {plugins[entry.name].origin}; {plugin.origin} is not used")
+        else:
+            plugins[entry.name] = plugin
+    return plugins, lines
 
 
 def build(spec: StrategySpec, layout: Layout) -> AnyStrategy:

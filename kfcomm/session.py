@@ -19,9 +19,10 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
-from kfcomm.control.base import ControlEvents, ControlPlane, StatusSource
+from kfcomm.control.base import GOODBYE_S, ControlEvents, ControlPlane, StatusSource
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import GroupView
 from kfcomm.core.credit import credit_of
@@ -30,6 +31,7 @@ from kfcomm.devices import Device
 from kfcomm.devices.pinned import PinnedPool
 from kfcomm.devices.routes import Choice
 from kfcomm.errors import SessionClosed
+from kfcomm.runtime.closing import Closing
 from kfcomm.runtime.engine import Engine
 from kfcomm.runtime.meter import Meter
 from kfcomm.transports.base import Link, Waiter
@@ -87,8 +89,11 @@ class Network(Protocol):
     def descriptors(self) -> list[int]:
         """Descriptors that a forked child must let go of."""
 
+    async def leave(self) -> None:
+        """Tell the others that this rank has ended, and wait for what they need of it. Bounded; may be cancelled."""
+
     async def close(self) -> None:
-        """Close everything that is still open."""
+        """Close everything that is still open. Waits for nobody."""
 
 
 class Service(Protocol):
@@ -136,7 +141,9 @@ class Session:
         self.network = network
         self._when_closed = closed
         self._closed: str | None = None
-        self._closing: asyncio.Future[None] | None = None
+        self._closing = Closing(rank)
+        self._closed_by: asyncio.Future[None] | None = None
+        self._is_broken = False
         self.groups = {self.world.id: ("world", self.world.members)}
         self.services: list[Service] = []
         self.drains: list[Callable[[], asyncio.Future[None] | None]] = []
@@ -200,12 +207,15 @@ class Session:
 
     def on_peer_lost(self, rank: int, reason: str) -> None:
         """A rank is gone without a goodbye."""
+        if rank == self.rank:
+            reason = f"the others have given this rank up: {reason}"
         logger.warning("rank %d: rank %d is lost: %s", self.rank, rank, reason)
         self.engine.recorder.note("lost", f"rank {rank}", -1, reason)
         if self.engine.tracer is not None:
             self.engine.tracer.instant("peer lost", rank=rank, reason=reason)
         self.engine.on_peer_lost(rank, reason)
         self.network.forget(rank)
+        self.hurry()
 
     def on_leaving(self, rank: int) -> None:
         """A rank posts nothing more: what it has not posted by now fails here."""
@@ -279,22 +289,35 @@ class Session:
         self._closed = reason
         self.engine.end(reason)
 
+    def hurry(self) -> None:
+        """Something is broken, here or elsewhere: closing, now or later, waits for others no longer than a moment."""
+        self._is_broken = True
+        if self._closed_by is not None:
+            self._closing.hurry()
+
+    def hang_up(self) -> None:
+        """Whoever closes has no patience left: what is still waited for is given up. On the session's loop."""
+        self._closing.hurry(0.0)
+
     async def close(self) -> None:
         """Fail what is in flight, say goodbye, and close everything. Bounded; calling it again waits for the first.
 
         What devices are about to make, and callers believe to have, is waited for.
         """
-        if self._closing is None:
+        if self._closed_by is None:
             self._closed = f"the communicator of rank {self.rank} is closed"
             drains = [drain for drained in self.drains if (drain := drained()) is not None]
             if not drains:
                 self.engine.end(self._closed)
-            self._closing = asyncio.ensure_future(self._close(drains))
-        await asyncio.shield(self._closing)
+            self._closed_by = asyncio.ensure_future(self._close(drains))
+        await asyncio.shield(self._closed_by)
 
     async def _close(self, drains: Sequence[asyncio.Future[None]]) -> None:
+        closing = self._closing
+        if self._is_broken:
+            closing.hurry()
         if drains:
-            await asyncio.wait(drains, timeout=LEAVE_WITHIN_S)
+            await closing.wait(asyncio.wait(drains), LEAVE_WITHIN_S, lambda: "for its device")
             self.engine.end(self._closed or "")
         tracer, self.engine.tracer = self.engine.tracer, None
         if tracer is not None:
@@ -303,21 +326,25 @@ class Session:
             await _in_a_thread(service.stop)
         control = self.engine.control
         if control is not None:
-            await control.leave(LEAVE_WITHIN_S)
+            awaited = partial(_awaited, control)
+            await closing.wait(control.leave(LEAVE_WITHIN_S), LEAVE_WITHIN_S, awaited)
         if self._lag_timer is not None:
             self._lag_timer.cancel()
-        await self.engine.close(CLOSE_WITHIN_S)
+        await self.engine.close(closing.left_s(CLOSE_WITHIN_S))
         if control is not None:
-            await _in_a_thread(control.stop)
+            await _in_a_thread(partial(control.stop, closing.left_s(GOODBYE_S)))
         try:
             for pool in self._pools.values():
                 pool.close()
             if self.devices.device is not None:
                 await _in_a_thread(self.devices.device.close)
         finally:
+            await closing.wait(self.network.leave(), math.inf)
             await self.network.close()
             _sessions.discard(self)
             self._when_closed()
+        if closing.was_cancelled:
+            raise asyncio.CancelledError
 
     def forked(self) -> None:
         """In a forked child: let go of every descriptor, without touching the loop that the parent still uses."""
@@ -343,6 +370,10 @@ class Session:
                 with contextlib.suppress(OSError):
                     os.dup2(nothing, descriptor)
             os.close(nothing)
+
+
+def _awaited(control: ControlPlane) -> str:
+    return f"for ranks {control.needed_by()}, which may still ask this one"
 
 
 async def _in_a_thread(blocking: Callable[[], None]) -> None:

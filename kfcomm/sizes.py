@@ -1,19 +1,29 @@
-"""Sizes of messages as people write and read them: ``64KiB``, ``1KiB:64MiB``, and back."""
+"""Sizes of messages as people write and read them: ``64KiB``, ``1KiB:64MiB``, and back; and times that they give."""
 
 from __future__ import annotations
 
+import math
 import re
+from typing import TYPE_CHECKING, Any, overload
 
 from kfcomm.errors import ConfigError
 
-_UNITS = {"": 1, "B": 1, "K": 1 << 10, "KIB": 1 << 10, "M": 1 << 20, "MIB": 1 << 20, "G": 1 << 30, "GIB": 1 << 30}
+if TYPE_CHECKING:
+    from kfcomm.types import Seconds
+
+_UNITS = {
+    "": 1, "B": 1, "K": 1 << 10, "KIB": 1 << 10, "M": 1 << 20, "MIB": 1 << 20, "G": 1 << 30, "GIB": 1 << 30,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9,
+}  # fmt: skip
 _SIZE = re.compile(r"\s*(\d{1,18})\s*([a-z]*)\s*", re.IGNORECASE)
 _HELP = "sizes are like 64KiB, 1KiB,1MiB or 1KiB:64MiB, which doubles"
 _MAX_NBYTES = 1 << 40
 
 
 def parse_size(word: str) -> int:
-    """Bytes of one size: a whole number with B, KiB, MiB, GiB, or their first letters, or nothing.
+    """Bytes of one size: a whole number with B, KiB, MiB, GiB or their first letters, KB, MB, GB, or nothing.
+
+    As everywhere in GNU: 1MiB and 1M are 1048576 bytes, 1MB is 1000000.
 
     Raises:
         ConfigError: it is no size, or larger than a TiB.
@@ -54,6 +64,30 @@ def show_size(nbytes: int) -> str:
             number = nbytes / scale
             return f"{number:.0f} {unit}" if nbytes % scale == 0 else f"{number:.{1 if number >= 10 else 2}f} {unit}"
     return f"{nbytes} B"
+
+
+@overload
+def seconds_of(timeout: None) -> None: ...
+@overload
+def seconds_of(timeout: Seconds) -> float: ...
+def seconds_of(timeout: Any) -> float | None:
+    """A timeout in seconds, as callers give it: a number or a ``timedelta``; None stands for a default.
+
+    Raises:
+        ConfigError: it is neither, or negative.
+    """
+    if timeout is None:
+        return None
+    given = getattr(timeout, "total_seconds", None)
+    try:
+        seconds = float(timeout if given is None else given())
+    except (TypeError, ValueError, OverflowError):
+        seconds = math.nan
+    if isinstance(timeout, (str, bytes, bytearray)) or not seconds >= 0:
+        raise ConfigError(
+            f"a timeout is a number of seconds from 0 on, a timedelta, or None for the default, not {timeout!r:.60}"
+        )
+    return seconds
 
 
 def _parse(word: str, text: str) -> int:

@@ -8,7 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+Seconds: TypeAlias = "float | timedelta"
+"""How callers give a time; see ``kfcomm.sizes.seconds_of``."""
 
 
 class Op(StrEnum):

@@ -6,22 +6,43 @@ import functools
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 from hypothesis import HealthCheck, settings
 
 from bench.netlab import why_unavailable
 from tests.leaks import Snapshot, left_since
-from tests.support import loop_factory
+from tests.support import LoopFactory, Watch, loop_factories
 
 # Examples have no time limit: on a loaded machine that would only find the load. How large they are is left to chance.
 UNCHECKED = [HealthCheck.too_slow, HealthCheck.data_too_large]
-settings.register_profile("kfcomm", deadline=None, print_blob=True, suppress_health_check=UNCHECKED)
-# Under the coverage gate the same examples come up every time, so that the gate never depends on chance.
-settings.register_profile("coverage", settings.get_profile("kfcomm"), derandomize=True, max_examples=20, database=None)
+# The same examples come up every time: no run of a newcomer, and no gate of coverage, fails by chance. Chance is for
+# `make search`, which looks for longer.
+settings.register_profile(
+    "kfcomm", deadline=None, print_blob=True, suppress_health_check=UNCHECKED, derandomize=True, database=None
+)
+settings.register_profile("coverage", settings.get_profile("kfcomm"), max_examples=20)
+settings.register_profile("search", settings.get_profile("kfcomm"), derandomize=False, max_examples=1000)
 settings.load_profile("kfcomm")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The loop of all tests of coroutines that choose none themselves."""
+    factories = loop_factories()
+    parser.addoption("--event-loop", choices=[*factories], default=next(iter(factories)), help="default: %(default)s")
+
+
+def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, LoopFactory]:
+    """A test runs on the loop of the command line, or on each of those that its mark names."""
+    factories = loop_factories()
+    marker = item.get_closest_marker("asyncio")
+    if marker is not None and "loop_factories" in marker.kwargs:
+        return factories
+    chosen = config.getoption("--event-loop")
+    return {chosen: factories[chosen]}
 
 
 def pytest_configure() -> None:
@@ -46,7 +67,7 @@ def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def loops_met() -> None:
     """The first uvloop loop of a process opens a pipe that stays: no test is to be blamed for it."""
-    loop_factory()().close()
+    next(iter(loop_factories().values()))().close()
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +78,23 @@ def nothing_left_behind(temporary_files: Path, loops_met: None) -> Iterator[None
     left = left_since(before, temporary_files)
     if left:
         pytest.fail("left behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_on_loop(request: pytest.FixtureRequest, nothing_left_behind: None) -> None:
+    """Fails a test of a coroutine that leaves tasks on its loop, or errors that nobody heard."""
+    if pytest_asyncio.is_async_test(request.node):
+        request.getfixturevalue("watched_loop")
+
+
+@pytest_asyncio.fixture
+async def watched_loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    """Looks at the loop after the test and all its other fixtures; with hypothesis, after each example, too."""
+    watch = Watch()
+    if hypothesis := getattr(request.function, "hypothesis", None):
+        monkeypatch.setattr(hypothesis, "inner_test", watch.around(hypothesis.inner_test))
+    yield
+    await watch.settle()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,15 +1,22 @@
-"""What tests share: running a coroutine on a loop that must end with nothing left on it."""
+"""What tests share: the event loops they may run on, and the look at what a coroutine left on its loop."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
 import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+import pytest
+
+on_every_loop = pytest.mark.asyncio(loop_factories=["uvloop", "asyncio", "debug"])
+"""Marks a test of a coroutine that is to hold on each kind of loop, and in asyncio's debug mode."""
+
 T = TypeVar("T")
+LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
 # Turns of the loop that closing transports and finishing callbacks may still take. A count, not a time: a task that
 # is about to end needs no more, and one that waits for something will not end however long one looks.
@@ -20,39 +27,61 @@ class LeftOnLoop(AssertionError):
     """A coroutine returned while tasks of its loop were pending, or errors went unheard in its callbacks."""
 
 
-def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    """uvloop's loops where uvloop exists, asyncio's elsewhere: as ``kfcomm run`` has it."""
+class DebuggedLoop(asyncio.SelectorEventLoop):
+    """asyncio's own loop in debug mode, also where a runner says otherwise."""
+
+    def set_debug(self, enabled: bool) -> None:
+        super().set_debug(True)
+
+
+def loop_factories() -> dict[str, LoopFactory]:
+    """The loops on which a test may run, by name; the first is the one of ``kfcomm run``."""
+    own: dict[str, LoopFactory] = {"asyncio": asyncio.new_event_loop, "debug": DebuggedLoop}
     if sys.platform == "win32":
-        return asyncio.new_event_loop
+        return own
     import uvloop
 
-    return uvloop.new_event_loop
+    return {"uvloop": uvloop.new_event_loop} | own
 
 
-def run(coro: Coroutine[Any, Any, T], *, plain: bool = False) -> T:
-    """Runs ``coro`` on a new loop and returns its result; ``plain`` takes asyncio's own loop.
+class Watch:
+    """What is left on the running loop: tasks that this watch did not find there, errors that nobody heard."""
 
-    Raises:
-        LeftOnLoop: tasks were pending when ``coro`` returned, or a callback or a forgotten task had raised.
-    """
-    factory = asyncio.new_event_loop if plain else loop_factory()
-    unheard: list[str] = []
-    with asyncio.Runner(debug=False, loop_factory=factory) as runner:
-        runner.get_loop().set_exception_handler(lambda _, context: unheard.append(_describe(context)))
-        result = runner.run(_to_the_end(coro))
-    if unheard:
-        raise LeftOnLoop("errors that nobody awaited:\n  " + "\n  ".join(unheard))
-    return result
+    def __init__(self) -> None:
+        self._before = asyncio.all_tasks()
+        self._unheard: list[str] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: self._unheard.append(_describe(context)))
 
+    async def settle(self) -> None:
+        """Gives what is about to end the turns for it, and tells of the rest once.
 
-async def _to_the_end(coro: Coroutine[Any, Any, T]) -> T:
-    result = await coro
-    for _ in range(CLOSING_TURNS):
-        if len(asyncio.all_tasks()) == 1:
+        Raises:
+            LeftOnLoop: tasks are pending still, or a callback or a forgotten task has raised.
+        """
+        here = {asyncio.current_task()}
+        for _ in range(CLOSING_TURNS):
+            if not asyncio.all_tasks() - self._before - here:
+                break
+            await asyncio.sleep(0)
+        left = asyncio.all_tasks() - self._before - here
+        self._before |= left
+        unheard, self._unheard = self._unheard, []
+        if left:
+            raise LeftOnLoop("tasks left pending:\n  " + "\n  ".join(sorted(map(repr, left))))
+        if unheard:
+            raise LeftOnLoop("errors that nobody awaited:\n  " + "\n  ".join(unheard))
+
+    def around(self, test: Callable[..., Coroutine[Any, Any, T]]) -> Callable[..., Coroutine[Any, Any, T]]:
+        """``test``, with a look at the loop after each of its runs: that of an example of hypothesis."""
+
+        @functools.wraps(test)
+        async def watched(*args: Any, **kwargs: Any) -> T:
+            self._before = asyncio.all_tasks()  # what an example that failed has left is not its successor's
+            result = await test(*args, **kwargs)
+            await self.settle()
             return result
-        await asyncio.sleep(0)
-    left = asyncio.all_tasks() - {asyncio.current_task()}
-    raise LeftOnLoop("tasks left pending:\n  " + "\n  ".join(sorted(map(repr, left))))
+
+        return watched
 
 
 def half_close(sock: socket.socket) -> None:

@@ -16,7 +16,6 @@ from kfcomm.devices.routes import Route
 from kfcomm.rendezvous.settings import Settings
 from kfcomm.types import Layout
 from tests.stubs import StubDevice, stub
-from tests.support import run
 
 
 class Finding:
@@ -69,21 +68,19 @@ def test_a_device_without_a_backend_has_no_maker(finding: Finding) -> None:
     assert accelerator.look(Settings()).maker is None
 
 
-def test_a_world_of_one_has_its_device_and_closes_it(finding: Finding) -> None:
-    async def main() -> None:
-        async with kfcomm.init(device="cuda") as comm:
-            setup = comm._session.devices
-            assert setup.device is finding.device
-            assert setup.maker is finding.maker
-            assert comm.route is not None
-            assert str(comm.route) == "backend: every rank has a device of its own, on one host"
-            said = comm.dump()
-            assert said["device"]["uuid"] == "GPU-0"
-            assert said["routes"] == {comm._session.world.id.hex(): str(comm.route)}
-            assert finding.device is not None
-            assert finding.device.closed_by == []
-
-    run(main())
+@pytest.mark.asyncio
+async def test_a_world_of_one_has_its_device_and_closes_it(finding: Finding) -> None:
+    async with kfcomm.init(device="cuda") as comm:
+        setup = comm._session.devices
+        assert setup.device is finding.device
+        assert setup.maker is finding.maker
+        assert comm.route is not None
+        assert str(comm.route) == "backend: every rank has a device of its own, on one host"
+        said = comm.dump()
+        assert said["device"]["uuid"] == "GPU-0"
+        assert said["routes"] == {comm._session.world.id.hex(): str(comm.route)}
+        assert finding.device is not None
+        assert finding.device.closed_by == []
     (searched,), (closed,) = finding.threads, finding.device.closed_by
     assert threading.main_thread() not in (searched, closed)
 
@@ -96,41 +93,34 @@ def test_the_blocking_communicator_too(finding: Finding) -> None:
     assert len(finding.device.closed_by) == 1
 
 
-def test_without_a_device_there_is_no_route(finding: Finding) -> None:
+@pytest.mark.asyncio
+async def test_without_a_device_there_is_no_route(finding: Finding) -> None:
     finding.device = None
-
-    async def main() -> None:
-        async with kfcomm.init() as comm:
-            assert comm.route is None
-            said = comm.dump()
-            assert said["device"]["lack"] == "no driver"
-            assert said["routes"] == {}
-
-    run(main())
+    async with kfcomm.init() as comm:
+        assert comm.route is None
+        said = comm.dump()
+        assert said["device"]["lack"] == "no driver"
+        assert said["routes"] == {}
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("init", [kfcomm.init, kfcomm.sync.init], ids=["async", "blocking"])
-def test_a_device_that_is_not_there_is_refused(finding: Finding, init, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_device_that_is_not_there_is_refused(finding: Finding, init, monkeypatch: pytest.MonkeyPatch) -> None:
     finding.device = None
     monkeypatch.setenv("KFCOMM_DEVICE", "cuda")
 
-    async def main() -> None:
-        await kfcomm.init()
-
     with pytest.raises(kfcomm.ConfigError, match="device='cuda': no driver"):
-        run(main()) if init is kfcomm.init else init()
+        await init() if init is kfcomm.init else init()
 
 
-def test_nccl_that_cannot_work_is_refused_and_the_device_closed(finding: Finding) -> None:
-    async def main() -> None:
-        await kfcomm.init(transport="nccl")
-
+@pytest.mark.asyncio
+async def test_nccl_that_cannot_work_is_refused_and_the_device_closed(finding: Finding) -> None:
     finding.device = None
     with pytest.raises(kfcomm.ConfigError, match=r"no rank has a device \(rank 0: no driver\); use 'auto'"):
-        run(main())
+        await kfcomm.init(transport="nccl")
     finding.device = StubDevice(DeviceReport("cuda", "GPU-0", lack="CuPy has no NCCL"))
     with pytest.raises(kfcomm.ConfigError, match=r"\(rank 0: CuPy has no NCCL\); use 'auto'"):
-        run(main())
+        await kfcomm.init(transport="nccl")
     assert len(finding.device.closed_by) == 1
 
 

@@ -68,4 +68,7 @@ def test_bad_files_are_one_clear_error(tmp_path: Path) -> None:
         assert done.exit_code == 2
         assert f"kfcomm: error: {bad}:1: no JSON object" in done.output
     assert timeline("merge", bad).exit_code == 2
+    done = timeline("merge", bad, "-o", tmp_path / "merged.xyz")
+    assert done.exit_code == 2
+    assert ".xyz cannot be written: the file is one of .json" in done.output
     assert timeline("summary").exit_code == 2

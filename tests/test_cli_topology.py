@@ -32,6 +32,14 @@ def test_show_writes_a_picture(tmp_path: Path) -> None:
     ElementTree.parse(path)
 
 
+@pytest.mark.parametrize("name", ["x.png", "x.xyz", "x.SVG.txt"])
+def test_a_picture_of_another_kind_is_refused_before_it_is_drawn(name: str, tmp_path: Path) -> None:
+    done = topology("show", "no such strategy", "-n", "2", "-o", str(tmp_path / name))
+    assert done.exit_code == 2
+    assert "cannot be written: the file is one of .svg" in done.output
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_auto_is_shown_whole_or_for_one_size(tmp_path: Path) -> None:
     assert "auto, from" in topology("show", "auto", "-n", "4").output
     assert topology("show", "auto", "-n", "4", "--nbytes", "8").output.startswith("direct: 4 ranks")

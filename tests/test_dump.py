@@ -21,7 +21,6 @@ from kfcomm.dumps import install_signal, record
 from kfcomm.dumps.record import steady
 from kfcomm.sync import Communicator
 from kfcomm.testing import sync_world, world
-from tests.support import run
 
 
 def settled(comms: Any) -> None:
@@ -99,7 +98,8 @@ def test_a_dump_says_where_threads_are() -> None:
     assert the(said["threads"], name="kfcomm-io")["at"] == ""
 
 
-def test_a_dump_says_where_tasks_are() -> None:
+@pytest.mark.asyncio
+async def test_a_dump_says_where_tasks_are() -> None:
     async def inner(gate: asyncio.Event) -> None:
         await gate.wait()
 
@@ -115,12 +115,13 @@ def test_a_dump_says_where_tasks_are() -> None:
             gate.set()
         return said
 
-    step = the(run(main())["tasks"], name="step")
+    step = the((await main())["tasks"], name="step")
     assert "inner" in step["at"]
     assert [word.rsplit(".", 1)[-1] for word in step["stack"]] == ["outer", "inner", "wait"]
 
 
-def test_a_loop_without_a_turn_is_noticed() -> None:
+@pytest.mark.asyncio
+async def test_a_loop_without_a_turn_is_noticed() -> None:
     async def main() -> list[Any]:
         async with world(2) as comms:
             session = comms[0]._session
@@ -129,7 +130,7 @@ def test_a_loop_without_a_turn_is_noticed() -> None:
             late = comms[0].dump()
             return [fresh, late["loop_blocked_s"], late["activity"]]
 
-    fresh, late, activity = run(main())
+    fresh, late, activity = await main()
     assert fresh < 60 <= late
     assert "event loop has been blocked for 6" in activity
 
@@ -235,8 +236,9 @@ def test_the_latest_folder_counts(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.asyncio
 @pytest.mark.usefixtures("own_signal")
-def test_a_process_that_computes_answers_too(tmp_path: Path) -> None:
+async def test_a_process_that_computes_answers_too(tmp_path: Path) -> None:
     def found() -> list[Path]:
         return list(tmp_path.glob("kfcomm-*.json"))
 
@@ -245,11 +247,8 @@ def test_a_process_that_computes_answers_too(tmp_path: Path) -> None:
         while not found():
             pass  # the loop has no turn meanwhile
 
-    async def main() -> None:
-        async with kfcomm.init(dump_dir=str(tmp_path)):
-            await asyncio.create_task(computes(), name="step")
-
-    run(main())
+    async with kfcomm.init(dump_dir=str(tmp_path)):
+        await asyncio.create_task(computes(), name="step")
     (said,) = json.loads(found()[0].read_text())
     assert "computes" in the(said["tasks"], name="step")["at"]
 

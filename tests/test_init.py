@@ -5,29 +5,27 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import kfcomm
-from tests.support import run
 
 
 @pytest.mark.parametrize("init", [kfcomm.init, kfcomm.sync.init], ids=["async", "sync"])
 def test_an_unknown_strategy_is_refused_at_once(init) -> None:
     # nobody serves this store: whoever tried to join would wait for it
     with pytest.raises(kfcomm.ConfigError, match="did you mean ring"):
-        init(rank=1, size=2, store="http://127.0.0.1:1", token="0123456789abcdef", strategy="rign")
+        init(rank=1, size=2, store="http://127.0.0.1:1", token="0123456789abcdef" * 2, strategy="rign")
 
 
-def test_shared_memory_is_refused_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.asyncio
+async def test_shared_memory_is_refused_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
 
-    async def main() -> None:
-        # nobody serves this store either
-        await kfcomm.init(rank=1, size=2, store="http://127.0.0.1:1", token="0123456789abcdef", transport="shm")
-
     with pytest.raises(kfcomm.ConfigError, match="'shm' cannot work here: this system has no memfd_create"):
-        run(main())
+        # nobody serves this store either
+        await kfcomm.init(rank=1, size=2, store="http://127.0.0.1:1", token="0123456789abcdef" * 2, transport="shm")
 
 
 @pytest.fixture
@@ -46,7 +44,8 @@ def dumped(folder: Path) -> list[str]:
     return [str(event) for event in record["events"]]
 
 
-def test_a_signal_is_answered(own_signal: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.asyncio
+async def test_a_signal_is_answered(own_signal: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KFCOMM_DUMP_DIR", str(tmp_path))
 
     async def main() -> list[str]:
@@ -54,7 +53,7 @@ def test_a_signal_is_answered(own_signal: None, tmp_path: Path, monkeypatch: pyt
             await comm.barrier("here")
             return dumped(tmp_path)
 
-    assert any("here" in event for event in run(main()))
+    assert any("here" in event for event in await main())
 
 
 def test_a_signal_is_answered_by_the_blocking_interface_too(
@@ -64,3 +63,17 @@ def test_a_signal_is_answered_by_the_blocking_interface_too(
     with kfcomm.sync.init() as comm:
         comm.barrier("here")
         assert any("here" in event for event in dumped(tmp_path))
+
+
+def test_a_communicator_that_was_not_awaited_says_so_at_the_first_attribute() -> None:
+    comm: Any = kfcomm.init()
+    for name in ("rank", "size", "all_reduce", "close"):
+        with pytest.raises(
+            AttributeError, match=rf"no communicator has a .{name}. yet: write comm = await kfcomm\.init"
+        ):
+            getattr(comm, name)
+    with pytest.raises(AttributeError, match="'Init' object has no attribute 'rnak'"):
+        comm.rnak  # noqa: B018
+    with pytest.raises(TypeError, match=r"write comm = await kfcomm\.init"), comm:
+        pass
+    assert not hasattr(comm, "rank")

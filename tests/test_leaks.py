@@ -9,11 +9,12 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.leaks import Snapshot, left_since
-from tests.support import LeftOnLoop, run
+from tests.support import LeftOnLoop, Watch, on_every_loop
 
 
 def test_nothing_is_left_by_a_test_that_does_nothing(tmp_path: Path) -> None:
@@ -72,58 +73,110 @@ def test_sees_a_temporary_file(tmp_path: Path) -> None:
     assert left_since(before, tmp_path) == ["temporary file kfcomm.sock"]
 
 
-@pytest.mark.parametrize("plain", [False, True])
-def test_run_returns_the_result(plain: bool) -> None:
-    async def answer() -> int:
-        return 42
-
-    assert run(answer(), plain=plain) == 42
-
-
-def test_run_refuses_a_task_left_pending() -> None:
-    async def forget() -> asyncio.Task[None]:
-        return asyncio.create_task(asyncio.Event().wait(), name="forgotten")
-
+@on_every_loop
+async def test_a_task_left_pending_is_found() -> None:
+    watch = Watch()
+    task = asyncio.create_task(asyncio.Event().wait(), name="forgotten")
     with pytest.raises(LeftOnLoop, match="forgotten"):
-        run(forget())
+        await watch.settle()
+    task.cancel()
 
 
-def test_run_lets_a_task_finish_that_is_about_to() -> None:
-    async def finishing() -> asyncio.Task[None]:
-        return asyncio.create_task(asyncio.sleep(0))
+@on_every_loop
+async def test_what_was_pending_before_is_not_blamed_on_the_test() -> None:
+    task = asyncio.create_task(asyncio.Event().wait())
+    await Watch().settle()
+    task.cancel()
 
-    assert run(finishing()).done()
+
+@on_every_loop
+async def test_a_task_that_is_about_to_end_may_do_so() -> None:
+    watch = Watch()
+    task = asyncio.create_task(asyncio.sleep(0))
+    await watch.settle()
+    assert task.done()
 
 
-def test_run_refuses_an_error_in_a_callback() -> None:
+@on_every_loop
+async def test_an_error_in_a_callback_is_found_and_told_once() -> None:
     def fail() -> None:
         raise ValueError("unheard")
 
-    async def call() -> None:
-        asyncio.get_running_loop().call_soon(fail)
-        await asyncio.sleep(0)
-
+    watch = Watch()
+    asyncio.get_running_loop().call_soon(fail)
+    await asyncio.sleep(0)
     with pytest.raises(LeftOnLoop, match="unheard"):
-        run(call())
+        await watch.settle()
+    await watch.settle()
 
 
-def test_run_refuses_an_error_of_a_forgotten_task() -> None:
+@on_every_loop
+async def test_an_error_of_a_forgotten_task_is_found() -> None:
     async def fail() -> None:
         raise ValueError("unheard")
 
-    async def forget() -> None:
-        task = asyncio.create_task(fail())
-        del task
-        await asyncio.sleep(0)
-
+    watch = Watch()
+    task = asyncio.create_task(fail())
+    del task
+    await asyncio.sleep(0)
     with pytest.raises(LeftOnLoop, match="unheard"):
-        run(forget())
+        await watch.settle()
 
 
-def test_the_error_of_the_coroutine_itself_comes_first() -> None:
+@pytest.mark.asyncio
+async def test_the_error_of_the_test_itself_comes_first() -> None:
     async def fail() -> None:
-        task = asyncio.create_task(asyncio.Event().wait())
-        raise KeyError(task.get_name())
+        tasks.append(asyncio.create_task(asyncio.Event().wait()))
+        raise KeyError("first")
 
+    tasks: list[asyncio.Task[Any]] = []
     with pytest.raises(KeyError):
-        run(fail())
+        await Watch().around(fail)()
+    tasks[0].cancel()
+
+
+@on_every_loop
+async def test_a_test_runs_on_the_loop_that_it_names(request: pytest.FixtureRequest) -> None:
+    loop = asyncio.get_running_loop()
+    name = request.node.callspec.id
+    assert loop.get_debug() == (name == "debug")
+    assert isinstance(loop, asyncio.SelectorEventLoop) == (name != "uvloop")
+
+
+def test_what_a_test_of_a_coroutine_leaves_fails_it(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(pytestconfig.rootpath))
+    pytester.makeini("[pytest]\nasyncio_default_fixture_loop_scope = function")
+    pytester.makeconftest("from tests.conftest import *")
+    pytester.makepyfile(
+        """
+        import asyncio
+        import pytest
+        from hypothesis import given, strategies as st
+
+        def forget() -> None:
+            asyncio.get_running_loop().keep = asyncio.create_task(asyncio.Event().wait(), name="forgotten")
+
+        @pytest.mark.asyncio
+        async def test_tidy() -> None:
+            await asyncio.sleep(0)
+
+        @pytest.mark.asyncio
+        async def test_untidy() -> None:
+            forget()
+
+        @pytest.mark.asyncio
+        async def test_loud() -> None:
+            asyncio.get_running_loop().call_soon(lambda: 1 // 0)
+
+        @pytest.mark.asyncio
+        @given(st.integers(0, 100))
+        async def test_searched(number: int) -> None:
+            if number > 7:
+                forget()
+        """
+    )
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-p", "no:randomly")
+    result.assert_outcomes(passed=3, failed=1, errors=2)
+    result.stdout.fnmatch_lines_random(["*forgotten*", "*ZeroDivisionError*", "*number=8,*"])

@@ -16,7 +16,7 @@ from kfcomm import plugins
 from kfcomm.cli import main
 from kfcomm.errors import ConfigError
 from kfcomm.types import Layout
-from tests.conformance.worlds import everywhere, on_loop, world
+from tests.conformance.worlds import everywhere, world
 
 CODE = """
 from kfcomm.strategies import from_edges
@@ -57,7 +57,7 @@ def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "theirs_graphs", raising=False)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_communicator_takes_their_names() -> None:
     async with world(3, strategy="path") as comms:
         assert {comm.strategy.name for comm in comms} == {"path"}
@@ -73,7 +73,7 @@ async def _alone(strategy: Any) -> str:
         return comm.strategy.name
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_init_takes_them() -> None:
     assert await _alone("path") == "path"
     assert await _alone({"<=1KiB": "path", "else": "ring"}) == "<=1KiB: path, else: ring"
@@ -110,3 +110,19 @@ def test_the_simulator_knows_them() -> None:
     done = CliRunner().invoke(main, ["simulate", "--strategy", "path", "--hosts", "4x1", "--size", "1KiB"])
     assert done.exit_code == 0, done.output
     assert "path" in done.output
+
+
+def test_a_plugin_with_a_name_that_is_taken_is_listed_once_with_a_warning(tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, ["topology", "list"])
+    assert len([line for line in done.stdout.splitlines() if line.startswith("ring ")]) == 1
+    assert done.stderr == (
+        "kfcomm: warning: strategy 'ring' is kfcomm's own; theirs_graphs:path, of theirs 1.2 is not used\n"
+    )
+    other = tmp_path / "others-3.0.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: others\nVersion: 3.0\n")
+    (other / "entry_points.txt").write_text("[kfcomm.strategies]\npath = theirs_graphs:by_size\n")
+    importlib.invalidate_caches()
+    done = CliRunner().invoke(main, ["topology", "list"])
+    assert len([line for line in done.stdout.splitlines() if line.startswith("path ")]) == 1
+    assert len([line for line in done.stderr.splitlines() if "strategy 'path' is theirs_graphs:" in line]) == 1

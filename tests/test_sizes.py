@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from datetime import timedelta
+from fractions import Fraction
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kfcomm.errors import ConfigError
-from kfcomm.sizes import parse_sizes, show_size
+from kfcomm.sizes import parse_sizes, seconds_of, show_size
 
 
 @pytest.mark.parametrize(
@@ -20,6 +25,7 @@ from kfcomm.sizes import parse_sizes, show_size
         ("4B, 1 KiB:2KiB ,1MiB", (4, 1024, 2048, 1 << 20)),
         ("1KiB,1KiB:2KiB", (1024, 2048)),
         ("1GiB:1GiB", (1 << 30,)),
+        ("1kB,1MB,2GB", (10**3, 10**6, 2 * 10**9)),
     ],
 )
 def test_lists_and_ranges(text: str, sizes: tuple[int, ...]) -> None:
@@ -27,7 +33,7 @@ def test_lists_and_ranges(text: str, sizes: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", ",", "0", "0:4B", "1KB", "1.5MiB", "-4", "2KiB:1KiB", "1:2:4", "ten", "9999999GiB", "9" * 99]
+    "text", ["", ",", "0", "0:4B", "1TB", "1.5MiB", "-4", "2KiB:1KiB", "1:2:4", "ten", "9999999GiB", "9" * 99]
 )
 def test_what_is_no_size_is_refused_by_name(text: str) -> None:
     with pytest.raises(ConfigError, match="sizes"):
@@ -45,3 +51,26 @@ def test_sizes_are_shown_with_a_fitting_unit(nbytes: int, text: str) -> None:
 @given(st.integers(0, 40))
 def test_a_power_of_two_is_read_as_it_is_shown(exponent: int) -> None:
     assert parse_sizes(show_size(1 << exponent)) == (1 << exponent,)
+
+
+@pytest.mark.parametrize(
+    ("given_", "seconds"),
+    [
+        (None, None),
+        (0, 0.0),
+        (2.5, 2.5),
+        (np.float32(0.5), 0.5),
+        (Fraction(1, 4), 0.25),
+        (timedelta(minutes=2), 120.0),
+        (2**70, 2.0**70),
+        (math.inf, math.inf),
+    ],
+)
+def test_a_timeout_is_a_number_of_seconds_or_a_timedelta(given_: object, seconds: float | None) -> None:
+    assert seconds_of(given_) == seconds
+
+
+@pytest.mark.parametrize("bad", [-1, -0.5, timedelta(seconds=-1), math.nan, "3", b"3", [3], 10**400, 1j, object])
+def test_what_is_no_timeout_is_refused_with_what_would_be_one(bad: object) -> None:
+    with pytest.raises(ConfigError, match="from 0 on, a timedelta, or None"):
+        seconds_of(bad)

@@ -22,6 +22,7 @@ from kfcomm.sync import Communicator, Handle
 from kfcomm.testing import run_threads, sync_world
 from kfcomm.transports.reactor import Reactor
 from tests.launch.launched import environ
+from tests.stubs import Broken, broken
 
 NOT_VERBS = {"close", "dump", "empty", "group", "queue", "save", "split", "statistics"}
 PROPERTIES = {"epoch", "layout", "local_rank", "local_size", "name", "rank", "route", "size", "strategy"}
@@ -354,6 +355,10 @@ def test_errors_keep_their_types_and_show_the_callers_line() -> None:
             comms[0].all_reduce(1, "a", op="noop")
         assert Path(__file__).name in "".join(traceback.format_tb(refused.tb))
         with pytest.raises(kfcomm.CollectiveAborted, match="rank 0 refused its call of 'a'"):
+            comms[1].all_reduce(1, "a")
+        with pytest.raises(Broken):
+            comms[0].all_reduce(broken("__array__"), "a")
+        with pytest.raises(kfcomm.CollectiveAborted, match="rank 0 refused its call of 'a': the device is on fire"):
             comms[1].all_reduce(1, "a")
         early = comms[0].all_reduce_async(object(), "b")
         assert isinstance(early.exception(), kfcomm.ConfigError)

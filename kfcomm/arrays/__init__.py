@@ -10,6 +10,7 @@ made, is in `kfcomm.arrays.kinds`; the supported dtypes are in `kfcomm.arrays.dt
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
@@ -17,13 +18,19 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-from kfcomm.arrays.dtypes import Array, checked, dtype_name, dtype_of
-from kfcomm.arrays.kinds import NUMPY, ArrayKind, kind_of
+from kfcomm.arrays.device_kinds import OnStream
+from kfcomm.arrays.dtypes import Array, checked, dtype_called, dtype_name, dtype_of
+from kfcomm.arrays.kinds import NUMPY, ArrayKind, is_array_type, kind_of
 from kfcomm.errors import ConfigError
 
 __all__ = [
-    "HostArray", "OutArray", "adapt", "adapt_out", "dtype_name", "dtype_of", "form_of", "overlaps", "same_memory",
+    "HostArray", "OutArray", "OutList", "adapt", "adapt_out", "dtype_name", "dtype_of", "form_of", "holds_arrays",
+    "is_list", "overlaps", "same_memory",
 ]  # fmt: skip
+
+
+MAX_NBYTES = 1 << 62
+"""Of an array: more than any processor addresses."""
 
 
 def form_of(shape: int | Sequence[int], dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
@@ -32,16 +39,15 @@ def form_of(shape: int | Sequence[int], dtype: Any) -> tuple[tuple[int, ...], np
     Raises:
         ConfigError: there can be no such array, or kfcomm does not exchange its elements.
     """
-    try:
-        asked = np.dtype(dtype)
-    except TypeError:
-        raise ConfigError(f"dtype {dtype!r} is no NumPy dtype") from None
+    asked = dtype_called(dtype)
     try:
         form = (index(shape),) if isinstance(shape, SupportsIndex) else tuple(map(index, shape))
     except TypeError:
         raise ConfigError(f"shape {shape!r} is no integer or sequence of integers") from None
     if min(form, default=0) < 0:
         raise ConfigError(f"shape {form} has a negative dimension")
+    if max(math.prod(form) * asked.itemsize, *form, 0) > MAX_NBYTES:
+        raise ConfigError(f"shape {form!r:.80} is of more than 2**62 bytes")
     return form, checked(asked)
 
 
@@ -85,9 +91,9 @@ class HostArray:
 
         Returns:
             A NumPy array for NumPy arrays, scalars, numbers and lists (zero-dimensional for a number); a tensor for
-            torch, an array on the same device for JAX; ``bytes``, ``bytearray``, ``memoryview`` and ``array.array``
-            for their like if the result has one axis. No copy, except for JAX, ``bytes``, ``bytearray`` and
-            ``array.array``, whose memory cannot be made from outside.
+            torch, an array on the same device for JAX; ``bytearray``, ``memoryview`` and ``array.array`` for their
+            like if the result has one axis. No copy, except for JAX, ``bytearray`` and ``array.array``, whose memory
+            cannot be made from outside.
         """
         if shape is None:
             shape = self.shape
@@ -101,17 +107,57 @@ class OutArray:
     Attributes:
         flat: one-dimensional, contiguous and writable: the caller's memory if that is so, else scratch.
         original: the caller's ``out``.
+        kind: of the caller's ``out``.
         target: the caller's memory if ``flat`` is scratch, else None.
     """
 
     flat: Array
     original: Any
+    kind: ArrayKind
     target: Array | None = None
 
     def finish(self) -> Any:
         """Puts the result where the caller wants it, and returns the caller's object."""
         if self.target is not None:
             np.copyto(self.target, self.flat.reshape(self.target.shape))
+        self.kind.written(self.original)
+        return self.original
+
+
+class OutList:
+    """A list of arrays into which a result goes part by part; the interface of `OutArray`.
+
+    Attributes:
+        flat: scratch for the whole result.
+        original: the caller's list.
+    """
+
+    __slots__ = ("_parts", "flat", "original")
+
+    def __init__(self, parts: list[OutArray], original: Any, dtype: np.dtype[Any]) -> None:
+        self._parts = parts
+        self.original = original
+        self.flat: Array = np.empty(sum(part.flat.size for part in parts), dtype)
+
+    @classmethod
+    def of(cls, outs: Sequence[Any], shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> OutList:
+        """The caller's list, whose arrays must have these shapes and this dtype.
+
+        Raises:
+            ConfigError: there are more or fewer, or one does not fit.
+        """
+        if len(outs) != len(shapes):
+            raise ConfigError(f"out is a list of {len(outs)} arrays, the result has {len(shapes)} parts")
+        return cls([adapt_out(out, shape, dtype) for out, shape in zip(outs, shapes, strict=True)], outs, dtype)
+
+    def finish(self) -> Any:
+        """Puts the parts of the result where the caller wants them, and returns the caller's list."""
+        at = 0
+        for part in self._parts:
+            end = at + part.flat.size
+            part.flat[:] = self.flat[at:end]
+            part.finish()
+            at = end
         return self.original
 
 
@@ -119,8 +165,9 @@ def adapt(x: Any) -> HostArray:
     """``x`` as the runtime sees it.
 
     Takes NumPy arrays and scalars, torch tensors and JAX arrays in host memory, objects with the buffer protocol
-    (``bytes``, ``memoryview``, ``array.array``) or DLPack in host memory, Python numbers and nested lists of them; a
-    `HostArray` is given back as it is. Any strides and byte order; what is not contiguous and native is copied once.
+    (``bytearray``, ``memoryview``, ``array.array``) or DLPack in host memory, Python numbers and nested lists of
+    them; a `HostArray` is given back as it is. Any strides and byte order; what is not contiguous and native is copied
+    once.
 
     Cost: about 1 µs for a contiguous NumPy array, whatever its size.
 
@@ -145,6 +192,16 @@ def _packed(array: Array, kind: ArrayKind, *, shared: bool) -> HostArray:
     return HostArray(np.array(array, dtype=native, order="C").reshape(-1), array.shape, kind, False)
 
 
+def is_list(x: Any) -> bool:
+    """Whether ``x`` is a list or a tuple of the caller's."""
+    return isinstance(x, (list, tuple)) and type(x) is not OnStream
+
+
+def holds_arrays(x: Sequence[Any]) -> bool:
+    """Whether a list is one of arrays, and not a nested list of numbers, which stands for one array."""
+    return any(map(is_array_type, set(map(type, x))))
+
+
 def adapt_out(out: Any, like_shape: tuple[int, ...], like_dtype: np.dtype[Any]) -> OutArray:
     """The caller's ``out``, ready to take a result of ``like_shape`` and ``like_dtype``.
 
@@ -154,13 +211,15 @@ def adapt_out(out: Any, like_shape: tuple[int, ...], like_dtype: np.dtype[Any]) 
     Raises:
         ConfigError: ``out`` has another shape or dtype, cannot be written to, or is of a kind that never can.
     """
-    array = kind_of(out).write_into(out)
+    kind = kind_of(out)
+    array = kind.write_into(out)
     _check_like(array, tuple(like_shape), checked(like_dtype))
     if array.flags.c_contiguous and array.dtype.isnative:
-        return OutArray(array.reshape(-1), out)
+        kind.written(out)  # from now on, whether it comes to a result or not
+        return OutArray(array.reshape(-1), out, kind)
     if any(stride == 0 and length > 1 for stride, length in zip(array.strides, array.shape, strict=True)):
         raise ConfigError("out cannot be a broadcast array: some of its elements share their memory")
-    return OutArray(np.empty(array.size, checked(array.dtype)), out, array)
+    return OutArray(np.empty(array.size, checked(array.dtype)), out, kind, array)
 
 
 def _check_like(out: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:

@@ -51,6 +51,9 @@ class CudaKind:
     def check_writable(self, out: Any) -> None:
         """Accepted."""
 
+    def written(self, out: Any) -> None:
+        """Nobody has to be told."""
+
     def flat_view(self, native: Any) -> Flat | None:
         """A view of one dimension, if there can be one."""
         return native.reshape(-1) if native.flags.c_contiguous else None
@@ -115,6 +118,11 @@ class TorchKind(CudaKind):
             raise ConfigError(f"the memory of a torch tensor cannot be read: {error}") from None
         strides = [stride * x.element_size() for stride in x.stride()]
         return _around(address, tuple(x.shape), strides, dtype_of(name), self.ordinal(x), x), dtype_of(name)
+
+    def written(self, out: Any) -> None:
+        """Torch counts what is written to a tensor: autograd refuses to go back through values that are gone."""
+        if not out.is_inference():
+            sys.modules["torch"].autograd.graph.increment_version(out)
 
     def restore(self, flat: Flat, shape: tuple[int, ...], stream: Stream) -> Any:
         """A tensor around the memory, which torch may use on its stream at once: it is the caller's."""

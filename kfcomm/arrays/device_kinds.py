@@ -68,6 +68,9 @@ class DeviceKind(Protocol):
             ConfigError: it can never be written to.
         """
 
+    def written(self, out: Any) -> None:
+        """The memory of ``out`` was or will be written to: whoever keeps count in its library is told."""
+
     def flat_view(self, native: Any) -> Flat | None:
         """The memory of a native array in one dimension, if it is contiguous and in C order."""
         ...

@@ -71,6 +71,21 @@ def checked(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return dtype_of(dtype_name(dtype))
 
 
+def dtype_called(given: Any) -> np.dtype[Any]:
+    """The dtype that callers mean by a name, or by a dtype of NumPy, torch, JAX or ml_dtypes. It may be any.
+
+    Raises:
+        ConfigError: there is no such dtype, or it is ``bfloat16`` and ``ml_dtypes`` is not installed.
+    """
+    name = str(given).removeprefix("torch.") if type(given).__module__ == "torch" else given
+    if name == "bfloat16":
+        return _bfloat16()
+    try:
+        return np.dtype(name)
+    except TypeError:
+        raise ConfigError(f"dtype {given!r:.60} is no dtype; supported are {', '.join(SUPPORTED_NAMES)}") from None
+
+
 def unsupported(name: str) -> ConfigError:
     """The error for a type called ``name`` that kfcomm does not exchange."""
     return ConfigError(f"dtype {name} is not supported; supported are {', '.join(SUPPORTED_NAMES)}")

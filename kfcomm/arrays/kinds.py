@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import array as stdlib_array
 import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -52,12 +54,22 @@ class ArrayKind(Protocol):
         """
         ...
 
+    def written(self, out: Any) -> None:
+        """The memory of ``out`` was or will be written to: whoever keeps count in its library is told."""
+
     def restore(self, array: Array) -> Any:
         """An array of this kind around, or with the content of, a C-contiguous ``array``."""
         ...
 
 
-class NumpyKind:
+class _Uncounted:
+    """Kinds whose libraries keep no count of what is written to an array."""
+
+    def written(self, out: Any) -> None:
+        """Nobody has to be told."""
+
+
+class NumpyKind(_Uncounted):
     """`numpy.ndarray`; a subclass is read, and given back, as a plain array."""
 
     name = "NumPy array"
@@ -86,17 +98,25 @@ class ReadOnlyKind(NumpyKind):
         return array
 
 
-class ValueKind:
+class ValueKind(_Uncounted):
     """Python and NumPy numbers, nested lists, and whatever else `numpy.asarray` takes: results are NumPy arrays."""
 
     name = "number or list"
 
     def read(self, x: Any) -> tuple[Array, bool]:
         """A new array for numbers and lists; others may give their own memory."""
+        if isinstance(x, str):
+            raise ConfigError(_no_numbers("a str is", "np.frombuffer(x.encode(), np.uint8)"))
+        if isinstance(x, Mapping):
+            raise ConfigError(f"a {type(x).__name__} is no array (see all_reduce_many); supported are {HOST_KINDS}")
+        if isinstance(x, (list, tuple)) and _has_arrays(x):
+            raise ConfigError("a list of arrays is no array: give them one by one, or stack them into one")
         try:
             array = np.asarray(x)
         except (ValueError, TypeError, OverflowError) as error:
-            raise ConfigError(f"a {type(x).__name__} is no array: {error}; supported are {HOST_KINDS}") from None
+            raise ConfigError(f"a {type(x).__name__} is no array: {error}; supported are {HOST_KINDS}") from error
+        if array.dtype == object and isinstance(x, int):
+            raise ConfigError(f"an integer of more than 64 bits is no array of numbers; supported are {HOST_KINDS}")
         if array.dtype == object:
             raise ConfigError(f"a {type(x).__name__} is no array of numbers; supported are {HOST_KINDS}")
         fresh = isinstance(x, (bool, int, float, complex, list, tuple, np.generic))
@@ -109,6 +129,16 @@ class ValueKind:
     def restore(self, array: Array) -> Any:
         """The array itself."""
         return array
+
+
+def _has_arrays(x: Sequence[Any]) -> bool:
+    """Whether there is an array anywhere in nested lists."""
+    types = set(map(type, x))
+    if any(map(is_array_type, types)):
+        return True
+    if not any(issubclass(type_, (list, tuple)) for type_ in types):
+        return False
+    return any(_has_arrays(one) for one in x if isinstance(one, (list, tuple)))
 
 
 class TorchKind:
@@ -130,6 +160,11 @@ class TorchKind:
         if out.is_conj() or out.is_neg():
             raise ConfigError("out cannot be a lazily conjugated or negated tensor: pass out.resolve_conj()")
         return self._view(out.detach())
+
+    def written(self, out: Any) -> None:
+        """Torch counts what is written to a tensor: autograd refuses to go back through values that are gone."""
+        if not out.is_inference():
+            sys.modules["torch"].autograd.graph.increment_version(out)
 
     def restore(self, array: Array) -> Any:
         """A tensor around the array."""
@@ -160,7 +195,7 @@ class TorchKind:
         return array.view(dtype_of("bfloat16")) if name == "bfloat16" else array
 
 
-class JaxKind:
+class JaxKind(_Uncounted):
     """`jax.Array` on the CPU, outside of transformations.
 
     A result lies where the array lay if that was placed by hand, on one device or with the result's shape; else where
@@ -201,7 +236,7 @@ class JaxKind:
         )
 
 
-class BufferKind:
+class BufferKind(_Uncounted):
     """Objects with the buffer protocol; a result of one axis is of the type of a standard one, else a NumPy array."""
 
     def __init__(self, type_: type, typecode: str) -> None:
@@ -211,6 +246,8 @@ class BufferKind:
 
     def read(self, x: Any) -> tuple[Array, bool]:
         """The exported buffer."""
+        if self._type is bytes:
+            raise ConfigError(_no_numbers("bytes are", "np.frombuffer(x, np.uint8)"))
         try:
             return np.asarray(memoryview(x)), True
         except (ValueError, TypeError, BufferError, NotImplementedError) as error:
@@ -226,12 +263,12 @@ class BufferKind:
         """A copy for types that own their memory, else the array or a view of it."""
         if array.ndim == 1 and self._type is stdlib_array.array:
             return stdlib_array.array(self._typecode, array.tobytes())
-        if array.ndim == 1 and self._type in (bytes, bytearray):
-            return self._type(array.tobytes())
+        if array.ndim == 1 and self._type is bytearray:
+            return bytearray(array)
         return array.data if self._type is memoryview and array.dtype.name != "bfloat16" else array
 
 
-class DlpackKind:
+class DlpackKind(_Uncounted):
     """Any object with DLPack in host memory; results are made by its array namespace if it names one, else by NumPy."""
 
     def __init__(self, type_: type, namespace: Any) -> None:
@@ -257,6 +294,19 @@ class DlpackKind:
         if self._namespace is None or array.dtype.name == "bfloat16":
             return array
         return self._namespace.from_dlpack(array)
+
+
+@cache
+def is_array_type(type_: type) -> bool:
+    """Whether values of this type are arrays, and not numbers of which a list makes one array."""
+    if issubclass(type_, np.generic):
+        return False
+    if issubclass(type_, (np.ndarray, memoryview, bytearray, stdlib_array.array)):
+        return True
+    if type_.__module__.startswith("kfcomm.arrays"):  # one that was read on the caller's thread
+        return True
+    marks = ("__array__", "__dlpack__", "__cuda_array_interface__", "__kfcomm_kind__")
+    return any(hasattr(type_, mark) for mark in marks)
 
 
 NUMPY, READ_ONLY = NumpyKind(), ReadOnlyKind()
@@ -309,6 +359,10 @@ def _on_device(what: str, device: str, instead: str) -> ConfigError:
         f"a {what} on {device} cannot be exchanged by this verb, which reads memory of the host: pass {instead}; "
         f"arrays in the memory of a GPU are for {DEVICE_VERBS}"
     )
+
+
+def _no_numbers(what: str, instead: str) -> str:
+    return f"{what} no array of numbers: pass {instead}, or use a verb for objects, such as broadcast_object"
 
 
 def _immutable(out: Any) -> ConfigError:

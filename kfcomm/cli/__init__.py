@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import click
 
 from kfcomm import __version__
 from kfcomm.cli.errors import reported_errors
-from kfcomm.cli.options import device
+from kfcomm.cli.options import of_kind
 from kfcomm.errors import ConfigError
-from kfcomm.rendezvous.settings import TRANSPORTS
 
-_ELSEWHERE = ("bench", "probe", "simulate", "timeline", "top")
+_ELSEWHERE = ("bench", "probe", "run", "simulate", "timeline", "top")
 """Commands with a module of their own, which is called like them."""
 
 
@@ -42,97 +39,6 @@ class _Commands(click.Group):
 @click.version_option(__version__, prog_name="kfcomm")
 def main() -> None:
     """Collective communication along graphs you choose."""
-
-
-@main.command(context_settings={"allow_interspersed_args": False})
-@click.option("-n", "--num-ranks", type=click.IntRange(min=1), metavar="N", help="Number of ranks on this host.")
-@click.option("-H", "--hosts", metavar="A:N,B:N", help="Hosts and their ranks; run this command once on each.")
-@click.option("--self", "own", metavar="ADDRESS", help="Which of the hosts is this one; found out by default.")
-@click.option(
-    "--port", type=click.IntRange(1, 65535), help="Port of the store on the first host; 29600 with -H, else any."
-)
-@click.option("--strategy", metavar="NAME", help="Strategy of the world, for example ring.")
-@click.option("--transport", type=click.Choice(TRANSPORTS), help="Kind of links between the ranks, or nccl.")
-@device
-@click.option("--timeout", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Seconds until a wait fails.")
-@click.option(
-    "--stall-after", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Seconds until one is reported."
-)
-@click.option("--interface", metavar="NAME", help="Interface, address or network (CIDR) to listen at.")
-@click.option("--dump-dir", metavar="PATH", help="Folder for the dumps that SIGUSR1 asks for.")
-@click.option("--timeline", metavar="DIR", help="Record a timeline of each rank here.")
-@click.option("--monitor/--no-monitor", default=None, help="Count and time what the ranks do; on by default.")
-@click.option(
-    "--metrics-port",
-    type=click.IntRange(1, 65535),
-    metavar="PORT",
-    help="Port for Prometheus, to which each rank adds its local rank.",
-)
-@click.option(
-    "--token-file",
-    type=click.Path(path_type=Path),
-    help="File with the job's token; by default KFCOMM_TOKEN, or a new one.",
-)
-@click.option(
-    "--grace",
-    type=click.FloatRange(min=0),
-    default=5.0,
-    show_default=True,
-    metavar="S",
-    help=("Seconds between asking ranks to end and killing them."),
-)
-@click.option("--keep-going", is_flag=True, help="Let the others run on when a rank fails.")
-@click.option(
-    "--log-dir", type=click.Path(file_okay=False, path_type=Path), help="Keep the output of each rank here as well."
-)
-@click.option("--color/--no-color", default=None, help="Colour prefixes by rank; on a terminal by default.")
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def run(command: tuple[str, ...], **given: Any) -> None:
-    """Start COMMAND as N ranks and watch over them.
-
-    Its output is shown with the rank before each line. The exit code is that of the first rank to fail
-    (128 + n for signal n), and nothing of the job outlives this command.
-
-    \b
-      kfcomm run -n 4 python train.py
-      kfcomm run -H 10.0.0.1:4,10.0.0.2:4 python train.py      (on both hosts, with one KFCOMM_TOKEN)
-    """  # noqa: D301  click wants the character, not its name
-    import asyncio
-
-    from kfcomm.launch.options import RunOptions
-    from kfcomm.launch.run import run as run_job
-
-    options = RunOptions(
-        command=command,
-        num_ranks=given["num_ranks"],
-        hosts=given["hosts"],
-        own=given["own"],
-        port=given["port"],
-        token_file=given["token_file"],
-        grace_s=given["grace"],
-        keep_going=given["keep_going"],
-        log_dir=given["log_dir"],
-        color=given["color"],
-        settings=_settings(given),
-    )
-    with reported_errors():
-        try:
-            sys.exit(asyncio.run(run_job(options, os.environ)))
-        except KeyboardInterrupt:
-            # before any rank was started: from then on the job hears signals itself
-            sys.exit(130)
-
-
-def _settings(given: Mapping[str, Any]) -> dict[str, str]:
-    """The variables that carry the settings which were given as options."""
-    names = (
-        "strategy", "transport", "device", "timeout", "stall_after", "interface", "dump_dir", "timeline",
-        "metrics_port",
-    )  # fmt: skip
-    found = {f"KFCOMM_{name.upper()}": str(given[name]) for name in names if given[name] is not None}
-    if given["monitor"] is not None:
-        found["KFCOMM_MONITOR"] = "1" if given["monitor"] else "0"
-    return found
 
 
 @main.command()
@@ -175,13 +81,15 @@ def topology() -> None:
 @topology.command("list")
 def list_strategies() -> None:
     """List the strategies and what an all_reduce costs with each."""
-    from kfcomm.plugins import found
+    from kfcomm.plugins import found, overlooked
     from kfcomm.strategies.auto import FORMULA
     from kfcomm.strategies.registry import ALGORITHMS
 
     own = [*((algorithm.name, algorithm.formula) for algorithm in ALGORITHMS), ("auto", FORMULA)]
     for name, formula in [*own, *((name, plugin.origin) for name, plugin in sorted(found().items()))]:
         click.echo(f"{name:<24}{formula}")
+    for line in overlooked():
+        click.echo(f"kfcomm: warning: {line}", err=True)
     click.echo("\nn ranks on h hosts, at most p on one, p₀ on the first; at most c links from a host to others.")
     click.echo("Bytes of the busiest rank, and between hosts of the busiest host, per byte of message.")
 
@@ -192,7 +100,13 @@ def list_strategies() -> None:
 @click.option("--hosts", type=click.IntRange(min=1), default=1, metavar="H", help="Hosts that share them evenly.")
 @click.option("--root-pair", type=click.IntRange(min=0), metavar="K", help="Draw graph pair K; the first by default.")
 @click.option("--nbytes", type=click.IntRange(min=0), metavar="B", help="Draw what auto takes for B bytes.")
-@click.option("-o", "--output", type=click.File("w", encoding="utf-8", lazy=True), help="Write an SVG picture here.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.File("w", encoding="utf-8", lazy=True),
+    callback=of_kind(".svg"),
+    help="Write an SVG picture here.",
+)
 def show(
     strategy: str, num_ranks: int, hosts: int, root_pair: int | None, nbytes: int | None, output: Any | None
 ) -> None:

@@ -32,6 +32,14 @@ def _listed(names: Iterable[str]) -> str:
     return f"{', '.join(most)} or {last}"
 
 
+class _Collective(click.Choice[str]):
+    """A verb, with ``-`` or, as in Python, with ``_``."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """See ``click.ParamType``."""
+        return super().convert(value.replace("_", "-") if isinstance(value, str) else value, param, ctx)
+
+
 class _Bench(click.Command):
     """A command with a word of its own for one thing that it does quite differently."""
 
@@ -44,7 +52,7 @@ class _Bench(click.Command):
 
 
 @click.command(cls=_Bench)
-@click.argument("collectives", nargs=-1, metavar="[COLLECTIVE]...", type=click.Choice(_CHOICES))
+@click.argument("collectives", nargs=-1, metavar="[COLLECTIVE]...", type=_Collective(_CHOICES))
 @click.option(
     "-n",
     "--num-ranks",
@@ -99,7 +107,7 @@ class _Bench(click.Command):
 )
 @click.option(
     "--op",
-    type=click.Choice(tuple(map(str, Op))),
+    callback=options.checked_op,
     default="sum",
     show_default=True,
     metavar="OP",
@@ -149,7 +157,7 @@ def _suite(collectives: tuple[str, ...], settings: Settings, given: dict[str, An
         strategies=_once(given["strategies"]) or (settings.strategy,),
         transports=_once(given["transports"]) or (settings.transport if place is Place.GPU else settings.links,),
         dtypes=_once(given["dtypes"]) or ("float32",),
-        op=Op(given["op"]),
+        op=given["op"],
         iterations=given["iterations"],
         warmup=given["warmup"],
         blocking=given["blocking"],

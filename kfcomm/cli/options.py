@@ -10,15 +10,33 @@ import click
 
 from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.settings import check_device
+from kfcomm.types import Op
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Option = Callable[[Command], Command]
 
 
+def of_kind(*suffixes: str) -> Callable[[click.Context, click.Parameter, Any], Any]:
+    """A callback that refuses a file whose name promises what is not written, before any work is done."""
+
+    def check(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
+        suffix = "" if value is None else Path(getattr(value, "name", value)).suffix.lower()
+        if suffix and suffix not in suffixes:
+            raise click.BadParameter(f"{suffix} cannot be written: the file is one of {' or '.join(suffixes)}")
+        return value
+
+    return check
+
+
 def json_file(holds: str) -> Option[Any]:
     """``--json``: where results are written for machines."""
     return click.option(
-        "--json", "json_path", type=click.Path(path_type=Path), metavar="FILE", help=f"Write {holds} here."
+        "--json",
+        "json_path",
+        type=click.Path(path_type=Path),
+        callback=of_kind(".json"),
+        metavar="FILE",
+        help=f"Write {holds} here.",
     )
 
 
@@ -28,6 +46,7 @@ def page_file(holds: str) -> Option[Any]:
         "--html",
         "html_path",
         type=click.Path(path_type=Path),
+        callback=of_kind(".html", ".htm"),
         metavar="FILE",
         help=f"Write a page with {holds} here; needs kfcomm[bench].",
     )
@@ -36,6 +55,16 @@ def page_file(holds: str) -> Option[Any]:
 def _checked_device(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     try:
         return None if value is None else check_device(value)
+    except ConfigError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+def checked_op(context: click.Context, parameter: click.Parameter, value: str) -> Op:
+    """The op, by any of its names."""
+    from kfcomm.reduce.named import op_of
+
+    try:
+        return op_of(value)
     except ConfigError as error:
         raise click.BadParameter(str(error)) from error
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kfcomm.cli.errors import reported_errors
+from kfcomm.cli.options import of_kind
 
 if TYPE_CHECKING:
     from kfcomm.monitor.timeline import Merged
@@ -29,6 +30,7 @@ def timeline() -> None:
     "--output",
     required=True,
     type=click.Path(dir_okay=False, path_type=Path),
+    callback=of_kind(".json"),
     metavar="FILE",
     help="Write the merged trace here.",
 )

@@ -22,7 +22,7 @@ from kfcomm.rendezvous.settings import LINKS, detect
 from kfcomm.sizes import parse_sizes
 from kfcomm.strategies import names
 from kfcomm.strategies.registry import ALGORITHMS
-from kfcomm.types import Layout, Op, Verb
+from kfcomm.types import Layout, Verb
 
 _SIZES = "1KiB,4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 _MOST_RANKS_WITH_PAIR_EACH = 256
@@ -62,7 +62,7 @@ _OF_REAL_RANKS = {
 @click.option("--dtype", default="float32", show_default=True, metavar="NAME", help="Element type.")
 @click.option(
     "--op",
-    type=click.Choice(tuple(map(str, Op))),
+    callback=options.checked_op,
     default="sum",
     show_default=True,
     metavar="OP",
@@ -120,7 +120,7 @@ def _measure(files: Files, given: dict[str, Any]) -> int:
         strategies=tuple(twins),
         transports=(given["transport"] or settings.links,),
         dtypes=(given["dtype"],),
-        op=Op(given["op"]),
+        op=given["op"],
         iterations=given["iterations"],
         warmup=given["warmup"],
         blocking=given["blocking"],

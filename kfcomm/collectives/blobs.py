@@ -13,6 +13,7 @@ import msgpack
 import numpy as np
 
 from kfcomm.arrays import HostArray, adapt
+from kfcomm.arrays.kinds import NUMPY, ArrayKind
 from kfcomm.collectives.handle import Handle, looked_at
 from kfcomm.collectives.mailbox import Mailbox, Message
 from kfcomm.errors import CollectiveError, ConfigError
@@ -34,7 +35,7 @@ class Blobs:
 
     def save(self, name: str, x: Any, version: int | None) -> int:
         """Keep a copy; returns its version. The last versions of each name are kept."""
-        array = adapt(x)
+        array = adapt(as_array(x))
         check_version(version)
         versions = self._kept.setdefault(name, OrderedDict())
         number = (max(versions, default=-1) + 1) if version is None else version
@@ -44,18 +45,23 @@ class Blobs:
             versions.popitem(last=False)
         return number
 
-    async def request(self, name: str, source: int, version: int | None, timeout_s: float | None) -> Any:
-        """A rank's blob, as a NumPy array. The answer is a refusal, often empty, and then the blob."""
+    async def request(
+        self, name: str, source: int, version: int | None, timeout_s: float | None, kind: ArrayKind = NUMPY
+    ) -> Any:
+        """A rank's blob, as an array of this kind. The answer is a refusal, often empty, and then the blob."""
         if source == self._rank:
             kept = self._find(name, version)
             if isinstance(kept, str):
                 raise CollectiveError(kept, key=name)
-            return kept.flat.copy().reshape(kept.shape)
+            return kind.restore(kept.flat.copy().reshape(kept.shape))
         slot = self._free_slots.pop() if self._free_slots else self._num_slots
         self._num_slots = max(self._num_slots, slot + 1)
         question = np.frombuffer(msgpack.packb([name, version, slot]), np.uint8)
         asked = self._mailbox.send(adapt(question), source, ASK_TAG, timeout_s)
-        answers = {tag: self._mailbox.recv(source, tag, None, timeout_s) for tag in _reply_tags(slot)}
+        answers = {
+            tag: self._mailbox.recv(source, tag, None, timeout_s, kind=of)
+            for tag, of in zip(_reply_tags(slot), (NUMPY, kind), strict=True)
+        }
         told, blob = answers.values()
         try:
             await asked
@@ -104,14 +110,19 @@ class Blobs:
         await asyncio.gather(*replies)
 
 
+def as_array(x: Any) -> Any:
+    """``bytes`` are no array to be reduced, but they may well be kept: as numbers from 0 to 255."""
+    return np.frombuffer(x, np.uint8) if isinstance(x, bytes) else x
+
+
 def check_version(version: Any) -> None:
     """Refuse a version that is none.
 
     Raises:
-        ConfigError: it is not a number from 0 on.
+        ConfigError: it is not a number from 0 on, or is too large to travel.
     """
-    if version is not None and (type(version) is not int or version < 0):
-        raise ConfigError(f"a version is a number from 0 on, not {version!r}")
+    if version is not None and (type(version) is not int or not 0 <= version < 1 << 63):
+        raise ConfigError(f"a version is a whole number from 0 to 2**63 - 1, not {version!r:.60}")
 
 
 def _reply_tags(slot: int) -> tuple[str, str]:

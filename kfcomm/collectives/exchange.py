@@ -14,19 +14,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 import msgpack
 import numpy as np
 
-from kfcomm.arrays import HostArray, adapt
+from kfcomm.arrays import HostArray, OutList, adapt, is_list
 from kfcomm.arrays.dtypes import dtype_name, dtype_of
-from kfcomm.arrays.kinds import NUMPY
 from kfcomm.collectives.compiled import ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER
 from kfcomm.collectives.group import UNNAMED, later_key
 from kfcomm.collectives.handle import Handle
+from kfcomm.collectives.objects import packed, unpacked
 from kfcomm.collectives.on_device.through_host import Fetched, Out
 from kfcomm.collectives.plans import Planner, Plans, Shape, row_elements
 from kfcomm.collectives.verbs import Later, MakePlan, Verbs
 from kfcomm.core.chunk import split
+from kfcomm.core.collective import name_of, shown
 from kfcomm.errors import CollectiveError, CollectiveMismatch, ConfigError
 from kfcomm.reduce import wire_dtype_of
-from kfcomm.types import Verb
+from kfcomm.types import Seconds, Verb
 
 if TYPE_CHECKING:
     from kfcomm.transports.reactor import Reactor
@@ -41,6 +42,8 @@ class Steps(Handle[Any]):
     """A call of several steps; cancelling it cancels the step under way."""
 
     step: Handle[Any] | None = None
+    key = ""
+    """Of the call; errors that do not say of which are about this one."""
 
     def cancel(self, msg: Any | None = None) -> bool:
         """End the call everywhere; False if it is complete already."""
@@ -55,6 +58,8 @@ class Steps(Handle[Any]):
         if isinstance(error, asyncio.CancelledError):
             self.cancel()
         elif not self.done():
+            if isinstance(error, CollectiveError) and not error.key:
+                error.key = name_of(self.key)
             self.set_exception(error)
 
     def end_as(self, step: Handle[Any], reactor: Reactor, outcome: Callable[[Any], Any] | None = None) -> Self:
@@ -69,7 +74,7 @@ class Steps(Handle[Any]):
                 try:
                     self.set_result(step.result() if outcome is None else outcome(step.result()))
                 except Exception as wrong:  # noqa: BLE001  of the peer's data: it belongs to the caller
-                    self.set_exception(wrong)
+                    self.fail(wrong)
 
         self.step = step
         step.when_done(reactor, done)
@@ -99,17 +104,18 @@ class Exchange(Verbs):
 
     def gather(
         self, x: Any, root: int = 0, name: str | None = None, *, concat: bool = False, out: Any = None,
-        timeout: float | None = None, priority: int = 0, stream: Any = None,
+        timeout: Seconds | None = None, priority: int = 0, stream: Any = None,
     ) -> Handle[Any]:  # fmt: skip
         """Rank ``root`` gets the arrays of all ranks; the others get None.
 
         Args:
-            x: array; the same dtype everywhere, and the same shape unless ``concat``.
+            x: array; the same dtype everywhere, and the same shape unless ``concat``. Or, without ``concat``, a list of
+                arrays: see ``all_reduce``.
             root: rank in the group.
             name: see ``all_reduce``, also for ``timeout``.
             concat: join along the first axis, whose lengths may differ; else stack, with axis 0 the rank.
-            out: where the root's result goes.
-            timeout: seconds; None for the communicator's.
+            out: where the root's result goes; perhaps a list, with an array for each rank.
+            timeout: see ``all_reduce``.
             priority: see ``all_reduce``.
             stream: see ``all_reduce``.
         """
@@ -122,7 +128,7 @@ class Exchange(Verbs):
 
     def all_gather(
         self, x: Any, name: str | None = None, *, concat: bool = False, out: Any = None,
-        timeout: float | None = None, priority: int = 0, wire_dtype: str | None = None, stream: Any = None,
+        timeout: Seconds | None = None, priority: int = 0, wire_dtype: Any = None, stream: Any = None,
     ) -> Handle[Any]:  # fmt: skip
         """Every rank gets the arrays of all ranks; see ``gather``, and ``broadcast`` for ``wire_dtype``."""
         if not concat:
@@ -135,8 +141,8 @@ class Exchange(Verbs):
         )
 
     def scatter(
-        self, x: Any = None, root: int = 0, name: str | None = None, *, out: Any = None,
-        timeout: float | None = None, priority: int = 0, stream: Any = None,
+        self, x: Any = None, root: int = 0, name: str | None = None, *, out: Any = None, like: Any = None,
+        timeout: Seconds | None = None, priority: int = 0, stream: Any = None,
     ) -> Handle[Any]:  # fmt: skip
         """Rank r gets the r-th part, along the first axis, of the root's array.
 
@@ -147,12 +153,13 @@ class Exchange(Verbs):
             root: rank in the group.
             name: see ``all_reduce``, also for ``timeout``.
             out: where the result goes.
-            timeout: seconds; None for the communicator's.
+            like: elsewhere than on the root, an array of the kind of which the result is to be; see ``recv``.
+            timeout: see ``all_reduce``.
             priority: see ``all_reduce``.
             stream: see ``all_reduce``.
 
         Returns:
-            A handle; elsewhere than on the root its result is a NumPy array, unless ``out`` is given.
+            A handle; elsewhere than on the root its result is a NumPy array, unless ``out`` or ``like`` is given.
         """
         size = self._group.view.size
         with self._checks(name, timeout, priority, steps=2):
@@ -160,6 +167,7 @@ class Exchange(Verbs):
             array: HostArray | None = None
             rows: list[int] = []
             fetched: Fetched | None = None
+            kind = self._devices.kind_like(like, stream)
             if self._group.view.rank == root:
                 array, rows, fetched = self._parts(x, size, stream)
             fields = [] if array is None else [dtype_name(array.dtype), array.shape[1:], rows]
@@ -169,14 +177,14 @@ class Exchange(Verbs):
             (dtype_text, row, counts) = _fields(told)
             dtype, shape = dtype_of(dtype_text), tuple(row)
             mine = (counts[self._group.view.rank], *shape)
-            source = HostArray(np.empty(0, dtype), (0,), NUMPY, False) if array is None else array
+            source = HostArray(np.empty(0, dtype), (0,), kind, False) if array is None else array
             target = self._devices.out_of_host(out, mine, dtype, stream)
             return Second(source, mine, target, (Plans.plan, Planner.scatter, dtype, shape, root, tuple(counts)))
 
         return self._two_steps(record, root, name, timeout, priority, second, fetched)
 
     def all_to_all(
-        self, x: Any, name: str | None = None, *, out: Any = None, timeout: float | None = None, priority: int = 0,
+        self, x: Any, name: str | None = None, *, out: Any = None, timeout: Seconds | None = None, priority: int = 0,
         stream: Any = None,
     ) -> Handle[Any]:  # fmt: skip
         """Rank i gets the i-th part of every rank's ``x``, in rank order.
@@ -186,37 +194,41 @@ class Exchange(Verbs):
                 list of arrays, one for each rank, of one dtype and equal but for their first dimensions (the
                 result is a list of arrays).
             name: see ``all_reduce``, also for ``timeout``.
-            out: where the result goes; not for lists.
-            timeout: seconds; None for the communicator's.
+            out: where the result goes; for a list a list of arrays, with the shapes of what is received.
+            timeout: see ``all_reduce``.
             priority: see ``all_reduce``.
             stream: see ``all_reduce``.
         """
         again = self._again(x, name, (ALL_TO_ALL,), out, timeout, priority, stream)
         if again is not None:
             return again
-        if not isinstance(x, (list, tuple)):
+        if not is_list(x):
             return self._collective(ALL_TO_ALL, x, name, out, timeout, priority, stream)
         size = self._group.view.size
         with self._checks(name, timeout, priority, steps=2):
-            if out is not None:
-                raise ConfigError("all_to_all of a list takes no out")
+            if out is not None and not (is_list(out) and len(out) == size):
+                raise ConfigError(f"out is a list of {size} arrays, as what is given")
             array, rows, fetched = self._parts(x, size, stream)
             record = _record([dtype_name(array.dtype), array.shape[1:], rows], RECORD_NBYTES + ROW_NBYTES * size)
 
         def second(told: Array) -> Second:
             said = [_fields(one) for one in told]
-            _same(said, ALL_TO_ALL)
+            _same(said, ALL_TO_ALL, name or UNNAMED)
             table = tuple(tuple(one[2]) for one in said)
             received = [line[self._group.view.rank] for line in table]
-            plan = (Plans.plan, Planner.all_to_all, array.dtype, array.shape[1:], table)
-            return Second(array, (sum(received), *array.shape[1:]), None, plan, lambda joined: _cut(joined, received))
+            row = array.shape[1:]
+            plan = (Plans.plan, Planner.all_to_all, array.dtype, row, table)
+            if out is not None:
+                target = OutList.of(out, [(rows, *row) for rows in received], array.dtype)
+                return Second(array, (sum(received), *row), target, plan)
+            return Second(array, (sum(received), *row), None, plan, lambda joined: _cut(joined, received, type(x)))
 
         return self._two_steps(record, None, name, timeout, priority, second, fetched)
 
     # ---------------------------------------------------------------- objects
 
     def broadcast_object(
-        self, value: Any = None, root: int = 0, name: str | None = None, *, timeout: float | None = None,
+        self, value: Any = None, root: int = 0, name: str | None = None, *, timeout: Seconds | None = None,
         priority: int = 0,
     ) -> Handle[Any]:  # fmt: skip
         """Every rank gets the root's ``value``: anything that msgpack can carry."""
@@ -234,20 +246,20 @@ class Exchange(Verbs):
         return self._two_steps(record, root, name, timeout, priority, second)
 
     def all_gather_object(
-        self, value: Any, name: str | None = None, *, timeout: float | None = None, priority: int = 0
+        self, value: Any, name: str | None = None, *, timeout: Seconds | None = None, priority: int = 0
     ) -> Handle[Any]:
         """Every rank gets the list of all ranks' values."""
         return self._gathered_objects(ALL_GATHER, value, None, name, timeout, priority)
 
     def gather_object(
-        self, value: Any, root: int = 0, name: str | None = None, *, timeout: float | None = None, priority: int = 0
+        self, value: Any, root: int = 0, name: str | None = None, *, timeout: Seconds | None = None, priority: int = 0
     ) -> Handle[Any]:
         """Rank ``root`` gets the list of all ranks' values; the others get None."""
         return self._gathered_objects(GATHER, value, root, name, timeout, priority)
 
     def scatter_object(
         self, values: Sequence[Any] | None = None, root: int = 0, name: str | None = None, *,
-        timeout: float | None = None, priority: int = 0,
+        timeout: Seconds | None = None, priority: int = 0,
     ) -> Handle[Any]:  # fmt: skip
         """Rank r gets ``values[r]`` of the root's list; the other ranks' is ignored."""
         with self._checks(name, timeout, priority, steps=2):
@@ -260,7 +272,7 @@ class Exchange(Verbs):
         return self._mapped(self.scatter(parts, root, name, timeout=timeout, priority=priority), unpacked)
 
     def _gathered_objects(
-        self, verb: Verb, value: Any, root: int | None, name: str | None, timeout: float | None, priority: int
+        self, verb: Verb, value: Any, root: int | None, name: str | None, timeout: Seconds | None, priority: int
     ) -> Handle[Any]:
         with self._checks(name, timeout, priority, steps=2):
             mine = packed(value)
@@ -270,7 +282,7 @@ class Exchange(Verbs):
 
     def _parts(self, x: Any, size: int, stream: Any) -> tuple[HostArray, list[int], Fetched | None]:
         """What this rank shares out: one flat array, the rows of each rank, and when the array is here."""
-        if not isinstance(x, (list, tuple)):
+        if not is_list(x):
             array, fetched = self._devices.on_host(x, stream)
             row_elements(array.shape)
             return array, [rows for _, rows in split(array.shape[0], size)], fetched
@@ -279,8 +291,8 @@ class Exchange(Verbs):
         return self._devices.joined(x, stream)
 
     def _concatenated(
-        self, verb: Verb, x: Any, root: int | None, name: str | None, out: Any, timeout: float | None, priority: int, *,
-        stream: Any = None, wire_dtype: str | None = None,
+        self, verb: Verb, x: Any, root: int | None, name: str | None, out: Any, timeout: Seconds | None,
+        priority: int, *, stream: Any = None, wire_dtype: Any = None,
         outcome: Callable[[tuple[int, ...], Any], Any] | None = None,
     ) -> Handle[Any]:  # fmt: skip
         """All ranks tell dtype, row shape and number of rows; then the rows move.
@@ -300,10 +312,13 @@ class Exchange(Verbs):
 
         def second(told: Array) -> Second:
             said = [_fields(one) for one in told]
-            _same(said, verb)
+            _same(said, verb, name or UNNAMED)
             rows = tuple(one[2][0] for one in said)
             shape = (sum(rows), *array.shape[1:]) if to in (-1, self._group.view.rank) else None
-            target = None if shape is None else self._devices.out_of_host(out, shape, array.dtype, stream)
+            if shape is not None and is_list(out):
+                target: Out | None = OutList.of(out, [(one, *array.shape[1:]) for one in rows], array.dtype)
+            else:
+                target = None if shape is None else self._devices.out_of_host(out, shape, array.dtype, stream)
             plan: MakePlan = (Plans.plan, Planner.all_gather, array.dtype, array.shape[1:], rows, wire)
             if verb is GATHER:
                 plan = (Plans.plan, Planner.gather, array.dtype, array.shape[1:], to, rows)
@@ -312,7 +327,7 @@ class Exchange(Verbs):
         return self._two_steps(record, None, name, timeout, priority, second, fetched)
 
     def _two_steps(
-        self, record: Array, root: int | None, name: str | None, timeout: float | None, priority: int,
+        self, record: Array, root: int | None, name: str | None, timeout: Seconds | None, priority: int,
         second: Callable[[Any], Second], fetched: Fetched | None = None,
     ) -> Steps:  # fmt: skip
         """The root tells its record, or all do; then follows what ``second`` makes of what was told.
@@ -325,6 +340,7 @@ class Exchange(Verbs):
         whole = Steps(loop=group.engine.loop)
         key = later_key(name or UNNAMED)
         turn = group.turns.next(key)
+        whole.key = name or UNNAMED
         begun_under: list[Plans] = []
         group.in_order(lambda: begun_under.append(group.plans))
         verb = ALL_GATHER if root is None else BROADCAST
@@ -385,39 +401,34 @@ def _fields(record: Array) -> list[Any]:
     return fields
 
 
-def _same(said: list[list[Any]], verb: Verb) -> None:
+def _same(said: list[list[Any]], verb: Verb, key: str) -> None:
     """All ranks must say the same, but for their rows."""
     for rank, one in enumerate(said):
         mine = [part for place, part in enumerate(one) if place != 2]
         first = [part for place, part in enumerate(said[0]) if place != 2]
         if mine != first:
-            raise CollectiveMismatch(f"{verb} differs between ranks: rank 0 has {first}, rank {rank} has {mine}")
+            sides = f"rank 0 has {_described(said[0], verb)}; rank {rank} has {_described(one, verb)}"
+            raise CollectiveMismatch(f"{shown(key)} differs between ranks: {sides}")
 
 
-def _cut(joined: Any, rows: Sequence[int]) -> list[Any]:
+def _described(record: list[Any], verb: Verb) -> str:
+    """What a rank said of its call, in words; bounded, since it comes from a peer."""
+    if verb is ALL_TO_ALL:
+        return f"{verb} of lists of {record[0]} with rows of shape {tuple(record[1])}"[:200]
+    dtype, row, rows, asked, root = record
+    to = "" if root == -1 else f", root {root}"
+    return f"{asked} of {dtype} {(*rows, *row)}, concat{to}"[:200]
+
+
+def _cut(joined: Any, rows: Sequence[int], type_: type = list) -> Any:
+    """The parts of an array, as a list or a tuple."""
     parts, at = [], 0
     for count in rows:
         parts.append(joined[at : at + count])
         at += count
-    return parts
+    return tuple(parts) if issubclass(type_, tuple) else parts
 
 
 def _unpacked_each(nbytes: Sequence[int], joined: Any) -> list[Any] | None:
     """The objects of all ranks, of their bytes end to end; None where there are none."""
     return None if joined is None else [unpacked(one) for one in _cut(joined, nbytes)]
-
-
-def packed(value: Any) -> Array:
-    """Anything that msgpack can carry, as bytes."""
-    try:
-        return np.frombuffer(msgpack.packb(value), np.uint8)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(f"msgpack cannot carry this {type(value).__name__}: {error}") from error
-
-
-def unpacked(flat: Any) -> Any:
-    """The object that ``packed`` made bytes of."""
-    try:
-        return msgpack.unpackb(np.asarray(flat).tobytes(), strict_map_key=False)
-    except ValueError as error:
-        raise CollectiveError(f"a peer's object cannot be read: {error}") from error

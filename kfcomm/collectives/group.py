@@ -215,16 +215,6 @@ def check_name(name: Any) -> None:
         raise ConfigError(f"a name is valid Unicode, {name[:32]!r} is not")
 
 
-def check_timeout(timeout_s: Any) -> None:
-    """Refuse a timeout that is none.
-
-    Raises:
-        ConfigError: it is not a number of seconds from 0 on.
-    """
-    if timeout_s is not None and not (isinstance(timeout_s, (int, float, np.number)) and timeout_s >= 0):
-        raise ConfigError(f"a timeout is a number of seconds, not {timeout_s!r}")
-
-
 def check_priority(priority: Any) -> None:
     """Refuse a priority that is none.
 

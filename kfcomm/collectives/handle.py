@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from kfcomm.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -68,6 +70,17 @@ class Handle(asyncio.Future[T]):
         super().set_exception(error)
         if self._listeners:
             self._tell_listeners()
+
+    def wait(self, timeout: Any = None) -> NoReturn:
+        """Nothing can wait on an event loop without stopping it.
+
+        Raises:
+            ConfigError: always; it says what to write instead.
+        """
+        raise ConfigError(
+            "an asynchronous handle is awaited: write await handle, or await asyncio.wait_for(handle, seconds); "
+            "what the *_async verbs of kfcomm.sync return has a wait()"
+        )
 
     def when_done(self, reactor: Reactor, callback: Callable[[Handle[T]], object]) -> None:
         """Call back when it is over, from the reactor: by whoever drives the engine, with or without a loop."""

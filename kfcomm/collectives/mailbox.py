@@ -22,7 +22,7 @@ import numpy as np
 
 from kfcomm.arrays import HostArray
 from kfcomm.arrays.dtypes import dtype_name, dtype_of
-from kfcomm.arrays.kinds import NUMPY
+from kfcomm.arrays.kinds import NUMPY, ArrayKind
 from kfcomm.collectives.handle import Handle, looked_at
 from kfcomm.collectives.on_device.through_host import Out
 from kfcomm.collectives.plans import chunk_elements
@@ -59,6 +59,7 @@ class Wanted:
     handle: Handle[Message]
     timeout_s: float
     priority: int
+    kind: ArrayKind = NUMPY
     timers: list[Timer] = field(default_factory=list)
     since_s: float = field(default_factory=time.monotonic)
 
@@ -103,11 +104,12 @@ class Mailbox:
         self._engine.refuse(self._pair(source, to), tag, reason)
 
     def recv(
-        self, source: int | None, tag: str, out: Out | None, timeout_s: float | None, priority: int = 0
-    ) -> Handle[Message]:
-        """The next message of ``source`` (None: of any rank) with this tag."""
+        self, source: int | None, tag: str, out: Out | None, timeout_s: float | None, priority: int = 0,
+        kind: ArrayKind = NUMPY,
+    ) -> Handle[Message]:  # fmt: skip
+        """The next message of ``source`` (None: of any rank) with this tag; an array of this kind, if not ``out``."""
         handle: Handle[Message] = Handle(loop=self._engine.loop)
-        wanted = Wanted(source, tag, out, handle, self._timeout_s if timeout_s is None else timeout_s, priority)
+        wanted = Wanted(source, tag, out, handle, self._timeout_s if timeout_s is None else timeout_s, priority, kind)
         lost = self._lost_source(source)
         if lost is not None:
             handle.set_exception(error_of(lost, tag))
@@ -221,7 +223,7 @@ class Mailbox:
         flat = np.empty(math.prod(shape), dtype) if wanted.out is None else wanted.out.flat
 
         def outcome(flat: Array) -> Message:
-            return (NUMPY.restore(flat.reshape(shape)) if wanted.out is None else wanted.out.finish()), source
+            return (wanted.kind.restore(flat.reshape(shape)) if wanted.out is None else wanted.out.finish()), source
 
         self._post(
             pair, wanted.tag, dtype, shape, wanted.handle, wanted.timeout_s, wanted.priority, result=flat,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from typing import Any
 
 import numpy as np
@@ -11,11 +10,14 @@ import numpy as np
 from kfcomm.arrays import adapt
 from kfcomm.collectives.blobs import Blobs, check_version
 from kfcomm.collectives.compiled import ALL_GATHER
-from kfcomm.collectives.exchange import Exchange, Steps, packed, unpacked
-from kfcomm.collectives.group import check_name, check_priority, check_timeout
+from kfcomm.collectives.exchange import Exchange, Steps
+from kfcomm.collectives.group import check_name, check_priority
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.mailbox import Mailbox
+from kfcomm.collectives.objects import fingerprint, packed, unpacked
 from kfcomm.errors import CollectiveTimeout, ConfigError
+from kfcomm.sizes import seconds_of
+from kfcomm.types import Seconds
 
 Tag = int | str
 
@@ -27,61 +29,74 @@ class Messages(Exchange):
     _blobs: Blobs
 
     def send(
-        self, x: Any, to: int, tag: Tag = 0, *, timeout: float | None = None, priority: int = 0, stream: Any = None
-    ) -> Handle[None]:
+        self, x: Any, to: int | None = None, tag: Tag = 0, *, dest: int | None = None,
+        timeout: Seconds | None = None, priority: int = 0, stream: Any = None,
+    ) -> Handle[None]:  # fmt: skip
         """Send an array to rank ``to``; done when that rank has received it.
 
         Args:
             x: array of any shape and supported dtype; not to be modified before the handle is done.
             to: rank in the group, not this one.
             tag: tells kinds of messages apart; those with one tag arrive in the order of the calls.
-            timeout: seconds; None for the communicator's.
+            dest: another name of ``to``.
+            timeout: see ``all_reduce``.
             priority: see ``all_reduce``.
             stream: see ``all_reduce``.
         """
-        return self._send(x, to, _key(tag), timeout, priority, stream)
+        return self._send(x, _one_of("to", to, "dest", dest), _key(tag), timeout, priority, stream)
 
     def recv(
-        self, source: int | None = None, tag: Tag = 0, *, out: Any = None, timeout: float | None = None,
-        priority: int = 0, stream: Any = None,
+        self, source: int | None = None, tag: Tag = 0, *, src: int | None = None, out: Any = None, like: Any = None,
+        timeout: Seconds | None = None, priority: int = 0, stream: Any = None,
     ) -> Handle[Any]:  # fmt: skip
         """The next message with this tag from rank ``source``, or from any rank.
 
         Args:
             source: rank in the group, not this one; None: any.
             tag: see ``send``.
+            src: another name of ``source``.
             out: where the message goes.
-            timeout: seconds; None for the communicator's.
+            like: an array of the kind of which the result is to be: a tensor, say. Nothing but its kind matters.
+            timeout: see ``all_reduce``.
             priority: of what tells the sender that the message is here; see ``all_reduce``.
             stream: the caller's, where ``out`` is on a device.
 
         Returns:
-            A handle; its result is a NumPy array of the sender's shape and dtype, or ``out``, which must have them
-            (else ``CollectiveMismatch`` on both ranks).
+            A handle; its result is a NumPy array of the sender's shape and dtype, one of the kind of ``like``, or
+            ``out``, which must have them (else ``CollectiveMismatch`` on both ranks).
         """
         return self._mapped(
-            self.recv_any(source, tag, out=out, timeout=timeout, priority=priority, stream=stream),
+            self.recv_any(source, tag, src=src, out=out, like=like, timeout=timeout, priority=priority, stream=stream),
             lambda message: message[0],
         )
 
     def recv_any(
-        self, source: int | None = None, tag: Tag = 0, *, out: Any = None, timeout: float | None = None,
-        priority: int = 0, stream: Any = None,
+        self, source: int | None = None, tag: Tag = 0, *, src: int | None = None, out: Any = None, like: Any = None,
+        timeout: Seconds | None = None, priority: int = 0, stream: Any = None,
     ) -> Handle[tuple[Any, int]]:  # fmt: skip
         """As ``recv``; the result is ``(array, rank of the sender)``."""
-        return self._recv(source, _key(tag), out, timeout, priority, stream)
+        return self._recv(_one_of("source", source, "src", src), _key(tag), out, timeout, priority, stream, like)
 
     def send_object(
-        self, value: Any, to: int, tag: Tag = 0, *, timeout: float | None = None, priority: int = 0
-    ) -> Handle[None]:
-        """Send anything that msgpack can carry to rank ``to``, for its ``recv_object``."""
-        return self._send(packed(value), to, _key(tag, "object "), timeout, priority)
+        self, value: Any, to: int | None = None, tag: Tag = 0, *, dest: int | None = None,
+        timeout: Seconds | None = None, priority: int = 0,
+    ) -> Handle[None]:  # fmt: skip
+        """Send anything that msgpack can carry to rank ``to`` (or ``dest``), for its ``recv_object``."""
+        self._check_open()
+        to, key = self._check_other("to", _one_of("to", to, "dest", dest)), _key(tag, "object ")
+        try:
+            data = packed(value)
+        except ConfigError as error:
+            self._refuse_message(to, key, error)
+            raise
+        return self._send(data, to, key, timeout, priority)
 
     def recv_object(
-        self, source: int | None = None, tag: Tag = 0, *, timeout: float | None = None, priority: int = 0
-    ) -> Handle[Any]:
-        """The next object with this tag from rank ``source``, or from any rank."""
-        received = self._recv(source, _key(tag, "object "), None, timeout, priority)
+        self, source: int | None = None, tag: Tag = 0, *, src: int | None = None, timeout: Seconds | None = None,
+        priority: int = 0,
+    ) -> Handle[Any]:  # fmt: skip
+        """The next object with this tag from rank ``source`` (or ``src``), or from any rank."""
+        received = self._recv(_one_of("source", source, "src", src), _key(tag, "object "), None, timeout, priority)
         return self._mapped(received, lambda message: unpacked(message[0]))
 
     def queue(self, name: str, source: int, target: int, *, capacity: int = 16) -> Queue:
@@ -103,13 +118,25 @@ class Messages(Exchange):
         return Queue(self, name, source, target, capacity)
 
     def save(self, name: str, x: Any, *, version: int | None = None) -> int:
-        """Keep a copy of ``x`` for others to ``request``; returns its version. The last two of a name are kept."""
+        """Keep a copy of ``x`` for others to ``request``; returns its version. The last two of a name are kept.
+
+        ``x``: an array, or ``bytes``, of which others get an array of uint8.
+        """
         self._check_open()
         check_name(name)
         return self._blobs.save(name, x, version)
 
-    async def request(self, name: str, source: int, *, version: int | None = None, timeout: float | None = None) -> Any:
+    async def request(
+        self, name: str, source: int, *, version: int | None = None, like: Any = None, timeout: Seconds | None = None
+    ) -> Any:
         """A copy of what rank ``source`` saved as ``name``: its latest version, or the one asked for.
+
+        Args:
+            name: as it was saved.
+            source: rank in the group; may be this one.
+            version: None for the latest.
+            like: see ``recv``.
+            timeout: see ``all_reduce``.
 
         Raises:
             CollectiveError: that rank has saved no such thing.
@@ -117,25 +144,30 @@ class Messages(Exchange):
         self._check_open()
         check_name(name)
         check_version(version)
-        check_timeout(timeout)
-        return await self._blobs.request(name, self._check_rank("source", source), version, timeout)
+        timeout_s = seconds_of(timeout)
+        kind = self._devices.kind_like(like)
+        return await self._blobs.request(name, self._check_rank("source", source), version, timeout_s, kind)
 
-    def consensus(self, x: Any, name: str | None = None, *, timeout: float | None = None, priority: int = 0) -> Steps:
-        """Whether all ranks hold the same bytes, shape and dtype; a handle of a bool. Cost: 32 bytes per rank."""
+    def consensus(self, x: Any, name: str | None = None, *, timeout: Seconds | None = None, priority: int = 0) -> Steps:
+        """Whether all ranks hold the same; a handle of a bool. Cost: 32 bytes per rank.
+
+        Args:
+            x: an array or a number: the same bytes, shape and dtype are the same. Or a string, bytes, None, or a dict,
+                list or set of any of all these, arrays among them: dicts and sets are the same in whatever order.
+            name: see ``all_reduce``, also for the rest.
+            timeout: see ``all_reduce``.
+            priority: see ``all_reduce``.
+        """
         with self._checks(name, timeout, priority):
-            array = adapt(x)
-            about = f"{array.dtype.name} {array.shape}".encode()
-            digest = hashlib.blake2b(array.flat.view(np.uint8).data, digest_size=32, key=hashlib.sha256(about).digest())
-        everyone = self._on_host(
-            ALL_GATHER, np.frombuffer(digest.digest(), np.uint8), name, None, timeout, priority, is_step=True
-        )
+            mine = np.frombuffer(fingerprint(x), np.uint8)
+        everyone = self._on_host(ALL_GATHER, mine, name, None, timeout, priority, is_step=True)
         return self._mapped(everyone, lambda table: bool((table == table[0]).all()))
 
     def _send(
-        self, x: Any, to: int, key: str, timeout: float | None, priority: int = 0, stream: Any = None
+        self, x: Any, to: int | None, key: str, timeout: Seconds | None, priority: int = 0, stream: Any = None
     ) -> Handle[None]:
         self._check_open()
-        check_timeout(timeout)
+        timeout_s = seconds_of(timeout)
         check_priority(priority)
         to = self._check_other("to", to)
         try:
@@ -145,7 +177,7 @@ class Messages(Exchange):
             raise
         after = f"\0to {to} {key}"
         if fetched is None and not self._group.turns.has(after):
-            return self._mailbox.send(array, to, key, timeout, priority)
+            return self._mailbox.send(array, to, key, timeout_s, priority)
 
         # It has to come from a device first, or follows such a message under its tag.
         turn = self._group.turns.next(after)
@@ -158,7 +190,7 @@ class Messages(Exchange):
                 self._refuse_message(to, key, error)
                 whole.fail(error)
             else:
-                whole.end_as(self._mailbox.send(array, to, key, timeout, priority), reactor)
+                whole.end_as(self._mailbox.send(array, to, key, timeout_s, priority), reactor)
 
         if fetched is None:
             turn.ready(begin)
@@ -173,18 +205,28 @@ class Messages(Exchange):
         self._mailbox.refuse(mine, to, key, f"rank {mine} could not send a message with {key}: {why}")
 
     def _recv(
-        self, source: int | None, key: str, out: Any, timeout: float | None, priority: int = 0, stream: Any = None
+        self,
+        source: int | None,
+        key: str,
+        out: Any,
+        timeout: Seconds | None,
+        priority: int = 0,
+        stream: Any = None,
+        like: Any = None,
     ) -> Handle[tuple[Any, int]]:
         self._check_open()
-        check_timeout(timeout)
+        timeout_s = seconds_of(timeout)
         check_priority(priority)
         if source is not None:
             source = self._check_other("source", source)
         target = None
+        if out is not None and like is not None:
+            raise ConfigError("the result is of the kind of out: give either out or like")
+        kind = self._devices.kind_like(like, stream)
         if out is not None:
             like = self._devices.read(out, stream)
             target = self._devices.out_of_host(out, like.shape, like.dtype, stream)
-        return self._mailbox.recv(source, key, target, timeout, priority)
+        return self._mailbox.recv(source, key, target, timeout_s, priority, kind)
 
     def _check_other(self, what: str, rank: Any) -> int:
         number = self._check_rank(what, rank)
@@ -204,7 +246,7 @@ class Queue:
         self._room = asyncio.Semaphore(capacity)
         self._failure: BaseException | None = None
 
-    async def put(self, x: Any, *, timeout: float | None = None) -> None:
+    async def put(self, x: Any, *, timeout: Seconds | None = None) -> None:
         """Append a copy of ``x``; waits while ``capacity`` arrays have not been taken.
 
         Args:
@@ -219,10 +261,10 @@ class Queue:
         rank = self._messages._group.view.rank
         if rank != self._source:
             raise ConfigError(f"rank {rank} cannot put: the queue's source is rank {self._source}")
-        check_timeout(timeout)
+        timeout_s = seconds_of(timeout)
         array = adapt(x)
         copy = array.flat.copy().reshape(array.shape)
-        await self._wait_for_room(timeout)
+        await self._wait_for_room(timeout_s)
         try:
             sent = self._messages._send(copy, self._target, self._key, timeout)
         except BaseException:
@@ -243,8 +285,8 @@ class Queue:
             self._room.release()
             raise self._failure
 
-    async def get(self, *, timeout: float | None = None) -> Any:
-        """The next array, as NumPy.
+    async def get(self, *, out: Any = None, like: Any = None, timeout: Seconds | None = None) -> Any:
+        """The next array, as NumPy's, of the kind of ``like``, or in ``out``; see ``recv``.
 
         Raises:
             ConfigError: this rank is not the target.
@@ -252,7 +294,7 @@ class Queue:
         rank = self._messages._group.view.rank
         if rank != self._target:
             raise ConfigError(f"rank {rank} cannot get: the queue's target is rank {self._target}")
-        array, _ = await self._messages._recv(self._source, self._key, None, timeout)
+        array, _ = await self._messages._recv(self._source, self._key, out, timeout, like=like)
         return array
 
     def _taken(self, sent: asyncio.Future[None]) -> None:
@@ -260,6 +302,19 @@ class Queue:
         if self._failure is None:
             self._failure = error
         self._room.release()
+
+
+def _one_of(name: str, rank: int | None, other_name: str, other: int | None) -> int | None:
+    """The rank that was given by either of two names.
+
+    Raises:
+        ConfigError: by both.
+    """
+    if other is None:
+        return rank
+    if rank is not None:
+        raise ConfigError(f"{name} and {other_name} are two names of one thing: give one of them")
+    return other
 
 
 def _key(tag: Tag, kind: str = "") -> str:

@@ -12,7 +12,7 @@ from kfcomm.collectives.group import Group
 from kfcomm.collectives.handle import Handle, named
 from kfcomm.collectives.messages import Messages
 from kfcomm.runtime.meter import Meter
-from kfcomm.types import Op
+from kfcomm.types import Op, Seconds
 
 T = TypeVar("T")
 
@@ -38,8 +38,8 @@ class Monitored(Messages):
     """``monitored_all_reduce``, and all other verbs."""
 
     def monitored_all_reduce(
-        self, x: Any, name: str | None = None, *, op: Op | str = Op.SUM, out: Any = None,
-        timeout: float | None = None, priority: int = 0, wire_dtype: str | None = None, stream: Any = None,
+        self, x: Any, name: str | None = None, *, op: Any = Op.SUM, out: Any = None,
+        timeout: Seconds | None = None, priority: int = 0, wire_dtype: Any = None, stream: Any = None,
     ) -> Handle[Any]:  # fmt: skip
         """The same as ``all_reduce``, whose calls it meets on other ranks; its throughput on this rank is recorded.
 

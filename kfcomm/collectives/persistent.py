@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, Ty
 import numpy as np
 
 from kfcomm.collectives.compiled import COMPILABLE, NO_ARRAY, Arguments, Compiled, Use
-from kfcomm.collectives.group import check_name, check_priority, check_timeout
+from kfcomm.collectives.group import check_name, check_priority
 from kfcomm.collectives.handle import Handle, looked_at, named
 from kfcomm.collectives.monitored import Monitored
 from kfcomm.errors import ConfigError
+from kfcomm.sizes import seconds_of
 from kfcomm.types import Verb
 
 if TYPE_CHECKING:
@@ -101,6 +102,9 @@ class PersistentCollective(Generic[T]):
     def __await__(self) -> Generator[Any, None, T]:
         return cast("Handle[T]", self._latest).__await__()
 
+    wait = Handle.wait
+    """Refused: it is awaited."""
+
     def done(self) -> bool:
         """Whether nothing is in flight: the latest start is over, or there was none (as ``MPI_Test`` has it)."""
         return self._latest.done()
@@ -146,7 +150,7 @@ def persistent(
         given.apply_defaults()
         self._check_open()
         check_name(given.arguments.get("name"))
-        check_timeout(given.arguments["timeout"])
+        seconds_of(given.arguments["timeout"])
         check_priority(given.arguments["priority"])
         return PersistentCollective(self, verb, given)
 

@@ -147,6 +147,18 @@ class Planner:
         plan = self._plan(Verb.REDUCE_SCATTER, dtype, shape, program, graphs, counts[self.rank], op=op, wire=wire)
         return _in_slots(plan, graphs, wire, shown.reduce_scattered, counts, self.rank)
 
+    def reduce_scatter_parts(
+        self, dtype: np.dtype[Any], shapes: tuple[Shape, ...], op: Op, wire: WireDtype = None
+    ) -> Plan:
+        """Rank r gets the fold of the r-th of the arrays, one of these shapes for each rank, that lie end to end."""
+        counts = [math.prod(shape) for shape in shapes]
+        total = (sum(counts),)
+        _, chunk, graphs = self._prepare(dtype, total, wire)
+        program = programs.reduce_scatter(self.rank, graphs.rooted, counts, chunk)
+        kept = counts[self.rank]
+        plan = self._plan(Verb.REDUCE_SCATTER, dtype, total, program, graphs, kept, op=op, counts=shapes, wire=wire)
+        return _in_slots(plan, graphs, wire, shown.reduce_scattered, counts, self.rank)
+
     def broadcast(self, dtype: np.dtype[Any], shape: Shape, root: int, wire: WireDtype = None) -> Plan:
         """Every rank gets the root's input."""
         count, chunk, graphs = self._prepare(dtype, shape, wire)

@@ -7,13 +7,13 @@ raises at once, and fails the other ranks' calls under the same name.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from kfcomm.arrays import HostArray, adapt, adapt_out, overlaps, same_memory
+from kfcomm.arrays import HostArray, OutList, adapt, adapt_out, holds_arrays, is_list, overlaps, same_memory
 from kfcomm.arrays.kinds import NUMPY, READ_ONLY
 from kfcomm.collectives.compiled import (
     ALL_GATHER,
@@ -28,20 +28,21 @@ from kfcomm.collectives.compiled import (
     REDUCE_SCATTER,
     Arguments,
 )
-from kfcomm.collectives.group import UNNAMED, Group, check_name, check_priority, check_timeout
+from kfcomm.collectives.group import UNNAMED, Group, check_name, check_priority
 from kfcomm.collectives.handle import Handle, named
 from kfcomm.collectives.on_device.calls import Order
 from kfcomm.collectives.on_device.through_host import Out
 from kfcomm.collectives.on_device.verbs import DeviceVerbs
-from kfcomm.collectives.packing import Unit, many_key, post_units
 from kfcomm.collectives.plans import Plan, Plans, Shape, row_elements
 from kfcomm.core.chunk import split
 from kfcomm.core.collective import GroupView
 from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.reduce import kernel, wire_dtype_of
-from kfcomm.types import Op, Verb
+from kfcomm.sizes import seconds_of
+from kfcomm.types import Op, Seconds, Verb
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+OPS = frozenset(Op)
 FOLDING = frozenset((ALL_REDUCE, REDUCE, REDUCE_SCATTER))
 """Verbs with an op."""
 ROOTED = frozenset((REDUCE, BROADCAST, GATHER))
@@ -100,23 +101,26 @@ class Verbs:
         raise AssertionError  # the communicator says whether it is open
 
     def all_reduce(
-        self, x: Any, name: str | None = None, *, op: Op | str = Op.SUM, out: Any = None,
-        timeout: float | None = None, priority: int = 0, wire_dtype: str | None = None, shared: bool = False,
+        self, x: Any, name: str | None = None, *, op: Any = Op.SUM, out: Any = None,
+        timeout: Seconds | None = None, priority: int = 0, wire_dtype: Any = None, shared: bool = False,
         stream: Any = None,
     ) -> Handle[Any]:  # fmt: skip
         """Every rank gets ``x[0] ∘ x[1] ∘ ...``, element by element; the same bits on every rank.
 
         Args:
             x: array of any shape and supported dtype; the same shape and dtype on every rank. Not modified, and
-                not to be modified before the handle is done.
+                not to be modified before the handle is done. Or a list of arrays, as many on every rank: all of them
+                are reduced, in few collectives, and a list of results comes back (into the list ``out``, if given).
             name: the collective's name: ranks need not call in the same order. None: the group's next number.
-            op: ``sum``, ``avg``, ``min``, ``max``, ``prod``, and for integers and bool ``and``, ``or``, ``xor``.
+            op: ``sum``, ``avg``, ``min``, ``max``, ``prod``, and for integers and bool ``and``, ``or``, ``xor``;
+                or what others have for these: ``"mean"``, ``np.add``, ``torch.distributed.ReduceOp.SUM``, ``MPI.SUM``.
             out: where the result goes (may be ``x``); else it is a new array of the kind of ``x``.
-            timeout: seconds; None for the communicator's.
+            timeout: seconds, or a ``timedelta``; None for the communicator's.
             priority: -32768 to 32767, larger is more urgent: on every link this rank's chunks of a more urgent call go
                 before those of others, also of others that were under way first. It changes no result; see "Let
                 what is urgent go first".
-            wire_dtype: ``"float16"`` or ``"bfloat16"``, the same on every rank: what travels is rounded to it, which
+            wire_dtype: ``"float16"`` or ``"bfloat16"``, as a name or as a dtype of NumPy, torch or ml_dtypes, the same
+                on every rank: what travels is rounded to it, which
                 takes half the bytes of float32. For float32, float64, and that dtype itself. Sums, averages and
                 products are accumulated in float32, and every rank gets the same bits, rounded. With n ranks and
                 u = 2**-11 for float16, 2**-8 for bfloat16, a sum is wrong by at most about
@@ -146,8 +150,8 @@ class Verbs:
         return self._collective(ALL_REDUCE, x, name, out, timeout, priority, stream, op=op, wire_dtype=wire_dtype)
 
     def _shared(
-        self, x: Any, name: str | None, out: Any, timeout: float | None, priority: int, stream: Any, op: Any,
-        wire_dtype: str | None,
+        self, x: Any, name: str | None, out: Any, timeout: Seconds | None, priority: int, stream: Any, op: Any,
+        wire_dtype: Any,
     ) -> Handle[Any]:  # fmt: skip
         with self._checks(name):
             if out is not None:
@@ -159,63 +163,41 @@ class Verbs:
         )
 
     def all_reduce_many(
-        self, arrays: Mapping[str, Any], *, op: Op | str = Op.SUM, timeout: float | None = None, priority: int = 0,
-        wire_dtype: str | None = None, stream: Any = None,
+        self, arrays: Mapping[str, Any], name: str | None = None, *, op: Any = Op.SUM,
+        out: Mapping[str, Any] | None = None, timeout: Seconds | None = None, priority: int = 0,
+        wire_dtype: Any = None, stream: Any = None,
     ) -> Handle[dict[str, Any]]:  # fmt: skip
         """``all_reduce`` of every value of a mapping in few collectives: small arrays travel together.
 
         Every rank gives the same names, each with the same shape and dtype; the order of the mapping does not matter.
         It meets calls of ``all_reduce_many`` alone, never an ``all_reduce`` of one of the names.
 
+        Args:
+            arrays: by name; of any shapes and dtypes.
+            name: the collective's name; None: the first of the names of ``arrays``, in their order as text.
+            op: see ``all_reduce``, also for what follows.
+            out: where the results go, by the same names; any may be the array itself.
+            timeout: see ``all_reduce``.
+            priority: see ``all_reduce``.
+            wire_dtype: see ``all_reduce``.
+            stream: see ``all_reduce``.
+
         Returns:
-            A handle whose result maps the same names to the results, in the order of ``arrays``; those of small arrays
-            share memory. If a part fails, the whole does; cancelling it cancels all.
+            A handle whose result is ``out``, or maps the same names to the results, in the order of ``arrays``; those
+            of small arrays share memory. If a part fails, the whole does; cancelling it cancels all.
 
         Raises:
             ConfigError: one of them cannot work (also for the other ranks' calls: ``CollectiveAborted``).
 
         Cost: per array about 2 µs and two copies where it has up to 64 KiB; else as ``all_reduce``.
         """
-        whole: Handle[dict[str, Any]] = Handle(loop=self._group.engine.loop)
-        if not arrays:
-            self._check_open()
-            whole.set_result({})
-            return whole
-        group = self._group
-        for name in arrays:
-            check_name(name)
-        names = sorted(arrays)
-        self._check_open()
-        on_device = any(self._devices.takes(x, stream) for x in arrays.values())
-        with Checks(group, many_key(names), devices=self._devices if on_device else None):
-            check_timeout(timeout)
-            check_priority(priority)
-            if on_device:
-                self._devices.check(wire_dtype)
-                read = {name: self._devices.read(arrays[name], stream) for name in names}
-                chosen = {one.dtype: _checked_op(op, one.dtype) for one in read.values()}
-                return self._devices.many(read, list(arrays), chosen, timeout, priority)
-            adapted = [adapt(arrays[name]) for name in names]
-            ops = {dtype: _checked_op(op, dtype) for dtype in dict.fromkeys(one.flat.dtype for one in adapted)}
-            wires = {} if wire_dtype is None else {dtype: wire_dtype_of(wire_dtype, dtype) for dtype in ops}
+        from kfcomm.collectives.batches import reduce_mapping
 
-        def plan(plans: Plans, unit: Unit, key: str) -> Plan:
-            first = unit.arrays[0]
-            shape = first.shape if len(unit.arrays) == 1 else (sum(one.size for one in unit.arrays),)
-            return plans.all_reduce(first.dtype, shape, ops[first.dtype], key, wires.get(first.dtype))
-
-        def begin() -> None:
-            if whole.cancelled():
-                whole.seq = group.refuse_now(many_key(names), asyncio.CancelledError())
-            else:
-                post_units(group, names, adapted, plan, whole, arrays, timeout_s=timeout, priority=priority)
-
-        group.in_order(begin)
-        return whole
+        return reduce_mapping(self, arrays, name, op, out, timeout, priority, wire_dtype, stream)
 
     def reduce(
-        self, x: Any, root: int = 0, name: str | None = None, *, op: Op | str = Op.SUM, out: Any = None,
-        timeout: float | None = None, priority: int = 0, wire_dtype: str | None = None, stream: Any = None,
+        self, x: Any, root: int = 0, name: str | None = None, *, op: Any = Op.SUM, out: Any = None,
+        timeout: Seconds | None = None, priority: int = 0, wire_dtype: Any = None, stream: Any = None,
     ) -> Handle[Any]:  # fmt: skip
         """Rank ``root`` gets what ``all_reduce`` would give; the others get None. See ``all_reduce``.
 
@@ -229,17 +211,18 @@ class Verbs:
         )
 
     def broadcast(
-        self, x: Any, root: int = 0, name: str | None = None, *, out: Any = None, timeout: float | None = None,
-        priority: int = 0, wire_dtype: str | None = None, stream: Any = None,
+        self, x: Any, root: int = 0, name: str | None = None, *, out: Any = None, timeout: Seconds | None = None,
+        priority: int = 0, wire_dtype: Any = None, stream: Any = None,
     ) -> Handle[Any]:  # fmt: skip
         """Every rank gets the ``x`` of rank ``root``.
 
         Args:
-            x: an array of the same shape and dtype on every rank; only the root's values matter.
+            x: an array of the same shape and dtype on every rank; only the root's values matter. Or a list of arrays:
+                see ``all_reduce``.
             root: rank in the group.
             name: see ``all_reduce``, also for ``out`` and ``timeout``.
             out: where the result goes; may be ``x``.
-            timeout: seconds; None for the communicator's.
+            timeout: see ``all_reduce``.
             priority: see ``all_reduce``.
             wire_dtype: as in ``all_reduce``: every rank, the root included, gets each number rounded once, wrong by at
                 most abs(x)·u.
@@ -251,20 +234,21 @@ class Verbs:
         return self._collective(BROADCAST, x, name, out, timeout, priority, stream, root=root, wire_dtype=wire_dtype)
 
     def reduce_scatter(
-        self, x: Any, name: str | None = None, *, op: Op | str = Op.SUM, out: Any = None,
-        timeout: float | None = None, priority: int = 0, wire_dtype: str | None = None, stream: Any = None,
+        self, x: Any, name: str | None = None, *, op: Any = Op.SUM, out: Any = None,
+        timeout: Seconds | None = None, priority: int = 0, wire_dtype: Any = None, stream: Any = None,
     ) -> Handle[Any]:  # fmt: skip
         """Rank r gets the r-th of ``size`` parts, along the first axis, of what ``all_reduce`` would give.
 
-        Parts are as even as possible: the first ``len(x) % size`` are one row longer. See ``all_reduce``; with a
-        ``wire_dtype`` the results, which do not travel, are not rounded to it.
+        Parts are as even as possible: the first ``len(x) % size`` are one row longer. A list holds one array for each
+        rank, and rank r gets the sum of all ranks' r-th; their shapes may differ, but not between ranks. See
+        ``all_reduce``; with a ``wire_dtype`` the results, which do not travel, are not rounded to it.
         """
         again = self._again(x, name, (REDUCE_SCATTER, op), out, timeout, priority, stream, wire_dtype)
         if again is not None:
             return again
         return self._collective(REDUCE_SCATTER, x, name, out, timeout, priority, stream, op=op, wire_dtype=wire_dtype)
 
-    def barrier(self, name: str | None = None, *, timeout: float | None = None, priority: int = 0) -> Handle[None]:
+    def barrier(self, name: str | None = None, *, timeout: Seconds | None = None, priority: int = 0) -> Handle[None]:
         """Done when every rank has called it."""
         again = self._again(NO_ARRAY, name, (BARRIER,), None, timeout, priority)
         if again is not None:
@@ -279,14 +263,23 @@ class Verbs:
     # ---------------------------------------------------------------- shared by the verbs
 
     def _collective(
-        self, verb: Verb, x: Any, name: str | None, out: Any, timeout: float | None, priority: int, stream: Any, *,
-        op: Any = None, root: Any = None, wire_dtype: str | None = None, handle: Handle[Any] | None = None,
+        self, verb: Verb, x: Any, name: str | None, out: Any, timeout: Seconds | None, priority: int, stream: Any, *,
+        op: Any = None, root: Any = None, wire_dtype: Any = None, handle: Handle[Any] | None = None,
     ) -> Handle[Any]:  # fmt: skip
         """The long way of a verb of which every rank knows the shape of the result by itself.
 
         ``op``, ``root``: ignored by verbs without. ``handle``: what is returned; a new one if left out.
         """
         devices = self._devices
+        if is_list(x):
+            with self._checks(name, timeout, priority):
+                is_listed = holds_arrays(x)
+            if is_listed:
+                from kfcomm.collectives.batches import of_list
+
+                return of_list(
+                    self, verb, x, name, out, timeout, priority, stream, op=op, root=root, wire_dtype=wire_dtype
+                )
         if not devices.takes(x, stream):
             return self._on_host(
                 verb, x, name, out, timeout, priority, op=op, root=root, wire_dtype=wire_dtype, handle=handle
@@ -295,14 +288,14 @@ class Verbs:
             devices.check(wire_dtype)
             to = self._check_rank("root", root) if verb in ROOTED else -1
             array = devices.read(x, stream)
-            chosen = _checked_op(op, array.dtype) if verb in FOLDING else None
+            chosen = checked_op(op, array.dtype) if verb in FOLDING else None
             shape = _result_shape(verb, array.shape, self._group.view, to)
             order = Order(verb, name or UNNAMED, array.dtype, array.shape, chosen, to, overlapping=name is None)
-            return devices.one(order, array, shape, out, timeout, priority, handle)
+            return devices.one(order, array, shape, out, seconds_of(timeout), priority, handle)
 
     def _on_host(
-        self, verb: Verb, x: Any, name: str | None, out: Any, timeout: float | None, priority: int, *,
-        op: Any = None, root: Any = None, wire_dtype: str | None = None, handle: Handle[Any] | None = None,
+        self, verb: Verb, x: Any, name: str | None, out: Any, timeout: Seconds | None, priority: int, *,
+        op: Any = None, root: Any = None, wire_dtype: Any = None, handle: Handle[Any] | None = None,
         is_step: bool = False, is_shared: bool = False,
     ) -> Handle[Any]:  # fmt: skip
         """As ``_collective``, of host memory; ``is_step``: of a call of another verb, which is never compiled.
@@ -312,24 +305,32 @@ class Verbs:
         with self._checks(name, timeout, priority):
             to = self._check_rank("root", root) if verb in ROOTED else -1
             array = adapt(x)
-            chosen = _checked_op(op, array.dtype) if verb in FOLDING else None
+            chosen = checked_op(op, array.dtype) if verb in FOLDING else None
             wire = None if wire_dtype is None else wire_dtype_of(wire_dtype, array.dtype)
             shape = _result_shape(verb, array.shape, self._group.view, to)
-            target = None if out is None or shape is None else adapt_out(out, shape, array.dtype)
+            target = self._target(verb, out, shape, array)
         if is_shared:
             array = HostArray(array.flat, array.shape, READ_ONLY, array.is_view)
         plan = (Plans.of, verb, array.dtype, array.shape, chosen, to, name or UNNAMED, wire, is_shared)
         alike: Arguments | None = None
         if type(x) is np.ndarray and wire is None and not is_step:
-            alike = (verb,) if chosen is None else (verb, chosen)
+            alike = (verb,) if chosen is None else (verb, op if isinstance(op, Hashable) else chosen)
             if verb in ROOTED:
                 alike += (type(root), root)
         return self._begin(
             name, array, shape, target, timeout, priority, plan, in_place=verb in IN_PLACE, handle=handle, alike=alike
         )
 
+    def _target(self, verb: Verb, out: Any, shape: Shape | None, array: HostArray) -> Out | None:
+        """Where the result goes, if the caller says so: for a gather perhaps a list, with an array for each rank."""
+        if out is None or shape is None:
+            return None
+        if verb in (GATHER, ALL_GATHER) and is_list(out):
+            return OutList.of(out, [array.shape] * self._group.view.size, array.dtype)
+        return adapt_out(out, shape, array.dtype)
+
     def _checks(
-        self, name: str | None, timeout_s: float | None = None, priority: int = 0, *, steps: int = 1,
+        self, name: str | None, timeout: Seconds | None = None, priority: int = 0, *, steps: int = 1,
         later: Later | None = None, devices: DeviceVerbs | None = None,
     ) -> Checks:  # fmt: skip
         """What fails in the block of this fails the other ranks' calls too; the error is this call's.
@@ -345,15 +346,15 @@ class Verbs:
                 self._group.refuse_now(later.key, error, seq=later.seq)
             raise
         checks = Checks(self._group, name or UNNAMED, steps, later, devices)
-        if timeout_s is not None or priority or type(priority) is not int:
+        if timeout is not None or priority or type(priority) is not int:
             with checks:
-                check_timeout(timeout_s)
+                seconds_of(timeout)
                 check_priority(priority)
         return checks
 
     def _again(
-        self, x: Any, name: str | None, arguments: Arguments, out: Any, timeout: float | None, priority: int,
-        stream: Any = None, wire_dtype: str | None = None,
+        self, x: Any, name: str | None, arguments: Arguments, out: Any, timeout: Seconds | None, priority: int,
+        stream: Any = None, wire_dtype: Any = None,
     ) -> Handle[Any] | None:  # fmt: skip
         """A call under a name whose last use was alike; None if it has to go the long way. See ``CompiledName``."""
         if timeout is not None or priority or wire_dtype is not None or stream is not None or type(x) is not np.ndarray:
@@ -395,7 +396,7 @@ class Verbs:
 
     def _begin(
         self, name: str | None, array: HostArray | None, shape: Shape | None, target: Out | None,
-        timeout: float | None, priority: int, plan: MakePlan, *, in_place: bool = False, later: Later | None = None,
+        timeout: Seconds | None, priority: int, plan: MakePlan, *, in_place: bool = False, later: Later | None = None,
         handle: Handle[Any] | None = None, alike: Arguments | None = None,
     ) -> Handle[Any]:  # fmt: skip
         """Post now, or after a verdict on the strategy, with room for a result of ``shape``.
@@ -405,6 +406,7 @@ class Verbs:
         under this name needs to have in common with this one, if its name can be compiled.
         """
         group = self._group
+        timeout_s = seconds_of(timeout)
         made: Handle[Any] = Handle(loop=group.engine.loop) if handle is None else handle
 
         def post() -> None:
@@ -414,14 +416,14 @@ class Verbs:
                 key, seq, plans = later.key, later.seq, later.plans
             try:
                 chosen = plan[0](plans, *plan[1:])
-                result, value, outcome = _room(chosen, array, shape, target, in_place)
+                result, value, outcome = room(chosen, array, shape, target, in_place)
             except Exception as error:  # noqa: BLE001  no memory for the result, perhaps: the other ranks are told
                 made.seq = group.refuse_now(key, error, seq=seq)
                 made.set_exception(error)
                 return
             group.post(
                 chosen, key, overlapping=name is None, source=None if array is None else array.flat, result=result,
-                value=value, outcome=outcome, timeout_s=timeout, priority=priority, handle=made, seq=seq,
+                value=value, outcome=outcome, timeout_s=timeout_s, priority=priority, handle=made, seq=seq,
                 generation=plans.generation,
             )  # fmt: skip
             if alike is not None and (array is None or array.is_view):
@@ -467,14 +469,16 @@ def _result_shape(verb: Verb, shape: Shape, view: GroupView, root: int) -> Shape
     return shape
 
 
-def _checked_op(op: Any, dtype: np.dtype[Any]) -> Op:
-    """The op, if it has a meaning for this dtype."""
-    if not isinstance(op, str):
-        raise ConfigError(f"op {op!r} is unknown; known are {', '.join(Op)}")
+def checked_op(op: Any, dtype: np.dtype[Any]) -> Op:
+    """The op that is meant, if it has a meaning for this dtype."""
+    if not isinstance(op, str) or op not in OPS:
+        from kfcomm.reduce.named import op_of
+
+        op = op_of(op, dtype)
     return kernel(op, dtype).op
 
 
-def _room(
+def room(
     plan: Plan, array: HostArray | None, shape: Shape | None, target: Out | None, in_place: bool
 ) -> tuple[Array | None, Any, Callable[[Any], Any] | None]:
     """Memory for the result, and what the caller gets: see ``Operation`` for ``value`` and ``outcome``."""

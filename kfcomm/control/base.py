@@ -22,6 +22,9 @@ from kfcomm.control.clock import ClockSample
 from kfcomm.core.gossip import CollectiveId
 from kfcomm.core.handshake import Purpose
 
+GOODBYE_S = 2.0
+"""How long a closing rank waits for peers to close their side, too."""
+
 Answer = Callable[[int, list[bool], str], None]
 """``answer(rank, posted, activity)``: ``posted[i]`` is about the i-th op of the question."""
 ToldClock = Callable[[ClockSample | None], None]
@@ -90,5 +93,11 @@ class ControlPlane(Protocol):
         ``timeout_s`` in any case.
         """
 
-    def stop(self) -> None:
-        """End at once, without waiting for others to be done; the plane of a rank that did not `leave` is lost."""
+    def needed_by(self) -> list[int]:
+        """For which ranks one that leaves has to stay."""
+
+    def stop(self, goodbye_s: float = GOODBYE_S) -> None:
+        """End, without waiting for others to be done; the plane of a rank that did not `leave` is lost.
+
+        ``goodbye_s``: how long to wait for peers to close their side of the links; one that is stopped never does.
+        """

@@ -24,7 +24,7 @@ from kfcomm.core.frame import MAX_HEADER_NBYTES, PREFIX_NBYTES, Header, Kind
 from kfcomm.errors import RemoteProtocolError
 from kfcomm.transports.base import Inbound, Link
 from kfcomm.transports.options import StreamOptions
-from kfcomm.transports.sockets import DialRefused, watch
+from kfcomm.transports.sockets import DialRefused, is_silent_host, watch
 from kfcomm.transports.stream import StreamLink
 
 if TYPE_CHECKING:
@@ -38,10 +38,6 @@ FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 5.0
 SETTLED_AFTER_S = 30.0
 """A link that held so long was a good one: when it breaks, the pauses between dials begin small again."""
-SILENT_HOST_S = 60.0
-"""A host that has not even acknowledged a packet for so long has lost the connection."""
-GOODBYE_S = 2.0
-"""How long a closing rank waits for peers to close their side too; one that is stopped never does."""
 
 Dial = Callable[[int], Awaitable[socket.socket]]
 """Makes a connection to a rank, handshake included; raises ``DialRefused``."""
@@ -57,9 +53,11 @@ class Links(Inbound):
         tasks: where dialling goes on.
         dial: how connections are made.
         node: who uses the links, and is told of them.
+        dead_host_after_s: a host that has not even acknowledged a packet for so long is gone.
     """
 
-    def __init__(self, tasks: asyncio.TaskGroup, dial: Dial, node: ControlNode) -> None:
+    def __init__(self, tasks: asyncio.TaskGroup, dial: Dial, node: ControlNode, dead_host_after_s: float) -> None:
+        self._dead_host_after_s = dead_host_after_s
         self._loop = asyncio.get_running_loop()
         self._tasks = tasks
         self._dial = dial
@@ -79,7 +77,7 @@ class Links(Inbound):
         if self._closed:
             sock.close()
             return
-        watch(sock, SILENT_HOST_S)
+        watch(sock, self._dead_host_after_s)
         link = StreamLink(sock, self._loop, self, rank, options=_OPTIONS)
         link.state = self._loop.time()
         self._all = [*self._all, link]
@@ -135,8 +133,8 @@ class Links(Inbound):
             link.flush()  # if it lives, it shall know that it is given up
             link.abort()
 
-    async def close(self) -> None:
-        """Say goodbye on every link and wait, for a bounded time, until the peers have closed theirs."""
+    async def close(self, goodbye_s: float) -> None:
+        """Say goodbye on every link and wait, so long at the most, until the peers have closed theirs."""
         self._closed = True
         for task in self._dialling.values():
             task.cancel()
@@ -144,7 +142,7 @@ class Links(Inbound):
         for link in links:
             link.close()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(GOODBYE_S):
+            async with asyncio.timeout(goodbye_s):
                 for link in links:
                     await link.wait_closed()
 
@@ -175,7 +173,7 @@ class Links(Inbound):
                 except DialRefused as error:
                     if error.nobody_listens:
                         del self._dialling[rank]  # first, since the node drops what belongs to this rank
-                        self._node.declare_lost(rank, str(error))
+                        self._node.ended(rank, str(error))
                         return
                     _LOG.debug("no verdict on rank %d: %s", rank, error)
                     tries += 1
@@ -198,10 +196,13 @@ class Links(Inbound):
         raise RemoteProtocolError(f"rank {link.peer} sent a payload on a control link")
 
     def receive(self, link: Link, header: Header, payload: memoryview) -> None:
-        """Pass gossip on; the rest has no business here."""
+        """Pass gossip on, and answer heartbeats; the rest has no business here."""
+        self._node.heard(link.peer)
         if header[0] == Kind.GOSSIP:
             self._node.receive(link.peer, header)
-        elif header[0] != Kind.PING:
+        elif header[0] == Kind.PING:
+            self.send(link.peer, (Kind.PONG,))
+        elif header[0] != Kind.PONG:
             raise RemoteProtocolError(f"rank {link.peer} sent a {Kind(header[0]).name} on a control link")
 
     def lost(self, link: Link, error: BaseException | None) -> None:
@@ -214,6 +215,10 @@ class Links(Inbound):
             if len(links) == 1:
                 self._node.link_down(rank)
         if error is None:
+            return
+        if is_silent_host(error):
+            reason = f"its host has acknowledged nothing for {self._dead_host_after_s:.1f} s"
+            self._node.declare_lost(rank, reason)
             return
         held_s = self._loop.time() - link.state
         self._failures[rank] = 0 if held_s > SETTLED_AFTER_S else self._failures.get(rank, 0) + 1

@@ -142,7 +142,11 @@ class MemoryControl:
             async with asyncio.timeout(timeout_s):
                 await self._clear.wait()
 
-    def stop(self) -> None:
+    def needed_by(self) -> list[int]:
+        """See `ControlPlane.needed_by`."""
+        return sorted(set(range(self._hub.size)) - {self.rank} - self._released - self._hub.left - self._hub.lost)
+
+    def stop(self, goodbye_s: float = 0.0) -> None:
         """See `ControlPlane.stop`."""
         with self._hub.lock:
             if self._open:
@@ -164,8 +168,7 @@ class MemoryControl:
 
     def look_again(self) -> None:
         """Whether everybody can do without this rank may have changed."""
-        others = set(range(self._hub.size)) - {self.rank}
-        if not self._open or others <= self._released | self._hub.left | self._hub.lost:
+        if not self._open or not self.needed_by():
             self._post(self._clear.set)
 
     def silence(self) -> None:

@@ -24,12 +24,15 @@ from kfcomm.control.base import Answer, StatusSource
 from kfcomm.control.links import Dial, Links
 from kfcomm.control.questions import Question, Questions
 from kfcomm.control.upcalls import Upcalls
-from kfcomm.core.frame import Header
+from kfcomm.core.frame import Header, Kind
 from kfcomm.core.gossip import EVERYBODY, MAX_NAMED_RANKS, Body, CollectiveId, Effect, Effects, Gossip, clip
+from kfcomm.core.silence import Silence
 from kfcomm.errors import RemoteProtocolError
 
 EXPECTED_DIAL_S = 1.0
 """How long a neighbour that should dial this rank is waited for before it is dialled instead."""
+DEAD_HOST_SHARE = 1 / 3
+"""Of the time after which a silent peer is lost: so soon it is if its kernel, which needs no turns, is silent, too."""
 ASK_AGAIN_S = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Pauses after which a question without a full answer is asked again; after the last it is given up."""
 
@@ -45,13 +48,19 @@ class ControlNode:
         dial: see `Links`.
         upcalls: the way to the engine.
         status: what this rank says of itself.
+        lost_after_s: after this a silent peer is lost.
+        launcher_word_s: how long a launcher is given to say how a process ended.
     """
 
     def __init__(
-        self, rank: int, size: int, *, tasks: asyncio.TaskGroup, dial: Dial, upcalls: Upcalls, status: StatusSource
-    ) -> None:
+        self, rank: int, size: int, *, tasks: asyncio.TaskGroup, dial: Dial, upcalls: Upcalls, status: StatusSource,
+        lost_after_s: float, launcher_word_s: float,
+    ) -> None:  # fmt: skip
+        self._launcher_word_s = launcher_word_s
         self.rank = rank
-        self.links = Links(tasks, dial, self)
+        self.links = Links(tasks, dial, self, lost_after_s * DEAD_HOST_SHARE)
+        self._silence = Silence(lost_after_s)
+        self._next_beat: asyncio.TimerHandle | None = None
         self._upcalls = upcalls
         self._status = status
         self._gossip = Gossip(rank, size)
@@ -85,6 +94,11 @@ class ControlNode:
             self._flood([Body.LOST, rank, clip(reason)])
             self._on_lost(rank, reason)
 
+    def ended(self, rank: int, found: str) -> None:
+        """The process of ``rank`` is gone: it is lost, in the words of its launcher if these come soon."""
+        reason = f"its process has ended ({found})"
+        asyncio.get_running_loop().call_later(self._launcher_word_s, self.declare_lost, rank, reason)
+
     def query(self, ops: Sequence[CollectiveId], target: int, answer: Answer) -> None:
         """See `ControlPlane.query`."""
         if target == self.rank:
@@ -107,10 +121,16 @@ class ControlNode:
                 self._ask(self._farewell)
         self._look_who_needs_me()
 
-    async def close(self) -> None:
+    def needed_by(self) -> list[int]:
+        """See `ControlPlane.needed_by`; may be called on any thread."""
+        return sorted(set(range(self._gossip.size)) - {self.rank} - self._released - self._left - self._lost)
+
+    async def close(self, goodbye_s: float) -> None:
         """Say goodbye on every link; bounded, see `Links.close`."""
+        if self._next_beat is not None:
+            self._next_beat.cancel()
         self._free()
-        await self.links.close()
+        await self.links.close(goodbye_s)
 
     def objection(self, rank: int) -> str | None:
         """Why ``rank`` cannot connect to this one, or None."""
@@ -124,7 +144,25 @@ class ControlNode:
             expected_s = 0.0 if self._gossip.is_dialler(rank) else EXPECTED_DIAL_S
             self.links.reach(rank, delay_s=expected_s)
 
+    def beat(self) -> None:
+        """Look who is silent, and again by and by: some are asked for a sign of life, others are given up.
+
+        Only the neighbours are watched: each rank is one of somebody, who tells all.
+        """
+        loop = asyncio.get_running_loop()
+        self._silence.watch(() if self.rank in self._lost else self._gossip.neighbours, loop.time())
+        gone, quiet, next_s = self._silence.look(loop.time())
+        for rank, silent_s in gone:
+            self.declare_lost(rank, f"silent for {silent_s:.1f} s: stopped, stuck, or its host cannot be reached")
+        for rank in quiet:
+            self.links.send(rank, (Kind.PING,))
+        self._next_beat = loop.call_at(next_s, self.beat)
+
     # Who is there, and what `Links` tell.
+
+    def heard(self, rank: int) -> None:
+        """Something has come from a neighbour."""
+        self._silence.heard(rank, asyncio.get_running_loop().time())
 
     def is_gone(self, rank: int) -> bool:
         """Whether ``rank`` has left, or is lost."""
@@ -253,8 +291,7 @@ class ControlNode:
     # Leaving.
 
     def _look_who_needs_me(self) -> None:
-        others = set(range(self._gossip.size)) - {self.rank}
-        if self._is_leaving and others <= self._released | self._left | self._lost:
+        if self._is_leaving and not self.needed_by():
             self._free()
 
     def _free(self) -> None:

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 import selectors
 import socket
 import threading
@@ -20,7 +21,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kfcomm.control.base import Answer, ControlEvents, StatusSource, ToldClock
+from kfcomm.control.base import GOODBYE_S, Answer, ControlEvents, StatusSource, ToldClock
 from kfcomm.control.clock import ClockReader, answer_clock, measure_clock
 from kfcomm.control.node import ControlNode
 from kfcomm.control.upcalls import Upcalls
@@ -59,6 +60,8 @@ class World(NamedTuple):
         token: secret of the job.
         epoch: the epoch of this membership.
         handshake_timeout_s: how long a handshake may take, on either side.
+        lost_after_s: after this a peer that is silent is lost; infinite for never.
+        launcher_word_s: how long a launcher, which knows how a process ended, is given to say so.
     """
 
     rank: int
@@ -66,6 +69,8 @@ class World(NamedTuple):
     token: bytes
     epoch: int
     handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S
+    lost_after_s: float = math.inf
+    launcher_word_s: float = 0.0
 
     def identity(self, rank: int) -> Identity:
         """Who ``rank`` has to prove to be."""
@@ -115,6 +120,7 @@ class ControlThread:
         self._ready = threading.Event()
         self._stop = asyncio.Event()
         self._stopped = False
+        self._goodbye_s = GOODBYE_S
         self._node: ControlNode | None = None
 
     def start(self) -> None:
@@ -124,13 +130,18 @@ class ControlThread:
         self._thread.start()
         self._ready.wait()
 
-    def stop(self) -> None:
-        """End the thread and close everything. Waits for the thread: at most a few seconds, usually a millisecond.
+    def needed_by(self) -> list[int]:
+        """See `ControlPlane.needed_by`."""
+        return [] if self._node is None else self._node.needed_by()
+
+    def stop(self, goodbye_s: float = GOODBYE_S) -> None:
+        """End the thread and close everything. Waits for the thread: ``goodbye_s`` at the most, usually a millisecond.
 
         Calling it again does nothing. What a rank that has not left leaves behind makes it lost to the others.
         """
         if not self._stopped:
             self._stopped = True
+            self._goodbye_s = goodbye_s
             if self._thread.ident is None:
                 self._listener.close()
                 self._loop.close()
@@ -220,16 +231,18 @@ class ControlThread:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._node = node = ControlNode(
-                    rank, size, tasks=tasks, dial=self._dial, upcalls=self._upcalls, status=self._status
-                )
+                    rank, size, tasks=tasks, dial=self._dial, upcalls=self._upcalls, status=self._status,
+                    lost_after_s=self._world.lost_after_s, launcher_word_s=self._world.launcher_word_s,
+                )  # fmt: skip
                 serving = tasks.create_task(self._serve(node))
                 node.maintain()
+                node.beat()
                 self._ready.set()
                 await self._stop.wait()
                 serving.cancel()
                 if self._comparing:
                     await asyncio.wait(self._comparing, timeout=COMPARED_WITHIN_S)
-                await node.close()
+                await node.close(self._goodbye_s)
         finally:
             if self._node is not None:
                 self._node.links.abort()

@@ -14,11 +14,20 @@ import struct
 PROOF_NBYTES = 32
 
 
+SEPARATOR = b"\0"
+"""Between the tokens of a job that has several: the first one proves, all of them are accepted."""
+
+
+def tokens(token: bytes) -> list[bytes]:
+    """The tokens in one."""
+    return token.split(SEPARATOR)
+
+
 def proof(token: bytes, challenge: bytes, context: bytes) -> bytes:
     """The answer to ``challenge`` of one who knows ``token``.
 
     Args:
-        token: secret shared by the job.
+        token: secret shared by the job; of several the first.
         challenge: random bytes drawn by the one who asks, at least 16, used once.
         context: what is proven, for example who answers and to which end.
 
@@ -26,12 +35,15 @@ def proof(token: bytes, challenge: bytes, context: bytes) -> bytes:
         32 bytes.
     """
     message = struct.pack(">Q", len(challenge)) + challenge + context
-    return hmac.digest(token, message, hashlib.sha256)
+    return hmac.digest(tokens(token)[0], message, hashlib.sha256)
 
 
-def is_valid(token: bytes, challenge: bytes, context: bytes, proof: bytes) -> bool:
-    """Whether ``proof`` answers ``challenge``; takes the same time whichever byte is wrong."""
-    return hmac.compare_digest(_expected(token, challenge, context), proof)
+def proven(token: bytes, challenge: bytes, context: bytes, proof: bytes) -> bytes | None:
+    """Which of the tokens has made this answer to ``challenge``; takes the same time whichever byte is wrong."""
+    for one in tokens(token):
+        if hmac.compare_digest(_expected(one, challenge, context), proof):
+            return one
+    return None
 
 
 _expected = proof

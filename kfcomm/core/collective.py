@@ -309,4 +309,16 @@ EarlyItem = tuple[Incoming, AnySignature, Header, int, Any]
 def shown(key: str) -> str:
     """A key as people know it: keys of further steps hold a NUL, that of unnamed calls is empty."""
     name, _, step = key.partition("\0")
+    if not name and step in ALONE:
+        return ALONE[step]
     return f"{name!r}{step and f' ({step})'}" if name else f"an unnamed collective{step and f' ({step})'}"
+
+
+def name_of(key: str) -> str:
+    """The name under which a caller knows a key; never empty."""
+    name, _, step = key.partition("\0")
+    return name or ALONE.get(step, "unnamed")
+
+
+ALONE = {"strategy": "set_strategy", "probe": "probe"}
+"""Keys that belong to no name: what follows their NUL, and what callers call it."""

@@ -26,7 +26,7 @@ import msgpack
 
 from kfcomm.errors import LocalProtocolError, RemoteProtocolError
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 PREFIX = struct.Struct("<II")
 PREFIX_NBYTES = PREFIX.size
 CHUNK_HEADER = struct.Struct("<BIQIIBII")
@@ -54,6 +54,7 @@ class Kind(IntEnum):
     NO_SLOT = 10
     GOSSIP = 16
     PING = 17
+    PONG = 18
     HELLO = 32
     CHALLENGE = 33
     PROOF = 34
@@ -73,7 +74,8 @@ SCHEMA: dict[int, tuple[type, ...]] = {
     Kind.SLOT: (int, int, int, int, int),  # key id, signature id, use after which it holds, number, place
     Kind.NO_SLOT: (int, int, int),  # key id, signature id, use from which on there is none
     Kind.GOSSIP: (int, int, list),  # origin, number, message: see core.gossip
-    Kind.PING: (),
+    Kind.PING: (),  # are you there?
+    Kind.PONG: (),  # yes
     Kind.HELLO: (int, int, int, str, int, bytes),  # protocol, epoch, rank, uid, purpose, nonce
     Kind.CHALLENGE: (bytes, bytes),  # nonce, proof of the listener
     Kind.PROOF: (bytes,),  # proof of the dialler
@@ -87,6 +89,12 @@ _LENGTHS_OF_INTEGERS = {int(kind): 1 + len(types) for kind, types in SCHEMA.item
 
 MAX_FIELD_NBYTES = 1 << 12
 """No name, reason, proof or nonce is longer than this."""
+
+MAX_ARRAY_LENGTH = 1 << 10
+"""No array in a header is longer than this; so a header that is all arrays in arrays takes 8 MiB at the most."""
+
+NUMBERS_END = 1 << 63
+"""Numbers of keys, links, uses and the like are smaller than this."""
 
 Header = tuple[Any, ...] | list[Any]
 
@@ -162,13 +170,16 @@ def decode_header(data: bytes | bytearray | memoryview) -> Header:
     if len(data) == CHUNK_HEADER.size and data[0] == _CHUNK:
         return CHUNK_HEADER.unpack(data)
     try:
-        header = msgpack.unpackb(data, use_list=True, max_str_len=MAX_FIELD_NBYTES, max_bin_len=MAX_FIELD_NBYTES)
+        header = msgpack.unpackb(
+            data, max_str_len=MAX_FIELD_NBYTES, max_bin_len=MAX_FIELD_NBYTES, max_array_len=MAX_ARRAY_LENGTH,
+            max_map_len=0, max_ext_len=0,
+        )  # fmt: skip
     except Exception as error:  # msgpack raises many types, also plain ValueError and RecursionError
         raise RemoteProtocolError(f"header is not msgpack: {type(error).__name__}") from error
     if type(header) is not list or not header or type(header[0]) is not int:
         raise RemoteProtocolError("header is not an array that begins with its kind")
     for field in header:
-        if type(field) is not int or field < 0:
+        if type(field) is not int or not 0 <= field < NUMBERS_END:
             return _checked(header)
     return header if len(header) == _LENGTHS_OF_INTEGERS.get(header[0]) else _checked(header)
 
@@ -181,6 +192,6 @@ def _checked(header: list[Any]) -> Header:
         raise RemoteProtocolError(f"{Kind(header[0]).name} has {len(header) - 1} fields, not {len(types)}")
     for position, kind in enumerate(types, 1):
         field = header[position]
-        if type(field) is not kind or (type(field) is int and field < 0):
+        if type(field) is not kind or (type(field) is int and not 0 <= field < NUMBERS_END):
             raise RemoteProtocolError(f"{Kind(header[0]).name} field {position} is not a valid {kind.__name__}")
     return header

@@ -31,7 +31,7 @@ from functools import partial
 
 import msgpack
 
-from kfcomm.core.auth import is_valid, proof
+from kfcomm.core.auth import proof, proven
 from kfcomm.core.frame import PROTOCOL_VERSION, Header, Kind
 from kfcomm.errors import LocalProtocolError
 
@@ -168,10 +168,11 @@ class Dialler(_Machine):
         if len(nonce) != NONCE_NBYTES:
             return Step(Outcome.BROKEN, reason=f"CHALLENGE with a nonce of {len(nonce)} bytes")
         said = _Transcript(self._epoch, self._purpose, self._me, self._peer, self._nonce, nonce)
-        if not is_valid(self._token, self._nonce, said.context(Side.ANSWERER), their_proof):
+        token = proven(self._token, self._nonce, said.context(Side.ANSWERER), their_proof)
+        if token is None:
             return _refuse(f"who answers is not rank {self._peer.rank} (uid {self._peer.uid}), or has another token")
         self._expects = {Kind.WELCOME: self._on_welcome, Kind.REFUSED: self._on_refused}
-        return Step(Outcome.GOES_ON, (int(Kind.PROOF), proof(self._token, nonce, said.context(Side.DIALLER))))
+        return Step(Outcome.GOES_ON, (int(Kind.PROOF), proof(token, nonce, said.context(Side.DIALLER))))
 
     def _on_welcome(self, header: Header) -> Step:
         self.credit = (header[1], header[2])
@@ -228,7 +229,7 @@ class Answerer(_Machine):
         return Step(Outcome.GOES_ON, (int(Kind.CHALLENGE), self._nonce, mine))
 
     def _on_proof(self, hello: Hello, said: _Transcript, header: Header) -> Step:
-        if not is_valid(self._token, self._nonce, said.context(Side.DIALLER), header[1]):
+        if proven(self._token, self._nonce, said.context(Side.DIALLER), header[1]) is None:
             return _refuse(f"wrong token, or another process was dialled than rank {self._me.rank}")
         self.hello = hello
         return Step(Outcome.DONE, (int(Kind.WELCOME), *self._credit))

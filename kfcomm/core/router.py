@@ -43,7 +43,7 @@ from kfcomm.core.links import LINKS, Links
 from kfcomm.core.machine import UP, Effects
 from kfcomm.core.names import MAX_SIGNATURES, Names
 from kfcomm.core.program import Program
-from kfcomm.core.signature import Signature, describe, differing, from_wire
+from kfcomm.core.signature import Signature, disagreement, from_wire
 from kfcomm.core.tombstones import Tombstones
 
 MAX_ARRIVALS = 1 << 15
@@ -502,12 +502,10 @@ class Router:
         ours = collective.signature
         if (signature is ours or signature == ours) and generation == collective.generation:
             return True
-        message = (
-            f"{collective.title:.200} differs between ranks ({differing(signature, ours)}): "
-            f"rank {sender} has {describe(signature, generation)}; rank {collective.group.rank} has "
-            f"{describe(ours, collective.generation)}"
-        )
-        self.abort(collective, Cause(CauseKind.MISMATCH, self.rank, message), effects)
+        own = (collective.group.rank, ours, collective.generation)
+        message = disagreement((sender, signature, generation), own)
+        cause = Cause(CauseKind.MISMATCH, self.rank, f"{collective.title:.200} differs between ranks{message}")
+        self.abort(collective, cause, effects)
         return False
 
     def _saw(self, collective: Collective, rank: int, effects: Effects) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 MAX_NESTING = 3
 """Tuples in a signature are nested no deeper; a peer might send any depth that its header has room for."""
@@ -13,7 +13,9 @@ MAX_NESTING = 3
 class Signature(NamedTuple):
     """Everything that must be the same on every rank. Fields that do not apply are empty, or -1 for ranks.
 
-    ``memory`` says where the arrays are, if not in host memory, and if it must be the same everywhere.
+    ``memory`` says where the arrays are, if not in host memory, and if it must be the same everywhere. ``arrays`` holds
+    name, dtype and shape of each of several arrays that travel together; where that would be too much, ``counts``
+    holds their number and a digest.
     """
 
     verb: str
@@ -27,6 +29,20 @@ class Signature(NamedTuple):
     counts: tuple[Any, ...] = ()
     wire_dtype: str = ""
     memory: str = ""
+    arrays: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+
+
+Side: TypeAlias = tuple[int, Sequence[Any], int]
+"""A rank, its signature, and the generation of its strategy."""
+
+MAX_UNLIKE = 3
+"""Arrays that a disagreement names."""
+
+_ASKED = frozenset({"verb", "op", "root", "wire_dtype", "memory"})
+"""What a call asks for, whatever its arrays are."""
+
+_DERIVED = ("generation", "chunk_elements", "graphs", "strategy")
+"""What follows from the other fields, each from those before it in a signature: said if nothing else differs."""
 
 
 def from_wire(fields: list[Any]) -> tuple[Any, ...]:
@@ -38,12 +54,14 @@ def from_wire(fields: list[Any]) -> tuple[Any, ...]:
     return tuple(_frozen(field, MAX_NESTING) for field in fields)
 
 
-def describe(signature: Sequence[Any], generation: int = 0) -> str:
-    """A signature in words, under a generation of its strategy; bounded: it may come from a peer."""
+def describe(signature: Sequence[Any], differing: Collection[str] = (), generation: int = 0) -> str:
+    """A signature in words, with what is only of interest where it differs; bounded: it may come from a peer."""
     if len(signature) != len(Signature._fields):
         return f"something else: {reprlib.repr(signature)[:200]}"
-    verb, dtype, shape, op, root, strategy, graphs, chunk_elements, counts, wire_dtype, memory = signature
-    words = [f"{verb} of {dtype} {shape}" if dtype else f"{verb}"]
+    verb, dtype, shape, op, root, strategy, graphs, chunk_elements, counts, wire_dtype, memory, arrays = signature
+    number = _number_of_arrays(arrays, counts)
+    what = f"a list of {number}" if number else f"{dtype} {shape}"
+    words = [f"{verb} of {what}" if dtype else f"{verb}"]
     if memory:
         words.append(f"in {memory} memory")
     if wire_dtype:
@@ -52,20 +70,76 @@ def describe(signature: Sequence[Any], generation: int = 0) -> str:
         words.append(f"op {op}")
     if root != -1:
         words.append(f"root {root}")
-    digest = graphs.hex()[:8] if isinstance(graphs, bytes) else graphs
-    words.append(f"strategy {strategy} (generation {generation}{digest and f', graphs {digest}'})")
-    if dtype:
+    if not {"strategy", "graphs", "generation"}.isdisjoint(differing):
+        words.append(f"strategy {strategy}")
+    if "graphs" in differing:
+        words.append(f"graphs {graphs.hex()[:8] if isinstance(graphs, bytes) else graphs}")
+    if "generation" in differing:
+        words.append(f"generation {generation}")
+    if "chunk_elements" in differing:
         words.append(f"chunks of {chunk_elements}")
-    if counts:
+    if "counts" in differing and not number:
         words.append(f"counts {counts}")
     return ", ".join(words)[:400]
 
 
-def differing(one: Sequence[Any], other: Sequence[Any]) -> str:
-    """The names of the fields in which two signatures differ; if in none, it is the generation of the strategy."""
-    if len(one) != len(other):
-        return "everything"
-    return ", ".join(name for name, a, b in zip(Signature._fields, one, other, strict=False) if a != b) or "generation"
+def disagreement(one: Side, other: Side) -> str:
+    """What differs between two ranks, in words that follow "... differs between ranks"."""
+    differing = _differing(one, other)
+    unlike = _unlike(one, other) if _ASKED.isdisjoint(differing) else []
+    if unlike:
+        rest = f"; and {len(unlike) - MAX_UNLIKE} more" if len(unlike) > MAX_UNLIKE else ""
+        return ": " + "; ".join(unlike[:MAX_UNLIKE]) + rest
+    sides = (f"rank {rank} has {describe(said, differing, generation)}" for rank, said, generation in (one, other))
+    return f" ({', '.join(differing)}): " + "; ".join(sides)
+
+
+def _differing(one: Side, other: Side) -> list[str]:
+    """The names of what differs, but for what differs only since something else does."""
+    if len(one[1]) != len(other[1]):
+        return ["everything"]
+    names = [name for name, a, b in zip(Signature._fields, one[1], other[1], strict=False) if a != b]
+    if one[2] != other[2]:
+        names.append("generation")
+    for name in _DERIVED:
+        if name in names and len(names) > 1:
+            names.remove(name)
+    return names
+
+
+def _unlike(one: Side, other: Side) -> list[str]:
+    """The arrays that differ, if both list what they have."""
+    (rank, ours, _), (other_rank, theirs, _) = one, other
+    first, second = _listed(ours), _listed(theirs)
+    if not first or not second:
+        return []
+    found = []
+    for name in sorted(first.keys() | second.keys()):
+        a, b = first.get(name), second.get(name)
+        if a is None or b is None:
+            found.append(f"{name!r:.200} is given by rank {rank if b is None else other_rank} alone")
+        elif a != b:
+            found.append(f"{name!r:.200} is {a} on rank {rank} and {b} on rank {other_rank}")
+    return found
+
+
+def _listed(signature: Sequence[Any]) -> dict[str, str]:
+    """Dtype and shape of each array, by name; empty if that is not told, or makes no sense."""
+    arrays = signature[-1] if len(signature) == len(Signature._fields) else ()
+    if type(arrays) is not tuple or not all(type(one) is tuple and len(one) == len(_LISTED) for one in arrays):
+        return {}
+    return {str(name): f"{dtype} {shape}"[:100] for name, dtype, shape in arrays}
+
+
+_LISTED = ("name", "dtype", "shape")
+
+
+def _number_of_arrays(arrays: Any, counts: Any) -> int:
+    """How many arrays travel together; 0 if it is one."""
+    if type(arrays) is tuple and arrays:
+        return len(arrays)
+    is_digest = type(counts) is tuple and len(counts) == 2 and type(counts[1]) is bytes and type(counts[0]) is int
+    return counts[0] if is_digest else 0
 
 
 def _frozen(value: Any, nesting: int) -> Any:

@@ -94,7 +94,8 @@ def _write(whole: Path, records: list[dict[str, Any]]) -> None:
     """Whole or not at all: a reader never sees half a dump."""
     part = whole.with_name(f".{whole.name}.{os.getpid()}.{time.monotonic_ns()}")
     try:
-        part.write_text(json.dumps(records, indent=1))
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:  # for its owner alone
+            json.dump(records, file, indent=1)
         part.replace(whole)
     except BaseException:
         part.unlink(missing_ok=True)

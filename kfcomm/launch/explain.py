@@ -81,6 +81,7 @@ def _settings(settings: Settings, device: DeviceReport) -> list[Row]:
         ("device", settings.device),
         ("timeout", f"{settings.timeout_s:g} s"),
         ("stall after", f"{settings.stall_after_s:g} s"),
+        ("lost after", f"{settings.lost_after_s:g} s"),
         ("interface", settings.interface or "by the route to the store"),
         ("dumps to", settings.dump_dir),
         ("timeline in", settings.timeline or "none"),

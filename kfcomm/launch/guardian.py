@@ -5,7 +5,8 @@ standard input is a pipe whose other end the launcher alone holds; on it come th
 a line. When the pipe ends, the launcher is gone, in whatever way, and the guardian kills every process that is
 in one of these groups or that carries ``KFCOMM_JOB=MARK`` in its environment: the one finds programs that
 cleared their environment, the other those that made a group of their own, or were born while the launcher
-died. PR_SET_PDEATHSIG would do less: it reaches children only, not what they started.
+died. PR_SET_PDEATHSIG does less: it reaches children only, not what they started; it is for the case that the guardian
+is killed, too.
 
 A process is killed through its descriptor, after a second look: its number cannot be another's by then. One that
 is about to run a program has no environment at that moment: while there are such, the guardian looks again.

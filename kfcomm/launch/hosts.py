@@ -49,8 +49,16 @@ class Plan:
     @property
     def ranks(self) -> range:
         """The ranks on this host."""
-        first = sum(host.num_ranks for host in self.hosts[: self.here])
-        return range(first, first + self.hosts[self.here].num_ranks)
+        return self.ranks_of(self.here)
+
+    def ranks_of(self, host: int) -> range:
+        """The ranks on the host at this position."""
+        first = sum(each.num_ranks for each in self.hosts[:host])
+        return range(first, first + self.hosts[host].num_ranks)
+
+    def address_of(self, rank: int) -> str:
+        """The address of a rank's host."""
+        return next(each.address for at, each in enumerate(self.hosts) if rank in self.ranks_of(at))
 
     @property
     def address(self) -> str:

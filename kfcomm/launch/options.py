@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kfcomm.errors import ConfigError
 from kfcomm.launch.hosts import Plan, parse_hosts, plan_for
-from kfcomm.rendezvous.token import HOW_TO_SET, given_token, new_token, read_token
+from kfcomm.rendezvous.token import HOW_TO_SET, as_text, given_token, new_token, read_token
 from kfcomm.rendezvous.worlds import DEFAULT_PORT
 
+_MAX_DIGITS = 6
 JOB = "KFCOMM_JOB"
 """Carried by every process of a job; by it the guardian finds them."""
+LAUNCHER = "KFCOMM_LAUNCHER"
+"""Where a rank tells its launcher of its end (see `farewells`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,7 @@ class RunOptions:
         grace_s: seconds between asking the ranks to end and killing them.
         keep_going: whether the others run on when one fails.
         log_dir: where the unprefixed output of each rank is kept as well.
+        stdin: which ranks get what the launcher reads: ``none``, ``all``, or one by its number.
         color: whether prefixes are coloured; None to go by terminal and ``NO_COLOR``.
         settings: variables for the ranks, by full name.
     """
@@ -43,6 +46,7 @@ class RunOptions:
     grace_s: float = 5.0
     keep_going: bool = False
     log_dir: Path | None = None
+    stdin: str = "none"
     color: bool | None = None
     settings: Mapping[str, str] = field(default_factory=dict)
 
@@ -60,6 +64,23 @@ class RunOptions:
         if self.num_ranks not in (None, plan.size):
             raise ConfigError(f"-n {self.num_ranks} contradicts -H {self.hosts!r}, which has {plan.size} ranks")
         return plan
+
+    def readers(self, plan: Plan) -> range:
+        """The ranks of this host that get what the launcher reads.
+
+        Raises:
+            ConfigError: there is no such rank.
+        """
+        if self.stdin == "all":
+            return plan.ranks
+        if self.stdin == "none":
+            return range(0)
+        if not (self.stdin.isascii() and self.stdin.isdigit() and len(self.stdin) <= _MAX_DIGITS):
+            raise ConfigError(f"--stdin {self.stdin!r} must be all, none, or a rank")
+        rank = int(self.stdin)
+        if rank >= plan.size:
+            raise ConfigError(f"--stdin {rank}: there are ranks 0 to {plan.size - 1}")
+        return range(rank, rank + 1) if rank in plan.ranks else range(0)
 
     def store_port(self) -> int:
         """The port at which the first host's launcher serves the store; 0 for any."""
@@ -101,6 +122,6 @@ def rank_environ(
         "KFCOMM_LOCAL_SIZE": str(len(plan.ranks)),
         "KFCOMM_STORE": store,
         "KFCOMM_SERVE": "0",
-        "KFCOMM_TOKEN": os.fsdecode(token),
+        "KFCOMM_TOKEN": as_text(token),
         JOB: job,
     }

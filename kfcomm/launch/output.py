@@ -9,23 +9,39 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import select
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 
 from kfcomm.launch.screen import Screen, Stream, Writes
 
 _READ_NBYTES = 1 << 16
 
 
-class Output:
-    """Where everything is written. ``on_broken`` is called once, when nobody reads any more (``| head``)."""
+_AT_ONCE_NBYTES = 4096
+"""A pipe that can be written takes as many without waiting (PIPE_BUF)."""
+_LOOK_EVERY_MS = 100
 
-    def __init__(self, screen: Screen, descriptors: dict[Stream, int], on_broken: Callable[[], None]) -> None:
+_NAMES = {Stream.OUT: "standard output", Stream.ERR: "standard error"}
+_OTHER = {Stream.OUT: Stream.ERR, Stream.ERR: Stream.OUT}
+
+
+class Output:
+    """Where everything is written. ``on_broken`` is called once, when nobody reads any more (``| head``).
+
+    What else keeps something from being written (a full disk, a closed descriptor) is no harm to the job: it is
+    dropped, counted and told on the other stream, at first and in the end.
+    """
+
+    def __init__(self, screen: Screen, on_broken: Callable[[], None], descriptors: Mapping[Stream, int]) -> None:
         self._screen = screen
         self._descriptors = descriptors
         self._on_broken = on_broken
         self._broken = False
+        self._abandoned = False
+        self._dropped = {stream: Dropped(_NAMES[stream]) for stream in Stream}
         self._lock = asyncio.Lock()
 
     async def feed(self, rank: int, stream: Stream, data: bytes) -> None:
@@ -38,18 +54,109 @@ class Output:
         async with self._lock:
             await self._write(self._screen.say(text))
 
+    async def finish(self) -> None:
+        """Say how much could not be written."""
+        for stream, dropped in self._dropped.items():
+            if dropped.nbytes:
+                async with self._lock:
+                    await self._write([(_OTHER[stream], f"kfcomm: {dropped.total()}\n".encode())])
+
+    def answered(self) -> None:
+        """A line was typed at the terminal: what stands there is no incomplete line any more."""
+        self._screen.answered()
+
+    def abandon(self) -> None:
+        """From now on wait for no terminal or pager that takes nothing."""
+        self._abandoned = True
+
     async def _write(self, writes: Writes) -> None:
         if not writes or self._broken:
             return
         try:
             await asyncio.to_thread(self._write_now, writes)
-        except OSError:
+        except BrokenPipeError:
             self._broken = True
             self._on_broken()
 
     def _write_now(self, writes: Writes) -> None:
         for stream, data in writes:
-            _write_all(self._descriptors[stream], data)
+            try:
+                self._write_all(self._descriptors[stream], data)
+            except BrokenPipeError:
+                raise
+            except OSError as error:
+                first = self._dropped[stream].add(len(data), error)
+                if first is not None:
+                    with contextlib.suppress(OSError):
+                        self._write_all(self._descriptors[_OTHER[stream]], f"kfcomm: {first}\n".encode())
+
+    def _write_all(self, descriptor: int, data: bytes) -> None:
+        """Write to a descriptor that may belong to others, too: whether or not it waits is theirs to say."""
+        view = memoryview(data)
+        poll = select.poll()
+        poll.register(descriptor, select.POLLOUT)
+        while view:
+            if poll.poll(0 if self._abandoned else _LOOK_EVERY_MS):
+                with contextlib.suppress(BlockingIOError):
+                    view = view[os.write(descriptor, view[:_AT_ONCE_NBYTES]) :]
+            elif self._abandoned:
+                raise TimeoutError(errno.ETIMEDOUT, "nobody takes it")
+
+
+class Dropped:
+    """Counts what could not be written to one place."""
+
+    def __init__(self, name: str) -> None:
+        self.nbytes = 0
+        self._name = name
+        self._reason = ""
+
+    def add(self, nbytes: int, error: OSError) -> str | None:
+        """Count; returns what is to be told, the first time."""
+        is_first = self.nbytes == 0
+        self.nbytes += nbytes
+        self._reason = error.strerror or str(error)
+        return f"{self._name} cannot be written ({self._reason}): it is dropped, the job goes on" if is_first else None
+
+    def total(self) -> str:
+        """What is to be told in the end."""
+        return f"{self.nbytes} bytes of {self._name} could not be written ({self._reason})"
+
+
+class Log:
+    """The file that keeps what one rank writes."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb", buffering=0)
+        self.dropped = Dropped(str(path))
+
+    def write(self, data: bytes) -> str | None:
+        """Write it; what cannot be is dropped. Returns what is to be told of that, the first time."""
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[self._file.write(view) :]
+        except OSError as error:
+            return self.dropped.add(len(view), error)
+        return None
+
+    def close(self) -> None:
+        """Close the file."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+def open_standard_descriptors() -> None:
+    """See to it that 0, 1 and 2 are open, lest a socket or a file takes a number to which the ranks' output goes.
+
+    One that was closed can be read, with nothing in it, and not be written, as before.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            # the lowest number that is free is this one
+            os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
 
 class Pump:
@@ -94,13 +201,3 @@ class Pump:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        try:
-            view = view[os.write(descriptor, view) :]
-        except BlockingIOError:
-            # another program has made the terminal non-blocking
-            select.select([], [descriptor], [])

@@ -13,18 +13,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kfcomm.errors import KfcommError
 from kfcomm.launch import guardian
 
+_PR_SET_PDEATHSIG = 1
 NOT_EXECUTABLE = 126
 NOT_FOUND = 127
 
@@ -53,16 +56,6 @@ def find_program(command: Sequence[str], path: str | None) -> str:
     raise CommandError(f"{name}: command not found{hint}", NOT_FOUND)
 
 
-def describe_exit(code: int) -> str:
-    """How a process ended, from its return code (negative: minus the signal)."""
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"killed by signal {-code}"
-
-
 def shell_code(code: int) -> int:
     """The return code as a shell gives it: 128 + n for signal n."""
     return code if code >= 0 else 128 - code
@@ -78,8 +71,10 @@ class Child:
     err: int
 
     @classmethod
-    def start(cls, program: str, command: Sequence[str], environ: Mapping[str, str]) -> Child:
-        """Start ``command`` in a process group of its own, with nothing to read, from a terminal neither.
+    def start(
+        cls, program: str, command: Sequence[str], environ: Mapping[str, str], stdin: int = subprocess.DEVNULL
+    ) -> Child:
+        """Start ``command`` in a process group of its own, which can read nothing from a terminal.
 
         Raises:
             CommandError: the kernel does not run the file.
@@ -92,10 +87,11 @@ class Child:
                     command,
                     executable=program,
                     env=environ,
-                    stdin=subprocess.DEVNULL,
+                    stdin=stdin,
                     stdout=out_end,
                     stderr=err_end,
                     process_group=0,
+                    preexec_fn=_bound_to_this(),
                 )
         except OSError as error:
             os.close(out)
@@ -131,6 +127,27 @@ class Child:
         self.popen.wait()
         for descriptor in (self.descriptor, self.out, self.err):
             os.close(descriptor)
+
+
+def _bound_to_this() -> Callable[[], None] | None:
+    """What a new process does before it runs its program: have the kernel kill it when this one dies.
+
+    It is for the case that the guardian is killed as well; the process alone is killed, not what it has started, and a
+    program that changes its user loses it (prctl(2)). The kernel means the thread that forks: only the main thread
+    lives as long as the process.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    prctl = ctypes.CDLL(None).prctl
+    this = os.getpid()
+
+    def bind() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != this:
+            # it died in between
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return bind
 
 
 class Guardian:
@@ -186,13 +203,24 @@ async def readable(descriptor: int) -> None:
     """Wait until a descriptor can be read; for a process's descriptor, until the process has ended."""
     loop = asyncio.get_running_loop()
     waiter: asyncio.Future[None] = loop.create_future()
-
-    def wake() -> None:
-        if not waiter.done():
-            waiter.set_result(None)
-
-    loop.add_reader(descriptor, wake)
+    loop.add_reader(descriptor, _wake, waiter)
     try:
         await waiter
     finally:
         loop.remove_reader(descriptor)
+
+
+async def writable(descriptor: int) -> None:
+    """Wait until a descriptor can be written, or never again."""
+    loop = asyncio.get_running_loop()
+    waiter: asyncio.Future[None] = loop.create_future()
+    loop.add_writer(descriptor, _wake, waiter)
+    try:
+        await waiter
+    finally:
+        loop.remove_writer(descriptor)
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

@@ -13,41 +13,39 @@ import os
 import secrets
 import shutil
 import signal
-import sys
+import textwrap
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from socket import socket
-from typing import BinaryIO, Protocol
 
 from kfcomm.errors import ConfigError, RendezvousError
+from kfcomm.launch.blame import Blame
+from kfcomm.launch.farewells import Farewells
+from kfcomm.launch.feeding import Feed
 from kfcomm.launch.hosts import Plan
-from kfcomm.launch.options import RunOptions, rank_environ
-from kfcomm.launch.output import Output, Pump
-from kfcomm.launch.process import Child, Guardian, describe_exit, find_program
+from kfcomm.launch.hosts_heard import company, watch_hosts
+from kfcomm.launch.options import LAUNCHER, RunOptions, rank_environ
+from kfcomm.launch.output import Log, Output, Pump
+from kfcomm.launch.process import Child, Guardian, find_program
 from kfcomm.launch.screen import Look, Screen, Stream
+from kfcomm.launch.streams import Display, Streams
 from kfcomm.launch.supervisor import Exits, Supervisor, Verdict
 from kfcomm.monitor import serving
 from kfcomm.plugins import check
+from kfcomm.rendezvous.board import Why, describe_exit
 from kfcomm.rendezvous.client import StoreClient
 from kfcomm.rendezvous.interfaces import choose_address
 from kfcomm.rendezvous.listening import listen, url_of
 from kfcomm.rendezvous.settings import Settings, detect, store_url
 from kfcomm.rendezvous.worlds import DEFAULT_PORT
 
+_DESCRIPTORS = {Stream.OUT: 1, Stream.ERR: 2}
 _FAREWELL_S = 5.0
+_LEAST_LOST_AFTER_S = 3.0
+"""Launchers ask the store once a second."""
+_MAX_SUMMARY = 160
 _LAUNCHERS = "launchers"
-
-
-class Display(Protocol):
-    """Where the output of the ranks goes."""
-
-    async def feed(self, rank: int, stream: Stream, data: bytes) -> None:
-        """What a rank has written; nothing at the end of the stream."""
-
-    async def say(self, text: str) -> None:
-        """A line of the launcher's own."""
 
 
 async def run(options: RunOptions, environ: Mapping[str, str], display: Display | None = None) -> int:
@@ -69,9 +67,9 @@ async def run(options: RunOptions, environ: Mapping[str, str], display: Display 
     settings = job.check()
     if job.plan.here == 0:
         with listen(job.plan.address, options.store_port()) as listener:
-            return await _run_ranks(job, url_of(listener), _served(job, listener), display)
+            return await _run_ranks(job, url_of(listener), functools.partial(_served, job, listener, settings), display)
     async with _joined(job, settings) as client:
-        return await _run_ranks(job, client.url, contextlib.nullcontext(client), display)
+        return await _run_ranks(job, client.url, lambda _: contextlib.nullcontext(client), display)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +83,9 @@ class _Job:
     mark: str
     environ: Mapping[str, str]
 
-    def environ_of(self, rank: int, store: str) -> dict[str, str]:
-        return rank_environ(self.environ, self.options, self.plan, rank, store=store, token=self.token, job=self.mark)
+    def environ_of(self, rank: int, store: str, launcher: str = "") -> dict[str, str]:
+        place = rank_environ(self.environ, self.options, self.plan, rank, store=store, token=self.token, job=self.mark)
+        return {**place, LAUNCHER: launcher}
 
     def check(self) -> Settings:
         """Find here, once, what every rank would find wrong."""
@@ -100,17 +99,33 @@ class _Job:
 
 
 @contextlib.asynccontextmanager
-async def _served(job: _Job, listener: socket) -> AsyncIterator[Exits]:
+async def _served(job: _Job, listener: socket, settings: Settings, interrupted: asyncio.Event) -> AsyncIterator[Exits]:
     """The store, on the first host."""
     from kfcomm.rendezvous.store import StoreServer  # and the library of HTTP: the ranks have been started by now
 
     server = await StoreServer.serve(listener, token=job.token)
+    watching = asyncio.create_task(
+        watch_hosts(
+            job.plan,
+            server.board,
+            _LAUNCHERS,
+            come_within_s=settings.timeout_s,
+            lost_after_s=max(settings.lost_after_s, _LEAST_LOST_AFTER_S),
+        )
+    )
     try:
         yield server
         # the launchers of the other hosts still have to learn how it ended
-        others, wait_s = len(job.plan.hosts) - 1, job.options.grace_s + _FAREWELL_S
-        await server.board.collect(_LAUNCHERS, others, None, wait_s)
+        others, wait_s = len(company(job.plan, server.board)), job.options.grace_s + _FAREWELL_S
+        learnt = asyncio.ensure_future(server.board.collect(_LAUNCHERS, others, None, wait_s))
+        hurried = asyncio.ensure_future(interrupted.wait())
+        await asyncio.wait((learnt, hurried), return_when=asyncio.FIRST_COMPLETED)
+        for waiting in (learnt, hurried):
+            waiting.cancel()
+        await asyncio.gather(learnt, hurried, return_exceptions=True)
     finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
         await server.close()
 
 
@@ -120,98 +135,109 @@ async def _joined(job: _Job, settings: Settings) -> AsyncIterator[StoreClient]:
     url = store_url(job.plan.hosts[0].address, job.options.store_port())
     client = StoreClient(url, job.token, timeout_s=settings.timeout_s)
     try:
-        await client.find(_LAUNCHERS)
+        await client.arrive(job.plan.here)
         yield client
-        with contextlib.suppress(RendezvousError):
-            await client.claim(f"{_LAUNCHERS}/{job.plan.here}", b"", timeout_s=_FAREWELL_S)
+        with contextlib.suppress(RendezvousError, TimeoutError):
+            async with asyncio.timeout(_FAREWELL_S):
+                await client.claim(f"{_LAUNCHERS}/{job.plan.here}", b"", timeout_s=_FAREWELL_S)
     finally:
         await client.close()
 
 
-async def _run_ranks(job: _Job, url: str, store: AbstractAsyncContextManager[Exits], display: Display | None) -> int:
+async def _run_ranks(
+    job: _Job, url: str, store: Callable[[asyncio.Event], AbstractAsyncContextManager[Exits]], display: Display | None
+) -> int:
     """Start the ranks of this host, watch them to their end, and leave nothing of them behind.
 
     Args:
         job: what they are.
         url: of the store.
-        store: entered once they have been started.
+        store: entered once they have been started; told of signals.
         display: see `run`.
     """
     children: dict[int, Child] = {}
-    supervisor = Supervisor(job.plan.size, children, job.options.grace_s, job.options.keep_going)
-    output = display or Output(_screen(job), _descriptors(), lambda: supervisor.interrupt(signal.SIGPIPE))
+    blame = Blame(job.plan.size)
+    host = job.plan.here if len(job.plan.hosts) > 1 else None
+    supervisor = Supervisor(blame, children, job.options.grace_s, job.options.keep_going, host)
+    output = Output(_screen(job), lambda: supervisor.interrupt(signal.SIGPIPE), _DESCRIPTORS)
     with contextlib.ExitStack() as stack:
-        logs = {rank: stack.enter_context(_log(job.options.log_dir, rank)) for rank in job.plan.ranks}
-        stack.enter_context(_hearing(supervisor.interrupt))
+        streams = stack.enter_context(contextlib.closing(Streams(display or output, _logs(job), supervisor)))
+        farewells = stack.enter_context(contextlib.closing(Farewells(job.plan.ranks, streams.heard)))
+        supervisor.listen = streams.listen = farewells.drain
+        interrupted = stack.enter_context(_hearing(supervisor, output.abandon))
+        feed = stack.enter_context(contextlib.closing(Feed(job.options.readers(job.plan), output.answered)))
         guardian = Guardian(job.mark, job.environ)
         try:
             for rank in job.plan.ranks:
-                children[rank] = Child.start(job.program, job.options.command, job.environ_of(rank, url))
+                environ = job.environ_of(rank, url, farewells.address)
+                with feed.open_for(rank) as stdin:
+                    children[rank] = Child.start(job.program, job.options.command, environ, stdin)
                 stack.callback(children[rank].close)
                 guardian.watch(children[rank])
             pumps = [
-                Pump(descriptor, functools.partial(_relay, output, logs[rank], rank, stream))
+                Pump(descriptor, functools.partial(streams.relay, rank, stream))
                 for rank, child in children.items()
                 for stream, descriptor in ((Stream.OUT, child.out), (Stream.ERR, child.err))
             ]
-            async with store as exits:
+            async with store(interrupted) as exits:
                 async with asyncio.TaskGroup() as tasks:
                     for pump in pumps:
                         tasks.create_task(pump.run())
+                    feeding = tasks.create_task(feed.run())
                     verdict = await supervisor.watch(exits)
+                    feeding.cancel()
                     await guardian.finish()
                     for pump in pumps:
                         pump.finish()
+                await streams.finish(verdict)
                 if (summary := _summary(verdict, job, children)) is not None:
-                    await output.say(summary)
+                    await streams.say(summary)
+                await output.finish()
         finally:
             await guardian.finish()
     return verdict.exit_code
 
 
-async def _relay(output: Display, log: BinaryIO | None, rank: int, stream: Stream, data: bytes) -> None:
-    if log is not None:
-        log.write(data)
-    await output.feed(rank, stream, data)
-
-
-@contextlib.contextmanager
-def _log(folder: Path | None, rank: int) -> Iterator[BinaryIO | None]:
-    """The log file of a rank, unbuffered; None without a folder."""
+def _logs(job: _Job) -> dict[int, Log]:
+    """The log files of the ranks; none without a folder."""
+    folder = job.options.log_dir
     if folder is None:
-        yield None
-        return
+        return {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / f"rank-{rank}.log").open("wb", buffering=0)
+        return {rank: Log(folder / f"rank-{rank}.log") for rank in job.plan.ranks}
     except OSError as error:
         raise ConfigError(f"--log-dir {str(folder)!r} cannot be written: {error.strerror}") from error
-    with file:
-        yield file
 
 
 @contextlib.contextmanager
-def _hearing(interrupt: Callable[[int], None]) -> Iterator[None]:
-    """Have signals call ``interrupt``; hanging up is left ignored where it is (nohup)."""
+def _hearing(supervisor: Supervisor, abandon: Callable[[], None]) -> Iterator[asyncio.Event]:
+    """Have signals end the ranks; hanging up is left ignored where it is (nohup).
+
+    Output that nobody takes is waited for as long as the ranks are. Yields what tells of the first signal.
+    """
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
     loop = asyncio.get_running_loop()
+    interrupted = asyncio.Event()
+
+    def hear(number: int) -> None:
+        loop.call_later(0 if interrupted.is_set() else supervisor.grace_s, abandon)
+        interrupted.set()
+        supervisor.interrupt(number)
+
     for number in numbers:
-        loop.add_signal_handler(number, interrupt, number)
+        loop.add_signal_handler(number, hear, number)
     try:
-        yield
+        yield interrupted
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
 
 
-def _descriptors() -> dict[Stream, int]:
-    return {Stream.OUT: sys.stdout.fileno(), Stream.ERR: sys.stderr.fileno()}
-
-
 def _screen(job: _Job) -> Screen:
-    terminals = frozenset(stream for stream, descriptor in _descriptors().items() if os.isatty(descriptor))
+    terminals = frozenset(stream for stream, descriptor in _DESCRIPTORS.items() if os.isatty(descriptor))
     color = job.options.color
     if color is None:
         color = Stream.OUT in terminals and not job.environ.get("NO_COLOR")
@@ -226,7 +252,15 @@ def _summary(verdict: Verdict, job: _Job, children: Mapping[int, Child]) -> str 
         return f"the launcher on {job.plan.hosts[0].address} went away; the ranks of this host were ended"
     if verdict.failed is None:
         return None
-    rank, code = verdict.failed
-    where = f"pid {children[rank].pid}" if rank in children else "on another host"
+    failed = verdict.failed
+    if failed.why in (Why.SILENT, Why.ABSENT):
+        return _missed(failed.why, job.plan.address_of(failed.rank))
+    where = f"pid {children[failed.rank].pid}" if failed.rank in children else "on another host"
     rest = "" if job.plan.size == 1 else "; the others ran on" if job.options.keep_going else "; the others were ended"
-    return f"rank {rank} ({where}) failed first: {describe_exit(code)}{rest}"
+    why = f" ({textwrap.shorten(failed.summary, _MAX_SUMMARY)})" if failed.summary else ""
+    return f"rank {failed.rank} ({where}) failed first: {describe_exit(failed.code)}{why}{rest}"
+
+
+def _missed(why: Why, address: str) -> str:
+    what = "is not heard of any more" if why is Why.SILENT else "did not come"
+    return f"the launcher on {address} {what}; the job was ended"

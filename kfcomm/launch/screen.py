@@ -76,6 +76,12 @@ class Screen:
         rest = _visible(self._pending.pop((rank, stream), b""))
         return list(self._lines(rank, stream, [rest] if rest else []))
 
+    def answered(self) -> None:
+        """A line was typed at the terminal, after the incomplete one that is shown, a prompt: that is a line now."""
+        if self._shown is not None:
+            self._pending.pop(self._shown, None)
+            self._shown = None
+
     def say(self, text: str) -> Writes:
         """A line of the launcher's own, to the error stream."""
         return [*self._wipe(), (Stream.ERR, f"kfcomm: {text}\n".encode())]
@@ -105,7 +111,8 @@ class Screen:
         """The incomplete line of a source, without escapes, cut to one row."""
         text = _ESCAPE.sub("", _visible(self._pending.get(source, b"")).decode(errors="replace"))
         room = self._look.columns - len(f"[{self._look.size - 1}] ") - 1
-        return text[: max(room, 0)].rstrip()
+        shown = text[: max(room, 0)]
+        return shown if shown.strip() else ""
 
     def _wipe(self) -> Iterator[tuple[Stream, bytes]]:
         if self._shown is not None:

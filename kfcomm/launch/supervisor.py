@@ -1,7 +1,7 @@
 """The life of a job: its ranks are started, watched, and ended together.
 
-- The first rank to fail, on any host, gives the job its exit code, and the others are asked to end (unless the
-  job keeps going). What has not ended after the grace is killed.
+- The first rank to fail, on any host (see `blame`), gives the job its exit code, and the others are asked to end
+  (unless the job keeps going). What has not ended after the grace is killed.
 - A signal to the launcher is passed on to every rank's group; a second one kills at once.
 - Each end is reported to the store, so that peers learn of it even where something else keeps the sockets open.
 - When `run` returns, no process of the job is left on this host; nor if the launcher is killed (see `guardian`).
@@ -11,23 +11,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import signal
-from collections.abc import AsyncIterator, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from kfcomm.errors import RendezvousError
+from kfcomm.launch.blame import Blame, Failure
 from kfcomm.launch.process import Child, shell_code
+from kfcomm.rendezvous.board import Exit, Why
+
+_REPORT_WITHIN_S = 1.0
 
 
 class Exits(Protocol):
     """Where ends are reported and learnt of: the store, or a client of it."""
 
-    async def report_exit(self, rank: int, code: int) -> None:
+    async def report_exit(self, end: Exit) -> None:
         """Report the end of a rank."""
 
-    def watch_exits(self) -> AsyncIterator[tuple[int, int]]:
-        """Rank and return code of each that has ended or ends; ends when the store does."""
+    def watch_exits(self, host: int | None = None) -> AsyncIterator[Exit]:
+        """The end of each rank that has ended or ends; ends when the store does."""
         ...
 
 
@@ -36,12 +42,12 @@ class Verdict:
     """How a job ended; the first cause stands.
 
     Attributes:
-        failed: the rank that failed first and its return code.
+        failed: the rank that failed first.
         signal: the signal by which the launcher was asked to end.
         lost: whether the first host's launcher went away while ranks were running.
     """
 
-    failed: tuple[int, int] | None = None
+    failed: Failure | None = None
     signal: int | None = None
     lost: bool = False
 
@@ -56,7 +62,7 @@ class Verdict:
         if self.signal is not None:
             return 128 + self.signal
         if self.failed is not None:
-            return shell_code(self.failed[1])
+            return shell_code(self.failed.code)
         return int(self.lost)
 
 
@@ -65,19 +71,25 @@ class Supervisor:
     """Watches the ranks of one host.
 
     Attributes:
-        size: number of ranks of the job.
+        blame: who failed first, of the ranks of the job.
         children: the ranks on this host.
         grace_s: seconds between asking and killing.
         keep_going: whether the others run on when one fails.
+        host: position of this host among those of the job; None if it is the only one.
+        listen: called before a rank's end is judged, to hear what it said before.
+        ended: return codes of the ranks that have ended, of all hosts.
     """
 
-    size: int
+    blame: Blame
     children: Mapping[int, Child]
     grace_s: float
     keep_going: bool
+    host: int | None = None
+    listen: Callable[[], None] = lambda: None
     verdict: Verdict = field(default_factory=Verdict)
-    _ended: dict[int, int] = field(default_factory=dict)
+    ended: dict[int, int] = field(default_factory=dict)
     _killer: asyncio.TimerHandle | None = None
+    _judge: asyncio.TimerHandle | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def watch(self, exits: Exits) -> Verdict:
@@ -89,53 +101,84 @@ class Supervisor:
         try:
             async with asyncio.TaskGroup() as tasks:
                 watcher = tasks.create_task(self._watch_others(exits))
-                for rank, child in self.children.items():
-                    tasks.create_task(self._follow(rank, child, exits))
+                follows = [tasks.create_task(self._follow(rank, child, exits)) for rank, child in self.children.items()]
                 while not self._is_over(watcher):
                     await self._changed.wait()
                     self._changed.clear()
                 watcher.cancel()
+                if self.verdict.signal is not None:
+                    # whoever asked for the end does not wait for a host that does not answer
+                    for follow in follows:
+                        asyncio.get_running_loop().call_later(_REPORT_WITHIN_S, follow.cancel)
         finally:
-            if self._killer is not None:
-                self._killer.cancel()
+            for timer in (self._killer, self._judge):
+                if timer is not None:
+                    timer.cancel()
+        if self.verdict.is_open and isinstance(failure := self.blame.verdict(math.inf), Failure):
+            self.verdict.failed = failure
         return self.verdict
 
     def interrupt(self, number: int) -> None:
         """The launcher was asked to end by a signal: pass it on; if the ranks are ending already, kill."""
         if self.verdict.is_open:
             self.verdict.signal = number
+            self._changed.set()
         # Python programs ignore SIGPIPE, and it was not they who wrote where nobody reads
         self._end(signal.SIGTERM if number == signal.SIGPIPE else number)
 
     def _is_over(self, watcher: asyncio.Task[None]) -> bool:
-        if not self._ended.keys() >= self.children.keys():
+        if not self.ended.keys() >= self.children.keys():
             return False
         given_up = not self.verdict.is_open and not (self.keep_going and self.verdict.failed)
-        return given_up or len(self._ended) == self.size or watcher.done()
+        return given_up or len(self.ended) == self.blame.size or watcher.done()
 
     async def _follow(self, rank: int, child: Child, exits: Exits) -> None:
         code = await child.ended()
-        self._note(rank, code)
+        self.listen()
+        said = self.blame.said(rank)
+        why = Why.ELSEWHERE if said is not None and said.is_elsewhere else Why.ITSELF
+        self._note(Exit(rank, code, why))
         with contextlib.suppress(RendezvousError):
-            await exits.report_exit(rank, code)
+            await exits.report_exit(Exit(rank, code, why))
 
     async def _watch_others(self, exits: Exits) -> None:
-        async for rank, code in exits.watch_exits():
-            self._note(rank, code)
-        if not self._ended.keys() >= self.children.keys() and self.verdict.is_open:
+        async for end in exits.watch_exits(self.host):
+            if end.rank not in self.children:
+                self._note(end)
+            elif end.why in (Why.SILENT, Why.ABSENT) and self.verdict.is_open:
+                # the first host has given this one up
+                self.verdict.failed = Failure(end.rank, end.code, _now_s(), Why(end.why))
+                self._end(signal.SIGTERM)
+        if not self.ended.keys() >= self.children.keys() and self.verdict.is_open:
             self.verdict.lost = True
             self._end(signal.SIGTERM)
         self._changed.set()
 
-    def _note(self, rank: int, code: int) -> None:
-        if rank in self._ended:
+    def _note(self, end: Exit) -> None:
+        if end.rank in self.ended:
             return
-        self._ended[rank] = code
+        self.ended[end.rank] = end.code
         self._changed.set()
-        if code != 0 and self.verdict.is_open:
-            self.verdict.failed = rank, code
-            if not self.keep_going:
-                self._end(signal.SIGTERM)
+        if self.verdict.is_open:
+            self.blame.ended(end, _now_s())
+            self._judge_now()
+
+    def _judge_now(self) -> None:
+        """See whether it is known who failed first; else look again when it must be."""
+        if self._judge is not None:
+            self._judge.cancel()
+            self._judge = None
+        if not self.verdict.is_open:
+            return
+        self.listen()
+        match self.blame.verdict(_now_s()):
+            case Failure() as failure:
+                self.verdict.failed = failure
+                self._changed.set()
+                if not self.keep_going:
+                    self._end(signal.SIGTERM)
+            case float(due_s):
+                self._judge = asyncio.get_running_loop().call_at(due_s, self._judge_now)
 
     def _end(self, number: int) -> None:
         """Ask the ranks to end, and see to it that they do."""
@@ -147,5 +190,10 @@ class Supervisor:
 
     def _send(self, number: int) -> None:
         for rank, child in self.children.items():
-            if rank not in self._ended:
+            if rank not in self.ended:
                 child.send(number)
+
+
+def _now_s() -> float:
+    """The host's monotonic clock, which is the loop's, too."""
+    return time.monotonic()

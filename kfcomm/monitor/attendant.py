@@ -1,8 +1,8 @@
 """A thread that answers whoever connects: asleep until then, and gone without trace when it is stopped.
 
 It sleeps in accept(2), so it costs nothing while nobody asks, and a program that keeps its event loop busy, or blocks
-it, is answered for all the same. Each connection has a thread for as long as it takes, a few of them at a time, so
-that one who connects and says nothing holds up nobody else.
+it, is answered for all the same. Each connection has a thread for as long as it takes, seconds at most, a few of them
+at a time: for one more the oldest is cut, of the address that has most of them, so that nobody keeps others out.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import socket
 import threading
 from collections.abc import Callable
 
+from kfcomm.core.strangers import Strangers
+
 MAX_AT_ONCE = 8
-"""Connections; who comes when so many are open is hung up on."""
+"""Connections; for one more, one of these is hung up on."""
 PATIENCE_S = 5.0
-"""For each read and write of a connection."""
+"""For a connection, from its first byte to its last."""
 BREATHER_S = 0.1
 """After a connection that could not be accepted."""
 
@@ -35,6 +37,7 @@ class Attendant:
         self._name = name
         self._lock = threading.Lock()
         self._open: dict[socket.socket, threading.Thread] = {}
+        self._strangers: Strangers[socket.socket] = Strangers(MAX_AT_ONCE, MAX_AT_ONCE)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._accept, name=name, daemon=True)
         self._thread.start()
@@ -54,32 +57,44 @@ class Attendant:
         self._thread.join()
         self._listener.close()
         for sock, thread in serving:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+            _cut(sock)
             thread.join()
 
     def _accept(self) -> None:
         while not self._stopped.is_set():
             try:
-                sock, _ = self._listener.accept()
+                sock, address = self._listener.accept()
             except OSError:  # it was stopped; or there are too many open files
                 self._stopped.wait(BREATHER_S)
                 continue
             sock.settimeout(PATIENCE_S)
             thread = threading.Thread(target=self._attend, args=(sock,), name=self._name, daemon=True)
             with self._lock:
-                is_welcome = len(self._open) < MAX_AT_ONCE and not self._stopped.is_set()
-                if is_welcome:
-                    self._open[sock] = thread
-                    thread.start()
-            if not is_welcome:
-                sock.close()
+                if self._stopped.is_set():
+                    sock.close()
+                    return
+                too_many = self._strangers.came(sock, address[0] if isinstance(address, tuple) else "")
+                if too_many is not None:
+                    _cut(too_many)
+                self._open[sock] = thread
+                thread.start()
 
     def _attend(self, sock: socket.socket) -> None:
+        late = threading.Timer(PATIENCE_S, _cut, (sock,))
+        late.start()
         try:
             with contextlib.suppress(OSError):
                 self._serve(sock)
         finally:
+            late.cancel()
+            late.join()
             with self._lock:
+                self._strangers.gone(sock)
                 del self._open[sock]
                 sock.close()
+
+
+def _cut(sock: socket.socket) -> None:
+    """Have the thread that serves it find the connection closed."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)

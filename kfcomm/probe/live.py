@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kfcomm.collectives.group import Group, check_timeout
+from kfcomm.collectives.group import Group
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.plans import Plan, Planner
 from kfcomm.core.collective import GroupView
@@ -23,8 +23,9 @@ from kfcomm.probe.schedule import Slot, slots_of
 from kfcomm.probe.wire import MOST_NBYTES, MOST_ROUNDS, PROBE_KEY, Way, fold_s_per_byte, follow, lead, pair_id
 from kfcomm.runtime.engine import Engine
 from kfcomm.runtime.operation import Array
+from kfcomm.sizes import seconds_of
 from kfcomm.strategies import build
-from kfcomm.types import Layout
+from kfcomm.types import Layout, Seconds
 
 _GRACE = 1.5
 """Ranks wait for a pair this many times as long as the pair itself may take: it has more to tell when it fails."""
@@ -45,14 +46,14 @@ class Prober:
         others = [rank for rank in range(view.size) if rank != view.rank]
         return {pair_id(view, *ends) for rank in others for ends in ((rank, view.rank), (view.rank, rank))}
 
-    async def run(self, nbytes: int, rounds: int, timeout_s: float | None) -> Probe:
+    async def run(self, nbytes: int, rounds: int, timeout: Seconds | None) -> Probe:
         """See ``Communicator.probe``."""
         number = self._calls
         self._calls += 1
         async with self._turn:
             once = _Once(self._group, self._slots, number)
             try:
-                return await once.run(nbytes, rounds, timeout_s)
+                return await once.run(nbytes, rounds, timeout)
             except BaseException as error:
                 once.fail(error)
                 raise
@@ -72,8 +73,9 @@ class _Once:
         self._row = np.zeros((4, size))
         self._row[1, group.view.rank] = np.inf
 
-    async def run(self, nbytes: int, rounds: int, timeout_s: float | None) -> Probe:
-        _check(nbytes, rounds, timeout_s)
+    async def run(self, nbytes: int, rounds: int, timeout: Seconds | None) -> Probe:
+        _check(nbytes, rounds)
+        timeout_s = seconds_of(timeout)
         limit_s = self._group.timeout_s if timeout_s is None else timeout_s
         plan = self._group.plans.barrier(PROBE_KEY)
         plan = replace(plan, signature=plan.signature._replace(counts=(nbytes, rounds)))  # all ranks ask for the same
@@ -158,9 +160,8 @@ class _Once:
         return rows
 
 
-def _check(nbytes: int, rounds: int, timeout_s: float | None) -> None:
+def _check(nbytes: int, rounds: int) -> None:
     if type(nbytes) is not int or not 1 <= nbytes <= MOST_NBYTES:
         raise ConfigError(f"a probe begins with messages of 1 to {MOST_NBYTES} bytes, not of {nbytes!r}")
     if type(rounds) is not int or not 1 <= rounds <= MOST_ROUNDS:
         raise ConfigError(f"a probe has 1 to {MOST_ROUNDS} rounds, not {rounds!r}")
-    check_timeout(timeout_s)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from kfcomm.arrays.dtypes import Array, checked, dtype_of
+from kfcomm.arrays.dtypes import Array, checked, dtype_called, dtype_of
 from kfcomm.errors import ConfigError
 from kfcomm.reduce.base import Quiet
 from kfcomm.reduce.halves import HALVES, half_math
@@ -29,14 +29,18 @@ _CARRIED = {
 }
 
 
-def wire_dtype_of(name: Any, dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype called ``name``, if it may carry numbers of ``dtype``.
+def wire_dtype_of(given: Any, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype that is meant (see ``dtype_called``), if it may carry numbers of ``dtype``.
 
     Raises:
         ConfigError: it may not, there is no wire dtype of this name, or its package is missing.
     """
-    if not isinstance(name, str) or name not in HALVES:
-        raise ConfigError(f"wire_dtype {name!r} is unknown; known are {', '.join(sorted(_CARRIED))}")
+    try:
+        name = given if isinstance(given, str) and given in HALVES else dtype_called(given).name
+    except ConfigError:
+        name = ""
+    if name not in HALVES:
+        raise ConfigError(f"wire_dtype {given!r:.60} is unknown; known are {', '.join(sorted(_CARRIED))}")
     if checked(dtype).name not in _CARRIED[name]:
         raise ConfigError(f"wire_dtype {name} cannot carry {dtype}: it takes {', '.join(sorted(_CARRIED[name]))}")
     return dtype_of(name)

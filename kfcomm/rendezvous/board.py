@@ -8,8 +8,11 @@ those whom it can concern. The board knows nothing of HTTP or tokens.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import signal
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from enum import StrEnum
+from typing import NamedTuple, TypeVar
 
 from kfcomm.errors import LocalProtocolError
 
@@ -22,7 +25,48 @@ MAX_TOTAL_NBYTES = 1 << 26
 MAX_KEYS = 1 << 18
 MAX_EXITS = 1 << 17
 
+GONE_AFTER_S = 0.7
+"""A rank whose connection ended while it joined may ask again within this time."""
+
 _EXITS = "\0exits"
+
+
+class Why(StrEnum):
+    """Why the process of a rank ended, as far as its launcher knows."""
+
+    ITSELF = "itself"
+    ELSEWHERE = "elsewhere"
+    """It said that another rank had failed."""
+    SILENT = "silent"
+    """Nothing is known of the process: its launcher is not heard of any more."""
+    ABSENT = "absent"
+    """Its launcher never came."""
+
+
+class Exit(NamedTuple):
+    """How the process of a rank ended: its return code (negative: minus a signal), and why."""
+
+    rank: int
+    code: int
+    why: str = Why.ITSELF
+
+    def describe(self) -> str:
+        """The end in a message: ``the process of rank 1 ended (SIGKILL)``."""
+        if self.why == Why.SILENT:
+            return f"the launcher of rank {self.rank} is not heard of any more"
+        if self.why == Why.ABSENT:
+            return f"the launcher of rank {self.rank} did not come"
+        return f"the process of rank {self.rank} ended ({describe_exit(self.code)})"
+
+
+def describe_exit(code: int) -> str:
+    """A return code in words: ``exit code 3``, ``SIGKILL``."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
 
 
 class Closed(Exception):
@@ -32,20 +76,25 @@ class Closed(Exception):
 class Board:
     """Named values and exits. All methods but the waits are instantaneous.
 
+    Attributes:
+        heard_s: when the launcher of each host asked last, by its position, on the clock of the loop.
+
     Raises (all methods): `Closed` after `close`, `LocalProtocolError` for what is out of bounds.
     """
 
     def __init__(self) -> None:
+        self.heard_s: dict[int, float] = {}
         self._folders: dict[str, dict[str, bytes]] = {}
         self._num_keys = 0
         self._nbytes = 0
-        self._exits: dict[int, int] = {}
+        self._exits: dict[int, Exit] = {}
+        self._asked: dict[tuple[str, int], int] = {}
         self._waiters: dict[str, set[asyncio.Future[None]]] = {}
         self._closed = False
 
     @property
-    def exits(self) -> Mapping[int, int]:
-        """Exit codes by rank, in the order in which they were reported."""
+    def exits(self) -> Mapping[int, Exit]:
+        """The ends of processes by rank, in the order in which they were reported."""
         return self._exits
 
     def set(self, key: str, value: bytes) -> None:
@@ -73,7 +122,7 @@ class Board:
     async def get(self, key: str, wait_s: float) -> bytes | None:
         """The value of ``key``, waiting for it up to ``wait_s`` seconds; None if it has none."""
         folder, name = self._checked(key)
-        return await self._wait(folder, lambda: self._folders.get(folder, {}).get(name), wait_s)
+        return await self._wait((folder,), lambda: self._folders.get(folder, {}).get(name), wait_s)
 
     async def collect(self, folder: str, count: int, unless: str | None, wait_s: float) -> dict[str, bytes]:
         """All values of ``folder`` by name, once there are ``count`` or one named ``unless``, or time is up."""
@@ -83,21 +132,60 @@ class Board:
             values = self._folders.get(folder, {})
             return True if len(values) >= count or unless in values else None
 
-        await self._wait(folder, enough, wait_s)
+        await self._wait((folder,), enough, wait_s)
         return dict(self._folders.get(folder, {}))
 
-    def report_exit(self, rank: int, code: int) -> None:
-        """Note that the process of ``rank`` has ended; the first report of a rank stands."""
+    @property
+    def num_meeting(self) -> int:
+        """How many ranks have asked whether the world is complete."""
+        return len(self._asked)
+
+    async def meet(
+        self, folder: str, rank: int, count: int, unless: str, heeds_ends: bool, wait_s: float
+    ) -> tuple[dict[str, bytes], list[Exit]]:
+        """As `collect`, for a rank that joins there: also once a process has ended; and the ends, if it heeds them.
+
+        A rank that goes away meanwhile, and does not ask again, is told to the others as the value named ``unless``.
+        """
+        self._checked(f"{folder}/{unless}")
+        asker = folder, rank
+        self._asked[asker] = number = self._asked.get(asker, 0) + 1
+
+        def enough() -> bool | None:
+            values = self._folders.get(folder, {})
+            return True if len(values) >= count or unless in values or (heeds_ends and self._exits) else None
+
+        try:
+            await self._wait((folder, _EXITS), enough, wait_s)
+        except asyncio.CancelledError:
+            loop = asyncio.get_running_loop()
+            loop.call_later(GONE_AFTER_S, self._gone, asker, number, count, unless)
+            raise
+        return dict(self._folders.get(folder, {})), list(self._exits.values()) if heeds_ends else []
+
+    def _gone(self, asker: tuple[str, int], number: int, count: int, unless: str) -> None:
+        folder, rank = asker
+        is_complete = len(self._folders.get(folder, {})) >= count
+        if self._closed or is_complete or self._asked.get(asker) != number:
+            return
+        text = f"{rank}: rank {rank} went away while the world was joined: its connection to the store ended"
+        with contextlib.suppress(LocalProtocolError):
+            self.claim(f"{folder}/{unless}", text.encode())
+
+    def report_exit(self, end: Exit) -> None:
+        """Note that the process of a rank has ended; the first report of a rank stands."""
         if self._closed:
             raise Closed
-        if rank not in self._exits and len(self._exits) < MAX_EXITS:
-            self._exits[rank] = code
+        if end.rank not in self._exits and len(self._exits) < MAX_EXITS:
+            self._exits[end.rank] = end
             self._wake(_EXITS)
 
-    async def exits_since(self, since: int, wait_s: float) -> list[tuple[int, int]]:
-        """Exits after the first ``since``, waiting up to ``wait_s`` seconds for one."""
-        await self._wait(_EXITS, lambda: True if len(self._exits) > since else None, wait_s)
-        return list(self._exits.items())[since:]
+    async def exits_since(self, since: int, wait_s: float, host: int | None = None) -> list[Exit]:
+        """Exits after the first ``since``, waiting up to ``wait_s`` seconds for one; ``host`` if its launcher asks."""
+        if host is not None and len(self.heard_s) < MAX_EXITS:
+            self.heard_s[host] = asyncio.get_running_loop().time()
+        await self._wait((_EXITS,), lambda: True if len(self._exits) > since else None, wait_s)
+        return list(self._exits.values())[since:]
 
     def close(self) -> None:
         """End every wait with `Closed`, and refuse what comes after."""
@@ -120,24 +208,26 @@ class Board:
             if not waiter.done():
                 waiter.set_result(None)
 
-    async def _wait(self, folder: str, look: Callable[[], T | None], wait_s: float) -> T | None:
+    async def _wait(self, folders: tuple[str, ...], look: Callable[[], T | None], wait_s: float) -> T | None:
         try:
             async with asyncio.timeout(wait_s):
                 while (found := look()) is None:
-                    await self._changed(folder)
+                    await self._changed(folders)
                 return found
         except TimeoutError:
             return None
 
-    async def _changed(self, folder: str) -> None:
+    async def _changed(self, folders: tuple[str, ...]) -> None:
         if self._closed:
             raise Closed
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.setdefault(folder, set()).add(waiter)
+        for folder in folders:
+            self._waiters.setdefault(folder, set()).add(waiter)
         try:
             await waiter
         finally:
-            self._forget(folder, waiter)
+            for folder in folders:
+                self._forget(folder, waiter)
 
     def _forget(self, folder: str, waiter: asyncio.Future[None]) -> None:
         waiters = self._waiters.get(folder)

@@ -11,13 +11,14 @@ import asyncio
 import os
 import re
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import msgpack
 
+from kfcomm.core import auth
 from kfcomm.errors import RendezvousError
-from kfcomm.rendezvous.board import MAX_BODY_NBYTES
+from kfcomm.rendezvous.board import MAX_BODY_NBYTES, Exit
 from kfcomm.rendezvous.http1 import HttpClient, Response
 from kfcomm.rendezvous.settings import host_and_port
 from kfcomm.rendezvous.signing import (
@@ -33,6 +34,7 @@ from kfcomm.rendezvous.signing import (
 T = TypeVar("T")
 
 _POLL_S = 15.0
+_BEAT_S = 1.0
 _ANSWER_WITHIN_S = 10.0
 _FIRST_PAUSE_S = 0.02
 _LAST_PAUSE_S = 1.0
@@ -51,6 +53,10 @@ class StoreClient:
         token: the secret of the job.
         timeout_s: how long a request is repeated while the store cannot be reached, unless it says otherwise.
 
+    Attributes:
+        url: of the store.
+        trouble: why the last attempt to reach it failed; empty if none has.
+
     Raises (all methods): `RendezvousError` if the store cannot be reached in time (names the last cause), does
     not accept the token, does not know it, or is closing (`StoreClosed`).
     """
@@ -63,6 +69,7 @@ class StoreClient:
         self._number = 0
         self._nonce: bytes | None = None
         self._http = HttpClient(*host_and_port(url))
+        self.trouble = ""
 
     async def get(self, key: str, timeout_s: float) -> bytes:
         """The value of ``key``, waiting until somebody has set it.
@@ -104,24 +111,49 @@ class StoreClient:
             if len(values) >= count or unless in values or _now_s() >= deadline_s:
                 return values
 
-    async def report_exit(self, rank: int, code: int) -> None:
-        """Tell everybody who watches that the process of ``rank`` has ended with ``code``."""
-        await self._call("exit", {"rank": rank, "code": code}, timeout_s=_LOST_AFTER_S)
+    async def meet(
+        self, folder: str, rank: int, count: int, *, unless: str, heeds_ends: bool, timeout_s: float
+    ) -> tuple[dict[str, bytes], list[Exit]]:
+        """As `collect`, for a rank that joins there; and the ends of processes, of which one ends the wait.
 
-    async def watch_exits(self) -> AsyncIterator[tuple[int, int]]:
-        """Rank and exit code of every process that has ended or ends, as it is reported.
+        None are told to a rank that does not heed them. If this process goes away meanwhile, the others are told.
+        """
+        deadline_s = _now_s() + timeout_s
+        while True:
+            fields = {
+                "folder": folder, "rank": rank, "count": count, "unless": unless, "heeds_ends": heeds_ends,
+                "wait_s": _poll_s(deadline_s),
+            }  # fmt: skip
+            answer = _expect(list, await self._call("meet", fields, timeout_s=deadline_s - _now_s()))
+            values, ends = _expect(dict, answer[0]), [_exit(row) for row in _expect(list, answer[1])]
+            if len(values) >= count or unless in values or ends or _now_s() >= deadline_s:
+                return values, ends
+
+    async def arrive(self, host: int) -> None:
+        """Wait until the store is there, and tell it that the launcher of a host, by its position, is."""
+        await self._call("exits", {"since": 0, "wait_s": 0.0, "host": host})
+
+    async def report_exit(self, end: Exit) -> None:
+        """Tell everybody who watches that the process of a rank has ended."""
+        await self._call("exit", {"rank": end.rank, "code": end.code, "why": end.why}, timeout_s=_LOST_AFTER_S)
+
+    async def watch_exits(self, host: int | None = None) -> AsyncIterator[Exit]:
+        """The end of every process that has ended or ends, as it is reported.
+
+        The launcher of a host (``host``, its position) asks often, which tells that it is there.
 
         Ends when the store does: nobody is left who could report.
         """
         seen = 0
         while True:
             try:
-                rows = await self._call("exits", {"since": seen, "wait_s": _POLL_S}, timeout_s=_LOST_AFTER_S)
+                fields = {"since": seen, "wait_s": _POLL_S if host is None else _BEAT_S, "host": host}
+                rows = await self._call("exits", fields, timeout_s=_LOST_AFTER_S)
             except RendezvousError:
                 return
-            for rank, code in _expect(list, rows):
+            for row in _expect(list, rows):
                 seen += 1
-                yield int(rank), int(code)
+                yield _exit(row)
 
     async def close(self) -> None:
         """Close the connections; calls that are under way fail. May be called twice."""
@@ -145,9 +177,10 @@ class StoreClient:
             except OSError as error:
                 if self._http.is_closed:
                     raise RendezvousError(f"the client of the store at {self.url} is closed") from error
+                self.trouble = _cause(error)
                 if _now_s() + pause_s >= deadline_s:
                     raise RendezvousError(
-                        f"the store at {self.url} could not be reached within {max(patience_s, 0):g} s: {_cause(error)}"
+                        f"the store at {self.url} could not be reached within {max(patience_s, 0):g} s: {self.trouble}"
                     ) from error
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
@@ -161,7 +194,7 @@ class StoreClient:
             reply = await self._send(name, body, used, timeout_s)
         if reply.status == 401:
             raise RendezvousError(f"the store at {self.url} refuses this process: its token is not the job's")
-        if not is_answer_valid(self._token, used, reply.ticket, reply.status, reply.body, reply.header):
+        if not is_answer_valid(used, reply.ticket, reply.status, reply.body, reply.header):
             raise RendezvousError(f"what answers at {self.url} does not know the job's token: it is not its store")
         answer = msgpack.unpackb(reply.body)
         match reply.status:
@@ -174,8 +207,8 @@ class StoreClient:
 
     async def _send(self, name: str, body: bytes, nonce: bytes, timeout_s: float) -> _Reply:
         self._number += 1
-        ticket = Ticket(self._client, self._number, f"/v1/{name}", digest_of(body))
-        headers = {REQUEST_HEADER: request_header(self._token, nonce, ticket)}
+        ticket = Ticket(self._client, self._number, f"/v1/{name}", digest_of(body), auth.tokens(self._token)[0])
+        headers = {REQUEST_HEADER: request_header(nonce, ticket)}
         answer = await self._ask("POST", ticket.path, headers, body, timeout_s)
         return _Reply(ticket, answer.status, answer.body, answer.fields.get(ANSWER_HEADER.lower(), ""))
 
@@ -197,6 +230,11 @@ class _Reply(NamedTuple):
     status: int
     body: bytes
     header: str
+
+
+def _exit(row: Sequence[Any]) -> Exit:
+    rank, code, why = row
+    return Exit(int(rank), int(code), str(why))
 
 
 def _expect(kind: type[T], value: object) -> T:

@@ -33,9 +33,11 @@ class Gate:
         match = _HEADER.fullmatch(header)
         if match is None:
             return None
-        ticket = Ticket(match[1], int(match[2]), path, bytes.fromhex(match[3]))
-        if not auth.is_valid(self.token, self.nonce, b"request " + ticket.context, bytes.fromhex(match[4])):
+        unproven = Ticket(match[1], int(match[2]), path, bytes.fromhex(match[3]), b"")
+        token = auth.proven(self.token, self.nonce, b"request " + unproven.context, bytes.fromhex(match[4]))
+        if token is None:
             return None
+        ticket = unproven._replace(token=token)
         if ticket.client not in self._windows and len(self._windows) >= _MAX_CLIENTS:
             return None
         window = self._windows.setdefault(ticket.client, _Window())

@@ -9,25 +9,37 @@ of the second one alone; the first is not disturbed. Ranks that disagree on the 
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import secrets
 import struct
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from kfcomm.errors import ConfigError, RemoteProtocolError, RendezvousError
+from kfcomm.rendezvous.board import Exit, Why
 from kfcomm.rendezvous.identity import PeerInfo
 from kfcomm.rendezvous.interfaces import choose_address, is_loopback
 from kfcomm.rendezvous.settings import Settings, host_and_port
+from kfcomm.rendezvous.worlds import Source
 
 if TYPE_CHECKING:
     from kfcomm.rendezvous.client import StoreClient
     from kfcomm.rendezvous.store import StoreServer
+
+T = TypeVar("T")
 
 _FAULT = "fault"
 _NONCE_NBYTES = 16
 _SIZE = struct.Struct("<I")
 _MAX_SHOWN = 32
 _MAX_GENERATIONS = 1 << 16
+KEPT_FOR_S = 10.0
+"""How long a rank that serves the store and closes keeps it for the others."""
+SAID_AFTER_S = 1.0
+"""When it has waited so long it says so."""
+
+logger = logging.getLogger("kfcomm")
 
 
 async def open_store(settings: Settings) -> tuple[StoreClient, StoreServer | None]:
@@ -81,17 +93,19 @@ async def join(
 
     Raises:
         RendezvousError: another process holds the rank, the sizes or protocols differ, ranks are missing in the
-            end (all named), or the store does not answer or refuses the token.
+            end (all named), or the store does not answer or refuses the token. At once, with its ``rank``, if one
+            has ended: as its launcher says, or as the store sees from its connection.
+
+    A wait of ``stall_after_s`` is reported once, with the ranks that are missing.
     """
     wait_s = settings.timeout_s if timeout_s is None else timeout_s
-    deadline_s = _now_s() + wait_s
-    folder = _folder(await _claim(settings.size, me, client, wait_s))
+    begun_s = _now_s()
+    generation = await _reported(_claim(settings.size, me, client, wait_s), settings, client)
+    folder = _folder(generation)
     # of any two claims the later sees the earlier: a disagreement shows at once, and is told to those who wait
     await _agree_on_size(await client.collect(folder, 1, unless=_FAULT, timeout_s=0), client, folder)
-    left_s = max(0.0, deadline_s - _now_s())
-    found = await client.collect(folder, settings.size, unless=_FAULT, timeout_s=left_s)
-    world = {claim.peer.rank: claim.peer for claim in await _agree_on_size(found, client, folder)}
-    if missing := sorted(set(range(settings.size)) - world.keys()):
+    world = await _meet(settings, client, folder, begun_s, wait_s)
+    if missing := _missing(settings, world):
         raise RendezvousError(
             f"after {wait_s:g} s {len(missing)} of {settings.size} ranks have not joined at {client.url}: "
             f"missing {_abridged(missing)}; joined {_abridged(sorted(world))}"
@@ -99,6 +113,62 @@ async def join(
     peers = tuple(world[rank] for rank in range(settings.size))
     _check_protocols(me, peers)
     return peers
+
+
+async def _meet(
+    settings: Settings, client: StoreClient, folder: str, begun_s: float, wait_s: float
+) -> dict[int, PeerInfo]:
+    """The peers that have claimed their ranks, by rank: all of them, unless time is up.
+
+    Raises:
+        RendezvousError: they disagree, or a rank has ended.
+    """
+    deadline_s, report_s = begun_s + wait_s, begun_s + settings.stall_after_s
+    # ranks that the program numbers itself are not those of which the launcher speaks
+    heeds_ends = settings.source == Source.KFCOMM
+    while True:
+        left_s = max(0.0, min(deadline_s, report_s) - _now_s())
+        found, ends = await client.meet(
+            folder, settings.rank, settings.size, unless=_FAULT, heeds_ends=heeds_ends, timeout_s=left_s
+        )
+        world = {claim.peer.rank: claim.peer for claim in await _agree_on_size(found, client, folder)}
+        if len(world) >= settings.size or _now_s() >= deadline_s:
+            return world
+        if ends:
+            raise _ended(ends, world)
+        if _now_s() >= report_s:
+            report_s = math.inf
+            logger.warning(
+                "rank %d has waited for %g s to join: missing %s; joined %s", settings.rank, settings.stall_after_s,
+                _abridged(_missing(settings, world)), _abridged(sorted(world)),
+            )  # fmt: skip
+
+
+def _ended(ends: Sequence[Exit], world: Mapping[int, PeerInfo]) -> RendezvousError:
+    """Some ranks will not join any more: the error for the first of them that has no other to blame."""
+    end = min(ends, key=lambda one: one.why == Why.ELSEWHERE)
+    when = "while the others joined" if end.rank in world else "before it joined"
+    return RendezvousError(f"the world cannot be joined: {end.describe()} {when}", rank=end.rank)
+
+
+def _missing(settings: Settings, world: Mapping[int, PeerInfo]) -> list[int]:
+    return sorted(set(range(settings.size)) - world.keys())
+
+
+async def _reported(first: Coroutine[Any, Any, T], settings: Settings, client: StoreClient) -> T:
+    """What comes of the first requests; reported if the store is not reached for long."""
+
+    def report() -> None:
+        logger.warning(
+            "rank %d has not reached the store at %s for %g s: %s", settings.rank, client.url, settings.stall_after_s,
+            client.trouble or "it does not answer",
+        )  # fmt: skip
+
+    timer = asyncio.get_running_loop().call_later(settings.stall_after_s, report)
+    try:
+        return await first
+    finally:
+        timer.cancel()
 
 
 async def leave(me: PeerInfo, client: StoreClient, *, timeout_s: float = 10.0) -> int | None:
@@ -124,24 +194,39 @@ async def leave(me: PeerInfo, client: StoreClient, *, timeout_s: float = 10.0) -
     return mine[-1] if mine else None
 
 
-async def close_store(
-    settings: Settings, me: PeerInfo, client: StoreClient, server: StoreServer | None, *, timeout_s: float = 10.0
-) -> None:
-    """Leave the world and close what `open_store` opened; a store that is gone already is no error.
+async def leave_store(
+    settings: Settings, me: PeerInfo, client: StoreClient, server: StoreServer | None, *,
+    timeout_s: float | None = None,
+) -> None:  # fmt: skip
+    """Leave the world; a store that is gone already is no error.
 
-    A rank that serves the store keeps it until the others have left too, but no longer than ``timeout_s``
-    seconds.
+    A rank that serves the store waits until the others have left too, but no longer than ``timeout_s`` seconds
+    (None: `KEPT_FOR_S`), and says so if it lasts. May be cancelled.
     """
+    timeout_s = KEPT_FOR_S if timeout_s is None else timeout_s
     try:
         generation = await leave(me, client, timeout_s=timeout_s)
-        if server is not None and generation is not None:
-            await server.board.collect(_left_folder(generation), settings.size, None, timeout_s)
     except RendezvousError:
-        pass  # with the store, nobody is left who could want the rank
-    finally:
-        await client.close()
-        if server is not None:
-            await server.close()
+        return  # with the store, nobody is left who could want the rank
+    if server is None or generation is None:
+        return
+    folder = _left_folder(generation)
+    soon_s = min(SAID_AFTER_S, timeout_s)
+    left = await server.board.collect(folder, settings.size, None, soon_s)
+    if len(left) < settings.size:
+        others = _abridged([rank for rank in range(settings.size) if str(rank) not in left])
+        logger.warning(
+            "rank %d: close() waits for ranks %s to close too, since it serves the store, for %.0f s more at the most",
+            settings.rank, others, timeout_s - soon_s,
+        )  # fmt: skip
+        await server.board.collect(folder, settings.size, None, timeout_s - soon_s)
+
+
+async def close_store(client: StoreClient, server: StoreServer | None) -> None:
+    """Close what `open_store` opened."""
+    await client.close()
+    if server is not None:
+        await server.close()
 
 
 class _Claim(NamedTuple):
@@ -186,7 +271,7 @@ async def _claim(size: int, me: PeerInfo, client: StoreClient, timeout_s: float)
 async def _agree_on_size(found: Mapping[str, bytes], client: StoreClient, folder: str) -> list[_Claim]:
     """The claims in a folder, if they agree; otherwise all who wait there are told that they do not."""
     if _FAULT in found:
-        raise RendezvousError(found[_FAULT].decode(errors="replace"))
+        raise _told(found[_FAULT].decode(errors="replace"))
     claims = sorted(map(_Claim.from_wire, found.values()), key=lambda claim: claim.peer.rank)
     for claim in claims:
         if claim.size != claims[0].size:
@@ -195,6 +280,14 @@ async def _agree_on_size(found: Mapping[str, bytes], client: StoreClient, folder
             await client.set(f"{folder}/{_FAULT}", fault.encode())
             raise RendezvousError(fault)
     return claims
+
+
+def _told(fault: str) -> RendezvousError:
+    """What another rank or the store has found wrong; the board puts the rank before what it says of one."""
+    rank, colon, rest = fault.partition(": ")
+    if colon and rank.isascii() and rank.isdigit():
+        return RendezvousError(rest, rank=int(rank))
+    return RendezvousError(fault)
 
 
 def _check_protocols(me: PeerInfo, peers: Sequence[PeerInfo]) -> None:

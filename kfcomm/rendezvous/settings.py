@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
 from urllib.parse import urlsplit
 
 from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.interfaces import LOOPBACK, is_loopback
-from kfcomm.rendezvous.token import HOW_TO_SET, given_token, user_token
+from kfcomm.rendezvous.token import HOW_TO_SET, concealed_token, given_token, user_token
 from kfcomm.rendezvous.worlds import FINDERS, Source, World
+from kfcomm.sizes import seconds_of
+
+if TYPE_CHECKING:
+    from kfcomm.types import Seconds
 
 LINKS = ("auto", "tcp", "unix", "shm")
 TRANSPORTS = (*LINKS, "nccl")
@@ -37,13 +41,15 @@ class Arguments(TypedDict, total=False):
     strategy: str | Mapping[str, str] | None
     transport: str | None
     device: str | None
-    timeout: float | None
-    stall_after: float | None
+    timeout: Seconds | None
+    stall_after: Seconds | None
+    lost_after: Seconds | None
     interface: str | None
     dump_dir: str | None
     timeline: str | None
     monitor: bool | None
     metrics_port: int | None
+    traceback: str | None
 
 
 class Settings(NamedTuple):
@@ -61,15 +67,18 @@ class Settings(NamedTuple):
         device: ``auto``, ``none``, ``cuda`` or ``cuda:N``.
         timeout_s: after this a wait fails.
         stall_after_s: after this a wait is reported.
+        lost_after_s: after this a rank of which nothing is heard is lost.
         interface: name, address or network (CIDR) to listen at; None to go by the route.
         dump_dir: folder of the dumps that a signal asks for.
         timeline: folder for a trace of each rank; None for none.
         monitor: whether bytes, calls and waits are counted.
+        traceback: ``short``: those of blocking verbs end at the caller's line; ``full``: they show all.
         metrics_port: where local rank 0 answers Prometheus, the others at the ports after it; None not to.
         source: where rank and size come from.
         reasons: lines that explain to a person what was found.
         serve: whether rank 0 starts the store; otherwise the launcher has.
         job: what the launcher calls this job on this host; None without one.
+        launcher: where a rank tells its launcher of its end (see `farewell`); None without one.
     """
 
     rank: int = 0
@@ -83,15 +92,18 @@ class Settings(NamedTuple):
     device: str = "auto"
     timeout_s: float = 300.0
     stall_after_s: float = 10.0
+    lost_after_s: float = 30.0
     interface: str | None = None
     dump_dir: str = "."
     timeline: str | None = None
     monitor: bool = True
     metrics_port: int | None = None
+    traceback: str = "short"
     source: str = Source.ALONE
     reasons: tuple[str, ...] = ()
     serve: bool = False
     job: str | None = None
+    launcher: str | None = None
 
     @property
     def links(self) -> str:
@@ -116,6 +128,7 @@ def detect(environ: Mapping[str, str], **arguments: Unpack[Arguments]) -> Settin
             is allowed.
     """
     given: dict[str, Any] = {name: value for name, value in arguments.items() if value is not None}
+    environ = {name: value for name, value in environ.items() if value}  # an empty one is as good as none
     if unknown := sorted(given.keys() - Arguments.__annotations__.keys()):
         raise ConfigError(f"unknown settings {', '.join(unknown)}; there are {', '.join(Arguments.__annotations__)}")
     if isinstance(rules := given.get("strategy"), Mapping):
@@ -139,15 +152,18 @@ def detect(environ: Mapping[str, str], **arguments: Unpack[Arguments]) -> Settin
         device=check_device(reader.text("device", "auto"), reader.name("device")),
         timeout_s=reader.seconds("timeout", 300.0),
         stall_after_s=reader.seconds("stall_after", 10.0),
+        lost_after_s=reader.seconds("lost_after", 30.0),
         interface=reader.optional("interface"),
         dump_dir=reader.text("dump_dir", "."),
         timeline=reader.optional("timeline"),
         monitor=reader.flag("monitor", default=True),
         metrics_port=reader.port("metrics_port"),
+        traceback=reader.choice("traceback", ("short", "full")),
         source=world.source,
         reasons=tuple(reasons),
         serve=store is not None and reader.flag("serve", default=True),
         job=environ.get("KFCOMM_JOB") or None,
+        launcher=environ.get("KFCOMM_LAUNCHER") or None,
     )
 
 
@@ -251,10 +267,10 @@ def _find_token(reader: _Reader, store: str | None, reasons: list[str]) -> bytes
     if found is None:
         if store is None:
             return None
-        if not _is_here(store):
+        found = concealed_token(store)
+        if found is None and not _is_here(store):
             raise ConfigError(f"a world on several hosts (store {store}) needs a token: {HOW_TO_SET}")
-        found = user_token(reader.environ)
-    token, origin = found
+    token, origin = found or user_token(reader.environ)
     reasons.append(f"token: {origin}")
     return token
 
@@ -315,8 +331,9 @@ class _Reader(NamedTuple):
     def seconds(self, setting: str, default: float) -> float:
         value = self.raw(setting)
         try:
-            seconds = default if value is None else float(value)
-        except (TypeError, ValueError):
+            given = float(value) if isinstance(value, str) else value
+            seconds = default if given is None else seconds_of(given)
+        except ValueError:
             seconds = math.nan
         if not 0 < seconds < math.inf:
             raise ConfigError(f"{self.name(setting)}={value!r} must be a number of seconds above 0")

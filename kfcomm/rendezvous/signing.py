@@ -22,12 +22,13 @@ GREETING = b"kfcomm store "
 
 
 class Ticket(NamedTuple):
-    """One request: who sends it, its number, where to, and the digest of its body."""
+    """One request: who sends it, its number, where to, the digest of its body, and the token that signs it."""
 
     client: str
     number: int
     path: str
     digest: bytes
+    token: bytes
 
     @property
     def context(self) -> bytes:
@@ -35,22 +36,22 @@ class Ticket(NamedTuple):
         return f"{self.client}.{self.number}.{self.path}.".encode() + self.digest
 
 
-def request_header(token: bytes, nonce: bytes, ticket: Ticket) -> str:
+def request_header(nonce: bytes, ticket: Ticket) -> str:
     """The value of `REQUEST_HEADER` for one request."""
-    signature = auth.proof(token, nonce, b"request " + ticket.context)
+    signature = auth.proof(ticket.token, nonce, b"request " + ticket.context)
     return f"{ticket.client}.{ticket.number}.{ticket.digest.hex()}.{signature.hex()}"
 
 
-def answer_header(token: bytes, nonce: bytes, ticket: Ticket, status: int, body: bytes) -> str:
-    """The value of `ANSWER_HEADER` for the answer to one request."""
-    return auth.proof(token, nonce, _answer_context(ticket, status, body)).hex()
+def answer_header(nonce: bytes, ticket: Ticket, status: int, body: bytes) -> str:
+    """The value of `ANSWER_HEADER` for the answer to one request, signed as that was."""
+    return auth.proof(ticket.token, nonce, _answer_context(ticket, status, body)).hex()
 
 
-def is_answer_valid(token: bytes, nonce: bytes, ticket: Ticket, status: int, body: bytes, header: str) -> bool:
+def is_answer_valid(nonce: bytes, ticket: Ticket, status: int, body: bytes, header: str) -> bool:
     """Whether an answer comes from one who knows the token, to this very request."""
     if not re.fullmatch(r"[0-9a-f]{64}", header):
         return False
-    return auth.is_valid(token, nonce, _answer_context(ticket, status, body), bytes.fromhex(header))
+    return auth.proven(ticket.token, nonce, _answer_context(ticket, status, body), bytes.fromhex(header)) is not None
 
 
 def digest_of(body: bytes) -> bytes:

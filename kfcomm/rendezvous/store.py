@@ -2,7 +2,8 @@
 
 It binds one address. Whoever cannot prove the token learns only that this is a store: a request is judged by
 its headers, before its body is read. Connections, bodies and what is remembered are bounded; waits are long
-polls, which end when their client goes away.
+polls, which end when their client goes away. Who has not signed a request within seconds is hung up on, and so is the
+oldest of those who have not when there are many: see `kfcomm.core.strangers`.
 
 Requests are ``POST /v1/NAME`` with a msgpack map as body; answers are msgpack. See `signing` for the headers.
 """
@@ -11,22 +12,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 import msgpack
 from aiohttp import web
 
+from kfcomm.accepting import accept_all
+from kfcomm.core.strangers import Strangers
 from kfcomm.errors import LocalProtocolError
-from kfcomm.rendezvous.board import MAX_BODY_NBYTES, Board, Closed
+from kfcomm.rendezvous.board import MAX_BODY_NBYTES, Board, Closed, Exit, Why
 from kfcomm.rendezvous.gate import Gate
-from kfcomm.rendezvous.listening import BACKLOG, listen, url_of
+from kfcomm.rendezvous.listening import listen, url_of
 from kfcomm.rendezvous.signing import ANSWER_HEADER, GREETING, REQUEST_HEADER, Ticket, answer_header, digest_of
+from kfcomm.rendezvous.worlds import MAX_RANKS
+from kfcomm.seldom import Seldom
 
 MAX_CONNECTIONS = 1 << 14
 MAX_WAIT_S = 20.0
+
+_LOG = logging.getLogger("kfcomm.store")
+_LOG.addFilter(Seldom())
+
+REQUEST_WITHIN_S = 5.0
+"""From connecting to a signed request, and from there to the last byte of its body."""
 
 _CLOSE_WITHIN_S = 2.0
 
@@ -43,8 +55,10 @@ class StoreServer:
         self.url = ""
         self.board = Board()
         self._gate = Gate(token, secrets.token_bytes(32))
-        self._http = web.Server(self._handle, handler_cancellation=True, access_log=None)
-        self._listener: asyncio.Server | None = None
+        self._http = web.Server(self._handle, handler_cancellation=True)
+        self._strangers: Strangers[_Connection] = Strangers()
+        self._listener: socket.socket | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     @classmethod
     async def start(cls, host: str, port: int = 0, *, token: bytes) -> StoreServer:
@@ -60,35 +74,54 @@ class StoreServer:
         """Serve whoever has connected to ``listener``, or will; it belongs to the store from now on."""
         store = cls(token)
         store.url = url_of(listener)
-        loop = asyncio.get_running_loop()
-        store._listener = await loop.create_server(store._connection, sock=listener, backlog=BACKLOG)
+        listener.setblocking(False)
+        store._listener = listener
+        accepting = accept_all(listener, store._begin, turn_away=_say_used_up, failed=store._not_accepted)
+        store._keep(accepting)
         return store
 
-    async def report_exit(self, rank: int, code: int) -> None:
+    async def report_exit(self, end: Exit) -> None:
         """As `StoreClient.report_exit`, without a way over HTTP."""
-        self.board.report_exit(rank, code)
+        self.board.report_exit(end)
 
-    async def watch_exits(self) -> AsyncIterator[tuple[int, int]]:
+    async def watch_exits(self, host: int | None = None) -> AsyncIterator[Exit]:
         """As `StoreClient.watch_exits`, without a way over HTTP."""
         seen = 0
         with contextlib.suppress(Closed):
             while True:
-                for rank, code in await self.board.exits_since(seen, MAX_WAIT_S):
+                for end in await self.board.exits_since(seen, MAX_WAIT_S, host):
                     seen += 1
-                    yield rank, code
+                    yield end
 
     async def close(self) -> None:
         """Stop listening and end every wait; returns when nothing is open any more. May be called twice."""
         self.board.close()
         if self._listener is not None:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
             self._listener.close()
             self._http.pre_shutdown()  # idle connections end at once, the others after their answer
             await self._http.shutdown(_CLOSE_WITHIN_S)
-            await self._listener.wait_closed()
             self._listener = None
 
+    def _begin(self, sock: socket.socket) -> None:
+        if len(self._http.connections) >= MAX_CONNECTIONS:
+            sock.close()
+        else:
+            sock.setblocking(False)
+            self._keep(asyncio.get_running_loop().connect_accepted_socket(self._connection, sock))
+
     def _connection(self) -> asyncio.Protocol:
-        return _Refuse() if len(self._http.connections) >= MAX_CONNECTIONS else self._http()
+        return _Connection(self._http, self._strangers)
+
+    def _keep(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _not_accepted(self, error: OSError) -> None:
+        _LOG.warning("the store cannot accept a connection: %s", error.strerror)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.method == "GET" and request.path == "/v1/hello":
@@ -97,8 +130,10 @@ class StoreServer:
         if ticket is None or request.method != "POST":
             # the body has not been read: the connection cannot be used again
             return web.Response(status=401, text="not signed with this job's token\n", headers={"Connection": "close"})
+        if isinstance(request.protocol, _Connection):
+            request.protocol.is_known()
         status, body = await self._answer(request, ticket)
-        signature = answer_header(self._gate.token, self._gate.nonce, ticket, status, body)
+        signature = answer_header(self._gate.nonce, ticket, status, body)
         return web.Response(status=status, body=body, headers={ANSWER_HEADER: signature})
 
     async def _answer(self, request: web.BaseRequest, ticket: Ticket) -> tuple[int, bytes]:
@@ -108,7 +143,7 @@ class StoreServer:
             status, answer = 200, await self._call(ticket.path.removeprefix("/v1/"), fields)
         except Closed:
             status, answer = 503, "the store is closing"
-        except (LocalProtocolError, LookupError, TypeError, ValueError) as error:
+        except (LocalProtocolError, LookupError, TimeoutError, TypeError, ValueError) as error:
             status, answer = 400, f"{type(error).__name__}: {error}"
         encoded: bytes = msgpack.packb(answer)
         return status, encoded
@@ -119,6 +154,7 @@ class StoreServer:
             "set": self._set,
             "claim": self._claim,
             "collect": self._collect,
+            "meet": self._meet,
             "exit": self._exit,
             "exits": self._exits,
         }
@@ -136,26 +172,69 @@ class StoreServer:
     async def _collect(self, *, folder: str, count: int, unless: str | None, wait_s: float) -> dict[str, bytes]:
         return await self.board.collect(_text(folder), int(count), unless, _wait_s(wait_s))
 
-    async def _exit(self, *, rank: int, code: int) -> None:
-        self.board.report_exit(int(rank), int(code))
+    async def _meet(
+        self, *, folder: str, rank: int, count: int, unless: str, heeds_ends: bool, wait_s: float
+    ) -> tuple[dict[str, bytes], list[Exit]]:
+        asker = _text(folder), _rank(rank)
+        return await self.board.meet(*asker, int(count), _text(unless), bool(heeds_ends), _wait_s(wait_s))
 
-    async def _exits(self, *, since: int, wait_s: float) -> list[tuple[int, int]]:
-        return await self.board.exits_since(max(0, int(since)), _wait_s(wait_s))
+    async def _exit(self, *, rank: int, code: int, why: str) -> None:
+        self.board.report_exit(Exit(int(rank), int(code), Why(why)))
+
+    async def _exits(self, *, since: int, wait_s: float, host: int | None) -> list[Exit]:
+        asking = None if host is None else int(host)
+        return await self.board.exits_since(max(0, int(since)), _wait_s(wait_s), asking)
 
 
-class _Refuse(asyncio.Protocol):
-    """A connection too many."""
+class _Connection(web.RequestHandler):
+    """A connection, a stranger's until it brings a signed request."""
+
+    __slots__ = ("_deadline", "_strangers")
+
+    def __init__(self, server: web.Server, strangers: Strangers[_Connection]) -> None:
+        loop = asyncio.get_running_loop()
+        super().__init__(server, loop=loop, access_log=None, logger=_LOG)  # type: ignore[arg-type]  # as web.Server does
+        self._strangers = strangers
+        self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        with contextlib.suppress(OSError):
-            transport.abort() if isinstance(transport, asyncio.WriteTransport) else transport.close()
+        """See ``asyncio.Protocol``."""
+        super().connection_made(transport)
+        peer = transport.get_extra_info("peername")
+        too_many = self._strangers.came(self, peer[0] if peer else "")
+        if too_many is not None:
+            too_many.cut()
+        self._deadline = asyncio.get_running_loop().call_later(REQUEST_WITHIN_S, self.cut)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """See ``asyncio.Protocol``."""
+        self.is_known()
+        super().connection_lost(exc)
+
+    def is_known(self) -> None:
+        """It has brought a signed request, or is gone."""
+        self._strangers.gone(self)
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def cut(self) -> None:
+        """Hang up."""
+        if self.transport is not None:
+            self.transport.abort()
+
+
+def _say_used_up(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.send(b"HTTP/1.1 503 No descriptors left (ulimit -n)\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
 
 
 async def _read(request: web.BaseRequest, ticket: Ticket) -> Mapping[str, Any]:
     nbytes = request.content_length
     if nbytes is None or nbytes > MAX_BODY_NBYTES:
         raise LocalProtocolError(f"a body needs a length of at most {MAX_BODY_NBYTES} bytes")
-    body = await request.content.readexactly(nbytes)
+    async with asyncio.timeout(REQUEST_WITHIN_S):
+        body = await request.content.readexactly(nbytes)
     if digest_of(body) != ticket.digest:
         raise LocalProtocolError("the body is not the one that was signed")
     fields = msgpack.unpackb(body)
@@ -173,6 +252,12 @@ def _text(value: object) -> str:
 def _bytes(value: object) -> bytes:
     if not isinstance(value, bytes):
         raise TypeError("a value must be bytes")
+    return value
+
+
+def _rank(value: object) -> int:
+    if not isinstance(value, int) or not 0 <= value < MAX_RANKS:
+        raise ValueError("no such rank")
     return value
 
 

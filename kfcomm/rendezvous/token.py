@@ -1,5 +1,8 @@
 """The token that the peers of a job share, and where it comes from.
 
+A text may hold several, one a line: the first is this process's own, the others are accepted from others, too. So a
+token is replaced while jobs run: on all hosts the new one is added, then put first, then left alone.
+
 It is given (``token=``, ``KFCOMM_TOKEN``, ``KFCOMM_TOKEN_FILE``), or, in a world that is all on this host, it is
 the user's own: random, kept in a directory that only this user can read, made when it is first needed. So ranks
 that torchrun or mpirun started on one machine find each other without any set-up, and no other user can join
@@ -9,22 +12,39 @@ them. A world on several hosts without a token is refused: what could be derived
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import os
 import secrets
 import stat
-from collections.abc import Mapping
+import string
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
+from kfcomm.core import auth
 from kfcomm.errors import ConfigError
 
-MIN_TOKEN_NBYTES = 16
+MIN_TOKEN_BITS = 128
 MAX_TOKEN_NBYTES = 4096
+_ALPHABETS = (
+    string.digits, string.digits + "abcdef", string.digits + "ABCDEF", string.ascii_letters + string.digits,
+    string.printable,
+)  # fmt: skip
+MIN_CHARACTERS = 6
+"""Different ones: a token of fewer was typed, not drawn."""
+
+logger = logging.getLogger("kfcomm")
 
 HOW_TO_SET = (
     "set KFCOMM_TOKEN to the same secret on every rank, for example once before launching: "
     'export KFCOMM_TOKEN=$(python -c "import secrets; print(secrets.token_hex(32))"), '
     "or KFCOMM_TOKEN_FILE to a file that holds it"
 )
+
+
+def as_text(token: bytes) -> str:
+    """As a variable carries it."""
+    return os.fsdecode(token.replace(auth.SEPARATOR, b"\n"))
 
 
 def new_token() -> str:
@@ -39,7 +59,9 @@ def given_token(environ: Mapping[str, str], argument: bytes | str | None) -> tup
         ConfigError: two are given, it is too short to be a secret, or the file cannot be read.
     """
     if argument is not None:
-        return _checked(argument.encode() if isinstance(argument, str) else argument, "token"), "token="
+        if isinstance(argument, str):
+            return _checked(argument.encode(), "token"), "token="
+        return _checked(argument, "token", is_text=False), "token="
     variables = [name for name in ("KFCOMM_TOKEN", "KFCOMM_TOKEN_FILE") if environ.get(name)]
     match variables:
         case []:
@@ -60,10 +82,39 @@ def read_token(path: Path) -> bytes:
     """
     try:
         with path.open("rb") as file:
+            found = os.fstat(file.fileno())
             text = file.read(MAX_TOKEN_NBYTES + 2)
     except OSError as error:
         raise ConfigError(f"token file {str(path)!r} cannot be read: {error.strerror}") from error
-    return _checked(text.strip(), f"token file {str(path)!r}")
+    if stat.S_ISREG(found.st_mode):
+        _check_mode(path, stat.S_IMODE(found.st_mode))
+    return _checked(text, f"token file {str(path)!r}")
+
+
+def _check_mode(path: Path, mode: int) -> None:
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(
+            f"token file {str(path)!r} can be written by others than its owner (mode {mode:04o}), who would choose who "
+            f"may join: chmod 600 {path}"
+        )
+    if mode & (stat.S_IRGRP | stat.S_IROTH):
+        logger.warning("token file %s can be read by others than its owner (mode %04o): chmod 600 it", path, mode)
+
+
+def conceal(environ: MutableMapping[str, str], store: str, token: bytes) -> None:
+    """This process has joined: what it starts from now on shall not inherit the token. It may itself join again."""
+    if environ.pop("KFCOMM_TOKEN", None) is not None:
+        _concealed[store] = token
+
+
+def concealed_token(store: str) -> tuple[bytes, str] | None:
+    """The token of a job that this process has joined before."""
+    token = _concealed.get(store)
+    return None if token is None else (token, "KFCOMM_TOKEN, as it was when this process joined first")
+
+
+_concealed: dict[str, bytes] = {}
+"""By store. It takes the place of the environment, which is the process's own, too."""
 
 
 def user_token(environ: Mapping[str, str]) -> tuple[bytes, str]:
@@ -115,9 +166,23 @@ def _publish(path: Path) -> None:
         draft.unlink()
 
 
-def _checked(token: bytes, name: str) -> bytes:
-    if not MIN_TOKEN_NBYTES <= len(token) <= MAX_TOKEN_NBYTES:
-        raise ConfigError(f"{name} has {len(token)} bytes; it must have {MIN_TOKEN_NBYTES} to {MAX_TOKEN_NBYTES}")
+def bits_of(token: bytes) -> float:
+    """At most so many random bits are in it, if it was drawn from the smallest alphabet that has all its characters."""
+    text = token.decode("latin-1")
+    size = next((len(set(alphabet)) for alphabet in _ALPHABETS if set(text) <= set(alphabet)), 256)
+    return len(token) * math.log2(size)
+
+
+def _checked(token: bytes, name: str, *, is_text: bool = True) -> bytes:
+    if len(token) > MAX_TOKEN_NBYTES:
+        raise ConfigError(f"{name} has {len(token)} bytes; it may have {MAX_TOKEN_NBYTES}")
     if b"\0" in token:
         raise ConfigError(f"{name} must be text: it holds a NUL byte, which no variable can carry")
-    return token
+    tokens = list(filter(None, map(bytes.strip, token.splitlines()))) if is_text else [token]
+    for one in tokens or [b""]:
+        if (bits := bits_of(one)) < MIN_TOKEN_BITS or len(set(one)) < MIN_CHARACTERS:
+            raise ConfigError(
+                f"{name} can be guessed: its {len(one)} characters hold at most {bits:.0f} bits; it must have "
+                f"{MIN_TOKEN_BITS} random ones, 32 hexadecimal digits for example; {HOW_TO_SET}"
+            )
+    return auth.SEPARATOR.join(tokens)

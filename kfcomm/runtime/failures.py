@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kfcomm.core.cause import Cause, CauseKind
-from kfcomm.core.collective import shown
+from kfcomm.core.collective import name_of, shown
 from kfcomm.errors import (
     CollectiveAborted,
     CollectiveError,
@@ -22,17 +22,17 @@ def error_of(cause: Cause, name: str, story: Sequence[str] = ()) -> KfcommError:
 
     ``story`` is told with defects only.
     """
-    message = cause.message
+    message, key = cause.message, name_of(name)
     match cause.kind:
         case CauseKind.MISMATCH:
-            return CollectiveMismatch(message, key=name)
+            return CollectiveMismatch(message, key=key)
         case CauseKind.TIMEOUT:
-            return CollectiveTimeout(message, key=name, arrived=cause.arrived, missing=cause.missing)
+            return CollectiveTimeout(message, key=key, arrived=cause.arrived, missing=cause.missing)
         case CauseKind.CANCELLED | CauseKind.REFUSED:
-            return CollectiveAborted(message, key=name)
+            return CollectiveAborted(message, key=key)
         case CauseKind.LOST:
-            return PeerLost(f"{shown(name)} failed: {message}", key=name, rank=cause.rank)
+            return PeerLost(f"{shown(name)} failed: {message}", key=key, rank=cause.rank)
         case CauseKind.LINK:
-            return CollectiveError(f"{shown(name)} failed: {message}", key=name)
+            return CollectiveError(f"{shown(name)} failed: {message}", key=key)
         case CauseKind.INTERNAL:
             return InternalError(f"{shown(name)} failed: {message}", story=story)

@@ -113,7 +113,9 @@ class Inquiry:
 
     def _activity(self, rank: int) -> str:
         answer = self._answers.get(rank)
-        return f"last {answer[1]}" if answer else "does not answer (stopped or unreachable)"
+        if not answer:
+            return "does not answer (stopped or unreachable)"
+        return answer[1] if answer[1].startswith("has ") else f"last {answer[1]}"
 
 
 def _ranks(ranks: list[int]) -> str:

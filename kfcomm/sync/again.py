@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 import numpy as np
 
 from kfcomm.collectives.compiled import NO_ARRAY, NOT_ALIKE
+from kfcomm.errors import KfcommError
 from kfcomm.sync.skin import Skin
 from kfcomm.types import Op, Verb
 
@@ -30,11 +31,18 @@ def _with_op(long_form: Form, verb: Verb) -> Form:
     def call(
         self: Skin[Any], /, x: Any, name: str | None = None, *, op: str = Op.SUM, out: Any = None, **options: Any
     ) -> Any:
-        if not options and type(x) is np.ndarray and (compiled := self._inner._group.compiled.get(name)) is not None:
-            outcome = self._driver.call(compiled.start, self._session, x, (verb, op), out, None)
-            if outcome is not NOT_ALIKE:
-                return outcome
-        return long_form(self, x, name, op=op, out=out, **options)
+        try:
+            if (
+                not options
+                and type(x) is np.ndarray
+                and (compiled := self._inner._group.compiled.get(name)) is not None
+            ):
+                outcome = self._driver.call(compiled.start, self._session, x, (verb, op), out, None)
+                if outcome is not NOT_ALIKE:
+                    return outcome
+            return long_form(self, x, name, op=op, out=out, **options)
+        except KfcommError as error:
+            raise self._driver.shown(error)
 
     return call
 
@@ -44,11 +52,18 @@ def _with_op_and_root(long_form: Form, verb: Verb) -> Form:
         self: Skin[Any], /, x: Any, root: int = 0, name: str | None = None, *, op: str = Op.SUM, out: Any = None,
         **options: Any,
     ) -> Any:  # fmt: skip
-        if not options and type(x) is np.ndarray and (compiled := self._inner._group.compiled.get(name)) is not None:
-            outcome = self._driver.call(compiled.start, self._session, x, (verb, op, type(root), root), out, None)
-            if outcome is not NOT_ALIKE:
-                return outcome
-        return long_form(self, x, root, name, op=op, out=out, **options)
+        try:
+            if (
+                not options
+                and type(x) is np.ndarray
+                and (compiled := self._inner._group.compiled.get(name)) is not None
+            ):
+                outcome = self._driver.call(compiled.start, self._session, x, (verb, op, type(root), root), out, None)
+                if outcome is not NOT_ALIKE:
+                    return outcome
+            return long_form(self, x, root, name, op=op, out=out, **options)
+        except KfcommError as error:
+            raise self._driver.shown(error)
 
     return call
 
@@ -57,11 +72,18 @@ def _with_root(long_form: Form, verb: Verb) -> Form:
     def call(
         self: Skin[Any], /, x: Any, root: int = 0, name: str | None = None, *, out: Any = None, **options: Any
     ) -> Any:
-        if not options and type(x) is np.ndarray and (compiled := self._inner._group.compiled.get(name)) is not None:
-            outcome = self._driver.call(compiled.start, self._session, x, (verb, type(root), root), out, None)
-            if outcome is not NOT_ALIKE:
-                return outcome
-        return long_form(self, x, root, name, out=out, **options)
+        try:
+            if (
+                not options
+                and type(x) is np.ndarray
+                and (compiled := self._inner._group.compiled.get(name)) is not None
+            ):
+                outcome = self._driver.call(compiled.start, self._session, x, (verb, type(root), root), out, None)
+                if outcome is not NOT_ALIKE:
+                    return outcome
+            return long_form(self, x, root, name, out=out, **options)
+        except KfcommError as error:
+            raise self._driver.shown(error)
 
     return call
 
@@ -70,11 +92,18 @@ def _with_array(long_form: Form, verb: Verb) -> Form:
     arguments = (verb,)
 
     def call(self: Skin[Any], /, x: Any, name: str | None = None, *, out: Any = None, **options: Any) -> Any:
-        if not options and type(x) is np.ndarray and (compiled := self._inner._group.compiled.get(name)) is not None:
-            outcome = self._driver.call(compiled.start, self._session, x, arguments, out, None)
-            if outcome is not NOT_ALIKE:
-                return outcome
-        return long_form(self, x, name, out=out, **options)
+        try:
+            if (
+                not options
+                and type(x) is np.ndarray
+                and (compiled := self._inner._group.compiled.get(name)) is not None
+            ):
+                outcome = self._driver.call(compiled.start, self._session, x, arguments, out, None)
+                if outcome is not NOT_ALIKE:
+                    return outcome
+            return long_form(self, x, name, out=out, **options)
+        except KfcommError as error:
+            raise self._driver.shown(error)
 
     return call
 
@@ -83,11 +112,14 @@ def _without_array(long_form: Form, verb: Verb) -> Form:
     arguments = (verb,)
 
     def call(self: Skin[Any], /, name: str | None = None, **options: Any) -> Any:
-        if not options and (compiled := self._inner._group.compiled.get(name)) is not None:
-            outcome = self._driver.call(compiled.start, self._session, NO_ARRAY, arguments, None, None)
-            if outcome is not NOT_ALIKE:
-                return outcome
-        return long_form(self, name, **options)
+        try:
+            if not options and (compiled := self._inner._group.compiled.get(name)) is not None:
+                outcome = self._driver.call(compiled.start, self._session, NO_ARRAY, arguments, None, None)
+                if outcome is not NOT_ALIKE:
+                    return outcome
+            return long_form(self, name, **options)
+        except KfcommError as error:
+            raise self._driver.shown(error)
 
     return call
 

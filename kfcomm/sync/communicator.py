@@ -9,25 +9,29 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import numpy as np
 
+from kfcomm.collectives.blobs import as_array
 from kfcomm.collectives.messages import Queue as AsyncQueue
 from kfcomm.communicator import Communicator as Async
 from kfcomm.communicator import Init, prepare
 from kfcomm.devices.routes import Choice
 from kfcomm.errors import KfcommError, SessionClosed
+from kfcomm.rendezvous import farewell
 from kfcomm.rendezvous.settings import Arguments
 from kfcomm.strategies import AnyStrategy, StrategySpec
 from kfcomm.sync.again import again
 from kfcomm.sync.driver import Driver
 from kfcomm.sync.skin import ARRAY, MANY, OBJECT, OBJECTS, PARTS, PLAIN, Skin, begun, blocking, plain, prepared
 from kfcomm.sync.thread import IoThread
+from kfcomm.sync.tracebacks import outermost
 from kfcomm.transports.shm.heap import Array
-from kfcomm.types import Layout, Verb
+from kfcomm.types import Layout, Seconds, Verb
 
 if TYPE_CHECKING:
     from kfcomm.monitor import Statistics
@@ -100,7 +104,7 @@ class Communicator(Skin[Async]):
     barrier_async = begun(Async.barrier)
     """Begin a ``barrier``."""
     consensus = blocking(Async.consensus, ARRAY)
-    """Whether all ranks hold the same bytes, shape and dtype."""
+    """Whether all ranks hold the same: arrays, numbers, strings, bytes, dicts, lists or sets."""
     consensus_async = begun(Async.consensus, ARRAY)
     """Begin a ``consensus``."""
 
@@ -150,10 +154,11 @@ class Communicator(Skin[Async]):
     request_async = begun(Async.request)
     """Begin a ``request``."""
 
+    @outermost
     def save(self, name: str, x: Any, *, version: int | None = None) -> int:
         """Keep a copy of ``x`` for others to ``request``; returns its version. See ``kfcomm.Communicator.save``."""
         self._check_open()
-        kept = plain(x)
+        kept = plain(as_array(x))
         return self._driver.run(lambda: self._inner.save(name, kept, version=version), self._session)
 
     def queue(self, name: str, source: int, target: int, *, capacity: int = 16) -> Queue:
@@ -198,9 +203,10 @@ class Communicator(Skin[Async]):
     set_strategy_async = begun(Async.set_strategy)
     """Begin a ``set_strategy``."""
 
+    @outermost
     def group(
         self, ranks: Iterable[int], name: str = "group", *, strategy: StrategySpec | None = None,
-        timeout: float | None = None,
+        timeout: Seconds | None = None,
     ) -> Communicator:  # fmt: skip
         """A communicator of some of this group's ranks, on the same I/O thread. See ``kfcomm.Communicator.group``."""
         self._check_open()
@@ -208,8 +214,9 @@ class Communicator(Skin[Async]):
         inner = self._io.wait_for(lambda: self._inner.group(members, name, strategy=strategy, timeout=timeout))
         return Communicator(self._driver, inner)
 
+    @outermost
     def split(
-        self, color: int | str | None, key: int = 0, name: str = "split", *, timeout: float | None = None
+        self, color: int | str | None, key: int = 0, name: str = "split", *, timeout: Seconds | None = None
     ) -> Communicator | None:
         """A communicator of the ranks that give the same ``color``. See ``kfcomm.Communicator.split``."""
         self._check_open()
@@ -291,14 +298,26 @@ class Communicator(Skin[Async]):
         """End it: of the world, everything is closed; of a sub-group, only this view of it. Never hangs.
 
         What is in flight fails, here and, where it was not complete, on the other ranks. Calling it again, or in a
-        forked child, does nothing. A world that is still open when the interpreter ends is closed then.
+        forked child, does nothing. A world that is still open when the interpreter ends is closed then. For how long
+        it waits for other ranks: see ``kfcomm.Communicator.close``. Ctrl-C meanwhile ends the wait.
 
         Raises:
             WouldDeadlock: called on the I/O thread.
         """
         if self._io.is_inherited or self._io.is_stopped:
             return
+        if self._owns_io:
+            farewell.leave()
         self._driver.heal(self._session)
+        try:
+            self._finish()
+        except KeyboardInterrupt:
+            with contextlib.suppress(SessionClosed):
+                self._io.post(self._session.hang_up)
+            self._finish()
+            raise
+
+    def _finish(self) -> None:
         with contextlib.suppress(SessionClosed):
             # another thread closes it too, and was faster
             self._io.wait_for(self._inner.close)
@@ -312,10 +331,18 @@ class Communicator(Skin[Async]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self._hurry()
         self.close()
+
+    def _hurry(self) -> None:
+        with contextlib.suppress(SessionClosed):
+            self._io.post(self._session.hurry)
 
     def _close_at_exit(self) -> None:
         """The program ends without ``close``: the others shall hear a goodbye rather than lose a peer."""
+        if hasattr(sys, "last_type"):  # by an error, or by Ctrl-C
+            self._hurry()
         with contextlib.suppress(KfcommError, OSError):
             self.close()
 
@@ -344,7 +371,7 @@ def init(**arguments: Unpack[Arguments]) -> Communicator:
         RendezvousError: the peers do not find or accept each other.
     """
     settings = prepare(**arguments)
-    driver = Driver(IoThread())
+    driver = Driver(IoThread(), is_terse=settings.traceback == "short")
     try:
         return Communicator(driver, driver.io.wait_for(lambda: Init(settings, driver.reactor)), owns_io=True)
     except BaseException:

@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from kfcomm.collectives.compiled import NOT_ALIKE
 from kfcomm.collectives.slot_use import SlotUse
-from kfcomm.errors import SessionClosed
+from kfcomm.errors import KfcommError, SessionClosed
 from kfcomm.runtime.direct import LATE_S
 from kfcomm.sync.thread import LOOK_EVERY_S, IoThread
+from kfcomm.sync.tracebacks import terse
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor
 
@@ -132,8 +133,9 @@ class Driver:
         io: the thread that drives it otherwise, and the engine lock.
     """
 
-    def __init__(self, io: IoThread) -> None:
+    def __init__(self, io: IoThread, *, is_terse: bool = True) -> None:
         self.io = io
+        self.is_terse = is_terse
         self.reactor = Reactor()
         self._lock = io.lock
         self._leader = 0
@@ -149,6 +151,10 @@ class Driver:
         self._io_driver: IoDriver = io.run(IoDriver, self, io)
         io.listen = self._io_driver.wake
         self.reactor.woken = self._wake
+
+    def shown(self, error: KfcommError) -> KfcommError:
+        """An error as the caller of a blocking verb sees it."""
+        return terse(error) if self.is_terse else error
 
     @property
     def is_led(self) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
+import logging
 import math
 import time
 from collections.abc import Awaitable, Callable
@@ -13,13 +14,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kfcomm.collectives.handle import Handle as Inner
 from kfcomm.errors import KfcommError, SessionClosed
+from kfcomm.sizes import seconds_of
 from kfcomm.sync.thread import LOOK_EVERY_S, IoThread, copy_end
+from kfcomm.sync.tracebacks import outermost
 
 if TYPE_CHECKING:
     from kfcomm.session import Session
     from kfcomm.sync.driver import Driver
+    from kfcomm.types import Seconds
 
 T = TypeVar("T")
+
+logger = logging.getLogger("kfcomm")
 
 
 class Handle(concurrent.futures.Future[T]):
@@ -29,6 +35,8 @@ class Handle(concurrent.futures.Future[T]):
     ``asyncio.wrap_future`` take it. Callbacks run on the I/O thread, where nothing may block.
     """
 
+    _is_unheard = False
+
     def __init__(self, driver: Driver, session: Session) -> None:
         super().__init__()
         self._driver = driver
@@ -37,7 +45,8 @@ class Handle(concurrent.futures.Future[T]):
         self._inner: asyncio.Future[T] | None = None
         self._is_unwanted = False
 
-    def wait(self, timeout: float | None = None) -> T:
+    @outermost
+    def wait(self, timeout: Seconds | None = None) -> T:
         """Wait for the result and return it; an interruption (Ctrl-C) cancels the collective.
 
         Args:
@@ -52,15 +61,28 @@ class Handle(concurrent.futures.Future[T]):
         """
         return self.result(timeout)
 
-    def result(self, timeout: float | None = None) -> T:
+    @outermost
+    def result(self, timeout: Seconds | None = None) -> T:
         """The same as ``wait``."""
         self._wait_for_the_end(timeout)
+        self._is_unheard = False
         return super().result(0)
 
-    def exception(self, timeout: float | None = None) -> BaseException | None:
+    def exception(self, timeout: Seconds | None = None) -> BaseException | None:
         """Wait for the end; the error, or None if there is a result. See ``wait``."""
         self._wait_for_the_end(timeout)
+        self._is_unheard = False
         return super().exception(0)
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        """See ``concurrent.futures.Future``. One that nobody looks at is logged, unless the communicator was closed."""
+        self._is_unheard = not self._session.is_closed
+        super().set_exception(exception)
+
+    def __del__(self) -> None:
+        if self._is_unheard:
+            error = super().exception(0)
+            logger.error("rank %d: nobody has waited for %s: %s", self._session.rank, type(error).__name__, error)
 
     def cancel(self) -> bool:
         """End the collective everywhere; False if it is complete already. Returns once nothing reads its arrays."""
@@ -100,22 +122,23 @@ class Handle(concurrent.futures.Future[T]):
         self._io.keep(self)
         inner.add_done_callback(self._settle)
 
-    def _wait_for_the_end(self, timeout: float | None) -> None:
+    def _wait_for_the_end(self, timeout: Seconds | None) -> None:
+        timeout_s = seconds_of(timeout)
         if self.done():
             return
         inner = self._inner
         if isinstance(inner, Inner):
-            if not self._driver.wait(inner, timeout, self._session):
-                raise TimeoutError(f"not done within {timeout} s; it goes on")
+            if not self._driver.wait(inner, timeout_s, self._session):
+                raise TimeoutError(f"not done within {timeout_s} s; it goes on")
             self._settle(inner)
             return
         self._io.may_block()
-        deadline_s = math.inf if timeout is None else time.monotonic() + timeout
+        deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         try:
             while not self.done():
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
-                    raise TimeoutError(f"not done within {timeout} s; it goes on")
+                    raise TimeoutError(f"not done within {timeout_s} s; it goes on")
                 with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
                     super().exception(min(left_s, LOOK_EVERY_S))
         except TimeoutError:

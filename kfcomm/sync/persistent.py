@@ -8,12 +8,15 @@ from types import NoneType
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from kfcomm.collectives.slot_use import SlotUse
-from kfcomm.errors import CollectiveAborted
+from kfcomm.errors import CollectiveAborted, KfcommError
+from kfcomm.sizes import seconds_of
+from kfcomm.sync.tracebacks import outermost
 
 if TYPE_CHECKING:
     from kfcomm.collectives.persistent import PersistentCollective as Inner
     from kfcomm.session import Session
     from kfcomm.sync.driver import Awaited, Driver
+    from kfcomm.types import Seconds
 
 T = TypeVar("T")
 
@@ -51,6 +54,7 @@ class PersistentCollective(Generic[T]):
         """Of the collective; None for one that takes the group's next number at each start, and for messages."""
         return self._inner.name
 
+    @outermost
     def start(self) -> Self:
         """Begin the next use, at this place in the program; returns itself, to be waited for.
 
@@ -76,8 +80,10 @@ class PersistentCollective(Generic[T]):
         except (CollectiveAborted, asyncio.CancelledError) as error:
             self._check_wanted(error)
             raise
+        except KfcommError as error:
+            raise self._driver.shown(error)
 
-    def wait(self, timeout: float | None = None) -> T:
+    def wait(self, timeout: Seconds | None = None) -> T:
         """Wait for the result of the latest start and return it; an interruption (Ctrl-C) cancels that one.
 
         Args:
@@ -92,15 +98,18 @@ class PersistentCollective(Generic[T]):
             CollectiveError: it failed; as from the async verb.
         """
         latest: Awaited[T] = self._inner._latest
-        if not latest.done() and not self._driver.wait(latest, timeout, self._session):
-            raise TimeoutError(f"not done within {timeout} s; it goes on")
+        timeout_s = seconds_of(timeout)
+        if not latest.done() and not self._driver.wait(latest, timeout_s, self._session):
+            raise TimeoutError(f"not done within {timeout_s} s; it goes on")
         try:
             return latest.result()
         except (CollectiveAborted, asyncio.CancelledError) as error:
             self._check_wanted(error)
             raise
+        except KfcommError as error:
+            raise self._driver.shown(error)
 
-    def result(self, timeout: float | None = None) -> T:
+    def result(self, timeout: Seconds | None = None) -> T:
         """The same as ``wait``."""
         return self.wait(timeout)
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import numpy as np
 
-from kfcomm.arrays import adapt
+from kfcomm.arrays import adapt, holds_arrays, is_list
 from kfcomm.arrays.on_device import OnStream, current_stream, is_on_device
-from kfcomm.collectives.exchange import packed, unpacked
+from kfcomm.collectives.objects import packed, unpacked
 from kfcomm.errors import KfcommError
 from kfcomm.sync.handle import Handle
 
@@ -45,13 +45,15 @@ class Given:
                 return (self.read(args[0]), *args[1:])
             if self.name in kwargs:
                 kwargs[self.name] = self.read(kwargs[self.name])
-        except (KfcommError, ValueError, TypeError):
+        except Exception:  # noqa: BLE001  the caller's object may raise anything
             pass
         return args
 
 
 def _read_array(x: Any) -> Any:
     """An array whose memory is the caller's own needs no reading: the verb takes it as it is."""
+    if is_list(x) and holds_arrays(x):
+        return _read_parts(x)
     return x if type(x) is np.ndarray and x.flags.c_contiguous else _read(x)
 
 
@@ -63,7 +65,10 @@ def _read(x: Any) -> Any:
 def _read_parts(x: Any) -> Any:
     if x is None:
         return None
-    return [_read(part) for part in x] if isinstance(x, (list, tuple)) else _read_array(x)
+    if not is_list(x):
+        return _read_array(x)
+    parts = [_read(part) for part in x]
+    return tuple(parts) if isinstance(x, tuple) else parts
 
 
 def _read_many(arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,9 +115,12 @@ def blocking(
     is_coroutine = inspect.iscoroutinefunction(verb)
 
     def call(self: Skin[A_co], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        self._check_open()
-        begin: Callable[[], Any] = _bound(verb, given, self, args, kwargs)
-        result: T = self._io.wait_for(begin) if is_coroutine else self._driver.call(begin, self._session)
+        try:
+            self._check_open()
+            begin: Callable[[], Any] = _bound(verb, given, self, args, kwargs)
+            result: T = self._io.wait_for(begin) if is_coroutine else self._driver.call(begin, self._session)
+        except KfcommError as error:
+            raise self._driver.shown(error)
         return result
 
     return _dressed(call, verb.__name__, verb, "Blocks until the result is there, and returns it.")

@@ -12,22 +12,50 @@ Devices and their collectives in host memory, for tests of what is done with arr
 `FakeDevice` and `FakeFabric`.
 """
 
-from kfcomm.testing.backends import FakeBackend, FakeFabric
-from kfcomm.testing.device_arrays import FakeArray
-from kfcomm.testing.devices import FakeDevice
-from kfcomm.testing.streams import FakeMark, FakeStream
-from kfcomm.testing.sync_world import SyncWorld, run_threads, sync_world
-from kfcomm.testing.world import MemoryWorld, run_ranks, world
+from typing import TYPE_CHECKING
+
+from kfcomm.lazy import imported_when_used
+
+if TYPE_CHECKING:
+    from kfcomm.testing.backends import FakeBackend, FakeFabric
+    from kfcomm.testing.device_arrays import FakeArray
+    from kfcomm.testing.devices import FakeDevice
+    from kfcomm.testing.directed import AwaitedProcesses, BlockingProcesses, TaskWorld, ThreadWorld
+    from kfcomm.testing.faults import Fault, FaultPlan, Killed
+    from kfcomm.testing.streams import FakeMark, FakeStream
+    from kfcomm.testing.sync_worlds import SyncWorld, run_threads, sync_world
+    from kfcomm.testing.worlds import MemoryWorld, run_ranks, world
+else:  # the pytest plugin is imported by every run of pytest
+    _HOMES = {
+        "backends": ("FakeBackend", "FakeFabric"),
+        "device_arrays": ("FakeArray",),
+        "devices": ("FakeDevice",),
+        "directed": ("AwaitedProcesses", "BlockingProcesses", "TaskWorld", "ThreadWorld"),
+        "faults": ("Fault", "FaultPlan", "Killed"),
+        "streams": ("FakeMark", "FakeStream"),
+        "sync_worlds": ("SyncWorld", "run_threads", "sync_world"),
+        "worlds": ("MemoryWorld", "run_ranks", "world"),
+    }
+    __getattr__ = imported_when_used(
+        __name__, {name: f"{__name__}.{home}" for home, names in _HOMES.items() for name in names}
+    )
 
 __all__ = [
+    "AwaitedProcesses",
+    "BlockingProcesses",
     "FakeArray",
     "FakeBackend",
     "FakeDevice",
     "FakeFabric",
     "FakeMark",
     "FakeStream",
+    "Fault",
+    "FaultPlan",
+    "Killed",
     "MemoryWorld",
     "SyncWorld",
+    "TaskWorld",
+    "ThreadWorld",
     "run_ranks",
     "run_threads",
     "sync_world",

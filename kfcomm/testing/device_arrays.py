@@ -60,6 +60,10 @@ class FakeKind:
     def check_writable(self, out: FakeArray) -> None:
         """It always is."""
 
+    def written(self, out: FakeArray) -> None:
+        """Counted, as torch does."""
+        out.version += 1
+
     def flat_view(self, native: FakeArray) -> FakeArray | None:
         """A view of one dimension, if the array is contiguous."""
         return native.reshape(-1) if native.is_contiguous else None
@@ -96,16 +100,18 @@ class FakeArray:
         device: where it is.
         memory: the elements, in host memory: only for what runs on a stream.
         allocation: in which it lies.
+        version: how often a result was written to it, as torch's ``_version``.
     """
 
     __kfcomm_kind__ = FakeKind()
     __array_ufunc__ = None
-    __slots__ = ("__weakref__", "allocation", "device", "memory")
+    __slots__ = ("__weakref__", "allocation", "device", "memory", "version")
 
     def __init__(self, device: FakeDevice, memory: Array, allocation: Allocation) -> None:
         self.device = device
         self.memory = memory
         self.allocation = allocation
+        self.version = 0
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import ipaddress
+import math
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -156,6 +157,8 @@ def watch(sock: socket.socket, dead_after_s: float) -> None:
     """
     if sock.family == socket.AF_UNIX:
         return
+    if math.isinf(dead_after_s):
+        return
     interval_s = max(1, round(dead_after_s / 4))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, interval_s)
@@ -272,6 +275,12 @@ def broken(peer: int, error: OSError) -> TransportError:
     failure = TransportError(f"the connection to rank {peer} broke: {why(error)}")
     failure.__cause__ = error
     return failure
+
+
+def is_silent_host(error: BaseException) -> bool:
+    """Whether this end of a connection (see `broken`) says what `watch` waits for: the peer's host answers no more."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno == errno.ETIMEDOUT
 
 
 def nobody_listens(errors: Sequence[OSError]) -> bool:

@@ -80,6 +80,7 @@ class StreamLink(Link):
         self._inbound = inbound
         self._ended = asyncio.Event()
         self._closing = self._shut = self._bye_received = False
+        self._failure: OSError | None = None
 
         self._encode = make_encoder()
         self._outbox = Outbox(options)
@@ -165,7 +166,7 @@ class StreamLink(Link):
         except OSError as error:
             if not isinstance(error, (BlockingIOError, InterruptedError)):
                 self._outbox.put_back(frame)
-                self._end_with(self._broken(error))
+                self._cannot_send(error)
                 return
         self.bytes_out += moved
         if moved == nbytes:
@@ -229,8 +230,24 @@ class StreamLink(Link):
         self.bytes_out += moved
         self.frames_out += outbox.advance(batch, moved, self._done)
         if failure is not None:
-            self._end_with(self._broken(failure))
+            self._cannot_send(failure)
         return moved if moved == nbytes else -1
+
+    def _cannot_send(self, error: OSError) -> None:
+        """The connection is broken: the link ends, but not before what the peer has sent until then is read."""
+        self._closing = self._shut = True
+        self._failure = error
+        self._outbox.clear(self._done)
+        self._reactor.call_soon(self._read_out)
+
+    def _read_out(self) -> None:
+        self._tell_owners()
+        before = -1
+        while self._fd >= 0 and self.bytes_in > before:
+            before = self.bytes_in
+            self._readable()
+        if self._fd >= 0 and self._failure is not None:
+            self._end_with(self._broken(self._failure))
 
     def _tell_owners(self) -> None:
         while self._done:
@@ -380,7 +397,7 @@ class StreamLink(Link):
         await self._ended.wait()
 
     def _end_of_file(self) -> None:
-        if self._bye_received or self._closing:
+        if self._bye_received or (self._closing and self._failure is None):
             self._end_with(None)
         else:
             self._end_with(TransportError(f"rank {self.peer} closed its connection without a goodbye"))

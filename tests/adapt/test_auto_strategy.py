@@ -9,7 +9,6 @@ import pytest
 from kfcomm.adapt import AutoStrategy, Policy
 from kfcomm.errors import ConfigError
 from tests.adapt.scripted import adapted, words
-from tests.conformance.worlds import on_loop
 
 SECONDS = {"ring": 2.0, "binary_tree": 3.0, "star": 9.0, "clique": 1.0}
 
@@ -20,7 +19,7 @@ def network(rank: int, step: int, strategy: str) -> tuple[float, float]:
     return own_s, SECONDS[strategy] + 2.0 - own_s
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_it_keeps_the_fastest() -> None:
     decisions, in_force = await adapted(
         lambda comm: [AutoStrategy(("star", "ring", "clique", "binary_tree"), rest=5)], cost=network, steps=60
@@ -37,7 +36,7 @@ async def test_it_keeps_the_fastest() -> None:
     assert in_force.count("star") <= 5
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_it_tries_again_when_the_network_has_changed() -> None:
     def changing(rank: int, step: int, strategy: str) -> tuple[float, float]:
         slower = 4.0 if step >= 40 and strategy == "clique" else 1.0
@@ -54,7 +53,7 @@ async def test_it_tries_again_when_the_network_has_changed() -> None:
     assert again[1].what.endswith("4 of 4 ranks have less than 0.8 of their reference throughput")
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_it_does_not_look_again_before_it_has_rested() -> None:
     def falling(rank: int, step: int, strategy: str) -> tuple[float, float]:
         return 1.0, 1.5**step
@@ -66,7 +65,7 @@ async def test_it_does_not_look_again_before_it_has_rested() -> None:
     assert all(after - before >= 30 for before, after in zip(ended, begun[1:], strict=False))
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_equal_graphs_are_tried_once_and_one_is_simply_set() -> None:
     decisions, in_force = await adapted(
         lambda comm: [AutoStrategy(("ring", "ring"))], cost=network, steps=6, strategy="star"
@@ -79,7 +78,7 @@ async def test_equal_graphs_are_tried_once_and_one_is_simply_set() -> None:
     assert set(in_force) == {"ring"}
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_without_collectives_nothing_is_learned() -> None:
     def idle(rank: int, step: int, strategy: str) -> tuple[float, float]:
         return 1.0, 0.0
@@ -89,7 +88,7 @@ async def test_without_collectives_nothing_is_learned() -> None:
     assert set(in_force) == {"ring"}
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_another_policy_changes_the_strategy_meanwhile() -> None:
     class Meddler(Policy):
         def after_step(self, ctx: Any) -> None:

@@ -13,7 +13,7 @@ from kfcomm.adapt import Adaptation
 from kfcomm.adapt.measuring import EngineMeter
 from kfcomm.runtime import load
 from kfcomm.runtime.load import Load
-from tests.conformance.worlds import everywhere, on_loop, until, world
+from tests.conformance.worlds import everywhere, until, world
 
 
 class Clock:
@@ -85,7 +85,7 @@ def test_what_began_before_counts_from_the_beginning(clock: Clock) -> None:
     assert total.busy_s(110.0) == 4.0
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_rank_that_posts_late_is_less_busy() -> None:
     x = np.ones(1000, np.float32)
     async with world(2, tombstones=True) as comms:
@@ -105,7 +105,7 @@ async def test_a_rank_that_posts_late_is_less_busy() -> None:
         await asyncio.gather(*(comm.barrier() for comm in comms))
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_the_metrics_of_a_step_are_of_its_collectives_alone() -> None:
     async with world(3) as comms:
 

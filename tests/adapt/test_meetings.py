@@ -13,7 +13,7 @@ from kfcomm.adapt import Adaptation, Context, Decision, Policy
 from kfcomm.communicator import Communicator
 from kfcomm.errors import CollectiveAborted, CollectiveMismatch, ConfigError, PeerLost
 from tests.adapt.scripted import NBYTES, ScriptedMeter, adapted, steady, words
-from tests.conformance.worlds import assert_kinds, ends, everywhere, on_loop, turns, until, works, world
+from tests.conformance.worlds import assert_kinds, ends, everywhere, turns, until, works, world
 
 HOOKS = ["on_start", "before_step", "after_step"]
 
@@ -62,7 +62,7 @@ def fails(ctx: Context) -> None:
     raise ValueError("oops")
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_the_methods_in_order() -> None:
     stories: list[Story] = []
     await adapted(lambda comm: [stories.append(Story()) or stories[-1]], steps=2)  # type: ignore[func-returns-value]
@@ -70,7 +70,7 @@ async def test_the_methods_in_order() -> None:
     assert all(one.calls == [*wanted, ("on_end", 2)] for one in stories)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_with_every_the_ranks_meet_now_and_then() -> None:
     stories: list[Story] = []
     seen: list[Any] = []
@@ -89,8 +89,8 @@ async def test_with_every_the_ranks_meet_now_and_then() -> None:
     assert seen == [((3 * NBYTES, 3 * NBYTES), (3, 3), (6.0, 6.0))] * 2
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize(("hook", "effect"), [("on_start", 0), ("before_step", 2), ("after_step", 3)])
-@on_loop
 async def test_what_all_ask_for_is_done_when_they_meet(hook: str, effect: int) -> None:
     at = 0 if hook == "on_start" else 2
     ask = Doing(lambda ctx: ctx.set_strategy("ring", evidence_a=1.5) and None, at, hook)
@@ -100,7 +100,7 @@ async def test_what_all_ask_for_is_done_when_they_meet(hook: str, effect: int) -
     assert in_force == ["star"] * effect + ["ring"] * (5 - effect)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_who_awaits_goes_on_when_it_is_done_and_is_not_called_meanwhile() -> None:
     went_on = []
 
@@ -132,7 +132,7 @@ async def _count(comm: Communicator) -> int:
     return int(await comm.all_reduce(1, "count"))
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_several_requests_at_once_are_done_in_order() -> None:
     async def ask(ctx: Context) -> None:
         counts = await asyncio.gather(ctx.together("count", _count), ctx.set_strategy("ring"))
@@ -143,7 +143,7 @@ async def test_several_requests_at_once_are_done_in_order() -> None:
     assert decisions[1].evidence == {"count": 4}
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_two_policies_are_served_in_their_order() -> None:
     asks = [Doing(lambda ctx, name=name: ctx.set_strategy(name) and None, name=name) for name in ("ring", "clique")]
     decisions, in_force = await adapted(lambda comm: asks, steps=5)
@@ -151,10 +151,10 @@ async def test_two_policies_are_served_in_their_order() -> None:
     assert in_force[-1] == "clique"
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("bad", [(2,), (0, 1, 2, 3)])
 @pytest.mark.parametrize("hook", HOOKS)
-@on_loop
 async def test_a_policy_that_raises_is_off_everywhere(
     hook: str, bad: tuple[int, ...], is_async: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -185,7 +185,7 @@ async def test_a_policy_that_raises_is_off_everywhere(
     assert [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING] == [str(decisions[0])]
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_ranks_that_ask_for_different_things() -> None:
     def make(comm: Communicator) -> list[Policy]:
         return [Doing(lambda ctx: ctx.set_strategy("ring" if comm.rank else "clique") and None)]
@@ -196,7 +196,7 @@ async def test_ranks_that_ask_for_different_things() -> None:
     assert set(in_force) == {"star"}
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_one_rank_asks_and_waits_and_the_others_ask_for_nothing() -> None:
     ended = []
 
@@ -217,8 +217,8 @@ async def test_one_rank_asks_and_waits_and_the_others_ask_for_nothing() -> None:
     assert ended == [1]
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("bad", [(1,), (0, 1, 2, 3)])
-@on_loop
 async def test_a_policy_that_raises_right_after_its_change_has_it_undone(bad: tuple[int, ...]) -> None:
     def make(comm: Communicator) -> list[Policy]:
         async def ask(ctx: Context) -> None:
@@ -233,9 +233,9 @@ async def test_a_policy_that_raises_right_after_its_change_has_it_undone(bad: tu
     assert set(in_force) == {"star"}
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("is_awaited", [False, True])
 @pytest.mark.parametrize("bad", [(1,), (0, 1, 2, 3)])
-@on_loop
 async def test_something_done_together_that_fails(bad: tuple[int, ...], is_awaited: bool) -> None:
     def make(comm: Communicator) -> list[Policy]:
         async def call(comm: Communicator) -> None:
@@ -258,7 +258,7 @@ async def test_something_done_together_that_fails(bad: tuple[int, ...], is_await
     assert set(in_force) == {"star"}
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_policy_that_catches_the_failure_stays() -> None:
     async def call(comm: Communicator) -> None:
         raise OSError("no disk")
@@ -274,13 +274,13 @@ async def test_a_policy_that_catches_the_failure_stays() -> None:
     assert in_force[-1] == "ring"
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_an_unknown_strategy_is_refused_when_it_is_asked_for() -> None:
     decisions, _ = await adapted(lambda comm: [Doing(lambda ctx: ctx.set_strategy("rnig") and None)])
     assert "ConfigError in after_step: unknown strategy 'rnig'; did you mean ring?" in decisions[0].what
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_policy_that_never_has_enough_does_not_hold_up_the_job() -> None:
     class Restless(Policy):
         async def after_step(self, ctx: Context) -> None:
@@ -292,7 +292,7 @@ async def test_a_policy_that_never_has_enough_does_not_hold_up_the_job() -> None
     assert len(in_force) == 3
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_method_that_is_cancelled_has_failed() -> None:
     async def ask(ctx: Context) -> None:
         raise asyncio.CancelledError
@@ -301,7 +301,7 @@ async def test_a_method_that_is_cancelled_has_failed() -> None:
     assert "it was cancelled" in decisions[0].what
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_on_end_can_ask_for_nothing_and_its_failure_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
     class Late(Policy):
         def on_end(self, ctx: Context) -> None:
@@ -313,7 +313,7 @@ async def test_on_end_can_ask_for_nothing_and_its_failure_harms_nobody(caplog: p
     assert "nothing can be asked for any more" in str(caplog.records[0].exc_info)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_program_that_raises_in_a_step_keeps_nobody_waiting() -> None:
     async with world(3, tombstones=True) as comms:
         adaptations = [Adaptation(comm, [Policy()], meter=ScriptedMeter(comm, steady)) for comm in comms]
@@ -336,7 +336,7 @@ async def test_a_program_that_raises_in_a_step_keeps_nobody_waiting() -> None:
         await works(comms)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_rank_that_is_lost_ends_the_meeting() -> None:
     async with world(3, quiet=False) as comms:
 
@@ -356,7 +356,7 @@ async def test_a_rank_that_is_lost_ends_the_meeting() -> None:
         await asyncio.wait({tasks[2]})
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_ranks_with_different_policies_do_not_begin() -> None:
     async with world(3) as comms:
 
@@ -371,7 +371,7 @@ async def test_ranks_with_different_policies_do_not_begin() -> None:
         await works(comms)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_ranks_at_different_steps() -> None:
     async with world(2) as comms:
 
@@ -386,7 +386,7 @@ async def test_ranks_at_different_steps() -> None:
         assert "the ranks are at different steps: [0, 1]" in str(outcomes[0])
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_closing_drops_what_is_not_done_and_may_come_twice() -> None:
     async with world(2) as comms:
 
@@ -411,7 +411,7 @@ async def test_closing_drops_what_is_not_done_and_may_come_twice() -> None:
         await works(comms)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_misuse() -> None:
     async with world(1) as comms:
         comm = comms[0]
@@ -432,7 +432,7 @@ async def test_misuse() -> None:
         assert adaptation.policies == ()
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_step_that_is_cancelled_while_a_policy_works() -> None:
     """The policy waits for something of its own; who waits for the step gives up, and the others hear of it."""
     async with world(2, tombstones=True) as comms:
@@ -466,8 +466,8 @@ async def test_a_step_that_is_cancelled_while_a_policy_works() -> None:
         await works(comms)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("where", ["the meeting", "what follows"])
-@on_loop
 async def test_a_step_that_is_cancelled_at_its_end_keeps_nobody_waiting(where: str) -> None:
     """One rank leaves the meeting, or what follows from it: the others hear of it."""
     async with world(3, tombstones=True) as comms:

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +15,6 @@ from kfcomm.adapt.metrics import Table
 from kfcomm.adapt.requests import Request, sign_of
 from kfcomm.strategies import build
 from kfcomm.types import Layout
-from tests.conformance.worlds import on_loop
 
 STAR = build("star", Layout.even(4))
 
@@ -85,7 +85,7 @@ def test_readings_add_up() -> None:
     assert Reading.nothing(2).plus(between) == between
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_signs_tell_requests_apart() -> None:
     async def call(comm: Any) -> None:
         raise AssertionError

@@ -15,7 +15,6 @@ from kfcomm.errors import ConfigError
 from kfcomm.probe import Probe
 from kfcomm.types import Layout
 from tests.adapt.scripted import NBYTES, Cost, adapted
-from tests.conformance.worlds import on_loop
 
 SIZE = 4
 DROPS_AT = 12
@@ -63,7 +62,7 @@ def test_what_fits_is_what_is_predicted_to_be_fast() -> None:
     assert len(fitting(alone, NBYTES)) >= 1
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_link_that_drops() -> None:
     """Found in the second low step; the links are measured, and trees set, at the end of the step after it."""
     looks: list[int] = []
@@ -90,14 +89,14 @@ async def test_a_link_that_drops() -> None:
     assert "step 13: AvoidSlowLinks: 4 of 4 ranks find the network slower" in str(found)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_the_fastest_of_those_that_fit_stays() -> None:
     decisions, in_force = await adapted(policy([]), cost=falling(2.0, 1.5, 3.0), steps=40, strategy="ring")
     assert in_force[-1] == "binary_tree_star"
     assert "keeps binary_tree_star, 2.67 times as fast as before" in [one.what for one in decisions]
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_link_that_recovers() -> None:
     looks: list[int] = []
     decisions, in_force = await adapted(
@@ -112,7 +111,7 @@ async def test_a_link_that_recovers() -> None:
     assert in_force[-1] == "packed_trees"
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_what_does_not_help_is_taken_back() -> None:
     looks: list[int] = []
     decisions, in_force = await adapted(policy(looks), cost=falling(4.0, 5.0, 3.9), steps=60, strategy="ring")
@@ -123,7 +122,7 @@ async def test_what_does_not_help_is_taken_back() -> None:
     assert sorted(looks) == [0, 1, 2, 3]  # the slow state is the reference now
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_one_rank_alone_is_not_believed() -> None:
     def one_slow(rank: int, step: int, strategy: str) -> tuple[float, float]:
         return 1.0, 4.0 if rank == 1 and step >= DROPS_AT else 1.0
@@ -135,7 +134,7 @@ async def test_one_rank_alone_is_not_believed() -> None:
     assert set(in_force) == {"ring"}
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_rank_that_computes_for_long_is_not_the_network() -> None:
     def late(rank: int, step: int, strategy: str) -> tuple[float, float]:
         own_s = 8.0 if rank == 1 and step >= DROPS_AT else 1.0
@@ -146,7 +145,7 @@ async def test_a_rank_that_computes_for_long_is_not_the_network() -> None:
     assert not decisions
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_what_fits_already_is_kept_and_not_measured_again_too_soon() -> None:
     looks: list[int] = []
     fits = links(2).packed_trees()
@@ -162,7 +161,7 @@ async def test_what_fits_already_is_kept_and_not_measured_again_too_soon() -> No
     assert set(in_force) == {"packed_trees"}
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_little_messages_say_nothing_of_links() -> None:
     decisions, _ = await adapted(
         policy([], least_nbytes=NBYTES + 1), cost=falling(1.5, 1.5, 1.5), steps=30, strategy="ring"
@@ -170,7 +169,7 @@ async def test_little_messages_say_nothing_of_links() -> None:
     assert not decisions
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_probe_that_fails_leaves_the_job_as_it_is() -> None:
     async def measure(comm: Communicator) -> Probe:
         raise OSError("rank 2 does not answer")
@@ -184,7 +183,7 @@ async def test_a_probe_that_fails_leaves_the_job_as_it_is() -> None:
     assert set(in_force) == {"ring"}
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_the_program_changes_the_strategy_itself_meanwhile() -> None:
     """What was compared is gone: no verdict on the trees, and none on what the program has set."""
 

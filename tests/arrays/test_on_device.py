@@ -49,6 +49,9 @@ class TinyKind:
         if not out.memory.flags.writeable:
             raise ConfigError("out is read-only")
 
+    def written(self, out: Tiny) -> None:
+        pass
+
     def flat_view(self, native: np.ndarray) -> np.ndarray | None:
         return native.reshape(-1) if native.flags.c_contiguous else None
 

@@ -22,7 +22,7 @@ def test_ranks_are_started_and_everything_is_written(tmp_path: Path) -> None:
     data, page = tmp_path / "x.json", tmp_path / "x.html"
     transports = [word for name in LINKS for word in ("--transport", name)]
     done = finished(
-        "bench", "all-reduce", "all-gather", "-n", "2", *TINY, "--strategy", "ring", "--strategy", "star",
+        "bench", "all-reduce", "all_gather", "-n", "2", *TINY, "--strategy", "ring", "--strategy", "star",
         *transports, "--json", str(data), "--html", str(page),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -36,7 +36,7 @@ def test_ranks_are_started_and_everything_is_written(tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) == len(found["results"])
 
 
-@pytest.mark.parametrize("more", [(), ("--blocking", "--dtype", "float64", "--op", "max", "--transport", "tcp")])
+@pytest.mark.parametrize("more", [(), ("--blocking", "--dtype", "float64", "--op", "MAX", "--transport", "tcp")])
 def test_the_ranks_of_a_job_are_used(more: tuple[str, ...], tmp_path: Path) -> None:
     data = tmp_path / "x.json"
     done = finished("run", "-n", "2", *INSIDE, *TINY, *more, "--json", str(data))
@@ -107,11 +107,13 @@ def test_what_a_rank_prints_is_passed_on(tmp_path: Path) -> None:
     [
         (["--strategy", "rong"], "'rong'"),
         (["--sizes", "0"], "'0'"),
-        (["--sizes", "1KB"], "'1KB'"),
+        (["--sizes", "1XB"], "'1XB'"),
         (["-n", "0"], "0 is not in the range"),
         (["-n", "1"], "1 is not in the range"),
         (["--json", "no/such/folder"], "no/such/folder"),
         (["--html", "."], "'.' cannot be written"),
+        (["--html", "page.pdf"], ".pdf cannot be written: the file is one of .html or .htm"),
+        (["--json", "data.csv"], ".csv cannot be written: the file is one of .json"),
         (["--dtype", "float7"], "float7"),
         (["--op", "avg", "--dtype", "int8"], "avg"),
         (["--mode", "fused"], "--workload"),

@@ -10,7 +10,7 @@ import pytest
 
 from kfcomm.communicator import Communicator
 from kfcomm.errors import CollectiveAborted, ConfigError
-from tests.conformance.worlds import ends, everywhere, on_loop, same_bits, world
+from tests.conformance.worlds import ends, everywhere, same_bits, world
 
 SIZE = 3
 
@@ -42,8 +42,8 @@ PLACES = {
 }
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("place", PLACES)
-@on_loop
 async def test_the_result_goes_where_it_should_each_time(place: str) -> None:
     async with world(SIZE) as comms:
         for _ in range(3):
@@ -58,7 +58,7 @@ async def test_the_result_goes_where_it_should_each_time(place: str) -> None:
                 assert place in ("the input", "a view of the input") or same_bits(x, given(rank))
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_an_out_that_overlaps_its_input_is_right_each_time() -> None:
     async with world(SIZE) as comms:
         for _ in range(3):
@@ -71,6 +71,7 @@ async def test_an_out_that_overlaps_its_input_is_right_each_time() -> None:
                 assert same_bits(result, SIZE * np.arange(12, dtype=np.float32) + 3)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("out", "message"),
     [
@@ -81,7 +82,6 @@ async def test_an_out_that_overlaps_its_input_is_right_each_time() -> None:
     ],
     ids=["shape", "dtype", "read-only", "no array"],
 )
-@on_loop
 async def test_an_out_that_cannot_be_is_refused_each_time(out: Any, message: str) -> None:
     async with world(1) as comms:
         for _ in range(3):
@@ -90,7 +90,7 @@ async def test_an_out_that_cannot_be_is_refused_each_time(out: Any, message: str
                 await comms[0].all_reduce(given(0), "x", out=out)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_an_input_that_is_read_only_is_no_out() -> None:
     x = _read_only(given(0))
     async with world(1) as comms:
@@ -126,7 +126,7 @@ VERBS: dict[str, tuple[dict[str, Any], list[Any]]] = {
 def called(verb: str, comm: Communicator, **options: Any) -> Any:
     """One call with the input of this rank."""
     arrays = () if verb == "barrier" else (XS[comm.rank].copy(),)
-    return getattr(comm, verb)(*arrays, name="x", **VERBS[verb][0], **options)
+    return getattr(comm, verb)(*arrays, name="x", **(VERBS[verb][0] | options))
 
 
 def assert_got(verb: str, results: list[Any]) -> None:
@@ -138,8 +138,8 @@ def _never(*args: Any, **options: Any) -> Any:
     raise AssertionError("this call goes the long way")
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("verb", VERBS)
-@on_loop
 async def test_a_call_like_the_one_before_goes_the_short_way(verb: str) -> None:
     async with world(SIZE) as comms:
         assert_got(verb, await everywhere(comms, lambda comm: called(verb, comm)))
@@ -151,9 +151,9 @@ async def test_a_call_like_the_one_before_goes_the_short_way(verb: str) -> None:
             called(verb, comms[0], timeout=5)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "barrier"])
 @pytest.mark.parametrize("make", [np.empty_like, lambda x: np.empty(x.shape[::-1], x.dtype).T], ids=["new", "strided"])
-@on_loop
 async def test_the_result_of_every_verb_goes_where_it_should(verb: str, make: Callable[[Any], Any]) -> None:
     async with world(SIZE) as comms:
         for _ in range(3):
@@ -163,8 +163,8 @@ async def test_the_result_of_every_verb_goes_where_it_should(verb: str, make: Ca
             assert all(result is out for result, out in zip(results, outs, strict=True))
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("verb", ["all_gather", "reduce_scatter", "all_to_all", "broadcast", "all_reduce"])
-@on_loop
 async def test_a_result_may_overlap_the_input(verb: str) -> None:
     """Where it lies in the same memory, or in a part of it, the input is read before that is overwritten."""
     async with world(SIZE) as comms:
@@ -181,18 +181,18 @@ async def test_a_result_may_overlap_the_input(verb: str) -> None:
             assert_got(verb, await everywhere(comms, call))
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("other", VERBS)
-@on_loop
 async def test_one_name_serves_several_verbs(verb: str, other: str) -> None:
     async with world(SIZE) as comms:
         for each in (verb, other, other, verb, verb, other):
             assert_got(each, await everywhere(comms, lambda comm, each=each: called(each, comm)))
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("root", [1.0, np.array([1, 1]), "1", -1, SIZE, None, np.float64(1)], ids=repr)
 @pytest.mark.parametrize("verb", ["reduce", "broadcast", "gather"])
-@on_loop
 async def test_a_root_that_is_no_rank_is_refused_each_time(verb: str, root: Any) -> None:
     async with world(SIZE, tombstones=True) as comms:
         for name in ("x", "y"):
@@ -203,8 +203,8 @@ async def test_a_root_that_is_no_rank_is_refused_each_time(verb: str, root: Any)
             assert [type(one) for one in rest] == [CollectiveAborted] * (SIZE - 1)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("verb", ["reduce", "broadcast", "gather"])
-@on_loop
 async def test_another_root_or_op_is_another_kind_of_call(verb: str) -> None:
     ops = ("sum", "max", "sum", "sum", "max") if verb == "reduce" else (None,) * 5
     async with world(SIZE) as comms:
@@ -216,3 +216,17 @@ async def test_another_root_or_op_is_another_kind_of_call(verb: str) -> None:
             whole = {"reduce": WANTED if op == "sum" else XS[-1], "broadcast": XS[root], "gather": np.stack(XS)}[verb]
             for rank, result in enumerate(results):
                 assert same_bits(result, whole) if verb == "broadcast" or rank == root else result is None
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("verb", ["all_reduce", "reduce", "reduce_scatter"])
+async def test_an_op_of_another_library_goes_the_short_way(verb: str) -> None:
+    async with world(SIZE) as comms:
+        for op, want in ((np.add, "sum"), ("MAX", "max"), (min, "min"), ("mean", "avg")):
+            usual = await everywhere(comms, lambda comm, op=want: called(verb, comm, op=op))
+            await everywhere(comms, lambda comm, op=op: called(verb, comm, op=op))
+            with pytest.MonkeyPatch.context() as patch:
+                for comm in comms:
+                    patch.setattr(comm, "_begin", _never)
+                results = await everywhere(comms, lambda comm, op=op: called(verb, comm, op=op))
+            assert all(np.array_equal(one, other) for one, other in zip(results, usual, strict=True))

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from kfcomm.errors import CollectiveError, CollectiveTimeout, PeerLost
-from tests.conformance.worlds import assert_kinds, ends, on_loop, same_bits, turns, works, world
+from tests.conformance.worlds import assert_kinds, ends, same_bits, turns, works, world
 
 SHORT_S = 0.05
 X = np.arange(5)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_versions() -> None:
     async with world(2) as comms:
         a, b = comms
@@ -43,7 +43,7 @@ async def test_versions() -> None:
         assert same_bits(await b.request("x", 1), X)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_many_requests_at_once_are_never_torn() -> None:
     async with world(3) as comms:
         big = 200_000
@@ -66,7 +66,7 @@ async def test_many_requests_at_once_are_never_torn() -> None:
             assert got.min() == got.max()
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_request_that_is_given_up() -> None:
     """Cancelled at any moment, or out of time: nothing stays behind, and the next one gets its own answer."""
     async with world(2, tombstones=True) as comms:
@@ -87,7 +87,7 @@ async def test_a_request_that_is_given_up() -> None:
         await works(comms)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_requests_by_polling_use_no_memory() -> None:
     async with world(2) as comms:
         for number in range(60):
@@ -98,7 +98,7 @@ async def test_requests_by_polling_use_no_memory() -> None:
         assert comms[1]._session.engine.router.num_keys == before
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_peer_is_lost_while_it_is_asked() -> None:
     async with world(3, tombstones=True) as comms:
         comms[1].save("w", np.ones(1_000_000))
@@ -108,7 +108,7 @@ async def test_a_peer_is_lost_while_it_is_asked() -> None:
         assert_kinds(await asyncio.gather(*asking, return_exceptions=True), PeerLost)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_groups_have_messages_of_their_own() -> None:
     async with world(3) as comms:
         group = await asyncio.gather(*(comms[rank].group([2, 0]) for rank in (2, 0)))

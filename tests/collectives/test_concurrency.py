@@ -11,7 +11,7 @@ import pytest
 
 from kfcomm.collectives import plans
 from tests.conformance import oracle
-from tests.conformance.worlds import everywhere, on_loop, same_bits, turns, world
+from tests.conformance.worlds import everywhere, same_bits, turns, world
 
 
 def _call(comm: Any, number: int, x: Any) -> Any:
@@ -56,9 +56,9 @@ def _expected(number: int, rank: int, xs: list[Any], comms: Any) -> Any:
     return [[one, number] for one in range(size)]
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("strategy", ["auto", "ring", "clique", "binary_tree_star"])
 @pytest.mark.parametrize("size", [2, 4, 7])
-@on_loop
 async def test_hundreds_of_names_in_another_order_on_every_rank(size: int, strategy: str) -> None:
     count = 1200 // size
     async with world(size, strategy=strategy) as comms:
@@ -97,7 +97,7 @@ def _unnamed_call(comm: Any, number: int, x: Any) -> Any:
     return comm.consensus(number)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_unnamed_calls_meet_in_program_order_among_named_ones() -> None:
     size, count = 3, 120
     async with world(size) as comms:
@@ -130,7 +130,7 @@ async def test_unnamed_calls_meet_in_program_order_among_named_ones() -> None:
                         assert one is True
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_rank_that_posts_much_too_early_is_absorbed() -> None:
     """Far more than the credit for unposted keys waits on one rank, then all is well; nothing waits in order."""
     size, count = 3, 100
@@ -145,7 +145,7 @@ async def test_a_rank_that_posts_much_too_early_is_absorbed() -> None:
                 assert got[0] == got[-1] == 6.0
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_chunks_of_many_keys_interleave() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plans, "CHUNK_NBYTES", 512)

@@ -16,7 +16,7 @@ from tests.collectives import scenarios
 from tests.collectives.scenarios import USES, X, warm
 from tests.conformance import oracle, worlds
 from tests.conformance.oracle import CASES
-from tests.conformance.worlds import assert_kinds, ends, everywhere, on_loop, same_bits, turns, world
+from tests.conformance.worlds import assert_kinds, ends, everywhere, same_bits, turns, world
 
 
 @pytest.fixture(autouse=True, params=[Direct.ONE_STEP, Direct.STAR, Direct.CHAINS])
@@ -48,8 +48,8 @@ def is_slotted(comms: Any, name: str | None) -> bool:
     return all(slot is not None and not slot.is_dead for slot in slots)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-@on_loop
 async def test_every_use_of_a_name_gives_the_same(size: int) -> None:
     async with world(size, strategy="direct") as comms:
         for length in LENGTHS:
@@ -61,8 +61,8 @@ async def test_every_use_of_a_name_gives_the_same(size: int) -> None:
             assert is_slotted(comms, f"x{length}") == (worlds.LINKS == "shm" and size > 1)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("nbytes", [base.DIRECT_NBYTES - 4, base.DIRECT_NBYTES, base.DIRECT_NBYTES + 4, 5 << 20])
-@on_loop
 async def test_messages_of_several_windows(nbytes: int) -> None:
     """As long as they are, every use gives the same, in place and not; and what is given stays as it was."""
     async with world(3, strategy="direct") as comms:
@@ -81,28 +81,28 @@ async def test_messages_of_several_windows(nbytes: int) -> None:
         assert is_slotted(comms, "x") == (worlds.LINKS == "shm")
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize(("dtype", "op"), CASES)
-@on_loop
 async def test_all_dtypes_and_ops_in_place_and_not(dtype: str, op: str) -> None:
     async with world(3, strategy="direct") as comms:
         await scenarios.all_uses_are_alike(comms, dtype, op)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_barriers_wait_for_all() -> None:
     async with world(3, strategy="direct") as comms:
         await scenarios.barriers_wait(comms, 0)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_many_at_once_in_any_order() -> None:
     async with world(3, strategy="direct") as comms:
         await scenarios.many_at_once(comms, [f"n{number}" for number in range(100)])
         assert is_slotted(comms, "n0") == (worlds.LINKS == "shm")
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("members", [[0, 2], [1, 3], [0, 1, 3], [3, 1, 0], [2, 1]])
-@on_loop
 async def test_groups_of_any_members(members: list[int]) -> None:
     async with world(4, strategy="direct") as comms:
         groups = await asyncio.gather(*(comms[rank].group(members, name="g") for rank in members))
@@ -117,15 +117,15 @@ async def test_groups_of_any_members(members: list[int]) -> None:
             assert is_slotted(groups, f"x{length}") == (worlds.LINKS == "shm")
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("other", [0, 1, 2])
-@on_loop
 async def test_all_follow_who_goes_the_ordinary_way(other: int) -> None:
     """A second use in flight, of unnamed calls: that rank sends messages; all follow, and stay there."""
     async with world(3, strategy="direct") as comms:
         await scenarios.uses_overlap(comms, other)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_of_overlapping_uses_an_earlier_one_may_leave_later() -> None:
     """The first rank leaves with the second use, and then, as another one was there first, with the first use."""
     async with world(3, strategy="direct") as comms:
@@ -144,7 +144,7 @@ async def test_of_overlapping_uses_an_earlier_one_may_leave_later() -> None:
             assert np.array_equal(results[place], 6 * X)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_signature_that_was_forgotten_has_its_slot_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers of signatures are used again: what is known of a series goes, and its slot stays with its key."""
     monkeypatch.setattr("kfcomm.core.names.MAX_SIGNATURES", 3)
@@ -159,7 +159,7 @@ async def test_a_signature_that_was_forgotten_has_its_slot_again(monkeypatch: py
         assert is_slotted(comms, "x") == (worlds.LINKS == "shm")
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_call_with_options_of_its_own_uses_the_slot_too() -> None:
     async with world(2, strategy="direct") as comms:
         await warm(comms, "x")
@@ -173,21 +173,21 @@ async def test_a_call_with_options_of_its_own_uses_the_slot_too() -> None:
         assert is_slotted(comms, "x") == (worlds.LINKS == "shm")
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("who", [0, 1, 2])
-@on_loop
 async def test_a_cancelled_use_fails_on_all_and_the_name_works_on(who: int) -> None:
     async with world(3, strategy="direct") as comms:
         await scenarios.one_cancels(comms, who, (who + 1) % 3)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("missing", [0, 1, 2])
-@on_loop
 async def test_a_timeout_says_who_is_missing(missing: int) -> None:
     async with world(3, strategy="direct") as comms:
         await scenarios.one_is_missing(comms, missing, 0.05)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_ranks_in_different_slots_of_a_name_disagree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody sends anything: they find out as soon as they have waited for a moment."""
     monkeypatch.setattr("kfcomm.core.deadlines.QUIET_AFTER_S", 0.01)
@@ -195,7 +195,7 @@ async def test_ranks_in_different_slots_of_a_name_disagree(monkeypatch: pytest.M
         await scenarios.one_disagrees(comms, 0)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_two_kinds_of_unnamed_calls_take_turns() -> None:
     async with world(2, strategy="direct") as comms:
         for use in range(12):
@@ -204,7 +204,7 @@ async def test_two_kinds_of_unnamed_calls_take_turns() -> None:
                 assert np.array_equal(result, 2 * x)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_lost_peer_fails_what_waits_in_slots() -> None:
     async with world(3, strategy="direct") as comms:
         await warm(comms, "x")
@@ -215,7 +215,7 @@ async def test_a_lost_peer_fails_what_waits_in_slots() -> None:
         assert_kinds(outcomes, PeerLost)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_strategies_may_change_and_come_again() -> None:
     async with world(3, strategy="direct") as comms:
         await warm(comms, "x")
@@ -227,7 +227,7 @@ async def test_strategies_may_change_and_come_again() -> None:
         assert is_slotted(comms, "x") == (worlds.LINKS == "shm")
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_change_that_one_rank_makes_later_is_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same use of a slot, under the same strategy, but under different generations of it."""
     monkeypatch.setattr("kfcomm.core.deadlines.QUIET_AFTER_S", 0.01)
@@ -243,7 +243,7 @@ async def test_a_change_that_one_rank_makes_later_is_a_mismatch(monkeypatch: pyt
             assert np.array_equal(result, 2 * X)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_what_cannot_be_folded_fails_everywhere(caplog: pytest.LogCaptureFixture) -> None:
     async with world(2, strategy="direct") as comms:
         await warm(comms, "x")

@@ -25,7 +25,6 @@ from tests.conformance.worlds import (
     ends,
     everywhere,
     heard_of_the_end,
-    on_loop,
     turns,
     until,
     works,
@@ -54,9 +53,9 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("verb", CALLS)
 @pytest.mark.parametrize("missing", [0, 1, 3])
-@on_loop
 async def test_timeout(verb: str, missing: int) -> None:
     """Every rank that waits gets the same story; the one that comes late gets it, too; then the name works."""
     size = 4
@@ -81,7 +80,7 @@ async def test_timeout(verb: str, missing: int) -> None:
         await works(comms, "k")
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_what_the_missing_rank_did_last_is_in_the_error() -> None:
     async with world(2) as comms:
         await works(comms, "earlier")
@@ -92,7 +91,16 @@ async def test_what_the_missing_rank_did_last_is_in_the_error() -> None:
             await comms[1].all_reduce(X, "k")
 
 
-@on_loop
+@pytest.mark.asyncio
+async def test_a_rank_that_has_done_nothing_yet_has_not_posted() -> None:
+    async with world(2) as comms:
+        with pytest.raises(CollectiveTimeout, match=r"missing ranks \[1\]; rank 1 has not posted anything yet"):
+            await comms[0].all_reduce(X, "k", timeout=SHORT_S)
+        await heard_of_the_end(comms[1])
+        assert_kinds(await ends(comms[1:], lambda comm: comm.all_reduce(X, "k")), CollectiveTimeout)
+
+
+@pytest.mark.asyncio
 async def test_a_timeout_of_nothing_still_asks_the_others() -> None:
     async with world(3) as comms:
         await works(comms, "k")
@@ -105,7 +113,7 @@ async def test_a_timeout_of_nothing_still_asks_the_others() -> None:
         await works(comms, "k")
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_the_default_timeout_is_the_communicators() -> None:
     async with world(2, timeout_s=SHORT_S) as comms:
         with pytest.raises(CollectiveTimeout, match=r"within 0\.[01] s"):
@@ -117,23 +125,20 @@ async def test_the_default_timeout_is_the_communicators() -> None:
             await comms[1].barrier("k")
 
 
-def test_a_stall_is_reported_once_in_one_line(
+@pytest.mark.asyncio
+async def test_a_stall_is_reported_once_in_one_line(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inquiry, "ANSWER_WITHIN_S", SHORT_S)
 
-    @on_loop
-    async def main() -> None:
-        async with world(4, stall_after_s=SHORT_S) as comms:
+    with caplog.at_level(logging.WARNING, "kfcomm"):
+        async with world(4, stall_after=SHORT_S) as comms:
             await works(comms, "earlier")
             handles = [comm.all_reduce(X, "slow") for comm in comms if comm.rank in (0, 2)]
             await until(lambda: len(_reports(caplog)) >= 2)
             handles += [comm.all_reduce(X, "slow") for comm in comms if comm.rank in (1, 3)]
             await asyncio.gather(*handles)
             await works(comms)
-
-    with caplog.at_level(logging.WARNING, "kfcomm"):
-        main()
     reports = _reports(caplog)
     assert sorted(report[:6] for report in reports) == ["rank 0", "rank 2"]
     for report in reports:
@@ -144,22 +149,19 @@ def test_a_stall_is_reported_once_in_one_line(
         assert "rank 3 last completed 'earlier' #0" in report
 
 
-def test_of_very_many_that_wait_few_are_reported_one_by_one(
+@pytest.mark.asyncio
+async def test_of_very_many_that_wait_few_are_reported_one_by_one(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inquiry, "ANSWER_WITHIN_S", SHORT_S)
     monkeypatch.setattr(deadlines, "REPORTS_AT_ONCE", 3)
 
-    @on_loop
-    async def main() -> None:
-        async with world(2, stall_after_s=SHORT_S) as comms:
+    with caplog.at_level(logging.WARNING, "kfcomm"):
+        async with world(2, stall_after=SHORT_S) as comms:
             names = [f"slow {number}" for number in range(20)]
             handles = [comms[0].all_reduce(X, name) for name in names]
             await until(lambda: sum(map(_told_of, _reports(caplog))) == len(names))
             await asyncio.gather(*handles, *(comms[1].all_reduce(X, name) for name in names))
-
-    with caplog.at_level(logging.WARNING, "kfcomm"):
-        main()
     assert len(_reports(caplog)) < 20
 
 
@@ -173,27 +175,21 @@ def _reports(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "has waited" in record.getMessage()]
 
 
-def test_nothing_is_reported_of_what_ends_in_time(caplog: pytest.LogCaptureFixture) -> None:
-    @on_loop
-    async def main() -> None:
+@pytest.mark.asyncio
+async def test_nothing_is_reported_of_what_ends_in_time(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "kfcomm"):
         async with world(3) as comms:
             await works(comms)
-
-    with caplog.at_level(logging.INFO, "kfcomm"):
-        main()
     assert not caplog.records
 
 
-def test_a_receive_that_waits_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    @on_loop
-    async def main() -> None:
-        async with world(2, stall_after_s=SHORT_S) as comms:
+@pytest.mark.asyncio
+async def test_a_receive_that_waits_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "kfcomm"):
+        async with world(2, stall_after=SHORT_S) as comms:
             waiting = comms[0].recv(1, "t")
             await until(lambda: _reports(caplog))
             await asyncio.gather(waiting, comms[1].send(X, 0, "t"))
-
-    with caplog.at_level(logging.WARNING, "kfcomm"):
-        main()
     (report,) = _reports(caplog)
     assert report.endswith("for a message with tag 't' from rank 1")
 
@@ -201,9 +197,9 @@ def test_a_receive_that_waits_is_reported(caplog: pytest.LogCaptureFixture) -> N
 # ---------------------------------------------------------------- cancelled calls
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("verb", CALLS)
 @pytest.mark.parametrize("when", ["before the others", "after some", "last but one"])
-@on_loop
 async def test_cancelled_on_one_rank(verb: str, when: str) -> None:
     """CancelledError there, CollectiveAborted elsewhere: for those that wait, and for those that are still to post."""
     size = 3
@@ -227,8 +223,8 @@ async def test_cancelled_on_one_rank(verb: str, when: str) -> None:
         await everywhere(comms, CALLS[verb])
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("verb", CALLS)
-@on_loop
 async def test_cancelling_the_task_that_awaits(verb: str) -> None:
     async with world(3) as comms:
         tasks = [asyncio.ensure_future(_awaited(CALLS[verb], comm)) for comm in comms[:2]]
@@ -246,7 +242,7 @@ async def _awaited(call: Callable[..., Any], comm: Any) -> Any:
     return await call(comm)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_everything_cancelled_at_any_moment_comes_to_rest() -> None:
     """After any number of turns of the loop one rank cancels: every rank ends, and the next use works."""
     async with world(3, strategy="ring") as comms:
@@ -265,9 +261,9 @@ async def test_everything_cancelled_at_any_moment_comes_to_rest() -> None:
 # ---------------------------------------------------------------- lost peers, broken links
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("verb", CALLS)
 @pytest.mark.parametrize("strategy", ["ring", "star", "clique"])
-@on_loop
 async def test_a_peer_is_killed(verb: str, strategy: str) -> None:
     size, dead = 4, 2
     async with world(size, strategy=strategy, tombstones=True) as comms:
@@ -294,7 +290,7 @@ async def test_a_peer_is_killed(verb: str, strategy: str) -> None:
         last.cancel()
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_peer_is_killed_while_much_is_in_flight() -> None:
     size, count = 4, 100
     async with world(size, strategy="ring", tombstones=True) as comms:
@@ -310,7 +306,7 @@ async def test_a_peer_is_killed_while_much_is_in_flight() -> None:
             handle.cancel()
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_link_breaks() -> None:
     """What it carried fails and says so; peers live, so the next use of the name works, over a new link."""
     async with world(3, strategy="ring", tombstones=True) as comms:
@@ -326,7 +322,7 @@ async def test_a_link_breaks() -> None:
             await works(comms, "k")
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_rank_that_is_unplugged_again_and_again() -> None:
     async with world(3, tombstones=True) as comms:
         for count in range(12):
@@ -342,8 +338,8 @@ async def test_a_rank_that_is_unplugged_again_and_again() -> None:
 # ---------------------------------------------------------------- leaving and closing
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("verb", CALLS)
-@on_loop
 async def test_a_rank_leaves_while_others_wait(verb: str) -> None:
     async with world(3, tombstones=True) as comms:
         await works(comms)
@@ -360,7 +356,7 @@ async def test_a_rank_leaves_while_others_wait(verb: str) -> None:
         assert_kinds(await ends(comms[:2], CALLS[verb]), PeerLost)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_what_a_leaving_rank_has_posted_still_completes_or_fails() -> None:
     """A close does not outrun the data: whoever has completed may leave at once."""
     async with world(3, strategy="star", tombstones=True) as comms:
@@ -373,8 +369,8 @@ async def test_what_a_leaving_rank_has_posted_still_completes_or_fails() -> None
         assert await everywhere(comms, last) == [[3]] * 3
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("verb", CALLS)
-@on_loop
 async def test_closed_with_things_in_flight(verb: str) -> None:
     async with world(2, tombstones=True) as comms:
         mine = CALLS[verb](comms[0])
@@ -390,7 +386,7 @@ async def test_closed_with_things_in_flight(verb: str) -> None:
         assert type(outcomes[0]) in (CollectiveAborted, PeerLost)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_everything_says_that_it_is_closed() -> None:
     async with world(2) as comms:
         queue = comms[0].queue("q", 0, 1)
@@ -415,8 +411,8 @@ async def test_everything_says_that_it_is_closed() -> None:
                 await call(comms[0])
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("turns_before", range(12))
-@on_loop
 async def test_closed_just_as_a_question_comes(turns_before: int) -> None:
     async with world(2, quiet=False) as comms:
         asked = asyncio.ensure_future(comms[0].request("name", 1, timeout=5.0))

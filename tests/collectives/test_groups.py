@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kfcomm.errors import CollectiveAborted, CollectiveTimeout, ConfigError, PeerLost, SessionClosed
-from tests.conformance.worlds import assert_kinds, ends, everywhere, on_loop, turns, works, world
+from tests.conformance.worlds import assert_kinds, ends, everywhere, turns, works, world
 
 SHORT_S = 0.05
 
@@ -20,7 +20,7 @@ async def _grouped(comms: Any, members: list[int], **options: Any) -> list[Any]:
     return await everywhere([comms[rank] for rank in members], lambda comm: comm.group(members, **options))
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_order_and_identity() -> None:
     async with world(5, hosts=2) as comms:
         for members in ([3, 0, 4], [2], [4, 3, 2, 1, 0]):
@@ -37,7 +37,7 @@ async def test_order_and_identity() -> None:
         assert [(one.local_rank, one.local_size) for one in group] == [(0, 2), (1, 2), (0, 3), (1, 3), (2, 3)]
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_all_subsets_at_once_with_the_same_names() -> None:
     """Overlapping groups work at the same time, posted in another order on every rank, under one name."""
     size = 4
@@ -57,7 +57,7 @@ async def test_all_subsets_at_once_with_the_same_names() -> None:
             assert [one.tolist() for one in got] == [[sum(2**rank for rank in members)]] * len(members)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_nested_groups_and_groups_made_again() -> None:
     async with world(4) as comms:
         outer = await _grouped(comms, [3, 2, 1])
@@ -74,7 +74,7 @@ async def test_nested_groups_and_groups_made_again() -> None:
             await works(ranks, "k")
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_split() -> None:
     async with world(6) as comms:
         colors: list[Any] = ["a", None, "b", "a", "a", "b"]
@@ -92,6 +92,7 @@ async def test_split() -> None:
             await works(ranks)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("members", "says"),
     [
@@ -104,7 +105,6 @@ async def test_split() -> None:
         ([0.0, 1], r"member 0\.0"),
     ],
 )
-@on_loop
 async def test_member_lists_that_cannot_work(members: list[Any], says: str) -> None:
     async with world(3) as comms:
         with pytest.raises(ConfigError, match=says):
@@ -115,7 +115,7 @@ async def test_member_lists_that_cannot_work(members: list[Any], says: str) -> N
         await works(await _grouped(comms, [0, 1, 2]))
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_member_lists_that_differ() -> None:
     async with world(3, tombstones=True) as comms:
         lists = [[0, 1], [0, 1, 2], [0, 1, 2]]
@@ -130,7 +130,7 @@ async def test_member_lists_that_differ() -> None:
         await works(await _grouped(comms, [0, 1, 2]))
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_group_that_is_closed() -> None:
     """In flight: aborted on the others. Later: missed there until the timeout. World and other groups go on."""
     async with world(3) as comms:
@@ -173,7 +173,7 @@ async def test_a_group_that_is_closed() -> None:
         )
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_lost_peer_ends_its_groups_only() -> None:
     async with world(4, tombstones=True) as comms:
         with_it = await _grouped(comms, [1, 2])

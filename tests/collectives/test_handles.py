@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,14 @@ import pytest
 
 from kfcomm.collectives import verbs
 from kfcomm.errors import CollectiveAborted, CollectiveError, CollectiveMismatch, ConfigError, KfcommError
-from tests.conformance.worlds import assert_kinds, ends, everywhere, on_loop, turns, works, world
+from tests.conformance.worlds import assert_kinds, ends, everywhere, turns, works, world
+from tests.stubs import Broken, broken
 
 SHORT_S = 0.05
 X = np.ones(3)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_it_is_under_way_before_anybody_awaits_it() -> None:
     async with world(2) as comms:
         handles = [comm.all_reduce(X) for comm in comms]
@@ -27,7 +29,7 @@ async def test_it_is_under_way_before_anybody_awaits_it() -> None:
         assert handles[0].result().tolist() == [2.0] * 3
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_awaited_twice_gathered_and_shielded() -> None:
     async with world(2) as comms:
         handles = [comm.all_reduce(X) for comm in comms]
@@ -46,7 +48,7 @@ async def test_awaited_twice_gathered_and_shielded() -> None:
         assert (await comms[1].all_reduce(X)).tolist() == (await kept).tolist() == [2.0] * 3
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_an_error_can_be_asked_for_again_and_again() -> None:
     async with world(2) as comms:
         handles = [comms[0].all_reduce(X), comms[1].all_reduce(X, op="max")]
@@ -54,14 +56,14 @@ async def test_an_error_can_be_asked_for_again_and_again() -> None:
             assert_kinds(await asyncio.gather(*handles, return_exceptions=True), CollectiveMismatch)
         error = handles[0].exception()
         assert isinstance(error, CollectiveError)
-        assert error.key == ""
+        assert error.key == "unnamed"
         assert handles[0].exception() is error
         assert not handles[0].cancel()
         named = await ends(comms, lambda comm: comm.all_reduce(X, "grad/0", op="max" if comm.rank else "sum"))
         assert {one.key for one in named} == {"grad/0"}
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_cancel_after_the_end_does_nothing() -> None:
     async with world(2) as comms:
         for verb in ("all_reduce", "all_gather_object", "consensus"):
@@ -72,7 +74,7 @@ async def test_cancel_after_the_end_does_nothing() -> None:
         await works(comms)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_group_of_tasks_that_fails_cancels_its_calls() -> None:
     async with world(2) as comms:
 
@@ -148,7 +150,7 @@ def test_errors_that_were_heard_leave_nothing_to_report() -> None:
 # ---------------------------------------------------------------- many at once
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_many_at_once() -> None:
     async with world(3) as comms:
         arrays = {f"g/{number}": np.full(number, number) for number in range(50)}
@@ -158,7 +160,7 @@ async def test_many_at_once() -> None:
         assert await everywhere(comms, lambda comm: comm.all_reduce_many({})) == [{}] * 3
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_one_of_many_fails() -> None:
     """The whole fails, everywhere, and all names work afterwards."""
     async with world(3) as comms:
@@ -174,7 +176,7 @@ async def test_one_of_many_fails() -> None:
                 assert [one.tolist() for one in many.values()] == [[3.0] * 3] * 3
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_many_cancelled_on_one_rank() -> None:
     async with world(2) as comms:
         many = [comm.all_reduce_many({"a": X, "b": X}) for comm in comms]
@@ -202,56 +204,70 @@ class _NoMemory:
         return np.empty(count, *args)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("waits", [False, True])
-def test_no_memory_for_a_result(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_memory_for_a_result(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The caller gets MemoryError; the others are told; also for calls that waited for a verdict."""
-
-    @on_loop
-    async def main() -> None:
-        async with world(2) as comms:
-            cut = comms[0].set_strategy("ring") if waits else None
-            if not waits:
-                monkeypatch.setattr(verbs, "np", _NoMemory(5))
-            one = comms[0].all_gather(X)
-            two = comms[0].all_gather(X, "c", concat=True)
-            small = comms[0].all_reduce(X, "s")
-            monkeypatch.setattr(verbs, "np", _NoMemory(5))
-            if cut is not None:
-                await asyncio.gather(cut, comms[1].set_strategy("ring"))
-            await turns()
-            monkeypatch.setattr(verbs, "np", np)
-            outcomes = await asyncio.gather(
-                one,
-                two,
-                comms[1].all_gather(X),
-                comms[1].all_gather(X, "c", concat=True),
-                return_exceptions=True,
-            )
-            assert_kinds(outcomes, MemoryError, MemoryError, CollectiveAborted, CollectiveAborted)
-            assert (await comms[1].all_reduce(X, "s")).tolist() == (await small).tolist()
-            await everywhere(comms, lambda comm: comm.all_gather(X))
-            await everywhere(comms, lambda comm: comm.all_gather(X, "c", concat=True))
-
-    main()
-
-
-class _Breaks:
-    """An array whose library fails in its own way."""
-
-    def __array__(self, *_: Any, **__: Any) -> Any:
-        raise RuntimeError("the device is on fire")
-
-
-@on_loop
-async def test_an_array_that_breaks_while_it_is_read() -> None:
     async with world(2) as comms:
-        for call in (
-            lambda comm, x: comm.all_reduce(x),
-            lambda comm, x: comm.all_gather(x, concat=True),
-            lambda comm, x: comm.consensus(x),
-        ):
-            outcomes = await ends(comms, lambda comm, call=call: call(comm, X if comm.rank else _Breaks()))
-            assert_kinds(outcomes, RuntimeError, CollectiveAborted)
-            assert "on fire" in str(outcomes[1])
-        await works(comms)
-        await everywhere(comms, lambda comm: comm.all_gather(X, concat=True))
+        cut = comms[0].set_strategy("ring") if waits else None
+        if not waits:
+            monkeypatch.setattr(verbs, "np", _NoMemory(5))
+        one = comms[0].all_gather(X)
+        two = comms[0].all_gather(X, "c", concat=True)
+        small = comms[0].all_reduce(X, "s")
+        monkeypatch.setattr(verbs, "np", _NoMemory(5))
+        if cut is not None:
+            await asyncio.gather(cut, comms[1].set_strategy("ring"))
+        await turns()
+        monkeypatch.setattr(verbs, "np", np)
+        outcomes = await asyncio.gather(
+            one,
+            two,
+            comms[1].all_gather(X),
+            comms[1].all_gather(X, "c", concat=True),
+            return_exceptions=True,
+        )
+        assert_kinds(outcomes, MemoryError, MemoryError, CollectiveAborted, CollectiveAborted)
+        assert (await comms[1].all_reduce(X, "s")).tolist() == (await small).tolist()
+        await everywhere(comms, lambda comm: comm.all_gather(X))
+        await everywhere(comms, lambda comm: comm.all_gather(X, "c", concat=True))
+
+
+class _Mapping(dict[str, Any]):
+    """A mapping that fails in its own way."""
+
+    def __getitem__(self, key: str) -> Any:
+        raise Broken("the device is on fire")
+
+
+BROKEN_CALLS: dict[str, Callable[[Any, Any], Any]] = {
+    "all_reduce": lambda comm, x: comm.all_reduce(x, "k"),
+    "all_reduce without a name": lambda comm, x: comm.all_reduce(x),
+    "all_reduce shared": lambda comm, x: comm.all_reduce(x, "k", shared=True),
+    "reduce": lambda comm, x: comm.reduce(x, 1, "k"),
+    "broadcast": lambda comm, x: comm.broadcast(x, 1, "k"),
+    "gather": lambda comm, x: comm.gather(x, 1, "k"),
+    "all_gather": lambda comm, x: comm.all_gather(x, "k"),
+    "all_gather concat": lambda comm, x: comm.all_gather(x, "k", concat=True),
+    "scatter": lambda comm, x: comm.scatter(x, 0, "k"),
+    "reduce_scatter": lambda comm, x: comm.reduce_scatter(x, "k"),
+    "all_to_all": lambda comm, x: comm.all_to_all(x[:2] if x is X else x, "k"),
+    "all_to_all of lists": lambda comm, x: comm.all_to_all([x] * comm.size, "k"),
+    "many": lambda comm, x: comm.all_reduce_many({"k": x, "l": X}),
+    "a mapping": lambda comm, x: comm.all_reduce_many({"k": X} if x is X else _Mapping(k=X)),
+    "consensus": lambda comm, x: comm.consensus(x, "k"),
+}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("call", BROKEN_CALLS)
+@pytest.mark.parametrize("where", ["__array__", "__cuda_array_interface__", "__dlpack_device__", "*"])
+async def test_an_array_that_breaks_while_it_is_read(where: str, call: str) -> None:
+    """Whatever an object raises, and wherever, the other rank is told, and the names stay in step."""
+    verb = BROKEN_CALLS[call]
+    async with world(2) as comms:
+        outcomes = await ends(comms, lambda comm: verb(comm, X if comm.rank else broken(where)))
+        assert isinstance(outcomes[0], (Broken, ConfigError))
+        assert_kinds(outcomes[1:], CollectiveAborted)
+        assert "rank 0 refused its call of" in str(outcomes[1])
+        await everywhere(comms, lambda comm: verb(comm, X))

@@ -18,7 +18,7 @@ from tests.collectives import scenarios
 from tests.collectives.scenarios import USES, X, sums_are_right, warm
 from tests.conformance import oracle, worlds
 from tests.conformance.oracle import CASES
-from tests.conformance.worlds import assert_kinds, ends, everywhere, on_loop, same_bits, turns, world
+from tests.conformance.worlds import assert_kinds, ends, everywhere, same_bits, turns, world
 
 STRATEGIES = ("binary_tree_star", "multi_binary_tree_star")
 LENGTHS = (0, 1, 100, 4095, 9001, HOSTED_NBYTES // 4)
@@ -53,9 +53,9 @@ def test_the_hub_is_the_centre_of_all_stars() -> None:
     assert hub_of((chain,), (0, 1, 2)) is None
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("size", "hosts"), [(4, 2), (5, 2), (8, 3)])
-@on_loop
 async def test_every_use_of_a_name_gives_the_same(size: int, hosts: int, strategy: str) -> None:
     async with world(size, hosts=hosts, strategy=strategy) as comms:
         for length in LENGTHS:
@@ -68,7 +68,7 @@ async def test_every_use_of_a_name_gives_the_same(size: int, hosts: int, strateg
             assert all(is_hosted(comms, f"x{length}") == (worlds.LINKS == "shm") for length in LENGTHS)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_long_messages_go_by_links() -> None:
     async with world(**FIVE) as comms:
         x = np.ones(HOSTED_NBYTES // 8 + 1)
@@ -78,28 +78,28 @@ async def test_long_messages_go_by_links() -> None:
         assert not any(slots_of(comm, "x") for comm in comms)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize(("dtype", "op"), CASES)
-@on_loop
 async def test_all_dtypes_and_ops_in_place_and_not(dtype: str, op: str) -> None:
     async with world(**FIVE) as comms:
         await scenarios.all_uses_are_alike(comms, dtype, op)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("late", range(5))
-@on_loop
 async def test_barriers_wait_for_all(late: int) -> None:
     async with world(**FIVE) as comms:
         await scenarios.barriers_wait(comms, late)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_many_at_once_in_any_order() -> None:
     async with world(**FIVE) as comms:
         await scenarios.many_at_once(comms, [f"n{number}" for number in range(60)])
         assert is_hosted(comms, "n0") == (worlds.LINKS == "shm")
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_groups_have_hubs_of_their_own() -> None:
     members = [4, 2, 1, 3]
     async with world(**FIVE) as comms:
@@ -107,14 +107,14 @@ async def test_groups_have_hubs_of_their_own() -> None:
         await sums_are_right(groups, "x", USES)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("other", range(5))
-@on_loop
 async def test_who_goes_the_ordinary_way_takes_its_host_along(other: int) -> None:
     async with world(**FIVE) as comms:
         await scenarios.uses_overlap(comms, other)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_one_host_may_use_its_slot_while_another_does_not() -> None:
     async with world(**FIVE) as comms:
         await warm(comms, "x")
@@ -125,22 +125,22 @@ async def test_one_host_may_use_its_slot_while_another_does_not() -> None:
             assert [len(slots_of(comm, "x")) for comm in comms] == [1, 1, 1, 0, 0]
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize(("who", "missing"), [(a, b) for a in range(5) for b in (0, 1, 3, 4) if a != b])
-@on_loop
 async def test_a_cancelled_use_fails_on_all_and_the_name_works_on(who: int, missing: int) -> None:
     async with world(**FIVE) as comms:
         await scenarios.one_cancels(comms, who, missing)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("missing", range(5))
-@on_loop
 async def test_a_timeout_says_who_is_missing(missing: int) -> None:
     async with world(**FIVE) as comms:
         await scenarios.one_is_missing(comms, missing, 0.1)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("lost", [1, 2, 3, 4])
-@on_loop
 async def test_a_lost_peer_fails_what_waits(lost: int) -> None:
     async with world(**FIVE) as comms:
         await warm(comms, "x")
@@ -151,15 +151,15 @@ async def test_a_lost_peer_fails_what_waits(lost: int) -> None:
         assert_kinds(outcomes, PeerLost)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("other", range(5))
-@on_loop
 async def test_ranks_that_disagree_find_out(other: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kfcomm.core.deadlines.QUIET_AFTER_S", 0.01)
     async with world(**FIVE) as comms:
         await scenarios.one_disagrees(comms, other)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_strategies_may_change_and_come_again() -> None:
     async with world(**FIVE) as comms:
         await warm(comms, "x")
@@ -168,8 +168,8 @@ async def test_strategies_may_change_and_come_again() -> None:
             await sums_are_right(comms, "x", 4)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("hub", [0, 3])
-@on_loop
 async def test_what_cannot_be_folded_fails_everywhere(
     hub: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

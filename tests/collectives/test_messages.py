@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -20,13 +21,13 @@ from kfcomm.errors import (
     PeerLost,
 )
 from tests.conformance import oracle
-from tests.conformance.worlds import assert_kinds, heard_of_the_end, on_loop, same_bits, turns, until, world
+from tests.conformance.worlds import assert_kinds, heard_of_the_end, same_bits, turns, until, world
 
 SHORT_S = 0.05
 X = np.arange(5)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_tags_sources_and_order() -> None:
     async with world(3) as comms:
         a, b, c = comms
@@ -53,7 +54,7 @@ async def test_tags_sources_and_order() -> None:
         await asyncio.gather(*sent)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_tags_of_different_kinds_do_not_meet() -> None:
     async with world(2) as comms:
         tags: list[Any] = [0, "0", "tag 0", "#0", "object tag 0", "queue", 2**40, -3, "ü"]
@@ -69,9 +70,38 @@ async def test_tags_of_different_kinds_do_not_meet() -> None:
                     call()
 
 
+@pytest.mark.asyncio
+async def test_ranks_have_two_names_and_times_two_kinds() -> None:
+    minute = timedelta(minutes=1)
+    async with world(2) as comms:
+        sent = [comms[0].send(X, dest=1, timeout=minute), comms[0].send_object("a", dest=1, timeout=minute)]
+        assert same_bits(await comms[1].recv(src=0, timeout=minute), X)
+        assert await comms[1].recv_object(src=0) == "a"
+        sent.append(comms[0].send(X, 1))
+        array, source = await comms[1].recv_any(src=0)
+        assert same_bits(array, X)
+        assert source == 0
+        await asyncio.gather(*sent)
+        await asyncio.gather(*(comm.all_reduce(X, timeout=minute) for comm in comms))
+        await asyncio.gather(*(comm.scatter(X, timeout=minute) for comm in comms))
+        await asyncio.gather(*(comm.set_strategy("ring", timeout=minute) for comm in comms))
+        with pytest.raises(CollectiveTimeout):
+            await comms[1].recv(0, timeout=timedelta(milliseconds=1))
+        for call in (
+            lambda: comms[0].send(X, 1, dest=1),
+            lambda: comms[0].send(X),
+            lambda: comms[0].send_object("a", 1, dest=1),
+            lambda: comms[1].recv(0, src=0),
+            lambda: comms[1].recv(0, out=np.zeros(5, int), like=X),
+            lambda: comms[1].recv(0, timeout=timedelta(-1)),
+        ):
+            with pytest.raises(ConfigError):
+                call()
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("early", [True, False], ids=["sent first", "received first"])
 @pytest.mark.parametrize("nbytes", [24, 1 << 19])
-@on_loop
 async def test_shapes_and_sizes(early: bool, nbytes: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plans, "CHUNK_NBYTES", nbytes)
@@ -92,7 +122,7 @@ async def test_shapes_and_sizes(early: bool, nbytes: int) -> None:
                         assert got.flags.writeable
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_message_larger_than_all_credit() -> None:
     async with world(2) as comms:
         x = oracle.data("float64", 3_000_000, 0)
@@ -103,9 +133,9 @@ async def test_a_message_larger_than_all_credit() -> None:
         await asyncio.gather(*sent)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("out", [np.zeros(4, int), np.zeros(5, np.float32), np.zeros((5, 1), int)], ids=str)
-@on_loop
 async def test_an_out_that_does_not_fit(out: Any, early: bool) -> None:
     async with world(2) as comms:
         handles = []
@@ -120,7 +150,7 @@ async def test_an_out_that_does_not_fit(out: Any, early: bool) -> None:
         await sent
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_calls_that_cannot_work() -> None:
     async with world(3) as comms:
         frozen = np.zeros(5, int)
@@ -142,6 +172,7 @@ async def test_calls_that_cannot_work() -> None:
             lambda: comms[0].save("", X),
             lambda: comms[0].save("b", {}),
             lambda: comms[0].save("b", X, version=-1),
+            lambda: comms[0].save("b", X, version=2**63),
             lambda: comms[0].save("b", X, version=1.0),  # type: ignore[arg-type]
         ):
             with pytest.raises(ConfigError):
@@ -152,6 +183,7 @@ async def test_calls_that_cannot_work() -> None:
             await comms[0].request("b", 1, version=-1)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize(
     "announced",
@@ -167,7 +199,6 @@ async def test_calls_that_cannot_work() -> None:
     ],
     ids=str,
 )
-@on_loop
 async def test_a_message_that_makes_no_sense(announced: Any, early: bool) -> None:
     """A peer's word is never trusted: its receive fails, the sender hears of it, and no memory is taken for it."""
     async with world(2) as comms:
@@ -186,8 +217,8 @@ async def test_a_message_that_makes_no_sense(announced: Any, early: bool) -> Non
         assert "cannot take" in str(outcomes[1])
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("early", [True, False])
-@on_loop
 async def test_a_send_that_is_refused_is_told_to_its_receiver(early: bool) -> None:
     async with world(2) as comms:
         waiting = None if early else comms[1].recv(0)
@@ -202,7 +233,7 @@ async def test_a_send_that_is_refused_is_told_to_its_receiver(early: bool) -> No
         await sent
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_timeouts() -> None:
     async with world(2) as comms:
         with pytest.raises(CollectiveTimeout, match="tag 3 came from rank 1") as caught:
@@ -235,8 +266,8 @@ async def test_timeouts() -> None:
         await sent
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("when", range(0, 12, 2))
-@on_loop
 async def test_cancelled_on_either_side(when: int) -> None:
     async with world(2) as comms:
         for who in (0, 1):
@@ -263,7 +294,7 @@ async def test_cancelled_on_either_side(when: int) -> None:
         await sent
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_cancelled_message_is_told_to_the_receive_that_waits_for_it() -> None:
     async with world(2) as comms:
         sent = comms[0].send(X, 1)
@@ -279,7 +310,7 @@ async def test_a_cancelled_message_is_told_to_the_receive_that_waits_for_it() ->
             await waiting
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_lost_sender_and_a_lost_receiver() -> None:
     async with world(3, tombstones=True) as comms:
         receive = [comms[0].recv(1), comms[0].recv_any(1, "t")]

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kfcomm.arrays import adapt
 from kfcomm.collectives import packing
-from kfcomm.collectives.packing import PACK_NBYTES, units_of
+from kfcomm.collectives.packing import PACK_NBYTES, Item, units_of
 from kfcomm.errors import CollectiveMismatch
-from tests.conformance.worlds import assert_kinds, ends, everywhere, on_loop, same_bits, world
-from tests.support import run
+from tests.conformance.worlds import assert_kinds, ends, everywhere, same_bits, world
 
 DTYPES = ("float32", "float64", "int8", "float16")
 SHAPES = st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3)), min_size=1, max_size=12)
@@ -27,14 +27,15 @@ def test_small_arrays_of_one_dtype_are_one_unit_and_large_ones_travel_uncopied()
         "d": np.zeros(PACK_NBYTES // 4, np.float32),
         "e": np.zeros((), np.float32),
     }
-    units = units_of(list(arrays), [adapt(x) for x in arrays.values()])
-    assert [unit.names for unit in units] == [("a", "d", "e"), ("c",), ("b",)]
+    units = units_of([Item(name, adapt(x)) for name, x in arrays.items()])
+    assert [tuple(one.name for one in unit.items) for unit in units] == [("a", "d", "e"), ("c",), ("b",)]
     assert np.shares_memory(units[-1].source(), arrays["b"])
 
 
+@pytest.mark.asyncio
 @settings(max_examples=20)
 @given(SHAPES, st.randoms(use_true_random=False), st.booleans())
-def test_the_results_are_those_of_single_calls_whatever_the_order(shapes, random, all_large) -> None:
+async def test_the_results_are_those_of_single_calls_whatever_the_order(shapes, random, all_large) -> None:
     names = [f"n/{number}" for number in range(len(shapes))]
     generator = np.random.default_rng(len(shapes))
     inputs = [
@@ -46,7 +47,9 @@ def test_the_results_are_those_of_single_calls_whatever_the_order(shapes, random
     ]
     orders = [random.sample(names, len(names)) for _ in range(3)]
 
-    async def main() -> None:
+    before = packing.PACK_NBYTES
+    packing.PACK_NBYTES = -1 if all_large else before
+    try:
         async with world(3) as comms:
             given_ = [{name: inputs[rank][name] for name in orders[rank]} for rank in range(3)]
             results = await everywhere(comms, lambda comm: comm.all_reduce_many(given_[comm.rank]))
@@ -55,16 +58,11 @@ def test_the_results_are_those_of_single_calls_whatever_the_order(shapes, random
                 for name in names:
                     want = sum(one[name] for one in inputs).astype(inputs[0][name].dtype)
                     assert same_bits(result[name], want)
-
-    before = packing.PACK_NBYTES
-    packing.PACK_NBYTES = -1 if all_large else before
-    try:
-        run(main())
     finally:
         packing.PACK_NBYTES = before
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_ranks_that_pack_differently_are_told_on_every_rank() -> None:
     x, large = np.ones(3), np.ones(PACK_NBYTES)
     async with world(3) as comms:
@@ -74,11 +72,12 @@ async def test_ranks_that_pack_differently_are_told_on_every_rank() -> None:
                 comms, lambda comm, odd=odd, same=same: comm.all_reduce_many(odd if comm.rank == 1 else same)
             )
             assert_kinds(outcomes, CollectiveMismatch)
+            assert {one.key for one in outcomes} == {"a"}
         results = await everywhere(comms, lambda comm: comm.all_reduce_many({"b": x, "a": large}))
         assert all(one["b"].tolist() == [3.0] * 3 for one in results)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_calls_that_failed_leave_all_ranks_in_step() -> None:
     """Whatever the number of units that each rank had begun."""
     parts = {"a": np.ones(2), "b": np.ones(2, np.int16), "c": np.ones(PACK_NBYTES)}

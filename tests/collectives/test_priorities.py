@@ -17,8 +17,7 @@ from kfcomm.errors import CollectiveAborted, ConfigError
 from kfcomm.runtime.peer_sender import PeerSender
 from kfcomm.transports.memory import MemoryLink
 from kfcomm.transports.shm.sender import ShmSender
-from tests.conformance.worlds import ends, everywhere, on_loop, same_bits, turns, world
-from tests.support import run
+from tests.conformance.worlds import ends, everywhere, same_bits, turns, world
 
 X = np.arange(6.0)
 LARGE = np.ones(32 << 20, np.uint8)
@@ -83,34 +82,29 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     return priorities
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("verb", CALLS)
-def test_every_chunk_of_a_call_has_its_priority(verb: str, seen: set[int]) -> None:
-    async def main() -> None:
-        async with world(3) as comms:
-            plain = await everywhere(comms, CALLS[verb])
-            assert seen == {0}
-            seen.clear()
-            urgent = await everywhere(comms, lambda comm: CALLS[verb](comm, priority=np.int32(7)))
-            assert seen == {7}
-            assert repr(plain) == repr(urgent)
-
-    run(main())
+async def test_every_chunk_of_a_call_has_its_priority(verb: str, seen: set[int]) -> None:
+    async with world(3) as comms:
+        plain = await everywhere(comms, CALLS[verb])
+        assert seen == {0}
+        seen.clear()
+        urgent = await everywhere(comms, lambda comm: CALLS[verb](comm, priority=np.int32(7)))
+        assert seen == {7}
+        assert repr(plain) == repr(urgent)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("verb", MESSAGES)
-def test_every_chunk_of_a_message_has_the_priority_of_its_sender_or_receiver(verb: str, seen: set[int]) -> None:
+async def test_every_chunk_of_a_message_has_the_priority_of_its_sender_or_receiver(verb: str, seen: set[int]) -> None:
     send, receive = MESSAGES[verb]
-
-    async def main() -> None:
-        async with world(2) as comms:
-            await asyncio.gather(send(comms[0], priority=3), receive(comms[1], priority=-4))
-            assert seen == {3, -4}
-
-    run(main())
+    async with world(2) as comms:
+        await asyncio.gather(send(comms[0], priority=3), receive(comms[1], priority=-4))
+        assert seen == {3, -4}
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("bad", BAD, ids=repr)
-@on_loop
 async def test_a_priority_that_is_none(bad: Any) -> None:
     async with world(2) as comms:
         for verb, call in CALLS.items():
@@ -125,9 +119,9 @@ async def test_a_priority_that_is_none(bad: Any) -> None:
         assert await ends(comms, lambda comm: comm.barrier(priority=32767)) == [None, None]
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("links", ["memory"], indirect=True)  # whose turns can be counted
 @pytest.mark.parametrize("strategy", ["ring", "clique", "star"])
-@on_loop
 async def test_what_is_urgent_overtakes_what_is_under_way(links: None, strategy: str) -> None:
     async with world(3, strategy=strategy) as comms:
         await everywhere(comms, lambda comm: comm.all_reduce(X, "warm"))
@@ -146,8 +140,8 @@ async def test_what_is_urgent_overtakes_what_is_under_way(links: None, strategy:
         assert done == ["small"] * 3 + ["large"] * 3
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("links", ["memory"], indirect=True)
-@on_loop
 async def test_links_have_low_latency_from_the_first_priority_on(links: None, monkeypatch: pytest.MonkeyPatch) -> None:
     low_latency: set[MemoryLink] = set()
     monkeypatch.setattr(MemoryLink, "set_low_latency", lambda link: low_latency.add(link))
@@ -164,8 +158,8 @@ async def test_links_have_low_latency_from_the_first_priority_on(links: None, mo
         assert low_latency == open_links()
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("links", ["memory"], indirect=True)
-@on_loop
 async def test_many_levels_leave_from_the_most_urgent_down(links: None) -> None:
     async with world(2, strategy="star") as comms:
         await everywhere(comms, lambda comm: comm.barrier())
@@ -180,7 +174,7 @@ async def test_many_levels_leave_from_the_most_urgent_down(links: None) -> None:
         assert done == ([7, 5, 3, 2, 0, -1, -9],) * 2
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_numbers_of_signatures_change_their_meaning_while_chunks_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(names, "MAX_SIGNATURES", 2)
     lengths = [(1 << 18) + 1000 * number for number in range(30)]
@@ -195,9 +189,10 @@ async def test_numbers_of_signatures_change_their_meaning_while_chunks_wait(monk
         assert all((result == 3.0).all() for result in results)
 
 
+@pytest.mark.asyncio
 @settings(max_examples=20)
 @given(st.integers(2, 4), st.sampled_from(["ring", "clique", "binary_tree_star"]), st.integers(0, 99), st.data())
-def test_the_bits_are_the_same_whatever_the_priorities(
+async def test_the_bits_are_the_same_whatever_the_priorities(
     size: int, strategy: str, seed: int, data: st.DataObject
 ) -> None:
     levels = data.draw(st.lists(st.lists(st.integers(-3, 3), min_size=size, max_size=size), min_size=1, max_size=12))
@@ -213,9 +208,6 @@ def test_the_bits_are_the_same_whatever_the_priorities(
         ]
         return await asyncio.gather(*handles)
 
-    async def main() -> None:
-        async with world(size, strategy=strategy) as comms:
-            plain, mixed = await results(comms, 0), await results(comms, 1)
-            assert all(same_bits(one, other) for one, other in zip(plain, mixed, strict=True))
-
-    run(main())
+    async with world(size, strategy=strategy) as comms:
+        plain, mixed = await results(comms, 0), await results(comms, 1)
+        assert all(same_bits(one, other) for one, other in zip(plain, mixed, strict=True))

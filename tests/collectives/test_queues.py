@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from kfcomm.errors import CollectiveTimeout, ConfigError, PeerLost
-from tests.conformance.worlds import assert_kinds, on_loop, same_bits, turns, until, world
+from tests.conformance.worlds import assert_kinds, same_bits, turns, until, world
 
 SHORT_S = 0.05
 X = np.arange(5)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_queue_order_and_bound() -> None:
     async with world(2) as comms:
         ways = [comm.queue("q", 0, 1, capacity=3) for comm in comms]
@@ -36,7 +36,7 @@ async def test_queue_order_and_bound() -> None:
         await filling
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_queue_takes_copies() -> None:
     async with world(2) as comms:
         ways = [comm.queue("q", 1, 0) for comm in comms]
@@ -48,7 +48,7 @@ async def test_a_queue_takes_copies() -> None:
         assert [(await ways[0].get())[0] for _ in range(4)] == [0, 1, 2, 3]
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_queues_by_name_and_their_ends() -> None:
     async with world(2) as comms:
         a, b = ([comm.queue(name, 0, 1) for comm in comms] for name in ("a", "b"))
@@ -63,7 +63,7 @@ async def test_queues_by_name_and_their_ends() -> None:
             await a[0].get()
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_what_a_queue_refuses_takes_no_room() -> None:
     async with world(2) as comms:
         ways = [comm.queue("q", 0, 1, capacity=1) for comm in comms]
@@ -83,7 +83,7 @@ async def test_what_a_queue_refuses_takes_no_room() -> None:
         assert same_bits(await ways[1].get(), X + 2)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_queue_that_breaks() -> None:
     """Whoever waits to put is told, and whoever comes later; and asyncio has nothing to complain of."""
     async with world(2, tombstones=True) as comms:

@@ -16,7 +16,7 @@ from kfcomm.strategies.base import DIRECT_NBYTES
 from tests.collectives.test_direct import is_slotted
 from tests.conformance import oracle, worlds
 from tests.conformance.oracle import CASES
-from tests.conformance.worlds import assert_kinds, everywhere, heard_of_the_end, on_loop, same_bits, turns, world
+from tests.conformance.worlds import assert_kinds, everywhere, heard_of_the_end, same_bits, turns, world
 
 USES = 4
 ROWS = (0, 1, 3, 4099)
@@ -86,9 +86,9 @@ def _is(got: Any, want: Any) -> bool:
     return got is want is None or same_bits(got, want)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("verb", [*VERBS, *TOLD])
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-@on_loop
 async def test_every_use_of_a_name_gives_the_same(size: int, verb: str) -> None:
     call, expect = (VERBS | TOLD)[verb]
     async with world(size, strategy="direct") as comms:
@@ -106,9 +106,9 @@ async def test_every_use_of_a_name_gives_the_same(size: int, verb: str) -> None:
             assert min(comm.statistics().slots for comm in comms) > 0
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("verb", ["reduce", "reduce_scatter"])
 @pytest.mark.parametrize(("dtype", "op"), CASES)
-@on_loop
 async def test_all_dtypes_and_ops(dtype: str, op: str, verb: str) -> None:
     async with world(3, strategy="direct") as comms:
         xs = [oracle.data(dtype, 11, rank) for rank in range(3)]
@@ -123,8 +123,8 @@ async def test_all_dtypes_and_ops(dtype: str, op: str, verb: str) -> None:
         assert is_slotted(comms, "x") == (worlds.LINKS == "shm")
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("verb", ["broadcast", "reduce"])
-@on_loop
 async def test_in_place(verb: str) -> None:
     async with world(3, strategy="direct") as comms:
         for use in range(USES):
@@ -140,8 +140,8 @@ async def test_in_place(verb: str) -> None:
                 assert same_bits(xs[rank], want if verb == "broadcast" else others[rank])
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("verb", VERBS)
-@on_loop
 async def test_what_is_long_goes_by_messages(verb: str) -> None:
     call, expect = VERBS[verb]
     async with world(3, strategy="direct") as comms:
@@ -154,9 +154,9 @@ async def test_what_is_long_goes_by_messages(verb: str) -> None:
             assert is_slotted(comms, f"x{nbytes}") == (is_short and worlds.LINKS == "shm")
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("other", [0, 1, 2])
-@on_loop
 async def test_all_follow_who_goes_the_ordinary_way(other: int, verb: str) -> None:
     """A second use in flight, of unnamed calls: that rank sends messages; all follow, and stay there."""
     call, expect = VERBS[verb]
@@ -179,9 +179,9 @@ async def test_all_follow_who_goes_the_ordinary_way(other: int, verb: str) -> No
         agree(await everywhere(comms, lambda comm: call(comm, one, None)), one)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("who", [0, 1, 2])
-@on_loop
 async def test_a_cancelled_use_fails_on_all_and_the_name_works_on(who: int, verb: str) -> None:
     call, expect = VERBS[verb]
     xs = [oracle.data("float32", 9, rank) for rank in range(3)]

@@ -23,7 +23,7 @@ from kfcomm.runtime.peer_sender import PeerSender
 from kfcomm.strategies import Strategy, from_edges
 from kfcomm.types import Layout
 from tests.conformance import oracle
-from tests.conformance.worlds import assert_kinds, ends, everywhere, on_loop, same_bits, turns, until, works, world
+from tests.conformance.worlds import assert_kinds, ends, everywhere, same_bits, turns, until, works, world
 
 SHORT_S = 0.05
 
@@ -32,8 +32,8 @@ def _generation(comm: Any) -> int:
     return int(comm._group.plans.generation)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-@on_loop
 async def test_all_strategies_one_after_the_other(size: int) -> None:
     """Each with the bits of its own graphs, from its own generation on."""
     xs = [oracle.data("float32", 5000, rank) for rank in range(size)]
@@ -47,8 +47,8 @@ async def test_all_strategies_one_after_the_other(size: int) -> None:
                 assert same_bits(got, want), name
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("size", [2, 4])
-@on_loop
 async def test_under_load(size: int) -> None:
     """Posts before, between and after the cut, of one step and of two: each runs on the graphs of its own time."""
     xs = [oracle.data("float32", 40, rank) for rank in range(size)]
@@ -87,7 +87,7 @@ async def test_under_load(size: int) -> None:
         assert {_generation(comm) for comm in comms} == {len(steps)}
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_two_steps_across_the_cut() -> None:
     """A call whose first step is before the cut ends on the old graphs, also where its second step comes after."""
     async with world(2, strategy="star") as comms:
@@ -103,7 +103,7 @@ async def test_two_steps_across_the_cut() -> None:
             await asyncio.gather(cut, second.set_strategy("ring" if waiting else "clique"))
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_verdict_that_comes_between_the_two_steps() -> None:
     """The graph is long, the way to the verdict short: on some ranks the first step ends before it, on some after."""
     size = 14
@@ -118,8 +118,8 @@ async def test_a_verdict_that_comes_between_the_two_steps() -> None:
             await cut
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("are_known", [False, True])
-@on_loop
 async def test_posts_wait_for_the_verdict_and_can_be_cancelled(are_known: bool) -> None:
     async with world(3, strategy="star") as comms:
         for name in "ab" if are_known else "":
@@ -160,8 +160,8 @@ USED_AGAIN: dict[str, Any] = {
 }
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("verb", USED_AGAIN)
-@on_loop
 async def test_names_used_before_wait_for_the_verdict_too(verb: str) -> None:
     """To a strategy that is new, and to one that comes again; with ``out``, and with what is not like it was."""
     call = USED_AGAIN[verb]
@@ -190,7 +190,7 @@ async def test_names_used_before_wait_for_the_verdict_too(verb: str) -> None:
             assert_kinds(refused, CollectiveAborted, CollectiveAborted)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_close_ends_what_waits_for_a_verdict() -> None:
     async with world(2, strategy="star", tombstones=True) as comms:
         await works(comms, "x")
@@ -202,7 +202,7 @@ async def test_a_close_ends_what_waits_for_a_verdict() -> None:
         assert all(isinstance(one, (CollectiveAborted, SessionClosed)) for one in outcomes), outcomes
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_calls_refused_while_a_verdict_is_awaited_keep_their_place() -> None:
     async with world(2) as comms:
         cut = comms[0].set_strategy("ring")
@@ -221,7 +221,7 @@ async def test_calls_refused_while_a_verdict_is_awaited_keep_their_place() -> No
         assert [one.tolist() for one in results] == [[1.0, 1.0]] * 2
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_ranks_that_want_different_graphs() -> None:
     async with world(3, strategy="star") as comms:
         for odd in range(3):
@@ -237,7 +237,7 @@ async def test_ranks_that_want_different_graphs() -> None:
         await works(comms, "k")
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_graphs_of_ones_own() -> None:
     edges = [(2, 0), (2, 3), (0, 1)]
     made = from_edges(4, edges)
@@ -260,6 +260,7 @@ async def test_graphs_of_ones_own() -> None:
         await works(comms)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("bad", "says"),
     [
@@ -270,7 +271,6 @@ async def test_graphs_of_ones_own() -> None:
         (3, "int"),
     ],
 )
-@on_loop
 async def test_strategies_that_cannot_work(bad: Any, says: str) -> None:
     """The error is this rank's; the others hear of it, the old graphs stay, and the next swap works."""
     async with world(3, strategy="star") as comms:
@@ -285,7 +285,7 @@ async def test_strategies_that_cannot_work(bad: Any, says: str) -> None:
         assert {_generation(comm) for comm in comms} == {2}
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_swap_that_times_out_or_is_cancelled() -> None:
     async with world(3, strategy="star") as comms:
         outcomes = await ends(comms[:2], lambda comm: comm.set_strategy("ring", timeout=SHORT_S))
@@ -305,7 +305,7 @@ async def test_a_swap_that_times_out_or_is_cancelled() -> None:
         assert {_generation(comm) for comm in comms} == {0}
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_ranks_that_took_a_verdict_differently_meet_again() -> None:
     """A rank gives up just when the others are done: they have other graphs now, until the next swap."""
     async with world(2, strategy="star") as comms:
@@ -319,7 +319,7 @@ async def test_ranks_that_took_a_verdict_differently_meet_again() -> None:
             await works(comms, "k")
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_swaps_in_a_row_without_waiting() -> None:
     async with world(3) as comms:
         cuts = [comm.set_strategy(name) for comm in comms for name in ("ring", "star", "clique", "tree")]
@@ -340,7 +340,7 @@ async def test_swaps_in_a_row_without_waiting() -> None:
         await works(comms)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_groups_swap_by_themselves() -> None:
     async with world(4, strategy="star") as comms:
         low = await everywhere(comms[:2], lambda comm: comm.group([0, 1], "low"))
@@ -355,7 +355,7 @@ async def test_groups_swap_by_themselves() -> None:
             await works(ranks, "k")
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_peer_is_lost_or_leaves_during_a_swap() -> None:
     async with world(3, tombstones=True) as comms:
         cuts = [comm.set_strategy("ring") for comm in comms[:2]]
@@ -372,9 +372,9 @@ async def test_a_peer_is_lost_or_leaves_during_a_swap() -> None:
         await until(closing.done)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("charged", [0, 1])
 @pytest.mark.parametrize("generation", [0, 1])
-@on_loop
 async def test_what_is_withdrawn_gives_back_its_credit_if_it_had_any(generation: int, charged: int) -> None:
     """A chunk's header holds both in one number: its generation and whether it was charged."""
     async with world(2, strategy="star", tombstones=True) as comms:

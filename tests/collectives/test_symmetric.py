@@ -18,7 +18,7 @@ from kfcomm.transports.shm.heap import NOWHERE
 from kfcomm.transports.shm.parted import PartedSlot, _release
 from tests.conformance import oracle, worlds
 from tests.conformance.oracle import CASES
-from tests.conformance.worlds import assert_kinds, ends, everywhere, heard_of_the_end, on_loop, same_bits, turns, world
+from tests.conformance.worlds import assert_kinds, ends, everywhere, heard_of_the_end, same_bits, turns, world
 
 LENGTH = 3001
 WARM = 4
@@ -50,10 +50,10 @@ def is_shared() -> bool:
     return worlds.LINKS == "shm"
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("which", "outs"), list(itertools.product(["none", "some", "all"], ["none", "new", "x", "mixed"]))
 )
-@on_loop
 async def test_any_arrays_of_any_ranks(which: str, outs: str) -> None:
     async with world(3, strategy="direct") as comms:
         xs = [oracle.data("float32", LENGTH, rank) for rank in range(3)]
@@ -81,8 +81,8 @@ async def test_any_arrays_of_any_ranks(which: str, outs: str) -> None:
             assert which == "none" or outs != "new" or all(slot._is_result_in_place for slot in slots)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize(("dtype", "op"), CASES)
-@on_loop
 async def test_all_dtypes_and_ops(dtype: str, op: str) -> None:
     async with world(4, strategy="direct") as comms:
         xs = [oracle.data(dtype, 601, rank) for rank in range(4)]
@@ -97,8 +97,8 @@ async def test_all_dtypes_and_ops(dtype: str, op: str) -> None:
             assert all(same_bits(result, want) for result in results), use
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("members", [[0, 2], [3, 1, 0], [2, 1]])
-@on_loop
 async def test_groups_of_any_members(members: list[int]) -> None:
     async with world(4, strategy="direct") as comms:
         groups = await asyncio.gather(*(comms[rank].group(members, name="g") for rank in members))
@@ -113,7 +113,7 @@ async def test_groups_of_any_members(members: list[int]) -> None:
             assert all(same_bits(result, want) for result in results)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_nobody_completes_before_his_result_was_read() -> None:
     """Each rank writes over what it gave, and over its result, as soon as it has that."""
     async with world(3, strategy="direct") as comms:
@@ -132,8 +132,8 @@ async def test_nobody_completes_before_his_result_was_read() -> None:
         await asyncio.gather(*(rank(comm) for comm in comms))
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("who", [0, 1, 2])
-@on_loop
 async def test_after_a_failure_nobody_reads_what_was_in_place(who: int) -> None:
     async with world(3, strategy="direct") as comms:
         given, into = [comm.empty(LENGTH) for comm in comms], [comm.empty(LENGTH) for comm in comms]
@@ -158,7 +158,7 @@ async def test_after_a_failure_nobody_reads_what_was_in_place(who: int) -> None:
             assert (result == 3).all()
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_unlike_calls_are_still_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kfcomm.core.deadlines.QUIET_AFTER_S", 0.01)
     async with world(3, strategy="direct") as comms:
@@ -173,7 +173,7 @@ async def test_unlike_calls_are_still_a_mismatch(monkeypatch: pytest.MonkeyPatch
         assert_kinds(outcomes, CollectiveMismatch)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_what_is_told_of_a_place_is_not_believed(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,8 +195,8 @@ async def test_what_is_told_of_a_place_is_not_believed(
                 assert (result == 2).all()
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize(("stopped", "way"), [("_fold_next", "x"), ("_copy_next", "x"), ("_copy_next", "out")])
-@on_loop
 async def test_who_stops_in_the_midst_is_named(stopped: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All have posted it, and it goes no further, since one of them does not."""
     async with world(3, strategy="direct") as comms:
@@ -226,7 +226,7 @@ async def test_who_stops_in_the_midst_is_named(stopped: str, way: str, monkeypat
             assert (result == 3).all()
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_it_is_an_array_as_any_other(caplog: pytest.LogCaptureFixture) -> None:
     async with world(2) as comms:
         comm = comms[0]
@@ -255,6 +255,7 @@ async def test_it_is_an_array_as_any_other(caplog: pytest.LogCaptureFixture) -> 
         del x, part
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("shape", "dtype", "said"),
     [
@@ -265,24 +266,26 @@ async def test_it_is_an_array_as_any_other(caplog: pytest.LogCaptureFixture) -> 
         (3, "nonsense", "'nonsense'"),
         (3, "O", "not supported"),
         (3, "datetime64[s]", "not supported"),
-        (3, object(), "no NumPy dtype"),
+        (3, object(), "is no dtype"),
+        (2**70, np.int8, "more than 2"),
+        ((2**70, 0), np.int8, "more than 2"),
+        (2**61, np.float64, "more than 2"),
     ],
 )
-@on_loop
 async def test_bad_shapes_and_dtypes(shape: Any, dtype: Any, said: str) -> None:
     async with world(2) as comms:
         with pytest.raises(ConfigError, match=said):
             comms[0].empty(shape, dtype)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_alone_it_is_ordinary_memory(caplog: pytest.LogCaptureFixture) -> None:
     async with world(1) as comms:
         assert comms[0].empty((2, 2)).shape == (2, 2)
     assert not caplog.records
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_arrays_outlive_their_communicator() -> None:
     async with world(2) as comms:
         x = comms[0].empty(1000)
@@ -303,8 +306,8 @@ async def shared_uses(comms: Any, xs: list[Any], uses: int, **options: Any) -> l
     ]
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("symmetric", [False, True])
-@on_loop
 async def test_all_ranks_see_one_result(symmetric: bool) -> None:
     async with world(3, strategy="direct") as comms:
         xs = [oracle.data("float32", LENGTH, rank) for rank in range(3)]
@@ -329,7 +332,7 @@ async def test_all_ranks_see_one_result(symmetric: bool) -> None:
         del uses
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_shared_result_is_freed_with_its_last_view_on_any_rank() -> None:
     async with world(3, strategy="direct") as comms:
         xs = [np.full(LENGTH, rank, np.float32) for rank in range(3)]
@@ -359,7 +362,7 @@ async def test_a_shared_result_is_freed_with_its_last_view_on_any_rank() -> None
         assert await num_held() == 0
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_what_is_shared_is_counted() -> None:
     async with world(2, strategy="direct") as comms:
         before = comms[1].statistics()
@@ -385,7 +388,7 @@ def test_a_forked_child_gives_nothing_back() -> None:
     assert words.tolist() == [0, 5]
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_too_many_results_in_use_are_ordinary_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kfcomm.transports.shm.heap.MAX_LOANS", 4)
     async with world(2, strategy="direct") as comms:
@@ -397,8 +400,8 @@ async def test_too_many_results_in_use_are_ordinary_ones(monkeypatch: pytest.Mon
         del uses
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("kind", ["list", "number", "int64", "short"])
-@on_loop
 async def test_whatever_is_given_the_result_is_numpys(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == "short":
         monkeypatch.setattr("kfcomm.strategies.base.DIRECT_NBYTES", 1 << 30)
@@ -411,8 +414,8 @@ async def test_whatever_is_given_the_result_is_numpys(kind: str, monkeypatch: py
                 assert np.array_equal(result, 2 * np.asarray(given))
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("who", [0, 1, 2])
-@on_loop
 async def test_after_a_failure_results_are_ordinary_ones(who: int) -> None:
     async with world(3, strategy="direct") as comms:
         xs = [np.full(LENGTH, 1, np.float32)] * 3
@@ -429,7 +432,7 @@ async def test_after_a_failure_results_are_ordinary_ones(who: int) -> None:
             assert all((result == 3).all() and not result.flags.writeable for result in results)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_who_asks_for_a_shared_result_and_who_does_not_disagree() -> None:
     async with world(2, strategy="direct") as comms:
         x = np.ones(LENGTH, np.float32)
@@ -438,7 +441,7 @@ async def test_who_asks_for_a_shared_result_and_who_does_not_disagree() -> None:
         assert all("memory" in str(one) for one in outcomes)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_shared_result_has_no_out() -> None:
     async with world(2, strategy="direct") as comms:
         x = np.ones(LENGTH, np.float32)

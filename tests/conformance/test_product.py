@@ -13,7 +13,7 @@ from kfcomm.errors import CollectiveAborted, ConfigError
 from kfcomm.testing import MemoryWorld
 from tests.conformance import oracle
 from tests.conformance.oracle import CASES, DTYPES, REFUSED
-from tests.conformance.worlds import ends, on_loop, same_bits, works, world
+from tests.conformance.worlds import ends, same_bits, works, world
 
 pytest.importorskip("ml_dtypes", reason="bfloat16 needs ml_dtypes")
 
@@ -48,9 +48,9 @@ REDUCING: dict[str, tuple[Callable[..., Any], Expect]] = {
 }
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("verb", REDUCING)
 @pytest.mark.parametrize("size", SIZES)
-@on_loop
 async def test_reducing_verbs(size: int, verb: str) -> None:
     call, expect = REDUCING[verb]
     async with world(size) as comms:
@@ -113,11 +113,11 @@ MOVING: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("size", "verb"),
     [(size, verb) for size in SIZES for verb in MOVING if size > 1 or verb != "send and recv"],
 )
-@on_loop
 async def test_moving_verbs(size: int, verb: str) -> None:
     async with world(size) as comms:
         inputs = {dtype: _inputs(dtype, size, (2 * size, 3)) for dtype in DTYPES}
@@ -133,9 +133,9 @@ async def test_moving_verbs(size: int, verb: str) -> None:
         assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("verb", REDUCING)
 @pytest.mark.parametrize("size", SIZES)
-@on_loop
 async def test_combinations_without_a_meaning(size: int, verb: str) -> None:
     """Each is refused by one rank, whose call raises; the calls of the others are aborted, before or after."""
     call, _ = REDUCING[verb]

@@ -14,7 +14,7 @@ from kfcomm.core.chunk import WHOLE_BELOW
 from kfcomm.strategies import Strategy
 from kfcomm.types import Layout
 from tests.conformance import oracle
-from tests.conformance.worlds import everywhere, on_loop, same_bits, world
+from tests.conformance.worlds import everywhere, same_bits, world
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16)
 # Graphs are the same whatever the links; n ranks that share memory in one process have n² arenas and rings to make.
@@ -39,10 +39,10 @@ def _check(what: str, results: list[Any], wanted: list[Any]) -> None:
             assert same_bits(got, want), f"{what} on rank {rank}: {got!r}, expected {want!r}"
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("strategy", strategies.names())
 @pytest.mark.parametrize(("links", "size"), WORLDS, indirect=["links"])
 @pytest.mark.usefixtures("small_chunks")
-@on_loop
 async def test_verbs_without_a_root(links: None, strategy: str, size: int) -> None:
     for hosts in (number for number in HOSTS if number <= size):
         await _all_without_a_root(strategy, size, hosts)
@@ -78,10 +78,10 @@ async def _all_without_a_root(strategy: str | Strategy, size: int, hosts: int) -
         await everywhere(comms, lambda comm: comm.barrier("b"))
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("strategy", strategies.names())
 @pytest.mark.parametrize(("links", "size"), [world for world in WORLDS if world[1] < 16], indirect=["links"])
 @pytest.mark.usefixtures("small_chunks")
-@on_loop
 async def test_verbs_with_every_root(links: None, strategy: str, size: int) -> None:
     for hosts in [number for number in HOSTS if number <= size] if size < 6 else [2]:
         await _all_with_every_root(strategy, size, hosts)
@@ -107,9 +107,9 @@ async def _all_with_every_root(strategy: str, size: int, hosts: int) -> None:
             _check(f"scatter from {root}", await of("scatter"), oracle.scattered(xs[root], size))
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("strategy", strategies.names())
 @pytest.mark.parametrize("size", [2, 3, 5])
-@on_loop
 async def test_lengths_around_the_bounds_of_sharing_out(strategy: str, size: int) -> None:
     """Below ``WHOLE_BELOW`` one pair takes it all, from there on each its part; chunks do not change a bit."""
     async with world(size, strategy=strategy) as comms:
@@ -121,8 +121,8 @@ async def test_lengths_around_the_bounds_of_sharing_out(strategy: str, size: int
                 _check(f"{op} of {length} {dtype}", results, [wanted] * size)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("shares", [(1, 2, 3, 4, 5), (1, 1, 1, 1, 10_000)])
-@on_loop
 async def test_shares_of_the_pairs(shares: tuple[int, ...]) -> None:
     """Parts may be empty; names of what goes whole pick pairs by their shares; other verbs know nothing of them."""
     size = len(shares)
@@ -138,12 +138,12 @@ async def test_shares_of_the_pairs(shares: tuple[int, ...]) -> None:
         await _all_without_a_root(replace(built, shares=shares), size, 1)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("strategy", ["ring", "clique", "multi_binary_tree_star", "binomial"])
-def test_chunk_size_and_reruns_do_not_change_a_bit(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_chunk_size_and_reruns_do_not_change_a_bit(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     size, length = 5, 2 * WHOLE_BELOW + 7
     seen: dict[str, set[bytes]] = {}
 
-    @on_loop
     async def once() -> None:
         async with world(size, strategy=strategy) as comms:
             for dtype in ("float16", "float32", "complex128"):
@@ -157,12 +157,12 @@ def test_chunk_size_and_reruns_do_not_change_a_bit(strategy: str, monkeypatch: p
 
     for nbytes in (1 << 19, 1 << 19, 4096 + 16, 1 << 20):
         monkeypatch.setattr(plans, "CHUNK_NBYTES", nbytes)
-        once()
+        await once()
     assert {what: len(bits) for what, bits in seen.items()} == dict.fromkeys(seen, 1)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("size", [1, 2, 4, 5])
-@on_loop
 async def test_special_values(size: int) -> None:
     """NaN wins in min and max, infinities and signed zeros behave; and all ranks hold the same bytes."""
     special = np.array([np.nan, np.inf, -np.inf, -0.0, 0.0, 5e-324, 1.0])

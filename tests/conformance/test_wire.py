@@ -16,7 +16,7 @@ from kfcomm.errors import CollectiveAborted, CollectiveMismatch, ConfigError
 from kfcomm.runtime.wired import WiredOperation
 from kfcomm.strategies import AnyStrategy
 from tests.conformance.oracle import Array, dtype_called
-from tests.conformance.worlds import assert_kinds, ends, everywhere, on_loop, same_bits, turns, works, world
+from tests.conformance.worlds import assert_kinds, ends, everywhere, same_bits, turns, works, world
 
 pytest.importorskip("ml_dtypes", reason="bfloat16 needs ml_dtypes")
 
@@ -74,11 +74,11 @@ def dtypes_of(wire: str) -> tuple[str, ...]:
     return ("float32", "float64", wire)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 @pytest.mark.usefixtures("small_chunks")
-@on_loop
 async def test_all_reduce(size: int, strategy: str, wire: str) -> None:
     async with world(size, hosts=min(2, size), strategy=strategy) as comms:
         for dtype in dtypes_of(wire):
@@ -95,10 +95,10 @@ async def test_all_reduce(size: int, strategy: str, wire: str) -> None:
                     assert before == [x.tobytes() for x in xs]
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.usefixtures("small_chunks")
-@on_loop
 async def test_the_other_verbs(strategy: str, wire: str) -> None:
     size, root, length = 4, 2, 3 * CHUNK + 5
     async with world(size, hosts=2, strategy=strategy) as comms:
@@ -134,9 +134,9 @@ async def test_the_other_verbs(strategy: str, wire: str) -> None:
             assert all(same_bits(np.concatenate([one["a"], one["b"]]), want) for one in many)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("strategy", ["ring", "clique"])
-@on_loop
 async def test_large_messages_and_results_in_place(strategy: str, wire: str) -> None:
     """Many chunks of the usual size, into new memory, into other memory, and over the input."""
     size, length = 4, 4 * plans.chunk_elements(np.dtype(np.float32)) + 77
@@ -160,10 +160,10 @@ async def test_large_messages_and_results_in_place(strategy: str, wire: str) -> 
         assert (np.abs(want - exact) <= bound).all()
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("size", [2, 5, 9])
-@on_loop
 async def test_the_error_that_is_stated(size: int, wire: str, strategy: str) -> None:
     async with world(size, strategy=strategy) as comms:
         xs = [np.random.default_rng(rank).uniform(0.5, 1.5, 3000) for rank in range(size)]
@@ -176,8 +176,8 @@ async def test_the_error_that_is_stated(size: int, wire: str, strategy: str) -> 
             assert all(same_bits(one, got[0]) for one in got)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("strategy", ["star", "clique"])
-@on_loop
 async def test_ranks_that_differ(strategy: str) -> None:
     x = np.ones(6, np.float32)
     calls: list[Callable[..., Any]] = [
@@ -195,10 +195,10 @@ async def test_ranks_that_differ(strategy: str) -> None:
                 await works(comms, "k")
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("wire", "dtype"), [("float8", "float32"), ("float16", "int32"), ("bfloat16", "complex64"), ("float16", "bfloat16")]
 )
-@on_loop
 async def test_what_is_refused(wire: str, dtype: str) -> None:
     x = np.ones(8, dtype_called(dtype))
     calls: list[Callable[..., Any]] = [
@@ -219,7 +219,7 @@ async def test_what_is_refused(wire: str, dtype: str) -> None:
             await works(comms, "k")
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_links_never_see_the_callers_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What they are shown is the operation's own, at most as many numbers as the message has."""
     shown: list[tuple[Any, memoryview]] = []
@@ -244,7 +244,7 @@ async def test_links_never_see_the_callers_memory(monkeypatch: pytest.MonkeyPatc
         assert not any(np.shares_memory(np.frombuffer(view, np.uint8), x) for x in xs)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_rank_that_is_late() -> None:
     """What its peers may not send yet is asked for again, and is the same."""
     async with world(3, strategy="star") as comms:

@@ -7,8 +7,7 @@ A test waits for a condition (`until`), never for a time. The default timeout of
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,7 +17,6 @@ from kfcomm import testing
 from kfcomm.communicator import Communicator
 from kfcomm.core.credit import credit_of
 from kfcomm.testing import MemoryWorld
-from tests.support import run
 
 HANG_S = 60.0
 LINKS = "memory"
@@ -26,22 +24,12 @@ LINKS = "memory"
 SETTLING_TURNS = 1000
 
 
-def on_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Makes a test of a coroutine function: it runs on a new loop that must end with nothing left on it."""
-
-    @functools.wraps(test)
-    def wrapper(*args: Any, **kwargs: Any) -> None:
-        run(test(*args, **kwargs))
-
-    return wrapper
-
-
 @asynccontextmanager
 async def world(
     size: int, *, timeout_s: float = HANG_S, quiet: bool = True, tombstones: bool = False, **options: Any
 ) -> AsyncIterator[MemoryWorld]:
     """A world that is looked through at the end: nothing in flight, nothing early, all credit whole."""
-    async with testing.world(size, timeout_s=timeout_s, transport=LINKS, **options) as comms:
+    async with testing.world(size, timeout=timeout_s, transport=LINKS, **options) as comms:
         yield comms
         if quiet:
             await settled(comms, tombstones=tombstones)

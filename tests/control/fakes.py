@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,10 +158,11 @@ async def planes(
     *,
     unix: bool = False,
     handshake_timeout_s: float = 10.0,
+    lost_after_s: Sequence[float] = (),
     started: bool = True,
     loops: dict[int, asyncio.AbstractEventLoop] | None = None,
 ) -> AsyncIterator[Planes]:
-    """A world on loopback; every thread is stopped in the end."""
+    """A world on loopback; every thread is stopped in the end. ``lost_after_s``: of the first ranks."""
     here = asyncio.get_running_loop()
     notes = Notes()
     names = [f"@kfcomm-test-{os.getpid()}-{id(notes)}-{rank}" if unix else None for rank in range(size)]
@@ -178,7 +180,8 @@ async def planes(
     adopters = [(loops or {}).get(rank, here) for rank in range(size)]
     threads = []
     for rank, engine in enumerate(engines):
-        world = World(rank, infos, TOKEN, EPOCH, handshake_timeout_s=handshake_timeout_s)
+        patience_s = lost_after_s[rank] if rank < len(lost_after_s) else math.inf
+        world = World(rank, infos, TOKEN, EPOCH, handshake_timeout_s=handshake_timeout_s, lost_after_s=patience_s)
         thread = ControlThread(world, listeners[rank], adopters[rank], engine, engine)
         engine.plane = thread
         threads.append(thread)

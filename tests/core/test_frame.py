@@ -1,3 +1,5 @@
+import tracemalloc
+
 import msgpack
 import pytest
 from hypothesis import given
@@ -21,7 +23,7 @@ from kfcomm.core.frame import (
 from kfcomm.errors import LocalProtocolError, RemoteProtocolError
 
 FIELDS = {
-    int: st.integers(0, 2**64 - 1),
+    int: st.integers(0, 2**63 - 1),
     bytes: st.binary(max_size=64),
     str: st.text(max_size=64),
     list: st.lists(st.one_of(st.integers(0, 2**32), st.text(max_size=8), st.binary(max_size=8)), max_size=5),
@@ -188,3 +190,27 @@ def test_one_changed_byte_never_raises_anything_else(header, data):
         decode_header(packed)
     except RemoteProtocolError:
         return
+
+
+@pytest.mark.parametrize("number", [1 << 63, (1 << 64) - 1])
+def test_numbers_have_an_end(number: int) -> None:
+    for header in ([Kind.OPEN, number], [Kind.POSTED, number, 0], [Kind.GOSSIP, 0, number, []]):
+        with pytest.raises(RemoteProtocolError, match="is not a valid int"):
+            decode_header(msgpack.packb(header))
+
+
+@pytest.mark.parametrize("header", [[Kind.GOSSIP, 0, 0, [0] * 1025], [Kind.GOSSIP, 0, 0, [{}, {1: 2}]]])
+def test_arrays_have_an_end_and_maps_do_not_occur(header: list) -> None:
+    with pytest.raises(RemoteProtocolError):
+        decode_header(msgpack.packb(header))
+
+
+def test_arrays_in_arrays_take_a_bounded_amount_of_memory() -> None:
+    bomb = (b"\xdc\x04\x00" * (MAX_HEADER_NBYTES // 3))[:MAX_HEADER_NBYTES]
+    tracemalloc.start()
+    try:
+        with pytest.raises(RemoteProtocolError):
+            decode_header(bomb)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()

@@ -4,7 +4,7 @@ import pytest
 
 from kfcomm.core import names
 from kfcomm.core import program as programs
-from kfcomm.core.collective import GroupView, ItemSizes
+from kfcomm.core.collective import GroupView, ItemSizes, name_of, shown
 from kfcomm.core.names import Names
 from kfcomm.core.signature import Signature
 from kfcomm.errors import LocalProtocolError
@@ -166,3 +166,19 @@ def test_the_version_is_another_one_only_when_a_number_is_given_another_meaning(
     assert few.version == 1
     few.signature(Signature("send", shape=(4,)))
     assert few.version == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "words", "name"),
+    [
+        ("grad/0", "'grad/0'", "grad/0"),
+        ("grad/0\0many 2", "'grad/0' (many 2)", "grad/0"),
+        ("", "an unnamed collective", "unnamed"),
+        ("\0data", "an unnamed collective (data)", "unnamed"),
+        ("\0strategy", "set_strategy", "set_strategy"),
+        ("\0probe", "probe", "probe"),
+    ],
+)
+def test_a_key_has_words_and_a_name(key, words, name):
+    assert shown(key) == words
+    assert name_of(key) == name

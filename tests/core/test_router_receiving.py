@@ -180,8 +180,8 @@ def test_a_chunk_or_a_question_of_another_generation_is_a_mismatch(when):
     cause = failed[2]
     assert cause.kind is CauseKind.MISMATCH
     assert cause.message.startswith("'grad' differs between ranks (generation): rank 1 has all_reduce")
-    assert "(generation 5, graphs " in cause.message.split("; rank 0 has ")[0]
-    assert "(generation 4, graphs " in cause.message.split("; rank 0 has ")[1]
+    assert "generation 5" in cause.message.split("; rank 0 has ")[0]
+    assert "generation 4" in cause.message.split("; rank 0 has ")[1]
     assert desk.incoming[1].asks == 0
     assert desk.incoming[1].window.owed_headers == desk.incoming[1].window._spent_headers
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgpack
 import pytest
 
-from kfcomm.core.signature import MAX_NESTING, Signature, describe, differing, from_wire
+from kfcomm.core.signature import MAX_NESTING, Signature, describe, disagreement, from_wire
 
 WHOLE = Signature("all_to_all", "float32", (2, 3), "sum", 1, "ring", b"\xab\xcd" * 8, 128, ((1, 2), (3, 4)))
 
@@ -28,16 +28,23 @@ def test_nesting_is_bounded():
         from_wire([deep])
 
 
-def test_words_hold_all_that_applies_and_no_more():
-    assert describe(WHOLE, 4) == (
-        "all_to_all of float32 (2, 3), op sum, root 1, strategy ring (generation 4, graphs abcdabcd), chunks of 128, "
-        "counts ((1, 2), (3, 4))"
-    )
+def test_words_hold_what_people_know_and_what_differs():
+    assert describe(WHOLE) == "all_to_all of float32 (2, 3), op sum, root 1"
+    assert describe(WHOLE, ("strategy",)) == "all_to_all of float32 (2, 3), op sum, root 1, strategy ring"
+    assert describe(WHOLE, ("graphs",)).endswith("root 1, strategy ring, graphs abcdabcd")
+    assert describe(WHOLE, ("generation",), 4).endswith("root 1, strategy ring, generation 4")
+    assert describe(WHOLE, ("chunk_elements",)).endswith("root 1, chunks of 128")
+    assert describe(WHOLE, ("counts",)).endswith("root 1, counts ((1, 2), (3, 4))")
     wired = Signature("broadcast", "float32", (2,), root=0, strategy="ring", wire_dtype="float16")
-    assert describe(wired).startswith("broadcast of float32 (2,), sent as float16, root 0, strategy ring")
+    assert describe(wired) == "broadcast of float32 (2,), sent as float16, root 0"
     on_device = Signature("broadcast", "float32", (2,), strategy="nccl", memory="device")
-    assert describe(on_device).startswith("broadcast of float32 (2,), in device memory, strategy nccl")
-    assert describe(Signature("barrier", strategy="star")) == "barrier, strategy star (generation 0)"
+    assert describe(on_device) == "broadcast of float32 (2,), in device memory"
+    assert describe(Signature("barrier", strategy="star")) == "barrier"
+    several = Signature("all_reduce", "float32", (5,), "sum", arrays=(("a", "float32", (2,)), ("b", "float32", (3,))))
+    assert describe(several) == "all_reduce of a list of 2, op sum"
+    assert describe(several._replace(arrays=(), counts=(812, b"12345678")), ("counts",)) == (
+        "all_reduce of a list of 812, op sum"
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,17 +56,68 @@ def test_words_hold_all_that_applies_and_no_more():
         (None,) * 10,
         (b"x" * 60_000,) * 10,
         ("x" * 60_000, "y" * 60_000),
-        tuple(range(11)),
-        (None,) * 11,
-        (b"x" * 60_000,) * 11,
-        (1, 2, 3, 4, 5, 6, "graphs", 8, [{}], 10, 11),
+        tuple(range(12)),
+        (None,) * 12,
+        (b"x" * 60_000,) * 12,
+        (1, 2, 3, 4, 5, 6, "graphs", 8, [{}], 10, 11, 12),
     ],
 )
 def test_any_signature_has_words_and_they_are_few(nonsense):
     assert len(describe(nonsense)) <= 400
 
 
+def said(one, other, generations=(0, 0)):
+    return disagreement((0, one, generations[0]), (1, other, generations[1]))
+
+
 def test_what_differs_is_named():
-    assert differing(WHOLE, WHOLE._replace(root=2, op="max")) == "op, root"
-    assert differing(WHOLE, WHOLE) == "generation"  # which is no field, and all that is left to differ
-    assert differing(WHOLE, ()) == "everything"
+    assert said(WHOLE, WHOLE._replace(root=2, op="max")).startswith(" (op, root): rank 0 has all_to_all of")
+    assert said(WHOLE, WHOLE, (3, 4)) == (
+        " (generation): rank 0 has all_to_all of float32 (2, 3), op sum, root 1, strategy ring, generation 3; "
+        "rank 1 has all_to_all of float32 (2, 3), op sum, root 1, strategy ring, generation 4"
+    )
+    assert said(WHOLE, ()) == (
+        " (everything): rank 0 has all_to_all of float32 (2, 3), op sum, root 1; rank 1 has something else: ()"
+    )
+
+
+def test_what_differs_only_since_something_else_does_is_not():
+    other = WHOLE._replace(dtype="float64", strategy="star", graphs=b"other", chunk_elements=64)
+    assert said(WHOLE, other, (3, 4)).startswith(" (dtype): ")
+    assert "star" not in said(WHOLE, other)
+    assert said(WHOLE, WHOLE._replace(strategy="star", graphs=b"other"), (3, 4)).startswith(" (strategy): ")
+    assert said(WHOLE, WHOLE._replace(graphs=b"other")).startswith(" (graphs): ")
+    assert said(WHOLE, WHOLE._replace(chunk_elements=64)).startswith(" (chunk_elements): ")
+
+
+MANY = Signature(
+    "all_reduce", "float64", (9,), "sum", arrays=(("a", "float64", (2,)), ("b", "float64", (3,)), ("c", "int8", (4,)))
+)
+
+
+def test_of_several_arrays_those_that_differ_are_named_with_what_they_are():
+    other = MANY._replace(shape=(10,), arrays=(*MANY.arrays[:1], ("b", "float64", (4,)), MANY.arrays[2]))
+    assert said(MANY, other) == ": 'b' is float64 (3,) on rank 0 and float64 (4,) on rank 1"
+    other = MANY._replace(arrays=(*MANY.arrays[:2], ("d", "int8", (4,))))
+    assert said(MANY, other) == ": 'c' is given by rank 0 alone; 'd' is given by rank 1 alone"
+    everything = tuple((name, "int8", ()) for name in "efghi")
+    assert said(MANY, MANY._replace(arrays=everything)).endswith("'c' is given by rank 0 alone; and 5 more")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        MANY._replace(op="max"),
+        MANY._replace(arrays=(), counts=(812, b"12345678")),
+        MANY._replace(arrays=()),
+        MANY._replace(arrays="nonsense"),
+        MANY._replace(arrays=(1, 2)),
+        MANY._replace(arrays=(("a", "b"),)),
+        MANY._replace(arrays=MANY.arrays[::-1]),
+        MANY[:-1],
+    ],
+)
+def test_where_no_array_can_be_named_both_sides_are_shown(other):
+    words = said(MANY, other)
+    assert words.startswith(" (")
+    assert "rank 0 has all_reduce of a list of 3" in words

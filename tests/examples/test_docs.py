@@ -31,7 +31,6 @@ import pytest
 import kfcomm
 import kfcomm.testing
 from tests.launch.launched import ROOT, environ
-from tests.support import run
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 MARK, FENCE = r"(?:^<!-- (?P<mark>[^\n]*?) -->\n+)?", r"^```(?P<language>\w+)\n(?P<text>.*?)^```$"
@@ -56,8 +55,9 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_page(page: Path, tmp_path: Path) -> None:
+async def test_page(page: Path, tmp_path: Path) -> None:
     for block in blocks(page):
         kind, _, what = block.mark.partition(": ")
         if block.language == "python":
@@ -68,7 +68,7 @@ def test_page(page: Path, tmp_path: Path) -> None:
             case "run":
                 run_console(block.text, tmp_path)
             case "ranks":
-                run_in_memory(block, int(what))
+                await run_in_memory(block, int(what))
             case "not run":
                 assert what
             case _:
@@ -125,7 +125,7 @@ def assert_prints(shell_line: str, expected: list[str], printed: list[str]) -> N
     assert "..." in expected or not left, "\n".join([f"$ {shell_line}", *printed, "", "not in the page:", *left])
 
 
-def run_in_memory(block: Block, size: int) -> None:
+async def run_in_memory(block: Block, size: int) -> None:
     """Run a fragment on every rank of a world."""
     code = compiled(block)
 
@@ -135,11 +135,8 @@ def run_in_memory(block: Block, size: int) -> None:
         if inspect.isawaitable(made):
             await made
 
-    async def world() -> None:
-        async with kfcomm.testing.world(size) as comms:
-            await kfcomm.testing.run_ranks(comms, rank)
-
-    run(world())
+    async with kfcomm.testing.world(size) as comms:
+        await kfcomm.testing.run_ranks(comms, rank)
 
 
 def test_a_page_that_shows_what_is_not_printed_is_found() -> None:

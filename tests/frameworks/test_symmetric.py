@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.conformance import worlds
-from tests.conformance.worlds import everywhere, on_loop, world
+from tests.conformance.worlds import everywhere, world
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -27,7 +27,7 @@ def all_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kfcomm.transports.shm.slots.MIN_PIECE_NBYTES", 0)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_torch_tensors_are_read_where_they_are() -> None:
     async with world(2) as comms:
         given = [torch.from_numpy(comm.empty(2000)) for comm in comms]
@@ -44,7 +44,7 @@ async def test_torch_tensors_are_read_where_they_are() -> None:
         assert comms[0].statistics().slots == 1
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_shared_result_of_tensors_is_numpys() -> None:
     async with world(2) as comms:
         x = torch.ones(2000)
@@ -55,7 +55,7 @@ async def test_a_shared_result_of_tensors_is_numpys() -> None:
                 assert (result == 2).all()
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_jax_reads_it_without_a_copy() -> None:
     jax = pytest.importorskip("jax", reason="jax is not installed")
     async with world(2) as comms:

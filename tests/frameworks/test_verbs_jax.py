@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kfcomm.errors import CollectiveAborted, ConfigError
-from tests.conformance.worlds import assert_kinds, ends, everywhere, on_loop, works, world
+from tests.conformance.worlds import assert_kinds, ends, everywhere, works, world
 
 jax = pytest.importorskip("jax", reason="JAX is not installed")
 jnp = jax.numpy
@@ -21,8 +21,8 @@ def _xs(dtype: str) -> list[Any]:
     return [(jnp.arange(12).reshape(6, 2) + rank).astype(dtype) for rank in range(SIZE)]
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("dtype", DTYPES)
-@on_loop
 async def test_every_verb_gives_jax_arrays(dtype: str) -> None:
     xs = _xs(dtype)
     plain = [np.asarray(x) for x in xs]
@@ -56,7 +56,7 @@ async def test_every_verb_gives_jax_arrays(dtype: str) -> None:
         assert all(await everywhere(comms, lambda comm: comm.consensus(xs[1])))
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_tree_of_gradients() -> None:
     async with world(2) as comms:
         grads = jax.grad(lambda p: (p["w"] @ jnp.ones(2)).sum() + p["b"].sum())(
@@ -67,7 +67,7 @@ async def test_a_tree_of_gradients() -> None:
         np.testing.assert_array_equal(np.asarray(many[1]["b"]), np.full(3, 2.0))
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_messages() -> None:
     async with world(2) as comms:
         x = jnp.arange(6.0)
@@ -76,7 +76,7 @@ async def test_messages() -> None:
         await sent
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_what_cannot_be_exchanged() -> None:
     async with world(2) as comms:
         x = jnp.ones(3)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kfcomm.errors import CollectiveAborted, CollectiveMismatch, ConfigError
-from tests.conformance.worlds import assert_kinds, ends, everywhere, on_loop, turns, works, world
+from tests.conformance.worlds import assert_kinds, ends, everywhere, turns, works, world
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -21,8 +21,8 @@ def _xs(dtype: Any, shape: tuple[int, ...] = (6, 2)) -> list[Any]:
     return [(torch.arange(12).reshape(shape) + rank).to(dtype) for rank in range(SIZE)]
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@on_loop
 async def test_every_verb_gives_tensors(dtype: Any) -> None:
     xs = _xs(dtype)
     before = [x.clone() for x in xs]
@@ -62,7 +62,7 @@ async def test_every_verb_gives_tensors(dtype: Any) -> None:
     assert all(torch.equal(x, y) for x, y in zip(xs, before, strict=True))
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_out_in_place_and_of_any_layout() -> None:
     async with world(SIZE) as comms:
         xs = _xs(torch.float32)
@@ -76,7 +76,57 @@ async def test_out_in_place_and_of_any_layout() -> None:
         assert [type(one) for one in mixed] == [np.ndarray, torch.Tensor, torch.Tensor]
 
 
-@on_loop
+WRITES: dict[str, Any] = {
+    "all_reduce": lambda comm, x, out: comm.all_reduce(x, out=out),
+    "all_reduce_many": lambda comm, x, out: comm.all_reduce_many({"x": x}, out={"x": out}),
+    "list": lambda comm, x, out: comm.all_reduce([x, x], out=[out, torch.empty(6, 2)]),
+    "broadcast": lambda comm, x, out: comm.broadcast(x, out=out),
+    "gathered": lambda comm, x, out: comm.all_gather(x, out=[out, torch.empty(6, 2), torch.empty(6, 2)]),
+    "scatter": lambda comm, x, out: comm.scatter([x] * SIZE, out=out),
+    "all_to_all": lambda comm, x, out: comm.all_to_all([x] * SIZE, out=[out, torch.empty(6, 2), torch.empty(6, 2)]),
+}
+
+
+@pytest.mark.parametrize("verb", WRITES)
+@pytest.mark.parametrize("place", ["contiguous", "strided", "view"])
+@pytest.mark.asyncio
+async def test_autograd_notices_what_is_written_in_place(verb: str, place: str) -> None:
+    async with world(SIZE) as comms:
+        weights = [torch.ones(6, 2, requires_grad=True) for _ in comms]
+        memory = [torch.ones(12, 2) for _ in comms]
+        outs = [one[::2] if place == "strided" else one[:6] for one in memory]
+        if place == "contiguous":
+            outs = [torch.ones(6, 2) for _ in comms]
+        losses = [(weight * out).sum() for weight, out in zip(weights, outs, strict=True)]
+        before = [out._version for out in outs]
+        await everywhere(comms, lambda comm: WRITES[verb](comm, _xs(torch.float32)[comm.rank], outs[comm.rank]))
+        assert all(out._version > version for out, version in zip(outs, before, strict=True))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            losses[0].backward()
+        parameter = torch.nn.Parameter(torch.ones(6, 2))
+        with torch.inference_mode():
+            counted_by_nobody = torch.ones(6, 2)
+        for out in (parameter, counted_by_nobody):
+            results = await everywhere(
+                comms, lambda comm, out=out: comm.broadcast(_xs(torch.float32)[0], out=out if comm.rank == 1 else None)
+            )
+            assert results[1] is out
+            assert torch.equal(out, _xs(torch.float32)[0])
+
+
+@pytest.mark.asyncio
+async def test_a_message_that_is_received_in_place_is_noticed_too() -> None:
+    async with world(2) as comms:
+        weight, out = torch.ones(6, 2, requires_grad=True), torch.ones(6, 2)
+        loss = (weight * out).sum()
+        sent = comms[0].send(_xs(torch.float32)[0], 1)
+        await comms[1].recv(0, out=out)
+        await sent
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.asyncio
 async def test_gradients_stay_out_of_it() -> None:
     async with world(2) as comms:
         layer = torch.nn.Linear(3, 2)
@@ -89,7 +139,7 @@ async def test_gradients_stay_out_of_it() -> None:
         assert torch.equal(got[1], layer.weight)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_messages_queues_and_blobs() -> None:
     async with world(2) as comms:
         x = torch.arange(6).reshape(2, 3).T
@@ -109,7 +159,48 @@ async def test_messages_queues_and_blobs() -> None:
         assert (await comms[1].request("w", 0)).tolist() == x.tolist()
 
 
-@on_loop
+@pytest.mark.asyncio
+async def test_what_is_received_is_of_the_kind_that_is_asked_for() -> None:
+    like = torch.empty(0)
+    async with world(2) as comms:
+        x = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
+        sent = comms[0].send(x, 1)
+        got = await comms[1].recv(0, like=like)
+        assert torch.equal(got, x)
+        await sent
+        parts = await everywhere(comms, lambda comm: comm.scatter(x if comm.rank == 0 else None, like=like))
+        assert torch.equal(parts[1], x[1:])
+        ways = [comm.queue("q", 0, 1) for comm in comms]
+        await ways[0].put(x)
+        assert torch.equal(await ways[1].get(like=like), x)
+        out = torch.zeros(2, 3, dtype=torch.bfloat16)
+        await ways[0].put(x)
+        assert await ways[1].get(out=out) is out
+        assert torch.equal(out, x)
+        for comm in comms:
+            comms[0].save("w", x)
+            assert torch.equal(await comm.request("w", 0, like=like), x)
+
+
+@pytest.mark.asyncio
+async def test_ops_and_dtypes_are_given_as_torch_has_them() -> None:
+    ops = torch.distributed.ReduceOp
+    async with world(SIZE) as comms:
+        xs = _xs(torch.float32)
+        total = xs[0] + xs[1] + xs[2]
+        for op, want in ((ops.SUM, total), (ops.AVG, total / SIZE), (ops.MAX, xs[2]), (torch.minimum, xs[0])):
+            for _ in range(3):
+                got = await everywhere(comms, lambda comm, op=op: comm.all_reduce(xs[comm.rank], "x", op=op))
+                assert all(torch.equal(one, want) for one in got)
+        got = await everywhere(comms, lambda comm: comm.all_reduce(xs[comm.rank], wire_dtype=torch.bfloat16))
+        assert all(torch.equal(one, total) for one in got)
+        assert comms[0].empty(3, torch.bfloat16).dtype.name == "bfloat16"
+        assert comms[0].empty(3, torch.int32).dtype == np.int32
+        outcomes = await ends(comms, lambda comm: comm.all_reduce(xs[comm.rank], op=ops.PREMUL_SUM))
+        assert_kinds(outcomes, ConfigError)
+
+
+@pytest.mark.asyncio
 async def test_what_cannot_be_exchanged() -> None:
     async with world(2) as comms:
         for bad in (torch.ones(2).to_sparse(), torch.ones(2, device="meta"), torch.ones(2).to(torch.float8_e4m3fn)):
@@ -128,7 +219,7 @@ async def test_what_cannot_be_exchanged() -> None:
         await works(comms)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_persistent_collectives_take_what_the_tensors_hold() -> None:
     async with world(SIZE) as comms:
         xs, out = _xs(torch.float32), torch.zeros(6, 2)

@@ -15,7 +15,7 @@ import pytest
 import kfcomm
 from kfcomm import sync
 from kfcomm.errors import ConfigError, KfcommError
-from tests.conformance.worlds import on_loop, turns
+from tests.conformance.worlds import turns
 from tests.gpu.arrays import Gate, Hog, copy, library, like, new_stream, on_device
 
 pytestmark = pytest.mark.gpu
@@ -44,7 +44,7 @@ def values(dtype: Any = "float32", count: int = 12) -> Any:
     return (np.arange(count).reshape(-1, 2) % 2 if dtype == "bool" else np.arange(count).reshape(-1, 2)).astype(dtype)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_the_route_is_nccl() -> None:
     async with alone() as comm:
         assert comm.route.route == "backend"
@@ -52,8 +52,8 @@ async def test_the_route_is_nccl() -> None:
         assert comm.route.route == "backend"
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("dtype", [*DTYPES, *WITHOUT_NCCL])
-@on_loop
 async def test_every_verb_gives_arrays_on_the_device(dtype: str) -> None:
     cupy = library("cupy")
     x = on_device(values(dtype))
@@ -82,7 +82,7 @@ async def test_every_verb_gives_arrays_on_the_device(dtype: str) -> None:
     np.testing.assert_array_equal(x.get(), values(dtype))
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_bfloat16() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
     try:
@@ -95,14 +95,14 @@ async def test_bfloat16() -> None:
         np.testing.assert_array_equal(y.get().astype(np.float32), values())
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("op", ["sum", "avg", "min", "max", "prod"])
-@on_loop
 async def test_every_op(op: str) -> None:
     async with alone() as comm:
         np.testing.assert_array_equal((await comm.all_reduce(on_device(values()), op=op)).get(), values())
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_results_go_where_they_are_asked_for() -> None:
     async with alone() as comm:
         x = on_device(values())
@@ -122,7 +122,7 @@ async def test_results_go_where_they_are_asked_for() -> None:
         np.testing.assert_array_equal((await comm.all_reduce(x.T)).get(), values().T)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_arrays_of_no_elements_and_of_no_dimension() -> None:
     async with alone() as comm:
         assert (await comm.all_reduce(on_device(np.zeros((0, 3), np.float32)))).shape == (0, 3)
@@ -130,8 +130,8 @@ async def test_arrays_of_no_elements_and_of_no_dimension() -> None:
         assert (y.shape, float(y.get())) == ((), 7.0)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("given", ["stream=", "current"])
-@on_loop
 async def test_the_result_is_ready_on_the_callers_stream_and_the_host_has_not_waited(given: str) -> None:
     right, wrong = on_device(np.arange(BIG, dtype=np.float32)), on_device(np.zeros(BIG, np.float32))
     async with alone() as comm:
@@ -154,7 +154,7 @@ async def test_the_result_is_ready_on_the_callers_stream_and_the_host_has_not_wa
         await comm.synchronize()
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_synchronize_waits_for_the_device() -> None:
     async with alone() as comm:
         x, stream = on_device(values()), new_stream()
@@ -170,7 +170,7 @@ async def test_synchronize_waits_for_the_device() -> None:
         await waiting
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_hundreds_of_names_at_once_in_any_order() -> None:
     async with alone() as comm:
         xs = {f"x/{number}": on_device(np.full(1 + 37 * number, number, np.float32)) for number in range(214)}
@@ -182,7 +182,7 @@ async def test_hundreds_of_names_at_once_in_any_order() -> None:
                 np.testing.assert_array_equal(results[name].get(), x.get())
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_torch_tensors() -> None:
     if find_spec("torch") is None or not library("torch").cuda.is_available():
         pytest.skip("no torch with CUDA here")
@@ -207,7 +207,7 @@ async def test_torch_tensors() -> None:
         torch.cuda.synchronize()
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_jax_arrays() -> None:
     jax = pytest.importorskip("jax", reason="JAX is not installed")
     if jax.default_backend() != "gpu":
@@ -237,7 +237,7 @@ def test_the_blocking_interface() -> None:
         comm.synchronize()
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_device_without_memory_left_fails_one_collective_and_the_next_works() -> None:
     async with alone() as comm:
         x = on_device(np.arange(4 * BIG, dtype=np.float32))  # 256 MiB
@@ -251,7 +251,7 @@ async def test_a_device_without_memory_left_fails_one_collective_and_the_next_wo
         np.testing.assert_array_equal(y.get(), np.arange(4 * BIG, dtype=np.float32))
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_what_is_not_for_devices_is_refused() -> None:
     x = on_device(values())
     async with alone() as comm:

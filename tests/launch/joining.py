@@ -8,7 +8,7 @@ from kfcomm.errors import RendezvousError
 from kfcomm.rendezvous.client import StoreClient
 from kfcomm.rendezvous.identity import PeerInfo
 from kfcomm.rendezvous.interfaces import choose_address
-from kfcomm.rendezvous.join import close_store, join, open_store
+from kfcomm.rendezvous.join import close_store, join, leave_store, open_store
 from kfcomm.rendezvous.settings import Settings, detect, host_and_port
 
 
@@ -26,7 +26,8 @@ async def main(then: str) -> int:
         say(error)
         return 9
     finally:
-        await close_store(settings, me, client, server)
+        await leave_store(settings, me, client, server)
+        await close_store(client, server)
 
 
 async def act(settings: Settings, client: StoreClient, then: str) -> int:
@@ -36,7 +37,7 @@ async def act(settings: Settings, client: StoreClient, then: str) -> int:
         case ["fail", _, _]:
             await asyncio.Event().wait()
         case ["watch", _, _]:
-            say("exit", *await anext(aiter(client.watch_exits())))
+            say("exit", *(await anext(aiter(client.watch_exits())))[:2])
     return 0
 
 

@@ -1,10 +1,17 @@
 """The launcher as its users have it: real processes, real signals."""
 
+import contextlib
+import fcntl
 import os
+import pty
+import shlex
 import signal
 import subprocess
+import sys
+import termios
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.launch.launched import TOKEN, command, environ, finished, launched, wait_for_the_end_of
@@ -144,6 +151,38 @@ def test_a_killed_launcher_leaves_no_orphan(tmp_path: Path, program: str) -> Non
         assert len(started) >= 3
 
 
+@pytest.mark.parametrize("wrapped", [False, True], ids=["itself", "in a shell"])
+def test_ranks_end_when_launcher_and_guardian_are_killed_together(tmp_path: Path, wrapped: bool) -> None:
+    program = python("comm = kfcomm.sync.init(); open(os.environ['HELD'], 'w').write('in\\n'); time.sleep(1e6)")
+    if wrapped:
+        program = bash(f"{shlex.join(program)}; true")
+    with launched(tmp_path, "-n", "2", *program) as job:
+        job.lines(2)
+        [guardian] = [
+            child
+            for child in psutil.Process(job.process.pid).children()
+            if any(word.endswith("guardian.py") for word in child.cmdline())
+        ]
+        started = job.descendants()
+        job.process.send_signal(signal.SIGSTOP)
+        guardian.kill()
+        job.process.kill()
+        wait_for_the_end_of(started)
+
+
+def test_a_rank_that_is_no_python_ends_with_launcher_and_guardian(tmp_path: Path) -> None:
+    with launched(tmp_path, "-n", "2", *bash(READY + "exec sleep infinity")) as job:
+        job.lines(2)
+        started = job.descendants()
+        job.process.send_signal(signal.SIGSTOP)
+        for child in psutil.Process(job.process.pid).children():
+            if any(word.endswith("guardian.py") for word in child.cmdline()):
+                child.kill()
+        job.process.kill()
+        job.wait_for_the_last_holder()
+        wait_for_the_end_of(started)
+
+
 def test_a_launcher_around_a_launcher(tmp_path: Path) -> None:
     inner = command("run", "-n", "2", *bash(READY + "sleep infinity & sleep infinity"))
     with launched(tmp_path, "-n", "2", *inner) as job:
@@ -232,6 +271,8 @@ def test_a_pipe_gets_no_colour_unless_asked(given: dict[str, str]) -> None:
         (["-n", "1", "--timeout", "0", "true"], 2, ["--timeout"]),
         (["-n", "1", "--token-file", "/no/such/file", "true"], 2, ["/no/such/file", "No such file"]),
         (["-n", "1", "--log-dir", "/proc/no", "true"], 2, ["/proc/no"]),
+        (["-n", "2", "--stdin", "2", "true"], 2, ["--stdin 2", "ranks 0 to 1"]),
+        (["-n", "2", "--stdin", "one", "true"], 2, ["--stdin 'one'", "all, none, or a rank"]),
         (["-n", "3", "-H", "127.0.0.1:2", "true"], 2, ["-n 3", "2 ranks"]),
         (["-H", "198.51.100.1:2", "true"], 2, ["198.51.100.1", "127.0.0.1"]),
         (["-H", "127.0.0.1:0", "true"], 2, ["127.0.0.1:0"]),
@@ -254,3 +295,158 @@ def test_a_file_that_is_no_program(tmp_path: Path) -> None:
     done = finished("run", "-n", "2", str(path))
     assert done.returncode == 126
     assert "Exec format error" in done.stderr
+
+
+PYTHON = "import os, sys, time, numpy as np, kfcomm\n"
+WORLD = (
+    "with kfcomm.sync.init() as comm:\n    if comm.rank == 1:\n        {}\n    comm.all_reduce(np.ones(2), name='a')\n"
+)
+
+
+def python(program: str) -> list[str]:
+    return [sys.executable, "-c", PYTHON + program]
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "words"),
+    [
+        ("sys.exit(3)", 3, "exit code 3"),
+        ("raise ValueError('why')", 1, "exit code 1 (ValueError: why)"),
+        ("os._exit(5)", 5, "exit code 5"),
+        ("os.kill(os.getpid(), 9)", 137, "SIGKILL"),
+        ("import atexit; atexit.register(time.sleep, 1); raise ValueError('why')", 1, "exit code 1 (ValueError: why)"),
+    ],
+    ids=["exit", "error", "at once", "killed", "slow end"],
+)
+def test_the_culprit_is_named_and_not_its_victims(end: str, code: int, words: str) -> None:
+    done = finished("run", "-n", "3", *python(WORLD.format(end)))
+    assert done.returncode == code, done
+    assert "kfcomm: rank 1 (pid" in done.stderr, done
+    assert f"failed first: {words}" in done.stderr
+    own = [line for line in done.stderr.splitlines() if line.startswith("[1]")]
+    assert ("[1] Traceback (most recent call last):" in own) == ("ValueError" in end)
+    for rank in (0, 2):
+        assert f"[{rank}] Traceback" not in done.stderr
+
+
+def test_the_culprits_traceback_is_shown_before_its_victims_and_logs_keep_all(tmp_path: Path) -> None:
+    # the victims have ended long before the culprit prints anything
+    end = "import atexit; sys.excepthook = lambda *_: (time.sleep(1), sys.__excepthook__(*_)); raise ValueError('why')"
+    done = finished("run", "-n", "3", "--log-dir", str(tmp_path), *python(WORLD.format(end)))
+    kept = "".join((tmp_path / f"rank-{rank}.log").read_text() for rank in (0, 2))
+    shown = done.stderr.splitlines()
+    victims = [line for line in shown if line.startswith(("[0] kfcomm.errors.PeerLost", "[2] kfcomm.errors.PeerLost"))]
+    assert len(victims) == kept.count("Traceback") == 2, done
+    assert shown.index("[1] ValueError: why") < min(map(shown.index, victims))
+
+
+def test_a_victim_alone_is_shown_whole() -> None:
+    done = finished("run", "-n", "2", *python(WORLD.format("sys.exit(0)")))
+    assert done.returncode == 1
+    assert "[0] Traceback (most recent call last):" in done.stderr
+    assert "failed first: exit code 1 (kfcomm.errors.PeerLost" in done.stderr
+
+
+def test_output_that_cannot_be_written_harms_no_job() -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            command("run", "-n", "1", "echo", "text"), env=environ(), stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 0
+    assert done.stderr.splitlines() == [
+        "kfcomm: standard output cannot be written (No space left on device): it is dropped, the job goes on",
+        "kfcomm: 9 bytes of standard output could not be written (No space left on device)",
+    ]
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
+def test_closed_descriptors_harm_no_job(closed: str) -> None:
+    program = 'exec "$@" ' + closed
+    inner = ("bash", "-c", "echo out; echo err >&2; exit 7")
+    done = subprocess.run(
+        ["bash", "-c", program, "_", *command("run", "-n", "2", *inner)], env=environ(), capture_output=True, text=True
+    )
+    assert done.returncode == 7, done
+    assert "Traceback" not in done.stderr
+    assert (done.stdout == "") == (">&-" in closed.split())
+    assert ("standard output cannot be written (Bad file descriptor)" in done.stderr) == (closed == ">&-")
+
+
+def test_a_full_disk_for_the_logs_harms_no_job(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.log").symlink_to("/dev/full")
+    done = finished("run", "-n", "2", "--log-dir", str(tmp_path), "echo", "text")
+    assert done.returncode == 0
+    assert sorted(done.stdout.splitlines()) == ["[0] text", "[1] text"]
+    assert (tmp_path / "rank-1.log").read_text() == "text\n"
+    assert "rank-0.log cannot be written" in done.stderr
+    assert "5 bytes of" in done.stderr
+
+
+def test_a_signal_ends_a_launcher_whose_output_nobody_takes(tmp_path: Path) -> None:
+    program = bash(READY + "trap 'exit 1' INT; seq 100000; echo done >&9; sleep infinity")
+    with launched(tmp_path, "-n", "2", "--grace", "0.1", *program) as job:
+        job.lines(2)
+        job.process.send_signal(signal.SIGINT)
+        assert job.process.wait() == 130
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        ((), ["[0] a", "[0] b"]),
+        (("--stdin", "1"), ["[1] a", "[1] b"]),
+        (("--stdin", "all"), ["[0] a", "[0] b", "[1] a", "[1] b"]),
+        (("--stdin", "none"), []),
+    ],
+)
+@pytest.mark.parametrize("kind", ["pipe", "file"])
+def test_who_gets_what_is_read(tmp_path: Path, options: tuple[str, ...], shown: list[str], kind: str) -> None:
+    arguments = command("run", "-np", "2", *options, "--", "cat")
+    if kind == "pipe":
+        done = subprocess.run(arguments, env=environ(), capture_output=True, text=True, input="a\nb\n")
+    else:
+        (tmp_path / "input").write_text("a\nb\n")
+        with (tmp_path / "input").open() as file:
+            done = subprocess.run(arguments, env=environ(), capture_output=True, text=True, stdin=file)
+    assert (done.returncode, sorted(done.stdout.splitlines()), done.stderr) == (0, shown, "")
+
+
+def test_a_program_that_reads_nothing_leaves_it_to_others() -> None:
+    script = f"{shlex.join(command('run', '-n', '2', 'true'))}; cat"
+    done = subprocess.run(["bash", "-c", script], env=environ(), capture_output=True, text=True, input="mine\n")
+    assert done.stdout == "mine\n"
+
+
+def test_a_long_input_reaches_all_and_one_that_does_not_read_it_is_no_harm() -> None:
+    text = "".join(f"{number}\n" for number in range(50000))
+    inner = bash("if [ $KFCOMM_RANK = 0 ]; then exec <&-; sleep 0; else exec wc -l; fi")
+    done = subprocess.run(
+        command("run", "-n", "3", "--stdin", "all", *inner), env=environ(), capture_output=True, text=True, input=text
+    )
+    assert sorted(done.stdout.splitlines()) == ["[1] 50000", "[2] 50000"]
+
+
+def test_a_module_takes_all_that_follows() -> None:
+    done = finished("run", "-n", "1", "-m", "json.tool", "--help")
+    assert "json.tool" in done.stdout
+    assert done.returncode == 0
+
+
+def test_a_debugger_works_at_a_terminal() -> None:
+    terminal, end = pty.openpty()
+    process = subprocess.Popen(
+        command("run", "-n", "2", *python("if os.environ['KFCOMM_RANK'] == '0': x = 41; breakpoint()")),
+        env=environ(), stdin=end, stdout=end, stderr=end, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(end, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(end)
+    shown = b""
+    for expected, typed in ((b"(Pdb) ", b"p x + 1\n"), (b"[0] 42\r\n", b"continue\n")):
+        while expected not in shown:
+            shown += os.read(terminal, 4096)
+        os.write(terminal, typed)
+    with contextlib.suppress(OSError):
+        while part := os.read(terminal, 4096):
+            shown += part
+    os.close(terminal)
+    assert process.wait() == 0, shown

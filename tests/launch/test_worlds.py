@@ -3,15 +3,16 @@
 import contextlib
 import os
 import pty
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-from tests.launch.launched import TOKEN, command, environ, finished, launched
+from tests.launch.launched import TOKEN, Launcher, command, environ, finished, launched
 
 PROGRAM = str(Path(__file__).with_name("joining.py"))
 READY = 'exec 9> "$HELD"; echo "$KFCOMM_RANK" >&9; '
@@ -192,3 +193,55 @@ def test_on_a_terminal_prefixes_have_colour_and_progress_moves(more: Mapping[str
     assert (b"\x1b[36m[0]\x1b[0m " in shown) == colored
     assert b"20%\r\n" in shown
     assert b"done\r\n" in shown
+
+
+@contextlib.contextmanager
+def on_two_hosts(tmp_path: Path, *arguments: str) -> Iterator[tuple[Launcher, Launcher]]:
+    """Launchers of two hosts with one rank each, which sleeps."""
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    hosts = (*arguments, "--port", str(free_port()), "-H", "127.0.0.1:1,127.0.0.2:1", "--self")
+    program = ("bash", "-c", READY + "exec sleep infinity")
+    env = environ(KFCOMM_TOKEN=TOKEN)
+    with (
+        launched(tmp_path / "first", *hosts, "127.0.0.1", *program, env=env) as one,
+        launched(tmp_path / "second", *hosts, "127.0.0.2", *program, env=env) as other,
+    ):
+        one.lines(1)
+        other.lines(1)
+        yield one, other
+
+
+def test_the_launcher_of_another_host_is_missed(tmp_path: Path) -> None:
+    with on_two_hosts(tmp_path, "--lost-after", "3") as (one, other):
+        other.process.kill()
+        _, errors = one.process.communicate()
+        assert one.process.returncode == 1
+        assert "the launcher on 127.0.0.2 is not heard of any more" in errors
+
+
+def test_a_launcher_that_was_given_up_ends_its_ranks(tmp_path: Path) -> None:
+    with on_two_hosts(tmp_path, "--lost-after", "3") as (one, other):
+        other.process.send_signal(signal.SIGSTOP)
+        _, errors = one.process.communicate()
+        assert "the launcher on 127.0.0.2 is not heard of any more" in errors
+        other.process.send_signal(signal.SIGCONT)
+        other.wait_for_the_last_holder()
+        assert other.process.wait() == 1
+
+
+def test_a_host_that_never_comes_is_named() -> None:
+    arguments = ("--port", str(free_port()), "-H", "127.0.0.1:1,127.0.0.2:1", "--self", "127.0.0.1", "--timeout", "1")
+    done = finished("run", *arguments, "true", env=environ(KFCOMM_TOKEN=TOKEN))
+    assert done.returncode == 1
+    assert "the launcher on 127.0.0.2 did not come" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_launcher_whose_own_ranks_are_done(tmp_path: Path, number: signal.Signals) -> None:
+    hosts = ("--port", str(free_port()), "-H", "127.0.0.1:1,127.0.0.2:1", "--self", "127.0.0.1")
+    with launched(tmp_path, *hosts, "bash", "-c", READY, env=environ(KFCOMM_TOKEN=TOKEN)) as job:
+        job.lines(1)
+        job.wait_for_the_last_holder()
+        job.process.send_signal(number)
+        assert job.process.wait() == 128 + number

@@ -19,7 +19,6 @@ from kfcomm.monitor import live
 from kfcomm.monitor.attendant import MAX_AT_ONCE, Attendant
 from kfcomm.monitor.live import Job, job_name, jobs, read
 from tests.launch.launched import environ
-from tests.support import run
 
 HEAD = "Num       RefCount Protocol Flags    Type St Inode Path\n"
 PROGRAM = """
@@ -75,24 +74,22 @@ def test_a_job_is_called_after_its_launcher_its_store_or_its_process() -> None:
     assert job_name(None, None) == f"pid-{os.getpid()}"
 
 
-def test_a_world_of_one_answers_although_its_loop_is_busy() -> None:
-    async def main() -> None:
-        async with kfcomm.init() as comm:
-            await comm.all_reduce(np.ones(3), "x")
-            job = mine()
-            assert job is not None
-            (said,) = read(job)  # which blocks this loop until the answer is there
-            assert (said.rank, said.size, [one.name for one in said.keys]) == (0, 1, ["x"])
-            async with kfcomm.init() as other:
-                await other.barrier()
-                both = mine()
-                assert both is not None
-                assert both.ranks == (0, 0)
-                assert len(read(both)) == 2
-        assert mine() is None
-        assert read(job) == []
-
-    run(main())
+@pytest.mark.asyncio
+async def test_a_world_of_one_answers_although_its_loop_is_busy() -> None:
+    async with kfcomm.init() as comm:
+        await comm.all_reduce(np.ones(3), "x")
+        job = mine()
+        assert job is not None
+        (said,) = read(job)  # which blocks this loop until the answer is there
+        assert (said.rank, said.size, [one.name for one in said.keys]) == (0, 1, ["x"])
+        async with kfcomm.init() as other:
+            await other.barrier()
+            both = mine()
+            assert both is not None
+            assert both.ranks == (0, 0)
+            assert len(read(both)) == 2
+    assert mine() is None
+    assert read(job) == []
 
 
 def test_who_does_not_want_to_be_watched_is_not() -> None:
@@ -186,14 +183,38 @@ def test_who_says_nothing_holds_up_nobody_and_is_cut_off_at_the_end(place: tuple
     assert attendant.descriptors() == []
 
 
-def test_who_is_one_too_many_is_hung_up_on(place: tuple[str, socket.socket]) -> None:
+def test_for_one_too_many_the_oldest_is_hung_up_on(place: tuple[str, socket.socket]) -> None:
     path, listener = place
-    attendant = Attendant(listener, lambda sock: sock.recv(1) and None, "few")  # type: ignore[func-returns-value]
+    attendant = Attendant(listener, lambda sock: sock.sendall(sock.recv(1)), "few")
     many = [connected(path) for _ in range(MAX_AT_ONCE + 1)]
-    assert many[-1].recv(1) == b""
+    assert many[0].recv(1) == b""
+    many[-1].sendall(b"!")
+    assert many[-1].recv(1) == b"!"
     attendant.stop()
     for sock in many:
         sock.close()
+
+
+def test_who_takes_too_long_in_all_is_hung_up_on(
+    place: tuple[str, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A byte now and then does not keep a connection open."""
+    path, listener = place
+    monkeypatch.setattr("kfcomm.monitor.attendant.PATIENCE_S", 0.2)
+
+    def read(sock: socket.socket) -> None:
+        while sock.recv(1):
+            pass
+
+    attendant = Attendant(listener, read, "slow")
+    with connected(path) as slow:
+        is_open = True
+        while is_open:
+            try:
+                slow.sendall(b"x")
+            except OSError:
+                is_open = False
+    attendant.stop()
 
 
 def test_an_answer_that_fails_ends_its_connection_alone(place: tuple[str, socket.socket]) -> None:

@@ -20,7 +20,6 @@ from kfcomm.monitor import metrics
 from kfcomm.rendezvous.settings import detect
 from kfcomm.testing import MemoryWorld, world
 from tests.launch.launched import finished
-from tests.support import run
 
 
 @pytest.fixture
@@ -92,26 +91,23 @@ def collected(comm: Any) -> Samples:
     return samples(metrics._Collector(comm._session.engine.meter, comm.statistics).collect())
 
 
-def test_peers_are_labelled_by_rank_and_link(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.asyncio
+async def test_peers_are_labelled_by_rank_and_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "MAX_LABELLED_KEYS", 2)
-
-    async def main() -> None:
-        comms: MemoryWorld
-        async with world(2) as comms:
-            for name in ("a", "b", "c", "d"):
-                handles = [comm.all_reduce(np.ones(1000, np.float32), name) for comm in comms]
-                for handle in handles:
-                    await handle
-            found = collected(comms[0])
-            (peer,) = comms[0].statistics().peers
-        for name in ("sent_bytes", "received_bytes", "sent_messages", "received_messages"):
-            expected = getattr(peer, name.replace("bytes", "nbytes"))
-            assert named(found, f"kfcomm_{name}_total", peer="1", link="memory") == expected > 0
-        assert named(found, "kfcomm_waited_seconds_total", peer="1") == peer.waited_s
-        assert [named(found, "kfcomm_collectives_total", key=key) for key in ("a", "b", "(others)")] == [1, 1, 2]
-        assert named(found, "kfcomm_collective_duration_seconds_count") == 4
-
-    run(main())
+    comms: MemoryWorld
+    async with world(2) as comms:
+        for name in ("a", "b", "c", "d"):
+            handles = [comm.all_reduce(np.ones(1000, np.float32), name) for comm in comms]
+            for handle in handles:
+                await handle
+        found = collected(comms[0])
+        (peer,) = comms[0].statistics().peers
+    for name in ("sent_bytes", "received_bytes", "sent_messages", "received_messages"):
+        expected = getattr(peer, name.replace("bytes", "nbytes"))
+        assert named(found, f"kfcomm_{name}_total", peer="1", link="memory") == expected > 0
+    assert named(found, "kfcomm_waited_seconds_total", peer="1") == peer.waited_s
+    assert [named(found, "kfcomm_collectives_total", key=key) for key in ("a", "b", "(others)")] == [1, 1, 2]
+    assert named(found, "kfcomm_collective_duration_seconds_count") == 4
 
 
 @pytest.mark.parametrize("init", [kfcomm.init, kfcomm.sync.init], ids=["async", "sync"])
@@ -123,15 +119,12 @@ def test_a_port_needs_its_package_and_monitoring(init: Any, monkeypatch: pytest.
         init(metrics_port=9400)
 
 
-def test_a_port_that_is_taken_is_named_and_nothing_stays_open(taken: int) -> None:
+@pytest.mark.asyncio
+async def test_a_port_that_is_taken_is_named_and_nothing_stays_open(taken: int) -> None:
     with pytest.raises(ConfigError, match=f"metrics_port={taken}: port {taken} of 127.0.0.1 is taken"):
         kfcomm.sync.init(metrics_port=taken)
-
-    async def main() -> None:
-        with pytest.raises(ConfigError, match="is taken"):
-            await kfcomm.init(metrics_port=taken)
-
-    run(main())
+    with pytest.raises(ConfigError, match="is taken"):
+        await kfcomm.init(metrics_port=taken)
 
 
 @pytest.mark.parametrize("value", ["0", "65536", "-1", "http", "1.5"])

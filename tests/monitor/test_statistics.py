@@ -14,7 +14,7 @@ import kfcomm
 from kfcomm import testing
 from kfcomm.errors import CollectiveAborted, ConfigError
 from kfcomm.monitor import KeyStatistics, PeerStatistics, Statistics
-from tests.conformance.worlds import ends, everywhere, on_loop, until, works, world
+from tests.conformance.worlds import ends, everywhere, until, works, world
 
 X = np.ones(1000, np.float32)
 LARGE = np.ones(1 << 16, np.float32)
@@ -50,9 +50,9 @@ def disagreements(comms: Any) -> list[tuple[Any, Any]]:
 # ---------------------------------------------------------------- bytes
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("strategy", ["ring", "clique", "binary_tree"])
 @pytest.mark.parametrize("elements", [1, 1000, 1 << 20])
-@on_loop
 async def test_what_is_sent_is_what_is_received(links: str, strategy: str, elements: int) -> None:
     x = np.ones(elements, np.float32)
     async with world(4, strategy=strategy) as comms:
@@ -63,7 +63,7 @@ async def test_what_is_sent_is_what_is_received(links: str, strategy: str, eleme
         assert {one.link for comm in comms for one in comm.statistics().peers} == {links}
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_payloads_in_memory_are_counted_to_the_byte() -> None:
     async with world(4, strategy="ring") as comms:
         await everywhere(comms, lambda comm: comm.all_reduce(LARGE, "x"))
@@ -73,7 +73,7 @@ async def test_payloads_in_memory_are_counted_to_the_byte() -> None:
         assert all(peer(said[rank], (rank + 1) % 4).sent_nbytes == 2 * 3 * LARGE.nbytes // 4 for rank in range(4))
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_what_is_passed_on_is_counted_where_it_is_passed_on(links: str) -> None:
     chain = kfcomm.strategies.from_parents([0, 0, 1], name="chain")
     async with world(3, strategy=chain) as comms:
@@ -87,7 +87,7 @@ async def test_what_is_passed_on_is_counted_where_it_is_passed_on(links: str) ->
         assert 2 not in [one.rank for one in said[0].peers]
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_sums_outlive_their_links(links: str) -> None:
     async with world(3, quiet=False) as comms:
         await works(comms, "x")
@@ -103,7 +103,7 @@ async def test_sums_outlive_their_links(links: str) -> None:
                 assert one.received_messages >= then.received_messages
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_rates_are_of_the_last_window(links: str) -> None:
     async with world(2) as comms:
         begun_s = time.monotonic()
@@ -120,7 +120,7 @@ async def test_rates_are_of_the_last_window(links: str) -> None:
 # ---------------------------------------------------------------- calls
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_calls_are_counted_by_name(links: str) -> None:
     async with world(3, tombstones=True) as comms:
         for _ in range(7):
@@ -143,7 +143,7 @@ async def test_calls_are_counted_by_name(links: str) -> None:
         assert said.others is None
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_what_fails_is_counted_apart(links: str) -> None:
     async with world(2, tombstones=True) as comms:
         with pytest.raises(ConfigError):
@@ -161,7 +161,7 @@ async def test_what_fails_is_counted_apart(links: str) -> None:
         assert (key(comms[0].statistics(), "twice").count, key(comms[0].statistics(), "twice").failures) == (1, 1)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_group_has_its_own_keys_and_strategies(links: str) -> None:
     async with world(3, strategy="ring") as comms:
         await everywhere(comms, lambda comm: comm.all_reduce(X, "x"))
@@ -181,8 +181,8 @@ async def test_a_group_has_its_own_keys_and_strategies(links: str) -> None:
 # ---------------------------------------------------------------- who is slow
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("late", [0, 2])
-@on_loop
 async def test_a_rank_that_posts_late_is_the_one_that_was_waited_for(links: str, late: int) -> None:
     async with world(4, strategy="clique") as comms:
         await everywhere(comms, lambda comm: comm.all_reduce(LARGE, "before"))
@@ -212,7 +212,7 @@ async def test_a_rank_that_posts_late_is_the_one_that_was_waited_for(links: str,
 # ---------------------------------------------------------------- throughput
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_monitored_all_reduce_is_an_all_reduce(links: str) -> None:
     async with world(3, strategy="ring") as comms:
         out = np.empty_like(X)
@@ -232,7 +232,7 @@ async def test_a_monitored_all_reduce_is_an_all_reduce(links: str) -> None:
         assert other.count == 4
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_calls_that_fail_have_no_throughput(links: str) -> None:
     async with world(2, tombstones=True) as comms:
         for bad in ("no array", object()):
@@ -243,7 +243,7 @@ async def test_calls_that_fail_have_no_throughput(links: str) -> None:
         assert [one.count for comm in comms for one in comm.statistics().strategies] in ([], [0])
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_each_strategy_has_its_own_throughput(links: str) -> None:
     async with world(3, strategy="ring") as comms:
         await everywhere(comms, lambda comm: comm.monitored_all_reduce(X, "x"))
@@ -258,7 +258,7 @@ async def test_each_strategy_has_its_own_throughput(links: str) -> None:
 # ---------------------------------------------------------------- reading
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_record_goes_through_json(links: str) -> None:
     async with world(2) as comms:
         await everywhere(comms, lambda comm: comm.monitored_all_reduce(X, "x"))
@@ -269,7 +269,7 @@ async def test_a_record_goes_through_json(links: str) -> None:
         assert abs(said.time_s - time.time()) < 3600
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_it_can_be_read_on_any_thread_while_all_is_busy(links: str) -> None:
     async with world(3) as comms:
         stop = False
@@ -291,14 +291,14 @@ async def test_it_can_be_read_on_any_thread_while_all_is_busy(links: str) -> Non
         assert all([await reader > 0 for reader in readers])
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_it_can_be_read_when_all_is_over() -> None:
     async with world(2) as comms:
         await works(comms, "x")
     assert key(comms[0].statistics(), "x").count == 1
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_without_monitoring_there_is_nothing_to_read() -> None:
     async with world(2, monitor=False) as comms:
         assert comms[0]._session.engine.meter is None

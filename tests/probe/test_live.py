@@ -22,7 +22,7 @@ from kfcomm.errors import (
 from kfcomm.probe import Probe, live, wire
 from kfcomm.testing import run_threads, sync_world
 from tests.conformance import worlds
-from tests.conformance.worlds import ends, everywhere, on_loop, until, works, world
+from tests.conformance.worlds import ends, everywhere, until, works, world
 
 SHORT_S = 0.2
 
@@ -51,9 +51,9 @@ def assert_alike(probes: list[Probe]) -> None:
         assert one.layout == probes[0].layout
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize(("size", "hosts"), [(1, 1), (2, 1), (3, 3), (4, 2), (5, 2), (8, 8)])
 @pytest.mark.usefixtures("links")
-@on_loop
 async def test_every_rank_gets_the_same_matrices(size: int, hosts: int) -> None:
     async with world(size, hosts=hosts) as comms:
         for _ in range(2):
@@ -65,7 +65,7 @@ async def test_every_rank_gets_the_same_matrices(size: int, hosts: int) -> None:
             assert np.isfinite(probes[0].bandwidth[off]).all()
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_messages_grow_until_they_take_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "LONG_ENOUGH_S", 1e9)
     monkeypatch.setattr(wire, "MOST_NBYTES", 1 << 16)
@@ -83,7 +83,7 @@ async def test_messages_grow_until_they_take_long_enough(monkeypatch: pytest.Mon
     assert messages == [1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 16, 1 << 16] * 2
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_no_probe_uses_more_numbers_than_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "LONG_ENOUGH_S", 1e9)
     monkeypatch.setattr(wire, "MOST_NBYTES", 1 << 12)
@@ -101,7 +101,7 @@ async def test_no_probe_uses_more_numbers_than_it_has(monkeypatch: pytest.Monkey
         assert max(used) + 2 * (13 - growths) < wire.MOST_USES
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_slow_way_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one rank sends to another takes longer than the rest, by its clock."""
     clock = {"now": 0.0}
@@ -123,7 +123,7 @@ async def test_a_slow_way_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert probes[0].overhead_s[2, 0] == pytest.approx((wire.TRAIN - 1) / 1e6 / (wire.TRAIN - 1))
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_pairs_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a pair measures, no other uses the ports of its hosts."""
     busy: dict[int, tuple[int, int]] = {}
@@ -149,8 +149,8 @@ async def test_pairs_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not busy
 
 
+@pytest.mark.asyncio
 @pytest.mark.usefixtures("links")
-@on_loop
 async def test_names_and_strategies_of_the_user_are_not_disturbed() -> None:
     """Collectives go on, strategies are swapped, several probes are asked for at once, and names stay few."""
     x = np.ones(5000)
@@ -170,7 +170,7 @@ async def test_names_and_strategies_of_the_user_are_not_disturbed() -> None:
         assert [late - early for early, late in zip(names, after, strict=True)] == [2] * 4  # "probe", and the swaps
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_what_was_found_is_a_strategy_as_it_stands() -> None:
     async with world(4, hosts=4) as comms:
         found = (await everywhere(comms, quick))[0]
@@ -181,7 +181,7 @@ async def test_what_was_found_is_a_strategy_as_it_stands() -> None:
             assert comms[0].strategy is strategy
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_groups_probe_their_own_ranks() -> None:
     async with world(4, hosts=2) as comms:
         group = await everywhere([comms[3], comms[1]], lambda comm: comm.group([3, 1]))
@@ -201,9 +201,9 @@ def test_blocking() -> None:
 # ---------------------------------------------------------------- failures
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("victim", [0, 1, 2, 3])
 @pytest.mark.usefixtures("links")
-@on_loop
 async def test_a_rank_that_does_not_answer_is_named_and_the_communicator_lives(victim: int) -> None:
     async with world(4, hosts=4, tombstones=True) as comms:
         present = [comm for comm in comms if comm.rank != victim]
@@ -218,9 +218,9 @@ async def test_a_rank_that_does_not_answer_is_named_and_the_communicator_lives(v
         assert_alike(await everywhere(comms, quick))
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("at", ["lead", "follow"])
 @pytest.mark.usefixtures("links")
-@on_loop
 async def test_a_rank_that_stops_in_the_middle(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is where it should measure with another, and does nothing: both and all others learn of it."""
     stopped = asyncio.Event()
@@ -249,8 +249,8 @@ async def test_a_rank_that_stops_in_the_middle(at: str, monkeypatch: pytest.Monk
         assert_alike(await everywhere(comms, quick))
 
 
+@pytest.mark.asyncio
 @pytest.mark.usefixtures("links")
-@on_loop
 async def test_a_dead_peer_is_named() -> None:
     async with world(4, hosts=4, quiet=False) as comms:
         await everywhere(comms, quick)
@@ -262,7 +262,7 @@ async def test_a_dead_peer_is_named() -> None:
         assert_alike(await everywhere(group, quick))
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_peer_that_dies_while_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     original = live.follow
 
@@ -281,8 +281,8 @@ async def test_a_peer_that_dies_while_it_measures(monkeypatch: pytest.MonkeyPatc
         await asyncio.wait(probing[1:2])
 
 
+@pytest.mark.asyncio
 @pytest.mark.usefixtures("links")
-@on_loop
 async def test_a_cancelled_probe_ends_everywhere() -> None:
     async with world(3, hosts=3, tombstones=True) as comms:
         present = [asyncio.ensure_future(quick(comm)) for comm in comms[:2]]
@@ -296,6 +296,7 @@ async def test_a_cancelled_probe_ends_everywhere() -> None:
         assert_alike(await everywhere(comms, quick))
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -304,11 +305,13 @@ async def test_a_cancelled_probe_ends_everywhere() -> None:
         ({"nbytes": 1.5}, "not of 1.5"),
         ({"rounds": 0}, "a probe has 1 to 32 rounds, not 0"),
         ({"rounds": 33}, "a probe has 1 to 32 rounds, not 33"),
-        ({"timeout": "soon"}, "a timeout is a number of seconds, not 'soon'"),
-        ({"timeout": -1}, "a timeout is a number of seconds, not -1"),
+        (
+            {"timeout": "soon"},
+            "a timeout is a number of seconds from 0 on, a timedelta, or None for the default, not 'soon'",
+        ),
+        ({"timeout": -1}, "a timeout is a number of seconds from 0 on, a timedelta, or None for the default, not -1"),
     ],
 )
-@on_loop
 async def test_arguments_that_cannot_work_fail_all(wrong: dict[str, Any], message: str) -> None:
     async with world(3, tombstones=True) as comms:
         errors = await ends(comms, lambda comm: quick(comm, **(wrong if comm.rank == 1 else {})))
@@ -320,7 +323,7 @@ async def test_arguments_that_cannot_work_fail_all(wrong: dict[str, Any], messag
         assert_alike(await everywhere(comms, quick))
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_unlike_arguments_are_a_mismatch() -> None:
     async with world(3, tombstones=True) as comms:
         errors = await ends(comms, lambda comm: quick(comm, rounds=1 + (comm.rank == 1)))
@@ -329,7 +332,7 @@ async def test_unlike_arguments_are_a_mismatch() -> None:
         assert_alike(await everywhere(comms, quick))
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_closed_group_measures_nothing() -> None:
     async with world(2, quiet=False) as comms:
         group = await everywhere(comms, lambda comm: comm.group([0, 1]))

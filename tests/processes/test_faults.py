@@ -93,6 +93,21 @@ def test_a_stopped_rank_ends_by_timeout_and_may_come_back(strategy: str, element
         world.finish()
 
 
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_a_rank_that_is_silent_for_too_long_is_lost_and_told_so(transport: str) -> None:
+    with joined(3, transport=transport, lost_after="5") as world:
+        world.do(roles.all_reduce, name="before")
+        calls = start(others(world)[:2], roles.all_reduce, name="x")
+        world[VICTIM].signal(signal.SIGSTOP)
+        for call in calls:
+            failure = call.failure(PeerLost)
+            assert failure.fields["rank"] == VICTIM
+            assert "silent for 5." in failure.message
+        world[VICTIM].signal(signal.SIGCONT)
+        failure = world[VICTIM].do(roles.all_reduce, name="x").failure(PeerLost)
+        assert "given this rank up" in failure.message
+
+
 def test_a_rank_stopped_in_the_middle_of_moving_data_corrupts_nothing() -> None:
     with joined(4, strategy="ring") as world:
         everyone_but_0 = start(world[1:], roles.all_reduce, name="x", elements=BIG, timeout=2)
@@ -151,7 +166,7 @@ def test_the_launcher_tells_of_a_death_that_sockets_hide() -> None:
         for call in waiting:
             message = call.failure(PeerLost).message
             assert "rank 1" in message
-            assert "ended with code -9" in message
+            assert "the process of rank 1 ended (SIGKILL)" in message
         assert child.pid != world[1].pid
         do((world[0], world[2]), roles.leave)
         for rank in (0, 2):

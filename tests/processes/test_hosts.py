@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.netlab import Netlab, even
-from kfcomm.errors import CollectiveError, CollectiveTimeout, ConfigError
+from kfcomm.errors import CollectiveError, CollectiveTimeout, ConfigError, PeerLost
 from tests.launch.launched import command
 from tests.processes import roles
 from tests.processes.stage import on_hosts, start
@@ -25,7 +25,7 @@ def test_one_launcher_on_each_of_two_hosts() -> None:
                 world.do(roles.strategy, name=strategy)
                 assert len(set(world.do(roles.all_reduce, name="x", elements=100_000))) == 1
 
-            # a cable is pulled: nobody has died, so it ends by timeout, and goes on when the cable is back
+            # a cable is pulled, for a while: what needs it ends by timeout, and goes on when the cable is back
             hosts[1].ip("link", "set", "port", "down")
             for call in start(world, roles.all_reduce, name="x", elements=100_000, timeout=2):
                 assert "'x'" in call.failure(CollectiveTimeout).message
@@ -33,6 +33,20 @@ def test_one_launcher_on_each_of_two_hosts() -> None:
             for name in ("x", "y"):
                 assert len(set(world.do(roles.all_reduce, name=name, elements=100_000))) == 1
             world.finish()
+
+
+def test_hosts_that_do_not_reach_each_other_any_more_lose_each_others_ranks() -> None:
+    with Netlab(even(2), network="10.77.6.0/24") as lab:
+        hosts = lab.hosts
+        run = command("run", "--lost-after", "5", "--keep-going", "-H", "10.77.6.1:2,10.77.6.2:2")
+        with on_hosts([host.inside(*run) for host in hosts], 4) as world:
+            world.do(roles.join)
+            world.do(roles.all_reduce, name="x")
+            hosts[1].ip("link", "set", "port", "down")
+            for rank, call in enumerate(start(world, roles.all_reduce, name="x")):
+                failure = call.failure(PeerLost)
+                assert (failure.fields["rank"] < 2) == (rank >= 2)
+                assert "silent for" in failure.message or "acknowledged nothing" in failure.message
 
 
 def test_the_interface_goes_by_the_route_unless_it_is_given() -> None:

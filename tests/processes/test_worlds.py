@@ -13,7 +13,6 @@ from kfcomm.errors import CollectiveError
 from tests.processes import covering, roles
 from tests.processes.covering import APIS, DTYPES, KINDS, STRATEGIES, TRANSPORTS
 from tests.processes.stage import Call, World, do, launched, start
-from tests.support import run
 
 SIZE = 4
 BOOKS_NBYTES = 24 << 20
@@ -74,9 +73,10 @@ async def sums_in_memory(elements: int) -> list[str]:
         ]
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("elements", [5, 100_000])
-def test_the_same_bits_over_every_transport(world: World, elements: int) -> None:
-    expected = run(sums_in_memory(elements))
+async def test_the_same_bits_over_every_transport(world: World, elements: int) -> None:
+    expected = await sums_in_memory(elements)
     assert world.do(roles.sums, strategies=STRATEGIES, elements=elements) == [expected] * SIZE
 
 

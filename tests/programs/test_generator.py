@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import kfcomm
 from kfcomm import testing
-from tests.conformance.worlds import on_loop
 from tests.programs.arrays import DTYPES, OPS, OneOf, difference, filled, folded
 from tests.programs.calls import Do, Program, Step, Together, Wait
 from tests.programs.generator import COLLECTIVES, MAX_IN_FLIGHT, program
@@ -150,8 +149,8 @@ def _spoiled(result: Any) -> Any:
     return result + 1 if isinstance(result, np.ndarray) else result
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize(("verb", "lie"), [("all_gather", _spoiled), ("recv", _spoiled), ("consensus", lambda _: None)])
-@on_loop
 async def test_a_wrong_result_is_reported_by_the_rank_that_got_it(verb: str, lie: Any) -> None:
     async def walk(comm: kfcomm.Communicator, seed: int) -> Report | None:
         interface = Lying(verb, lie) if comm.rank == 1 else Awaiting()

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from kfcomm import testing
 from tests.programs.generator import program
 from tests.programs.walker import Report, run_awaiting, run_blocking, worst
-from tests.support import run
 
 SEEDS = st.integers(0, 1 << 31)
 EXAMPLES = 12
@@ -21,16 +20,14 @@ def told(reports: list[Report | None]) -> str:
     return "\n".join(map(str, worst(report for report in reports if report is not None)))
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("links", ["memory", "shm"])
 @settings(max_examples=EXAMPLES)
 @given(seed=SEEDS, size=st.integers(1, 5), hosts=st.integers(1, 2))
-def test_the_asynchronous_interface(links: str, seed: int, size: int, hosts: int) -> None:
-    async def main() -> list[Report | None]:
-        made = program(seed, CALLS, size)
-        async with testing.world(size, hosts=min(hosts, size), timeout_s=HANG_S, transport=links) as comms:
-            return await testing.run_ranks(comms, lambda comm: run_awaiting(comm, made))
-
-    reports = run(main())
+async def test_the_asynchronous_interface(links: str, seed: int, size: int, hosts: int) -> None:
+    made = program(seed, CALLS, size)
+    async with testing.world(size, hosts=min(hosts, size), timeout=HANG_S, transport=links) as comms:
+        reports = await testing.run_ranks(comms, lambda comm: run_awaiting(comm, made))
     assert not any(reports), told(reports)
 
 
@@ -38,7 +35,7 @@ def test_the_asynchronous_interface(links: str, seed: int, size: int, hosts: int
 @given(seed=SEEDS, size=st.integers(1, 5), hosts=st.integers(1, 2))
 def test_the_blocking_interface(seed: int, size: int, hosts: int) -> None:
     made = program(seed, CALLS, size)
-    with testing.sync_world(size, hosts=min(hosts, size), timeout_s=HANG_S) as comms:
+    with testing.sync_world(size, hosts=min(hosts, size), timeout=HANG_S) as comms:
         reports = testing.run_threads(comms, lambda comm: run_blocking(comm, made))
     assert not any(reports), told(reports)
 

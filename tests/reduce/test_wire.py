@@ -128,7 +128,7 @@ def test_what_cannot_travel(wire_name: str, name: str) -> None:
         wire_dtype_of(wire_name, dtype_of(name))
 
 
-@pytest.mark.parametrize("unknown", ["float8", "", "float32", 16, np.float16, None])
+@pytest.mark.parametrize("unknown", ["float8", "", "float32", 16, np.float32, None, [1]])
 def test_unknown_wires(unknown: object) -> None:
     with pytest.raises(ConfigError, match="known are bfloat16, float16"):
         wire_dtype_of(unknown, np.dtype(np.float32))

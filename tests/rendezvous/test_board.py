@@ -3,8 +3,7 @@ import asyncio
 import pytest
 
 from kfcomm.errors import LocalProtocolError
-from kfcomm.rendezvous.board import MAX_KEYS, MAX_VALUE_NBYTES, Board, Closed
-from tests.support import run
+from kfcomm.rendezvous.board import MAX_KEYS, MAX_VALUE_NBYTES, Board, Closed, Exit, Why
 
 FOREVER_S = 1e9
 
@@ -15,89 +14,77 @@ def test_the_first_claim_stands() -> None:
     assert board.claim("a", b"2") == b"1"
 
 
-def test_a_wait_ends_when_the_value_is_set() -> None:
-    async def check() -> None:
-        board = Board()
-        waiting = asyncio.create_task(board.get("folder/a", FOREVER_S))
-        await asyncio.sleep(0)
-        board.set("folder/b", b"another")
-        board.set("folder/a", b"1")
-        assert await waiting == b"1"
-
-    run(check())
+@pytest.mark.asyncio
+async def test_a_wait_ends_when_the_value_is_set() -> None:
+    board = Board()
+    waiting = asyncio.create_task(board.get("folder/a", FOREVER_S))
+    await asyncio.sleep(0)
+    board.set("folder/b", b"another")
+    board.set("folder/a", b"1")
+    assert await waiting == b"1"
 
 
-def test_a_wait_without_time_gives_what_there_is() -> None:
-    async def check() -> None:
-        board = Board()
-        assert await board.get("a", 0) is None
-        board.set("world/1", b"1")
-        assert await board.collect("world", 2, None, 0) == {"1": b"1"}
-
-    run(check())
+@pytest.mark.asyncio
+async def test_a_wait_without_time_gives_what_there_is() -> None:
+    board = Board()
+    assert await board.get("a", 0) is None
+    board.set("world/1", b"1")
+    assert await board.collect("world", 2, None, 0) == {"1": b"1"}
 
 
-def test_collect_waits_for_the_number_or_for_the_exception() -> None:
-    async def check() -> None:
-        board = Board()
-        enough = asyncio.create_task(board.collect("world", 2, "fault", FOREVER_S))
-        await asyncio.sleep(0)
-        board.set("world/0", b"0")
-        board.set("world/1", b"1")
-        assert await enough == {"0": b"0", "1": b"1"}
-        broken = asyncio.create_task(board.collect("world", 9, "fault", FOREVER_S))
-        await asyncio.sleep(0)
-        board.set("world/fault", b"why")
-        assert (await broken)["fault"] == b"why"
-
-    run(check())
+@pytest.mark.asyncio
+async def test_collect_waits_for_the_number_or_for_the_exception() -> None:
+    board = Board()
+    enough = asyncio.create_task(board.collect("world", 2, "fault", FOREVER_S))
+    await asyncio.sleep(0)
+    board.set("world/0", b"0")
+    board.set("world/1", b"1")
+    assert await enough == {"0": b"0", "1": b"1"}
+    broken = asyncio.create_task(board.collect("world", 9, "fault", FOREVER_S))
+    await asyncio.sleep(0)
+    board.set("world/fault", b"why")
+    assert (await broken)["fault"] == b"why"
 
 
-def test_exits_are_told_in_order_and_the_first_report_stands() -> None:
-    async def check() -> None:
-        board = Board()
-        waiting = asyncio.create_task(board.exits_since(0, FOREVER_S))
-        await asyncio.sleep(0)
-        board.report_exit(3, -9)
-        assert await waiting == [(3, -9)]
-        board.report_exit(3, 0)
-        board.report_exit(1, 0)
-        assert await board.exits_since(1, FOREVER_S) == [(1, 0)]
-
-    run(check())
+@pytest.mark.asyncio
+async def test_exits_are_told_in_order_and_the_first_report_stands() -> None:
+    board = Board()
+    waiting = asyncio.create_task(board.exits_since(0, FOREVER_S))
+    await asyncio.sleep(0)
+    board.report_exit(Exit(3, -9))
+    assert await waiting == [Exit(3, -9)]
+    board.report_exit(Exit(3, 0))
+    board.report_exit(Exit(1, 0))
+    assert await board.exits_since(1, FOREVER_S) == [Exit(1, 0)]
 
 
-def test_closing_ends_every_wait_and_refuses_the_rest() -> None:
-    async def check() -> None:
-        board = Board()
-        waits = [
-            asyncio.create_task(board.get("a", FOREVER_S)),
-            asyncio.create_task(board.exits_since(0, FOREVER_S)),
-        ]
-        await asyncio.sleep(0)
-        board.close()
-        for wait in waits:
-            with pytest.raises(Closed):
-                await wait
+@pytest.mark.asyncio
+async def test_closing_ends_every_wait_and_refuses_the_rest() -> None:
+    board = Board()
+    waits = [
+        asyncio.create_task(board.get("a", FOREVER_S)),
+        asyncio.create_task(board.exits_since(0, FOREVER_S)),
+    ]
+    await asyncio.sleep(0)
+    board.close()
+    for wait in waits:
         with pytest.raises(Closed):
-            board.set("a", b"")
-        with pytest.raises(Closed):
-            board.report_exit(0, 0)
+            await wait
+    with pytest.raises(Closed):
+        board.set("a", b"")
+    with pytest.raises(Closed):
+        board.report_exit(Exit(0, 0))
 
-    run(check())
 
-
-def test_a_cancelled_wait_leaves_nothing() -> None:
-    async def check() -> None:
-        board = Board()
-        for _ in range(3):
-            waiting = asyncio.create_task(board.get("a", FOREVER_S))
-            await asyncio.sleep(0)
-            waiting.cancel()
-            await asyncio.wait([waiting])
-        assert not board._waiters
-
-    run(check())
+@pytest.mark.asyncio
+async def test_a_cancelled_wait_leaves_nothing() -> None:
+    board = Board()
+    for _ in range(3):
+        waiting = asyncio.create_task(board.get("a", FOREVER_S))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+    assert not board._waiters
 
 
 @pytest.mark.parametrize("key", ["", "x" * 257, "a\nb", "\0exits"])
@@ -124,3 +111,16 @@ def test_the_number_of_keys_is_bounded() -> None:
         board.set(str(number), b"")
     with pytest.raises(LocalProtocolError, match="full"):
         board.set("one more", b"")
+
+
+@pytest.mark.parametrize(
+    ("end", "text"),
+    [
+        (Exit(1, 3), "the process of rank 1 ended (exit code 3)"),
+        (Exit(1, -9, Why.ELSEWHERE), "the process of rank 1 ended (SIGKILL)"),
+        (Exit(1, -63), "the process of rank 1 ended (signal 63)"),
+        (Exit(1, 1, Why.SILENT), "the launcher of rank 1 is not heard of any more"),
+    ],
+)
+def test_an_end_in_words(end: Exit, text: str) -> None:
+    assert end.describe() == text

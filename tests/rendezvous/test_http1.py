@@ -8,7 +8,6 @@ import pytest
 
 from kfcomm.rendezvous import http1
 from kfcomm.rendezvous.http1 import MAX_BODY_NBYTES, MAX_CONNECTIONS, MAX_HEAD_NBYTES, HttpClient
-from tests.support import run
 
 
 class Server:
@@ -67,29 +66,26 @@ def answered(body: bytes = b"yes", status: str = "200 OK", *fields: str) -> byte
     return head.encode() + body
 
 
-def test_a_request_and_its_answer() -> None:
-    async def check() -> None:
-        async with opened(answered(b"\0yes", "418 I'm a teapot", "X-Proof:  abc ")) as (server, client):
-            response = await client.request("POST", "/v1/get", {"X-Mine": "1"}, b"what?")
-            assert (response.status, response.body) == (418, b"\0yes")
-            assert response.fields["x-proof"] == "abc"
-            assert server.heads[0].startswith("POST /v1/get HTTP/1.1\r\nHost: 127.0.0.1:")
-            assert "\r\nX-Mine: 1\r\n" in server.heads[0]
-            assert server.bodies == [b"what?"]
-
-    run(check())
+@pytest.mark.asyncio
+async def test_a_request_and_its_answer() -> None:
+    async with opened(answered(b"\0yes", "418 I'm a teapot", "X-Proof:  abc ")) as (server, client):
+        response = await client.request("POST", "/v1/get", {"X-Mine": "1"}, b"what?")
+        assert (response.status, response.body) == (418, b"\0yes")
+        assert response.fields["x-proof"] == "abc"
+        assert server.heads[0].startswith("POST /v1/get HTTP/1.1\r\nHost: 127.0.0.1:")
+        assert "\r\nX-Mine: 1\r\n" in server.heads[0]
+        assert server.bodies == [b"what?"]
 
 
-def test_a_connection_is_used_again_after_a_whole_exchange() -> None:
-    async def check() -> None:
-        async with opened(answered()) as (server, client):
-            for _ in range(5):
-                assert (await client.request("GET", "/", {})).body == b"yes"
-            assert server.num_connections == 1
-
-    run(check())
+@pytest.mark.asyncio
+async def test_a_connection_is_used_again_after_a_whole_exchange() -> None:
+    async with opened(answered()) as (server, client):
+        for _ in range(5):
+            assert (await client.request("GET", "/", {})).body == b"yes"
+        assert server.num_connections == 1
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "answer",
     [
@@ -98,29 +94,25 @@ def test_a_connection_is_used_again_after_a_whole_exchange() -> None:
     ],
     ids=["told to", "old"],
 )
-def test_a_connection_is_closed_where_the_server_does_not_keep_it(answer: bytes) -> None:
-    async def check() -> None:
-        async with opened(answer) as (server, client):
-            for _ in range(3):
-                assert (await client.request("GET", "/", {})).body == b"yes"
-            assert server.num_connections == 3
-
-    run(check())
-
-
-def test_a_connection_that_the_server_has_closed_meanwhile_is_replaced() -> None:
-    async def check() -> None:
-        async with opened(answered()) as (server, client):
-            server.hangs_up = True
+async def test_a_connection_is_closed_where_the_server_does_not_keep_it(answer: bytes) -> None:
+    async with opened(answer) as (server, client):
+        for _ in range(3):
             assert (await client.request("GET", "/", {})).body == b"yes"
-            (idle,) = client._idle
-            assert await idle._reader.read() == b""
-            assert (await client.request("GET", "/", {})).body == b"yes"
-            assert server.num_connections == 2
-
-    run(check())
+        assert server.num_connections == 3
 
 
+@pytest.mark.asyncio
+async def test_a_connection_that_the_server_has_closed_meanwhile_is_replaced() -> None:
+    async with opened(answered()) as (server, client):
+        server.hangs_up = True
+        assert (await client.request("GET", "/", {})).body == b"yes"
+        (idle,) = client._idle
+        assert await idle._reader.read() == b""
+        assert (await client.request("GET", "/", {})).body == b"yes"
+        assert server.num_connections == 2
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "answer",
     [
@@ -132,16 +124,14 @@ def test_a_connection_that_the_server_has_closed_meanwhile_is_replaced() -> None
     ],
     ids=["none", "chunked", "negative", "too large", "too long"],
 )
-def test_a_body_without_a_length_that_can_be_is_left_unread(answer: bytes) -> None:
-    async def check() -> None:
-        async with opened(answer) as (server, client):
-            for _ in range(2):
-                assert (await client.request("GET", "/", {})).body == b""
-            assert server.num_connections == 2
-
-    run(check())
+async def test_a_body_without_a_length_that_can_be_is_left_unread(answer: bytes) -> None:
+    async with opened(answer) as (server, client):
+        for _ in range(2):
+            assert (await client.request("GET", "/", {})).body == b""
+        assert server.num_connections == 2
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
@@ -153,60 +143,50 @@ def test_a_body_without_a_length_that_can_be_is_left_unread(answer: bytes) -> No
         (b"", "before its answer was whole"),
     ],
 )
-def test_what_is_no_answer_is_an_error_and_ends_the_connection(answer: bytes, message: str) -> None:
-    async def check() -> None:
-        async with opened(answer) as (server, client):
-            server.hangs_up = True
-            for number in (1, 2):
-                with pytest.raises(ConnectionError, match=message):
-                    await client.request("GET", "/", {})
-                assert server.num_connections == number
-
-    run(check())
-
-
-def test_a_cancelled_request_takes_its_connection_with_it() -> None:
-    async def check() -> None:
-        async with opened(answered()) as (server, client):
-            server.hold.clear()
-            asking = asyncio.create_task(client.request("GET", "/", {}))
-            await server.asked.wait()
-            asking.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await asking
-            server.hold.set()
-            await server.left.wait()
-            assert (await client.request("GET", "/", {})).body == b"yes"
-            assert server.num_connections == 2
-
-    run(check())
-
-
-def test_closing_ends_what_is_under_way_and_refuses_the_rest() -> None:
-    async def check() -> None:
-        async with opened(answered()) as (server, client):
-            server.hold.clear()
-            asking = asyncio.create_task(client.request("GET", "/", {}))
-            await server.asked.wait()
-            await client.close()
-            with pytest.raises(ConnectionError):
-                await asking
-            server.hold.set()
-            with pytest.raises(ConnectionError, match="closed"):
+async def test_what_is_no_answer_is_an_error_and_ends_the_connection(answer: bytes, message: str) -> None:
+    async with opened(answer) as (server, client):
+        server.hangs_up = True
+        for number in (1, 2):
+            with pytest.raises(ConnectionError, match=message):
                 await client.request("GET", "/", {})
+            assert server.num_connections == number
 
-    run(check())
+
+@pytest.mark.asyncio
+async def test_a_cancelled_request_takes_its_connection_with_it() -> None:
+    async with opened(answered()) as (server, client):
+        server.hold.clear()
+        asking = asyncio.create_task(client.request("GET", "/", {}))
+        await server.asked.wait()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        server.hold.set()
+        await server.left.wait()
+        assert (await client.request("GET", "/", {})).body == b"yes"
+        assert server.num_connections == 2
 
 
-def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.asyncio
+async def test_closing_ends_what_is_under_way_and_refuses_the_rest() -> None:
+    async with opened(answered()) as (server, client):
+        server.hold.clear()
+        asking = asyncio.create_task(client.request("GET", "/", {}))
+        await server.asked.wait()
+        await client.close()
+        with pytest.raises(ConnectionError):
+            await asking
+        server.hold.set()
+        with pytest.raises(ConnectionError, match="closed"):
+            await client.request("GET", "/", {})
+
+
+@pytest.mark.asyncio
+async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http1, "MAX_CONNECTIONS", 3)
     assert MAX_CONNECTIONS > 3
-
-    async def check() -> None:
-        async with opened(answered()) as (server, client):
-            found = await asyncio.gather(*(client.request("GET", "/", {}, b"%d" % number) for number in range(20)))
-            assert [one.body for one in found] == [b"yes"] * 20
-            assert sorted(server.bodies, key=int) == [b"%d" % number for number in range(20)]
-            assert server.num_connections == 3
-
-    run(check())
+    async with opened(answered()) as (server, client):
+        found = await asyncio.gather(*(client.request("GET", "/", {}, b"%d" % number) for number in range(20)))
+        assert [one.body for one in found] == [b"yes"] * 20
+        assert sorted(server.bodies, key=int) == [b"%d" % number for number in range(20)]
+        assert server.num_connections == 3

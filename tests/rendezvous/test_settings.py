@@ -167,7 +167,7 @@ def test_the_port_made_from_the_job_is_the_same_for_all_its_ranks(environ: dict[
         (KFCOMM | {"KFCOMM_STALL_AFTER": "soon"}, ["KFCOMM_STALL_AFTER='soon'"]),
         (KFCOMM | {"KFCOMM_SERVE": "perhaps"}, ["KFCOMM_SERVE='perhaps'", "0 or 1"]),
         (KFCOMM | {"KFCOMM_STRATEGY": "\x1b[2J"}, ["KFCOMM_STRATEGY="]),
-        (KFCOMM | {"KFCOMM_TOKEN": "short"}, ["KFCOMM_TOKEN", "5 bytes"]),
+        (KFCOMM | {"KFCOMM_TOKEN": "short"}, ["KFCOMM_TOKEN", "5 characters"]),
         (KFCOMM | {"KFCOMM_TOKEN": ""}, ["several hosts", "KFCOMM_TOKEN"]),
         (KFCOMM | {"KFCOMM_TOKEN_FILE": "/x"}, ["KFCOMM_TOKEN and KFCOMM_TOKEN_FILE"]),
         ({name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE")}, ["MASTER_ADDR"]),
@@ -227,3 +227,10 @@ def test_only_a_launcher_says_that_the_store_runs() -> None:
 def test_ipv6_urls() -> None:
     assert host_and_port(store_url("fd00::1", 5)) == ("fd00::1", 5)
     assert detect(KFCOMM | {"KFCOMM_STORE": "http://[fd00::1]:5/"}).store == "http://[fd00::1]:5"
+
+
+@pytest.mark.parametrize(
+    "names", [("KFCOMM_SIZE", "KFCOMM_RANK"), ("RANK", "WORLD_SIZE", "MASTER_ADDR"), ("PMI_RANK",)]
+)
+def test_an_empty_variable_is_as_good_as_none(names: tuple[str, ...]) -> None:
+    assert detect(dict.fromkeys(names, "")) == detect({})

@@ -9,20 +9,20 @@ CLIENT = "ab" * 16
 
 
 def ticket(number: int = 1, path: str = "/v1/get", body: bytes = b"body", client: str = CLIENT) -> Ticket:
-    return Ticket(client, number, path, digest_of(body))
+    return Ticket(client, number, path, digest_of(body), TOKEN)
 
 
 def test_a_signed_request_is_let_through_once() -> None:
     gate = Gate(TOKEN, NONCE)
-    header = request_header(TOKEN, NONCE, ticket())
+    header = request_header(NONCE, ticket())
     assert gate.admit("/v1/get", header) == ticket()
     assert gate.admit("/v1/get", header) is None
 
 
 def test_for_another_path_token_or_nonce_it_is_worthless() -> None:
-    assert Gate(TOKEN, NONCE).admit("/v1/set", request_header(TOKEN, NONCE, ticket())) is None
-    assert Gate(TOKEN, NONCE).admit("/v1/get", request_header(b"another", NONCE, ticket())) is None
-    assert Gate(TOKEN, NONCE).admit("/v1/get", request_header(TOKEN, b"m" * 32, ticket())) is None
+    assert Gate(TOKEN, NONCE).admit("/v1/set", request_header(NONCE, ticket())) is None
+    assert Gate(TOKEN, NONCE).admit("/v1/get", request_header(NONCE, ticket()._replace(token=b"another"))) is None
+    assert Gate(TOKEN, NONCE).admit("/v1/get", request_header(b"m" * 32, ticket())) is None
 
 
 @given(st.text() | st.from_regex(r"[0-9a-f]{32}\.[0-9]{1,15}\.[0-9a-f]{64}\.[0-9a-f]{64}", fullmatch=True))
@@ -35,7 +35,7 @@ def test_anything_else_is_refused_and_remembered_nowhere(header: str) -> None:
 @given(st.permutations(range(60)), st.lists(st.integers(0, 59)))
 def test_numbers_may_come_in_any_order_but_only_once(order: list[int], again: list[int]) -> None:
     gate = Gate(TOKEN, NONCE)
-    headers = [request_header(TOKEN, NONCE, ticket(number)) for number in range(60)]
+    headers = [request_header(NONCE, ticket(number)) for number in range(60)]
     assert all(gate.admit("/v1/get", headers[number]) for number in order)
     assert not any(gate.admit("/v1/get", headers[number]) for number in again)
 
@@ -45,7 +45,7 @@ def test_numbers_too_old_to_remember_are_refused(numbers: list[int]) -> None:
     gate = Gate(TOKEN, NONCE)
     highest = -1
     for number in numbers:
-        admitted = gate.admit("/v1/get", request_header(TOKEN, NONCE, ticket(number))) is not None
+        admitted = gate.admit("/v1/get", request_header(NONCE, ticket(number))) is not None
         assert admitted == (number > highest - 1024)
         highest = max(highest, number)
 
@@ -53,14 +53,14 @@ def test_numbers_too_old_to_remember_are_refused(numbers: list[int]) -> None:
 def test_clients_do_not_disturb_each_other() -> None:
     gate = Gate(TOKEN, NONCE)
     for client in (CLIENT, "cd" * 16):
-        assert gate.admit("/v1/get", request_header(TOKEN, NONCE, ticket(client=client)))
+        assert gate.admit("/v1/get", request_header(NONCE, ticket(client=client)))
 
 
 def test_an_answer_is_for_one_request_status_and_body() -> None:
-    header = answer_header(TOKEN, NONCE, ticket(), 200, b"answer")
-    assert is_answer_valid(TOKEN, NONCE, ticket(), 200, b"answer", header)
-    assert not is_answer_valid(TOKEN, NONCE, ticket(2), 200, b"answer", header)
-    assert not is_answer_valid(TOKEN, NONCE, ticket(), 503, b"answer", header)
-    assert not is_answer_valid(TOKEN, NONCE, ticket(), 200, b"another", header)
-    assert not is_answer_valid(TOKEN, NONCE, ticket(), 200, b"answer", "")
-    assert not is_answer_valid(b"another", NONCE, ticket(), 200, b"answer", header)
+    header = answer_header(NONCE, ticket(), 200, b"answer")
+    assert is_answer_valid(NONCE, ticket(), 200, b"answer", header)
+    assert not is_answer_valid(NONCE, ticket(2), 200, b"answer", header)
+    assert not is_answer_valid(NONCE, ticket(), 503, b"answer", header)
+    assert not is_answer_valid(NONCE, ticket(), 200, b"another", header)
+    assert not is_answer_valid(NONCE, ticket(), 200, b"answer", "")
+    assert not is_answer_valid(NONCE, ticket()._replace(token=b"another"), 200, b"answer", header)

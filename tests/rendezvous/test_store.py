@@ -3,19 +3,21 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import aiohttp
 import pytest
+import pytest_asyncio
 
+from kfcomm.core.strangers import MAX_OF_ONE_ADDRESS
 from kfcomm.errors import RendezvousError
+from kfcomm.rendezvous.board import Exit, Why
 from kfcomm.rendezvous.client import StoreClient, StoreClosed
 from kfcomm.rendezvous.listening import listen, url_of
 from kfcomm.rendezvous.settings import host_and_port
 from kfcomm.rendezvous.signing import GREETING
 from kfcomm.rendezvous.store import StoreServer
-from tests.support import run
 
 TOKEN = b"the token of the job"
 
@@ -31,20 +33,23 @@ async def opened_store(token: bytes = TOKEN) -> AsyncIterator[tuple[StoreServer,
         await server.close()
 
 
-Check = Callable[[StoreServer, StoreClient], Coroutine[Any, Any, None]]
+@pytest_asyncio.fixture
+async def opened() -> AsyncIterator[tuple[StoreServer, StoreClient]]:
+    async with opened_store() as both:
+        yield both
 
 
-def with_store(check: Check) -> Callable[[], None]:
-    """A test that is given a store and a client of it."""
-
-    async def checked() -> None:
-        async with opened_store() as (server, client):
-            await check(server, client)
-
-    return lambda: run(checked())
+@pytest.fixture
+def server(opened: tuple[StoreServer, StoreClient]) -> StoreServer:
+    return opened[0]
 
 
-@with_store
+@pytest.fixture
+def client(opened: tuple[StoreServer, StoreClient]) -> StoreClient:
+    return opened[1]
+
+
+@pytest.mark.asyncio
 async def test_what_is_set_can_be_got(server: StoreServer, client: StoreClient) -> None:
     await client.set("a", b"\0\xff")
     assert await client.get("a", 1) == b"\0\xff"
@@ -53,7 +58,7 @@ async def test_what_is_set_can_be_got(server: StoreServer, client: StoreClient) 
     assert await client.claim("b", b"mine") == b"mine"
 
 
-@with_store
+@pytest.mark.asyncio
 async def test_get_waits_for_another_client(server: StoreServer, client: StoreClient) -> None:
     other = StoreClient(server.url, TOKEN)
     waiting = asyncio.create_task(client.get("later", 1e6))
@@ -62,29 +67,29 @@ async def test_get_waits_for_another_client(server: StoreServer, client: StoreCl
     await other.close()
 
 
-@with_store
+@pytest.mark.asyncio
 async def test_get_gives_up_in_time_and_names_the_key(server: StoreServer, client: StoreClient) -> None:
     with pytest.raises(RendezvousError, match="'never'"):
         await client.get("never", 0.01)
 
 
-@with_store
+@pytest.mark.asyncio
 async def test_exits_reach_those_who_watch(server: StoreServer, client: StoreClient) -> None:
     watching = client.watch_exits()
     first = asyncio.ensure_future(anext(watching))
-    await client.report_exit(2, -9)
-    assert await first == (2, -9)
-    await server.report_exit(0, 3)
-    assert await anext(watching) == (0, 3)
+    await client.report_exit(Exit(2, -9, Why.ELSEWHERE))
+    assert await first == Exit(2, -9, Why.ELSEWHERE)
+    await server.report_exit(Exit(0, 3))
+    assert await anext(watching) == Exit(0, 3)
     await server.close()
     assert [each async for each in watching] == []
 
 
-@with_store
+@pytest.mark.asyncio
 async def test_the_server_tells_exits_as_its_clients_do(server: StoreServer, client: StoreClient) -> None:
-    await client.report_exit(1, 0)
+    await client.report_exit(Exit(1, 0))
     watching = server.watch_exits()
-    assert await anext(watching) == (1, 0)
+    assert await anext(watching) == Exit(1, 0)
     server.board.close()
     assert [each async for each in watching] == []
 
@@ -99,7 +104,7 @@ def told(event: asyncio.Event, wait: Callable[[str], Awaitable[None]]) -> Callab
     return told_wait
 
 
-@with_store
+@pytest.mark.asyncio
 async def test_closing_ends_waits_of_clients(server: StoreServer, client: StoreClient) -> None:
     await client.set("a", b"")
     asked = asyncio.Event()
@@ -111,7 +116,7 @@ async def test_closing_ends_waits_of_clients(server: StoreServer, client: StoreC
         await waiting
 
 
-@with_store
+@pytest.mark.asyncio
 async def test_what_is_out_of_bounds_is_refused_with_the_reason(server: StoreServer, client: StoreClient) -> None:
     with pytest.raises(RendezvousError, match="key"):
         await client.set("x" * 1000, b"")
@@ -122,17 +127,15 @@ async def test_what_is_out_of_bounds_is_refused_with_the_reason(server: StoreSer
     await client.set("a", b"still well")
 
 
-def test_a_wrong_token_is_refused_at_once() -> None:
-    async def check() -> None:
-        async with opened_store(b"not the token") as (server, client):
-            with pytest.raises(RendezvousError, match="token is not the job's"):
-                await client.set("a", b"")
-            assert await server.board.get("a", 0) is None
-
-    run(check())
+@pytest.mark.asyncio
+async def test_a_wrong_token_is_refused_at_once() -> None:
+    async with opened_store(b"not the token") as (server, client):
+        with pytest.raises(RendezvousError, match="token is not the job's"):
+            await client.set("a", b"")
+        assert await server.board.get("a", 0) is None
 
 
-@with_store
+@pytest.mark.asyncio
 async def test_the_token_does_not_travel_and_nothing_is_told_without_it(
     server: StoreServer, client: StoreClient
 ) -> None:
@@ -145,7 +148,7 @@ async def test_the_token_does_not_travel_and_nothing_is_told_without_it(
             assert TOKEN not in await answer.read()
 
 
-@with_store
+@pytest.mark.asyncio
 async def test_garbage_costs_its_own_connection_only(server: StoreServer, client: StoreClient) -> None:
     host, port = host_and_port(server.url)
     for garbage in (b"\0" * 1000, b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 100_000, b"POST /v1/get HTTP/9.9\r\n\r\n"):
@@ -160,66 +163,106 @@ async def test_garbage_costs_its_own_connection_only(server: StoreServer, client
     await client.set("a", b"still well")
 
 
-def test_a_client_that_came_first_waits_for_the_store() -> None:
-    async def check() -> None:
-        with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
-            port = listener.getsockname()[1]
-        client = StoreClient(f"http://127.0.0.1:{port}", TOKEN)
-        setting = asyncio.create_task(client.set("a", b"1"))
-        await asyncio.sleep(0)
-        server = await StoreServer.start("127.0.0.1", port, token=TOKEN)
-        await setting
-        assert await client.find("a") == b"1"
-        await client.close()
-        await server.close()
-
-    run(check())
+async def closed(reader: asyncio.StreamReader) -> None:
+    with contextlib.suppress(ConnectionError):
+        assert await reader.read() == b""
 
 
-def test_who_connects_before_the_store_serves_is_answered_by_it() -> None:
-    async def check() -> None:
-        listener = listen("127.0.0.1")
-        url, (reader, writer) = url_of(listener), await asyncio.open_connection(*listener.getsockname())
-        writer.write(b"GET /v1/hello HTTP/1.1\r\nHost: store\r\n\r\n")
-        server = await StoreServer.serve(listener, token=TOKEN)
-        assert server.url == url
-        assert await reader.readuntil(GREETING)
+@pytest.mark.asyncio
+@pytest.mark.parametrize("said", [b"", b"GET /v1/hello HTTP/1.1\r\nHost", b"GET /v1/hello HTTP/1.1\r\nHost: x\r\n\r\n"])
+async def test_who_has_not_signed_anything_in_time_is_hung_up_on(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kfcomm.rendezvous.store.REQUEST_WITHIN_S", 0.1)
+    async with opened_store() as (server, client):
+        reader, writer = await asyncio.open_connection(*host_and_port(server.url))
+        writer.write(said)
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
         writer.close()
-        await writer.wait_closed()
+        with pytest.raises(RendezvousError, match="later"):
+            await client.get("later", 0.5)  # signed, and may wait for longer
+
+
+@pytest.mark.asyncio
+async def test_of_many_strangers_the_oldest_are_hung_up_on(server: StoreServer, client: StoreClient) -> None:
+    strangers = [await asyncio.open_connection(*host_and_port(server.url)) for _ in range(3 * MAX_OF_ONE_ADDRESS)]
+    for reader, _ in strangers[: 2 * MAX_OF_ONE_ADDRESS]:
+        await closed(reader)
+    await client.set("a", b"still there")
+    assert await client.get("a", 10) == b"still there"
+    for _, writer in strangers:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+@pytest.mark.asyncio
+async def test_a_flood_of_garbage_is_one_line_in_the_log(
+    server: StoreServer, client: StoreClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(50):
+        reader, writer = await asyncio.open_connection(*host_and_port(server.url))
+        writer.write(b"GET / HTTP/1.1\r\n\r\n" if _ % 2 else b"\0\r\n\r\n")
+        writer.write_eof()
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        writer.close()
+    await client.set("a", b"still well")
+    assert len(caplog.records) < 25
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_a_client_that_came_first_waits_for_the_store() -> None:
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        port = listener.getsockname()[1]
+    client = StoreClient(f"http://127.0.0.1:{port}", TOKEN)
+    setting = asyncio.create_task(client.set("a", b"1"))
+    await asyncio.sleep(0)
+    server = await StoreServer.start("127.0.0.1", port, token=TOKEN)
+    await setting
+    assert await client.find("a") == b"1"
+    await client.close()
+    await server.close()
+
+
+@pytest.mark.asyncio
+async def test_who_connects_before_the_store_serves_is_answered_by_it() -> None:
+    listener = listen("127.0.0.1")
+    url, (reader, writer) = url_of(listener), await asyncio.open_connection(*listener.getsockname())
+    writer.write(b"GET /v1/hello HTTP/1.1\r\nHost: store\r\n\r\n")
+    server = await StoreServer.serve(listener, token=TOKEN)
+    assert server.url == url
+    assert await reader.readuntil(GREETING)
+    writer.close()
+    await writer.wait_closed()
+    await server.close()
+
+
+@pytest.mark.asyncio
+async def test_a_store_that_came_back_is_greeted_anew() -> None:
+    async with opened_store() as (server, client):
+        await client.set("a", b"1")
         await server.close()
-
-    run(check())
-
-
-def test_a_store_that_came_back_is_greeted_anew() -> None:
-    async def check() -> None:
-        async with opened_store() as (server, client):
-            await client.set("a", b"1")
-            await server.close()
-            again = await StoreServer.start(*host_and_port(server.url), token=TOKEN)
-            assert await client.find("a") is None
-            await client.close()
-            await again.close()
-
-    run(check())
+        again = await StoreServer.start(*host_and_port(server.url), token=TOKEN)
+        assert await client.find("a") is None
+        await client.close()
+        await again.close()
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("url", "cause"),
     [("http://127.0.0.1:1", "Connection refused"), ("http://no-such-host.invalid:1", "no-such-host")],
 )
-def test_a_store_that_is_not_there_is_named_with_the_cause(url: str, cause: str) -> None:
-    async def check() -> None:
-        client = StoreClient(url, TOKEN, timeout_s=0.05)
-        try:
-            with pytest.raises(RendezvousError) as caught:
-                await client.set("a", b"")
-        finally:
-            await client.close()
-        assert url in str(caught.value)
-        assert cause in str(caught.value) or "resol" in str(caught.value) or "known" in str(caught.value)
-
-    run(check())
+async def test_a_store_that_is_not_there_is_named_with_the_cause(url: str, cause: str) -> None:
+    client = StoreClient(url, TOKEN, timeout_s=0.05)
+    try:
+        with pytest.raises(RendezvousError) as caught:
+            await client.set("a", b"")
+    finally:
+        await client.close()
+    assert url in str(caught.value)
+    assert cause in str(caught.value) or "resol" in str(caught.value) or "known" in str(caught.value)
 
 
 async def serve_once(answer: bytes) -> tuple[asyncio.Server, str]:
@@ -233,6 +276,7 @@ async def serve_once(answer: bytes) -> tuple[asyncio.Server, str]:
     return server, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -241,56 +285,47 @@ async def serve_once(answer: bytes) -> tuple[asyncio.Server, str]:
         (b"kfcomm store " + b"0" * 64, "does not know the job's token"),
     ],
 )
-def test_another_server_is_not_taken_for_the_store(body: bytes, message: str) -> None:
-    async def check() -> None:
-        head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-        server, url = await serve_once(head.encode() + body)
-        client = StoreClient(url, TOKEN)
-        with pytest.raises(RendezvousError, match=message):
-            await client.set("a", b"")
-        await client.close()
-        server.close()
-        await server.wait_closed()
-
-    run(check())
+async def test_another_server_is_not_taken_for_the_store(body: bytes, message: str) -> None:
+    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    server, url = await serve_once(head.encode() + body)
+    client = StoreClient(url, TOKEN)
+    with pytest.raises(RendezvousError, match=message):
+        await client.set("a", b"")
+    await client.close()
+    server.close()
+    await server.wait_closed()
 
 
-def test_a_port_in_use_is_named() -> None:
-    async def check() -> None:
-        with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
-            port = listener.getsockname()[1]
-            with pytest.raises(RendezvousError, match=rf"{port}.*in use.*KFCOMM_PORT"):
-                await StoreServer.start("127.0.0.1", port, token=TOKEN)
-
-    run(check())
+@pytest.mark.asyncio
+async def test_a_port_in_use_is_named() -> None:
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(RendezvousError, match=rf"{port}.*in use.*KFCOMM_PORT"):
+            await StoreServer.start("127.0.0.1", port, token=TOKEN)
 
 
-def test_only_the_chosen_address_is_bound() -> None:
-    async def check() -> None:
-        server = await StoreServer.start("127.0.0.2", token=TOKEN)
-        host, port = host_and_port(server.url)
-        assert host == "127.0.0.2"
-        with pytest.raises(ConnectionRefusedError):
-            await asyncio.open_connection("127.0.0.1", port)
+@pytest.mark.asyncio
+async def test_only_the_chosen_address_is_bound() -> None:
+    server = await StoreServer.start("127.0.0.2", token=TOKEN)
+    host, port = host_and_port(server.url)
+    assert host == "127.0.0.2"
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", port)
+    await server.close()
+
+
+@pytest.mark.asyncio
+async def test_closing_twice_is_no_error() -> None:
+    async with opened_store() as (server, client):
         await server.close()
-
-    run(check())
-
-
-def test_closing_twice_is_no_error() -> None:
-    async def check() -> None:
-        async with opened_store() as (server, client):
-            await server.close()
-            await client.close()
-
-    run(check())
+        await client.close()
 
 
 async def gathered(*work: Awaitable[Any]) -> list[Any]:
     return list(await asyncio.gather(*work))
 
 
-@with_store
+@pytest.mark.asyncio
 async def test_many_requests_at_once(server: StoreServer, client: StoreClient) -> None:
     await gathered(*(client.set(f"k/{number}", b"%d" % number) for number in range(300)))
     found = await client.collect("k", 300, unless=None, timeout_s=1e6)

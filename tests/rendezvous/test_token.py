@@ -3,10 +3,20 @@ from pathlib import Path
 
 import pytest
 
+from kfcomm.core import auth
 from kfcomm.errors import ConfigError
-from kfcomm.rendezvous.token import given_token, new_token, read_token, user_token
+from kfcomm.rendezvous.token import (
+    as_text,
+    bits_of,
+    conceal,
+    concealed_token,
+    given_token,
+    new_token,
+    read_token,
+    user_token,
+)
 
-TOKEN = new_token()
+TOKEN = "6f1d2a9c80b34e57c1e8f09a7b5d3264"  # not a new one: it is part of names of tests
 
 
 def test_a_new_token_is_new_and_valid() -> None:
@@ -15,7 +25,8 @@ def test_a_new_token_is_new_and_valid() -> None:
 
 
 def test_the_argument_comes_first() -> None:
-    assert given_token({"KFCOMM_TOKEN": TOKEN}, b"x" * 16) == (b"x" * 16, "token=")
+    other = bytes(range(1, 17))
+    assert given_token({"KFCOMM_TOKEN": TOKEN}, other) == (other, "token=")
 
 
 def test_a_file_is_read_without_the_white_space_around_the_token(tmp_path: Path) -> None:
@@ -30,6 +41,63 @@ def test_what_is_no_token_is_refused(tmp_path: Path, text: bytes) -> None:
     path.write_bytes(text)
     with pytest.raises(ConfigError, match="token file"):
         read_token(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "bits"),
+    [("0123456789abcdef" * 2, 128), ("1234567890" * 4, 132), ("aZ9" * 8, 142), ("correct horse battery", 139)],
+)
+def test_how_much_can_be_in_a_token(text: str, bits: int) -> None:
+    assert int(bits_of(text.encode())) == bits
+
+
+@pytest.mark.parametrize("text", ["0123456789abcdef" * 2, TOKEN, "correct horse battery staple"])
+def test_what_holds_128_bits_is_taken(text: str) -> None:
+    assert given_token({}, text) == (text.encode(), "token=")
+
+
+@pytest.mark.parametrize("text", ["0123456789abcdef", "12345678901234567890", "x" * 64, "abab" * 16, TOKEN[:31], ""])
+def test_what_can_be_guessed_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="128 random ones"):
+        given_token({}, text)
+
+
+@pytest.mark.parametrize("mode", [0o660, 0o602, 0o666])
+def test_a_file_that_others_can_write_is_refused(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "token"
+    path.write_text(TOKEN)
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match=r"can be written by others.*chmod 600"):
+        read_token(path)
+
+
+@pytest.mark.parametrize(("mode", "warns"), [(0o600, False), (0o400, False), (0o640, True), (0o604, True)])
+def test_a_file_that_others_can_read_is_warned_of(
+    tmp_path: Path, mode: int, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "token"
+    path.write_text(TOKEN)
+    path.chmod(mode)
+    assert read_token(path) == TOKEN.encode()
+    assert ("can be read by others" in caplog.text) is warns
+
+
+def test_several_tokens_one_a_line() -> None:
+    new = new_token()
+    found, _ = given_token({"KFCOMM_TOKEN": f"{new}\n {TOKEN}\n"}, None) or (b"", "")
+    assert auth.tokens(found) == [new.encode(), TOKEN.encode()]
+    assert as_text(found) == f"{new}\n{TOKEN}"
+    with pytest.raises(ConfigError, match="can be guessed"):
+        given_token({"KFCOMM_TOKEN": f"{new}\nshort"}, None)
+
+
+def test_a_concealed_token_is_gone_from_the_environment_and_known_for_its_store_alone() -> None:
+    environ = {"KFCOMM_TOKEN": TOKEN, "OTHER": "x"}
+    conceal(environ, "http://127.0.0.1:7", TOKEN.encode())
+    assert environ == {"OTHER": "x"}
+    assert concealed_token("http://127.0.0.1:8") is None
+    token, origin = concealed_token("http://127.0.0.1:7") or (b"", "")
+    assert (token, "first" in origin) == (TOKEN.encode(), True)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

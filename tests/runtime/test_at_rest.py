@@ -11,7 +11,7 @@ import pytest
 from kfcomm.collectives import plans
 from kfcomm.core.credit import credit_of
 from kfcomm.errors import CollectiveAborted, CollectiveTimeout, ConfigError
-from tests.conformance.worlds import assert_kinds, ends, everywhere, on_loop, settled, turns, works, world
+from tests.conformance.worlds import assert_kinds, ends, everywhere, settled, turns, works, world
 
 X = np.ones(40, np.float32)
 
@@ -68,7 +68,7 @@ async def _round(comm: Any, number: int) -> None:
     await comm.request("b", right)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_two_thousand_rounds_leave_nothing() -> None:
     size = 3
     async with world(size) as comms:
@@ -86,7 +86,7 @@ async def test_two_thousand_rounds_leave_nothing() -> None:
         assert _sizes(comms) == before
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_rounds_of_everything_and_of_failures_leave_nothing() -> None:
     async with world(3) as comms:
         sizes = []
@@ -102,7 +102,7 @@ async def test_rounds_of_everything_and_of_failures_leave_nothing() -> None:
         assert sizes[0] == sizes[1]
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_credit_is_whole_after_posts_that_came_too_early() -> None:
     """Spent to the last byte, kept back, aborted half-way: all of it comes back. See ``settled``."""
     async with world(2, strategy="star", timeout_s=60.0) as comms:
@@ -121,7 +121,7 @@ async def test_credit_is_whole_after_posts_that_came_too_early() -> None:
         await works(comms, "k0")
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_credit_is_whole_after_timeouts_and_refusals() -> None:
     async with world(3) as comms:
         big = np.ones(300_000)
@@ -143,7 +143,7 @@ async def test_credit_is_whole_after_timeouts_and_refusals() -> None:
         await works(comms, "k")
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_groups_that_were_closed_are_forgotten_by_their_listeners() -> None:
     async with world(3) as comms:
         engines = [comm._session.engine for comm in comms]
@@ -156,7 +156,7 @@ async def test_groups_that_were_closed_are_forgotten_by_their_listeners() -> Non
         assert before == after
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_plans_are_made_once_and_bounded() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plans, "MAX_PLANS", 8)

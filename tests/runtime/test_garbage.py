@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kfcomm.runtime.operation import Operation
-from tests.conformance.worlds import everywhere, on_loop, world
+from tests.conformance.worlds import everywhere, world
 
 NUMBER = 200
 
@@ -28,7 +28,7 @@ def operations() -> int:
     return sum(issubclass(type(one), Operation) for one in gc.get_objects())
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_collectives_that_are_done_are_in_no_cycle() -> None:
     async with world(3) as comms:
         for verb in (
@@ -46,7 +46,7 @@ async def test_collectives_that_are_done_are_in_no_cycle() -> None:
             assert gc.collect() < NUMBER
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_handle_that_is_kept_keeps_no_collective() -> None:
     async with world(2) as comms:
         handles = [comm.all_reduce(np.ones(8), f"k{number}") for comm in comms for number in range(NUMBER)]
@@ -55,7 +55,7 @@ async def test_a_handle_that_is_kept_keeps_no_collective() -> None:
         assert operations() == 0
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_collectives_that_were_cancelled_are_in_no_cycle() -> None:
     async with world(2) as comms:
         for number in range(NUMBER):

@@ -10,7 +10,7 @@ import pytest
 from kfcomm.collectives.handle import Handle
 from kfcomm.errors import CollectiveMismatch
 from kfcomm.types import Op
-from tests.conformance.worlds import ends, on_loop, until, works, world
+from tests.conformance.worlds import ends, until, works, world
 
 
 def part(comm, root):
@@ -25,10 +25,10 @@ def part(comm, root):
     return handle
 
 
-def test_a_part_that_waits_is_not_reported(caplog: pytest.LogCaptureFixture):
-    @on_loop
-    async def main():
-        async with world(2, stall_after_s=0.0) as comms:
+@pytest.mark.asyncio
+async def test_a_part_that_waits_is_not_reported(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING, "kfcomm"):
+        async with world(2, stall_after=0.0) as comms:
             waiting = part(comms[0], 0)
             deadlines = comms[0]._session.engine.deadlines
             await until(lambda: deadlines.next_s == float("inf"))  # all that was due has been
@@ -36,13 +36,10 @@ def test_a_part_that_waits_is_not_reported(caplog: pytest.LogCaptureFixture):
             await part(comms[1], 0)
             await waiting
             await works(comms)
-
-    with caplog.at_level(logging.WARNING, "kfcomm"):
-        main()
     assert not caplog.records
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_parts_that_wait_for_each_other_are_announced():
     async with world(2) as comms:
         outcomes = await ends(comms, lambda comm: part(comm, comm.rank))
@@ -50,7 +47,7 @@ async def test_parts_that_wait_for_each_other_are_announced():
         await works(comms)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_numbers_that_are_left_out_owe_nothing():
     async with world(2) as comms:
         early = part(comms[0], 1)

@@ -13,7 +13,7 @@ import pytest
 from kfcomm.core.frame import Kind
 from kfcomm.errors import CollectiveError, TransportError
 from kfcomm.transports.memory import MemoryLink, MemoryNetwork
-from tests.conformance.worlds import on_loop, turns, works, world
+from tests.conformance.worlds import turns, works, world
 
 X = np.ones(4)
 
@@ -67,8 +67,8 @@ def break_link(comms: Any, rank: int, peer: int) -> None:
     link.end(TransportError("it was cut"))
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("refusals", [0, 3])
-@on_loop
 async def test_who_waits_for_what_was_lost_is_told_by_the_next_link(refusals: int) -> None:
     async with world(2, strategy="star", tombstones=True) as comms:
         waiting = await lost_on_the_way(comms)
@@ -79,7 +79,7 @@ async def test_who_waits_for_what_was_lost_is_told_by_the_next_link(refusals: in
         await works(comms, "k")
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_what_is_posted_once_the_sender_knows_is_not_concerned() -> None:
     async with world(2, strategy="star", tombstones=True) as comms:
         waiting = await lost_on_the_way(comms)
@@ -93,7 +93,7 @@ async def test_what_is_posted_once_the_sender_knows_is_not_concerned() -> None:
             await waiting
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_break_that_only_the_receiver_notices() -> None:
     async with world(2, strategy="star", tombstones=True) as comms:
         waiting = await lost_on_the_way(comms)
@@ -111,7 +111,7 @@ async def test_a_break_that_only_the_receiver_notices() -> None:
         assert list(engine.links._incoming) == [newer]
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_rank_that_has_left_tells_nobody_any_more() -> None:
     async with world(2, strategy="star", quiet=False) as comms:
         waiting = await lost_on_the_way(comms)
@@ -122,7 +122,7 @@ async def test_a_rank_that_has_left_tells_nobody_any_more() -> None:
                 await waiting
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_links_may_be_heard_of_in_the_wrong_order() -> None:
     async with world(2, strategy="star", tombstones=True) as comms:
         await works(comms, "k")

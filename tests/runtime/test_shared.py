@@ -10,12 +10,12 @@ import pytest
 from kfcomm import testing
 from kfcomm.core.graph import Graph
 from kfcomm.transports.shm.arena import Arena
-from tests.conformance.worlds import on_loop, turns, works
+from tests.conformance.worlds import turns, works
 
 X = np.ones(3)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_what_is_over_as_it_is_posted_has_left_by_then() -> None:
     """Its caller may block the loop from now on: the others must not wait for its next turn."""
     async with testing.world(2, strategy="star", transport="shm") as comms:
@@ -29,7 +29,7 @@ async def test_what_is_over_as_it_is_posted_has_left_by_then() -> None:
         assert (await leaf).tolist() == root.result().tolist() == [2.0] * 3
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_partial_result_is_made_where_it_is_sent_from(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a chain, and of several children; not where little is sent, or where what is sent is converted."""
     made: list[int] = []

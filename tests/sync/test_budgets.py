@@ -16,7 +16,6 @@ import pytest
 
 from kfcomm import testing
 from kfcomm.sync import Communicator, driver
-from tests.support import run
 from tests.sync.worlds import driver_of, joined
 
 CALLS = 40
@@ -141,8 +140,9 @@ def test_a_collective_in_a_slot_costs_no_more_than_it_did(form: str, monkeypatch
     assert_within(min(costs), IN_SLOTS[form])
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize(("form", "strategy"), sorted(AWAITED))
-def test_an_awaited_collective_costs_no_more_than_it_did(form: str, strategy: str) -> None:
+async def test_an_awaited_collective_costs_no_more_than_it_did(form: str, strategy: str) -> None:
     x = np.ones(256, np.float32)
 
     async def main() -> list[tuple[int, int]]:
@@ -162,4 +162,4 @@ def test_an_awaited_collective_costs_no_more_than_it_did(form: str, strategy: st
                 costs.append((cost.bytecodes, cost.calls))
         return costs
 
-    assert_within(min(run(main())), AWAITED[form, strategy])
+    assert_within(min(await main()), AWAITED[form, strategy])

@@ -9,11 +9,10 @@ import pytest
 import kfcomm
 from kfcomm.devices.routes import Route
 from kfcomm.testing import MemoryWorld, run_threads, sync_world, world
-from tests.conformance.worlds import on_loop
 from tests.stubs import StubDevice, stub
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_every_rank_has_its_own_and_knows_of_all() -> None:
     devices, maker = [stub(0), stub(1)], object()
     async with world(2, devices=devices, maker=maker) as comms:
@@ -27,7 +26,7 @@ async def test_every_rank_has_its_own_and_knows_of_all() -> None:
     assert [len(device.closed_by) for device in devices] == [1, 1]
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_groups_have_routes_of_their_own() -> None:
     async with world(6, hosts=3, devices=[stub(0), stub(1), stub(2), stub(3), stub(4), None], maker=object()) as comms:
         assert {str(comm.route) for comm in comms} == {
@@ -44,14 +43,14 @@ async def test_groups_have_routes_of_their_own() -> None:
         assert "(rank 5: " in comms[4].dump()["routes"][groups[0]._group.view.id.hex()]
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_world_without_devices_has_no_routes() -> None:
     async with world(2) as comms:
         assert [comm.route for comm in comms] == [None, None]
         assert comms[0].dump()["routes"] == {}
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_the_transport_of_devices() -> None:
     async with world(2, hosts=2, devices=[stub(0), stub(1)], device_transport="nccl") as comms:
         assert comms[0].route.route is Route.BACKEND
@@ -64,7 +63,7 @@ async def test_the_transport_of_devices() -> None:
         MemoryWorld(2, devices=[stub(0)])
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_device_that_cannot_be_closed_keeps_nothing_else_open() -> None:
     class Broken(StubDevice):
         def close(self) -> None:
@@ -77,7 +76,7 @@ async def test_a_device_that_cannot_be_closed_keeps_nothing_else_open() -> None:
     assert comms[0]._session not in kfcomm.session.open_sessions()
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_forked_child_lets_the_device_alone() -> None:
     device = stub(0)
     comms = MemoryWorld(1, devices=[device])

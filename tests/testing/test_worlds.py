@@ -11,10 +11,10 @@ import pytest
 import kfcomm
 from kfcomm.errors import ConfigError, PeerLost, SessionClosed
 from kfcomm.testing import MemoryWorld, run_ranks, world
-from tests.conformance.worlds import on_loop, turns
+from tests.conformance.worlds import turns
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_world_is_a_sequence_of_communicators() -> None:
     async with world(3, hosts=2) as comms:
         assert len(comms) == 3
@@ -27,7 +27,7 @@ async def test_a_world_is_a_sequence_of_communicators() -> None:
         assert repr(comms[1]) == "<Communicator 'world', rank 1 of 3, open>"
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_world_of_one() -> None:
     async with world(1) as (comm,):
         x = np.arange(4)
@@ -44,7 +44,7 @@ async def test_a_world_of_one() -> None:
         assert (await comm.request("b", 0)).tolist() == [0, 1, 2, 3]
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_run_ranks() -> None:
     async with world(3) as comms:
 
@@ -59,11 +59,32 @@ async def test_run_ranks() -> None:
                 raise OSError("disk full")
             await comm.barrier("k")
 
-        with pytest.raises(ExceptionGroup):
+        with pytest.raises(OSError, match="disk full"):
             await run_ranks(comms, fails)
 
 
-@on_loop
+@pytest.mark.asyncio
+async def test_the_error_that_all_ranks_share_is_raised_itself() -> None:
+    async with world(2) as comms:
+
+        async def alike(comm: kfcomm.Communicator) -> None:
+            try:
+                raise KeyError(comm.rank)
+            except KeyError as error:
+                raise OSError("disk full") from error
+
+        with pytest.raises(OSError, match="disk full") as raised:
+            await run_ranks(comms, alike)
+        assert isinstance(raised.value.__cause__, KeyError)
+
+        async def unlike(comm: kfcomm.Communicator) -> None:
+            raise OSError if comm.rank else KeyError
+
+        with pytest.raises(ExceptionGroup):
+            await run_ranks(comms, unlike)
+
+
+@pytest.mark.asyncio
 async def test_worlds_side_by_side() -> None:
     async with world(2) as one, world(3) as other:
         handles = [comm.all_reduce([1], "same") for comm in (*one, *other)]
@@ -75,15 +96,15 @@ async def test_worlds_side_by_side() -> None:
         assert len(await asyncio.gather(*(comm.barrier() for comm in other))) == 3
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("bad", [{"size": 0}, {"size": 2, "hosts": 3}, {"size": 2, "strategy": "rign"}])
-@on_loop
 async def test_worlds_that_cannot_be(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError):  # noqa: PT011  a ConfigError or a ValueError of the layout: the type is the point
         async with world(**bad):
             pass
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_killed_twice_and_closed_after() -> None:
     comms = MemoryWorld(3)
     mine = comms[1].all_reduce([1])
@@ -99,7 +120,7 @@ async def test_killed_twice_and_closed_after() -> None:
     await comms.close()
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_an_error_in_the_body_closes_the_world() -> None:
     begun: list[asyncio.Future[None]] = []
 
@@ -113,7 +134,7 @@ async def test_an_error_in_the_body_closes_the_world() -> None:
     assert isinstance(begun[0].exception(), kfcomm.KfcommError)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_alone_through_init() -> None:
     async with kfcomm.init() as comm:
         assert (comm.rank, comm.size) == (0, 1)

@@ -16,16 +16,11 @@ from kfcomm.transports import greeting
 from kfcomm.transports.greeting import answer, dial, serve
 from kfcomm.transports.sockets import DialRefused, Listener
 from kfcomm.transports.stream import StreamLink
-from tests.support import half_close, run
+from tests.support import half_close, on_every_loop
 from tests.transports.streams import Notes, chunk, sockets
 
 ME, PEER = Identity(0, "uid-0"), Identity(1, "uid-1")
 TOKEN = b"t" * 32
-
-
-@pytest.fixture(params=[False, True], ids=["uvloop", "asyncio"])
-def plain(request):
-    return request.param
 
 
 def tcp(listener):
@@ -86,29 +81,28 @@ def call(addresses, **differs):
     return dial(addresses, **(usual | differs))
 
 
+@on_every_loop
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
-def test_two_come_together_and_nothing_that_follows_is_lost(kind, plain):
-    async def main():
-        loop = asyncio.get_running_loop()
-        async with serving() as reception:
-            ways = reception.addresses if kind == "unix" else reception.addresses[1:]
-            sock = await call(ways)
-            assert (sock.family == socket.AF_UNIX) == (kind == "unix")
-            notes, heard = Notes(), Notes()
-            link = StreamLink(sock, loop, notes, 1)
-            link.send(chunk(), memoryview(b"at once"))
-            link.close()
-            await reception.until(lambda reception: reception.welcomed)
-            accepted, hello = reception.welcomed.pop()
-            assert hello == Hello(4, 0, "uid-0", Purpose.DATA)
-            other = StreamLink(accepted, loop, heard, 0)
-            await other.wait_closed()
-            await link.wait_closed()
-            assert heard.frames == [(chunk(), b"at once")]
-
-    run(main(), plain=plain)
+async def test_two_come_together_and_nothing_that_follows_is_lost(kind):
+    loop = asyncio.get_running_loop()
+    async with serving() as reception:
+        ways = reception.addresses if kind == "unix" else reception.addresses[1:]
+        sock = await call(ways)
+        assert (sock.family == socket.AF_UNIX) == (kind == "unix")
+        notes, heard = Notes(), Notes()
+        link = StreamLink(sock, loop, notes, 1)
+        link.send(chunk(), memoryview(b"at once"))
+        link.close()
+        await reception.until(lambda reception: reception.welcomed)
+        accepted, hello = reception.welcomed.pop()
+        assert hello == Hello(4, 0, "uid-0", Purpose.DATA)
+        other = StreamLink(accepted, loop, heard, 0)
+        await other.wait_closed()
+        await link.wait_closed()
+        assert heard.frames == [(chunk(), b"at once")]
 
 
+@on_every_loop
 @pytest.mark.parametrize(
     ("differs", "why", "told"),
     [
@@ -121,101 +115,88 @@ def test_two_come_together_and_nothing_that_follows_is_lost(kind, plain):
     ],
     ids=["token", "epoch", "rank", "uid", "purpose", "peer"],
 )
-def test_whoever_does_not_belong_is_refused_and_both_know_why(differs, why, told, plain):
-    async def main():
-        async with serving() as reception:
-            with pytest.raises(DialRefused, match=why) as caught:
-                await call(reception.addresses, **differs)
-            assert not caught.value.nobody_listens
-            assert f"rank {differs.get('peer', PEER).rank}" in str(caught.value)
-            await reception.until(lambda reception: len(reception.refused) == 2)  # Unix, then TCP
-            assert all(told in str(error) for error in reception.refused)
-            assert not reception.welcomed
-
-    run(main(), plain=plain)
+async def test_whoever_does_not_belong_is_refused_and_both_know_why(differs, why, told):
+    async with serving() as reception:
+        with pytest.raises(DialRefused, match=why) as caught:
+            await call(reception.addresses, **differs)
+        assert not caught.value.nobody_listens
+        assert f"rank {differs.get('peer', PEER).rank}" in str(caught.value)
+        await reception.until(lambda reception: len(reception.refused) == 2)  # Unix, then TCP
+        assert all(told in str(error) for error in reception.refused)
+        assert not reception.welcomed
 
 
-def test_where_one_address_is_dead_the_next_is_taken(plain):
-    async def main():
-        async with serving() as reception:
-            sock = await call([tcp(reception.listener), f"@kfcomm-test-{uuid.uuid4()}"])
-            assert sock.family == socket.AF_INET
-            sock.close()
-
-    run(main(), plain=plain)
+@on_every_loop
+async def test_where_one_address_is_dead_the_next_is_taken():
+    async with serving() as reception:
+        sock = await call([tcp(reception.listener), f"@kfcomm-test-{uuid.uuid4()}"])
+        assert sock.family == socket.AF_INET
+        sock.close()
 
 
-def test_a_process_that_is_gone_is_told_from_one_that_refuses(plain):
-    async def main():
-        async with serving() as reception:
-            name = f"@kfcomm-test-{uuid.uuid4()}"
-            gone = Listener("127.0.0.1", unix=name)
-            dead = [name, tcp(gone)]
-            gone.close()
-            with pytest.raises(DialRefused, match=r"Connection refused; .*Connection refused") as caught:
-                await call(dead)
-            assert caught.value.nobody_listens
-            with pytest.raises(DialRefused) as caught:
-                await call([*dead, reception.addresses[0]], epoch=9)
-            assert not caught.value.nobody_listens
-            with pytest.raises(DialRefused, match="no address") as caught:
-                await call([])
-            assert not caught.value.nobody_listens
-
-    run(main(), plain=plain)
+@on_every_loop
+async def test_a_process_that_is_gone_is_told_from_one_that_refuses():
+    async with serving() as reception:
+        name = f"@kfcomm-test-{uuid.uuid4()}"
+        gone = Listener("127.0.0.1", unix=name)
+        dead = [name, tcp(gone)]
+        gone.close()
+        with pytest.raises(DialRefused, match=r"Connection refused; .*Connection refused") as caught:
+            await call(dead)
+        assert caught.value.nobody_listens
+        with pytest.raises(DialRefused) as caught:
+            await call([*dead, reception.addresses[0]], epoch=9)
+        assert not caught.value.nobody_listens
+        with pytest.raises(DialRefused, match="no address") as caught:
+            await call([])
+        assert not caught.value.nobody_listens
 
 
-def test_one_who_never_answers_is_not_waited_for(plain):
-    async def main():
-        silent = Listener("127.0.0.1")
-        try:
-            with pytest.raises(DialRefused, match=r"no answer within 0\.01 s") as caught:
-                await call([tcp(silent)], timeout_s=0.01)
-            assert not caught.value.nobody_listens
-        finally:
-            silent.close()
-
-    run(main(), plain=plain)
+@on_every_loop
+async def test_one_who_never_answers_is_not_waited_for():
+    silent = Listener("127.0.0.1")
+    try:
+        with pytest.raises(DialRefused, match=r"no answer within 0\.01 s") as caught:
+            await call([tcp(silent)], timeout_s=0.01)
+        assert not caught.value.nobody_listens
+    finally:
+        silent.close()
 
 
-def test_a_dial_may_be_cancelled(plain):
-    async def main():
-        silent = Listener("127.0.0.1")
-        try:
-            dialling = asyncio.create_task(call([tcp(silent)]))
-            accepted, _ = await asyncio.get_running_loop().sock_accept(silent.sockets[0])
-            dialling.cancel()
-            await asyncio.wait([dialling])
-            assert dialling.cancelled()
-            accepted.close()
-        finally:
-            silent.close()
-
-    run(main(), plain=plain)
+@on_every_loop
+async def test_a_dial_may_be_cancelled():
+    silent = Listener("127.0.0.1")
+    try:
+        dialling = asyncio.create_task(call([tcp(silent)]))
+        accepted, _ = await asyncio.get_running_loop().sock_accept(silent.sockets[0])
+        dialling.cancel()
+        await asyncio.wait([dialling])
+        assert dialling.cancelled()
+        accepted.close()
+    finally:
+        silent.close()
 
 
+@on_every_loop
 @pytest.mark.parametrize(
     "reply",
     [b"", PREFIX.pack(1, 0), b"HTTP/1.1 400 Bad Request\r\n\r\n", make_encoder()([35, 1, 1])],
     ids=["nothing", "half a message", "http", "welcome without a proof"],
 )
-def test_a_stranger_who_answers_is_turned_down(reply, plain):
-    async def main():
-        loop = asyncio.get_running_loop()
-        stranger = Listener("127.0.0.1")
-        try:
-            dialling = asyncio.create_task(call([tcp(stranger)]))
-            accepted, _ = await loop.sock_accept(stranger.sockets[0])
-            await loop.sock_recv(accepted, 1000)
-            await loop.sock_sendall(accepted, reply)
-            accepted.close()
-            with pytest.raises(DialRefused) as caught:
-                await dialling
-            assert not caught.value.nobody_listens
-        finally:
-            stranger.close()
-
-    run(main(), plain=plain)
+async def test_a_stranger_who_answers_is_turned_down(reply):
+    loop = asyncio.get_running_loop()
+    stranger = Listener("127.0.0.1")
+    try:
+        dialling = asyncio.create_task(call([tcp(stranger)]))
+        accepted, _ = await loop.sock_accept(stranger.sockets[0])
+        await loop.sock_recv(accepted, 1000)
+        await loop.sock_sendall(accepted, reply)
+        accepted.close()
+        with pytest.raises(DialRefused) as caught:
+            await dialling
+        assert not caught.value.nobody_listens
+    finally:
+        stranger.close()
 
 
 # Who dials is not trusted
@@ -234,148 +215,129 @@ def garbage():
     yield "nothing", b"", TransportError
 
 
+@on_every_loop
 @pytest.mark.parametrize(("data", "error"), [pytest.param(data, error, id=name) for name, data, error in garbage()])
-def test_garbage_costs_its_own_connection_only(data, error, plain):
-    async def main():
-        loop = asyncio.get_running_loop()
-        async with serving() as reception:
-            sock = socket.create_connection(reception.addresses[1])
-            sock.setblocking(False)
-            await loop.sock_sendall(sock, data)
-            half_close(sock)
-            await reception.until(lambda reception: reception.refused)
-            assert isinstance(reception.refused[0], error)
-            with contextlib.suppress(ConnectionResetError):
-                assert await loop.sock_recv(sock, 1) == b""
-            sock.close()
-            (await call(reception.addresses)).close()
-
-    run(main(), plain=plain)
+async def test_garbage_costs_its_own_connection_only(data, error):
+    loop = asyncio.get_running_loop()
+    async with serving() as reception:
+        sock = socket.create_connection(reception.addresses[1])
+        sock.setblocking(False)
+        await loop.sock_sendall(sock, data)
+        half_close(sock)
+        await reception.until(lambda reception: reception.refused)
+        assert isinstance(reception.refused[0], error)
+        with contextlib.suppress(ConnectionResetError):
+            assert await loop.sock_recv(sock, 1) == b""
+        sock.close()
+        (await call(reception.addresses)).close()
 
 
+@on_every_loop
 @settings(max_examples=30)
-@given(st.binary(max_size=300), st.booleans())
-def test_whatever_comes_ends_in_one_of_two_errors(data, plain):
-    async def main():
-        ours, theirs = sockets()
-        theirs.sendall(data)
-        theirs.close()
-        with pytest.raises((RemoteProtocolError, TransportError)):
-            await answer(ours, PEER, accept=wanted, token=TOKEN, epoch=4, credit=(1, 1), timeout_s=3600.0)
-        assert ours.fileno() == -1
-
-    run(main(), plain=plain)
+@given(st.binary(max_size=300))
+async def test_whatever_comes_ends_in_one_of_two_errors(data):
+    ours, theirs = sockets()
+    theirs.sendall(data)
+    theirs.close()
+    with pytest.raises((RemoteProtocolError, TransportError)):
+        await answer(ours, PEER, accept=wanted, token=TOKEN, epoch=4, credit=(1, 1), timeout_s=3600.0)
+    assert ours.fileno() == -1
 
 
-def test_one_who_dribbles_is_dropped_in_time(plain):
-    async def main():
-        ours, theirs = sockets()
-        theirs.sendall(PREFIX.pack(100, 0)[:5])
-        with pytest.raises(TransportError, match=r"did not finish within 0\.01 s"):
-            await answer(ours, PEER, accept=wanted, token=TOKEN, epoch=4, credit=(1, 1), timeout_s=0.01)
-        assert theirs.recv(1) == b""
-        theirs.close()
-
-    run(main(), plain=plain)
+@on_every_loop
+async def test_one_who_dribbles_is_dropped_in_time():
+    ours, theirs = sockets()
+    theirs.sendall(PREFIX.pack(100, 0)[:5])
+    with pytest.raises(TransportError, match=r"did not finish within 0\.01 s"):
+        await answer(ours, PEER, accept=wanted, token=TOKEN, epoch=4, credit=(1, 1), timeout_s=0.01)
+    assert theirs.recv(1) == b""
+    theirs.close()
 
 
-def test_the_oldest_of_too_many_is_dropped_and_one_who_belongs_gets_in(plain):
-    async def main():
-        loop = asyncio.get_running_loop()
-        async with serving(max_pending=3) as reception:
-            dribblers = [socket.create_connection(reception.addresses[1]) for _ in range(6)]
-            for sock in dribblers:
+@on_every_loop
+async def test_the_oldest_of_too_many_is_dropped_and_one_who_belongs_gets_in():
+    loop = asyncio.get_running_loop()
+    async with serving(max_pending=3) as reception:
+        dribblers = [socket.create_connection(reception.addresses[1]) for _ in range(6)]
+        for sock in dribblers:
+            sock.setblocking(False)
+        await reception.until(lambda reception: len(reception.refused) == 3)
+        assert all("oldest was dropped" in str(error) for error in reception.refused)
+        for sock in dribblers[:3]:
+            assert await loop.sock_recv(sock, 1) == b""
+        (await call(reception.addresses)).close()
+        for sock in dribblers:
+            sock.close()
+
+
+@pytest.mark.asyncio(loop_factories=["uvloop", "asyncio"])
+async def test_ten_thousand_garbage_connections_and_one_who_belongs():
+    loop = asyncio.get_running_loop()
+    count, at_once = 10_000, 50
+    async with serving() as reception:
+        name = "\0" + reception.addresses[0][1:]
+        for _ in range(count // at_once):
+            strangers = [socket.socket(socket.AF_UNIX) for _ in range(at_once)]
+            for sock in strangers:
                 sock.setblocking(False)
-            await reception.until(lambda reception: len(reception.refused) == 3)
-            assert all("oldest was dropped" in str(error) for error in reception.refused)
-            for sock in dribblers[:3]:
-                assert await loop.sock_recv(sock, 1) == b""
-            (await call(reception.addresses)).close()
-            for sock in dribblers:
+                await loop.sock_connect(sock, name)
+                sock.send(b"\xff" * 20)
+            for sock in strangers:
+                with contextlib.suppress(ConnectionResetError):
+                    assert await loop.sock_recv(sock, 1) == b""
                 sock.close()
-
-    run(main(), plain=plain)
-
-
-def test_ten_thousand_garbage_connections_and_one_who_belongs(plain):
-    # Over the Unix socket, so that no test leaves ten thousand ports in TIME_WAIT behind.
-    async def main():
-        loop = asyncio.get_running_loop()
-        count, at_once = 10_000, 50
-        async with serving() as reception:
-            name = "\0" + reception.addresses[0][1:]
-            for _ in range(count // at_once):
-                strangers = [socket.socket(socket.AF_UNIX) for _ in range(at_once)]
-                for sock in strangers:
-                    sock.setblocking(False)
-                    await loop.sock_connect(sock, name)
-                    sock.send(b"\xff" * 20)
-                for sock in strangers:
-                    with contextlib.suppress(ConnectionResetError):
-                        assert await loop.sock_recv(sock, 1) == b""
-                    sock.close()
-            assert len(reception.refused) == count
-            (await call(reception.addresses)).close()
-
-    run(main(), plain=plain)
+        assert len(reception.refused) == count
+        (await call(reception.addresses)).close()
 
 
-def test_a_connection_that_cannot_be_accepted_now_is_accepted_later(monkeypatch):
-    async def main():
-        real = greeting._accept
-        troubles = [OSError(errno.EMFILE, "Too many open files"), ConnectionAbortedError()]
+@pytest.mark.asyncio(loop_factories=["asyncio"])
+async def test_a_connection_that_cannot_be_accepted_now_is_accepted_later(monkeypatch):
+    real = greeting._accept
+    troubles = [OSError(errno.EMFILE, "Too many open files"), ConnectionAbortedError()]
 
-        async def accept(sock):
-            if sock.family == socket.AF_UNIX and troubles:
-                raise troubles.pop(0)
-            return await real(sock)
+    async def accept(sock):
+        if sock.family == socket.AF_UNIX and troubles:
+            raise troubles.pop(0)
+        return await real(sock)
 
-        monkeypatch.setattr(greeting, "_accept", accept)
-        monkeypatch.setattr(greeting, "_ACCEPT_PAUSE_S", 0)
-        async with serving() as reception:
-            (await call(reception.addresses)).close()
-            assert "Too many open files" in str(reception.refused[0])
-            assert not troubles
-
-    run(main(), plain=True)
+    monkeypatch.setattr(greeting, "_accept", accept)
+    monkeypatch.setattr(greeting, "_ACCEPT_PAUSE_S", 0)
+    async with serving() as reception:
+        (await call(reception.addresses)).close()
+        assert "Too many open files" in str(reception.refused[0])
+        assert not troubles
 
 
+@on_every_loop
 @pytest.mark.parametrize("when", ["before", "while it is asked"])
-def test_a_peer_that_vanishes_is_an_error_of_the_transport(when, plain):
-    async def main():
-        ours, theirs = sockets()
-        ours.setblocking(False)
-        theirs.send(PREFIX.pack(1, 0)[:1])
-        if when == "before":
-            theirs.close()
-        dialler = greeting.Dialler(ME, PEER, purpose=Purpose.DATA, epoch=4, token=TOKEN, nonce=b"n" * 32)
-        greeted = asyncio.create_task(greeting._greet(ours, dialler))
-        await asyncio.sleep(0)
-        theirs.close()  # its HELLO unread: a Unix socket is then reset
-        with pytest.raises(TransportError, match=r"lost during the handshake: (Broken pipe|Connection reset by peer)"):
-            await greeted
-        assert ours.fileno() == -1
-
-    run(main(), plain=plain)
-
-
-def test_a_unix_address_must_be_abstract():
-    async def main():
-        with pytest.raises(ConfigError, match="abstract"):
-            await call(["/tmp/a-path"])
-
-    run(main())
-
-
-def test_a_finished_handshake_without_a_hello_is_a_defect(monkeypatch):
-    async def main():
-        async def finished(*_):
-            return None
-
-        ours, theirs = sockets()
-        monkeypatch.setattr(greeting, "_converse", finished)
-        with pytest.raises(InternalError):
-            await answer(ours, PEER, accept=wanted, token=TOKEN, epoch=4, credit=(1, 1))
+async def test_a_peer_that_vanishes_is_an_error_of_the_transport(when):
+    ours, theirs = sockets()
+    ours.setblocking(False)
+    theirs.send(PREFIX.pack(1, 0)[:1])
+    if when == "before":
         theirs.close()
+    dialler = greeting.Dialler(ME, PEER, purpose=Purpose.DATA, epoch=4, token=TOKEN, nonce=b"n" * 32)
+    greeted = asyncio.create_task(greeting._greet(ours, dialler))
+    await asyncio.sleep(0)
+    theirs.close()  # its HELLO unread: a Unix socket is then reset
+    with pytest.raises(TransportError, match=r"lost during the handshake: (Broken pipe|Connection reset by peer)"):
+        await greeted
+    assert ours.fileno() == -1
 
-    run(main())
+
+@pytest.mark.asyncio
+async def test_a_unix_address_must_be_abstract():
+    with pytest.raises(ConfigError, match="abstract"):
+        await call(["/tmp/a-path"])
+
+
+@pytest.mark.asyncio
+async def test_a_finished_handshake_without_a_hello_is_a_defect(monkeypatch):
+    async def finished(*_):
+        return None
+
+    ours, theirs = sockets()
+    monkeypatch.setattr(greeting, "_converse", finished)
+    with pytest.raises(InternalError):
+        await answer(ours, PEER, accept=wanted, token=TOKEN, epoch=4, credit=(1, 1))
+    theirs.close()

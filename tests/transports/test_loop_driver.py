@@ -14,10 +14,8 @@ import pytest
 from kfcomm.transports import loop_driver
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor
-from tests.support import LeftOnLoop, run
+from tests.support import LeftOnLoop, Watch, on_every_loop
 from tests.transports.test_reactor import Fake
-
-pytestmark = pytest.mark.parametrize("plain", [False, True], ids=["uvloop", "asyncio"])
 
 
 @contextlib.contextmanager
@@ -44,175 +42,154 @@ async def resting(poller: Fake) -> None:
         await asyncio.sleep(0)
 
 
-def test_calls_timers_and_descriptors_wake_the_loop(plain: bool) -> None:
-    async def main() -> None:
-        one, other = socket.socketpair()
-        with driven() as (reactor, _), one, other:
-            for _ in range(3):
-                await called(reactor, reactor.call_soon)
-                await called(reactor, reactor.call_soon_threadsafe)
-                await called(reactor, reactor.call_later, 0.0)
-                await called(reactor, reactor.call_later, 0.001)
-                await called(reactor, from_a_thread, reactor)
-            other.send(b"x")
-            await called(reactor, reactor.add_reader, one.fileno())
-            reactor.remove_reader(one.fileno())
-            await called(reactor, reactor.add_writer, one.fileno())
-            reactor.remove_writer(one.fileno())
-
+@on_every_loop
+async def test_calls_timers_and_descriptors_wake_the_loop() -> None:
     def from_a_thread(reactor: Reactor, callback: Callable[[], None]) -> None:
         thread = threading.Thread(target=reactor.call_soon_threadsafe, args=(callback,))
         thread.start()
         thread.join()
 
-    run(main(), plain=plain)
-
-
-def test_an_earlier_timer_takes_the_place_of_a_later_one(plain: bool) -> None:
-    async def main() -> None:
-        with driven() as (reactor, _):
-            reactor.call_later(1e6, lambda: 1 // 0)
-            await asyncio.sleep(0)
+    one, other = socket.socketpair()
+    with driven() as (reactor, _), one, other:
+        for _ in range(3):
+            await called(reactor, reactor.call_soon)
+            await called(reactor, reactor.call_soon_threadsafe)
+            await called(reactor, reactor.call_later, 0.0)
             await called(reactor, reactor.call_later, 0.001)
-            late = reactor.call_later(0.001, lambda: 1 // 0)
-            late.cancel()
-            await called(reactor, reactor.call_later, 0.002)
-
-    run(main(), plain=plain)
-
-
-def test_calls_come_one_after_the_other_and_never_inside_the_one_that_asks(plain: bool) -> None:
-    async def main() -> None:
-        with driven() as (reactor, _):
-            seen: list[int] = []
-            reactor.call_soon(seen.append, 1)
-            reactor.call_soon(seen.append, 2)
-            assert not seen
-            await called(reactor, reactor.call_soon)
-            assert seen == [1, 2]
-
-    run(main(), plain=plain)
+            await called(reactor, from_a_thread, reactor)
+        other.send(b"x")
+        await called(reactor, reactor.add_reader, one.fileno())
+        reactor.remove_reader(one.fileno())
+        await called(reactor, reactor.add_writer, one.fileno())
+        reactor.remove_writer(one.fileno())
 
 
-def test_a_poller_is_looked_at_until_it_is_quiet_and_then_parked(plain: bool) -> None:
-    async def main() -> None:
-        with driven(looks=4) as (reactor, _):
-            poller = Fake()
-            reactor.pollers.append(poller)
-            for _ in range(3):
-                poller.moves = 100
-                poller.is_awake = True
-                reactor.wake()
-                await resting(poller)
-                assert poller.moves < 0
-            looks = poller.looks
-            for _ in range(20):
-                await asyncio.sleep(0)
-            assert poller.looks == looks  # a parked process costs nothing
-
-    run(main(), plain=plain)
+@on_every_loop
+async def test_an_earlier_timer_takes_the_place_of_a_later_one() -> None:
+    with driven() as (reactor, _):
+        reactor.call_later(1e6, lambda: 1 // 0)
+        await asyncio.sleep(0)
+        await called(reactor, reactor.call_later, 0.001)
+        late = reactor.call_later(0.001, lambda: 1 // 0)
+        late.cancel()
+        await called(reactor, reactor.call_later, 0.002)
 
 
-def test_what_is_awaited_is_looked_for_longer(plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_driver, "SPIN_S", 1e6)
-    monkeypatch.setattr(loop_driver, "LINGER_S", -1.0)
+@on_every_loop
+async def test_calls_come_one_after_the_other_and_never_inside_the_one_that_asks() -> None:
+    with driven() as (reactor, _):
+        seen: list[int] = []
+        reactor.call_soon(seen.append, 1)
+        reactor.call_soon(seen.append, 2)
+        assert not seen
+        await called(reactor, reactor.call_soon)
+        assert seen == [1, 2]
 
-    async def main() -> None:
-        with driven() as (reactor, _):
-            poller = Fake()
-            poller.is_needed = True
-            reactor.pollers.append(poller)
+
+@on_every_loop
+async def test_a_poller_is_looked_at_until_it_is_quiet_and_then_parked() -> None:
+    with driven(looks=4) as (reactor, _):
+        poller = Fake()
+        reactor.pollers.append(poller)
+        for _ in range(3):
+            poller.moves = 100
+            poller.is_awake = True
             reactor.wake()
-            for _ in range(50):
-                await asyncio.sleep(0)
-            assert poller.is_awake
-            poller.is_needed = False
             await resting(poller)
-
-    run(main(), plain=plain)
-
-
-def test_a_poller_that_will_not_be_parked_is_looked_at_again(plain: bool) -> None:
-    async def main() -> None:
-        with driven() as (reactor, _):
-            poller = Fake(refusals=3)
-            reactor.pollers.append(poller)
-            reactor.wake()
-            while poller.refusals >= 0:  # noqa: ASYNC110  nobody is told
-                await asyncio.sleep(0)
-            assert not poller.is_awake
-
-    run(main(), plain=plain)
-
-
-def test_a_poller_that_always_moves_leaves_the_loop_its_turns(plain: bool) -> None:
-    async def main() -> None:
-        with driven(looks=16) as (reactor, _):
-            poller = Fake(moves=10**9)
-            reactor.pollers.append(poller)
-            reactor.wake()
-            before = poller.looks
-            for _ in range(10):
-                await asyncio.sleep(0)
-            assert before < poller.looks <= before + 20
-            poller.moves = 0
-            await resting(poller)
-
-    run(main(), plain=plain)
-
-
-def test_an_error_reaches_the_handler_of_the_loop_and_the_rest_goes_on(plain: bool) -> None:
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        unheard: list[dict[str, Any]] = []
-        loop.set_exception_handler(lambda _, context: unheard.append(context))
-        with driven() as (reactor, _):
-            reactor.call_soon(lambda: 1 // 0)
-            await called(reactor, reactor.call_soon)
-        assert [type(context["exception"]) for context in unheard] == [ZeroDivisionError]
-        assert "engine" in unheard[0]["message"]
-
-    run(main(), plain=plain)
-
-
-def test_nothing_is_left_when_it_is_closed(plain: bool) -> None:
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        with driven() as (reactor, driver):
-            reactor.call_later(0.0, lambda: 1 // 0)
-            reactor.call_soon(lambda: 1 // 0)
-            (descriptor,) = reactor.descriptors()
-            poller = Fake()
-            reactor.pollers.append(poller)
-            driver.close()
-            driver.close()
-            assert not loop.remove_reader(descriptor)
-            driver.wake()
-            reactor.wake()
+            assert poller.moves < 0
+        looks = poller.looks
         for _ in range(20):
             await asyncio.sleep(0)
-        assert poller.looks == 0
-
-    run(main(), plain=plain)
+        assert poller.looks == looks  # a parked process costs nothing
 
 
-def test_it_may_be_closed_from_a_callback(plain: bool) -> None:
-    async def main() -> None:
-        with driven() as (reactor, driver):
-            await called(reactor, reactor.call_soon)
-            reactor.pollers.append(Fake())
-            reactor.call_soon(driver.close)
-            while reactor.descriptors():  # noqa: ASYNC110  nobody is told
-                await asyncio.sleep(0)
+@on_every_loop
+async def test_what_is_awaited_is_looked_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_driver, "SPIN_S", 1e6)
+    monkeypatch.setattr(loop_driver, "LINGER_S", -1.0)
+    with driven() as (reactor, _):
+        poller = Fake()
+        poller.is_needed = True
+        reactor.pollers.append(poller)
+        reactor.wake()
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert poller.is_awake
+        poller.is_needed = False
+        await resting(poller)
 
-    run(main(), plain=plain)
+
+@on_every_loop
+async def test_a_poller_that_will_not_be_parked_is_looked_at_again() -> None:
+    with driven() as (reactor, _):
+        poller = Fake(refusals=3)
+        reactor.pollers.append(poller)
+        reactor.wake()
+        while poller.refusals >= 0:  # noqa: ASYNC110  nobody is told
+            await asyncio.sleep(0)
+        assert not poller.is_awake
 
 
-def test_the_loop_would_tell_of_errors_that_nobody_hears(plain: bool) -> None:
-    async def main() -> None:
-        with driven() as (reactor, _):
-            reactor.call_soon(lambda: 1 // 0)
-            await called(reactor, reactor.call_soon)
+@on_every_loop
+async def test_a_poller_that_always_moves_leaves_the_loop_its_turns() -> None:
+    with driven(looks=16) as (reactor, _):
+        poller = Fake(moves=10**9)
+        reactor.pollers.append(poller)
+        reactor.wake()
+        before = poller.looks
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert before < poller.looks <= before + 20
+        poller.moves = 0
+        await resting(poller)
 
+
+@on_every_loop
+async def test_an_error_reaches_the_handler_of_the_loop_and_the_rest_goes_on() -> None:
+    loop = asyncio.get_running_loop()
+    unheard: list[dict[str, Any]] = []
+    loop.set_exception_handler(lambda _, context: unheard.append(context))
+    with driven() as (reactor, _):
+        reactor.call_soon(lambda: 1 // 0)
+        await called(reactor, reactor.call_soon)
+    assert [type(context["exception"]) for context in unheard] == [ZeroDivisionError]
+    assert "engine" in unheard[0]["message"]
+
+
+@on_every_loop
+async def test_nothing_is_left_when_it_is_closed() -> None:
+    loop = asyncio.get_running_loop()
+    with driven() as (reactor, driver):
+        reactor.call_later(0.0, lambda: 1 // 0)
+        reactor.call_soon(lambda: 1 // 0)
+        (descriptor,) = reactor.descriptors()
+        poller = Fake()
+        reactor.pollers.append(poller)
+        driver.close()
+        driver.close()
+        assert not loop.remove_reader(descriptor)
+        driver.wake()
+        reactor.wake()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert poller.looks == 0
+
+
+@on_every_loop
+async def test_it_may_be_closed_from_a_callback() -> None:
+    with driven() as (reactor, driver):
+        await called(reactor, reactor.call_soon)
+        reactor.pollers.append(Fake())
+        reactor.call_soon(driver.close)
+        while reactor.descriptors():  # noqa: ASYNC110  nobody is told
+            await asyncio.sleep(0)
+
+
+@on_every_loop
+async def test_the_loop_would_tell_of_errors_that_nobody_hears() -> None:
+    watch = Watch()
+    with driven() as (reactor, _):
+        reactor.call_soon(lambda: 1 // 0)
+        await called(reactor, reactor.call_soon)
     with pytest.raises(LeftOnLoop, match="ZeroDivisionError"):
-        run(main(), plain=plain)
+        await watch.settle()

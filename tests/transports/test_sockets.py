@@ -18,13 +18,8 @@ from kfcomm.transports.sockets import (
     watch,
     why,
 )
-from tests.support import run
+from tests.support import on_every_loop
 from tests.transports import streams
-
-
-@pytest.fixture(params=[False, True], ids=["uvloop", "asyncio"])
-def plain(request):
-    return request.param
 
 
 @pytest.fixture
@@ -99,72 +94,64 @@ def test_a_system_without_sockets_to_give_is_no_setting(monkeypatch):
         listener()
 
 
+@on_every_loop
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_connecting_over_tcp(host, plain):
-    async def main():
+async def test_connecting_over_tcp(host):
+    here = listener()
+    try:
         sock = await connect((host, here.port))
         with sock:
             assert sock.getpeername() == ("127.0.0.1", here.port)
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             assert not sock.getblocking()
-
-    here = listener()
-    try:
-        run(main(), plain=plain)
     finally:
         here.close()
 
 
-def test_connecting_over_ipv6(plain):
+@on_every_loop
+async def test_connecting_over_ipv6():
     try:
         here = Listener("::1")
     except ConfigError as error:
         pytest.skip(f"no IPv6 on this machine: {error}")
 
-    async def main():
-        (await connect(("::1", here.port))).close()
-
     try:
-        run(main(), plain=plain)
+        (await connect(("::1", here.port))).close()
     finally:
         here.close()
 
 
-def test_connecting_over_unix(name, plain):
-    async def main():
+@on_every_loop
+async def test_connecting_over_unix(name):
+    here = listener(unix=name)
+    try:
         sock = await connect(name)
         with sock:
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) >= 212_992
-
-    here = listener(unix=name)
-    try:
-        run(main(), plain=plain)
     finally:
         here.close()
 
 
-def test_a_full_unix_backlog_is_waited_out(name, plain):
-    async def main():
-        loop = asyncio.get_running_loop()
-        with socket.socket(socket.AF_UNIX) as busy:
-            busy.setblocking(False)
-            busy.bind("\0" + name[1:])
-            busy.listen(0)
-            first = await connect(name)
-            second = asyncio.create_task(connect(name))
-            await asyncio.sleep(0)
-            assert not second.done()
-            accepted, _ = await loop.sock_accept(busy)
-            await second
-            third = asyncio.create_task(connect(name))
-            await asyncio.sleep(0)
-            assert not third.done()
-            third.cancel()
-            await asyncio.wait([third])
-            for sock in (first, accepted, second.result()):
-                sock.close()
-
-    run(main(), plain=plain)
+@on_every_loop
+async def test_a_full_unix_backlog_is_waited_out(name):
+    loop = asyncio.get_running_loop()
+    with socket.socket(socket.AF_UNIX) as busy:
+        busy.setblocking(False)
+        busy.bind("\0" + name[1:])
+        busy.listen(0)
+        first = await connect(name)
+        second = asyncio.create_task(connect(name))
+        await asyncio.sleep(0)
+        assert not second.done()
+        accepted, _ = await loop.sock_accept(busy)
+        await second
+        third = asyncio.create_task(connect(name))
+        await asyncio.sleep(0)
+        assert not third.done()
+        third.cancel()
+        await asyncio.wait([third])
+        for sock in (first, accepted, second.result()):
+            sock.close()
 
 
 def free_port():
@@ -173,35 +160,32 @@ def free_port():
         return sock.getsockname()[1]
 
 
-def test_where_nobody_listens(name, plain):
-    async def main():
-        errors = []
-        for address in (name, ("127.0.0.1", free_port())):
-            with pytest.raises(ConnectionRefusedError) as caught:
-                await connect(address)
-            errors.append(caught.value)
-            assert why(caught.value) == "Connection refused"
-        assert nobody_listens(errors)
-        assert not nobody_listens([*errors, OSError(errno.ETIMEDOUT, "")])
-        assert not nobody_listens([])
-
-    run(main(), plain=plain)
-
-
-def test_a_socket_that_meets_itself_has_met_nobody(monkeypatch, plain):
-    async def main():
-        sock = socket.socket()
-        sock.setblocking(False)
-        sock.bind(("127.0.0.1", 0))
-        monkeypatch.setattr(sockets, "_make", lambda address: sock)
+@on_every_loop
+async def test_where_nobody_listens(name):
+    errors = []
+    for address in (name, ("127.0.0.1", free_port())):
         with pytest.raises(ConnectionRefusedError) as caught:
-            await connect(sock.getsockname())
-        assert nobody_listens([caught.value])
+            await connect(address)
+        errors.append(caught.value)
+        assert why(caught.value) == "Connection refused"
+    assert nobody_listens(errors)
+    assert not nobody_listens([*errors, OSError(errno.ETIMEDOUT, "")])
+    assert not nobody_listens([])
 
-    run(main(), plain=plain)
+
+@on_every_loop
+async def test_a_socket_that_meets_itself_has_met_nobody(monkeypatch):
+    sock = socket.socket()
+    sock.setblocking(False)
+    sock.bind(("127.0.0.1", 0))
+    monkeypatch.setattr(sockets, "_make", lambda address: sock)
+    with pytest.raises(ConnectionRefusedError) as caught:
+        await connect(sock.getsockname())
+    assert nobody_listens([caught.value])
 
 
-def test_a_name_that_cannot_be_resolved_has_the_systems_reason(plain):
+@on_every_loop
+async def test_a_name_that_cannot_be_resolved_has_the_systems_reason():
     async def main():
         for name in ("a..b.invalid", "kfcomm.invalid"):
             with pytest.raises(OSError) as caught:  # noqa: PT011 (its text is the system's)
@@ -209,13 +193,10 @@ def test_a_name_that_cannot_be_resolved_has_the_systems_reason(plain):
             assert why(caught.value)
             assert not nobody_listens([caught.value])
 
-    async def with_executor():
-        try:
-            await main()
-        finally:
-            await asyncio.get_running_loop().shutdown_default_executor()
-
-    run(with_executor(), plain=plain)
+    try:
+        await main()
+    finally:
+        await asyncio.get_running_loop().shutdown_default_executor()
 
 
 @pytest.mark.parametrize("kind", ["tcp", "unix"])

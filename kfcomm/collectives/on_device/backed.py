@@ -39,6 +39,7 @@ from kfcomm.collectives.on_device.calls import Call
 from kfcomm.collectives.on_device.channel import Channel
 from kfcomm.collectives.on_device.failures import Failures, Use, Ways
 from kfcomm.collectives.on_device.launcher import Launcher
+from kfcomm.core.collective import name_of
 from kfcomm.core.launch_order import ASK, LAUNCH, LEADER, TELL, Effects, LaunchOrder, launch_order
 from kfcomm.core.signature import Signature
 from kfcomm.devices import Device, Mark
@@ -135,7 +136,7 @@ class BackendPath:
     def begin(self, call: Call) -> None:
         """See ``Path``."""
         if self._failures.knows(_use_of(call)):
-            call.failed(CollectiveAborted(f"{call.title} failed on another rank", key=call.key))
+            call.failed(CollectiveAborted(f"{call.title} failed on another rank", key=name_of(call.key)))
         elif self._is_ordering and not self._failures.hold:
             self._arrive(call)
         else:
@@ -335,7 +336,7 @@ class BackendPath:
 
     def _abort(self, calls: list[Call]) -> None:
         for call in calls:
-            call.failed(CollectiveAborted(self._reason, key=call.key))
+            call.failed(CollectiveAborted(self._reason, key=name_of(call.key)))
 
     def _is_ended(self) -> None:
         if self.state is not State.ENDING:

@@ -18,7 +18,7 @@ from kfcomm.collectives.on_device import tell
 from kfcomm.errors import CollectiveTimeout
 
 if TYPE_CHECKING:
-    from kfcomm.arrays import OutArray
+    from kfcomm.arrays import OutArray, OutList
     from kfcomm.arrays.device_kinds import DeviceKind
     from kfcomm.arrays.on_device import DeviceArray, DeviceOut
     from kfcomm.devices import Device, Flat, Stream
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kfcomm.runtime.engine import Engine
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
-Out: TypeAlias = "OutArray | OutOfHost"
+Out: TypeAlias = "OutArray | OutList | OutOfHost"
 
 
 class Fetched:
@@ -112,6 +112,9 @@ class Returned:
     def write_into(self, out: Any) -> Array:
         """Never called: see ``OutOfHost``."""
         raise TypeError(out)
+
+    def written(self, out: Any) -> None:
+        """Never called: see ``OutOfHost``."""
 
     def restore(self, array: Array) -> Any:
         """An array of the caller's kind, made on the caller's stream."""

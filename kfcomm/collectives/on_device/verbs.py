@@ -10,18 +10,19 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from kfcomm import arrays
 from kfcomm.arrays import HostArray, OutArray, adapt, adapt_out, on_device
+from kfcomm.arrays.kinds import NUMPY, ArrayKind, kind_of
 from kfcomm.arrays.on_device import DeviceArray, DeviceOut, adapt_device, adapt_device_out, is_on_device
 from kfcomm.collectives.group import UNNAMED
 from kfcomm.collectives.handle import Handle, join
 from kfcomm.collectives.on_device.calls import Buffers, Call, Order
 from kfcomm.collectives.on_device.through_host import Fetched, Out, OutOfHost, Returned
-from kfcomm.collectives.packing import digest_of, many_key
 from kfcomm.collectives.plans import row_elements
 from kfcomm.devices import Device, Stream
 from kfcomm.devices.host import HOST
@@ -68,9 +69,9 @@ class DeviceVerbs:
         """Whether this array is to come here."""
         if self.mixed or stream is not None or type(x) is DeviceArray:
             return True
-        return type(x) is not np.ndarray and is_on_device(x)
+        return type(x) is not np.ndarray and type(x) is not HostArray and is_on_device(x)
 
-    def check(self, wire_dtype: str | None) -> None:
+    def check(self, wire_dtype: Any) -> None:
         """Before each call.
 
         Raises:
@@ -116,6 +117,20 @@ class DeviceVerbs:
             raise ConfigError("out shares some of the memory of x, but is not the same memory")
         return place
 
+    def kind_like(self, like: Any, stream: Stream | None = None) -> ArrayKind:
+        """The kind of results that are to be as ``like``: NumPy's for None.
+
+        Raises:
+            ConfigError: it is on a device that this rank does not use.
+        """
+        if like is None:
+            return NUMPY
+        if not is_on_device(like):
+            return kind_of(like)
+        array = adapt_device(like, self._own_device(), stream)
+        device = self._device_of(array)
+        return Returned(array.kind, device, array.stream, self._paths.pool_of(device))
+
     def on_host(self, x: Any, stream: Stream | None) -> tuple[HostArray, Fetched | None]:
         """The caller's array in host memory, and when it is there, if it has to come from the device."""
         array = self.read(x, stream)
@@ -145,16 +160,36 @@ class DeviceVerbs:
         shape = (sum(rows), *first.shape[1:])
         if isinstance(first, HostArray):
             return HostArray(np.concatenate([part.flat for part in read]), shape, first.kind, False), rows, None
+        array, fetched = self._on_host(self._end_to_end(there, shape))
+        fetched.keep(read)
+        return array, rows, fetched
+
+    def stacked(self, read: Sequence[AnyArray]) -> AnyArray:
+        """Arrays of one shape and dtype as one with an axis more, which is the first.
+
+        Raises:
+            ConfigError: some are on the device and some are not.
+        """
+        there = [part for part in read if isinstance(part, DeviceArray)]
+        here = [part for part in read if isinstance(part, HostArray)]
+        shape = (len(read), *read[0].shape)
+        if not there:
+            return HostArray(np.concatenate([part.flat for part in here]), shape, here[0].kind, False)
+        if len(there) != len(read):
+            raise ConfigError("a list holds arrays of the host or of a device, not both")
+        return self._end_to_end(there, shape)
+
+    def _end_to_end(self, parts: Sequence[DeviceArray], shape: Shape) -> DeviceArray:
+        """A copy of all of them, on the stream of the first."""
+        first = parts[0]
         device = self._device_of(first)
         flat = device.empty(math.prod(shape), first.dtype, first.stream)
         at = 0
-        for part in there:
+        for part in parts:
             device.wait(first.stream, device.mark(part.stream))
             device.copy(part.flat, flat[at : at + part.flat.size], first.stream)
             at += part.flat.size
-        array, fetched = self._on_host(DeviceArray(flat, shape, first.dtype, first.kind, first.stream))
-        fetched.keep(read)
-        return array, rows, fetched
+        return DeviceArray(flat, shape, first.dtype, first.kind, first.stream)
 
     def _on_host(self, array: DeviceArray) -> tuple[HostArray, Fetched]:
         group, device = self._group, self._device_of(array)
@@ -248,17 +283,22 @@ class DeviceVerbs:
     ) -> Handle[Any]:  # fmt: skip
         """Begin a call with one array and one result, or none where ``shape`` is None."""
         place = None if shape is None else self.out(out, array, shape)
-        return self.begin(order, [array], [shape], [place], lambda results: results[0], timeout_s, priority, handle)
+        return self.begin(order, [array], [shape], [place], _only, timeout_s, priority, handle)
 
     def many(
-        self, given: Mapping[str, AnyArray], names_given: list[str], ops: Mapping[Any, Op], timeout_s: float | None,
-        priority: int,
+        self, given: Mapping[str, AnyArray], gathered: Callable[[dict[str, Any]], Any], ops: Mapping[Any, Op],
+        timeout_s: float | None, priority: int, named: Sequence[str], places: Mapping[str, AnyOut | None],
     ) -> Handle[dict[str, Any]]:  # fmt: skip
-        """``all_reduce`` of all of them, those of one dtype as one call; the results in the order given.
+        """``all_reduce`` of all of them, those of one dtype as one call.
+
+        ``gathered``: what the caller gets, of the results by name. ``named``: see ``many_key``. ``places``: where
+        results go, by name.
 
         Raises:
             ConfigError: some are on the device and some are not.
         """
+        from kfcomm.collectives.packing import digest_of, many_key
+
         whole: Handle[dict[str, Any]] = Handle(loop=self._group.engine.loop)
         names = sorted(given)
         if len({isinstance(array, HostArray) for array in given.values()}) > 1:
@@ -271,16 +311,37 @@ class DeviceVerbs:
         for number, (_, members) in enumerate(sorted(by_dtype.items())):
             chosen = [given[name] for name in members]
             order = Order(
-                Verb.ALL_REDUCE, many_key(names, number), chosen[0].dtype,
+                Verb.ALL_REDUCE, many_key(named, number), chosen[0].dtype,
                 (sum(array.flat.size for array in chosen),), ops[chosen[0].dtype], counts=digest_of(members, chosen),
             )  # fmt: skip
             shapes = [array.shape for array in chosen]
-            outs: list[AnyOut | None] = [None] * len(chosen)
+            outs = [places[name] for name in members]
             first = handles[0] if handles else None
             handles.append(
                 self.begin(order, chosen, shapes, outs, _named(found, members), timeout_s, priority, first=first)
             )
-        join(self._group.engine.reactor, handles, whole, lambda: {name: found[name] for name in names_given})
+        join(self._group.engine.reactor, handles, whole, lambda: gathered(found))
+        return whole
+
+    def each(
+        self, orders: Sequence[Order], given: Sequence[AnyArray], shapes: Sequence[Shape | None], outs: Sequence[Any],
+        listed: Callable[[list[Any]], Any], timeout_s: float | None, priority: int,
+    ) -> Handle[Any]:  # fmt: skip
+        """A call for each array of a list; ``listed``: what the caller gets, of the results."""
+        from kfcomm.collectives.packing import digest_of
+
+        whole: Handle[Any] = Handle(loop=self._group.engine.loop)
+        alike = digest_of([f"x[{place}]" for place in range(len(given))], given)
+        places = [
+            None if shape is None else self.out(out, array, shape)
+            for array, shape, out in zip(given, shapes, outs, strict=True)
+        ]
+        handles: list[Handle[Any]] = []
+        for order, array, shape, place in zip(orders, given, shapes, places, strict=True):
+            first = handles[0] if handles else None
+            one = replace(order, counts=alike)
+            handles.append(self.begin(one, [array], [shape], [place], _only, timeout_s, priority, first=first))
+        join(self._group.engine.reactor, handles, whole, lambda: listed([handle.result() for handle in handles]))
         return whole
 
     def refused(self, name: str | None) -> None:
@@ -324,6 +385,10 @@ class DeviceVerbs:
         error, self._late = self._late, None
         if error is not None:
             raise error
+
+
+def _only(results: list[Any]) -> Any:
+    return results[0]
 
 
 def _named(found: dict[str, Any], names: list[str]) -> Callable[[list[Any]], None]:

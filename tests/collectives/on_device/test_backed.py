@@ -21,7 +21,7 @@ from kfcomm.errors import (
 )
 from kfcomm.testing import FakeDevice
 from tests.collectives.on_device.worlds import DeviceWorld, device_world
-from tests.conformance.worlds import assert_kinds, ends, everywhere, on_loop, until
+from tests.conformance.worlds import assert_kinds, ends, everywhere, until
 
 
 def _path(comm: Any) -> Any:
@@ -32,8 +32,8 @@ def _messages(world: DeviceWorld) -> int:
     return sum(_path(comm).num_messages for comm in world.comms)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("size", [1, 2, 4])
-@on_loop
 async def test_names_in_any_order_are_launched_in_one(size: int) -> None:
     rng = random.Random(size)
     names = [f"key {number}" for number in range(30)]
@@ -62,7 +62,7 @@ async def test_names_in_any_order_are_launched_in_one(size: int) -> None:
         assert len({tuple(order) for order in orders.values()}) == 1
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_unnamed_calls_meet_in_the_order_of_the_program() -> None:
     async with device_world(3) as world:
 
@@ -75,7 +75,7 @@ async def test_unnamed_calls_meet_in_the_order_of_the_program() -> None:
         assert await everywhere(world.comms, calls) == [[0, 3, 6, 9, 12]] * 3
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_the_handle_is_done_before_the_device_is() -> None:
     async with device_world(2) as world:
         for device in world.devices:
@@ -89,7 +89,7 @@ async def test_the_handle_is_done_before_the_device_is() -> None:
         await everywhere(world.comms, lambda c: c.synchronize())
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_name_is_free_again_when_its_handle_is_done_and_not_before() -> None:
     async with device_world(2) as world:
 
@@ -113,7 +113,7 @@ async def test_a_name_is_free_again_when_its_handle_is_done_and_not_before() -> 
         await world.works()
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_handle_is_done_when_the_others_know_what_to_launch() -> None:
     async with device_world(3) as world:
         for _ in range(4):
@@ -129,7 +129,7 @@ async def _told(world: DeviceWorld, comm: Any) -> bool:
     return bool(channel.is_heard(channel.batch))
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_another_stream_of_the_caller() -> None:
     async with device_world(2) as world:
 
@@ -149,7 +149,7 @@ async def test_another_stream_of_the_caller() -> None:
         assert await everywhere(world.comms, call) == [[2, 2]] * 2
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_in_place_and_out() -> None:
     async with device_world(2) as world:
 
@@ -163,7 +163,7 @@ async def test_in_place_and_out() -> None:
         assert await everywhere(world.comms, call) == [([2, 4], [2, 4])] * 2
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_many_arrays_are_one_launch_for_each_dtype() -> None:
     async with device_world(2) as world:
 
@@ -215,8 +215,8 @@ DIFFERENT: dict[str, tuple[Any, Any, str]] = {
 }
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("kind", DIFFERENT)
-@on_loop
 async def test_ranks_that_disagree(kind: str) -> None:
     one, other, words = DIFFERENT[kind]
     async with device_world(3) as world:
@@ -227,7 +227,7 @@ async def test_ranks_that_disagree(kind: str) -> None:
             await world.works(f"after {round_}")
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_name_that_changes_what_it_means_on_all_ranks() -> None:
     async with device_world(2) as world:
         for length in (1, 1, 1, 2, 2, 2, 1):
@@ -235,7 +235,7 @@ async def test_a_name_that_changes_what_it_means_on_all_ranks() -> None:
             assert [result.tolist() for result in results] == [[2] * length] * 2
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_call_that_one_rank_refuses() -> None:
     elsewhere = FakeDevice(7)
     async with device_world(3) as world:
@@ -251,7 +251,7 @@ async def test_a_call_that_one_rank_refuses() -> None:
         await world.works()
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_device_that_runs_out_of_memory() -> None:
     async with device_world(3) as world:
         arrays = [world.array(comm, [1, 1]) for comm in world.comms]
@@ -261,7 +261,7 @@ async def test_a_device_that_runs_out_of_memory() -> None:
         await world.works()
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_rank_that_does_not_come_is_named() -> None:
     async with device_world(3) as world:
         await world.works("before")
@@ -275,7 +275,7 @@ async def test_a_rank_that_does_not_come_is_named() -> None:
         await world.works()
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_what_was_launched_everywhere_before_a_failure_completes() -> None:
     async with device_world(2) as world:
         await world.works("before")
@@ -296,7 +296,7 @@ async def test_what_was_launched_everywhere_before_a_failure_completes() -> None
         await world.works()
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_cancelled_call() -> None:
     async with device_world(2) as world:
         await world.works("before")
@@ -307,7 +307,7 @@ async def test_a_cancelled_call() -> None:
         await world.works()
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_rank_that_dies_in_the_midst() -> None:
     async with device_world(3, quiet=False) as world:
         await world.works("before")
@@ -329,7 +329,7 @@ async def test_a_rank_that_dies_in_the_midst() -> None:
         await until(lambda: not world.devices[2].num_waiting)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_launch_that_hangs_ends_by_its_deadline() -> None:
     async with device_world(2) as world:
         await world.works("before")
@@ -343,7 +343,7 @@ async def test_a_launch_that_hangs_ends_by_its_deadline() -> None:
         assert all("still under way" in str(error) for error in results)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_backend_that_breaks_down() -> None:
     async with device_world(2) as world:
         await world.works("before")
@@ -353,7 +353,7 @@ async def test_a_backend_that_breaks_down() -> None:
         assert any("the cable is broken" in str(one) for one in results)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_backend_that_cannot_be_made() -> None:
     async with device_world(2) as world:
         world.fabric.refuse("no way to the others")
@@ -362,7 +362,7 @@ async def test_a_backend_that_cannot_be_made() -> None:
         assert any("no way to the others" in str(one) for one in results)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_closed_with_calls_in_flight() -> None:
     async with device_world(2, tombstones=True) as world:
         handle = world.comms[0].all_reduce(world.array(world.comms[0], [1]), "k")
@@ -370,8 +370,8 @@ async def test_closed_with_calls_in_flight() -> None:
         assert isinstance((await asyncio.gather(handle, return_exceptions=True))[0], CollectiveAborted)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("shared", [False, True])
-@on_loop
 async def test_closed_while_the_device_works_on_what_was_promised(shared: bool) -> None:
     async with device_world(2, shared=shared) as world:
         for device in world.devices:
@@ -387,7 +387,7 @@ async def test_closed_while_the_device_works_on_what_was_promised(shared: bool) 
         assert [result.get().tolist() for result in results] == [[2]] * 2
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_groups_have_orders_of_their_own() -> None:
     async with device_world(4) as world:
         pairs = await everywhere(world.comms, lambda c: c.split(c.rank % 2))
@@ -397,8 +397,8 @@ async def test_groups_have_orders_of_their_own() -> None:
         await world.works()
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("name", ["", 5, object()])
-@on_loop
 async def test_a_name_that_cannot_be_fails_nothing_else(name: Any) -> None:
     async with device_world(2) as world:
         for device in world.devices:
@@ -415,7 +415,7 @@ async def test_a_name_that_cannot_be_fails_nothing_else(name: Any) -> None:
         await world.works()
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_many_arrays_of_several_dtypes_that_one_rank_refuses() -> None:
     elsewhere = FakeDevice(7)
 

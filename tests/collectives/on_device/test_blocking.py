@@ -18,7 +18,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[tuple[Any, list[FakeDevice
     shared = "one" if request.param == "shared" else None
     devices = [FakeDevice(0, shared) for _ in range(3)]
     fabric = FakeFabric()
-    with sync_world(3, devices=devices, maker=fabric, timeout_s=worlds.HANG_S) as comms:
+    with sync_world(3, devices=devices, maker=fabric, timeout=worlds.HANG_S) as comms:
         yield comms, devices
     assert fabric.violations == []
     assert all(device.violations == [] for device in devices)
@@ -34,13 +34,23 @@ def test_the_verbs(world: tuple[Any, list[FakeDevice]]) -> None:
             "sum": comm.all_reduce(x, "a"),
             "later": comm.all_reduce_async(x, name="b").wait(),
             "many": comm.all_reduce_many({"c": x})["c"],
+            "list": comm.all_reduce([x, x], "f")[1],
+            "parts": comm.all_to_all(device.array(np.full(3, comm.rank, np.float32)), "g"),
             "all": comm.all_gather(x, "d", concat=True),
             "mine": comm.reduce_scatter(device.array(np.ones(6, np.float32)), "e"),
         }
         comm.synchronize()
         return {name: array.get().tolist() for name, array in found.items()}
 
-    expected = {"sum": [3] * 5, "later": [3] * 5, "many": [3] * 5, "all": [0] * 5 + [1] * 5 + [2] * 5, "mine": [3] * 2}
+    expected = {
+        "sum": [3] * 5,
+        "later": [3] * 5,
+        "many": [3] * 5,
+        "list": [3] * 5,
+        "parts": [0, 1, 2],
+        "all": [0] * 5 + [1] * 5 + [2] * 5,
+        "mine": [3] * 2,
+    }
     assert run_threads(comms, main) == [expected] * 3
 
 

@@ -13,7 +13,7 @@ from kfcomm.collectives.on_device import channel
 from kfcomm.collectives.on_device.channel import TAG, Channel
 from kfcomm.testing import MemoryWorld
 from tests.conformance import worlds
-from tests.conformance.worlds import on_loop, until
+from tests.conformance.worlds import until
 
 
 def _channels(comms: MemoryWorld) -> tuple[list[Channel], list[list[Any]]]:
@@ -27,7 +27,7 @@ def _channels(comms: MemoryWorld) -> tuple[list[Channel], list[list[Any]]]:
     return made, heard
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_messages_come_in_order_and_those_of_one_turn_together() -> None:
     async with worlds.world(3) as comms:
         channels, heard = _channels(comms)
@@ -44,7 +44,7 @@ async def test_messages_come_in_order_and_those_of_one_turn_together() -> None:
         assert sorted(heard[0], key=lambda one: one[0]) == [(1, b"bytes"), (2, {"a": None})]
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_what_was_told_is_heard_in_the_end() -> None:
     async with worlds.world(3) as comms:
         channels, heard = _channels(comms)
@@ -62,7 +62,7 @@ async def test_what_was_told_is_heard_in_the_end() -> None:
         assert (heard[1], heard[2]) == ([(0, "first"), (0, "second")], [(0, "first")])
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_what_a_broken_link_may_have_lost_comes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "AGAIN_AFTER_S", 0.0)
     async with worlds.world(2) as comms:
@@ -77,7 +77,7 @@ async def test_what_a_broken_link_may_have_lost_comes_once(monkeypatch: pytest.M
         assert heard[1] == [(0, number) for number in range(30)]
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_what_cannot_be_read_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     async with worlds.world(2) as comms:
         channels, heard = _channels(comms)
@@ -93,7 +93,7 @@ async def test_what_cannot_be_read_is_dropped(caplog: pytest.LogCaptureFixture) 
         assert heard[1] == [(0, "well")]
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_closed_channel_neither_sends_nor_hears() -> None:
     async with worlds.world(2) as comms:
         channels, heard = _channels(comms)

@@ -13,7 +13,7 @@ from kfcomm.errors import CollectiveAborted, CollectiveMismatch, ConfigError, Pe
 from kfcomm.testing import FakeDevice
 from kfcomm.types import Verb
 from tests.collectives.on_device.worlds import device_world
-from tests.conformance.worlds import assert_kinds, ends, everywhere, on_loop, until
+from tests.conformance.worlds import assert_kinds, ends, everywhere, until
 
 
 @pytest.fixture(autouse=True)
@@ -22,8 +22,8 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(hierarchy.HierarchicalPath.__init__.__kwdefaults__, "share_nbytes", 64)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize(("size", "hosts"), [(4, 2), (6, 2), (6, 3), (8, 4)])
-@on_loop
 async def test_any_sizes_give_the_sum(size: int, hosts: int) -> None:
     async with device_world(size, hosts=hosts) as world:
         assert world.comms[0].route.route == "hierarchy"
@@ -34,7 +34,7 @@ async def test_any_sizes_give_the_sum(size: int, hosts: int) -> None:
                 np.testing.assert_array_equal(result, base * size + size * (size - 1) / 2)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_other_ops_and_shapes() -> None:
     async with device_world(4, hosts=2) as world:
         expected = {"avg": 2.5, "max": 4, "min": 1, "prod": 24}
@@ -45,7 +45,7 @@ async def test_other_ops_and_shapes() -> None:
             assert all(result.shape == (3, 5) and (result == value).all() for result in results)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_only_shares_cross_the_network_and_all_ranks_carry_one() -> None:
     async with device_world(4, hosts=2) as world:
         await world.everywhere(lambda c: c.all_reduce(world.array(c, np.ones(32)), "k"))
@@ -54,7 +54,7 @@ async def test_only_shares_cross_the_network_and_all_ranks_carry_one() -> None:
                                         (1, Verb.ALL_GATHER)] * 2)  # fmt: skip
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_names_in_any_order() -> None:
     rng = random.Random(3)
     names = [f"key {number}" for number in range(8)]
@@ -72,7 +72,7 @@ async def test_names_in_any_order() -> None:
             await everywhere(world.comms, step)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_in_place_and_on_a_stream_that_is_slow() -> None:
     async with device_world(4, hosts=2) as world:
         arrays = [world.array(comm, np.full(50, comm.rank)) for comm in world.comms]
@@ -87,7 +87,7 @@ async def test_in_place_and_on_a_stream_that_is_slow() -> None:
         assert all((x.get() == 6).all() for x in arrays)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_other_verbs_and_ops_without_the_backend_go_through_the_host() -> None:
     async with device_world(4, hosts=2) as world:
         gathered = await world.everywhere(lambda c: c.all_gather(world.array(c, [c.rank]), "gather"))
@@ -99,7 +99,7 @@ async def test_other_verbs_and_ops_without_the_backend_go_through_the_host() -> 
         assert not world.fabric.launched
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_ranks_that_disagree_and_a_call_that_is_refused() -> None:
     elsewhere = FakeDevice(7)
     async with device_world(4, hosts=2, tombstones=True) as world:
@@ -116,7 +116,7 @@ async def test_ranks_that_disagree_and_a_call_that_is_refused() -> None:
         await world.works()
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_rank_that_dies() -> None:
     async with device_world(4, hosts=2, quiet=False) as world:
         await world.works("before")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
 from kfcomm.devices import Device, Stream
 from kfcomm.testing import FakeDevice, FakeFabric
@@ -15,7 +16,7 @@ from kfcomm.transports.backend import CollectiveBackend, Part
 from kfcomm.types import Op, Verb
 from tests.collectives.on_device.worlds import DeviceWorld
 from tests.conformance import worlds
-from tests.conformance.worlds import everywhere, on_loop
+from tests.conformance.worlds import everywhere
 
 
 class Lazy:
@@ -50,7 +51,7 @@ class LazyFabric(FakeFabric):
         return Lazy(super().connect(identity, rank, size, device), self.meetings, self.threads)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_launch_that_waits_for_the_others() -> None:
     fabric = LazyFabric(3)
     devices = [FakeDevice(0) for _ in range(3)]
@@ -72,7 +73,7 @@ async def test_a_launch_that_waits_for_the_others() -> None:
     assert fabric.violations == []
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_alone_nothing_waits() -> None:
     fabric = LazyFabric(1)
     device = FakeDevice(0)
@@ -83,7 +84,7 @@ async def test_alone_nothing_waits() -> None:
         assert fabric.threads == [threading.main_thread()]
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_launch_keeps_no_memory_once_its_call_is_over() -> None:
     fabric = LazyFabric(2)
     devices = [FakeDevice(0) for _ in range(2)]

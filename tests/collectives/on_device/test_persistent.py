@@ -11,7 +11,7 @@ import pytest
 from kfcomm.errors import CollectiveAborted, ConfigError
 from kfcomm.testing import FakeArray
 from tests.collectives.on_device.worlds import device_world
-from tests.conformance.worlds import assert_kinds, ends, everywhere, on_loop
+from tests.conformance.worlds import assert_kinds, ends, everywhere
 
 SIZE = 4
 BASE = np.arange(12, dtype=np.float32).reshape(4, 3)
@@ -44,9 +44,9 @@ def on_host(result: Any) -> Any:
     return result.get() if isinstance(result, FakeArray) else result
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("backend", ["fake", ""])
 @pytest.mark.parametrize("verb", VERBS)
-@on_loop
 async def test_every_verb(verb: str, backend: str) -> None:
     prepare, expected = VERBS[verb]
     async with device_world(SIZE, backend=backend) as world:
@@ -58,8 +58,8 @@ async def test_every_verb(verb: str, backend: str) -> None:
                 np.testing.assert_equal(on_host(result), wanted)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("backend", ["fake", ""])
-@on_loop
 async def test_in_place_each_start_goes_on_from_the_last_result(backend: str) -> None:
     async with device_world(SIZE, backend=backend) as world:
         xs = [world.array(comm, BASE) for comm in world.comms]
@@ -72,7 +72,7 @@ async def test_in_place_each_start_goes_on_from_the_last_result(backend: str) ->
                 np.testing.assert_array_equal(x.get(), BASE * SIZE**number)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_messages() -> None:
     async with device_world(2) as world:
         first, second = world.comms
@@ -83,6 +83,7 @@ async def test_messages() -> None:
             await sent
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("verb", "options", "message"),
     [
@@ -94,7 +95,6 @@ async def test_messages() -> None:
         ("all_reduce_many", {"op": "xor"}, "xor"),
     ],
 )
-@on_loop
 async def test_arguments_are_checked_at_the_first_start(verb: str, options: dict[str, Any], message: str) -> None:
     """But for the name, which is checked when it is prepared. Calls of other ranks hear of it, as of a verb's."""
     async with device_world(SIZE, tombstones=True) as world:

@@ -18,7 +18,7 @@ from kfcomm.core.launch_order import launch_order
 from kfcomm.errors import CollectiveError, KfcommError
 from kfcomm.testing import FakeDevice
 from tests.collectives.on_device.worlds import DeviceWorld, device_world
-from tests.conformance.worlds import HANG_S, everywhere, leftovers, on_loop, turns
+from tests.conformance.worlds import HANG_S, everywhere, leftovers, turns
 
 SEEDS = 3
 ROUNDS = 6
@@ -254,9 +254,9 @@ async def one_round(world: DeviceWorld, seed: str, uses: list[Use], swap: str | 
         raise AssertionError(f"{uses} hang:\n  " + "\n  ".join(under_way(world))) from None
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.parametrize("route", ROUTES)
-@on_loop
 async def test_random_programs(route: str, seed: int) -> None:
     rng = Random(f"{route} {seed}")
     async with device_world(tombstones=True, **ROUTES[route]) as world:

@@ -22,7 +22,7 @@ from kfcomm.errors import (
 from kfcomm.testing import FakeArray, FakeDevice, FakeFabric
 from tests.collectives.on_device.worlds import DeviceWorld, device_world
 from tests.conformance import worlds
-from tests.conformance.worlds import assert_kinds, ends, everywhere, on_loop
+from tests.conformance.worlds import assert_kinds, ends, everywhere
 
 SIZE = 4
 ROUTES: dict[str, dict[str, Any]] = {
@@ -58,9 +58,9 @@ VERBS: dict[str, tuple[Call, list[Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("verb", VERBS)
-@on_loop
 async def test_every_verb_along_every_route(verb: str, route: str) -> None:
     call, expected = VERBS[verb]
     async with device_world(SIZE, **ROUTES[route]) as world:
@@ -75,8 +75,8 @@ async def test_every_verb_along_every_route(verb: str, route: str) -> None:
                     np.testing.assert_array_equal(result.get(), wanted)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("route", ["backend", "shared"])
-@on_loop
 async def test_lists_and_parts(route: str) -> None:
     async with device_world(2, **ROUTES[route]) as world:
 
@@ -101,7 +101,7 @@ async def test_lists_and_parts(route: str) -> None:
         assert even[1].tolist() == [2]
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_messages_keep_their_order() -> None:
     async with device_world(2) as world:
         one, other = world.comms
@@ -118,7 +118,7 @@ async def test_messages_keep_their_order() -> None:
         await asyncio.gather(*handles)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_message_that_is_given_up_before_it_has_left_the_device() -> None:
     async with device_world(2) as world:
         one, other = world.comms
@@ -130,7 +130,7 @@ async def test_a_message_that_is_given_up_before_it_has_left_the_device() -> Non
         assert_kinds(await ends([other], lambda c: c.recv(0, "t")), CollectiveAborted)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_change_of_strategy_among_calls_whose_copies_are_slow() -> None:
     async with device_world(SIZE, shared=True) as world:
 
@@ -165,8 +165,8 @@ async def mixed_world(**options: Any) -> AsyncIterator[tuple[Any, list[FakeDevic
     assert all(device is None or device.violations == [] for device in devices)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("verb", VERBS)
-@on_loop
 async def test_every_verb_where_some_ranks_have_no_device(verb: str) -> None:
     call, expected = VERBS[verb]
     async with mixed_world() as (comms, devices, _):
@@ -186,7 +186,7 @@ async def test_every_verb_where_some_ranks_have_no_device(verb: str) -> None:
             np.testing.assert_array_equal(result if devices[rank] is None else result.get(), wanted)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_host_arrays_and_objects_work_as_ever_where_some_have_a_device() -> None:
     async with mixed_world() as (comms, _, _):
         sums = await everywhere(comms, lambda c: c.all_reduce(ALL[c.rank], "k"))
@@ -205,6 +205,47 @@ async def test_host_arrays_and_objects_work_as_ever_where_some_have_a_device() -
             )
         )
         await everywhere(comms, lambda c: c.barrier())
+
+
+# -------------------------------------------------------------------- lists and mappings
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.asyncio
+async def test_lists_and_mappings_along_every_route(route: str) -> None:
+    lists: dict[str, tuple[Call, list[Any]]] = {
+        "all_reduce": (lambda c, xs: c.all_reduce(xs, "k"), [[SUM, SUM[0]]] * SIZE),
+        "reduce": (lambda c, xs: c.reduce(xs, 1, "k"), [None, [SUM, SUM[0]], None, None]),
+        "broadcast": (lambda c, xs: c.broadcast(xs, 2, "k"), [[ALL[2], ALL[2][0]]] * SIZE),
+        "all_gather": (lambda c, xs: c.all_gather(xs, "k"), [[np.stack(ALL), np.stack([x[0] for x in ALL])]] * SIZE),
+    }
+    async with device_world(SIZE, **ROUTES[route]) as world:
+        for call, expected in lists.values():
+            results = await everywhere(
+                world.comms,
+                lambda c, call=call: call(c, [world.array(c, ALL[c.rank]), world.array(c, ALL[c.rank][0])]),
+            )
+            await everywhere(world.comms, lambda c: c.synchronize())
+            for result, wanted in zip(results, expected, strict=True):
+                assert (result is None) == (wanted is None)
+                for one, want in zip(result or (), wanted or (), strict=True):
+                    np.testing.assert_array_equal(one.get(), want)
+        parts = await world.everywhere(lambda c: c.reduce_scatter([world.array(c, x) for x in ALL], "k"))
+        for rank, part in enumerate(parts):
+            np.testing.assert_array_equal(part, SIZE * ALL[rank])
+        outs = [{"a": world.array(c, BASE), "b": world.array(c, BASE[0])} for c in world.comms]
+        results = await everywhere(
+            world.comms,
+            lambda c: c.all_reduce_many(
+                {"b": world.array(c, ALL[c.rank][0]), "a": world.array(c, ALL[c.rank])}, "m", out=outs[c.rank]
+            ),
+        )
+        await everywhere(world.comms, lambda c: c.synchronize())
+        for result, out in zip(results, outs, strict=True):
+            assert result is out
+            assert min(out["a"].version, out["b"].version) > 0
+            np.testing.assert_array_equal(out["a"].get(), SUM)
+            np.testing.assert_array_equal(out["b"].get(), SUM[0])
 
 
 # -------------------------------------------------------------------- refused
@@ -227,6 +268,8 @@ REFUSED: dict[str, tuple[Callable[[DeviceWorld, Any], Any], str]] = {
     "a stream of nothing": (lambda w, c: c.all_reduce(_on(w, c), "k", stream="mine"), "stream"),
     "both memories in a mapping": (lambda w, c: c.all_reduce_many({"a": _on(w, c), "b": np.ones(2)}), "not both"),
     "both memories in a list": (lambda w, c: c.all_to_all([_on(w, c), np.ones(4, np.float32)], "k"), "not both"),
+    "both memories in a list of sums": (lambda w, c: c.reduce_scatter([_on(w, c), np.ones(4, np.float32)]), "not both"),
+    "parts of several shapes": (lambda w, c: c.reduce_scatter([_on(w, c), w.array(c, [1])], "k"), "of one shape"),
     "consensus": (lambda w, c: c.consensus(_on(w, c), "k"), "a copy in host memory"),
     "a timeout that is none": (lambda w, c: c.all_reduce(_on(w, c), "k", timeout=-1), "timeout"),
     "half of itself as out": (
@@ -236,9 +279,9 @@ REFUSED: dict[str, tuple[Callable[[DeviceWorld, Any], Any], str]] = {
 }
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("route", ["backend", "shared"])
 @pytest.mark.parametrize("what", REFUSED)
-@on_loop
 async def test_what_cannot_be_is_refused(what: str, route: str) -> None:
     call, words = REFUSED[what]
     async with device_world(2, tombstones=True, **ROUTES[route]) as world:
@@ -248,7 +291,7 @@ async def test_what_cannot_be_is_refused(what: str, route: str) -> None:
         await world.works()
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_an_array_on_a_device_where_the_rank_has_none() -> None:
     device = FakeDevice(0)
     async with worlds.world(2) as comms:
@@ -257,7 +300,7 @@ async def test_an_array_on_a_device_where_the_rank_has_none() -> None:
                 await comm.all_reduce(device.array(np.ones(2)), "k")
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_host_and_device_under_one_name_differ_where_all_have_a_device() -> None:
     async with device_world(2, shared=True, tombstones=True) as world:
         results = await world.ends(lambda c: c.all_reduce(_on(world, c) if c.rank else np.ones(4, np.float32), "k"))
@@ -266,7 +309,7 @@ async def test_host_and_device_under_one_name_differ_where_all_have_a_device() -
         await world.works()
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_what_fails_late_is_told_by_the_next_call() -> None:
     async with device_world(2) as world:
         await world.works("before")
@@ -281,7 +324,7 @@ async def test_what_fails_late_is_told_by_the_next_call() -> None:
         await everywhere(world.comms, lambda c: c.synchronize())
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_device_that_never_comes_to_an_array_of_two_steps() -> None:
     async with device_world(2, timeout_s=0.3, tombstones=True) as world:
         arrays = [_on(world, comm) for comm in world.comms]
@@ -294,7 +337,7 @@ async def test_a_device_that_never_comes_to_an_array_of_two_steps() -> None:
         await worlds.until(lambda: not world.devices[0].num_promised)
 
 
-@on_loop
+@pytest.mark.asyncio
 async def test_a_device_that_fails_in_the_midst_of_the_hierarchy(monkeypatch: pytest.MonkeyPatch) -> None:
     async with device_world(4, hosts=2, tombstones=True) as world:
         await world.works("before")

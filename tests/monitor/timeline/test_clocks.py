@@ -15,7 +15,6 @@ from kfcomm.monitor.timeline.clocks import RankClock, clocks_of
 from kfcomm.monitor.timeline.files import Sample
 from kfcomm.testing import run_ranks, world
 from tests.monitor.timeline.traces import about, check, record, sampled, written
-from tests.support import run
 
 SECOND = 1_000_000_000
 
@@ -31,20 +30,17 @@ def skewed(offset_ns, drift=0.0):
     return read
 
 
-def test_a_merged_trace_of_skewed_clocks_keeps_the_order_of_things(tmp_path):
+@pytest.mark.asyncio
+async def test_a_merged_trace_of_skewed_clocks_keeps_the_order_of_things(tmp_path):
     clocks = {1: skewed(5 * SECOND), 2: skewed(-3 * SECOND, drift=0.05)}
+    async with world(3, hosts=3) as comms:
+        record(comms, tmp_path, clocks)
 
-    async def main():
-        async with world(3, hosts=3) as comms:
-            record(comms, tmp_path, clocks)
+        async def rank(comm):
+            for step in range(30):
+                await comm.barrier(f"step/{step}")
 
-            async def rank(comm):
-                for step in range(30):
-                    await comm.barrier(f"step/{step}")
-
-            await run_ranks(comms, rank)
-
-    run(main())
+        await run_ranks(comms, rank)
     traces = read_files([tmp_path])
     assert _overlap([event for trace in traces for event in _raw(trace.path)]) < 0  # else the test would show nothing
     merged = merge(traces, tmp_path / "merged.json")

@@ -15,7 +15,6 @@ from kfcomm import testing
 from kfcomm.communicator import Communicator
 from kfcomm.transports.shm import slots as shm_slots
 from kfcomm.transports.shm.parted import PartedSlot
-from tests.support import run
 
 RANKS = 4
 COUNT = 3 << 20
@@ -83,9 +82,10 @@ def call_of(kind: str, comm: Communicator) -> Callable[[], Any]:
     return lambda: comm.all_reduce(x, "x", out=out)
 
 
+@pytest.mark.asyncio
 @pytest.mark.usefixtures("counted")
 @pytest.mark.parametrize("kind", BUDGETS)
-def test_no_more_is_moved_than_was(kind: str) -> None:
+async def test_no_more_is_moved_than_was(kind: str) -> None:
     async def main() -> int:
         async with testing.world(RANKS, transport="shm", strategy="direct") as comms:
             calls = [call_of(kind, comm) for comm in comms]
@@ -95,5 +95,5 @@ def test_no_more_is_moved_than_was(kind: str) -> None:
                     assert (await handle)[-1] == RANKS
             return Counted.nbytes_moved
 
-    moved = run(main()) / RANKS / (4 * COUNT)
+    moved = await main() / RANKS / (4 * COUNT)
     assert BUDGETS[kind] / SLACK <= moved <= BUDGETS[kind] * SLACK

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from kfcomm.core.frame import PREFIX_NBYTES, make_encoder
 from kfcomm.errors import RemoteProtocolError
 from kfcomm.transports.shm.shared import MAX_PIECES, Word
-from tests.support import run
 from tests.transports.shm.pairs import MIB, Pair, processes, turns
 from tests.transports.streams import Owner, chunk, noise
 
@@ -109,19 +108,17 @@ WRONG_FORTH = {
 }
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("name", WRONG_FORTH)
-def test_what_a_sender_of_chunks_does_wrong(name):
-    async def main():
-        async with two_pairs() as (bad, _):
-            bad.link.send(chunk(3))
-            bad.link.flush()
-            await bad.heard.until(lambda heard: heard.frames)
-            WRONG_FORTH[name](bad)
-            bad.other._keeper.wake()
-            await bad.heard.until(lambda heard: heard.ends)
-            assert isinstance(bad.heard.ends[0], RemoteProtocolError)
-
-    run(main())
+async def test_what_a_sender_of_chunks_does_wrong(name):
+    async with two_pairs() as (bad, _):
+        bad.link.send(chunk(3))
+        bad.link.flush()
+        await bad.heard.until(lambda heard: heard.frames)
+        WRONG_FORTH[name](bad)
+        bad.other._keeper.wake()
+        await bad.heard.until(lambda heard: heard.ends)
+        assert isinstance(bad.heard.ends[0], RemoteProtocolError)
 
 
 # What a subscriber may do wrong
@@ -175,24 +172,22 @@ WRONG_BACK = {
 }
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("name", WRONG_BACK)
-def test_what_a_receiver_of_chunks_does_wrong(name):
-    async def main():
-        async with two_pairs() as (bad, _):
-            bad.heard.on_frame = lambda link, header: link.lend()  # so that it returns nothing itself
-            for index in range(2):
-                bad.link.send(chunk(index), HALF[:])
-            bad.link.flush()
-            await bad.heard.until(lambda heard: len(heard.frames) == 2)
-            WRONG_BACK[name](bad)
-            bad.link._keeper.wake()
-            await bad.notes.until(lambda notes: notes.ends)
-            assert isinstance(bad.notes.ends[0], RemoteProtocolError)
-            await bad.heard.until(lambda heard: heard.ends)
-            for loan in list(bad.other._lent):
-                bad.other.give_back(loan)
-
-    run(main())
+async def test_what_a_receiver_of_chunks_does_wrong(name):
+    async with two_pairs() as (bad, _):
+        bad.heard.on_frame = lambda link, header: link.lend()  # so that it returns nothing itself
+        for index in range(2):
+            bad.link.send(chunk(index), HALF[:])
+        bad.link.flush()
+        await bad.heard.until(lambda heard: len(heard.frames) == 2)
+        WRONG_BACK[name](bad)
+        bad.link._keeper.wake()
+        await bad.notes.until(lambda notes: notes.ends)
+        assert isinstance(bad.notes.ends[0], RemoteProtocolError)
+        await bad.heard.until(lambda heard: heard.ends)
+        for loan in list(bad.other._lent):
+            bad.other.give_back(loan)
 
 
 # Counters of the reader, which the writer meets in the midst of the program's calls
@@ -218,45 +213,39 @@ def flushes(link):
     link.flush()
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("work", [sends, defines, flushes])
 @pytest.mark.parametrize("head", [1 << 40, MAX])
-def test_a_sender_that_meets_a_wrong_counter_ends_its_link_from_the_loop(work, head):
-    async def main():
-        async with two_pairs() as (bad, _):
-            bad.words[Word.FORTH_HEAD] = head
-            work(bad.link)
-            assert bad.link.is_closing
-            assert not bad.notes.ends
-            await bad.ended()
-            assert isinstance(bad.notes.ends[0], RemoteProtocolError)
-
-    run(main())
+async def test_a_sender_that_meets_a_wrong_counter_ends_its_link_from_the_loop(work, head):
+    async with two_pairs() as (bad, _):
+        bad.words[Word.FORTH_HEAD] = head
+        work(bad.link)
+        assert bad.link.is_closing
+        assert not bad.notes.ends
+        await bad.ended()
+        assert isinstance(bad.notes.ends[0], RemoteProtocolError)
 
 
-def test_a_goodbye_that_meets_a_wrong_counter_ends_the_link():
-    async def main():
-        async with two_pairs() as (bad, _):
-            while not bad.link.has_queue:
-                bad.link.send(chunk(0), HALF[:4000], filler := Owner())
-            bad.link.withdraw(filler)
-            bad.words[Word.FORTH_HEAD] = MAX
-            bad.link.close()
-            await bad.ended()
-            assert isinstance(bad.notes.ends[0], RemoteProtocolError)
-
-    run(main())
+@pytest.mark.asyncio
+async def test_a_goodbye_that_meets_a_wrong_counter_ends_the_link():
+    async with two_pairs() as (bad, _):
+        while not bad.link.has_queue:
+            bad.link.send(chunk(0), HALF[:4000], filler := Owner())
+        bad.link.withdraw(filler)
+        bad.words[Word.FORTH_HEAD] = MAX
+        bad.link.close()
+        await bad.ended()
+        assert isinstance(bad.notes.ends[0], RemoteProtocolError)
 
 
-def test_a_receiver_that_meets_a_wrong_counter_ends_its_link_from_the_loop():
-    async def main():
-        async with two_pairs() as (bad, _):
-            bad.words[Word.BACK_HEAD] = MAX
-            answers(bad.other)
-            assert not bad.heard.ends
-            await bad.ended()
-            assert isinstance(bad.heard.ends[0], RemoteProtocolError)
-
-    run(main())
+@pytest.mark.asyncio
+async def test_a_receiver_that_meets_a_wrong_counter_ends_its_link_from_the_loop():
+    async with two_pairs() as (bad, _):
+        bad.words[Word.BACK_HEAD] = MAX
+        answers(bad.other)
+        assert not bad.heard.ends
+        await bad.ended()
+        assert isinstance(bad.heard.ends[0], RemoteProtocolError)
 
 
 # Noise anywhere
@@ -265,32 +254,30 @@ parts = st.sampled_from(["words", "returned", "_forth", "_back"])
 values = st.one_of(st.integers(0, MAX), st.integers(0, 4096), st.sampled_from([0, 1, 64, 96, 128, MAX]))
 
 
+@pytest.mark.asyncio
 @settings(max_examples=60)
 @given(st.lists(st.tuples(parts, st.integers(0, 600), values), min_size=1, max_size=12), st.integers(0, 5))
-def test_noise_anywhere_in_the_segment_ends_that_link_or_nothing(wrong, head_start):
-    async def main():
-        async with two_pairs() as (bad, _):
-            for index in range(8):
-                bad.link.send(chunk(index), HALF[: 1000 * index])
-                bad.other.send(CREDIT)
-            bad.link.flush()
-            bad.other.flush()
-            await turns(head_start)
-            for part, place, value in wrong:
-                memory = getattr(bad.shared, part)
-                memory = memory if memory.format == "Q" else memory.cast("Q")
-                memory[place % len(memory)] = value
-            for index in range(8):
-                bad.link.send(chunk(index), HALF[: 1000 * index])
-                bad.other.send(CREDIT)
-            bad.link.flush()
-            bad.other.flush()
-            bad.link.close()
-            await turns()
-            for end in bad.notes.ends + bad.heard.ends:
-                assert end is None or isinstance(end, (RemoteProtocolError, ConnectionError))
-            bad.link.abort()
-            bad.other.abort()
-            bad.link._keeper.reclaim(bad.link.peer)
-
-    run(main())
+async def test_noise_anywhere_in_the_segment_ends_that_link_or_nothing(wrong, head_start):
+    async with two_pairs() as (bad, _):
+        for index in range(8):
+            bad.link.send(chunk(index), HALF[: 1000 * index])
+            bad.other.send(CREDIT)
+        bad.link.flush()
+        bad.other.flush()
+        await turns(head_start)
+        for part, place, value in wrong:
+            memory = getattr(bad.shared, part)
+            memory = memory if memory.format == "Q" else memory.cast("Q")
+            memory[place % len(memory)] = value
+        for index in range(8):
+            bad.link.send(chunk(index), HALF[: 1000 * index])
+            bad.other.send(CREDIT)
+        bad.link.flush()
+        bad.other.flush()
+        bad.link.close()
+        await turns()
+        for end in bad.notes.ends + bad.heard.ends:
+            assert end is None or isinstance(end, (RemoteProtocolError, ConnectionError))
+        bad.link.abort()
+        bad.other.abort()
+        bad.link._keeper.reclaim(bad.link.peer)

@@ -19,7 +19,6 @@ from kfcomm.transports.shm.shared import SHARED_NBYTES
 from kfcomm.transports.shm.sharing import Sharing
 from kfcomm.transports.shm.slots import SlotMemory, nbytes_of_regions
 from tests.leaks import descriptors
-from tests.support import run
 from tests.transports.shm.pairs import MIB, NoSlots, turns
 from tests.transports.streams import Notes, chunk, noise
 
@@ -90,26 +89,24 @@ def arena():
     made.close()
 
 
-def test_a_link_comes_about_and_works():
-    async def main():
-        async with two() as ((here, there), (notes, heard), (near, far)):
-            there.adopt(far, 0)
-            link = await here.connect(near, 1)
-            payload = noise(MIB)
-            link.send(chunk(1), memoryview(payload))
-            link.flush()
-            await heard.until(lambda heard: heard.frames)
-            assert heard.frames == [(chunk(1), bytes(payload))]
-            assert (link.peer, heard.links[0].peer) == (1, 0)
-            assert repr(link) == "<ShmSender to rank 1, open>"
-            link.close()
-            assert repr(link) == "<ShmSender to rank 1, closing>"
-            await notes.until(lambda notes: notes.ends)
-            await heard.until(lambda heard: heard.ends)
-            assert notes.ends == heard.ends == [None]
-            assert repr(heard.links[0]) == "<ShmReceiver to rank 0, closed>"
-
-    run(main())
+@pytest.mark.asyncio
+async def test_a_link_comes_about_and_works():
+    async with two() as ((here, there), (notes, heard), (near, far)):
+        there.adopt(far, 0)
+        link = await here.connect(near, 1)
+        payload = noise(MIB)
+        link.send(chunk(1), memoryview(payload))
+        link.flush()
+        await heard.until(lambda heard: heard.frames)
+        assert heard.frames == [(chunk(1), bytes(payload))]
+        assert (link.peer, heard.links[0].peer) == (1, 0)
+        assert repr(link) == "<ShmSender to rank 1, open>"
+        link.close()
+        assert repr(link) == "<ShmSender to rank 1, closing>"
+        await notes.until(lambda notes: notes.ends)
+        await heard.until(lambda heard: heard.ends)
+        assert notes.ends == heard.ends == [None]
+        assert repr(heard.links[0]) == "<ShmReceiver to rank 0, closed>"
 
 
 def in_dev_shm():
@@ -121,61 +118,56 @@ def in_dev_shm():
     return {name for name in names if name.startswith("/dev/shm")}
 
 
-def test_nothing_of_it_has_a_name():
-    async def main():
-        before = in_dev_shm()
-        async with two() as ((here, there), _, (near, far)):
-            there.adopt(far, 0)
-            await here.connect(near, 1)
-            assert in_dev_shm() == before
-            opened = [target for target in descriptors() if "memfd" in target]
-            assert opened
-            assert all("(deleted)" in target for target in opened)
-            assert here.descriptors()
-            assert len(there.descriptors()) == 1  # of a heap that may have to be mapped
-
-    run(main())
+@pytest.mark.asyncio
+async def test_nothing_of_it_has_a_name():
+    before = in_dev_shm()
+    async with two() as ((here, there), _, (near, far)):
+        there.adopt(far, 0)
+        await here.connect(near, 1)
+        assert in_dev_shm() == before
+        opened = [target for target in descriptors() if "memfd" in target]
+        assert opened
+        assert all("(deleted)" in target for target in opened)
+        assert here.descriptors()
+        assert len(there.descriptors()) == 1  # of a heap that may have to be mapped
 
 
-def test_links_that_came_too_late_for_a_goodbye_end_with_the_sharing():
-    async def main():
-        async with two() as ((here, there), (notes, heard), (near, far)):
-            there.adopt(far, 0)
-            link = await here.connect(near, 1)
-            await there.close()
-            await here.close()
-            await notes.until(lambda notes: notes.ends)
-            await heard.until(lambda heard: heard.ends)
-            assert link.is_closing
-            assert not here.descriptors()
-            assert here.hub.descriptors() == there.hub.descriptors() == []
-
-    run(main())
+@pytest.mark.asyncio
+async def test_links_that_came_too_late_for_a_goodbye_end_with_the_sharing():
+    async with two() as ((here, there), (notes, heard), (near, far)):
+        there.adopt(far, 0)
+        link = await here.connect(near, 1)
+        await there.close()
+        await here.close()
+        await notes.until(lambda notes: notes.ends)
+        await heard.until(lambda heard: heard.ends)
+        assert link.is_closing
+        assert not here.descriptors()
+        assert here.hub.descriptors() == there.hub.descriptors() == []
 
 
 # A process that cannot
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("unable", [0, 1])
-def test_where_one_side_cannot_the_other_is_told_why(unable, monkeypatch):
-    async def main():
-        async with two() as ((here, there), (_, heard), (near, far)):
-            answers = [lambda: "not on this host", lambda: None]
-            monkeypatch.setattr(sharing, "why_unsupported", answers[unable])
-            monkeypatch.setattr(greeting, "why_unsupported", answers[1 - unable])
-            there.adopt(far, 0)
-            with pytest.raises(SharingRefused, match="not on this host"):
-                await here.connect(near, 1)
-            assert near.fileno() < 0
-            while far.fileno() >= 0:  # noqa: ASYNC110  its task tells nobody
-                await asyncio.sleep(0)
-            assert not heard.links
-
-    run(main())
+async def test_where_one_side_cannot_the_other_is_told_why(unable, monkeypatch):
+    async with two() as ((here, there), (_, heard), (near, far)):
+        answers = [lambda: "not on this host", lambda: None]
+        monkeypatch.setattr(sharing, "why_unsupported", answers[unable])
+        monkeypatch.setattr(greeting, "why_unsupported", answers[1 - unable])
+        there.adopt(far, 0)
+        with pytest.raises(SharingRefused, match="not on this host"):
+            await here.connect(near, 1)
+        assert near.fileno() < 0
+        while far.fileno() >= 0:  # noqa: ASYNC110  its task tells nobody
+            await asyncio.sleep(0)
+        assert not heard.links
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("which", ["kfcomm-arena", "kfcomm-link"])
-def test_a_system_that_gives_no_memory(which, monkeypatch):
+async def test_a_system_that_gives_no_memory(which, monkeypatch):
     make = segment.make
 
     def failing(name, nbytes):
@@ -183,29 +175,24 @@ def test_a_system_that_gives_no_memory(which, monkeypatch):
             raise OSError(12, "Cannot allocate memory")
         return make(name, nbytes)
 
-    async def main():
-        monkeypatch.setattr(segment, "make", failing)
-        async with two() as ((here, _), _, (near, _)):
-            with pytest.raises(SharingRefused, match="Cannot allocate memory"):
-                await here.connect(near, 1)
-            assert near.fileno() < 0
-
-    run(main())
+    monkeypatch.setattr(segment, "make", failing)
+    async with two() as ((here, _), _, (near, _)):
+        with pytest.raises(SharingRefused, match="Cannot allocate memory"):
+            await here.connect(near, 1)
+        assert near.fileno() < 0
 
 
-def test_sockets_that_pass_no_descriptors():
-    async def main():
-        async with two() as ((here, _), _, _):
-            with socket.create_server(("127.0.0.1", 0)) as listener:
-                sock = socket.create_connection(listener.getsockname())
-                sock.setblocking(False)
-                other, _ = listener.accept()
-                other.close()  # a TCP socket takes the message, and drops the descriptors
-                with pytest.raises(KfcommError):
-                    await here.connect(sock, 1)
-                assert sock.fileno() < 0
-
-    run(main())
+@pytest.mark.asyncio
+async def test_sockets_that_pass_no_descriptors():
+    async with two() as ((here, _), _, _):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            sock = socket.create_connection(listener.getsockname())
+            sock.setblocking(False)
+            other, _ = listener.accept()
+            other.close()  # a TCP socket takes the message, and drops the descriptors
+            with pytest.raises(KfcommError):
+                await here.connect(sock, 1)
+            assert sock.fileno() < 0
 
 
 # A peer that is no peer
@@ -244,154 +231,134 @@ OFFERS = [
 ]
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize(("data", "sizes"), [pytest.param(*rest, id=name) for name, *rest in OFFERS])
-def test_what_is_no_offer_is_refused_and_leaves_nothing(data, sizes):
-    async def main():
-        with pair() as (sock, peer):
-            passed = [memory(abs(nbytes), sealed=nbytes > 0) for nbytes in sizes]
-            socket.send_fds(peer, [data], passed)
-            before = descriptors()
-            with pytest.raises(RemoteProtocolError):
-                await accept(sock, 60.0, BOTH, Heaps(1))
-            assert descriptors() == before
-            assert peer.recv(1000).startswith(b"n")
-            for descriptor in passed:
-                os.close(descriptor)
-
-    run(main())
+async def test_what_is_no_offer_is_refused_and_leaves_nothing(data, sizes):
+    with pair() as (sock, peer):
+        passed = [memory(abs(nbytes), sealed=nbytes > 0) for nbytes in sizes]
+        socket.send_fds(peer, [data], passed)
+        before = descriptors()
+        with pytest.raises(RemoteProtocolError):
+            await accept(sock, 60.0, BOTH, Heaps(1))
+        assert descriptors() == before
+        assert peer.recv(1000).startswith(b"n")
+        for descriptor in passed:
+            os.close(descriptor)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("has_heap", [False, True])
-def test_descriptors_beyond_those_of_an_offer_are_dropped(has_heap):
-    async def main():
-        with pair() as (sock, peer):
-            passed = [memory(SHARED_NBYTES), memory(MIB), memory(SLOTS)]
-            if has_heap:
-                passed += [memory(4096), memory(4096)]
-            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", passed))
-            peer.sendmsg([message()], [rights])
-            before = sum(descriptors().values())
-            mapped = await accept(sock, 60.0, BOTH, Heaps(1))
-            # each mapping holds one, those of the slots and of the heap are to come
-            assert sum(descriptors().values()) == before + 3 + has_heap
-            mapped.slots.close()
-            assert (mapped.heap is not None) == has_heap
-            if mapped.heap is not None:
-                mapped.heap.close()
-            assert (len(mapped.arena), mapped.max_lent) == (MIB - 2 * SKEW_NBYTES, 4)
-            assert peer.recv(10) == b"y"
-            for descriptor in passed:
-                os.close(descriptor)
-
-    run(main())
+async def test_descriptors_beyond_those_of_an_offer_are_dropped(has_heap):
+    with pair() as (sock, peer):
+        passed = [memory(SHARED_NBYTES), memory(MIB), memory(SLOTS)]
+        if has_heap:
+            passed += [memory(4096), memory(4096)]
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", passed))
+        peer.sendmsg([message()], [rights])
+        before = sum(descriptors().values())
+        mapped = await accept(sock, 60.0, BOTH, Heaps(1))
+        # each mapping holds one, those of the slots and of the heap are to come
+        assert sum(descriptors().values()) == before + 3 + has_heap
+        mapped.slots.close()
+        assert (mapped.heap is not None) == has_heap
+        if mapped.heap is not None:
+            mapped.heap.close()
+        assert (len(mapped.arena), mapped.max_lent) == (MIB - 2 * SKEW_NBYTES, 4)
+        assert peer.recv(10) == b"y"
+        for descriptor in passed:
+            os.close(descriptor)
 
 
 CLOSED = "the peer closed the connection"
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("answer", [b"n", b"nnot me", b"x", b"\xff\xfe", b""])
-def test_a_refusal_is_told_as_one(answer):
-    async def main():
-        with pair() as (sock, peer), arena() as mine, slots() as shown:
-            peer.send(answer)
-            peer.shutdown(socket.SHUT_WR)
-            with pytest.raises(SharingRefused) as caught:
-                await offer(sock, mine, 4, shown, None)
-            assert str(caught.value) == {b"nnot me": "not me", b"\xff\xfe": "\ufffd"}.get(answer, CLOSED)
-
-    run(main())
+async def test_a_refusal_is_told_as_one(answer):
+    with pair() as (sock, peer), arena() as mine, slots() as shown:
+        peer.send(answer)
+        peer.shutdown(socket.SHUT_WR)
+        with pytest.raises(SharingRefused) as caught:
+            await offer(sock, mine, 4, shown, None)
+        assert str(caught.value) == {b"nnot me": "not me", b"\xff\xfe": "\ufffd"}.get(answer, CLOSED)
 
 
-def test_a_peer_that_is_gone_does_not_count_as_a_refusal():
-    async def main():
-        with pair() as (sock, peer), arena() as mine, slots() as shown:
-            peer.close()
-            with pytest.raises(TransportError) as caught:
-                await offer(sock, mine, 4, shown, None)
-            assert not isinstance(caught.value, SharingRefused)
-
-    run(main())
+@pytest.mark.asyncio
+async def test_a_peer_that_is_gone_does_not_count_as_a_refusal():
+    with pair() as (sock, peer), arena() as mine, slots() as shown:
+        peer.close()
+        with pytest.raises(TransportError) as caught:
+            await offer(sock, mine, 4, shown, None)
+        assert not isinstance(caught.value, SharingRefused)
 
 
-def test_a_peer_that_goes_before_its_offer():
-    async def main():
-        with pair() as (sock, peer):
-            peer.close()
-            with pytest.raises(KfcommError):
-                await accept(sock, 60.0, BOTH, Heaps(1))
-
-    run(main())
+@pytest.mark.asyncio
+async def test_a_peer_that_goes_before_its_offer():
+    with pair() as (sock, peer):
+        peer.close()
+        with pytest.raises(KfcommError):
+            await accept(sock, 60.0, BOTH, Heaps(1))
 
 
-def test_a_peer_that_goes_after_its_offer_leaves_a_link_that_ends():
-    async def main():
-        async with two() as ((_, there), (_, heard), (near, far)):
-            with arena() as mine, slots() as shown:
-                offering = asyncio.ensure_future(offer(near, mine, 4, shown, None))
-                await asyncio.sleep(0)
-                there.adopt(far, 0)
-                await heard.until(lambda heard: heard.links)
-                await offering
-                near.close()
-                await heard.until(lambda heard: heard.ends)
-                assert "without a goodbye" in str(heard.ends[0])
-
-    run(main())
-
-
-def test_a_connection_without_an_offer_is_given_up():
-    async def main():
-        with pair() as (sock, peer):
-            with pytest.raises(TransportError, match="no word about shared memory within 0 s"):
-                await accept(sock, 0.0, BOTH, Heaps(1))
-            assert peer.recv(1000).startswith(b"nno word")
-
-    run(main())
-
-
-def test_who_offers_waits_for_as_long_as_the_peer_is_busy(monkeypatch):
-    async def main():
-        monkeypatch.setattr(sharing, "OFFER_WITHIN_S", 0.0)
-        with pair() as (sock, peer), arena() as mine, slots() as shown:
-            offering = asyncio.ensure_future(offer(sock, mine, 4, shown, None))
-            await turns(50)
-            assert not offering.done()
-            peer.send(b"y")
-            await offering
-
-    run(main())
-
-
-def test_greetings_under_way_end_with_the_sharing():
-    async def main():
-        async with two() as ((here, there), _, (near, far)):
-            there.adopt(far, 0)
-            await there.close()
-            assert far.fileno() < 0
-            connecting = asyncio.ensure_future(here.connect(near, 1))
+@pytest.mark.asyncio
+async def test_a_peer_that_goes_after_its_offer_leaves_a_link_that_ends():
+    async with two() as ((_, there), (_, heard), (near, far)):
+        with arena() as mine, slots() as shown:
+            offering = asyncio.ensure_future(offer(near, mine, 4, shown, None))
             await asyncio.sleep(0)
-            connecting.cancel()
-            with pytest.raises((asyncio.CancelledError, KfcommError)):
-                await connecting
-            assert near.fileno() < 0
-        async with two() as ((_, there), _, (_, far)):
             there.adopt(far, 0)
-            await turns(3)  # its task has begun to wait
-            await there.close()
-            assert far.fileno() < 0
+            await heard.until(lambda heard: heard.links)
+            await offering
+            near.close()
+            await heard.until(lambda heard: heard.ends)
+            assert "without a goodbye" in str(heard.ends[0])
 
-    run(main())
+
+@pytest.mark.asyncio
+async def test_a_connection_without_an_offer_is_given_up():
+    with pair() as (sock, peer):
+        with pytest.raises(TransportError, match="no word about shared memory within 0 s"):
+            await accept(sock, 0.0, BOTH, Heaps(1))
+        assert peer.recv(1000).startswith(b"nno word")
 
 
-def test_the_more_peers_the_more_memory_and_the_less_is_lent():
-    async def main():
-        loop = asyncio.get_running_loop()
-        for peers in (0, 1, 3, 7, 31, 32, 63):
-            reactor = Reactor()
-            made = Sharing(loop, reactor, Inbound(), range(peers + 1), 0)
-            assert sharing.MIN_SLABS <= made._num_slabs <= sharing.MAX_SLABS
-            assert 2 * made._max_lent * peers <= made._num_slabs
-            await made.close()
-            reactor.close()
+@pytest.mark.asyncio
+async def test_who_offers_waits_for_as_long_as_the_peer_is_busy(monkeypatch):
+    monkeypatch.setattr(sharing, "OFFER_WITHIN_S", 0.0)
+    with pair() as (sock, peer), arena() as mine, slots() as shown:
+        offering = asyncio.ensure_future(offer(sock, mine, 4, shown, None))
+        await turns(50)
+        assert not offering.done()
+        peer.send(b"y")
+        await offering
 
-    run(main())
+
+@pytest.mark.asyncio
+async def test_greetings_under_way_end_with_the_sharing():
+    async with two() as ((here, there), _, (near, far)):
+        there.adopt(far, 0)
+        await there.close()
+        assert far.fileno() < 0
+        connecting = asyncio.ensure_future(here.connect(near, 1))
+        await asyncio.sleep(0)
+        connecting.cancel()
+        with pytest.raises((asyncio.CancelledError, KfcommError)):
+            await connecting
+        assert near.fileno() < 0
+    async with two() as ((_, there), _, (_, far)):
+        there.adopt(far, 0)
+        await turns(3)  # its task has begun to wait
+        await there.close()
+        assert far.fileno() < 0
+
+
+@pytest.mark.asyncio
+async def test_the_more_peers_the_more_memory_and_the_less_is_lent():
+    loop = asyncio.get_running_loop()
+    for peers in (0, 1, 3, 7, 31, 32, 63):
+        reactor = Reactor()
+        made = Sharing(loop, reactor, Inbound(), range(peers + 1), 0)
+        assert sharing.MIN_SLABS <= made._num_slabs <= sharing.MAX_SLABS
+        assert 2 * made._max_lent * peers <= made._num_slabs
+        await made.close()
+        reactor.close()

@@ -10,16 +10,11 @@ from kfcomm.errors import LocalProtocolError, RemoteProtocolError, TransportErro
 from kfcomm.transports.shm.arena import SLAB_NBYTES
 from kfcomm.transports.shm.sender import INLINE_NBYTES, LOW_LATENCY_WINDOW_NBYTES, WINDOW_NBYTES
 from kfcomm.transports.shm.shared import MAX_LENT_NBYTES, Word
-from tests.support import run
+from tests.support import on_every_loop
 from tests.transports.shm.pairs import HALF, MIB, Pair, fill, linked, processes, settled, turns
 from tests.transports.streams import Owner, chunk, noise
 
 CREDIT = 6
-
-
-@pytest.fixture(params=[False, True], ids=["uvloop", "asyncio"])
-def plain(request):
-    return request.param
 
 
 # Frames arrive whole and in order
@@ -29,230 +24,206 @@ lengths = st.one_of(
 )
 
 
+@on_every_loop
 @settings(max_examples=30)
-@given(st.lists(st.tuples(st.sampled_from(["send", "flush", "answer", "turn"]), lengths), max_size=30), st.booleans())
-def test_frames_arrive_whole_and_in_order(script, plain):
-    async def main():
-        sent, answered, owner, read = [], [], Owner(), 0
-        async with linked(slabs=2) as pair:
-            for index, (verb, nbytes) in enumerate(script):
-                if verb == "send":
-                    sent.append((chunk(index), bytes(noise(nbytes))))
-                    read += pair.link.send(sent[-1][0], memoryview(sent[-1][1]), owner)
-                elif verb == "answer":
-                    answered.append(([CREDIT, index, nbytes], b""))
-                    assert pair.other.send(answered[-1][0])
-                elif verb == "turn":
-                    await asyncio.sleep(0)
-                else:
-                    pair.link.flush()
-                    pair.other.flush()
-            pair.link.flush()
-            pair.other.flush()
-            await pair.notes.until(lambda notes: len(notes.frames) == len(answered))
-            await pair.heard.until(lambda heard: len(heard.frames) == len(sent))
-            pair.link.close()
-            await pair.ended()
-        assert pair.heard.frames == sent
-        assert pair.notes.frames == answered
-        assert read + owner.times == len(sent)
-        assert pair.heard.ends == pair.notes.ends == [None]
-
-    run(main(), plain=plain)
-
-
-def test_a_chunk_without_payload_is_one_with_an_empty_payload():
-    async def main():
-        async with linked() as pair:
-            assert pair.link.send(chunk(0))
-            assert pair.link.send(chunk(1), memoryview(b""))
-            pair.link.flush()
-            await pair.heard.until(lambda heard: len(heard.frames) == 2)
-            assert pair.heard.frames == [(chunk(0), b""), (chunk(1), b"")]
-
-    run(main())
-
-
-def test_one_payload_shown_to_two_peers_is_copied_once():
-    async def main():
-        async with processes() as (here, there):
-            pairs = [Pair(here, there, peers=(peer, 0)) for peer in (1, 2)]
-            view = memoryview(HALF)
-            for pair in pairs:
-                assert pair.link.send(chunk(1), view)
-            assert here.arena.pieces_in_use == 1
-            for pair in pairs:
+@given(st.lists(st.tuples(st.sampled_from(["send", "flush", "answer", "turn"]), lengths), max_size=30))
+async def test_frames_arrive_whole_and_in_order(script):
+    sent, answered, owner, read = [], [], Owner(), 0
+    async with linked(slabs=2) as pair:
+        for index, (verb, nbytes) in enumerate(script):
+            if verb == "send":
+                sent.append((chunk(index), bytes(noise(nbytes))))
+                read += pair.link.send(sent[-1][0], memoryview(sent[-1][1]), owner)
+            elif verb == "answer":
+                answered.append(([CREDIT, index, nbytes], b""))
+                assert pair.other.send(answered[-1][0])
+            elif verb == "turn":
+                await asyncio.sleep(0)
+            else:
                 pair.link.flush()
-                await pair.heard.until(lambda heard: heard.frames)
-                assert pair.heard.frames == [(chunk(1), HALF)]
-            await settled(pairs[0])
-            for pair in pairs:
-                await pair.close()
+                pair.other.flush()
+        pair.link.flush()
+        pair.other.flush()
+        await pair.notes.until(lambda notes: len(notes.frames) == len(answered))
+        await pair.heard.until(lambda heard: len(heard.frames) == len(sent))
+        pair.link.close()
+        await pair.ended()
+    assert pair.heard.frames == sent
+    assert pair.notes.frames == answered
+    assert read + owner.times == len(sent)
+    assert pair.heard.ends == pair.notes.ends == [None]
 
-    run(main())
+
+@pytest.mark.asyncio
+async def test_a_chunk_without_payload_is_one_with_an_empty_payload():
+    async with linked() as pair:
+        assert pair.link.send(chunk(0))
+        assert pair.link.send(chunk(1), memoryview(b""))
+        pair.link.flush()
+        await pair.heard.until(lambda heard: len(heard.frames) == 2)
+        assert pair.heard.frames == [(chunk(0), b""), (chunk(1), b"")]
 
 
-@pytest.mark.parametrize("nbytes", [100, 1 << 16])
-def test_the_memory_of_a_payload_that_was_read_is_the_callers(nbytes):
-    async def main():
-        async with linked() as pair:
-            memory = noise(nbytes)
-            before = bytes(memory)
-            assert pair.link.send(chunk(0), memoryview(memory))
-            memory[:] = bytes(nbytes)
-            memory.clear()  # raises BufferError while anything holds a view
+@pytest.mark.asyncio
+async def test_one_payload_shown_to_two_peers_is_copied_once():
+    async with processes() as (here, there):
+        pairs = [Pair(here, there, peers=(peer, 0)) for peer in (1, 2)]
+        view = memoryview(HALF)
+        for pair in pairs:
+            assert pair.link.send(chunk(1), view)
+        assert here.arena.pieces_in_use == 1
+        for pair in pairs:
             pair.link.flush()
             await pair.heard.until(lambda heard: heard.frames)
-            assert pair.heard.frames == [(chunk(0), before)]
+            assert pair.heard.frames == [(chunk(1), HALF)]
+        await settled(pairs[0])
+        for pair in pairs:
+            await pair.close()
 
-    run(main())
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("nbytes", [100, 1 << 16])
+async def test_the_memory_of_a_payload_that_was_read_is_the_callers(nbytes):
+    async with linked() as pair:
+        memory = noise(nbytes)
+        before = bytes(memory)
+        assert pair.link.send(chunk(0), memoryview(memory))
+        memory[:] = bytes(nbytes)
+        memory.clear()  # raises BufferError while anything holds a view
+        pair.link.flush()
+        await pair.heard.until(lambda heard: heard.frames)
+        assert pair.heard.frames == [(chunk(0), before)]
 
 
-def test_the_same_view_again_waits_until_the_peer_has_read_it():
-    async def main():
-        async with linked() as pair:
-            view = memoryview(HALF)
-            assert pair.link.send(chunk(0), view)
-            assert not pair.link.send(chunk(1), view, owner := Owner())
-            pair.link.flush()
-            await pair.heard.until(lambda heard: len(heard.frames) == 2)
-            assert pair.heard.frames == [(chunk(0), HALF), (chunk(1), HALF)]
-            assert owner.times == 1
-
-    run(main())
+@pytest.mark.asyncio
+async def test_the_same_view_again_waits_until_the_peer_has_read_it():
+    async with linked() as pair:
+        view = memoryview(HALF)
+        assert pair.link.send(chunk(0), view)
+        assert not pair.link.send(chunk(1), view, owner := Owner())
+        pair.link.flush()
+        await pair.heard.until(lambda heard: len(heard.frames) == 2)
+        assert pair.heard.frames == [(chunk(0), HALF), (chunk(1), HALF)]
+        assert owner.times == 1
 
 
 # What waits
 
 
-def test_owners_are_told_neither_in_send_nor_twice_and_their_memory_is_free_then(plain):
-    async def main():
-        async with linked() as pair:
-            fill(pair.link)
-            memory = noise(MIB)
-            before = bytes(memory)
-            owner = Owner(memory.clear)
-            assert not pair.link.send(chunk(99), memoryview(memory), owner)
-            assert owner.times == 0
-            pair.link.flush()
-            assert owner.times == 0
-            await pair.heard.until(lambda heard: (chunk(99), before) in heard.frames)
-            await settled(pair)
-            assert owner.times == 1
-            assert not memory
-
-    run(main(), plain=plain)
+@on_every_loop
+async def test_owners_are_told_neither_in_send_nor_twice_and_their_memory_is_free_then():
+    async with linked() as pair:
+        fill(pair.link)
+        memory = noise(MIB)
+        before = bytes(memory)
+        owner = Owner(memory.clear)
+        assert not pair.link.send(chunk(99), memoryview(memory), owner)
+        assert owner.times == 0
+        pair.link.flush()
+        assert owner.times == 0
+        await pair.heard.until(lambda heard: (chunk(99), before) in heard.frames)
+        await settled(pair)
+        assert owner.times == 1
+        assert not memory
 
 
-def test_an_owner_may_send_flush_and_withdraw_when_it_is_told(plain):
-    async def main():
-        async with linked() as pair:
-            late = Owner()
+@on_every_loop
+async def test_an_owner_may_send_flush_and_withdraw_when_it_is_told():
+    async with linked() as pair:
+        late = Owner()
 
-            def again():
-                pair.link.withdraw(late)
-                if first.times < 100:
-                    while pair.link.send(chunk(1), memoryview(HALF)[:], first):
-                        pass
-                    pair.link.flush()
+        def again():
+            pair.link.withdraw(late)
+            if first.times < 100:
+                while pair.link.send(chunk(1), memoryview(HALF)[:], first):
+                    pass
+                pair.link.flush()
 
-            first = Owner(again)
-            count = fill(pair.link)
-            pair.link.send(chunk(0), memoryview(HALF), first)
-            pair.link.send(chunk(7777), memoryview(HALF), late)
-            await pair.heard.until(lambda heard: first.times == 100)
-            await settled(pair)
-            assert len(pair.heard.frames) > count + 100
-            assert late.times == 0
-
-    run(main(), plain=plain)
+        first = Owner(again)
+        count = fill(pair.link)
+        pair.link.send(chunk(0), memoryview(HALF), first)
+        pair.link.send(chunk(7777), memoryview(HALF), late)
+        await pair.heard.until(lambda heard: first.times == 100)
+        await settled(pair)
+        assert len(pair.heard.frames) > count + 100
+        assert late.times == 0
 
 
-def test_withdrawing_frees_the_memory_of_what_waits_and_names_it(plain):
-    async def main():
-        async with linked() as pair:
-            count = fill(pair.link)
-            mine, theirs = noise(MIB), noise(MIB)
-            gone, stays = Owner(), Owner()
-            pair.link.send(chunk(100), memoryview(mine), gone)
-            pair.link.send(chunk(101), memoryview(theirs), stays)
-            pair.link.send(chunk(102), memoryview(mine), gone, 5)
-            assert pair.link.withdraw(gone) == [chunk(102), chunk(100)]
-            mine.clear()
-            assert pair.link.withdraw(gone) == []
-            assert pair.other.withdraw(gone) == ()
-            await pair.heard.until(lambda heard: len(heard.frames) == count + 1)
-            await settled(pair)
-            assert pair.heard.frames[-1] == (chunk(101), theirs)
-            assert (gone.times, stays.times) == (0, 1)
-
-    run(main(), plain=plain)
+@on_every_loop
+async def test_withdrawing_frees_the_memory_of_what_waits_and_names_it():
+    async with linked() as pair:
+        count = fill(pair.link)
+        mine, theirs = noise(MIB), noise(MIB)
+        gone, stays = Owner(), Owner()
+        pair.link.send(chunk(100), memoryview(mine), gone)
+        pair.link.send(chunk(101), memoryview(theirs), stays)
+        pair.link.send(chunk(102), memoryview(mine), gone, 5)
+        assert pair.link.withdraw(gone) == [chunk(102), chunk(100)]
+        mine.clear()
+        assert pair.link.withdraw(gone) == []
+        assert pair.other.withdraw(gone) == ()
+        await pair.heard.until(lambda heard: len(heard.frames) == count + 1)
+        await settled(pair)
+        assert pair.heard.frames[-1] == (chunk(101), theirs)
+        assert (gone.times, stays.times) == (0, 1)
 
 
-def test_an_urgent_chunk_overtakes_those_that_wait_and_only_those():
-    async def main():
-        async with linked() as pair:
-            count = fill(pair.link)
-            for index, priority in enumerate([0, -1, 5, 0, 7, 5]):
-                assert not pair.link.send(chunk(100 + index), memoryview(HALF), Owner(), priority)
-            assert pair.link.send(chunk(200), memoryview(b"small"), priority=8)
-            assert not pair.link.send(chunk(201), memoryview(b"small"), Owner(), 7)
-            pair.link.flush()
-            await pair.heard.until(lambda heard: len(heard.frames) == count + 8)
-            order = [header[1] for header, _ in pair.heard.frames]
-            assert order == [*range(count), 200, 104, 201, 102, 105, 100, 103, 101]
-
-    run(main())
+@pytest.mark.asyncio
+async def test_an_urgent_chunk_overtakes_those_that_wait_and_only_those():
+    async with linked() as pair:
+        count = fill(pair.link)
+        for index, priority in enumerate([0, -1, 5, 0, 7, 5]):
+            assert not pair.link.send(chunk(100 + index), memoryview(HALF), Owner(), priority)
+        assert pair.link.send(chunk(200), memoryview(b"small"), priority=8)
+        assert not pair.link.send(chunk(201), memoryview(b"small"), Owner(), 7)
+        pair.link.flush()
+        await pair.heard.until(lambda heard: len(heard.frames) == count + 8)
+        order = [header[1] for header, _ in pair.heard.frames]
+        assert order == [*range(count), 200, 104, 201, 102, 105, 100, 103, 101]
 
 
-def test_what_chunks_need_to_be_understood_goes_ahead_of_them():
-    async def main():
-        async with linked() as pair:
-            count = fill(pair.link)
-            assert not pair.link.send(chunk(100), memoryview(HALF), Owner())
-            signatures = [[4, index, ["x" * 4000] * 14] for index in range(10)]  # more than the ring holds
-            for signature in signatures:
-                assert pair.link.send(signature)
-            assert not pair.link.send(chunk(101), memoryview(b"small"), Owner(), 9)
-            pair.link.flush()
-            await pair.heard.until(lambda heard: len(heard.frames) == count + 12)
-            frames = [header for header, _ in pair.heard.frames]
-            assert frames == [*(chunk(index) for index in range(count)), *signatures, chunk(101), chunk(100)]
-
-    run(main())
+@pytest.mark.asyncio
+async def test_what_chunks_need_to_be_understood_goes_ahead_of_them():
+    async with linked() as pair:
+        count = fill(pair.link)
+        assert not pair.link.send(chunk(100), memoryview(HALF), Owner())
+        signatures = [[4, index, ["x" * 4000] * 14] for index in range(10)]  # more than the ring holds
+        for signature in signatures:
+            assert pair.link.send(signature)
+        assert not pair.link.send(chunk(101), memoryview(b"small"), Owner(), 9)
+        pair.link.flush()
+        await pair.heard.until(lambda heard: len(heard.frames) == count + 12)
+        frames = [header for header, _ in pair.heard.frames]
+        assert frames == [*(chunk(index) for index in range(count)), *signatures, chunk(101), chunk(100)]
 
 
-def test_a_number_that_gets_another_meaning_overtakes_nothing_that_knows_the_old_one():
-    async def main():
-        async with linked() as pair:
-            first, second, question = [4, 1, ["first"]], [4, 1, ["second"]], [2, 0, 0, 1, 0]
-            pair.link.send(first)
-            count = fill(pair.link)
-            for index, priority in enumerate([0, 5, 0]):
-                assert not pair.link.send(chunk(100 + index), memoryview(HALF), Owner(), priority)
-            assert pair.link.send(second)
-            assert pair.link.send(question)
-            assert not pair.link.send(chunk(200), memoryview(b"small"), Owner(), 9)
-            assert pair.link.send(second)
-            assert not pair.link.send(chunk(201), memoryview(b"small"), Owner(), 10)
-            pair.link.flush()
-            await pair.heard.until(lambda heard: len(heard.frames) == count + 9)
-            rest = [chunk(101), chunk(100), chunk(102), second, question, chunk(200), second, chunk(201)]
-            assert [header for header, _ in pair.heard.frames] == [first, *(chunk(i) for i in range(count)), *rest]
-
-    run(main())
+@pytest.mark.asyncio
+async def test_a_number_that_gets_another_meaning_overtakes_nothing_that_knows_the_old_one():
+    async with linked() as pair:
+        first, second, question = [4, 1, ["first"]], [4, 1, ["second"]], [2, 0, 0, 1, 0]
+        pair.link.send(first)
+        count = fill(pair.link)
+        for index, priority in enumerate([0, 5, 0]):
+            assert not pair.link.send(chunk(100 + index), memoryview(HALF), Owner(), priority)
+        assert pair.link.send(second)
+        assert pair.link.send(question)
+        assert not pair.link.send(chunk(200), memoryview(b"small"), Owner(), 9)
+        assert pair.link.send(second)
+        assert not pair.link.send(chunk(201), memoryview(b"small"), Owner(), 10)
+        pair.link.flush()
+        await pair.heard.until(lambda heard: len(heard.frames) == count + 9)
+        rest = [chunk(101), chunk(100), chunk(102), second, question, chunk(200), second, chunk(201)]
+        assert [header for header, _ in pair.heard.frames] == [first, *(chunk(i) for i in range(count)), *rest]
 
 
-def test_a_payload_or_frame_too_large_is_a_misuse():
-    async def main():
-        async with linked() as pair:
-            with pytest.raises(LocalProtocolError, match="payload"):
-                pair.link.send(chunk(0), memoryview(bytes(SLAB_NBYTES + 1)))
-            with pytest.raises(LocalProtocolError, match="header"):
-                pair.link.send([4, 1, ["x" * MAX_HEADER_NBYTES]])
-            assert pair.link.is_idle
-
-    run(main())
+@pytest.mark.asyncio
+async def test_a_payload_or_frame_too_large_is_a_misuse():
+    async with linked() as pair:
+        with pytest.raises(LocalProtocolError, match="payload"):
+            pair.link.send(chunk(0), memoryview(bytes(SLAB_NBYTES + 1)))
+        with pytest.raises(LocalProtocolError, match="header"):
+            pair.link.send([4, 1, ["x" * MAX_HEADER_NBYTES]])
+        assert pair.link.is_idle
 
 
 # Lending
@@ -280,480 +251,431 @@ class Keeping:
             self.link.give_back(self.loans.pop())
 
 
-def test_some_pieces_are_lent_and_a_window_of_others_goes_on():
-    async def main():
-        async with linked() as pair:
-            keeping = Keeping(pair)
-            for index in range(40):
-                pair.link.send(chunk(index), memoryview(HALF)[:])
-            pair.link.flush()
-            await pair.heard.until(lambda heard: len(heard.frames) == 40)
-            assert len(keeping.loans) == MAX_LENT_NBYTES // len(HALF)
-            assert keeping.refused == 40 - len(keeping.loans)
-            keeping.give_back()
-            await settled(pair)
-            assert fill(pair.link) == WINDOW_NBYTES // len(HALF)
-
-    run(main())
+@pytest.mark.asyncio
+async def test_some_pieces_are_lent_and_a_window_of_others_goes_on():
+    async with linked() as pair:
+        keeping = Keeping(pair)
+        for index in range(40):
+            pair.link.send(chunk(index), memoryview(HALF)[:])
+        pair.link.flush()
+        await pair.heard.until(lambda heard: len(heard.frames) == 40)
+        assert len(keeping.loans) == MAX_LENT_NBYTES // len(HALF)
+        assert keeping.refused == 40 - len(keeping.loans)
+        keeping.give_back()
+        await settled(pair)
+        assert fill(pair.link) == WINDOW_NBYTES // len(HALF)
 
 
-def test_what_is_lent_does_not_stop_what_follows_on_a_low_latency_link():
-    async def main():
-        async with linked() as pair:
-            keeping = Keeping(pair)
-            pair.link.set_low_latency()
-            pair.link.set_low_latency()
-            for index in range(20):
-                pair.link.send(chunk(index), memoryview(HALF)[:])
-            pair.link.send(chunk(20), memoryview(noise(SLAB_NBYTES)))  # more than the window
-            pair.link.flush()
-            await pair.heard.until(lambda heard: len(heard.frames) == 21)
-            assert len(keeping.loans) == 2
-            keeping.give_back()
-            await settled(pair)
-
-    run(main())
+@pytest.mark.asyncio
+async def test_what_is_lent_does_not_stop_what_follows_on_a_low_latency_link():
+    async with linked() as pair:
+        keeping = Keeping(pair)
+        pair.link.set_low_latency()
+        pair.link.set_low_latency()
+        for index in range(20):
+            pair.link.send(chunk(index), memoryview(HALF)[:])
+        pair.link.send(chunk(20), memoryview(noise(SLAB_NBYTES)))  # more than the window
+        pair.link.flush()
+        await pair.heard.until(lambda heard: len(heard.frames) == 21)
+        assert len(keeping.loans) == 2
+        keeping.give_back()
+        await settled(pair)
 
 
-def test_no_more_than_a_small_window_is_ahead_on_a_low_latency_link():
-    async def main():
-        async with linked() as pair:
-            count = fill(pair.link)
-            pair.link.set_low_latency()  # from now on: what was sent has to be read first
-            assert not pair.link.send(chunk(100), memoryview(HALF), Owner())
-            await pair.heard.until(lambda heard: len(heard.frames) == count + 1)
-            await settled(pair)
-            assert fill(pair.link) == LOW_LATENCY_WINDOW_NBYTES // len(HALF)
-            pair.words[Word.LENT] = (1 << 64) - 1  # believed only as far as may be
-            assert fill(pair.link) <= MAX_LENT_NBYTES // len(HALF)
-            pair.words[Word.LENT] = 0
-
-    run(main())
+@pytest.mark.asyncio
+async def test_no_more_than_a_small_window_is_ahead_on_a_low_latency_link():
+    async with linked() as pair:
+        count = fill(pair.link)
+        pair.link.set_low_latency()  # from now on: what was sent has to be read first
+        assert not pair.link.send(chunk(100), memoryview(HALF), Owner())
+        await pair.heard.until(lambda heard: len(heard.frames) == count + 1)
+        await settled(pair)
+        assert fill(pair.link) == LOW_LATENCY_WINDOW_NBYTES // len(HALF)
+        pair.words[Word.LENT] = (1 << 64) - 1  # believed only as far as may be
+        assert fill(pair.link) <= MAX_LENT_NBYTES // len(HALF)
+        pair.words[Word.LENT] = 0
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("max_lent", [0, 3])
-def test_no_more_pieces_are_lent_than_the_publisher_can_spare(max_lent):
-    async def main():
-        async with linked(max_lent=max_lent) as pair:
-            keeping = Keeping(pair)
-            for index in range(40):
-                pair.link.send(chunk(index), memoryview(HALF)[:5000])
-            pair.link.flush()
-            await pair.heard.until(lambda heard: len(heard.frames) == 40)
-            assert len(keeping.loans) == max_lent
-            keeping.give_back()
-            await settled(pair)
-
-    run(main())
+async def test_no_more_pieces_are_lent_than_the_publisher_can_spare(max_lent):
+    async with linked(max_lent=max_lent) as pair:
+        keeping = Keeping(pair)
+        for index in range(40):
+            pair.link.send(chunk(index), memoryview(HALF)[:5000])
+        pair.link.flush()
+        await pair.heard.until(lambda heard: len(heard.frames) == 40)
+        assert len(keeping.loans) == max_lent
+        keeping.give_back()
+        await settled(pair)
 
 
-def test_bytes_that_are_lent_do_not_change():
-    async def main():
-        async with linked() as pair:
-            views = []
+@pytest.mark.asyncio
+async def test_bytes_that_are_lent_do_not_change():
+    async with linked() as pair:
+        views = []
 
-            def receive(link, header, payload):
-                if link.lend() is not None:
-                    views.append((payload, bytes(payload)))
-                type(pair.heard).receive(pair.heard, link, header, payload)
+        def receive(link, header, payload):
+            if link.lend() is not None:
+                views.append((payload, bytes(payload)))
+            type(pair.heard).receive(pair.heard, link, header, payload)
 
-            pair.heard.receive = receive
-            for index in range(200):
-                pair.link.send(chunk(index), memoryview(noise(5000 * (1 + index % 3))))
-            pair.link.flush()
-            await pair.heard.until(lambda heard: len(heard.frames) == 200)
-            assert len(views) == 8
-            for view, before in views:
-                assert view == before
-
-    run(main())
+        pair.heard.receive = receive
+        for index in range(200):
+            pair.link.send(chunk(index), memoryview(noise(5000 * (1 + index % 3))))
+        pair.link.flush()
+        await pair.heard.until(lambda heard: len(heard.frames) == 200)
+        assert len(views) == 8
+        for view, before in views:
+            assert view == before
 
 
-def test_nothing_is_lent_of_what_travels_in_the_ring_or_outside_of_the_call():
-    async def main():
-        async with linked() as pair:
-            keeping = Keeping(pair)
-            pair.link.send(chunk(0), memoryview(HALF)[:INLINE_NBYTES])
-            pair.link.flush()
-            await pair.heard.until(lambda heard: heard.frames)
-            assert keeping.refused == 1
-            assert pair.other.lend() is None
-            assert pair.link.lend() is None
-            pair.link.give_back(None)
-            pair.link.disown(None)
-
-    run(main())
+@pytest.mark.asyncio
+async def test_nothing_is_lent_of_what_travels_in_the_ring_or_outside_of_the_call():
+    async with linked() as pair:
+        keeping = Keeping(pair)
+        pair.link.send(chunk(0), memoryview(HALF)[:INLINE_NBYTES])
+        pair.link.flush()
+        await pair.heard.until(lambda heard: heard.frames)
+        assert keeping.refused == 1
+        assert pair.other.lend() is None
+        assert pair.link.lend() is None
+        pair.link.give_back(None)
+        pair.link.disown(None)
 
 
-def test_what_is_lent_may_be_given_back_within_the_call():
-    async def main():
-        async with linked() as pair:
-            pair.heard.on_frame = lambda link, header: link.give_back(link.lend())
-            for index in range(40):
-                pair.link.send(chunk(index), memoryview(HALF)[:])
-            pair.link.flush()
-            await pair.heard.until(lambda heard: len(heard.frames) == 40)
-            await settled(pair)
-
-    run(main())
+@pytest.mark.asyncio
+async def test_what_is_lent_may_be_given_back_within_the_call():
+    async with linked() as pair:
+        pair.heard.on_frame = lambda link, header: link.give_back(link.lend())
+        for index in range(40):
+            pair.link.send(chunk(index), memoryview(HALF)[:])
+        pair.link.flush()
+        await pair.heard.until(lambda heard: len(heard.frames) == 40)
+        await settled(pair)
 
 
-def test_an_arena_that_is_used_up_is_enough_for_many_links():
-    async def main():
-        async with processes(slabs=2) as (here, there):
-            pairs = [Pair(here, there, max_lent=0, peers=(peer, 0)) for peer in range(1, 9)]
-            owner = Owner()
-            read = sum(
-                pair.link.send(chunk(index), memoryview(HALF)[:], owner) for index in range(20) for pair in pairs
-            )
-            assert read == 2 * MIB // len(HALF)
-            for pair in pairs:
-                await pair.heard.until(lambda heard: len(heard.frames) == 20)
-                assert [header for header, _ in pair.heard.frames] == [chunk(index) for index in range(20)]
-            await settled(pairs[0])
-            assert read + owner.times == 160
-            for pair in pairs:
-                await pair.close()
-
-    run(main())
+@pytest.mark.asyncio
+async def test_an_arena_that_is_used_up_is_enough_for_many_links():
+    async with processes(slabs=2) as (here, there):
+        pairs = [Pair(here, there, max_lent=0, peers=(peer, 0)) for peer in range(1, 9)]
+        owner = Owner()
+        read = sum(pair.link.send(chunk(index), memoryview(HALF)[:], owner) for index in range(20) for pair in pairs)
+        assert read == 2 * MIB // len(HALF)
+        for pair in pairs:
+            await pair.heard.until(lambda heard: len(heard.frames) == 20)
+            assert [header for header, _ in pair.heard.frames] == [chunk(index) for index in range(20)]
+        await settled(pairs[0])
+        assert read + owner.times == 160
+        for pair in pairs:
+            await pair.close()
 
 
 # The end
 
 
-def test_closing_sends_what_waits_and_reads_the_answers(plain):
-    async def main():
-        async with linked() as pair:
+@on_every_loop
+async def test_closing_sends_what_waits_and_reads_the_answers():
+    async with linked() as pair:
 
-            def answer(link, header):
-                link.send([CREDIT, header[1], 0])
+        def answer(link, header):
+            link.send([CREDIT, header[1], 0])
 
-            pair.heard.on_frame = answer
-            for index in range(20):
-                pair.link.send(chunk(index), memoryview(HALF)[:])
-            pair.link.close()
-            pair.link.close()
-            assert pair.link.is_closing
-            assert not pair.heard.frames
-            await pair.ended()
-            assert pair.heard.frames == [(chunk(index), bytes(HALF)) for index in range(20)]
-            assert pair.notes.frames == [([CREDIT, index, 0], b"") for index in range(20)]
-            assert pair.notes.ends == pair.heard.ends == [None]
-
-    run(main(), plain=plain)
+        pair.heard.on_frame = answer
+        for index in range(20):
+            pair.link.send(chunk(index), memoryview(HALF)[:])
+        pair.link.close()
+        pair.link.close()
+        assert pair.link.is_closing
+        assert not pair.heard.frames
+        await pair.ended()
+        assert pair.heard.frames == [(chunk(index), bytes(HALF)) for index in range(20)]
+        assert pair.notes.frames == [([CREDIT, index, 0], b"") for index in range(20)]
+        assert pair.notes.ends == pair.heard.ends == [None]
 
 
-def test_both_sides_may_close_at_once(plain):
-    async def main():
-        async with linked() as pair:
-            pair.link.send(chunk(1))
-            pair.other.send([CREDIT, 2, 0])
-            pair.link.close()
-            pair.other.close()
-            await pair.ended()
-            assert (pair.notes.frames, pair.heard.frames) == ([([CREDIT, 2, 0], b"")], [(chunk(1), b"")])
-            assert pair.notes.ends == pair.heard.ends == [None]
-
-    run(main(), plain=plain)
+@on_every_loop
+async def test_both_sides_may_close_at_once():
+    async with linked() as pair:
+        pair.link.send(chunk(1))
+        pair.other.send([CREDIT, 2, 0])
+        pair.link.close()
+        pair.other.close()
+        await pair.ended()
+        assert (pair.notes.frames, pair.heard.frames) == ([([CREDIT, 2, 0], b"")], [(chunk(1), b"")])
+        assert pair.notes.ends == pair.heard.ends == [None]
 
 
-def test_the_receiver_may_close_alone():
-    async def main():
-        async with linked() as pair:
-            pair.other.send([CREDIT, 2, 0])
-            pair.other.close()
-            await pair.ended()
-            assert pair.notes.frames == [([CREDIT, 2, 0], b"")]
-            assert pair.notes.ends == pair.heard.ends == [None]
-
-    run(main())
+@pytest.mark.asyncio
+async def test_the_receiver_may_close_alone():
+    async with linked() as pair:
+        pair.other.send([CREDIT, 2, 0])
+        pair.other.close()
+        await pair.ended()
+        assert pair.notes.frames == [([CREDIT, 2, 0], b"")]
+        assert pair.notes.ends == pair.heard.ends == [None]
 
 
-def test_what_is_sent_after_the_goodbye_is_dropped(plain):
-    async def main():
-        async with linked() as pair:
-            pair.link.close()
-            pair.other.close()
-            assert pair.link.send(chunk(1), memoryview(b"abc"), owner := Owner())
-            assert pair.link.send([4, 1, []])
-            assert pair.other.send([CREDIT, 1, 1])
-            await pair.ended()
-            assert pair.link.send(chunk(1), memoryview(HALF), owner)
-            assert pair.other.send([CREDIT, 1, 1])
-            pair.link.flush()
-            pair.other.flush()
-            assert not pair.link.poll()
-            assert not pair.other.poll()
-            await turns(3)
-            assert owner.times == 0
-            assert not pair.heard.frames
-            assert not pair.notes.frames
-            assert pair.link.descriptors() == pair.other.descriptors() == ()
-
-    run(main(), plain=plain)
+@on_every_loop
+async def test_what_is_sent_after_the_goodbye_is_dropped():
+    async with linked() as pair:
+        pair.link.close()
+        pair.other.close()
+        assert pair.link.send(chunk(1), memoryview(b"abc"), owner := Owner())
+        assert pair.link.send([4, 1, []])
+        assert pair.other.send([CREDIT, 1, 1])
+        await pair.ended()
+        assert pair.link.send(chunk(1), memoryview(HALF), owner)
+        assert pair.other.send([CREDIT, 1, 1])
+        pair.link.flush()
+        pair.other.flush()
+        assert not pair.link.poll()
+        assert not pair.other.poll()
+        await turns(3)
+        assert owner.times == 0
+        assert not pair.heard.frames
+        assert not pair.notes.frames
+        assert pair.link.descriptors() == pair.other.descriptors() == ()
 
 
-def test_aborting_frees_everything_at_once_and_tells_each_owner_once(plain):
-    async def main():
-        async with linked() as pair:
-            count = fill(pair.link)
-            memory = noise(MIB)
-            owner, withdrawn = Owner(), Owner()
-            for index in range(3):
-                assert not pair.link.send(chunk(100 + index), memoryview(memory), owner)
-            pair.link.send(chunk(99), memoryview(memory), withdrawn)
-            pair.link.close()
-            pair.link.abort()
-            memory.clear()
-            assert owner.times == 0
-            assert not pair.notes.ends
-            pair.link.withdraw(withdrawn)
-            pair.link.abort()
-            await pair.ended()
-            assert (owner.times, withdrawn.times) == (3, 0)
-            assert pair.notes.ends == [None]
-            # what was in the ring is read, then the loss is told
-            assert len(pair.heard.frames) == count
-            assert isinstance(pair.heard.ends[0], TransportError)
-            assert "without a goodbye" in str(pair.heard.ends[0])
-
-    run(main(), plain=plain)
+@on_every_loop
+async def test_aborting_frees_everything_at_once_and_tells_each_owner_once():
+    async with linked() as pair:
+        count = fill(pair.link)
+        memory = noise(MIB)
+        owner, withdrawn = Owner(), Owner()
+        for index in range(3):
+            assert not pair.link.send(chunk(100 + index), memoryview(memory), owner)
+        pair.link.send(chunk(99), memoryview(memory), withdrawn)
+        pair.link.close()
+        pair.link.abort()
+        memory.clear()
+        assert owner.times == 0
+        assert not pair.notes.ends
+        pair.link.withdraw(withdrawn)
+        pair.link.abort()
+        await pair.ended()
+        assert (owner.times, withdrawn.times) == (3, 0)
+        assert pair.notes.ends == [None]
+        # what was in the ring is read, then the loss is told
+        assert len(pair.heard.frames) == count
+        assert isinstance(pair.heard.ends[0], TransportError)
+        assert "without a goodbye" in str(pair.heard.ends[0])
 
 
-def test_a_link_may_be_aborted_while_it_hands_over_frames(plain):
-    async def main():
-        async with linked() as pair:
-            pair.heard.on_frame = lambda link, header: link.abort()
-            for index in range(3):
-                pair.link.send(chunk(index), memoryview(HALF))
-            pair.link.flush()
-            await pair.ended()
-            assert pair.heard.frames == [(chunk(0), HALF)]
-            assert pair.heard.ends == [None]
-        async with linked() as pair:
-            pair.notes.on_frame = lambda link, header: link.abort()
-            for index in range(3):
-                pair.other.send([CREDIT, index, 0])
-            pair.other.flush()
-            await pair.ended()
-            assert len(pair.notes.frames) == 1
-            assert pair.notes.ends == [None]
-
-    run(main(), plain=plain)
+@on_every_loop
+async def test_a_link_may_be_aborted_while_it_hands_over_frames():
+    async with linked() as pair:
+        pair.heard.on_frame = lambda link, header: link.abort()
+        for index in range(3):
+            pair.link.send(chunk(index), memoryview(HALF))
+        pair.link.flush()
+        await pair.ended()
+        assert pair.heard.frames == [(chunk(0), HALF)]
+        assert pair.heard.ends == [None]
+    async with linked() as pair:
+        pair.notes.on_frame = lambda link, header: link.abort()
+        for index in range(3):
+            pair.other.send([CREDIT, index, 0])
+        pair.other.flush()
+        await pair.ended()
+        assert len(pair.notes.frames) == 1
+        assert pair.notes.ends == [None]
 
 
+@on_every_loop
 @pytest.mark.parametrize("how", [socket.SHUT_RD, socket.SHUT_WR, socket.SHUT_RDWR])
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_socket_that_is_shut_while_both_live_is_a_loss_on_both_sides(how, waits, plain):
-    async def main():
-        async with linked() as pair:
-            if waits:
-                fill(pair.link)
-                pair.link.send(chunk(99), memoryview(HALF), owner := Owner())
-            pair.sock.shutdown(how)
-            await pair.ended()
-            for ends in (pair.notes.ends, pair.heard.ends):
-                assert isinstance(ends[0], TransportError)
-            await turns(3)
-            if waits:
-                assert owner.times == 1
-            pair.link._keeper.reclaim()
-            assert pair.link._arena.pieces_in_use == 0
-
-    run(main(), plain=plain)
+async def test_a_socket_that_is_shut_while_both_live_is_a_loss_on_both_sides(how, waits):
+    async with linked() as pair:
+        if waits:
+            fill(pair.link)
+            pair.link.send(chunk(99), memoryview(HALF), owner := Owner())
+        pair.sock.shutdown(how)
+        await pair.ended()
+        for ends in (pair.notes.ends, pair.heard.ends):
+            assert isinstance(ends[0], TransportError)
+        await turns(3)
+        if waits:
+            assert owner.times == 1
+        pair.link._keeper.reclaim()
+        assert pair.link._arena.pieces_in_use == 0
 
 
-def test_a_peer_that_is_gone_has_its_last_words_read_whatever_else_fails(plain):
-    async def main():
-        async with linked() as pair:
-            for index in range(2):
-                pair.link.send(chunk(index), memoryview(HALF)[:])
-            pair.link.abort()
-            pair.other.send([CREDIT, 1, 1])
-            pair.other.ring_bell()
-            pair.words[pair.other._far] = 1  # as if the peer had died at rest: its bell cannot be rung
-            pair.other.owes_bell = True
-            pair.other.ring_bell()
-            await pair.ended()
-            assert len(pair.heard.frames) == 2
-
-    run(main(), plain=plain)
+@on_every_loop
+async def test_a_peer_that_is_gone_has_its_last_words_read_whatever_else_fails():
+    async with linked() as pair:
+        for index in range(2):
+            pair.link.send(chunk(index), memoryview(HALF)[:])
+        pair.link.abort()
+        pair.other.send([CREDIT, 1, 1])
+        pair.other.ring_bell()
+        pair.words[pair.other._far] = 1  # as if the peer had died at rest: its bell cannot be rung
+        pair.other.owes_bell = True
+        pair.other.ring_bell()
+        await pair.ended()
+        assert len(pair.heard.frames) == 2
 
 
-def test_a_piece_is_not_used_again_after_a_broken_link_until_the_peer_says_so():
-    async def main():
-        async with linked(slabs=1) as pair:
-            hub, arena = pair.link._keeper, pair.link._arena
-            keeping = Keeping(pair)
-            pair.link.send(chunk(0), memoryview(noise(MIB)))
+@pytest.mark.asyncio
+async def test_a_piece_is_not_used_again_after_a_broken_link_until_the_peer_says_so():
+    async with linked(slabs=1) as pair:
+        hub, arena = pair.link._keeper, pair.link._arena
+        keeping = Keeping(pair)
+        pair.link.send(chunk(0), memoryview(noise(MIB)))
+        pair.link.flush()
+        await pair.heard.until(lambda heard: heard.frames)
+        pair.sock.shutdown(socket.SHUT_RDWR)
+        await pair.ended()
+        hub.reclaim()
+        assert arena.pieces_in_use == 1
+        assert arena.publish(memoryview(HALF)) is None
+        keeping.give_back()
+        hub.reclaim()
+        assert arena.pieces_in_use == 0
+        assert not hub._ended
+
+
+@pytest.mark.asyncio
+async def test_what_is_kept_for_a_peer_that_is_gone_is_free_at_once_and_later_too():
+    async with processes() as (here, there):
+        one, two = Pair(here, there, peers=(1, 0)), Pair(here, there, peers=(1, 0))
+        for pair in (one, two):
+            Keeping(pair)
+            pair.link.send(chunk(0), memoryview(HALF)[:])
             pair.link.flush()
             await pair.heard.until(lambda heard: heard.frames)
-            pair.sock.shutdown(socket.SHUT_RDWR)
-            await pair.ended()
-            hub.reclaim()
-            assert arena.pieces_in_use == 1
-            assert arena.publish(memoryview(HALF)) is None
-            keeping.give_back()
-            hub.reclaim()
-            assert arena.pieces_in_use == 0
-            assert not hub._ended
-
-    run(main())
-
-
-def test_what_is_kept_for_a_peer_that_is_gone_is_free_at_once_and_later_too():
-    async def main():
-        async with processes() as (here, there):
-            one, two = Pair(here, there, peers=(1, 0)), Pair(here, there, peers=(1, 0))
-            for pair in (one, two):
-                Keeping(pair)
-                pair.link.send(chunk(0), memoryview(HALF)[:])
-                pair.link.flush()
-                await pair.heard.until(lambda heard: heard.frames)
-            one.link.abort()
-            assert here.arena.pieces_in_use == 2
-            here.hub.reclaim(7)
-            assert here.arena.pieces_in_use == 2
-            here.hub.reclaim(1)
-            assert here.arena.pieces_in_use == 1
-            two.link.abort()  # noticed only now
-            assert here.arena.pieces_in_use == 0
-            await one.close()
-            await two.close()
-
-    run(main())
+        one.link.abort()
+        assert here.arena.pieces_in_use == 2
+        here.hub.reclaim(7)
+        assert here.arena.pieces_in_use == 2
+        here.hub.reclaim(1)
+        assert here.arena.pieces_in_use == 1
+        two.link.abort()  # noticed only now
+        assert here.arena.pieces_in_use == 0
+        await one.close()
+        await two.close()
 
 
-def test_pieces_are_not_free_while_the_call_that_ended_the_link_still_reads_them():
-    async def main():
-        async with linked() as pair:
-            closed = []
+@pytest.mark.asyncio
+async def test_pieces_are_not_free_while_the_call_that_ended_the_link_still_reads_them():
+    async with linked() as pair:
+        closed = []
 
-            def end(link, header):
-                link.abort()
-                pair.link.abort()
-                closed.append(pair.link.may_reuse())
+        def end(link, header):
+            link.abort()
+            pair.link.abort()
+            closed.append(pair.link.may_reuse())
 
-            pair.heard.on_frame = end
-            pair.link.send(chunk(0), memoryview(HALF))
-            pair.link.flush()
-            await pair.ended()
-            assert closed == [False]
-            assert pair.link.may_reuse()
-
-    run(main())
+        pair.heard.on_frame = end
+        pair.link.send(chunk(0), memoryview(HALF))
+        pair.link.flush()
+        await pair.ended()
+        assert closed == [False]
+        assert pair.link.may_reuse()
 
 
 # What is wrong on one link ends that one
 
 
-def test_the_user_of_a_link_may_judge_a_frame(plain):
-    async def main():
-        async with linked() as pair:
+@on_every_loop
+async def test_the_user_of_a_link_may_judge_a_frame():
+    async with linked() as pair:
 
-            def judge(link, header):
-                raise RemoteProtocolError("no such key")
+        def judge(link, header):
+            raise RemoteProtocolError("no such key")
 
-            pair.heard.on_frame = judge
-            pair.link.send(chunk(1))
-            pair.link.send(chunk(2))
-            pair.link.flush()
-            await pair.ended()
-            assert str(pair.heard.ends[0]) == "no such key"
-            assert len(pair.heard.frames) == 1
-
-    run(main(), plain=plain)
+        pair.heard.on_frame = judge
+        pair.link.send(chunk(1))
+        pair.link.send(chunk(2))
+        pair.link.flush()
+        await pair.ended()
+        assert str(pair.heard.ends[0]) == "no such key"
+        assert len(pair.heard.frames) == 1
 
 
+@on_every_loop
 @pytest.mark.parametrize("side", ["sender", "receiver", "owner"])
-def test_a_defect_of_the_user_ends_the_link_is_not_hidden_and_stops_no_other(side, plain):
-    async def main():
-        unheard = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context["exception"]))
+async def test_a_defect_of_the_user_ends_the_link_is_not_hidden_and_stops_no_other(side):
+    unheard = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context["exception"]))
 
-        def fail(*_):
-            raise ZeroDivisionError
+    def fail(*_):
+        raise ZeroDivisionError
 
-        async with processes() as (here, there):
-            bad, good = Pair(here, there, peers=(1, 0)), Pair(here, there, peers=(2, 0))
-            if side == "owner":
-                fill(bad.link)
-                bad.link.send(chunk(99), memoryview(HALF), Owner(fail))
-            elif side == "sender":
-                bad.notes.on_frame = fail
-                bad.other.send([CREDIT, 1, 1])
-                bad.other.flush()
-            else:
-                bad.heard.on_frame = fail
-                bad.link.send(chunk(1))
-                bad.link.flush()
-            await bad.ended()
-            assert len(unheard) == 1
-            assert isinstance(unheard[0], ZeroDivisionError)
-            assert unheard[0] in (bad.notes.ends + bad.heard.ends)
-            for index in range(10):
-                good.link.send(chunk(index), memoryview(HALF)[:])
-                good.other.send([CREDIT, index, 0])
-            good.link.flush()
-            good.other.flush()
-            await good.heard.until(lambda heard: len(heard.frames) == 10)
-            await good.notes.until(lambda notes: len(notes.frames) == 10)
-            await good.close()
-
-    run(main(), plain=plain)
+    async with processes() as (here, there):
+        bad, good = Pair(here, there, peers=(1, 0)), Pair(here, there, peers=(2, 0))
+        if side == "owner":
+            fill(bad.link)
+            bad.link.send(chunk(99), memoryview(HALF), Owner(fail))
+        elif side == "sender":
+            bad.notes.on_frame = fail
+            bad.other.send([CREDIT, 1, 1])
+            bad.other.flush()
+        else:
+            bad.heard.on_frame = fail
+            bad.link.send(chunk(1))
+            bad.link.flush()
+        await bad.ended()
+        assert len(unheard) == 1
+        assert isinstance(unheard[0], ZeroDivisionError)
+        assert unheard[0] in (bad.notes.ends + bad.heard.ends)
+        for index in range(10):
+            good.link.send(chunk(index), memoryview(HALF)[:])
+            good.other.send([CREDIT, index, 0])
+        good.link.flush()
+        good.other.flush()
+        await good.heard.until(lambda heard: len(heard.frames) == 10)
+        await good.notes.until(lambda notes: len(notes.frames) == 10)
+        await good.close()
 
 
-def test_a_severed_link_touches_neither_the_memory_nor_the_loop():
-    async def main():
-        async with processes() as (here, there):
-            pair = Pair(here, there)
-            keeping = Keeping(pair)
-            pair.link.send(chunk(0), memoryview(HALF))
-            pair.link.flush()
-            await pair.heard.until(lambda heard: heard.frames)
-            fds = pair.link._fd, pair.other._fd
-            here.hub.sever()
-            there.hub.sever()
-            before = pair.words.tobytes(), pair.shared.returned.tobytes(), pair.shared._forth.tobytes()
-            # what a forked child may still call
-            keeping.give_back()
-            for link in (pair.link, pair.other):
-                assert link.send(chunk(1), memoryview(HALF))
-                link.flush()
-                link.close()
-                link.abort()
-                assert not link.poll()
-            here.hub.wake()
-            assert not here.hub.progress()
-            await turns(5)
-            assert (pair.words.tobytes(), pair.shared.returned.tobytes(), pair.shared._forth.tobytes()) == before
-            assert not pair.notes.ends
-            for number, link in zip(fds, (pair.link, pair.other), strict=True):
-                link._reactor.remove_reader(number)
-                link._sock.close()
-
-    run(main())
+@pytest.mark.asyncio
+async def test_a_severed_link_touches_neither_the_memory_nor_the_loop():
+    async with processes() as (here, there):
+        pair = Pair(here, there)
+        keeping = Keeping(pair)
+        pair.link.send(chunk(0), memoryview(HALF))
+        pair.link.flush()
+        await pair.heard.until(lambda heard: heard.frames)
+        fds = pair.link._fd, pair.other._fd
+        here.hub.sever()
+        there.hub.sever()
+        before = pair.words.tobytes(), pair.shared.returned.tobytes(), pair.shared._forth.tobytes()
+        # what a forked child may still call
+        keeping.give_back()
+        for link in (pair.link, pair.other):
+            assert link.send(chunk(1), memoryview(HALF))
+            link.flush()
+            link.close()
+            link.abort()
+            assert not link.poll()
+        here.hub.wake()
+        assert not here.hub.progress()
+        await turns(5)
+        assert (pair.words.tobytes(), pair.shared.returned.tobytes(), pair.shared._forth.tobytes()) == before
+        assert not pair.notes.ends
+        for number, link in zip(fds, (pair.link, pair.other), strict=True):
+            link._reactor.remove_reader(number)
+            link._sock.close()
 
 
-def test_a_window_that_opens_though_no_piece_came_free_is_used():
+@pytest.mark.asyncio
+async def test_a_window_that_opens_though_no_piece_came_free_is_used():
     """A piece with two readers: one is done with it, and what waits for that one goes on."""
-
-    async def main():
-        async with processes(slabs=16) as (here, there):
-            first, second = Pair(here, there, peers=(1, 0)), Pair(here, there, peers=(2, 0))
-            kept = []
-            second.heard.on_frame = lambda link, header: kept.append((link, link.lend()))
-            shown = memoryview(noise(MIB))
-            for pair in (first, second):
-                assert pair.link.send(chunk(0), shown)
-            assert not first.link.send(chunk(1), memoryview(noise(MIB)), Owner())  # the window is one piece
-            for pair in (first, second):
-                pair.link.flush()
-            await first.heard.until(lambda heard: len(heard.frames) == 2)
-            await second.heard.until(lambda heard: heard.frames)
-            for link, loan in kept:
-                link.give_back(loan)
-            await first.close()
-            await second.close()
-
-    run(main())
+    async with processes(slabs=16) as (here, there):
+        first, second = Pair(here, there, peers=(1, 0)), Pair(here, there, peers=(2, 0))
+        kept = []
+        second.heard.on_frame = lambda link, header: kept.append((link, link.lend()))
+        shown = memoryview(noise(MIB))
+        for pair in (first, second):
+            assert pair.link.send(chunk(0), shown)
+        assert not first.link.send(chunk(1), memoryview(noise(MIB)), Owner())  # the window is one piece
+        for pair in (first, second):
+            pair.link.flush()
+        await first.heard.until(lambda heard: len(heard.frames) == 2)
+        await second.heard.until(lambda heard: heard.frames)
+        for link, loan in kept:
+            link.give_back(loan)
+        await first.close()
+        await second.close()

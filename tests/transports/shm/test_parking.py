@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from kfcomm.transports import loop_driver
 from kfcomm.transports.shm.sender import WINDOW_NBYTES
-from tests.support import run
 from tests.transports.shm.pairs import MIB, Pair, Process, Threads, linked, parked, turns
 from tests.transports.streams import Owner, chunk, noise
 
@@ -225,39 +224,35 @@ def test_what_is_sent_while_the_other_side_goes_to_rest_is_not_slept_over(before
 # The same on a real loop, with the real socket
 
 
-def test_hubs_rest_after_a_burst_and_wake_for_the_next(monkeypatch):
-    async def main():
-        async with linked() as pair:
-            hubs_ = (pair.link._keeper, pair.other._keeper)
-            for _ in range(3):
-                await parked(*hubs_)
-                before = len(pair.heard.frames)
-                for index in range(50):
-                    pair.link.send(chunk(index), BIG[: 100_000 * (index % 3)])
-                pair.link.flush()
-                await pair.heard.until(lambda heard, before=before: len(heard.frames) == before + 50)
+@pytest.mark.asyncio
+async def test_hubs_rest_after_a_burst_and_wake_for_the_next(monkeypatch):
+    async with linked() as pair:
+        hubs_ = (pair.link._keeper, pair.other._keeper)
+        for _ in range(3):
             await parked(*hubs_)
-            assert pair.notes.bursts == 0
-
-    run(main())
-
-
-def test_a_hub_that_waits_for_something_looks_again_by_itself():
-    async def main():
-        async with linked() as pair:
-            hub = pair.other._keeper
-            await parked(hub)
-            hub._is_waiting = lambda: True
-            hub.wake()
-            await parked(hub)
-            assert hub._backstop is not None
-            pair.link._wake = lambda: None  # a bell that is not heard
-            pair.link.send(chunk(1))
+            before = len(pair.heard.frames)
+            for index in range(50):
+                pair.link.send(chunk(index), BIG[: 100_000 * (index % 3)])
             pair.link.flush()
-            await pair.heard.until(lambda heard: heard.frames)
-            hub._is_waiting = lambda: False
+            await pair.heard.until(lambda heard, before=before: len(heard.frames) == before + 50)
+        await parked(*hubs_)
+        assert pair.notes.bursts == 0
 
-    run(main())
+
+@pytest.mark.asyncio
+async def test_a_hub_that_waits_for_something_looks_again_by_itself():
+    async with linked() as pair:
+        hub = pair.other._keeper
+        await parked(hub)
+        hub._is_waiting = lambda: True
+        hub.wake()
+        await parked(hub)
+        assert hub._backstop is not None
+        pair.link._wake = lambda: None  # a bell that is not heard
+        pair.link.send(chunk(1))
+        pair.link.flush()
+        await pair.heard.until(lambda heard: heard.frames)
+        hub._is_waiting = lambda: False
 
 
 def rung(pair):
@@ -268,73 +263,67 @@ def rung(pair):
         return False
 
 
-def test_a_bell_is_put_off_only_while_something_is_in_flight():
-    async def main():
-        async with linked() as pair:
-            here, there, reactor = pair.link._keeper, pair.other._keeper, pair.link._reactor
-            await parked(here, there)
-            in_flight = True
-            here._is_waiting = lambda: in_flight
-            here.wake()
-            pair.link.send(chunk(1))
-            pair.link.flush()
-            assert not rung(pair)  # the other side may be about to look
-            looks = 0
-            while not rung(pair):
-                looks += 1
-                reactor.progress()
-            assert looks > 1
-            assert here.is_awake  # it has not come to rest for that
-            await pair.heard.until(lambda heard: heard.frames)
-
-            await parked(there)
-            here.wake()
-            pair.link.send(chunk(2))
-            pair.link.flush()
-            assert not rung(pair)
-
-            def over(link, header):
-                nonlocal in_flight
-                in_flight = False
-
-            pair.notes.on_frame = over
-            assert pair.other._out.put_encoded(b"\x93\x06\x01\x01")  # CREDIT, while its hub rests
+@pytest.mark.asyncio
+async def test_a_bell_is_put_off_only_while_something_is_in_flight():
+    async with linked() as pair:
+        here, there, reactor = pair.link._keeper, pair.other._keeper, pair.link._reactor
+        await parked(here, there)
+        in_flight = True
+        here._is_waiting = lambda: in_flight
+        here.wake()
+        pair.link.send(chunk(1))
+        pair.link.flush()
+        assert not rung(pair)  # the other side may be about to look
+        looks = 0
+        while not rung(pair):
+            looks += 1
             reactor.progress()
-            assert rung(pair)  # nobody knows when this side has its next turn
-            await pair.heard.until(lambda heard: len(heard.frames) == 2)
+        assert looks > 1
+        assert here.is_awake  # it has not come to rest for that
+        await pair.heard.until(lambda heard: heard.frames)
 
-            await parked(there)
-            here.wake()
-            pair.link.send(chunk(3))
-            pair.link.flush()
-            assert rung(pair)
-            await pair.heard.until(lambda heard: len(heard.frames) == 3)
+        await parked(there)
+        here.wake()
+        pair.link.send(chunk(2))
+        pair.link.flush()
+        assert not rung(pair)
 
-    run(main())
+        def over(link, header):
+            nonlocal in_flight
+            in_flight = False
+
+        pair.notes.on_frame = over
+        assert pair.other._out.put_encoded(b"\x93\x06\x01\x01")  # CREDIT, while its hub rests
+        reactor.progress()
+        assert rung(pair)  # nobody knows when this side has its next turn
+        await pair.heard.until(lambda heard: len(heard.frames) == 2)
+
+        await parked(there)
+        here.wake()
+        pair.link.send(chunk(3))
+        pair.link.flush()
+        assert rung(pair)
+        await pair.heard.until(lambda heard: len(heard.frames) == 3)
 
 
-def test_a_peer_that_writes_without_end_leaves_others_their_turn():
-    async def main():
-        async with linked() as pair:
-            pair.heard.on_frame = lambda link, header: (pair.link.send(chunk(1)), pair.link.flush())
-            pair.link.send(chunk(0))
-            pair.link.flush()
-            await turns()
-            assert pair.heard.bursts > 1
-            assert len(pair.heard.frames) < 64 * (pair.heard.bursts + 1)
-            pair.heard.on_frame = lambda link, header: None
-
-    run(main())
+@pytest.mark.asyncio
+async def test_a_peer_that_writes_without_end_leaves_others_their_turn():
+    async with linked() as pair:
+        pair.heard.on_frame = lambda link, header: (pair.link.send(chunk(1)), pair.link.flush())
+        pair.link.send(chunk(0))
+        pair.link.flush()
+        await turns()
+        assert pair.heard.bursts > 1
+        assert len(pair.heard.frames) < 64 * (pair.heard.bursts + 1)
+        pair.heard.on_frame = lambda link, header: None
 
 
-def test_more_than_a_window_goes_over_in_pieces():
-    async def main():
-        async with linked(slabs=4) as pair:
-            owner = Owner()
-            read = sum(pair.link.send(chunk(index), BIG[:], owner) for index in range(20))
-            assert read == WINDOW_NBYTES // MIB
-            pair.link.flush()
-            await pair.heard.until(lambda heard: len(heard.frames) == 20)
-            assert read + owner.times == 20
-
-    run(main())
+@pytest.mark.asyncio
+async def test_more_than_a_window_goes_over_in_pieces():
+    async with linked(slabs=4) as pair:
+        owner = Owner()
+        read = sum(pair.link.send(chunk(index), BIG[:], owner) for index in range(20))
+        assert read == WINDOW_NBYTES // MIB
+        pair.link.flush()
+        await pair.heard.until(lambda heard: len(heard.frames) == 20)
+        assert read + owner.times == 20

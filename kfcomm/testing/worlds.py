@@ -18,6 +18,7 @@ from kfcomm.devices import Device, DeviceReport
 from kfcomm.devices.routes import choose
 from kfcomm.errors import TransportError
 from kfcomm.session import Session
+from kfcomm.sizes import seconds_of
 from kfcomm.testing.links import InMemory, InSharedMemory, Links
 from kfcomm.transports.backend import BackendMaker
 from kfcomm.transports.base import Link, Waiter
@@ -25,7 +26,7 @@ from kfcomm.transports.device_setup import DeviceSetup
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor
 from kfcomm.transports.shm.heap import Array
-from kfcomm.types import Layout
+from kfcomm.types import Layout, Seconds
 
 T = TypeVar("T")
 
@@ -78,6 +79,9 @@ class _Way:
         """None."""
         return []
 
+    async def leave(self) -> None:
+        """There is no store."""
+
     async def close(self) -> None:
         """See ``session.Network``."""
         await self._links.close(self._rank)
@@ -90,8 +94,8 @@ class MemoryWorld(Sequence[Communicator]):
         size: number of ranks.
         hosts: number of hosts on which the ranks pretend to be.
         strategy: see ``Communicator.set_strategy``.
-        timeout_s: default timeout of the collectives, in seconds.
-        stall_after_s: after how long a wait is reported, in seconds.
+        timeout: default timeout of the collectives, in seconds or as a ``timedelta``.
+        stall_after: after how long a wait is reported, likewise.
         transport: ``memory``, or ``shm`` for links through shared memory, as processes of one host have them.
         monitor: whether the ranks count and time what they do, for ``Communicator.statistics``.
         devices: the device of each rank, None for one that has none; closed with the communicators. No rank has one if
@@ -110,8 +114,8 @@ class MemoryWorld(Sequence[Communicator]):
         *,
         hosts: int = 1,
         strategy: Any = "auto",
-        timeout_s: float = 300.0,
-        stall_after_s: float = 10.0,
+        timeout: Seconds = 300.0,
+        stall_after: Seconds = 10.0,
         transport: Literal["memory", "shm"] = "memory",
         monitor: bool = True,
         devices: Sequence[Device | None] | None = None,
@@ -120,6 +124,7 @@ class MemoryWorld(Sequence[Communicator]):
         reactor: Reactor | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
+        limit_s, stall_s = seconds_of(timeout), seconds_of(stall_after)
         layout = Layout.even(size, hosts, os.cpu_count() or 0)
         setups = _set_up(layout, devices, maker, device_transport)
         self._driver: LoopDriver | None = None
@@ -137,8 +142,8 @@ class MemoryWorld(Sequence[Communicator]):
                     _Way(rank, self._links, self._hub, job),
                     loop,
                     reactor,
-                    timeout_s=timeout_s,
-                    stall_after_s=stall_after_s,
+                    timeout_s=limit_s,
+                    stall_after_s=stall_s,
                     monitor=monitor,
                     devices=setups[rank],
                 )
@@ -202,10 +207,22 @@ async def world(size: int, **options: Any) -> AsyncIterator[MemoryWorld]:
 
 
 async def run_ranks(comms: Sequence[Communicator], main: Callable[[Communicator], Awaitable[T]]) -> list[T]:
-    """Run ``main(comm)`` for every rank at the same time; the results by rank. The first error ends all."""
-    async with asyncio.TaskGroup() as ranks:
-        tasks = [ranks.create_task(_as_coroutine(main(comm))) for comm in comms]
-    return [task.result() for task in tasks]
+    """Run ``main(comm)`` for every rank at the same time; the results by rank. The first error ends all.
+
+    Raises:
+        Exception: the error of the rank that failed, or of one of them if all failed with errors of one kind.
+        ExceptionGroup: ranks failed with errors of several kinds.
+    """
+    try:
+        async with asyncio.TaskGroup() as ranks:
+            tasks = [ranks.create_task(_as_coroutine(main(comm))) for comm in comms]
+    except BaseExceptionGroup as group:
+        failure = group.exceptions[0]
+        if any(type(error) is not type(failure) for error in group.exceptions):
+            raise
+    else:
+        return [task.result() for task in tasks]
+    raise failure  # out of the handler, which would make the group its context
 
 
 async def _as_coroutine(awaitable: Awaitable[T]) -> T:

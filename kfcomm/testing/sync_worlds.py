@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kfcomm.devices import Device
 from kfcomm.sync.communicator import Communicator
 from kfcomm.sync.driver import Driver
 from kfcomm.sync.thread import IoThread
-from kfcomm.testing.world import MemoryWorld
+from kfcomm.testing.worlds import MemoryWorld
 from kfcomm.transports.backend import BackendMaker
+
+if TYPE_CHECKING:
+    from kfcomm.types import Seconds
 
 T = TypeVar("T")
 
@@ -45,7 +48,7 @@ class SyncWorld(Sequence[Communicator]):
 
 @contextmanager
 def sync_world(
-    size: int, *, hosts: int = 1, strategy: Any = "auto", timeout_s: float = 300.0, stall_after_s: float = 10.0,
+    size: int, *, hosts: int = 1, strategy: Any = "auto", timeout: Seconds = 300.0, stall_after: Seconds = 10.0,
     devices: Sequence[Device | None] | None = None, maker: BackendMaker | None = None, device_transport: str = "auto",
 ) -> Iterator[SyncWorld]:  # fmt: skip
     """A world of ``size`` ranks in this process, on an I/O thread of its own; closed at the end. See ``MemoryWorld``.
@@ -55,7 +58,7 @@ def sync_world(
 
     async def make() -> MemoryWorld:
         return MemoryWorld(
-            size, hosts=hosts, strategy=strategy, timeout_s=timeout_s, stall_after_s=stall_after_s, devices=devices,
+            size, hosts=hosts, strategy=strategy, timeout=timeout, stall_after=stall_after, devices=devices,
             maker=maker, device_transport=device_transport, reactor=driver.reactor,
         )  # fmt: skip
 

@@ -1,0 +1,89 @@
+"""Accepting connections for as long as a port is open, whatever comes and whatever is used up.
+
+Invariants: no connection that was accepted is lost, also when the task is cancelled as it arrives. A flood takes no
+more than one turn of the loop at a time. Where there is no descriptor left, who has come is still told so: for that
+one is kept in reserve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+from collections.abc import Callable
+
+PAUSE_S = 0.05
+"""After a connection that could not be accepted: it stays in the backlog, and asking again at once would spin."""
+USED_UP = {errno.EMFILE, errno.ENFILE}
+
+
+async def accept_all(
+    listening: socket.socket, begin: Callable[[socket.socket], object], *,
+    turn_away: Callable[[socket.socket], object], failed: Callable[[OSError], object],
+) -> None:  # fmt: skip
+    """Accept until cancelled.
+
+    Args:
+        listening: a non-blocking socket that listens.
+        begin: gets each connection, and owns it.
+        turn_away: gets, for a moment, one for which there is no descriptor left, to say so; it is closed then.
+        failed: told why a connection could not be accepted.
+    """
+    reserve: int | None = _reserved()
+    try:
+        while True:
+            try:
+                sock = await _accept(listening)
+            except ConnectionError:
+                continue  # it was gone before it was accepted
+            except OSError as error:
+                failed(error)
+                if error.errno in USED_UP and reserve is not None:
+                    os.close(reserve)
+                    _turn_one_away(listening, turn_away)
+                    reserve = _reserved()
+                await asyncio.sleep(PAUSE_S)
+                continue
+            begin(sock)
+            await asyncio.sleep(0)  # accepting need not yield: without this a flood would starve all else
+    finally:
+        if reserve is not None:
+            os.close(reserve)
+
+
+async def readable(sock: socket.socket) -> None:
+    """Wait until there is something to be read, or accepted. Unlike the loops' own calls it takes nothing itself."""
+    loop = asyncio.get_running_loop()
+    found = asyncio.Event()
+    loop.add_reader(sock.fileno(), found.set)
+    try:
+        await found.wait()
+    finally:
+        loop.remove_reader(sock.fileno())
+
+
+async def _accept(listening: socket.socket) -> socket.socket:
+    """The next connection. Unlike the loops' sock_accept, it loses none when it is cancelled as one arrives."""
+    while True:
+        try:
+            return listening.accept()[0]
+        except (BlockingIOError, InterruptedError):
+            await readable(listening)
+
+
+def _turn_one_away(listening: socket.socket, turn_away: Callable[[socket.socket], object]) -> None:
+    try:
+        sock = listening.accept()[0]
+    except OSError:
+        return
+    with sock:
+        sock.setblocking(False)
+        turn_away(sock)
+
+
+def _reserved() -> int | None:
+    try:
+        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None

@@ -1,0 +1,124 @@
+"""Python objects: on the wire, as far as msgpack can carry them; and what tells whether two are the same."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import msgpack
+import numpy as np
+
+from kfcomm.arrays import adapt, is_list
+from kfcomm.arrays.kinds import is_array_type
+from kfcomm.errors import CollectiveError, ConfigError
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+
+_SCALARS = (str, bytes, bytearray, int, float, type(None))
+_ADVICE: tuple[tuple[tuple[type, ...], str], ...] = (
+    ((set, frozenset), "give sorted(x) or list(x)"),
+    ((np.generic,), "give x.item()"),
+    ((complex,), "give [x.real, x.imag]"),
+)
+
+
+def packed(value: Any) -> Array:
+    """Anything that msgpack can carry, as bytes.
+
+    Raises:
+        ConfigError: it cannot; the message says where in ``value``, and what to give instead.
+    """
+    try:
+        data = msgpack.packb(value)
+        if not isinstance(value, _SCALARS):
+            msgpack.unpackb(data, strict_map_key=False)  # keys may be what no dictionary takes where they come
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(_refusal(value, error)) from None
+    return np.frombuffer(data, np.uint8)
+
+
+def unpacked(flat: Any) -> Any:
+    """The object that ``packed`` made bytes of."""
+    try:
+        return msgpack.unpackb(np.asarray(flat).tobytes(), strict_map_key=False)
+    except (TypeError, ValueError) as error:
+        raise CollectiveError(f"a peer's object cannot be read: {error}") from error
+
+
+def fingerprint(x: Any) -> bytes:
+    """32 bytes that are the same for what is the same on two ranks; see ``Communicator.consensus``.
+
+    Raises:
+        ConfigError: it is, or holds, something that is no array, number, string, bytes, None, dict, list or set.
+    """
+    if x is None or isinstance(x, (str, bytes)):
+        data = b"" if x is None else x.encode(errors="surrogatepass") if isinstance(x, str) else x
+        return _hash(type(x).__name__, data)
+    if isinstance(x, Mapping):
+        return _hash("dict", b"".join(sorted(fingerprint(key) + fingerprint(one) for key, one in x.items())))
+    if isinstance(x, (set, frozenset)):
+        return _hash("set", b"".join(sorted(map(fingerprint, x))))
+    if is_list(x) and not _is_of_numbers(x):
+        return _hash("list", b"".join(map(fingerprint, x)))
+    array = adapt(x)
+    return _hash(f"{array.dtype.name} {array.shape}", array.flat.view(np.uint8).data)
+
+
+def _hash(about: str, data: bytes | memoryview) -> bytes:
+    return hashlib.blake2b(data, digest_size=32, key=hashlib.sha256(about.encode()).digest()).digest()
+
+
+def _is_of_numbers(x: Any) -> bool:
+    """Whether nested lists hold numbers alone, which make one array."""
+    types = set(map(type, x))
+    lists = {one for one in types if issubclass(one, (list, tuple))}
+    if not all(issubclass(one, (int, float, complex, np.generic)) for one in types - lists):
+        return False
+    return not lists or all(_is_of_numbers(one) for one in x if isinstance(one, (list, tuple)))
+
+
+def _refusal(value: Any, error: Exception) -> str:
+    try:
+        found = _first(value, "")
+    except RecursionError:
+        found = None
+    if found is None:
+        return f"msgpack cannot carry this {type(value).__name__}: {error}"
+    where, what, instead = found
+    return f"msgpack cannot carry {f'value{where}' if where else 'this value'}, {what}: {instead}"[:500]
+
+
+def _first(value: Any, where: str) -> tuple[str, str, str] | None:
+    """The first thing in ``value`` that cannot be carried: where, what it is, and what to give instead."""
+    if isinstance(value, dict):
+        return _first_in_dict(value, where)
+    if isinstance(value, (list, tuple)):
+        found = (_first(one, f"{where}[{place}]") for place, one in enumerate(value))
+        return next((one for one in found if one is not None), None)
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+        return where, "an integer of more than 64 bits", "give str(x)"
+    if isinstance(value, _SCALARS):
+        return None
+    kind = type(value).__name__
+    return where, f"{'an' if kind[:1] in 'aeiou' else 'a'} {kind}", _advice(value)
+
+
+def _first_in_dict(value: dict[Any, Any], where: str) -> tuple[str, str, str] | None:
+    for key, one in value.items():
+        if isinstance(key, (tuple, frozenset)):
+            return where, f"a dict with the key {key!r:.60}, a {type(key).__name__}", "give list(x.items())"
+        found = _first(key, f"{where}.keys()") or _first(one, f"{where}[{key!r:.60}]")
+        if found is not None:
+            return found
+    return None
+
+
+def _advice(value: Any) -> str:
+    kind: type = type(value)
+    if is_array_type(kind):
+        return "give x.tolist(), or send the array by itself"
+    for types, instead in _ADVICE:
+        if isinstance(value, types):
+            return instead
+    return "give dict(x)" if isinstance(value, Mapping) else "give what it is made of: numbers, strings, lists, dicts"

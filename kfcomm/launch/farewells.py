@@ -1,0 +1,83 @@
+"""The launcher's end of what ranks tell of their ends (see `kfcomm.rendezvous.farewell`).
+
+It listens at an abstract Unix address, which needs no file and reaches a rank through any shell around it. Only
+processes of this user are heard. A rank's connection is never closed before the job is over: its end would end the
+rank.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+from collections.abc import Callable
+
+from kfcomm.rendezvous.farewell import MAX_NBYTES, Farewell, uid_of_peer
+from kfcomm.rendezvous.listening import BACKLOG
+
+
+class Farewells:
+    """Hears the ranks of this host.
+
+    Args:
+        ranks: those that may speak.
+        heard: called with each thing that one says.
+
+    Attributes:
+        address: what the ranks are told, in ``KFCOMM_LAUNCHER``.
+    """
+
+    def __init__(self, ranks: range, heard: Callable[[Farewell], None]) -> None:
+        self.address = f"kfcomm-{secrets.token_hex(16)}"
+        self._ranks = ranks
+        self._heard = heard
+        self._lines: set[socket.socket] = set()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.setblocking(False)
+        self._listener.bind("\0" + self.address)
+        self._listener.listen(BACKLOG)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._listener, self._accept)
+
+    def drain(self) -> None:
+        """Hear all that has been said by now."""
+        self._accept()
+        for line in list(self._lines):
+            self._read(line)
+
+    def close(self) -> None:
+        """Hang up, when no rank is left. May be called twice."""
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        for line in list(self._lines):
+            self._hang_up(line)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                line, _ = self._listener.accept()
+                if uid_of_peer(line) != os.getuid():
+                    line.close()
+                    continue
+                line.setblocking(False)
+                self._lines.add(line)
+                self._loop.add_reader(line, self._read, line)
+
+    def _read(self, line: socket.socket) -> None:
+        try:
+            while data := line.recv(MAX_NBYTES):
+                farewell = Farewell.from_wire(data)
+                if farewell is not None and farewell.rank in self._ranks:
+                    self._heard(farewell)
+        except BlockingIOError:
+            return
+        except OSError:
+            pass
+        self._hang_up(line)
+
+    def _hang_up(self, line: socket.socket) -> None:
+        self._lines.discard(line)
+        self._loop.remove_reader(line)
+        line.close()

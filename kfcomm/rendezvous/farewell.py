@@ -1,0 +1,225 @@
+"""What a rank tells its launcher of its end: that it begins to leave, and with which error.
+
+The first rank to fail often takes longer to end than those that fail because of it: its interpreter has more to take
+down. So it says at once that it leaves, along a Unix socket at which the launcher listens, before the others can hear
+of it. What it says is no promise: only the end of the process tells whether it has failed.
+
+The launcher never writes. That the socket can be read means that the launcher is gone, and its guardian may be, too:
+the kernel then ends this process (``F_SETSIG``, fcntl(2)), whatever it does at that moment and whatever was between
+the two, a shell for example.
+
+Invariants: nothing here waits, and nothing raises. Only the process that joined speaks, not what it forks; the
+descriptor is closed in whatever it executes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import os
+import signal
+import socket
+import struct
+import sys
+import time
+from types import TracebackType, UnionType
+from typing import NamedTuple
+
+import msgpack
+
+from kfcomm.errors import CollectiveAborted, PeerLost, RendezvousError
+
+MAX_NBYTES = 1 << 16
+MAX_TEXT_NBYTES = 48 << 10
+_MAX_SUMMARY = 400
+_MAX_CHAIN = 64
+_CREDENTIALS = struct.Struct("iII")
+
+
+class Farewell(NamedTuple):
+    """What a rank says.
+
+    Attributes:
+        rank: who says it.
+        at_s: when it began to leave, by the monotonic clock of the host; None says that it has joined, and stays.
+        code: the exit code that its error leads to; 0 without one.
+        is_elsewhere: the error says that another rank has failed, or follows from one that does.
+        summary: the error in a line, of a group its first; empty without one.
+        text: its traceback, as it is printed; empty without one, or if it is very long.
+        is_printed: whether the traceback is being printed now: nobody has caught the error.
+    """
+
+    rank: int
+    at_s: float | None = None
+    code: int = 0
+    is_elsewhere: bool = False
+    summary: str = ""
+    text: bytes = b""
+    is_printed: bool = False
+
+    def to_wire(self) -> bytes:
+        """At most `MAX_NBYTES` bytes of msgpack."""
+        encoded: bytes = msgpack.packb(tuple(self))
+        return encoded
+
+    @classmethod
+    def from_wire(cls, data: bytes) -> Farewell | None:
+        """The inverse of `to_wire`; None if it is not."""
+        try:
+            values = msgpack.unpackb(data, use_list=False)
+        except (ValueError, msgpack.UnpackException):
+            return None
+        kinds: tuple[type | UnionType, ...] = (int, float | None, int, bool, str, bytes, bool)
+        if not isinstance(values, tuple) or len(values) != len(kinds):
+            return None
+        fits = all(isinstance(value, kind) for value, kind in zip(values, kinds, strict=True))
+        return cls(*values) if fits else None
+
+
+def is_elsewhere(error: BaseException | None) -> bool:
+    """Whether another rank is to blame: the error says so, or comes of one that does."""
+    for _ in range(_MAX_CHAIN):
+        match error:
+            case None:
+                return False
+            case PeerLost() | CollectiveAborted() | RendezvousError(rank=int()):
+                return True
+            case BaseExceptionGroup():
+                return all(map(is_elsewhere, error.exceptions))
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return False
+
+
+def exit_code_of(error: BaseException | None) -> int:
+    """The exit code of an interpreter that this error ends."""
+    match error:
+        case None:
+            return 0
+        case SystemExit(code=None):
+            return 0
+        case SystemExit(code=int(code)):
+            return code & 0xFF
+        case KeyboardInterrupt():
+            return -signal.SIGINT
+    return 1
+
+
+def uid_of_peer(sock: socket.socket) -> int:
+    """The user of the process at the other end of a Unix socket."""
+    _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(uid)
+
+
+class _Line:
+    """The connection of this process to its launcher."""
+
+    def __init__(self, address: str, rank: int) -> None:
+        self.pid = os.getpid()
+        self.rank = rank
+        self._left: tuple[int, float] | None = None
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._sock.setblocking(False)
+            self._sock.connect("\0" + address)
+            self._end_with_the_launcher()
+            atexit.register(self._sock.close)  # after what says farewell at the exit: that is registered later
+        except OSError:
+            self._sock.close()
+
+    def joined(self) -> None:
+        self._left = None
+        self._send(Farewell(self.rank))
+
+    def leaving(self, error: BaseException | None, *, is_printed: bool = False) -> bytes:
+        """Say that the process leaves with an error; returns the traceback as it was told.
+
+        An error is told when it is first met: what follows takes its time. That one leaves without any is told once.
+        """
+        same = self._left is not None and self._left[0] == id(error)
+        if self._left is not None and (error is None or (same and not is_printed)):
+            return b""
+        at_s = self._left[1] if same and self._left is not None else time.monotonic()
+        self._left = id(error), at_s
+        code = exit_code_of(error)
+        if error is None or code == 0:
+            self._send(Farewell(self.rank, at_s))
+            return b""
+        text = _text_of(error)
+        told = Farewell(self.rank, at_s, code, is_elsewhere(error), _summary_of(error), text, is_printed)
+        return text if self._send(told) else b""
+
+    def _send(self, farewell: Farewell) -> bool:
+        if self.pid != os.getpid():
+            return False
+        with contextlib.suppress(OSError):
+            self._sock.send(farewell.to_wire())
+            return True
+        return False
+
+    def _end_with_the_launcher(self) -> None:
+        """Have the kernel end this process when the launcher is gone.
+
+        Not for a launcher of another user: it would not have it, and hang up.
+        """
+        if uid_of_peer(self._sock) != os.getuid():
+            self._sock.close()
+            return
+        fcntl.fcntl(self._sock, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(self._sock, fcntl.F_SETOWN, os.getpid())
+        flags = fcntl.fcntl(self._sock, fcntl.F_GETFL)
+        fcntl.fcntl(self._sock, fcntl.F_SETFL, flags | os.O_ASYNC)
+        with contextlib.suppress(BlockingIOError):
+            if not self._sock.recv(1):
+                # it went before the kernel was asked
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+_line: _Line | None = None
+_print_before = sys.__excepthook__
+
+
+def join(address: str | None, rank: int) -> None:
+    """This process takes part as ``rank``; if it has a launcher, that is told, now and at the end."""
+    global _line, _print_before  # a process has one launcher, and one hook for what nobody catches
+    if address is None:
+        return
+    if _line is None or _line.pid != os.getpid():
+        _line = _Line(address, rank)
+        if sys.excepthook is not _uncaught:
+            _print_before, sys.excepthook = sys.excepthook, _uncaught
+    _line.joined()
+
+
+def leave() -> None:
+    """This process is about to leave its world, with the error that is being handled, if there is one."""
+    if _line is not None:
+        _line.leaving(sys.exception())
+
+
+def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Tell the launcher, then print as ever; to a letter as it was told, so that the launcher can shorten it."""
+    text = b"" if _line is None else _line.leaving(error, is_printed=True)
+    if not text or _print_before is not sys.__excepthook__ or sys.stderr is None:
+        _print_before(kind, error, trace)
+        return
+    sys.stderr.write(text.decode())
+    sys.stderr.flush()
+
+
+def _text_of(error: BaseException) -> bytes:
+    import traceback
+
+    text = "".join(traceback.format_exception(error)).encode(errors="backslashreplace")
+    return text if len(text) <= MAX_TEXT_NBYTES else b""
+
+
+def _summary_of(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return ""
+    import traceback
+
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    line = "".join(traceback.format_exception_only(error)).split("\n", 1)[0]
+    return line.encode(errors="backslashreplace").decode()[:_MAX_SUMMARY]

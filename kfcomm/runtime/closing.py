@@ -1,0 +1,74 @@
+"""How long a rank that closes waits for others, and what it says meanwhile.
+
+Each wait has a bound of its own. Once there is a reason to hurry (a peer is dead, the program was interrupted), all
+that is left of closing has one bound together, which may come in the midst of a wait. No wait that lasts is silent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable
+
+logger = logging.getLogger("kfcomm")
+
+HURRIED_S = 1.5
+"""What is left of closing takes no longer than this once there is a reason to hurry."""
+SAID_AFTER_S = 1.0
+"""A wait that lasts longer is reported."""
+
+
+class Closing:
+    """The waits of a rank that closes, one after the other; all on one loop.
+
+    Attributes:
+        was_cancelled: whoever closes was cancelled meanwhile: then the rest was done without waiting.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.was_cancelled = False
+        self._rank = rank
+        self._until_s = math.inf
+        self._bound: asyncio.Timeout | None = None
+
+    def hurry(self, within_s: float = HURRIED_S) -> None:
+        """From now on all waits together last no longer than this, the one under way included."""
+        self._until_s = min(self._until_s, asyncio.get_running_loop().time() + within_s)
+        bound = self._bound
+        if bound is not None and not bound.expired():
+            bound.reschedule(min(self._until_s, bound.when() or math.inf))
+
+    def left_s(self, at_most_s: float) -> float:
+        """How long a wait may last that begins now."""
+        return max(0.0, min(at_most_s, self._until_s - asyncio.get_running_loop().time()))
+
+    async def wait(self, awaited: Awaitable[object], at_most_s: float, why: Callable[[], str] | None = None) -> None:
+        """Wait for something, bounded; what is not done by then is cancelled.
+
+        Args:
+            awaited: for what.
+            at_most_s: how long, in seconds, if nobody is in a hurry.
+            why: for whom, and for what, in words; asked if it lasts. None: what is awaited says so itself.
+        """
+        report = asyncio.get_running_loop().call_later(SAID_AFTER_S, self._say, why)
+        try:
+            async with asyncio.timeout(self.left_s(at_most_s)) as bound:
+                self._bound = bound
+                try:
+                    await awaited
+                finally:
+                    self._bound = None
+        except TimeoutError:
+            pass
+        except asyncio.CancelledError:
+            self.was_cancelled = True
+            self.hurry(0.0)
+        finally:
+            report.cancel()
+
+    def _say(self, why: Callable[[], str] | None) -> None:
+        when_s = None if self._bound is None else self._bound.when()
+        if when_s is not None and why is not None:
+            left_s = max(0.0, when_s - asyncio.get_running_loop().time())
+            logger.warning("rank %d: close() waits %s, for %.0f s more at the most", self._rank, why(), left_s)

@@ -1,0 +1,57 @@
+"""Tracebacks that end at the caller's line: what a blocking verb does inside is no news to who called it wrongly.
+
+An error of kfcomm loses the frames of this package, and what it was made of, unless code of somebody else took part in
+that (an array that could not be read). ``KFCOMM_TRACEBACK=full`` keeps all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from types import TracebackType
+from typing import ParamSpec, TypeVar
+
+import kfcomm
+from kfcomm.errors import InternalError, KfcommError
+
+E = TypeVar("E", bound=KfcommError)
+T = TypeVar("T")
+P = ParamSpec("P")
+
+_PACKAGE = str(Path(kfcomm.__file__).parent)
+
+
+def terse(error: E) -> E:
+    """The same error, to be raised in the function that the caller has called. A defect of kfcomm keeps everything."""
+    if isinstance(error, InternalError):
+        return error
+    cause = error.__cause__ or error.__context__
+    if cause is None or not _is_foreign(cause.__traceback__):
+        error.__cause__ = None
+        error.__suppress_context__ = True
+    return error.with_traceback(None)
+
+
+def outermost(method: Callable[P, T]) -> Callable[P, T]:
+    """A method that callers call, of something with a driver: its errors look as `Driver.shown` has them.
+
+    What is called often has the same in its own lines.
+    """
+
+    @wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(*args, **kwargs)
+        except KfcommError as error:
+            raise args[0]._driver.shown(error)  # type: ignore[attr-defined]
+
+    return call
+
+
+def _is_foreign(trace: TracebackType | None) -> bool:
+    while trace is not None:
+        if not trace.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+            return True
+        trace = trace.tb_next
+    return False

@@ -1,0 +1,168 @@
+"""A world of real processes on this host, directed by a test: they run what it asks for, and send what that returns.
+
+Invariants: no process outlives its world. A world that is no longer whole (a rank has failed, was killed or halted) is
+not left by a goodbye, for which its ranks would wait, but killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any
+
+from kfcomm.rendezvous.store import StoreServer
+from kfcomm.testing.faults import FaultPlan, Killed
+
+LEAVING_S = 30.0
+"""A process that leaves a whole world takes far less; the bound turns a hang into a kill."""
+
+
+class ProcessWorld:
+    """The ranks of a job, each a process.
+
+    Functions are sent by name, arguments and results by pickle.
+
+    Args:
+        size: number of ranks.
+        faults: what befalls them.
+        store: ``http://host:port`` of the store of the job.
+        token: the secret of the job.
+        is_blocking: whether the ranks use ``kfcomm.sync``.
+        options: further arguments of ``kfcomm.init``.
+    """
+
+    def __init__(
+        self, size: int, faults: FaultPlan, store: str, token: str, *, is_blocking: bool, **options: Any
+    ) -> None:
+        faults.check(size, ("kill", "stop"))
+        self._connections: list[Connection] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._is_whole = not faults.faults
+        for rank in range(size):
+            settings = {"rank": rank, "size": size, "store": store, "token": token, "serve": False, **options}
+            connection, process = _started()
+            self._connections.append(connection)
+            self._processes.append(process)
+            connection.send((settings, faults.of(rank), is_blocking))
+
+    def __len__(self) -> int:
+        return len(self._processes)
+
+    def pid(self, rank: int) -> int:
+        """The process id of a rank."""
+        return self._processes[rank].pid
+
+    def kill(self, rank: int) -> None:
+        """End the process of ``rank`` by SIGKILL."""
+        self._is_whole = False
+        self._processes[rank].kill()
+
+    def stop(self, rank: int) -> None:
+        """Halt the process of ``rank`` by SIGSTOP: it says nothing any more."""
+        self._is_whole = False
+        os.kill(self.pid(rank), signal.SIGSTOP)
+
+    def begin(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """Have every rank call ``function(comm, *args)``."""
+        for connection in self._connections:
+            with contextlib.suppress(OSError):  # it was killed
+                connection.send((function, args))
+
+    def outcome(self, rank: int) -> Any:
+        """What a rank says next; blocks until it does.
+
+        Returns:
+            Its result or its error; `Killed` if it has ended.
+        """
+        try:
+            is_result, said = self._connections[rank].recv()
+        except (EOFError, OSError):
+            self._is_whole = False
+            return Killed(f"the process of rank {rank} has ended")
+        if not is_result:
+            self._is_whole = False
+            said.add_note(f"on rank {rank}")
+        return said
+
+    async def soon(self, rank: int) -> Any:
+        """As `outcome`, for an event loop."""
+        loop, told = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._connections[rank].fileno(), told.set)
+        try:
+            await told.wait()
+        finally:
+            loop.remove_reader(self._connections[rank].fileno())
+        return self.outcome(rank)
+
+    def close(self, *, kindly: bool) -> None:
+        """End every process: after a goodbye if ``kindly`` and nothing has failed, else at once."""
+        kindly = kindly and self._is_whole
+        for connection, process in zip(self._connections, self._processes, strict=True):
+            if kindly:
+                connection.send(None)
+            else:
+                process.kill()
+        for connection, process in zip(self._connections, self._processes, strict=True):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(LEAVING_S)
+            process.kill()
+            process.wait()
+            connection.close()
+
+
+def _started() -> tuple[Connection, subprocess.Popen[bytes]]:
+    """A process that waits to be told which rank it is; it finds the modules that this one finds."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kfcomm.testing.rank_process", str(theirs.fileno())],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+        )
+    return Connection(ours.detach()), process
+
+
+@contextlib.contextmanager
+def process_world(size: int, faults: FaultPlan, *, is_blocking: bool, **options: Any) -> Iterator[ProcessWorld]:
+    """A world of ``size`` processes, which are joining; all have ended at the end."""
+    token = secrets.token_hex(32)
+    with _served(token) as store:
+        world = ProcessWorld(size, faults, store, token, is_blocking=is_blocking, **options)
+        try:
+            yield world
+        except BaseException:
+            world.close(kindly=False)
+            raise
+        world.close(kindly=True)
+
+
+@contextlib.contextmanager
+def _served(token: str) -> Iterator[str]:
+    """The address of a store on a thread of this process, where a launcher would have it."""
+    ready: SimpleQueue[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = SimpleQueue()
+
+    async def serve() -> None:
+        server, done = await StoreServer.start("127.0.0.1", token=token.encode()), asyncio.Event()
+        ready.put((server.url, asyncio.get_running_loop(), done))
+        await done.wait()
+        await server.close()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),), name="kfcomm-store")
+    thread.start()
+    url, loop, done = ready.get()
+    try:
+        yield url
+    finally:
+        loop.call_soon_threadsafe(done.set)
+        thread.join()

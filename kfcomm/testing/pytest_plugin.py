@@ -1,0 +1,92 @@
+"""The pytest plugin: worlds for the tests of programs that use kfcomm.
+
+::
+
+    @pytest.mark.kfcomm(ranks=4, transport="shm")
+    async def test_mean(kfcomm_world):
+        assert await kfcomm_world.run(mean, 3.0) == [3.0] * 4
+
+The mark says what ``kfcomm_world`` is:
+
+- ``ranks`` (2): how many.
+- ``processes`` (False): whether each rank is a process of its own, not a task (a thread, if the test is no coroutine).
+- ``faults`` (none): a `kfcomm.testing.FaultPlan`.
+- all else: in one process the options of `kfcomm.testing.world`, or of `kfcomm.testing.sync_world`; in several the
+  arguments of ``kfcomm.init``.
+
+A test of a coroutine with the mark runs under pytest-asyncio; it needs no mark of that.
+
+This module is imported by every run of pytest where kfcomm is installed: it must not import what only some tests need.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+MARK = "kfcomm(ranks=2, processes=False, faults=None, **options): the world that the fixture kfcomm_world makes"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Explain the mark; with pytest-asyncio, know asynchronous worlds."""
+    config.addinivalue_line("markers", MARK)
+    if config.pluginmanager.hasplugin("asyncio"):
+        config.pluginmanager.register(_asynchronous(), "kfcomm-asyncio")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> None:
+    """A marked coroutine is one of pytest-asyncio."""
+    if collector.config.pluginmanager.hasplugin("kfcomm-asyncio") and _is_coroutine(obj):
+        marks = {mark.name for mark in (*getattr(obj, "pytestmark", ()), *collector.iter_markers())}
+        if "kfcomm" in marks and "asyncio" not in marks:
+            pytest.mark.asyncio(obj)
+
+
+@pytest.fixture
+def kfcomm_world(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A world of kfcomm for one test, as its mark ``kfcomm`` says: run(), outcomes(), kill()."""
+    if _is_coroutine(request.function):
+        if not request.config.pluginmanager.hasplugin("kfcomm-asyncio"):
+            pytest.fail("an asynchronous test with kfcomm_world needs pytest-asyncio", pytrace=False)
+        yield request.getfixturevalue("kfcomm_awaited_world")
+    else:
+        from kfcomm.testing.directed import blocking_world
+
+        with blocking_world(**_options(request)) as world:
+            yield world
+
+
+def _asynchronous() -> Any:
+    import pytest_asyncio
+
+    class Asynchronous:
+        """What needs a loop to be made."""
+
+        @pytest_asyncio.fixture
+        async def kfcomm_awaited_world(self, request: pytest.FixtureRequest) -> AsyncIterator[Any]:
+            """See kfcomm_world."""
+            from kfcomm.testing.directed import awaited_world
+
+            async with awaited_world(**_options(request)) as world:
+                yield world
+
+    return Asynchronous()
+
+
+def _options(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What the nearest mark says."""
+    mark = request.node.get_closest_marker("kfcomm")
+    if mark is None:
+        return {"ranks": 2}
+    if mark.args:
+        pytest.fail("the mark kfcomm takes keywords only, as in kfcomm(ranks=4)", pytrace=False)
+    return {"ranks": 2, **mark.kwargs}
+
+
+def _is_coroutine(function: object) -> bool:
+    searched = getattr(function, "hypothesis", None)
+    return inspect.iscoroutinefunction(searched.inner_test if searched else function)

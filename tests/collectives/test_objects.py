@@ -1,0 +1,166 @@
+"""Objects: what msgpack carries arrives as it was; what it does not is refused where it is given."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kfcomm.collectives.objects import fingerprint, packed, unpacked
+from kfcomm.errors import CollectiveAborted, CollectiveError, ConfigError
+from tests.conformance.worlds import assert_kinds, ends, everywhere, world
+
+SCALARS = (
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text(max_size=5)
+)
+KEYS = st.text(max_size=5) | st.integers(-9, 9) | st.binary(max_size=5)
+OBJECTS = st.recursive(SCALARS | st.binary(max_size=5), lambda some: st.lists(some) | st.dictionaries(KEYS, some))
+
+
+@given(OBJECTS)
+def test_an_object_arrives_as_it_was(value: Any) -> None:
+    assert unpacked(packed(value)) == value
+
+
+REFUSED: list[tuple[Any, str]] = [
+    ({(1, 2): 3}, r"this value, a dict with the key \(1, 2\), a tuple: give list\(x.items\(\)\)"),
+    ({"a": [{frozenset("b"): 3}]}, r"value\['a'\]\[0\], a dict with the key .*, a frozenset: give list"),
+    ([1, {"deep": {1, 2}}], r"value\[1\]\['deep'\], a set: give sorted\(x\) or list\(x\)"),
+    ({"n": 2**64}, r"value\['n'\], an integer of more than 64 bits: give str\(x\)"),
+    ([-(2**63) - 1], r"value\[0\], an integer of more than 64 bits"),
+    ([np.ones(2)], r"value\[0\], a ndarray: give x.tolist\(\), or send the array by itself"),
+    ([np.int64(2)], r"value\[0\], an int64: give x.item\(\)"),
+    (1j, r"this value, a complex: give \[x.real, x.imag\]"),
+    ([datetime.timedelta(1)], r"value\[0\], a timedelta: give what it is made of"),
+    (object(), "this value, an object: give what it is made of"),
+    ({np.int64(2): 1}, r"value.keys\(\), an int64: give x.item"),
+]
+
+
+@pytest.mark.parametrize(("value", "words"), REFUSED)
+def test_what_cannot_be_carried_is_refused_with_the_place_and_what_to_do(value: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"msgpack cannot carry {words}"):
+        packed(value)
+
+
+def test_an_object_that_holds_itself_is_refused() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(ConfigError, match="msgpack cannot carry this list"):
+        packed(endless)
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x81\x92\x01\x02\x03", b"\x01\x02"])
+def test_bytes_of_a_peer_that_are_no_object_are_an_error_of_the_collective(data: bytes) -> None:
+    with pytest.raises(CollectiveError, match="cannot be read"):
+        unpacked(np.frombuffer(data, np.uint8))
+
+
+CALLS: dict[str, Any] = {
+    "broadcast_object": lambda comm, x: comm.broadcast_object(x, 0, "o"),
+    "all_gather_object": lambda comm, x: comm.all_gather_object(x, "o"),
+    "gather_object": lambda comm, x: comm.gather_object(x, 1, "o"),
+    "scatter_object": lambda comm, x: comm.scatter_object([x] * comm.size, 0, "o"),
+}
+
+
+@pytest.mark.parametrize("verb", CALLS)
+@pytest.mark.asyncio
+async def test_the_other_ranks_are_told(verb: str) -> None:
+    async with world(3) as comms:
+        for value in ({(1, 2): 3}, [{1}]):
+            outcomes = await ends(
+                comms, lambda comm, value=value: CALLS[verb](comm, value if comm.rank == 0 else "fine")
+            )
+            assert_kinds(outcomes, ConfigError, CollectiveAborted, CollectiveAborted)
+        await everywhere(comms, lambda comm: CALLS[verb](comm, "fine"))
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.asyncio
+async def test_a_receiver_is_told_of_an_object_that_cannot_be_sent(early: bool) -> None:
+    async with world(2) as comms:
+        waiting = None if early else comms[1].recv_object(0)
+        with pytest.raises(ConfigError, match="a set: give sorted"):
+            comms[0].send_object({1, 2}, 1)
+        with pytest.raises(CollectiveAborted, match="a set: give sorted"):
+            await (waiting or comms[1].recv_object(0))
+        sent = comms[0].send_object("fine", 1)
+        assert await comms[1].recv_object(0) == "fine"
+        await sent
+
+
+ALIKE: list[tuple[Any, Any]] = [
+    ("text", "text"),
+    (b"data", b"data"),
+    (None, None),
+    ({"a": 1, "b": [2, "c"]}, {"b": [2, "c"], "a": 1}),
+    ({(1, 2): {"x"}}, {(1, 2): {"x"}}),
+    ({"w": np.ones(3), "b": [np.zeros(2)]}, {"b": [np.zeros(2)], "w": np.ones(3)}),
+    ([1, 2], np.array([1, 2])),
+    ([[1], [2]], np.array([[1], [2]])),
+    ({"a", "b", "c"}, {"c", "b", "a"}),
+    (["a", None], ("a", None)),
+    ([], []),
+]
+UNLIKE: list[tuple[Any, Any]] = [
+    ("text", b"text"),
+    ("a", "b"),
+    ("", None),
+    ("", b""),
+    ({"a": 1}, {"a": 1.0}),
+    ({"a": 1}, {"b": 1}),
+    ({"a": "b"}, {"b": "a"}),
+    ({"a": 1, "b": 2}, {"a": 2, "b": 1}),
+    ({"w": np.ones(3)}, {"w": np.ones((3, 1))}),
+    (["ab", "c"], ["a", "bc"]),
+    ([["a"], "b"], ["a", ["b"]]),
+    ({"a"}, ["a"]),
+    ({}, []),
+    ([np.ones(2), np.ones(2)], np.ones((2, 2))),
+    (True, 1),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), ALIKE)
+def test_fingerprints_of_the_same_are_the_same(one: Any, other: Any) -> None:
+    assert fingerprint(one) == fingerprint(other)
+
+
+@pytest.mark.parametrize(("one", "other"), UNLIKE)
+def test_fingerprints_of_others_are_not(one: Any, other: Any) -> None:
+    assert fingerprint(one) != fingerprint(other)
+
+
+@given(OBJECTS, OBJECTS)
+def test_fingerprints_tell_any_two_apart(one: Any, other: Any) -> None:
+    is_same = packed(one).tobytes() == packed(other).tobytes()
+    assert is_same <= (fingerprint(one) == fingerprint(other))
+
+
+@pytest.mark.asyncio
+async def test_consensus_of_what_is_no_array() -> None:
+    state = {"step": 7, "names": ["a", "b"], "weight": np.arange(6.0)}
+    async with world(3) as comms:
+        for odd in (state | {"step": 8}, state | {"weight": np.arange(6.0) + 1e-9}, "state", None):
+            same = await everywhere(comms, lambda comm, odd=odd: comm.consensus(odd if comm.rank == 1 else state))
+            assert same == [False] * 3
+        for value in (state, "text", b"data", None):
+            assert await everywhere(comms, lambda comm, value=value: comm.consensus(value, "c")) == [True] * 3
+        outcomes = await ends(comms, lambda comm: comm.consensus({"a": object()} if comm.rank == 0 else state, "c"))
+        assert_kinds(outcomes, ConfigError, CollectiveAborted, CollectiveAborted)
+
+
+@pytest.mark.asyncio
+async def test_a_handle_that_is_waited_for_says_to_await() -> None:
+    async with world(1) as (comm,):
+        handle, started = comm.all_reduce(np.ones(2)), comm.all_reduce_init(np.ones(2)).start()
+        for one in (handle, comm.all_gather_object("x"), started):
+            with pytest.raises(ConfigError, match="write await handle"):
+                one.wait()
+        await handle
+        await started

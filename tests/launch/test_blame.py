@@ -1,0 +1,115 @@
+"""Who failed first, from ends and what was said before, in any order."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kfcomm.launch.blame import CAUSE_WITHIN_S, LEAVING_WITHIN_S, Blame, Failure
+from kfcomm.rendezvous.board import Exit, Why
+from kfcomm.rendezvous.farewell import Farewell
+
+
+def victim(rank: int, at_s: float = 1.0) -> Farewell:
+    return Farewell(rank, at_s, 1, is_elsewhere=True, summary="PeerLost")
+
+
+def culprit(rank: int, at_s: float = 0.5, code: int = 3) -> Farewell:
+    return Farewell(rank, at_s, code, summary="ValueError: why")
+
+
+def test_nobody_has_failed() -> None:
+    blame = Blame(2)
+    blame.heard(culprit(0))
+    blame.ended(Exit(0, 0), 1.0)
+    assert blame.verdict(2.0) is None
+
+
+def test_who_says_nothing_and_fails_is_first_at_once() -> None:
+    blame = Blame(3)
+    blame.ended(Exit(1, -9), 1.0)
+    assert blame.verdict(1.0) == Failure(1, -9, 1.0)
+
+
+def test_a_victim_is_passed_over_for_who_ends_later() -> None:
+    blame = Blame(3)
+    blame.heard(victim(0))
+    blame.ended(Exit(0, 1, Why.ELSEWHERE), 1.0)
+    assert blame.verdict(1.0) == 1.0 + CAUSE_WITHIN_S
+    blame.ended(Exit(1, -9), 1.1)
+    assert blame.verdict(1.1) == Failure(1, -9, 1.1)
+
+
+def test_the_first_victim_stands_if_nobody_comes() -> None:
+    blame = Blame(3)
+    for rank in (2, 0):
+        blame.heard(victim(rank, 1.0 - rank / 10))
+        blame.ended(Exit(rank, 1, Why.ELSEWHERE), 1.0)
+    assert blame.verdict(1.0 + CAUSE_WITHIN_S) == Failure(2, 1, 0.8, Why.ELSEWHERE, "PeerLost")
+
+
+def test_nobody_is_waited_for_when_all_have_ended() -> None:
+    blame = Blame(2)
+    blame.heard(victim(0))
+    blame.ended(Exit(0, 1, Why.ELSEWHERE), 1.0)
+    blame.ended(Exit(1, 0), 1.0)
+    verdict = blame.verdict(1.0)
+    assert isinstance(verdict, Failure)
+    assert verdict.rank == 0
+
+
+def test_who_left_before_is_waited_for_and_has_the_code_of_its_error_in_the_end() -> None:
+    blame = Blame(3)
+    blame.heard(culprit(1))
+    blame.ended(Exit(0, 5), 1.0)
+    assert blame.verdict(1.0) == 1.0 + LEAVING_WITHIN_S
+    assert blame.verdict(1.0 + LEAVING_WITHIN_S) == Failure(1, 3, 0.5, summary="ValueError: why")
+    blame.ended(Exit(1, 3), 2.0)
+    assert blame.verdict(2.0) == Failure(1, 3, 0.5, summary="ValueError: why")
+
+
+def test_who_left_before_and_ends_well_is_not_to_blame() -> None:
+    blame = Blame(3)
+    blame.heard(culprit(1))
+    blame.ended(Exit(0, 5), 1.0)
+    blame.ended(Exit(1, 0), 2.0)
+    assert blame.verdict(2.0) == Failure(0, 5, 1.0)
+
+
+def test_who_joined_again_has_said_nothing() -> None:
+    blame = Blame(3)
+    blame.heard(culprit(1))
+    blame.heard(Farewell(1))
+    blame.ended(Exit(0, 5), 1.0)
+    assert blame.verdict(1.0) == Failure(0, 5, 1.0)
+
+
+def test_who_left_later_is_not_waited_for() -> None:
+    blame = Blame(3)
+    blame.heard(culprit(1, at_s=2.0))
+    blame.ended(Exit(0, 5), 1.0)
+    assert blame.verdict(2.0) == Failure(0, 5, 1.0)
+
+
+@given(st.data())
+def test_in_whatever_order_news_comes_the_one_with_its_own_error_is_named(data: st.DataObject) -> None:
+    """What a rank says comes before its end; all else in any order, victims and culprit at their own pace."""
+    size = data.draw(st.integers(2, 6))
+    guilty = data.draw(st.integers(0, size - 1))
+    says = data.draw(st.booleans())
+    news = [(rank, step) for rank in range(size) for step in ("said", "ended")]
+    order = data.draw(st.permutations(news))
+    blame = Blame(size)
+    verdicts = []
+    waiting = dict.fromkeys(range(size), ("said", "ended"))
+    for now, (rank, _) in enumerate(order):
+        step, waiting[rank] = waiting[rank][0], waiting[rank][1:]
+        if step == "said" and rank != guilty:
+            blame.heard(victim(rank, at_s=10.0 + now))
+        elif step == "said" and says:
+            blame.heard(culprit(rank))
+        elif step == "ended":
+            end = Exit(rank, 3) if rank == guilty else Exit(rank, 1, Why.ELSEWHERE)
+            blame.ended(end, 10.0 + now / 100)
+        verdicts.append(blame.verdict(10.0 + now / 100))
+    found = [verdict for verdict in verdicts if isinstance(verdict, Failure)]
+    assert found
+    assert {(failure.rank, failure.code) for failure in found} == {(guilty, 3)}

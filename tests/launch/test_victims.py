@@ -1,0 +1,50 @@
+"""What is held back of a rank's error stream: its traceback, to the letter, however it comes in."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kfcomm.launch.victims import Victims
+from kfcomm.rendezvous.farewell import Farewell
+
+TEXT = b"Traceback (most recent call last):\n  Tra\nPeerLost: rank 1\n"
+FAREWELL = Farewell(0, 1.0, 1, is_elsewhere=True, summary="PeerLost: rank 1", text=TEXT, is_printed=True)
+
+
+def shown(victims: Victims, data: bytes, cuts: list[int]) -> bytes:
+    """What is shown of data that comes in pieces."""
+    at = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    pieces = [data[start:end] for start, end in zip(at, at[1:], strict=False) if start < end]
+    return b"".join(victims.shown(0, piece) for piece in [*pieces, b""])
+
+
+@given(st.lists(st.integers(0, 200), max_size=8), st.binary(max_size=40), st.binary(max_size=40))
+def test_the_traceback_alone_is_held_back(cuts: list[int], before: bytes, after: bytes) -> None:
+    victims = Victims()
+    victims.expect(FAREWELL)
+    assert shown(victims, before + TEXT + after, cuts) == before + after
+    assert victims.release(1) == {0: b"PeerLost: rank 1\n"}
+
+
+@given(st.lists(st.integers(0, 200), max_size=8), st.integers(1, len(TEXT) - 1))
+def test_what_is_not_the_traceback_is_shown(cuts: list[int], size: int) -> None:
+    victims = Victims()
+    victims.expect(FAREWELL)
+    data = TEXT[:size] + b"!" + TEXT[size:]
+    assert shown(victims, data, cuts) == data
+    assert victims.release(1) == {}
+
+
+def test_the_first_to_fail_is_shown_whole_and_before_the_others() -> None:
+    victims = Victims()
+    for rank in (0, 2):
+        victims.expect(FAREWELL._replace(rank=rank))
+        assert victims.shown(rank, TEXT) == b""
+    assert list(victims.release(2).items()) == [(2, TEXT), (0, b"PeerLost: rank 1\n")]
+    assert victims.release(2) == {}
+
+
+def test_whole_for_all_where_nobody_is_known() -> None:
+    victims = Victims()
+    victims.expect(FAREWELL)
+    victims.shown(0, TEXT)
+    assert victims.release(None) == {0: TEXT}

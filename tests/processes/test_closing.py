@@ -1,0 +1,79 @@
+"""A rank that serves the store and closes while others go on: it says for whom it waits, and can be told not to."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.launch.launched import TOKEN, environ
+
+RANK = """
+import sys
+import kfcomm
+from kfcomm.rendezvous import join
+
+join.KEPT_FOR_S = 3600.0
+comm = kfcomm.sync.init()
+comm.barrier()
+print("joined", flush=True)
+{body}
+"""
+GOES_ON = "sys.stdin.read()"
+CLOSES = "comm.close()"
+WAITS = "comm.barrier()"
+WAITS_IN_WITH = "with comm: comm.barrier()"
+
+
+@contextlib.contextmanager
+def pair(first: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two ranks, started by hand; the first, which serves the store, does what it says, the other goes on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        store = f"http://127.0.0.1:{free.getsockname()[1]}"
+    ranks: list[subprocess.Popen[str]] = []
+    try:
+        for rank, body in enumerate((first, GOES_ON)):
+            env = environ(KFCOMM_SIZE="2", KFCOMM_RANK=str(rank), KFCOMM_STORE=store, KFCOMM_TOKEN=TOKEN)
+            ranks.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", RANK.format(body=body)], env=env, text=True,
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                )
+            )  # fmt: skip
+        for one in ranks:
+            assert one.stdout is not None
+            assert one.stdout.readline() == "joined\n"
+        yield ranks
+    finally:
+        for one in ranks:
+            one.kill()
+            one.communicate()
+
+
+def test_it_says_for_whom_it_waits_and_ctrl_c_ends_the_wait() -> None:
+    with pair(CLOSES) as (first, _):
+        assert first.stderr is not None
+        assert "rank 0: close() waits for ranks 1 to close too" in first.stderr.readline()
+        first.send_signal(signal.SIGINT)
+        assert first.wait() == -signal.SIGINT
+
+
+@pytest.mark.parametrize("body", [WAITS, WAITS_IN_WITH])
+def test_who_was_interrupted_does_not_wait_for_others(body: str) -> None:
+    with pair(body) as (first, _):
+        first.send_signal(signal.SIGINT)
+        assert first.wait() == -signal.SIGINT
+
+
+def test_who_knows_of_a_dead_rank_does_not_wait_for_it() -> None:
+    with pair(WAITS) as (first, other):
+        other.kill()
+        assert first.stderr is not None
+        assert "PeerLost" in first.stderr.read()
+        assert first.wait() == 1

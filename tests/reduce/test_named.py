@@ -1,0 +1,67 @@
+"""What callers may say for an op."""
+
+from __future__ import annotations
+
+import enum
+import operator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kfcomm.errors import ConfigError
+from kfcomm.reduce.named import op_of
+from kfcomm.types import Op
+
+INTEGERS, BOOL = np.dtype(np.int32), np.dtype(bool)
+
+
+@pytest.mark.parametrize("op", Op)
+def test_our_own_names_in_any_case(op: Op) -> None:
+    assert {op_of(op), op_of(str(op)), op_of(op.upper()), op_of(f" {op.title()} ")} == {op}
+
+
+@pytest.mark.parametrize(
+    ("said", "op"),
+    [
+        ("mean", Op.AVG),
+        ("Average", Op.AVG),
+        ("add", Op.SUM),
+        ("product", Op.PROD),
+        ("MPI_BAND", Op.AND),
+        (np.add, Op.SUM),
+        (np.maximum, Op.MAX),
+        (np.mean, Op.AVG),
+        (np.bitwise_xor, Op.XOR),
+        (sum, Op.SUM),
+        (min, Op.MIN),
+        (operator.mul, Op.PROD),
+        (operator.or_, Op.OR),
+    ],
+)
+def test_what_others_have_for_them(said: Any, op: Op) -> None:
+    assert op_of(said, INTEGERS) is op
+
+
+def test_logical_ops_are_for_bool() -> None:
+    assert op_of(np.logical_and, BOOL) is Op.AND
+    assert op_of("LOR", BOOL) is Op.OR
+    with pytest.raises(ConfigError, match="is for bool, not for int32"):
+        op_of(np.logical_or, INTEGERS)
+
+
+class Mine(enum.Enum):
+    """An enumeration of the caller's own."""
+
+    SUM = 0
+
+
+def add(a: Any, b: Any) -> Any:
+    """A function of the caller's own: nobody knows what it does."""
+    return a + b + 1
+
+
+@pytest.mark.parametrize("bad", [None, "", "total", 0, ["sum"], np.subtract, add, Mine.SUM, np.zeros(2), {}])
+def test_what_means_no_op(bad: Any) -> None:
+    with pytest.raises(ConfigError, match="is unknown; known are sum"):
+        op_of(bad)

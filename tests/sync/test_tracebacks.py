@@ -1,0 +1,119 @@
+"""What callers of blocking verbs read when these fail, and when nobody looks at what has failed."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kfcomm
+from kfcomm.sync.driver import Driver
+from kfcomm.sync.tracebacks import terse
+from kfcomm.testing import sync_world
+from tests.stubs import Broken, broken
+
+PACKAGE = Path(kfcomm.__file__).parent
+X = np.ones(2)
+
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "the first call of a name": lambda comm: comm.all_reduce(X, "first", op="noop"),
+    "a name that comes again": lambda comm: comm.all_reduce(X, "again", out=np.ones(3)),
+    "a timeout": lambda comm: comm.reduce(X, 1, "late", timeout=0.01),
+    "a timeout of a barrier": lambda comm: comm.barrier("late", timeout=0.01),
+    "no array": lambda comm: comm.all_gather({1}, "a"),
+    "a handle": lambda comm: comm.all_reduce_async(X, "handle", op="noop").wait(),
+    "a result": lambda comm: comm.all_reduce_async(X, "handle", op="noop").result(),
+    "a group": lambda comm: comm.group([9]),
+    "a split": lambda comm: comm.split(0, timeout=0.01),
+    "a message": lambda comm: comm.recv(9),
+    "a request": lambda comm: comm.request(9, "blob"),
+    "something saved": lambda comm: comm.save("blob", {1}),
+    "a persistent collective": lambda comm: comm.all_reduce_init(X, op="noop").run(),
+    "its start": lambda comm: comm.all_reduce_init(X, op="noop").start(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_error_ends_at_the_callers_line(call: str) -> None:
+    with sync_world(2) as comms, pytest.raises(kfcomm.KfcommError) as failed:
+        CALLS[call](comms[0])
+    assert failed.value.__suppress_context__ or failed.value.__context__ is None
+    own = [frame.filename for frame in traceback.extract_tb(failed.tb) if Path(frame.filename).is_relative_to(PACKAGE)]
+    assert len(own) == 1
+    frames = traceback.format_exception(failed.value)
+    assert sum("Traceback" in line for line in frames) == 1
+    assert "# noqa" not in "".join(frames)
+
+
+def test_a_name_that_comes_again_fails_as_the_first_did() -> None:
+    with sync_world(1) as (comm,):
+        comm.all_reduce(X, "again")
+        with pytest.raises(kfcomm.ConfigError) as failed:
+            comm.all_reduce(X, "again", out=np.ones(3))
+    assert len([one for one in traceback.extract_tb(failed.tb) if Path(one.filename).is_relative_to(PACKAGE)]) == 1
+
+
+def test_what_somebody_elses_code_has_done_is_shown() -> None:
+    with sync_world(1) as (comm,):
+        with pytest.raises(Broken) as failed:
+            comm.all_reduce(broken("__array__"))
+        assert "stubs.py" in "".join(traceback.format_tb(failed.tb))
+
+        class Wrong:
+            def __array__(self, *_: Any, **__: Any) -> Any:
+                raise ValueError("not today")
+
+        with pytest.raises(kfcomm.ConfigError) as refused:
+            comm.all_reduce(Wrong())
+    assert isinstance(refused.value.__cause__, ValueError)
+    assert Path(__file__).name in "".join(traceback.format_tb(refused.value.__cause__.__traceback__))
+
+
+def test_the_whole_story_on_demand_and_of_defects(monkeypatch: pytest.MonkeyPatch) -> None:
+    with sync_world(1) as (comm,):
+        monkeypatch.setattr(comm._driver, "is_terse", False)
+        with pytest.raises(kfcomm.ConfigError) as failed:
+            comm.all_reduce(X, op="noop")
+    assert len(traceback.extract_tb(failed.tb)) > 4
+    with pytest.raises(kfcomm.InternalError) as defect:
+        raise kfcomm.InternalError("a defect")
+    assert terse(defect.value).__traceback__ is not None
+
+
+def test_the_setting_reaches_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, is_terse in (("", True), ("short", True), ("full", False)):
+        monkeypatch.setenv("KFCOMM_TRACEBACK", value)
+        with kfcomm.sync.init() as comm:
+            driver: Driver = comm._driver
+            assert driver.is_terse is is_terse
+    monkeypatch.setenv("KFCOMM_TRACEBACK", "long")
+    with pytest.raises(kfcomm.ConfigError, match="short, full"):
+        kfcomm.sync.init()
+
+
+# ---------------------------------------------------------------- nobody looks
+
+
+def test_a_failure_that_nobody_waits_for_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR, "kfcomm"), sync_world(2) as comms:
+        handles = [comm.all_reduce_async(np.ones(2 + comm.rank), "grad/0") for comm in comms]
+        with pytest.raises(kfcomm.CollectiveMismatch):
+            handles.pop().wait()
+        assert comms[0].all_reduce_async(X, "cancelled").cancel()
+        in_flight = comms[0].all_reduce_async(X, "in flight")
+        handles.clear()
+        gc.collect()
+        for comm in comms:
+            comm.close()
+        assert in_flight.done()
+        del in_flight
+        gc.collect()
+    lines = [record.getMessage() for record in caplog.records]
+    assert len([line for line in lines if "nobody has waited for" in line]) == 1
+    assert "rank 0: nobody has waited for CollectiveMismatch: 'grad/0'" in lines[-1]

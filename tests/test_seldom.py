@@ -1,0 +1,31 @@
+"""Log lines that others can cause."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from kfcomm.seldom import Seldom
+
+
+def test_one_line_a_second_with_a_count(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    seldom = Seldom(lambda: now[0])
+    logger = logging.getLogger("kfcomm.test_seldom")
+    logger.addFilter(seldom)
+    try:
+        for step in range(30):
+            now[0] = step / 10
+            try:
+                raise ValueError("no request")
+            except ValueError:
+                logger.exception("from %s", "there")
+    finally:
+        logger.removeFilter(seldom)
+    assert [record.getMessage() for record in caplog.records] == [
+        "from there: ValueError('no request')",
+        "from there: ValueError('no request') (and 9 such lines before)",
+        "from there: ValueError('no request') (and 9 such lines before)",
+    ]
+    assert "Traceback" not in caplog.text
