@@ -10,18 +10,19 @@ import asyncio
 import hashlib
 import logging
 import secrets
-import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kfcomm.control import ControlThread, World, addresses_of
-from kfcomm.core.handshake import Purpose
+from kfcomm.core.hello import Purpose
 from kfcomm.devices.routes import agree, choose
 from kfcomm.errors import ConfigError, RendezvousError
 from kfcomm.rendezvous.identity import PeerInfo, host_id, process_uid
 from kfcomm.rendezvous.interfaces import choose_address
 from kfcomm.rendezvous.join import close_store, join, leave_store, open_store
 from kfcomm.rendezvous.settings import Settings, host_and_port
+from kfcomm.transports.connection import Connection
+from kfcomm.transports.sealed import Seals
 from kfcomm.transports.shm.heap import Array
 from kfcomm.transports.shm.segment import SharingRefused, why_unsupported
 from kfcomm.transports.shm.sharing import Sharing
@@ -74,7 +75,7 @@ class Alone:
         """Never called: a world of one sends nothing."""
         raise ConfigError("a world of one has no peers")
 
-    def adopt(self, sock: socket.socket, peer: int, purpose: Purpose) -> None:
+    def adopt(self, connection: Connection, peer: int, purpose: Purpose) -> None:
         """Never called: nobody listens."""
         raise ConfigError("a world of one has no peers")
 
@@ -170,12 +171,13 @@ class SocketNetwork:
             listener = Listener(address, 0, unix=unix)
             me = PeerInfo.here(
                 rank=settings.rank, address=address, port=listener.port, unix=unix, transport=settings.transport,
-                device=device,
+                checksum=settings.checksum, device=device,
             )  # fmt: skip
             peers = await join(settings, me, client)
             if settings.links in ("unix", "shm"):
                 _check_one_host(peers, settings.links)
             try:
+                _check_checksums(peers)
                 _check_devices(peers)
             except ConfigError:
                 # all ranks find out the same, but some need the store for it yet: it stays until they have left, too
@@ -208,25 +210,26 @@ class SocketNetwork:
         refusal = ""
         if self._shares_with(peer) and self._sharing is not None:
             try:
-                return await self._sharing.connect(await self._dial(peer, Purpose.SHARED_MEMORY), peer)
+                connection = await self._dial(peer, Purpose.SHARED_MEMORY)
+                return await self._sharing.connect(connection.sock, peer)
             except SharingRefused as error:
                 if self._settings.links == "shm":
                     raise
                 refusal = str(error)
-        sock = await self._dial(peer, Purpose.DATA)
+        connection = await self._dial(peer, Purpose.DATA)
         if refusal:  # not before the peer has been reached: one that dies refuses too
             self._unshared.add(peer)
             self._say_fallback(peer, refusal)
-        return StreamLink(sock, self._reactor, self._inbound, peer)
+        return self._link(connection, peer)
 
-    def adopt(self, sock: socket.socket, peer: int, purpose: Purpose) -> None:
+    def adopt(self, connection: Connection, peer: int, purpose: Purpose) -> None:
         """See ``session.Network``."""
         if purpose is Purpose.SHARED_MEMORY and self._sharing is not None:
-            self._sharing.adopt(sock, peer)
+            self._sharing.adopt(connection.sock, peer)
         elif purpose is Purpose.DATA:
-            self._inbound.opened(StreamLink(sock, self._reactor, self._inbound, peer))
+            self._inbound.opened(self._link(connection, peer))
         else:
-            sock.close()
+            connection.close()
 
     def forget(self, peer: int) -> None:
         """See ``session.Network``."""
@@ -271,7 +274,13 @@ class SocketNetwork:
             await self._sharing.close()
         await close_store(self._client, self._server)
 
-    async def _dial(self, peer: int, purpose: Purpose) -> socket.socket:
+    def _link(self, connection: Connection, peer: int) -> StreamLink:
+        """Nothing can come between the ends of a Unix socket, which the kernel moves."""
+        is_sealed = self._settings.checksum and not connection.is_local
+        seals = Seals(connection.keys, has_payloads=True) if is_sealed else None
+        return StreamLink(connection.sock, self._reactor, self._inbound, peer, seals=seals)
+
+    async def _dial(self, peer: int, purpose: Purpose) -> Connection:
         addresses = self._addresses(peer)
         ways = addresses[:1] if purpose is Purpose.SHARED_MEMORY else addresses
         return await self._world.dial(peer, ways, purpose, DIAL_TIMEOUT_S)
@@ -310,6 +319,14 @@ def _check_one_host(peers: Sequence[PeerInfo], transport: str) -> None:
     if others:
         there = f"ranks {others[:16]}, which are on other hosts"
         raise ConfigError(f"transport {transport!r} cannot reach {there}; use 'auto'")
+
+
+def _check_checksums(peers: Sequence[PeerInfo]) -> None:
+    """Refuse what no two ranks could understand of each other."""
+    with_it = [peer.rank for peer in peers if peer.checksum]
+    if with_it and len(with_it) < len(peers):
+        without = next(peer.rank for peer in peers if not peer.checksum)
+        raise ConfigError(f"checksum is on for rank {with_it[0]} and off for rank {without}: it has to be the same")
 
 
 def _check_devices(peers: Sequence[PeerInfo]) -> None:

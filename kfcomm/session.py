@@ -14,7 +14,6 @@ import hashlib
 import logging
 import math
 import os
-import socket
 import sys
 import time
 import weakref
@@ -26,7 +25,7 @@ from kfcomm.control.base import GOODBYE_S, ControlEvents, ControlPlane, StatusSo
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import GroupView
 from kfcomm.core.credit import credit_of
-from kfcomm.core.handshake import Purpose
+from kfcomm.core.hello import Purpose
 from kfcomm.devices import Device
 from kfcomm.devices.pinned import PinnedPool
 from kfcomm.devices.routes import Choice
@@ -35,6 +34,7 @@ from kfcomm.runtime.closing import Closing
 from kfcomm.runtime.engine import Engine
 from kfcomm.runtime.meter import Meter
 from kfcomm.transports.base import Link, Waiter
+from kfcomm.transports.connection import Connection
 from kfcomm.transports.device_setup import DeviceSetup
 from kfcomm.transports.reactor import Reactor
 from kfcomm.transports.shm.heap import Array
@@ -64,7 +64,7 @@ class Network(Protocol):
             TransportError: it cannot be reached.
         """
 
-    def adopt(self, sock: socket.socket, peer: int, purpose: Purpose) -> None:
+    def adopt(self, connection: Connection, peer: int, purpose: Purpose) -> None:
         """Make a link of a connection that a peer opened; ``Inbound.opened`` follows."""
 
     def forget(self, peer: int) -> None:
@@ -194,12 +194,12 @@ class Session:
 
     # ---------------------------------------------------------------- ControlEvents
 
-    def adopt(self, sock: socket.socket, rank: int, purpose: Purpose) -> None:
+    def adopt(self, connection: Connection, rank: int, purpose: Purpose) -> None:
         """A peer opened a connection for data."""
         if self._closed is not None:
-            sock.close()
+            connection.close()
         else:
-            self.network.adopt(sock, rank, purpose)
+            self.network.adopt(connection, rank, purpose)
 
     def on_abort(self, group: bytes, key: str, seq: int, cause: list[Any]) -> None:
         """A collective failed elsewhere."""

@@ -129,12 +129,12 @@ async def opened(suite: Suite, transport: str, number: int) -> AsyncIterator[Cal
     Raises:
         ConfigError, RendezvousError: see ``kfcomm.init``.
     """
-    device, store = _device(suite.device), _store(number)
+    device, (store, token) = _device(suite.device), _store(number)
     if suite.blocking:
-        with kfcomm.sync.init(transport=transport, device=device, store=store) as comm:
+        with kfcomm.sync.init(transport=transport, device=device, store=store, token=token) as comm:
             yield BlockingCaller(comm)
     else:
-        async with init(transport=transport, device=device, store=store) as comm:
+        async with init(transport=transport, device=device, store=store, token=token) as comm:
             yield AsyncCaller(comm)
 
 
@@ -146,14 +146,14 @@ def _device(place: Place) -> str:
     return "cuda" if asked in ("auto", "none") else asked
 
 
-def _store(number: int) -> str | None:
-    """Where the world meets; None for where the environment says.
+def _store(number: int) -> tuple[str | None, bytes | None]:
+    """Where the world meets, and with which token; None for what the environment says.
 
     A store that rank 0 serves ends with each world. So that no rank, early for the next one, takes the last one's
     for it, each is served at a port of its own.
     """
     settings = detect(os.environ)
     if settings.store is None or not settings.serve:
-        return None
+        return None, None
     host, port = host_and_port(settings.store)
-    return store_url(host, port + number)
+    return store_url(host, port + number), settings.token

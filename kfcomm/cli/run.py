@@ -50,6 +50,7 @@ from kfcomm.rendezvous.settings import TRANSPORTS
 @click.option("--interface", metavar="NAME", help="Interface, address or network (CIDR) to listen at.")
 @click.option("--dump-dir", metavar="PATH", help="Folder for the dumps that SIGUSR1 asks for.")
 @click.option("--timeline", metavar="DIR", help="Record a timeline of each rank here.")
+@click.option("--checksum/--no-checksum", default=None, help="Check what travels over TCP; off by default.")
 @click.option("--monitor/--no-monitor", default=None, help="Count and time what the ranks do; on by default.")
 @click.option(
     "--metrics-port",
@@ -127,6 +128,5 @@ def _settings(given: Mapping[str, Any]) -> dict[str, str]:
         "metrics_port",
     )  # fmt: skip
     found = {f"KFCOMM_{name.upper()}": str(given[name]) for name in names if given[name] is not None}
-    if given["monitor"] is not None:
-        found["KFCOMM_MONITOR"] = "1" if given["monitor"] else "0"
-    return found
+    flags = ("monitor", "checksum")
+    return found | {f"KFCOMM_{name.upper()}": "1" if given[name] else "0" for name in flags if given[name] is not None}

@@ -59,7 +59,7 @@ def fingerprint(x: Any) -> bytes:
         return _hash("dict", b"".join(sorted(fingerprint(key) + fingerprint(one) for key, one in x.items())))
     if isinstance(x, (set, frozenset)):
         return _hash("set", b"".join(sorted(map(fingerprint, x))))
-    if is_list(x) and not _is_of_numbers(x):
+    if is_list(x) and _shape(x) is None:
         return _hash("list", b"".join(map(fingerprint, x)))
     array = adapt(x)
     return _hash(f"{array.dtype.name} {array.shape}", array.flat.view(np.uint8).data)
@@ -69,13 +69,14 @@ def _hash(about: str, data: bytes | memoryview) -> bytes:
     return hashlib.blake2b(data, digest_size=32, key=hashlib.sha256(about.encode()).digest()).digest()
 
 
-def _is_of_numbers(x: Any) -> bool:
-    """Whether nested lists hold numbers alone, which make one array."""
-    types = set(map(type, x))
-    lists = {one for one in types if issubclass(one, (list, tuple))}
-    if not all(issubclass(one, (int, float, complex, np.generic)) for one in types - lists):
-        return False
-    return not lists or all(_is_of_numbers(one) for one in x if isinstance(one, (list, tuple)))
+def _shape(x: Any) -> tuple[int, ...] | None:
+    """Of the array that nested lists of numbers make; None if they make none."""
+    if not isinstance(x, (list, tuple)):
+        return () if isinstance(x, (int, float, complex, np.generic)) else None
+    shapes = set(map(_shape, x))
+    if len(shapes) > 1 or None in shapes:
+        return None
+    return (len(x), *(shapes.pop() or ())) if shapes else (0,)
 
 
 def _refusal(value: Any, error: Exception) -> str:

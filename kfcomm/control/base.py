@@ -14,13 +14,13 @@ Invariants, for the engine on each rank:
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kfcomm.control.clock import ClockSample
 from kfcomm.core.gossip import CollectiveId
-from kfcomm.core.handshake import Purpose
+from kfcomm.core.hello import Purpose
+from kfcomm.transports.connection import Connection
 
 GOODBYE_S = 2.0
 """How long a closing rank waits for peers to close their side, too."""
@@ -34,8 +34,8 @@ ToldClock = Callable[[ClockSample | None], None]
 class ControlEvents(Protocol):
     """Who hears the news (the engine). All calls come where the engine runs."""
 
-    def adopt(self, sock: socket.socket, rank: int, purpose: Purpose) -> None:
-        """``rank`` has opened a connection for data and proven who it is; the socket is the engine's now."""
+    def adopt(self, connection: Connection, rank: int, purpose: Purpose) -> None:
+        """``rank`` has opened a connection for data and proven who it is; the connection is the engine's now."""
 
     def on_abort(self, group: bytes, key: str, seq: int, cause: list[Any]) -> None:
         """A collective failed elsewhere; ``cause`` is as in `kfcomm.core.cause.Cause.to_wire`."""

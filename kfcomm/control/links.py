@@ -6,6 +6,7 @@ Invariants:
   two links, which does no harm; the oldest of more is closed.
 - After a link broke without a goodbye, or on suspicion, the peer is dialled: where nobody listens any more it is
   gone, and whoever answers is alive. Everything else (no answer, a refusal) decides nothing.
+- Every frame is sealed: a relay that changes, forges or repeats one ends the link, not the peer.
 - A peer that does not read makes nobody hold more than a few MiB for it.
 
 What the frames say is not known here.
@@ -16,14 +17,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
-from kfcomm.core.frame import MAX_HEADER_NBYTES, PREFIX_NBYTES, Header, Kind
+from kfcomm.core.frame import Header, Kind
 from kfcomm.errors import RemoteProtocolError
 from kfcomm.transports.base import Inbound, Link
-from kfcomm.transports.options import StreamOptions
+from kfcomm.transports.connection import Connection
+from kfcomm.transports.options import MAX_HEAD_NBYTES, StreamOptions
+from kfcomm.transports.sealed import Seals
 from kfcomm.transports.sockets import DialRefused, is_silent_host, watch
 from kfcomm.transports.stream import StreamLink
 
@@ -39,11 +41,11 @@ LONGEST_PAUSE_S = 5.0
 SETTLED_AFTER_S = 30.0
 """A link that held so long was a good one: when it breaks, the pauses between dials begin small again."""
 
-Dial = Callable[[int], Awaitable[socket.socket]]
+Dial = Callable[[int], Awaitable[Connection]]
 """Makes a connection to a rank, handshake included; raises ``DialRefused``."""
 
 _LOG = logging.getLogger("kfcomm.control")
-_OPTIONS = StreamOptions(staging_nbytes=PREFIX_NBYTES + MAX_HEADER_NBYTES)
+_OPTIONS = StreamOptions(staging_nbytes=MAX_HEAD_NBYTES)
 
 
 class Links(Inbound):
@@ -72,13 +74,14 @@ class Links(Inbound):
 
     # Use.
 
-    def add(self, rank: int, sock: socket.socket) -> None:
+    def add(self, rank: int, connection: Connection) -> None:
         """A connection to ``rank`` whose handshake is over becomes a link."""
         if self._closed:
-            sock.close()
+            connection.close()
             return
-        watch(sock, self._dead_host_after_s)
-        link = StreamLink(sock, self._loop, self, rank, options=_OPTIONS)
+        watch(connection.sock, self._dead_host_after_s)
+        seals = Seals(connection.keys, has_payloads=False)
+        link = StreamLink(connection.sock, self._loop, self, rank, options=_OPTIONS, seals=seals)
         link.state = self._loop.time()
         self._all = [*self._all, link]
         links = self._links.setdefault(rank, [])
@@ -169,7 +172,7 @@ class Links(Inbound):
             tries = 0
             while rank in self._suspects or self._node.wants(rank):
                 try:
-                    sock = await self._dial(rank)
+                    connection = await self._dial(rank)
                 except DialRefused as error:
                     if error.nobody_listens:
                         del self._dialling[rank]  # first, since the node drops what belongs to this rank
@@ -183,7 +186,7 @@ class Links(Inbound):
                     await asyncio.sleep(self._pause_s(rank))
                 else:
                     self._suspects.discard(rank)
-                    self.add(rank, sock)
+                    self.add(rank, connection)
                     return
         finally:
             if self._dialling.get(rank) is asyncio.current_task():

@@ -15,7 +15,6 @@ import functools
 import logging
 import math
 import selectors
-import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -25,11 +24,13 @@ from kfcomm.control.base import GOODBYE_S, Answer, ControlEvents, StatusSource, 
 from kfcomm.control.clock import ClockReader, answer_clock, measure_clock
 from kfcomm.control.node import ControlNode
 from kfcomm.control.upcalls import Upcalls
-from kfcomm.core.credit import DEFAULT_CREDIT
 from kfcomm.core.gossip import CollectiveId
-from kfcomm.core.handshake import Hello, Identity, Purpose
+from kfcomm.core.handshake import Identity
+from kfcomm.core.hello import Hello, Purpose
+from kfcomm.core.strangers import MAX_STRANGERS, Strangers
 from kfcomm.errors import KfcommError, LocalProtocolError
-from kfcomm.transports.greeting import HANDSHAKE_TIMEOUT_S, dial, serve
+from kfcomm.transports.connection import Connection
+from kfcomm.transports.greeting import HANDSHAKE_TIMEOUT_S, STRANGER_S, dial, serve
 from kfcomm.transports.greeting import answer as greet
 from kfcomm.transports.reactor import Reactor
 from kfcomm.transports.sockets import Address, Listener
@@ -37,6 +38,8 @@ from kfcomm.transports.sockets import Address, Listener
 if TYPE_CHECKING:
     from kfcomm.rendezvous.identity import PeerInfo
 
+STRANGERS_A_RANK = 8
+"""All ranks may come at once, each for several links."""
 COMPARED_WITHIN_S = 0.25
 """How long a thread that stops waits for clocks that are being compared: a millisecond, if all is well."""
 
@@ -76,7 +79,7 @@ class World(NamedTuple):
         """Who ``rank`` has to prove to be."""
         return Identity(rank, self.peers[rank].uid)
 
-    async def dial(self, rank: int, addresses: Sequence[Address], purpose: Purpose, timeout_s: float) -> socket.socket:
+    async def dial(self, rank: int, addresses: Sequence[Address], purpose: Purpose, timeout_s: float) -> Connection:
         """A connection to ``rank`` on which both sides have proven who they are.
 
         Raises:
@@ -248,7 +251,7 @@ class ControlThread:
                 self._node.links.abort()
             self._listener.close()
 
-    async def _dial(self, rank: int, purpose: Purpose = Purpose.CONTROL) -> socket.socket:
+    async def _dial(self, rank: int, purpose: Purpose = Purpose.CONTROL) -> Connection:
         world = self._world
         addresses = addresses_of(world.peers[rank], seen_from=world.peers[world.rank])
         return await world.dial(rank, addresses, purpose, world.handshake_timeout_s)
@@ -261,21 +264,22 @@ class ControlThread:
             accept=lambda hello: world.objection(hello) or node.objection(hello.rank),
             token=world.token,
             epoch=world.epoch,
-            credit=(DEFAULT_CREDIT.nbytes, DEFAULT_CREDIT.headers),
-            timeout_s=world.handshake_timeout_s,
+            timeout_s=min(world.handshake_timeout_s, STRANGER_S),
         )
 
-        def welcome(sock: socket.socket, hello: Hello) -> None:
+        def welcome(connection: Connection, hello: Hello) -> None:
             if hello.purpose is Purpose.CONTROL:
-                node.links.add(hello.rank, sock)
+                node.links.add(hello.rank, connection)
             elif hello.purpose is Purpose.CLOCK:
-                answering = self._compare(answer_clock(sock, clock=self._clock, timeout_s=world.handshake_timeout_s))
+                sock, timeout_s = connection.sock, world.handshake_timeout_s
+                answering = self._compare(answer_clock(sock, clock=self._clock, timeout_s=timeout_s))
                 answering.add_done_callback(lambda _: sock.close())  # also if it was cancelled before its first step
             else:
-                self._upcalls.adopt(sock, hello.rank, hello.purpose)
+                self._upcalls.adopt(connection, hello.rank, hello.purpose)
 
         refused = functools.partial(_LOG.debug, "an incoming connection was dropped: %s")
-        await serve(self._listener, shake, welcome=welcome, refused=refused)
+        limit = max(MAX_STRANGERS, STRANGERS_A_RANK * len(world.peers))
+        await serve(self._listener, shake, welcome=welcome, refused=refused, strangers=Strangers(limit, limit // 2))
 
     def _compare(self, comparison: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(comparison, name="kfcomm clock")
@@ -286,7 +290,7 @@ class ControlThread:
     async def _ask_clock(self, rank: int, told: ToldClock) -> None:
         sample = None
         try:
-            with await self._dial(rank, Purpose.CLOCK) as sock:
+            with (await self._dial(rank, Purpose.CLOCK)).sock as sock:
                 async with asyncio.timeout(self._world.handshake_timeout_s):
                     sample = await measure_clock(sock, clock=self._clock)
         except (KfcommError, TimeoutError) as error:

@@ -1,17 +1,17 @@
 """The way from the control thread up to the engine: every call is made where the engine runs, and none gets lost.
 
-Invariants: a socket on its way to the engine has an owner at every moment; if the engine never takes it, it
+Invariants: a connection on its way to the engine has an owner at every moment; if the engine never takes it, it
 is closed.
 """
 
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Callable
 
 from kfcomm.control.base import ControlEvents
-from kfcomm.core.handshake import Purpose
+from kfcomm.core.hello import Purpose
+from kfcomm.transports.connection import Connection
 from kfcomm.transports.reactor import Reactor
 
 _LOG = logging.getLogger("kfcomm.control")
@@ -24,12 +24,12 @@ class Upcalls:
         self.events = events
         self._reactor = reactor
         self._closed = False
-        self._offered: dict[socket.socket, tuple[int, Purpose]] = {}
+        self._offered: dict[Connection, tuple[int, Purpose]] = {}
 
-    def adopt(self, sock: socket.socket, rank: int, purpose: Purpose) -> None:
+    def adopt(self, connection: Connection, rank: int, purpose: Purpose) -> None:
         """Hand a data connection over; it is closed if there is nobody to take it."""
-        self._offered[sock] = (rank, purpose)
-        if not self.post(self._take, sock):
+        self._offered[connection] = (rank, purpose)
+        if not self.post(self._take, connection):
             self._close_offered()
 
     def report(self, message: str, error: BaseException | None) -> None:
@@ -48,7 +48,7 @@ class Upcalls:
         return True
 
     def close(self) -> None:
-        """Nothing is called from now on; sockets that the engine has not taken yet are closed."""
+        """Nothing is called from now on; connections that the engine has not taken yet are closed."""
         self._closed = True
         self._close_offered()
 
@@ -56,12 +56,12 @@ class Upcalls:
         if not self._closed:
             callback(*arguments)
 
-    def _take(self, sock: socket.socket) -> None:
-        offered = self._offered.pop(sock, None)
+    def _take(self, connection: Connection) -> None:
+        offered = self._offered.pop(connection, None)
         if offered is not None:
-            self.events.adopt(sock, *offered)
+            self.events.adopt(connection, *offered)
 
     def _close_offered(self) -> None:
-        for sock in list(self._offered):
-            if self._offered.pop(sock, None) is not None:  # else the engine took it just now
-                sock.close()
+        for connection in list(self._offered):
+            if self._offered.pop(connection, None) is not None:  # else the engine took it just now
+                connection.close()

@@ -26,7 +26,7 @@ import msgpack
 
 from kfcomm.errors import LocalProtocolError, RemoteProtocolError
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 PREFIX = struct.Struct("<II")
 PREFIX_NBYTES = PREFIX.size
 CHUNK_HEADER = struct.Struct("<BIQIIBII")
@@ -40,7 +40,7 @@ MAX_ID = 1 << 20
 
 
 class Kind(IntEnum):
-    """What a frame is. Rows below 16 travel on data links, from 16 on control links, from 32 in handshakes."""
+    """What a frame is. Rows below 16 travel on data links, from 16 on control links. For handshakes see ``hello``."""
 
     CHUNK = 1
     ASK = 2
@@ -55,11 +55,6 @@ class Kind(IntEnum):
     GOSSIP = 16
     PING = 17
     PONG = 18
-    HELLO = 32
-    CHALLENGE = 33
-    PROOF = 34
-    WELCOME = 35
-    REFUSED = 36
 
 
 SCHEMA: dict[int, tuple[type, ...]] = {
@@ -76,11 +71,6 @@ SCHEMA: dict[int, tuple[type, ...]] = {
     Kind.GOSSIP: (int, int, list),  # origin, number, message: see core.gossip
     Kind.PING: (),  # are you there?
     Kind.PONG: (),  # yes
-    Kind.HELLO: (int, int, int, str, int, bytes),  # protocol, epoch, rank, uid, purpose, nonce
-    Kind.CHALLENGE: (bytes, bytes),  # nonce, proof of the listener
-    Kind.PROOF: (bytes,),  # proof of the dialler
-    Kind.WELCOME: (int, int),  # credit: payload bytes and headers
-    Kind.REFUSED: (str,),  # why
 }
 """The fields after the kind, by type. Integers are never negative. For the stamp see ``core.collective.Collective``."""
 
@@ -88,7 +78,7 @@ _LENGTHS_OF_INTEGERS = {int(kind): 1 + len(types) for kind, types in SCHEMA.item
 """The rows that hot frames have, checked without looking at the row: 0.4 µs instead of 0.75."""
 
 MAX_FIELD_NBYTES = 1 << 12
-"""No name, reason, proof or nonce is longer than this."""
+"""No name or reason is longer than this."""
 
 MAX_ARRAY_LENGTH = 1 << 10
 """No array in a header is longer than this; so a header that is all arrays in arrays takes 8 MiB at the most."""

@@ -7,17 +7,19 @@
           purpose, nonce)                          does not want
                                            ◀──     CHALLENGE(nonce, proof over the dialler's nonce)
     PROOF(proof over the answerer's nonce) ──▶
-                                           ◀──     WELCOME(credit: bytes, headers)
+                                           ◀──     WELCOME()
 
-Either side may say REFUSED(why) instead of its next message. A proof is an HMAC with the job's token (see
-``auth``). Its context is all that was said: who proves, the epoch, the purpose, both ranks and uids, both nonces. So
-the two ends agree on each of them, and no proof serves another connection, direction or end.
+Either side may say REFUSED(why) instead of its next message. How the messages are coded is in ``hello``. A proof is
+an HMAC with the job's token (see ``auth``). Its context is all that was said: who proves, the epoch, the purpose, both
+ranks and uids, both nonces. So the two ends agree on each of them, and no proof serves another connection, direction or
+end. Of the same, two keys are made for what follows the handshake, one for each direction (see ``seal``).
 
 Invariants:
 
 - Each side speaks only when it is its turn, so no byte follows the handshake before both sides are done.
 - What the other side says is never raised: it becomes a `Step` whose outcome is REFUSED or BROKEN.
 - Messages out of turn, and any after the end, make the handshake BROKEN.
+- Nobody but who knows the token can make the keys, and no two connections have the same.
 
 Time, randomness (the nonces) and sockets are the caller's.
 """
@@ -25,32 +27,19 @@ Time, randomness (the nonces) and sockets are the caller's.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum, IntEnum, auto
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import partial
+from typing import Any
 
 import msgpack
 
 from kfcomm.core.auth import proof, proven
-from kfcomm.core.frame import PROTOCOL_VERSION, Header, Kind
+from kfcomm.core.frame import PROTOCOL_VERSION
+from kfcomm.core.hello import NONCE_NBYTES, Challenge, Hello, Message, Proof, Purpose, Refused, Welcome, name_of
 from kfcomm.errors import LocalProtocolError
 
-NONCE_NBYTES = 32
-MAX_UID_NBYTES = 256
 MAX_REASON_CHARS = 500
-MAX_HEADER_NBYTES = 1 << 12
-"""No header of a handshake is longer; a stranger makes nobody hold more than this."""
-
-
-class Purpose(IntEnum):
-    """What a connection is for."""
-
-    DATA = 0
-    CONTROL = 1
-    SHARED_MEMORY = 2
-    """Data that does not travel on the connection."""
-    CLOCK = 3
-    """Questions about the answerer's clock."""
 
 
 class Outcome(Enum):
@@ -72,6 +61,14 @@ class Side(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Keys:
+    """Of one end of a connection: for the frames that leave, and for those that arrive. Each has 32 bytes."""
+
+    outgoing: bytes = field(repr=False)
+    incoming: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Identity:
     """A process as its peers know it: its rank in the epoch, and its own stable uid."""
 
@@ -80,21 +77,11 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
-    """Who wants in, and what for. Its claims are proven once the handshake is done, not before."""
-
-    epoch: int
-    rank: int
-    uid: str
-    purpose: Purpose
-
-
-@dataclass(frozen=True, slots=True)
 class Step:
-    """What follows from a message: a frame to send first, if any, and how the handshake stands."""
+    """What follows from a message: one to send first, if any, and how the handshake stands."""
 
     outcome: Outcome
-    reply: Header | None = None
+    reply: Message | None = None
     reason: str = ""
 
 
@@ -109,32 +96,40 @@ class _Transcript:
     dialler_nonce: bytes
     answerer_nonce: bytes
 
-    def context(self, prover: Side) -> bytes:
+    def context(self, about: str) -> bytes:
         ends = [self.dialler.rank, self.dialler.uid, self.answerer.rank, self.answerer.uid]
-        said = [prover.value, PROTOCOL_VERSION, self.epoch, self.purpose, *ends]
+        said = [about, PROTOCOL_VERSION, self.epoch, self.purpose, *ends]
         packed: bytes = msgpack.packb([*said, self.dialler_nonce, self.answerer_nonce])
         return packed
 
+    def key(self, token: bytes, sender: Side) -> bytes:
+        return proof(token, self.dialler_nonce + self.answerer_nonce, self.context(f"frames of the {sender.value}"))
 
-_Expects = dict[int, Callable[[Header], Step]]
+
+_Expects = dict[type[Message], Callable[[Any], Step]]
 
 
 class _Machine:
-    """What both sides share: the messages expected next, each with its handler; none once it is over."""
+    """What both sides share: the messages expected next, each with its handler; none once it is over.
+
+    Attributes:
+        keys: for the frames that follow; known when done.
+    """
 
     def __init__(self, expects: _Expects) -> None:
         self._expects = expects
+        self.keys: Keys | None = None
 
-    def receive(self, header: Header) -> Step:
+    def receive(self, message: Message) -> Step:
         """What follows from a message of the other side."""
-        handler = self._expects.get(header[0])
+        handler = self._expects.get(type(message))
         self._expects = {}
         if handler is None:
-            return Step(Outcome.BROKEN, reason=f"{Kind(header[0]).name} is out of place in this handshake")
-        return handler(header)
+            return Step(Outcome.BROKEN, reason=f"{name_of(message)} is out of place in this handshake")
+        return handler(message)
 
-    def _on_refused(self, header: Header) -> Step:
-        return Step(Outcome.REFUSED, reason=f"the other side refuses: {_legible(header[1])}")
+    def _on_refused(self, message: Refused) -> Step:
+        return Step(Outcome.REFUSED, reason=f"the other side refuses: {_legible(message.why)}")
 
 
 class Dialler(_Machine):
@@ -150,32 +145,28 @@ class Dialler(_Machine):
 
     Attributes:
         hello: the first message.
-        credit: payload bytes and headers that the answerer grants; known when done.
     """
 
     def __init__(
         self, me: Identity, peer: Identity, *, purpose: Purpose, epoch: int, token: bytes, nonce: bytes
     ) -> None:
-        super().__init__({Kind.CHALLENGE: self._on_challenge, Kind.REFUSED: self._on_refused})
+        super().__init__({Challenge: self._on_challenge, Refused: self._on_refused})
         self._me, self._peer = me, peer
-        self._purpose, self._epoch = purpose, epoch
-        self._token, self._nonce = token, _checked(nonce)
-        self.hello: Header = (int(Kind.HELLO), PROTOCOL_VERSION, epoch, me.rank, me.uid, int(purpose), nonce)
-        self.credit = (0, 0)
+        self._token = token
+        self.hello = Hello(PROTOCOL_VERSION, epoch, me.rank, purpose, _checked(nonce), me.uid)
 
-    def _on_challenge(self, header: Header) -> Step:
-        _, nonce, their_proof = header
-        if len(nonce) != NONCE_NBYTES:
-            return Step(Outcome.BROKEN, reason=f"CHALLENGE with a nonce of {len(nonce)} bytes")
-        said = _Transcript(self._epoch, self._purpose, self._me, self._peer, self._nonce, nonce)
-        token = proven(self._token, self._nonce, said.context(Side.ANSWERER), their_proof)
+    def _on_challenge(self, challenge: Challenge) -> Step:
+        mine, theirs = self.hello.nonce, challenge.nonce
+        said = _Transcript(self.hello.epoch, self.hello.purpose, self._me, self._peer, mine, theirs)
+        token = proven(self._token, mine, said.context(Side.ANSWERER.value), challenge.proof)
         if token is None:
             return _refuse(f"who answers is not rank {self._peer.rank} (uid {self._peer.uid}), or has another token")
-        self._expects = {Kind.WELCOME: self._on_welcome, Kind.REFUSED: self._on_refused}
-        return Step(Outcome.GOES_ON, (int(Kind.PROOF), proof(token, nonce, said.context(Side.DIALLER))))
+        keys = Keys(said.key(token, Side.DIALLER), said.key(token, Side.ANSWERER))
+        self._expects = {Welcome: partial(self._on_welcome, keys), Refused: self._on_refused}
+        return Step(Outcome.GOES_ON, Proof(proof(token, theirs, said.context(Side.DIALLER.value))))
 
-    def _on_welcome(self, header: Header) -> Step:
-        self.credit = (header[1], header[2])
+    def _on_welcome(self, keys: Keys, _: Welcome) -> Step:
+        self.keys = keys
         return Step(Outcome.DONE)
 
 
@@ -189,50 +180,40 @@ class Answerer(_Machine):
         epoch: the epoch both must be in.
         token: secret of the job.
         nonce: 32 random bytes, used once.
-        credit: payload bytes and headers granted to the dialler.
 
     Attributes:
         hello: who dialled; None until it is proven.
     """
 
     def __init__(
-        self,
-        me: Identity,
-        *,
-        accept: Callable[[Hello], str | None],
-        epoch: int,
-        token: bytes,
-        nonce: bytes,
-        credit: tuple[int, int],
+        self, me: Identity, *, accept: Callable[[Hello], str | None], epoch: int, token: bytes, nonce: bytes
     ) -> None:
-        super().__init__({Kind.HELLO: self._on_hello})
+        super().__init__({Hello: self._on_hello})
         self._me, self._accept = me, accept
-        self._epoch, self._credit = epoch, credit
-        self._token, self._nonce = token, _checked(nonce)
+        self._epoch, self._token, self._nonce = epoch, token, _checked(nonce)
         self.hello: Hello | None = None
 
-    def _on_hello(self, header: Header) -> Step:
-        _, protocol, epoch, rank, uid, purpose, nonce = header
-        if protocol != PROTOCOL_VERSION:
-            return _refuse(f"protocol {protocol} is not spoken here, only {PROTOCOL_VERSION}")
-        if len(nonce) != NONCE_NBYTES or len(uid.encode()) > MAX_UID_NBYTES or purpose not in set(Purpose):
-            return Step(Outcome.BROKEN, reason="HELLO with a nonce, uid or purpose that cannot be")
-        if epoch != self._epoch:
-            return _refuse(f"epoch {epoch} is not the epoch here, {self._epoch}")
-        hello = Hello(epoch, rank, uid, Purpose(purpose))
+    def _on_hello(self, hello: Hello) -> Step:
+        if hello.protocol != PROTOCOL_VERSION:
+            return _refuse(f"protocol {hello.protocol} is not spoken here, only {PROTOCOL_VERSION}")
+        if hello.epoch != self._epoch:
+            return _refuse(f"epoch {hello.epoch} is not the epoch here, {self._epoch}")
         unwanted = self._accept(hello)
         if unwanted is not None:
             return _refuse(unwanted)
-        said = _Transcript(epoch, purpose, Identity(rank, uid), self._me, nonce, self._nonce)
-        self._expects = {Kind.PROOF: partial(self._on_proof, hello, said), Kind.REFUSED: self._on_refused}
-        mine = proof(self._token, nonce, said.context(Side.ANSWERER))
-        return Step(Outcome.GOES_ON, (int(Kind.CHALLENGE), self._nonce, mine))
+        dialler = Identity(hello.rank, hello.uid)
+        said = _Transcript(hello.epoch, hello.purpose, dialler, self._me, hello.nonce, self._nonce)
+        self._expects = {Proof: partial(self._on_proof, hello, said), Refused: self._on_refused}
+        mine = proof(self._token, hello.nonce, said.context(Side.ANSWERER.value))
+        return Step(Outcome.GOES_ON, Challenge(self._nonce, mine))
 
-    def _on_proof(self, hello: Hello, said: _Transcript, header: Header) -> Step:
-        if proven(self._token, self._nonce, said.context(Side.DIALLER), header[1]) is None:
+    def _on_proof(self, hello: Hello, said: _Transcript, theirs: Proof) -> Step:
+        token = proven(self._token, self._nonce, said.context(Side.DIALLER.value), theirs.proof)
+        if token is None:
             return _refuse(f"wrong token, or another process was dialled than rank {self._me.rank}")
         self.hello = hello
-        return Step(Outcome.DONE, (int(Kind.WELCOME), *self._credit))
+        self.keys = Keys(said.key(token, Side.ANSWERER), said.key(token, Side.DIALLER))
+        return Step(Outcome.DONE, Welcome())
 
 
 def _checked(nonce: bytes) -> bytes:
@@ -242,7 +223,7 @@ def _checked(nonce: bytes) -> bytes:
 
 
 def _refuse(reason: str) -> Step:
-    return Step(Outcome.REFUSED, (int(Kind.REFUSED), reason[:MAX_REASON_CHARS]), reason)
+    return Step(Outcome.REFUSED, Refused(reason[:MAX_REASON_CHARS]), reason)
 
 
 def _legible(text: str) -> str:

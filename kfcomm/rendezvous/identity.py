@@ -48,6 +48,7 @@ class PeerInfo:
         costs: of messages, as they were measured on its host.
         versions: version of kfcomm, number of the protocol.
         transport: what it was told of transports: device memory goes the way on which all agree.
+        checksum: whether it checks what travels over TCP.
         device: its device, or why it has none.
     """
 
@@ -63,12 +64,13 @@ class PeerInfo:
     costs: Costs
     versions: tuple[str, int]
     transport: str
+    checksum: bool
     device: DeviceReport
 
     @classmethod
     def here(
         cls, *, rank: int, address: str, port: int, unix: str | None = None, transport: str = "auto",
-        device: DeviceReport | None = None,
+        checksum: bool = False, device: DeviceReport | None = None,
     ) -> PeerInfo:  # fmt: skip
         """This process as ``rank``, listening at ``address`` and ``port`` (and ``unix``).
 
@@ -87,6 +89,7 @@ class PeerInfo:
             costs=kept_costs(),
             versions=versions(),
             transport=transport,
+            checksum=checksum,
             device=_presentable(device or DeviceReport()),
         )
 
@@ -142,6 +145,7 @@ def _check(
     costs: object,
     versions: object,
     transport: object,
+    checksum: object,
     device: object,
 ) -> None:
     """Check the fields of a `PeerInfo`, in their order."""
@@ -163,6 +167,8 @@ def _check(
     _check_integer("protocol", versions[1], 0, 2**31 - 1)
     if transport not in TRANSPORTS:
         raise RemoteProtocolError(f"transport of a peer must be one of {', '.join(TRANSPORTS)}")
+    if not isinstance(checksum, bool):
+        raise RemoteProtocolError("checksum of a peer must be true or false")
     _check_device(device)
 
 

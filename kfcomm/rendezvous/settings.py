@@ -50,6 +50,7 @@ class Arguments(TypedDict, total=False):
     monitor: bool | None
     metrics_port: int | None
     traceback: str | None
+    checksum: bool | None
 
 
 class Settings(NamedTuple):
@@ -73,6 +74,7 @@ class Settings(NamedTuple):
         timeline: folder for a trace of each rank; None for none.
         monitor: whether bytes, calls and waits are counted.
         traceback: ``short``: those of blocking verbs end at the caller's line; ``full``: they show all.
+        checksum: whether what travels over TCP is checked; the same on all ranks.
         metrics_port: where local rank 0 answers Prometheus, the others at the ports after it; None not to.
         source: where rank and size come from.
         reasons: lines that explain to a person what was found.
@@ -99,6 +101,7 @@ class Settings(NamedTuple):
     monitor: bool = True
     metrics_port: int | None = None
     traceback: str = "short"
+    checksum: bool = False
     source: str = Source.ALONE
     reasons: tuple[str, ...] = ()
     serve: bool = False
@@ -159,6 +162,7 @@ def detect(environ: Mapping[str, str], **arguments: Unpack[Arguments]) -> Settin
         monitor=reader.flag("monitor", default=True),
         metrics_port=reader.port("metrics_port"),
         traceback=reader.choice("traceback", ("short", "full")),
+        checksum=reader.flag("checksum", default=False),
         source=world.source,
         reasons=tuple(reasons),
         serve=store is not None and reader.flag("serve", default=True),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Literal, TypeVar
@@ -13,7 +12,7 @@ from typing import Any, Literal, TypeVar
 from kfcomm.communicator import Communicator
 from kfcomm.control.base import ControlEvents, ControlPlane, StatusSource
 from kfcomm.control.memory import MemoryHub
-from kfcomm.core.handshake import Purpose
+from kfcomm.core.hello import Purpose
 from kfcomm.devices import Device, DeviceReport
 from kfcomm.devices.routes import choose
 from kfcomm.errors import TransportError
@@ -22,6 +21,7 @@ from kfcomm.sizes import seconds_of
 from kfcomm.testing.links import InMemory, InSharedMemory, Links
 from kfcomm.transports.backend import BackendMaker
 from kfcomm.transports.base import Link, Waiter
+from kfcomm.transports.connection import Connection
 from kfcomm.transports.device_setup import DeviceSetup
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor
@@ -51,7 +51,7 @@ class _Way:
         """See ``session.Network``."""
         return await self._links.connect(self._rank, peer)
 
-    def adopt(self, sock: socket.socket, peer: int, purpose: Purpose) -> None:
+    def adopt(self, connection: Connection, peer: int, purpose: Purpose) -> None:
         """Never called: there are no sockets."""
         raise TransportError("a world in memory has no sockets")
 

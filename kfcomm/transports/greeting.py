@@ -11,24 +11,28 @@ a bounded time.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 from collections.abc import Awaitable, Callable, Iterable
 from typing import assert_never
 
-from kfcomm.core.frame import PREFIX_NBYTES, Header, decode_header, decode_prefix, make_encoder
-from kfcomm.core.handshake import (
-    MAX_HEADER_NBYTES,
+from kfcomm.accepting import accept_all
+from kfcomm.core.handshake import Answerer, Dialler, Identity, Outcome, Step
+from kfcomm.core.hello import (
     NONCE_NBYTES,
-    Answerer,
-    Dialler,
+    PREFIX_NBYTES,
     Hello,
-    Identity,
-    Outcome,
+    Message,
     Purpose,
-    Step,
+    Refused,
+    decode,
+    decode_prefix,
+    encode,
 )
+from kfcomm.core.strangers import Strangers
 from kfcomm.errors import InternalError, KfcommError, ProtocolError, RemoteProtocolError, TransportError
+from kfcomm.transports.connection import Connection
 from kfcomm.transports.sockets import (
     Address,
     DialRefused,
@@ -36,23 +40,25 @@ from kfcomm.transports.sockets import (
     closed_on_failure,
     connect,
     describe,
+    host_of,
     nobody_listens,
-    readable,
     receive_exactly,
+    send_all,
     told_as_lost,
     tune,
     why,
 )
 
 HANDSHAKE_TIMEOUT_S = 10.0
-MAX_PENDING = 256
-_ACCEPT_PAUSE_S = 0.05
+"""For a peer that is known to be one, on a host that may be busy."""
+STRANGER_S = 5.0
+"""For anybody who has connected."""
 
 
 async def dial(
     addresses: Iterable[Address], me: Identity, peer: Identity, *,
     purpose: Purpose, token: bytes, epoch: int, timeout_s: float = HANDSHAKE_TIMEOUT_S,
-) -> socket.socket:  # fmt: skip
+) -> Connection:  # fmt: skip
     """Connect to ``peer`` and prove each other's identity. Unix addresses are tried before TCP ones.
 
     Raises:
@@ -66,9 +72,7 @@ async def dial(
             for address in sorted(addresses, key=lambda address: isinstance(address, tuple)):
                 dialler = Dialler(me, peer, purpose=purpose, epoch=epoch, token=token, nonce=os.urandom(NONCE_NBYTES))
                 try:
-                    sock = await connect(address)
-                    await _greet(sock, dialler)
-                    return sock
+                    return await _greet(await connect(address), dialler)
                 except (TransportError, ProtocolError) as error:
                     failures.append(f"{describe(address)}: {error}")
                 except OSError as error:
@@ -80,17 +84,16 @@ async def dial(
     raise DialRefused(f"cannot reach rank {peer.rank}: {'; '.join(failures) or 'no address'}", nobody_listens=gone)
 
 
-async def _greet(sock: socket.socket, dialler: Dialler) -> None:
+async def _greet(sock: socket.socket, dialler: Dialler) -> Connection:
     with closed_on_failure(sock):
         await _say(sock, dialler.hello)
-        await _converse(sock, dialler)
+        return await _converse(sock, dialler)
 
 
 async def answer(
     sock: socket.socket, me: Identity, *,
-    accept: Callable[[Hello], str | None], token: bytes, epoch: int, credit: tuple[int, int],
-    timeout_s: float = HANDSHAKE_TIMEOUT_S,
-) -> Hello:  # fmt: skip
+    accept: Callable[[Hello], str | None], token: bytes, epoch: int, timeout_s: float = STRANGER_S,
+) -> tuple[Connection, Hello]:  # fmt: skip
     """Shake hands on an accepted connection, and say who dialled.
 
     ``accept`` says why a peer is not wanted, or None; it is asked before any proof and must change nothing.
@@ -100,24 +103,24 @@ async def answer(
         TransportError: the peer was refused (it was told why), went away, or took too long.
     """
     nonce = os.urandom(NONCE_NBYTES)
-    answerer = Answerer(me, accept=accept, epoch=epoch, token=token, nonce=nonce, credit=credit)
+    answerer = Answerer(me, accept=accept, epoch=epoch, token=token, nonce=nonce)
     with closed_on_failure(sock):
         sock.setblocking(False)
         tune(sock)
         try:
             async with asyncio.timeout(timeout_s):
-                await _converse(sock, answerer)
+                connection = await _converse(sock, answerer)
         except TimeoutError:
             raise TransportError(f"a handshake did not finish within {timeout_s:g} s") from None
         if answerer.hello is None:
             raise InternalError("a handshake ended without its HELLO")
-    return answerer.hello
+    return connection, answerer.hello
 
 
 async def serve(
-    listener: Listener, greet: Callable[[socket.socket], Awaitable[Hello]], *,
-    welcome: Callable[[socket.socket, Hello], None], refused: Callable[[KfcommError], object],
-    max_pending: int = MAX_PENDING,
+    listener: Listener, greet: Callable[[socket.socket], Awaitable[tuple[Connection, Hello]]], *,
+    welcome: Callable[[Connection, Hello], None], refused: Callable[[KfcommError], object],
+    strangers: Strangers[asyncio.Task[None]] | None = None,
 ) -> None:  # fmt: skip
     """Accept connections and shake hands with each, until cancelled (before the listener is closed).
 
@@ -126,65 +129,45 @@ async def serve(
         greet: `answer` with everything but the socket.
         welcome: gets each connection after a good handshake, and owns it from then on.
         refused: told why each other one came to nothing.
-        max_pending: handshakes under way at once; one more, and the oldest is dropped.
+        strangers: how many handshakes may be under way at once.
     """
-    pending: dict[asyncio.Task[None], None] = {}
+    strangers = Strangers() if strangers is None else strangers
     async with asyncio.TaskGroup() as group:
 
         async def shake(sock: socket.socket) -> None:
             try:
-                hello = await greet(sock)
+                connection, hello = await greet(sock)
             except KfcommError as error:
                 refused(error)
             else:
-                welcome(sock, hello)
+                welcome(connection, hello)
 
         def begin(sock: socket.socket) -> None:
-            if len(pending) >= max_pending:
-                oldest = next(iter(pending))
-                del pending[oldest]
-                oldest.cancel()
-                refused(TransportError(f"more than {max_pending} handshakes at once: the oldest was dropped"))
             task = group.create_task(shake(sock))
-            pending[task] = None
+            cut = strangers.came(task, host_of(sock))
             task.add_done_callback(lambda done: forget(done, sock))
+            if cut is not None:
+                cut.cancel()
+                refused(TransportError("there were too many handshakes at once: the oldest was dropped"))
 
         def forget(task: asyncio.Task[None], sock: socket.socket) -> None:
-            pending.pop(task, None)
+            strangers.gone(task)
             if task.cancelled():  # perhaps before its first step: then nobody else has closed the socket
                 sock.close()
 
-        for listening in listener.sockets:
-            group.create_task(_accept_all(listening, begin, refused))
-
-
-async def _accept_all(
-    listening: socket.socket, begin: Callable[[socket.socket], None], refused: Callable[[KfcommError], object]
-) -> None:
-    while True:
-        try:
-            sock = await _accept(listening)
-        except ConnectionError:
-            continue  # it was gone before it was accepted
-        except OSError as error:
-            # Out of descriptors or memory: the connection stays in the backlog, and asking again at once would spin.
+        def failed(error: OSError) -> None:
             refused(TransportError(f"cannot accept a connection: {why(error)}"))
-            await asyncio.sleep(_ACCEPT_PAUSE_S)
-            continue
-        begin(sock)
-        await asyncio.sleep(0)  # accepting need not yield: without this a flood would starve the handshakes
+
+        for listening in listener.sockets:
+            group.create_task(accept_all(listening, begin, turn_away=_turn_away, failed=failed))
 
 
-async def _accept(listening: socket.socket) -> socket.socket:
-    """The next connection. Unlike the loops' sock_accept, it loses none when it is cancelled as one arrives."""
-    while True:
-        try:
-            return listening.accept()[0]
-        except (BlockingIOError, InterruptedError):
-            await readable(listening)
+def _turn_away(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.send(encode(Refused("no descriptor is left there (ulimit -n)")))
 
 
-async def _converse(sock: socket.socket, machine: Dialler | Answerer) -> None:
+async def _converse(sock: socket.socket, machine: Dialler | Answerer) -> Connection:
     while True:
         step: Step = machine.receive(await _hear(sock))
         if step.reply is not None:
@@ -193,7 +176,9 @@ async def _converse(sock: socket.socket, machine: Dialler | Answerer) -> None:
             case Outcome.GOES_ON:
                 continue
             case Outcome.DONE:
-                return
+                if machine.keys is None:
+                    raise InternalError("a handshake ended without keys")
+                return Connection(sock, machine.keys)
             case Outcome.REFUSED:
                 raise TransportError(step.reason)
             case Outcome.BROKEN:
@@ -202,12 +187,12 @@ async def _converse(sock: socket.socket, machine: Dialler | Answerer) -> None:
                 assert_never(step.outcome)
 
 
-async def _say(sock: socket.socket, header: Header) -> None:
+async def _say(sock: socket.socket, message: Message) -> None:
     with told_as_lost("during the handshake"):
-        await asyncio.get_running_loop().sock_sendall(sock, make_encoder()(header))
+        await send_all(sock, encode(message))
 
 
-async def _hear(sock: socket.socket) -> Header:
+async def _hear(sock: socket.socket) -> Message:
     """The next message, and not one byte more.
 
     Raises:
@@ -215,7 +200,5 @@ async def _hear(sock: socket.socket) -> Header:
         TransportError: the other side is gone.
     """
     with told_as_lost("during the handshake"):
-        header_nbytes, payload_nbytes = decode_prefix(await receive_exactly(sock, PREFIX_NBYTES))
-        if header_nbytes > MAX_HEADER_NBYTES or payload_nbytes:
-            raise RemoteProtocolError(f"a frame of {header_nbytes} + {payload_nbytes} bytes is no part of a handshake")
-        return decode_header(await receive_exactly(sock, header_nbytes))
+        kind, nbytes = decode_prefix(await receive_exactly(sock, PREFIX_NBYTES))
+        return decode(kind, await receive_exactly(sock, nbytes))

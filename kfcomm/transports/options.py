@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kfcomm.core.frame import MAX_HEADER_NBYTES, PREFIX_NBYTES
+from kfcomm.core.seal import MAX_SEAL_NBYTES
+
+MAX_HEAD_NBYTES = PREFIX_NBYTES + MAX_HEADER_NBYTES + MAX_SEAL_NBYTES
+"""Of a frame, without its payload."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,7 @@ class StreamOptions:
     low_latency_nbytes: int = 1 << 17
 
     def __post_init__(self) -> None:
-        if self.staging_nbytes < PREFIX_NBYTES + MAX_HEADER_NBYTES:
+        if self.staging_nbytes < MAX_HEAD_NBYTES:
             raise ValueError(f"staging_nbytes={self.staging_nbytes} does not hold a whole head")
         if not (0 < self.lookahead_nbytes <= self.staging_nbytes and 0 < self.read_nbytes <= self.staging_nbytes):
             reads = f"lookahead_nbytes={self.lookahead_nbytes} or read_nbytes={self.read_nbytes}"

@@ -212,15 +212,22 @@ async def _connect_unix(sock: socket.socket, where: str) -> None:
             await asyncio.sleep(_FULL_BACKLOG_WAIT_S)
 
 
-async def readable(sock: socket.socket) -> None:
-    """Wait until there is something to be read, or accepted. Unlike the loops' own calls it takes nothing itself."""
-    loop = asyncio.get_running_loop()
-    found = asyncio.Event()
-    loop.add_reader(sock.fileno(), found.set)
+def host_of(sock: socket.socket) -> str:
+    """The address of the other side, without its port; empty for a Unix socket, or for one that has gone."""
     try:
-        await found.wait()
-    finally:
-        loop.remove_reader(sock.fileno())
+        name = sock.getpeername()
+    except OSError:
+        return ""
+    return name[0] if isinstance(name, tuple) else ""
+
+
+async def send_all(sock: socket.socket, data: bytes) -> None:
+    """Send ``data``, waiting for room where there is none.
+
+    Raises:
+        OSError: the system's reason.
+    """
+    await asyncio.get_running_loop().sock_sendall(sock, data)
 
 
 async def receive_exactly(sock: socket.socket, nbytes: int) -> bytearray:

@@ -29,6 +29,7 @@ from kfcomm.transports.options import StreamOptions
 from kfcomm.transports.order import Frame
 from kfcomm.transports.outbox import Outbox
 from kfcomm.transports.reactor import Readiness
+from kfcomm.transports.sealed import Seals
 from kfcomm.transports.sockets import broken, hold_little
 
 _CHUNK, _BYE = int(Kind.CHUNK), int(Kind.BYE)
@@ -49,6 +50,7 @@ class StreamLink(Link):
         inbound: who hears what arrives.
         peer: world rank of the other end.
         options: sizes.
+        seals: of the frames in both directions; None for plain ones.
 
     Attributes:
         kind: ``unix`` or ``tcp``.
@@ -62,7 +64,7 @@ class StreamLink(Link):
 
     def __init__(
         self, sock: socket.socket, reactor: Readiness, inbound: Inbound, peer: int, *,
-        options: StreamOptions | None = None,
+        options: StreamOptions | None = None, seals: Seals | None = None,
     ) -> None:  # fmt: skip
         sock.setblocking(False)
         self.peer = peer
@@ -83,7 +85,9 @@ class StreamLink(Link):
         self._failure: OSError | None = None
 
         self._encode = make_encoder()
-        self._outbox = Outbox(options)
+        self._outbox = Outbox(options) if seals is None else seals.outbox(options)
+        self._reader = None if seals is None else seals.reader
+        self._decode_head = decode_head if self._reader is None else self._reader.decode_head
         self._done: deque[Owner] = deque()
         self._flushing = self._writer_on = False
 
@@ -304,6 +308,8 @@ class StreamLink(Link):
                 placement = self._placement
                 self._rest = self._placement = None
                 self.frames_in += 1
+                if self._reader is not None:
+                    self._reader.check(placement.view)
                 self._inbound.arrived(self, placement)
             return moved, wanted
         left = self._end - self._start
@@ -321,7 +327,7 @@ class StreamLink(Link):
             self._skip_some()
         start = self._start
         while start < end and self._fd >= 0:
-            head = decode_head(staging, start, end)
+            head = self._decode_head(staging, start, end)
             if head is None:
                 self._start = start
                 return

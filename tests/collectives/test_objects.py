@@ -123,6 +123,9 @@ UNLIKE: list[tuple[Any, Any]] = [
     ({}, []),
     ([np.ones(2), np.ones(2)], np.ones((2, 2))),
     (True, 1),
+    ([[], False], None),
+    ([[1], [2, 3]], [[1, 2], [3]]),
+    ([1, [2]], [[1], 2]),
 ]
 
 

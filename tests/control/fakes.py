@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kfcomm.control import ControlPlane, ControlThread, World
-from kfcomm.core.handshake import Purpose
+from kfcomm.core.hello import Purpose
+from kfcomm.transports.connection import Connection
 from kfcomm.transports.greeting import dial
 from kfcomm.transports.sockets import Listener
 
@@ -64,10 +65,10 @@ class Engine:
     reasons: list[str] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
     answers: list[tuple[int, list[bool], str]] = field(default_factory=list)
-    adopted: list[tuple[socket.socket, int]] = field(default_factory=list)
+    adopted: list[tuple[Connection, int]] = field(default_factory=list)
 
-    def adopt(self, sock: socket.socket, rank: int, purpose: Purpose) -> None:
-        self.adopted.append((sock, rank))
+    def adopt(self, connection: Connection, rank: int, purpose: Purpose) -> None:
+        self.adopted.append((connection, rank))
         self.notes.changed()
 
     def on_abort(self, group: bytes, key: str, seq: int, cause: list[Any]) -> None:
@@ -194,7 +195,7 @@ async def planes(
         for thread in threads:
             thread.stop()
         for engine in engines:
-            for sock, _ in engine.adopted:
-                sock.close()
+            for connection, _ in engine.adopted:
+                connection.close()
         log.removeHandler(records)
         log.setLevel(level)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kfcomm.control.clock import MAX_ROUNDS, ClockSample, answer_clock, measure_clock, sample_of
 from kfcomm.control.memory import MemoryHub
-from kfcomm.core.handshake import Purpose
+from kfcomm.core.hello import Purpose
 from kfcomm.errors import RemoteProtocolError, TransportError
 from tests.control.fakes import Engine, Notes, planes
 from tests.support import half_close

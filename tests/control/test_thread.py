@@ -12,11 +12,13 @@ from kfcomm.control.links import Links
 from kfcomm.control.thread import addresses_of
 from kfcomm.core.frame import Kind, make_encoder
 from kfcomm.core.gossip import Body
-from kfcomm.core.handshake import Identity, Purpose
+from kfcomm.core.handshake import Identity, Keys
+from kfcomm.core.hello import Purpose
 from kfcomm.errors import LocalProtocolError
 from kfcomm.transports.sockets import DialRefused
 from tests.control.fakes import ABORT, LEAVE_S, Info, planes
 from tests.support import half_close
+from tests.transports.streams import opened, sealed
 
 OPS = [(b"group", f"grad/{index}", 0) for index in range(150)]
 
@@ -176,7 +178,8 @@ async def test_heartbeats_are_answered():
         await settled(world)
         node = world.threads[0]._node
         answers = []
-        node.heard = lambda rank: world.notes.changed() or answers.append(rank)
+        here = asyncio.get_running_loop()
+        node.heard = lambda rank: (answers.append(rank), here.call_soon_threadsafe(world.notes.changed))
         for asked in range(3):
             world.threads[0]._post(node.links.send, 1, (Kind.PING,))
             await world.until(lambda asked=asked: len(answers) > asked)
@@ -328,10 +331,11 @@ async def test_leaving_ends_with_the_loss_of_who_was_waited_for_and_with_the_pla
 async def test_a_data_connection_is_handed_over_ready_to_use():
     async with planes(2) as world:
         dialled = await world.dial(1, 0, Purpose.DATA)
-        with dialled as mine:
+        with dialled.sock as mine:
             await world.until(lambda: world.engines[0].adopted)
-            sock, rank = world.engines[0].adopted[0]
+            adopted, rank = world.engines[0].adopted[0]
             assert rank == 1
+            sock = adopted.sock
             loop = asyncio.get_running_loop()
             await loop.sock_sendall(mine, b"chunk")
             assert await loop.sock_recv(sock, 100) == b"chunk"
@@ -348,7 +352,7 @@ async def test_a_data_connection_that_no_engine_takes_is_closed(state):
     try:
         async with planes(2, loops={0: other}) as world:
             dialled = await world.dial(1, 0, Purpose.DATA)
-            with dialled as mine:
+            with dialled.sock as mine:
                 if state != "closed":
                     await world.until(lambda: world.threads[0]._upcalls._offered or changed_later(world))
                     world.threads[0].stop()
@@ -409,25 +413,39 @@ async def test_a_peer_that_breaks_the_protocol_loses_its_link_only(name):
     async with planes(2) as world:
         await settled(world)
         dialled = await world.dial(1, 0, Purpose.CONTROL)
-        with dialled as mine:
+        with dialled.sock as mine:
             loop = asyncio.get_running_loop()
-            await loop.sock_sendall(mine, make_encoder()([Kind.PING]))
-            await loop.sock_sendall(mine, make_encoder()(BAD[name]))
+            await loop.sock_sendall(mine, sealed(dialled.keys, [Kind.PING], BAD[name]))
             await closed(mine)
         await settled(world)
         assert not any(engine.lost or engine.aborts for engine in world.engines)
 
 
+FORGED = {
+    "not sealed": lambda keys: 2 * make_encoder()([Kind.PING]),
+    "sealed with another key": lambda keys: sealed(Keys(keys.incoming, keys.outgoing), [Kind.PING]),
+    "a payload": lambda keys: sealed(keys, [Kind.CHUNK, 0, 0, 0, 0, 0, 0, 0], payload=bytes(1000)),
+    "a changed byte": lambda keys: sealed(keys, [Kind.PING])[:-1] + b"?",
+    "a repeated frame": lambda keys: 2 * sealed(keys, [Kind.PING]),
+    "frames in another order": lambda keys: swapped(sealed(keys, [Kind.PING], [Kind.PING])),
+}
+
+
+def swapped(data):
+    return data[len(data) // 2 :] + data[: len(data) // 2]
+
+
 @pytest.mark.asyncio
-async def test_a_payload_on_a_control_link_ends_it():
+@pytest.mark.parametrize("name", FORGED)
+async def test_a_forged_frame_costs_its_link_only(name):
     async with planes(2) as world:
+        await settled(world)
         dialled = await world.dial(1, 0, Purpose.CONTROL)
-        with dialled as mine:
-            head = make_encoder()([Kind.CHUNK, 0, 0, 0, 0, 0, 0, 0], 1000)
-            await asyncio.get_running_loop().sock_sendall(mine, head)
+        with dialled.sock as mine:
+            await asyncio.get_running_loop().sock_sendall(mine, FORGED[name](dialled.keys))
             await closed(mine)
         await settled(world)
-        assert not any(engine.lost for engine in world.engines)
+        assert not any(engine.lost or engine.aborts for engine in world.engines)
 
 
 STRANGERS = {
@@ -470,8 +488,8 @@ async def test_more_links_than_needed_are_closed():
     async with planes(2) as world:
         await settled(world)
         dialled = [await world.dial(1, 0, Purpose.CONTROL) for _ in range(3)]
-        ended = await closed(dialled[0])
-        assert ended.endswith(make_encoder()([Kind.BYE]))
+        ended = await closed(dialled[0].sock)
+        assert opened(dialled[0].keys, ended)[-1] == [Kind.BYE]
         for one in dialled:
             one.close()
         await alive(world, set())

@@ -436,7 +436,7 @@ def test_a_debugger_works_at_a_terminal() -> None:
     terminal, end = pty.openpty()
     process = subprocess.Popen(
         command("run", "-n", "2", *python("if os.environ['KFCOMM_RANK'] == '0': x = 41; breakpoint()")),
-        env=environ(), stdin=end, stdout=end, stderr=end, start_new_session=True,
+        env=environ(NO_COLOR="1"), stdin=end, stdout=end, stderr=end, start_new_session=True,
         preexec_fn=lambda: fcntl.ioctl(end, termios.TIOCSCTTY, 0),
     )  # fmt: skip
     os.close(end)

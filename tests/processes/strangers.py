@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from random import Random
 from typing import Any
 
-from kfcomm.core.frame import MAX_PAYLOAD_NBYTES, PREFIX_NBYTES, PROTOCOL_VERSION, Kind, make_encoder
-from kfcomm.core.handshake import NONCE_NBYTES, Purpose
+from kfcomm.core.frame import PROTOCOL_VERSION
+from kfcomm.core.hello import NONCE_NBYTES, PREFIX_NBYTES, Hello, Proof, Purpose, encode
 
 AT_ONCE = 50
 
@@ -46,16 +46,14 @@ def _connect(target: Mapping[str, Any], number: int) -> socket.socket:
 
 
 def _rubbish(impostor: Mapping[str, Any], random: Random) -> Iterator[bytes]:
-    encode = make_encoder()
     nonce = bytes(NONCE_NBYTES)
-    header = (Kind.HELLO, PROTOCOL_VERSION, 0, impostor["rank"], impostor["uid"], Purpose.DATA, nonce)
-    hello = encode(header)
+    hello = encode(Hello(PROTOCOL_VERSION, 0, impostor["rank"], Purpose.DATA, nonce, impostor["uid"]))
     while True:
         yield random.randbytes(random.randrange(1, 2000))
         yield hello[: random.randrange(len(hello))]
         yield b"\xff" * PREFIX_NBYTES
         yield hello[:PREFIX_NBYTES] + b"\xc1" * (len(hello) - PREFIX_NBYTES)
-        yield hello + encode((Kind.PROOF, bytes(32)))
+        yield hello + encode(Proof(bytes(32)))
         yield b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
         yield b""
-        yield encode(header, MAX_PAYLOAD_NBYTES)
+        yield hello[: PREFIX_NBYTES - 2] + b"\xff\xff" + hello[PREFIX_NBYTES:]

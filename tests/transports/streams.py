@@ -8,12 +8,19 @@ import os
 import socket
 import uuid
 
-from kfcomm.transports.options import StreamOptions
+from kfcomm.core.frame import make_encoder
+from kfcomm.core.handshake import Keys
+from kfcomm.transports.options import MAX_HEAD_NBYTES, StreamOptions
+from kfcomm.transports.sealed import Seals
 from kfcomm.transports.stream import StreamLink
 
 KINDS = ("pair", "tcp", "unix")
+LINKS = (*KINDS, "sealed")
+"""Ways of two links to each other."""
+KEYS = Keys(bytes(32), bytes(31) + b"k")
+THEIR_KEYS = Keys(KEYS.incoming, KEYS.outgoing)
 BUSY = StreamOptions(
-    staging_nbytes=(1 << 16) + 8, lookahead_nbytes=100, burst_nbytes=1 << 12, gather_nbytes=1 << 12, gather_frames=3
+    staging_nbytes=MAX_HEAD_NBYTES, lookahead_nbytes=100, burst_nbytes=1 << 12, gather_nbytes=1 << 12, gather_frames=3
 )
 """Small sizes, so that little data meets every boundary."""
 
@@ -25,7 +32,7 @@ def sockets(kind="pair", buffer_nbytes=None):
     """
     if kind == "tcp" and buffer_nbytes is not None:
         buffer_nbytes = max(buffer_nbytes, 1 << 17)
-    if kind == "pair":
+    if kind in ("pair", "sealed"):
         one, other = socket.socketpair()
         for sock in (one, other):
             _shrink(sock, buffer_nbytes)
@@ -120,8 +127,9 @@ async def linked(kind="pair", *, options=None, buffer_nbytes=None):
     loop = asyncio.get_running_loop()
     notes, other_notes = Notes(), Notes()
     socks = sockets(kind, buffer_nbytes)
-    link = StreamLink(socks[0], loop, notes, 1, options=options)
-    other = StreamLink(socks[1], loop, other_notes, 0, options=options)
+    seals, theirs = (None, None) if kind != "sealed" else (both(KEYS), both(THEIR_KEYS))
+    link = StreamLink(socks[0], loop, notes, 1, options=options, seals=seals)
+    other = StreamLink(socks[1], loop, other_notes, 0, options=options, seals=theirs)
     try:
         yield link, notes, other, other_notes
     finally:
@@ -154,3 +162,29 @@ def chunk(index=0):
 def noise(nbytes):
     """Bytes that differ from place to place."""
     return bytearray(os.urandom(nbytes))
+
+
+def both(keys):
+    """The seals of an end with these keys."""
+    return Seals(keys, has_payloads=True)
+
+
+def sealed(keys, *headers, payload=None):
+    """The frames of a connection from its beginning, sealed; the last one has the payload."""
+    outbox = both(keys).outbox(StreamOptions())
+    for number, header in enumerate(headers, 1):
+        outbox.put(
+            header, make_encoder()(header, len(payload or b"")), payload if number == len(headers) else None, None
+        )
+    return b"".join(outbox.gather()[1])
+
+
+def opened(keys, data):
+    """The headers of the sealed frames that a connection brought, from its beginning."""
+    reader = both(keys).reader
+    headers, start = [], 0
+    while start < len(data):
+        header, nbytes, body = reader.decode_head(memoryview(data), start, len(data))
+        headers.append(header)
+        start = body + nbytes
+    return headers

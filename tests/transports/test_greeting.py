@@ -9,8 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kfcomm.core.frame import PREFIX, PROTOCOL_VERSION, make_encoder
-from kfcomm.core.handshake import MAX_HEADER_NBYTES, Hello, Identity, Purpose
+from kfcomm import accepting
+from kfcomm.accepting import readable
+from kfcomm.core.frame import PROTOCOL_VERSION, make_encoder
+from kfcomm.core.handshake import Identity
+from kfcomm.core.hello import MAGIC, PREFIX_NBYTES, Hello, Proof, Purpose, Welcome, encode
+from kfcomm.core.strangers import Strangers
 from kfcomm.errors import ConfigError, InternalError, RemoteProtocolError, TransportError
 from kfcomm.transports import greeting
 from kfcomm.transports.greeting import answer, dial, serve
@@ -37,8 +41,8 @@ class Reception:
         self.refused = []
         self._news = asyncio.Event()
 
-    def welcome(self, sock, hello):
-        self.welcomed.append((sock, hello))
+    def welcome(self, connection, hello):
+        self.welcomed.append((connection, hello))
         self._news.set()
 
     def refuse(self, error):
@@ -58,13 +62,11 @@ def wanted(hello):
 
 
 @contextlib.asynccontextmanager
-async def serving(*, timeout_s=3600.0, max_pending=64):
+async def serving(*, timeout_s=3600.0, strangers=None):
     reception = Reception(f"@kfcomm-test-{uuid.uuid4()}")
-    greet = functools.partial(
-        answer, me=PEER, accept=wanted, token=TOKEN, epoch=4, credit=(1 << 20, 64), timeout_s=timeout_s
-    )
+    greet = functools.partial(answer, me=PEER, accept=wanted, token=TOKEN, epoch=4, timeout_s=timeout_s)
     task = asyncio.create_task(
-        serve(reception.listener, greet, welcome=reception.welcome, refused=reception.refuse, max_pending=max_pending)
+        serve(reception.listener, greet, welcome=reception.welcome, refused=reception.refuse, strangers=strangers)
     )
     try:
         yield reception
@@ -72,8 +74,8 @@ async def serving(*, timeout_s=3600.0, max_pending=64):
         task.cancel()
         await asyncio.wait([task])
         reception.listener.close()
-        for sock, _ in reception.welcomed:
-            sock.close()
+        for connection, _ in reception.welcomed:
+            connection.close()
 
 
 def call(addresses, **differs):
@@ -87,16 +89,18 @@ async def test_two_come_together_and_nothing_that_follows_is_lost(kind):
     loop = asyncio.get_running_loop()
     async with serving() as reception:
         ways = reception.addresses if kind == "unix" else reception.addresses[1:]
-        sock = await call(ways)
-        assert (sock.family == socket.AF_UNIX) == (kind == "unix")
+        connection = await call(ways)
+        assert connection.is_local == (kind == "unix")
         notes, heard = Notes(), Notes()
-        link = StreamLink(sock, loop, notes, 1)
+        link = StreamLink(connection.sock, loop, notes, 1)
         link.send(chunk(), memoryview(b"at once"))
         link.close()
         await reception.until(lambda reception: reception.welcomed)
         accepted, hello = reception.welcomed.pop()
-        assert hello == Hello(4, 0, "uid-0", Purpose.DATA)
-        other = StreamLink(accepted, loop, heard, 0)
+        assert (hello.epoch, hello.rank, hello.uid, hello.purpose) == (4, 0, "uid-0", Purpose.DATA)
+        mine, theirs = connection.keys, accepted.keys
+        assert (mine.outgoing, mine.incoming) == (theirs.incoming, theirs.outgoing)
+        other = StreamLink(accepted.sock, loop, heard, 0)
         await other.wait_closed()
         await link.wait_closed()
         assert heard.frames == [(chunk(), b"at once")]
@@ -129,9 +133,9 @@ async def test_whoever_does_not_belong_is_refused_and_both_know_why(differs, why
 @on_every_loop
 async def test_where_one_address_is_dead_the_next_is_taken():
     async with serving() as reception:
-        sock = await call([tcp(reception.listener), f"@kfcomm-test-{uuid.uuid4()}"])
-        assert sock.family == socket.AF_INET
-        sock.close()
+        connection = await call([tcp(reception.listener), f"@kfcomm-test-{uuid.uuid4()}"])
+        assert connection.sock.family == socket.AF_INET
+        connection.close()
 
 
 @on_every_loop
@@ -180,7 +184,7 @@ async def test_a_dial_may_be_cancelled():
 @on_every_loop
 @pytest.mark.parametrize(
     "reply",
-    [b"", PREFIX.pack(1, 0), b"HTTP/1.1 400 Bad Request\r\n\r\n", make_encoder()([35, 1, 1])],
+    [b"", MAGIC, b"HTTP/1.1 400 Bad Request\r\n\r\n", encode(Welcome())],
     ids=["nothing", "half a message", "http", "welcome without a proof"],
 )
 async def test_a_stranger_who_answers_is_turned_down(reply):
@@ -203,15 +207,13 @@ async def test_a_stranger_who_answers_is_turned_down(reply):
 
 
 def garbage():
-    encode = make_encoder()
+    hello = encode(Hello(PROTOCOL_VERSION, 4, 0, Purpose.DATA, bytes(32), "uid-0"))
     yield "an http request", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", RemoteProtocolError
-    yield "a header too long", PREFIX.pack(MAX_HEADER_NBYTES + 1, 0), RemoteProtocolError
-    yield "a payload", encode([7], 1) + b"x", RemoteProtocolError
-    yield "no msgpack", PREFIX.pack(3, 0) + b"\xc1\xc1\xc1", RemoteProtocolError
-    yield "a chunk", encode(chunk()), RemoteProtocolError
-    yield "a proof first", encode([34, b"x" * 32]), RemoteProtocolError
-    yield "an impossible hello", encode([32, PROTOCOL_VERSION, 4, 0, "uid-0", 9, b""]), RemoteProtocolError
-    yield "half a message", encode([32, PROTOCOL_VERSION, 4, 0, "uid-0", 0, b""])[:-1], TransportError
+    yield "a hello too long", hello[: PREFIX_NBYTES - 2] + b"\xff\xff", RemoteProtocolError
+    yield "no text", hello[:-1] + b"\xff", RemoteProtocolError
+    yield "a chunk", make_encoder()(chunk()), RemoteProtocolError
+    yield "a proof first", encode(Proof(bytes(32))), RemoteProtocolError
+    yield "half a message", hello[:-1], TransportError
     yield "nothing", b"", TransportError
 
 
@@ -240,16 +242,16 @@ async def test_whatever_comes_ends_in_one_of_two_errors(data):
     theirs.sendall(data)
     theirs.close()
     with pytest.raises((RemoteProtocolError, TransportError)):
-        await answer(ours, PEER, accept=wanted, token=TOKEN, epoch=4, credit=(1, 1), timeout_s=3600.0)
+        await answer(ours, PEER, accept=wanted, token=TOKEN, epoch=4, timeout_s=3600.0)
     assert ours.fileno() == -1
 
 
 @on_every_loop
 async def test_one_who_dribbles_is_dropped_in_time():
     ours, theirs = sockets()
-    theirs.sendall(PREFIX.pack(100, 0)[:5])
+    theirs.sendall(MAGIC)
     with pytest.raises(TransportError, match=r"did not finish within 0\.01 s"):
-        await answer(ours, PEER, accept=wanted, token=TOKEN, epoch=4, credit=(1, 1), timeout_s=0.01)
+        await answer(ours, PEER, accept=wanted, token=TOKEN, epoch=4, timeout_s=0.01)
     assert theirs.recv(1) == b""
     theirs.close()
 
@@ -257,7 +259,7 @@ async def test_one_who_dribbles_is_dropped_in_time():
 @on_every_loop
 async def test_the_oldest_of_too_many_is_dropped_and_one_who_belongs_gets_in():
     loop = asyncio.get_running_loop()
-    async with serving(max_pending=3) as reception:
+    async with serving(strangers=Strangers(3, 3)) as reception:
         dribblers = [socket.create_connection(reception.addresses[1]) for _ in range(6)]
         for sock in dribblers:
             sock.setblocking(False)
@@ -291,20 +293,23 @@ async def test_ten_thousand_garbage_connections_and_one_who_belongs():
 
 
 @pytest.mark.asyncio(loop_factories=["asyncio"])
-async def test_a_connection_that_cannot_be_accepted_now_is_accepted_later(monkeypatch):
-    real = greeting._accept
+async def test_who_comes_while_no_descriptor_is_left_is_told_so_and_gets_in_later(monkeypatch):
+    real = accepting._accept
     troubles = [OSError(errno.EMFILE, "Too many open files"), ConnectionAbortedError()]
 
     async def accept(sock):
+        await readable(sock)
         if sock.family == socket.AF_UNIX and troubles:
             raise troubles.pop(0)
         return await real(sock)
 
-    monkeypatch.setattr(greeting, "_accept", accept)
-    monkeypatch.setattr(greeting, "_ACCEPT_PAUSE_S", 0)
+    monkeypatch.setattr(accepting, "_accept", accept)
+    monkeypatch.setattr(accepting, "PAUSE_S", 0)
     async with serving() as reception:
-        (await call(reception.addresses)).close()
+        with pytest.raises(DialRefused, match="no descriptor is left there"):
+            await call(reception.addresses[:1])
         assert "Too many open files" in str(reception.refused[0])
+        (await call(reception.addresses)).close()
         assert not troubles
 
 
@@ -313,7 +318,7 @@ async def test_a_connection_that_cannot_be_accepted_now_is_accepted_later(monkey
 async def test_a_peer_that_vanishes_is_an_error_of_the_transport(when):
     ours, theirs = sockets()
     ours.setblocking(False)
-    theirs.send(PREFIX.pack(1, 0)[:1])
+    theirs.send(MAGIC[:1])
     if when == "before":
         theirs.close()
     dialler = greeting.Dialler(ME, PEER, purpose=Purpose.DATA, epoch=4, token=TOKEN, nonce=b"n" * 32)
@@ -339,5 +344,5 @@ async def test_a_finished_handshake_without_a_hello_is_a_defect(monkeypatch):
     ours, theirs = sockets()
     monkeypatch.setattr(greeting, "_converse", finished)
     with pytest.raises(InternalError):
-        await answer(ours, PEER, accept=wanted, token=TOKEN, epoch=4, credit=(1, 1))
+        await answer(ours, PEER, accept=wanted, token=TOKEN, epoch=4)
     theirs.close()

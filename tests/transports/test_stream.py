@@ -12,7 +12,7 @@ from kfcomm.errors import LocalProtocolError, RemoteProtocolError, TransportErro
 from kfcomm.transports.options import StreamOptions
 from kfcomm.transports.stream import StreamLink
 from tests.support import half_close, on_every_loop
-from tests.transports.streams import BUSY, KINDS, Notes, Owner, against_raw, chunk, linked, noise, sockets
+from tests.transports.streams import BUSY, KINDS, LINKS, Notes, Owner, against_raw, chunk, linked, noise, sockets
 
 BYE = [7]
 
@@ -36,7 +36,7 @@ lengths = st.one_of(st.integers(0, 40), st.integers(0, 5000), st.sampled_from([6
 @settings(max_examples=30)
 @given(st.lists(st.tuples(st.sampled_from(["send", "flush", "answer"]), lengths), max_size=30), st.data())
 async def test_frames_arrive_whole_and_in_order(script, data):
-    kind = data.draw(st.sampled_from(KINDS))
+    kind = data.draw(st.sampled_from(LINKS))
     options = data.draw(st.sampled_from([None, BUSY]))
     sent, answered, owner = [], [], Owner()
     async with linked(kind, options=options, buffer_nbytes=1 if options else None) as (link, notes, other, heard):
@@ -90,7 +90,7 @@ async def test_a_peer_may_write_byte_by_byte(kind):
 
 
 @on_every_loop
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LINKS)
 async def test_a_huge_payload_fits_through_tiny_buffers(kind):
     payload = noise(8 << 20)
     async with linked(kind, buffer_nbytes=1) as (link, _, other, heard):
@@ -134,7 +134,7 @@ async def test_what_is_urgent_overtakes_all_that_the_kernel_has_not_taken(kind):
 
 
 @on_every_loop
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LINKS)
 async def test_a_link_may_become_low_latency_while_it_is_busy(kind):
     async with linked(kind) as (link, _, other, heard):
         payloads = [noise(3 << 20) for _ in range(3)]
@@ -224,7 +224,7 @@ async def test_an_owner_may_send_flush_and_withdraw_when_it_is_told():
 
 
 @on_every_loop
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LINKS)
 async def test_withdrawing_in_mid_send_leaves_whole_frames_and_the_old_bytes(kind):
     async with linked(kind, buffer_nbytes=1) as (link, _, _, heard):
         mine, theirs = noise(4 << 20), noise(1000)
@@ -452,7 +452,7 @@ async def test_a_failed_write_is_reported_from_the_loop_and_once():
 
 
 @on_every_loop
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LINKS)
 async def test_closing_sends_what_is_queued_and_reads_the_answers(kind):
     async with linked(kind, buffer_nbytes=1) as (link, notes, other, heard):
         payload = noise(1 << 20)

@@ -20,13 +20,14 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from kfcomm.accepting import readable
 from kfcomm.errors import KfcommError, RemoteProtocolError, TransportError
 from kfcomm.transports.shm.arena import Arena, pieces_in
 from kfcomm.transports.shm.heap import Heap, Heaps, PeerHeap
 from kfcomm.transports.shm.segment import SharingRefused, attach, create, why_unsupported
 from kfcomm.transports.shm.shared import SHARED_NBYTES, Shared
 from kfcomm.transports.shm.slots import SlotMemory
-from kfcomm.transports.sockets import readable, told_as_lost, why
+from kfcomm.transports.sockets import told_as_lost, why
 
 _OFFER = struct.Struct("<8sQQI")
 _MAGIC = b"kfcomm 3"
