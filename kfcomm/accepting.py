@@ -13,6 +13,8 @@ import os
 import socket
 from collections.abc import Callable
 
+from kfcomm.waiting import readable
+
 PAUSE_S = 0.05
 """After a connection that could not be accepted: it stays in the backlog, and asking again at once would spin."""
 USED_UP = {errno.EMFILE, errno.ENFILE}
@@ -52,15 +54,13 @@ async def accept_all(
             os.close(reserve)
 
 
-async def readable(sock: socket.socket) -> None:
-    """Wait until there is something to be read, or accepted. Unlike the loops' own calls it takes nothing itself."""
-    loop = asyncio.get_running_loop()
-    found = asyncio.Event()
-    loop.add_reader(sock.fileno(), found.set)
+def host_of(sock: socket.socket) -> str:
+    """The address of the other side, without its port; empty for a Unix socket, or for one that has gone."""
     try:
-        await found.wait()
-    finally:
-        loop.remove_reader(sock.fileno())
+        name = sock.getpeername()
+    except OSError:
+        return ""
+    return name[0] if isinstance(name, tuple) else ""
 
 
 async def _accept(listening: socket.socket) -> socket.socket:
@@ -69,7 +69,7 @@ async def _accept(listening: socket.socket) -> socket.socket:
         try:
             return listening.accept()[0]
         except (BlockingIOError, InterruptedError):
-            await readable(listening)
+            await readable(listening.fileno())
 
 
 def _turn_one_away(listening: socket.socket, turn_away: Callable[[socket.socket], object]) -> None:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from kfcomm.devices.base import DeviceReport
     from kfcomm.rendezvous.client import StoreClient
     from kfcomm.rendezvous.store import StoreServer
+    from kfcomm.tls import Tls
     from kfcomm.transports.base import Link, Waiter
     from kfcomm.transports.reactor import Reactor
 
@@ -120,7 +121,7 @@ class SocketNetwork:
 
     def __init__(
         self, settings: Settings, peers: Sequence[PeerInfo], listener: Listener, client: StoreClient,
-        server: StoreServer | None,
+        server: StoreServer | None, tls: Tls | None,
     ) -> None:  # fmt: skip
         self.peers = tuple(peers)
         self.layout = _layout_of(peers)
@@ -134,7 +135,7 @@ class SocketNetwork:
         self._server = server
         self._world = World(
             settings.rank, self.peers, settings.token or b"", 0, lost_after_s=settings.lost_after_s,
-            launcher_word_s=0.0 if settings.job is None else LAUNCHER_WORD_S,
+            launcher_word_s=0.0 if settings.job is None else LAUNCHER_WORD_S, tls=tls,
         )  # fmt: skip
         self._loop = asyncio.get_running_loop()
         self._inbound: Waiter
@@ -162,7 +163,12 @@ class SocketNetwork:
             raise ConfigError("a world of one has no network")
         if settings.links == "shm" and (unsupported := why_unsupported()) is not None:
             raise ConfigError(f"transport 'shm' cannot work here: {unsupported}; use 'auto'")
-        client, server = await open_store(settings)
+        tls = None
+        if settings.tls is not None:
+            from kfcomm.tls import load
+
+            tls = load(settings.tls)
+        client, server = await open_store(settings, tls)
         listener: Listener | None = None
         try:
             towards = host_and_port(settings.store)
@@ -183,7 +189,7 @@ class SocketNetwork:
                 # all ranks find out the same, but some need the store for it yet: it stays until they have left, too
                 await leave_store(settings, me, client, server)
                 raise
-            return cls(settings, peers, listener, client, server)
+            return cls(settings, peers, listener, client, server, tls)
         except BaseException:
             if listener is not None:
                 listener.close()
@@ -211,7 +217,7 @@ class SocketNetwork:
         if self._shares_with(peer) and self._sharing is not None:
             try:
                 connection = await self._dial(peer, Purpose.SHARED_MEMORY)
-                return await self._sharing.connect(connection.sock, peer)
+                return await self._sharing.connect(connection.plain, peer)
             except SharingRefused as error:
                 if self._settings.links == "shm":
                     raise
@@ -225,7 +231,7 @@ class SocketNetwork:
     def adopt(self, connection: Connection, peer: int, purpose: Purpose) -> None:
         """See ``session.Network``."""
         if purpose is Purpose.SHARED_MEMORY and self._sharing is not None:
-            self._sharing.adopt(connection.sock, peer)
+            self._sharing.adopt(connection.plain, peer)
         elif purpose is Purpose.DATA:
             self._inbound.opened(self._link(connection, peer))
         else:

@@ -51,6 +51,7 @@ from kfcomm.rendezvous.settings import TRANSPORTS
 @click.option("--dump-dir", metavar="PATH", help="Folder for the dumps that SIGUSR1 asks for.")
 @click.option("--timeline", metavar="DIR", help="Record a timeline of each rank here.")
 @click.option("--checksum/--no-checksum", default=None, help="Check what travels over TCP; off by default.")
+@click.option("--tls", metavar="DIR", help="Secure TCP with TLS: what 'kfcomm tls make' made, or CERT,KEY,CA.")
 @click.option("--monitor/--no-monitor", default=None, help="Count and time what the ranks do; on by default.")
 @click.option(
     "--metrics-port",
@@ -125,7 +126,7 @@ def _settings(given: Mapping[str, Any]) -> dict[str, str]:
     """The variables that carry the settings which were given as options."""
     names = (
         "strategy", "transport", "device", "timeout", "stall_after", "lost_after", "interface", "dump_dir", "timeline",
-        "metrics_port",
+        "metrics_port", "tls",
     )  # fmt: skip
     found = {f"KFCOMM_{name.upper()}": str(given[name]) for name in names if given[name] is not None}
     flags = ("monitor", "checksum")

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import struct
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 from kfcomm.errors import RemoteProtocolError
-from kfcomm.transports.sockets import receive_exactly, told_as_lost
+from kfcomm.transports.sockets import Stream, receive_exactly, send_all, told_as_lost
 
 ROUNDS = 16
 MAX_ROUNDS = 256
@@ -63,9 +62,7 @@ def sample_of(asked_ns: int, heard_ns: int, answered_ns: int, got_ns: int) -> Cl
     return ClockSample((asked_ns + got_ns) // 2, offset_ns, round_trip_ns)
 
 
-async def measure_clock(
-    sock: socket.socket, *, clock: ClockReader = time.monotonic_ns, rounds: int = ROUNDS
-) -> ClockSample:
+async def measure_clock(sock: Stream, *, clock: ClockReader = time.monotonic_ns, rounds: int = ROUNDS) -> ClockSample:
     """The best of several rounds on a non-blocking connection to `answer_clock`. Costs ``rounds`` ways there and back.
 
     Raises:
@@ -76,26 +73,23 @@ async def measure_clock(
     return min(samples, key=lambda sample: sample.round_trip_ns)
 
 
-async def _ask(sock: socket.socket, clock: ClockReader) -> ClockSample:
+async def _ask(sock: Stream, clock: ClockReader) -> ClockSample:
     with told_as_lost("while clocks were compared"):
         asked_ns = clock()
-        await asyncio.get_running_loop().sock_sendall(sock, QUESTION)
+        await send_all(sock, QUESTION)
         answer = await receive_exactly(sock, _ANSWER.size)
         got_ns = clock()
     heard_ns, answered_ns = _ANSWER.unpack(answer)
     return sample_of(asked_ns, heard_ns, answered_ns, got_ns)
 
 
-async def answer_clock(
-    sock: socket.socket, *, clock: ClockReader = time.monotonic_ns, timeout_s: float | None = None
-) -> None:
+async def answer_clock(sock: Stream, *, clock: ClockReader = time.monotonic_ns, timeout_s: float | None = None) -> None:
     """Answer until the asker hangs up or the time is over, then close. Never raises for what the asker does."""
-    loop = asyncio.get_running_loop()
-    with sock, contextlib.suppress(OSError):  # TimeoutError is one
+    with contextlib.closing(sock), contextlib.suppress(OSError, EOFError):  # TimeoutError is an OSError
         async with asyncio.timeout(timeout_s):
             for _ in range(MAX_ROUNDS):
-                question = await loop.sock_recv(sock, 1)
+                question = await receive_exactly(sock, 1)
                 heard_ns = clock()
                 if question != QUESTION:
                     return
-                await loop.sock_sendall(sock, _ANSWER.pack(heard_ns, clock()))
+                await send_all(sock, _ANSWER.pack(heard_ns, clock()))

@@ -223,6 +223,8 @@ class Links(Inbound):
             reason = f"its host has acknowledged nothing for {self._dead_host_after_s:.1f} s"
             self._node.declare_lost(rank, reason)
             return
+        if self._links.get(rank):
+            self._node.link_up(rank)  # what was on its way by the broken one goes by the other
         held_s = self._loop.time() - link.state
         self._failures[rank] = 0 if held_s > SETTLED_AFTER_S else self._failures.get(rank, 0) + 1
         if not self._node.is_gone(rank):

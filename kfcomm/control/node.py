@@ -173,7 +173,7 @@ class ControlNode:
         return rank in self._gossip.missing and self.rank not in self._lost
 
     def link_up(self, rank: int) -> None:
-        """The first link to ``rank`` is there: it hears what it may have missed."""
+        """A link to ``rank`` is there, the first one or what is left of two: it hears what it may have missed."""
         self._carry_out(self._gossip.neighbour_joined(rank))
 
     def link_down(self, rank: int) -> None:

@@ -37,6 +37,7 @@ from kfcomm.transports.sockets import Address, Listener
 
 if TYPE_CHECKING:
     from kfcomm.rendezvous.identity import PeerInfo
+    from kfcomm.tls import Tls
 
 STRANGERS_A_RANK = 8
 """All ranks may come at once, each for several links."""
@@ -64,6 +65,7 @@ class World(NamedTuple):
         epoch: the epoch of this membership.
         handshake_timeout_s: how long a handshake may take, on either side.
         lost_after_s: after this a peer that is silent is lost; infinite for never.
+        tls: what TCP connections are secured with; None for plain ones.
         launcher_word_s: how long a launcher, which knows how a process ended, is given to say so.
     """
 
@@ -74,6 +76,7 @@ class World(NamedTuple):
     handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S
     lost_after_s: float = math.inf
     launcher_word_s: float = 0.0
+    tls: Tls | None = None
 
     def identity(self, rank: int) -> Identity:
         """Who ``rank`` has to prove to be."""
@@ -86,7 +89,9 @@ class World(NamedTuple):
             DialRefused: see `kfcomm.transports.greeting.dial`.
         """
         me, peer = self.identity(self.rank), self.identity(rank)
-        return await dial(addresses, me, peer, purpose=purpose, token=self.token, epoch=self.epoch, timeout_s=timeout_s)
+        return await dial(
+            addresses, me, peer, purpose=purpose, token=self.token, epoch=self.epoch, timeout_s=timeout_s, tls=self.tls
+        )
 
     def objection(self, hello: Hello) -> str | None:
         """Why this dialler is no peer of this process, or None."""
@@ -265,6 +270,7 @@ class ControlThread:
             token=world.token,
             epoch=world.epoch,
             timeout_s=min(world.handshake_timeout_s, STRANGER_S),
+            tls=world.tls,
         )
 
         def welcome(connection: Connection, hello: Hello) -> None:
@@ -290,7 +296,7 @@ class ControlThread:
     async def _ask_clock(self, rank: int, told: ToldClock) -> None:
         sample = None
         try:
-            with (await self._dial(rank, Purpose.CLOCK)).sock as sock:
+            with contextlib.closing((await self._dial(rank, Purpose.CLOCK)).sock) as sock:
                 async with asyncio.timeout(self._world.handshake_timeout_s):
                     sample = await measure_clock(sock, clock=self._clock)
         except (KfcommError, TimeoutError) as error:

@@ -85,6 +85,7 @@ def _settings(settings: Settings, device: DeviceReport) -> list[Row]:
         ("interface", settings.interface or "by the route to the store"),
         ("dumps to", settings.dump_dir),
         ("timeline in", settings.timeline or "none"),
+        ("tls", settings.tls or "off"),
         ("checksum", "on, over TCP" if settings.checksum else "off"),
         ("monitoring", "on" if settings.monitor else "off"),
         ("metrics", "none" if settings.metrics_port is None else f"port {settings.metrics_port} + local rank"),

@@ -11,7 +11,6 @@ the rank that it waits for as that one has used (half of the processor, measured
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ctypes
 import os
@@ -26,6 +25,7 @@ from pathlib import Path
 
 from kfcomm.errors import KfcommError
 from kfcomm.launch import guardian
+from kfcomm.waiting import readable
 
 _PR_SET_PDEATHSIG = 1
 NOT_EXECUTABLE = 126
@@ -197,30 +197,3 @@ def _ignored(*numbers: signal.Signals) -> Iterator[None]:
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
-
-
-async def readable(descriptor: int) -> None:
-    """Wait until a descriptor can be read; for a process's descriptor, until the process has ended."""
-    loop = asyncio.get_running_loop()
-    waiter: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(descriptor, _wake, waiter)
-    try:
-        await waiter
-    finally:
-        loop.remove_reader(descriptor)
-
-
-async def writable(descriptor: int) -> None:
-    """Wait until a descriptor can be written, or never again."""
-    loop = asyncio.get_running_loop()
-    waiter: asyncio.Future[None] = loop.create_future()
-    loop.add_writer(descriptor, _wake, waiter)
-    try:
-        await waiter
-    finally:
-        loop.remove_writer(descriptor)
-
-
-def _wake(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)

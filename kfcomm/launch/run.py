@@ -39,6 +39,7 @@ from kfcomm.rendezvous.interfaces import choose_address
 from kfcomm.rendezvous.listening import listen, url_of
 from kfcomm.rendezvous.settings import Settings, detect, store_url
 from kfcomm.rendezvous.worlds import DEFAULT_PORT
+from kfcomm.tls import Tls, load
 
 _DESCRIPTORS = {Stream.OUT: 1, Stream.ERR: 2}
 _FAREWELL_S = 5.0
@@ -95,6 +96,7 @@ class _Job:
         choose_address(settings.interface, store)
         check(settings.strategy)
         serving.check(settings)
+        _tls(settings)
         return settings
 
 
@@ -103,7 +105,7 @@ async def _served(job: _Job, listener: socket, settings: Settings, interrupted: 
     """The store, on the first host."""
     from kfcomm.rendezvous.store import StoreServer  # and the library of HTTP: the ranks have been started by now
 
-    server = await StoreServer.serve(listener, token=job.token)
+    server = await StoreServer.serve(listener, token=job.token, tls=_tls(settings))
     watching = asyncio.create_task(
         watch_hosts(
             job.plan,
@@ -129,11 +131,15 @@ async def _served(job: _Job, listener: socket, settings: Settings, interrupted: 
         await server.close()
 
 
+def _tls(settings: Settings) -> Tls | None:
+    return None if settings.tls is None else load(settings.tls)
+
+
 @contextlib.asynccontextmanager
 async def _joined(job: _Job, settings: Settings) -> AsyncIterator[StoreClient]:
     """A client of the store, on the other hosts, once the store answers."""
     url = store_url(job.plan.hosts[0].address, job.options.store_port())
-    client = StoreClient(url, job.token, timeout_s=settings.timeout_s)
+    client = StoreClient(url, job.token, timeout_s=settings.timeout_s, tls=_tls(settings))
     try:
         await client.arrive(job.plan.here)
         yield client

@@ -12,7 +12,8 @@ import os
 import re
 import secrets
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from ssl import SSLError
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgpack
 
@@ -30,6 +31,9 @@ from kfcomm.rendezvous.signing import (
     is_answer_valid,
     request_header,
 )
+
+if TYPE_CHECKING:
+    from kfcomm.tls import Tls
 
 T = TypeVar("T")
 
@@ -52,6 +56,7 @@ class StoreClient:
         url: ``http://host:port``.
         token: the secret of the job.
         timeout_s: how long a request is repeated while the store cannot be reached, unless it says otherwise.
+        tls: what connections are secured with; None for plain ones.
 
     Attributes:
         url: of the store.
@@ -61,14 +66,14 @@ class StoreClient:
     not accept the token, does not know it, or is closing (`StoreClosed`).
     """
 
-    def __init__(self, url: str, token: bytes, *, timeout_s: float = 300.0) -> None:
+    def __init__(self, url: str, token: bytes, *, timeout_s: float = 300.0, tls: Tls | None = None) -> None:
         self.url = url.rstrip("/")
         self._token = token
         self._timeout_s = timeout_s
         self._client = secrets.token_hex(16)
         self._number = 0
         self._nonce: bytes | None = None
-        self._http = HttpClient(*host_and_port(url))
+        self._http = HttpClient(*host_and_port(url), None if tls is None else tls.client)
         self.trouble = ""
 
     async def get(self, key: str, timeout_s: float) -> bytes:
@@ -174,6 +179,8 @@ class StoreClient:
         while True:
             try:
                 return await self._attempt(name, body, wait_s + _ANSWER_WITHIN_S)
+            except SSLError as error:
+                raise RendezvousError(f"no TLS with the store at {self.url}: {_cause(error)}") from error
             except OSError as error:
                 if self._http.is_closed:
                     raise RendezvousError(f"the client of the store at {self.url} is closed") from error

@@ -2,8 +2,8 @@
 
 Every rank needs one for a handful of requests, and would pay as much for a library of HTTP as for the rest of kfcomm.
 The store alone is spoken to, whose answers have a length (the library that serves it sees to that); the body of an
-answer without one, or of more than `MAX_BODY_NBYTES`, is left unread. No redirects, no compression, no TLS: requests
-and answers are signed instead.
+answer without one, or of more than `MAX_BODY_NBYTES`, is left unread. No redirects, no compression. Requests and
+answers are signed, so TLS is for those who want nobody to read them.
 
 Invariants: a connection carries one exchange at a time, and is used again only after a whole one; memory is bounded
 whatever the other side sends; all that can go wrong is an ``OSError``.
@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import re
 from collections.abc import Mapping
+from ssl import SSLContext
 from typing import NamedTuple
 
 MAX_HEAD_NBYTES = 1 << 14
@@ -22,6 +23,8 @@ MAX_BODY_NBYTES = 1 << 27
 MAX_CONNECTIONS = 64
 """At once; further requests wait for one to be over."""
 
+_ALERT = b"\x15\x03"
+"""How a server begins that has heard no TLS."""
 _STATUS = re.compile(r"HTTP/1\.([01]) ([0-9]{3})(?: .*)?")
 
 
@@ -39,14 +42,16 @@ class HttpClient:
     Args:
         host: name or IP address.
         port: of the server.
+        tls: what connections are secured with; None for plain ones.
 
     Attributes:
         is_closed: whether requests are refused.
     """
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, tls: SSLContext | None = None) -> None:
         self._host = host
         self._port = port
+        self._tls = tls
         self.is_closed = False
         self._permits = asyncio.Semaphore(MAX_CONNECTIONS)
         self._open: set[_Connection] = set()
@@ -88,7 +93,8 @@ class HttpClient:
                 return connection
             self._open.discard(connection)
             await connection.wait_closed()
-        connection = _Connection(*await asyncio.open_connection(self._host, self._port, limit=MAX_HEAD_NBYTES))
+        streams = await asyncio.open_connection(self._host, self._port, limit=MAX_HEAD_NBYTES, ssl=self._tls)
+        connection = _Connection(*streams)
         if self.is_closed:
             await connection.wait_closed()
             raise ConnectionAbortedError("this client is closed")
@@ -123,6 +129,8 @@ class _Connection:
             nbytes = _length(fields)
             body = await self._reader.readexactly(nbytes or 0)
         except asyncio.IncompleteReadError as error:
+            if error.partial.startswith(_ALERT):
+                raise ConnectionError("it speaks TLS, and this process has no certificate: set tls") from error
             raise ConnectionError("the server closed the connection before its answer was whole") from error
         except asyncio.LimitOverrunError as error:
             raise ConnectionError(f"the head of an answer exceeds {MAX_HEAD_NBYTES} bytes") from error

@@ -26,6 +26,7 @@ from kfcomm.rendezvous.worlds import Source
 if TYPE_CHECKING:
     from kfcomm.rendezvous.client import StoreClient
     from kfcomm.rendezvous.store import StoreServer
+    from kfcomm.tls import Tls
 
 T = TypeVar("T")
 
@@ -42,7 +43,7 @@ SAID_AFTER_S = 1.0
 logger = logging.getLogger("kfcomm")
 
 
-async def open_store(settings: Settings) -> tuple[StoreClient, StoreServer | None]:
+async def open_store(settings: Settings, tls: Tls | None = None) -> tuple[StoreClient, StoreServer | None]:
     """A client of the job's store; rank 0 starts the store first, where no launcher has.
 
     Both are the caller's to close, the client first.
@@ -60,8 +61,9 @@ async def open_store(settings: Settings) -> tuple[StoreClient, StoreServer | Non
         from kfcomm.rendezvous.store import StoreServer  # and the library of HTTP, which other ranks do without
 
         host, port = host_and_port(settings.store)
-        server = await StoreServer.start(await _address_to_serve(host, port, settings), port, token=settings.token)
-    return StoreClient(settings.store, settings.token, timeout_s=settings.timeout_s), server
+        address = await _address_to_serve(host, port, settings)
+        server = await StoreServer.start(address, port, token=settings.token, tls=tls)
+    return StoreClient(settings.store, settings.token, timeout_s=settings.timeout_s, tls=tls), server
 
 
 async def _address_to_serve(host: str, port: int, settings: Settings) -> str:

@@ -51,6 +51,7 @@ class Arguments(TypedDict, total=False):
     metrics_port: int | None
     traceback: str | None
     checksum: bool | None
+    tls: str | None
 
 
 class Settings(NamedTuple):
@@ -75,6 +76,7 @@ class Settings(NamedTuple):
         monitor: whether bytes, calls and waits are counted.
         traceback: ``short``: those of blocking verbs end at the caller's line; ``full``: they show all.
         checksum: whether what travels over TCP is checked; the same on all ranks.
+        tls: where the certificates of the job are (see `kfcomm.tls`); None for connections without TLS.
         metrics_port: where local rank 0 answers Prometheus, the others at the ports after it; None not to.
         source: where rank and size come from.
         reasons: lines that explain to a person what was found.
@@ -102,6 +104,7 @@ class Settings(NamedTuple):
     metrics_port: int | None = None
     traceback: str = "short"
     checksum: bool = False
+    tls: str | None = None
     source: str = Source.ALONE
     reasons: tuple[str, ...] = ()
     serve: bool = False
@@ -163,6 +166,7 @@ def detect(environ: Mapping[str, str], **arguments: Unpack[Arguments]) -> Settin
         metrics_port=reader.port("metrics_port"),
         traceback=reader.choice("traceback", ("short", "full")),
         checksum=reader.flag("checksum", default=False),
+        tls=reader.optional("tls"),
         source=world.source,
         reasons=tuple(reasons),
         serve=store is not None and reader.flag("serve", default=True),

@@ -21,7 +21,7 @@ from typing import Any
 import msgpack
 from aiohttp import web
 
-from kfcomm.accepting import accept_all
+from kfcomm.accepting import accept_all, host_of
 from kfcomm.core.strangers import Strangers
 from kfcomm.errors import LocalProtocolError
 from kfcomm.rendezvous.board import MAX_BODY_NBYTES, Board, Closed, Exit, Why
@@ -30,6 +30,7 @@ from kfcomm.rendezvous.listening import listen, url_of
 from kfcomm.rendezvous.signing import ANSWER_HEADER, GREETING, REQUEST_HEADER, Ticket, answer_header, digest_of
 from kfcomm.rendezvous.worlds import MAX_RANKS
 from kfcomm.seldom import Seldom
+from kfcomm.tls import Tls
 
 MAX_CONNECTIONS = 1 << 14
 MAX_WAIT_S = 20.0
@@ -51,28 +52,30 @@ class StoreServer:
         board: what it remembers; the process that runs the store may use it directly.
     """
 
-    def __init__(self, token: bytes) -> None:
+    def __init__(self, token: bytes, tls: Tls | None = None) -> None:
         self.url = ""
         self.board = Board()
         self._gate = Gate(token, secrets.token_bytes(32))
         self._http = web.Server(self._handle, handler_cancellation=True)
         self._strangers: Strangers[_Connection] = Strangers()
+        self._tls = None if tls is None else tls.server
+        self._greeted: Strangers[asyncio.Task[Any]] = Strangers()
         self._listener: socket.socket | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @classmethod
-    async def start(cls, host: str, port: int = 0, *, token: bytes) -> StoreServer:
+    async def start(cls, host: str, port: int = 0, *, token: bytes, tls: Tls | None = None) -> StoreServer:
         """Listen at ``host`` (an IP address) and ``port`` (0: any that is free), and serve.
 
         Raises:
             RendezvousError: see ``listening.listen``.
         """
-        return await cls.serve(listen(host, port), token=token)
+        return await cls.serve(listen(host, port), token=token, tls=tls)
 
     @classmethod
-    async def serve(cls, listener: socket.socket, *, token: bytes) -> StoreServer:
+    async def serve(cls, listener: socket.socket, *, token: bytes, tls: Tls | None = None) -> StoreServer:
         """Serve whoever has connected to ``listener``, or will; it belongs to the store from now on."""
-        store = cls(token)
+        store = cls(token, tls)
         store.url = url_of(listener)
         listener.setblocking(False)
         store._listener = listener
@@ -110,7 +113,25 @@ class StoreServer:
             sock.close()
         else:
             sock.setblocking(False)
-            self._keep(asyncio.get_running_loop().connect_accepted_socket(self._connection, sock))
+            self._keep(self._connect(sock))
+
+    async def _connect(self, sock: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        if self._tls is None:
+            await loop.connect_accepted_socket(self._connection, sock)
+            return
+        greeted = loop.create_task(
+            loop.connect_accepted_socket(self._connection, sock, ssl=self._tls, ssl_handshake_timeout=REQUEST_WITHIN_S)
+        )
+        too_many = self._greeted.came(greeted, host_of(sock))
+        if too_many is not None:
+            too_many.cancel()
+        try:
+            await greeted
+        except (OSError, asyncio.CancelledError) as error:
+            _LOG.debug("no TLS with somebody: %s", error)
+        finally:
+            self._greeted.gone(greeted)
 
     def _connection(self) -> asyncio.Protocol:
         return _Connection(self._http, self._strangers)

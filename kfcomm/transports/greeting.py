@@ -15,9 +15,9 @@ import contextlib
 import os
 import socket
 from collections.abc import Awaitable, Callable, Iterable
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
-from kfcomm.accepting import accept_all
+from kfcomm.accepting import accept_all, host_of
 from kfcomm.core.handshake import Answerer, Dialler, Identity, Outcome, Step
 from kfcomm.core.hello import (
     NONCE_NBYTES,
@@ -37,10 +37,10 @@ from kfcomm.transports.sockets import (
     Address,
     DialRefused,
     Listener,
+    Stream,
     closed_on_failure,
     connect,
     describe,
-    host_of,
     nobody_listens,
     receive_exactly,
     send_all,
@@ -48,6 +48,11 @@ from kfcomm.transports.sockets import (
     tune,
     why,
 )
+
+if TYPE_CHECKING:
+    from ssl import SSLContext
+
+    from kfcomm.tls import Tls
 
 HANDSHAKE_TIMEOUT_S = 10.0
 """For a peer that is known to be one, on a host that may be busy."""
@@ -57,7 +62,7 @@ STRANGER_S = 5.0
 
 async def dial(
     addresses: Iterable[Address], me: Identity, peer: Identity, *,
-    purpose: Purpose, token: bytes, epoch: int, timeout_s: float = HANDSHAKE_TIMEOUT_S,
+    purpose: Purpose, token: bytes, epoch: int, timeout_s: float = HANDSHAKE_TIMEOUT_S, tls: Tls | None = None,
 ) -> Connection:  # fmt: skip
     """Connect to ``peer`` and prove each other's identity. Unix addresses are tried before TCP ones.
 
@@ -72,7 +77,7 @@ async def dial(
             for address in sorted(addresses, key=lambda address: isinstance(address, tuple)):
                 dialler = Dialler(me, peer, purpose=purpose, epoch=epoch, token=token, nonce=os.urandom(NONCE_NBYTES))
                 try:
-                    return await _greet(await connect(address), dialler)
+                    return await _greet(await connect(address), dialler, tls)
                 except (TransportError, ProtocolError) as error:
                     failures.append(f"{describe(address)}: {error}")
                 except OSError as error:
@@ -84,15 +89,29 @@ async def dial(
     raise DialRefused(f"cannot reach rank {peer.rank}: {'; '.join(failures) or 'no address'}", nobody_listens=gone)
 
 
-async def _greet(sock: socket.socket, dialler: Dialler) -> Connection:
-    with closed_on_failure(sock):
-        await _say(sock, dialler.hello)
-        return await _converse(sock, dialler)
+async def _greet(sock: socket.socket, dialler: Dialler, tls: Tls | None) -> Connection:
+    inside = await _inside(sock, None if tls is None else tls.client, is_server=False)
+    with closed_on_failure(inside):
+        await _say(inside, dialler.hello)
+        return await _converse(inside, dialler)
+
+
+async def _inside(sock: socket.socket, context: SSLContext | None, *, is_server: bool) -> Stream:
+    """The connection as it is spoken on: TCP inside TLS, if there is a context; nobody can listen to a Unix socket."""
+    if context is None or sock.family == socket.AF_UNIX:
+        return sock
+    from kfcomm.transports.tls import secured
+
+    try:
+        return await secured(sock, context, is_server=is_server)
+    except OSError as error:
+        raise TransportError(f"no TLS with the other side: {why(error)}") from error
 
 
 async def answer(
     sock: socket.socket, me: Identity, *,
     accept: Callable[[Hello], str | None], token: bytes, epoch: int, timeout_s: float = STRANGER_S,
+    tls: Tls | None = None,
 ) -> tuple[Connection, Hello]:  # fmt: skip
     """Shake hands on an accepted connection, and say who dialled.
 
@@ -107,13 +126,15 @@ async def answer(
     with closed_on_failure(sock):
         sock.setblocking(False)
         tune(sock)
-        try:
-            async with asyncio.timeout(timeout_s):
-                connection = await _converse(sock, answerer)
-        except TimeoutError:
-            raise TransportError(f"a handshake did not finish within {timeout_s:g} s") from None
-        if answerer.hello is None:
-            raise InternalError("a handshake ended without its HELLO")
+    try:
+        async with asyncio.timeout(timeout_s):
+            inside = await _inside(sock, None if tls is None else tls.server, is_server=True)
+            with closed_on_failure(inside):
+                connection = await _converse(inside, answerer)
+                if answerer.hello is None:
+                    raise InternalError("a handshake ended without its HELLO")
+    except TimeoutError:
+        raise TransportError(f"a handshake did not finish within {timeout_s:g} s") from None
     return connection, answerer.hello
 
 
@@ -167,7 +188,7 @@ def _turn_away(sock: socket.socket) -> None:
         sock.send(encode(Refused("no descriptor is left there (ulimit -n)")))
 
 
-async def _converse(sock: socket.socket, machine: Dialler | Answerer) -> Connection:
+async def _converse(sock: Stream, machine: Dialler | Answerer) -> Connection:
     while True:
         step: Step = machine.receive(await _hear(sock))
         if step.reply is not None:
@@ -187,12 +208,12 @@ async def _converse(sock: socket.socket, machine: Dialler | Answerer) -> Connect
                 assert_never(step.outcome)
 
 
-async def _say(sock: socket.socket, message: Message) -> None:
+async def _say(sock: Stream, message: Message) -> None:
     with told_as_lost("during the handshake"):
         await send_all(sock, encode(message))
 
 
-async def _hear(sock: socket.socket) -> Message:
+async def _hear(sock: Stream) -> Message:
     """The next message, and not one byte more.
 
     Raises:

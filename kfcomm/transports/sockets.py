@@ -18,9 +18,10 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from kfcomm.errors import ConfigError, TransportError
+from kfcomm.waiting import readable, writable
 
 Address = tuple[str, int] | str
 
@@ -136,7 +137,7 @@ def tune(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def hold_little(sock: socket.socket) -> None:
+def hold_little(sock: Stream) -> None:
     """Let little wait in the kernel, where nothing can overtake it any more, on either side.
 
     An urgent all_reduce between two ranks, while a large one was under way, took as long as 2.7 of its chunks over TCP
@@ -150,7 +151,7 @@ def hold_little(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, LOW_LATENCY_UNSENT_NBYTES)
 
 
-def watch(sock: socket.socket, dead_after_s: float) -> None:
+def watch(sock: Stream, dead_after_s: float) -> None:
     """Have the kernel break a TCP connection whose peer's host has been silent for so long (tcp(7)).
 
     A Unix socket needs no such thing: its peer cannot vanish without the kernel knowing.
@@ -212,25 +213,56 @@ async def _connect_unix(sock: socket.socket, where: str) -> None:
             await asyncio.sleep(_FULL_BACKLOG_WAIT_S)
 
 
-def host_of(sock: socket.socket) -> str:
-    """The address of the other side, without its port; empty for a Unix socket, or for one that has gone."""
-    try:
-        name = sock.getpeername()
-    except OSError:
-        return ""
-    return name[0] if isinstance(name, tuple) else ""
+class Stream(Protocol):
+    """As much of a connected, non-blocking stream socket as links and handshakes use: it may be one inside TLS."""
+
+    @property
+    def family(self) -> int:
+        """See ``socket.family``."""
+
+    def send(self, data: Any, /) -> int:
+        """See ``socket.send``."""
+
+    def sendmsg(self, buffers: Any, /) -> int:
+        """See ``socket.sendmsg``."""
+
+    def recv_into(self, buffer: Any, /) -> int:
+        """See ``socket.recv_into``."""
+
+    def recvmsg_into(self, buffers: Any, /) -> Any:
+        """See ``socket.recvmsg_into``."""
+
+    def shutdown(self, how: int, /) -> None:
+        """See ``socket.shutdown``."""
+
+    def fileno(self) -> int:
+        """See ``socket.fileno``."""
+
+    def setblocking(self, flag: bool, /) -> None:
+        """See ``socket.setblocking``."""
+
+    def setsockopt(self, level: int, name: int, value: int, /) -> None:
+        """See ``socket.setsockopt``."""
+
+    def close(self) -> None:
+        """See ``socket.close``."""
 
 
-async def send_all(sock: socket.socket, data: bytes) -> None:
+async def send_all(sock: Stream, data: bytes) -> None:
     """Send ``data``, waiting for room where there is none.
 
     Raises:
         OSError: the system's reason.
     """
-    await asyncio.get_running_loop().sock_sendall(sock, data)
+    rest = memoryview(data)
+    while rest:
+        try:
+            rest = rest[sock.send(rest) :]
+        except (BlockingIOError, InterruptedError):
+            await writable(sock.fileno())
 
 
-async def receive_exactly(sock: socket.socket, nbytes: int) -> bytearray:
+async def receive_exactly(sock: Stream, nbytes: int) -> bytearray:
     """The next ``nbytes``, and not one more.
 
     Raises:
@@ -240,7 +272,11 @@ async def receive_exactly(sock: socket.socket, nbytes: int) -> bytearray:
     data = bytearray(nbytes)
     rest = memoryview(data)
     while rest:
-        got = await asyncio.get_running_loop().sock_recv_into(sock, rest)
+        try:
+            got = sock.recv_into(rest)
+        except (BlockingIOError, InterruptedError):
+            await readable(sock.fileno())
+            continue
         if not got:
             raise EOFError
         rest = rest[got:]
@@ -248,7 +284,7 @@ async def receive_exactly(sock: socket.socket, nbytes: int) -> bytearray:
 
 
 @contextmanager
-def closed_on_failure(sock: socket.socket) -> Iterator[None]:
+def closed_on_failure(sock: Stream) -> Iterator[None]:
     """Whatever is raised within, ``CancelledError`` included, closes the socket."""
     try:
         yield

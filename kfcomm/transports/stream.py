@@ -30,7 +30,7 @@ from kfcomm.transports.order import Frame
 from kfcomm.transports.outbox import Outbox
 from kfcomm.transports.reactor import Readiness
 from kfcomm.transports.sealed import Seals
-from kfcomm.transports.sockets import broken, hold_little
+from kfcomm.transports.sockets import Stream, broken, hold_little
 
 _CHUNK, _BYE = int(Kind.CHUNK), int(Kind.BYE)
 
@@ -63,7 +63,7 @@ class StreamLink(Link):
     needs_flush = True
 
     def __init__(
-        self, sock: socket.socket, reactor: Readiness, inbound: Inbound, peer: int, *,
+        self, sock: Stream, reactor: Readiness, inbound: Inbound, peer: int, *,
         options: StreamOptions | None = None, seals: Seals | None = None,
     ) -> None:  # fmt: skip
         sock.setblocking(False)
@@ -78,6 +78,7 @@ class StreamLink(Link):
         self._fd = sock.fileno()
         # Bound once: each is called for every small frame.
         self._send_bytes, self._receive_bytes = sock.send, sock.recv_into
+        self._pending = getattr(sock, "pending", None)  # of one inside TLS
         self._reactor = reactor
         self._inbound = inbound
         self._ended = asyncio.Event()
@@ -268,7 +269,10 @@ class StreamLink(Link):
     def _readable(self) -> None:
         budget = self._burst_nbytes
         try:
-            while budget > 0 and self._fd >= 0:
+            while self._fd >= 0:
+                if budget <= 0:
+                    self._go_on_later()
+                    break
                 if self._rest is None and not self._end:
                     moved = self._end = self._receive_bytes(self._room)
                     wanted = self._room_nbytes
@@ -293,6 +297,15 @@ class StreamLink(Link):
             raise
         finally:
             self._inbound.burst_end(self)
+
+    def _go_on_later(self) -> None:
+        """Let others have their turn. The loop calls again for what the kernel holds, but not for what TLS does."""
+        if self._pending is not None and self._pending():
+            self._reactor.call_soon(self._readable_still)
+
+    def _readable_still(self) -> None:
+        if self._fd >= 0:
+            self._readable()
 
     def _receive_more(self) -> tuple[int, int]:
         """One system call, of what has begun to arrive: bytes received and bytes asked for."""

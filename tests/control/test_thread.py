@@ -448,6 +448,22 @@ async def test_a_forged_frame_costs_its_link_only(name):
         assert not any(engine.lost or engine.aborts for engine in world.engines)
 
 
+@pytest.mark.asyncio
+async def test_news_that_was_lost_with_one_of_two_links_goes_by_the_other():
+    async with planes(2) as world:
+        await settled(world)
+        dialled = await world.dial(1, 0, Purpose.CONTROL)
+        links = world.threads[0]._node.links
+        await world.until(lambda: len(links._links[1]) == 2 or changed_later(world))
+        world.threads[0].abort(*ABORT)
+        with dialled.sock as mine:
+            while True:  # the newest link has it, and breaks
+                if await asyncio.get_running_loop().sock_recv(mine, 1000):
+                    break
+        await world.until(lambda: world.engines[1].aborts)
+        assert world.engines[1].aborts[0][:3] == ABORT[:3]
+
+
 STRANGERS = {
     "another token": {"token": b"another"},
     "another epoch": {"epoch": 4},

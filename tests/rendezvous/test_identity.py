@@ -122,7 +122,7 @@ def test_the_longest_description_fits() -> None:
 
 def test_the_number_of_fields_is_that_of_the_protocol() -> None:
     with pytest.raises(
-        RemoteProtocolError, match=f"13 fields, as of protocol {PROTOCOL_VERSION}; do all ranks run the same version"
+        RemoteProtocolError, match=f"14 fields, as of protocol {PROTOCOL_VERSION}; do all ranks run the same version"
     ):
         PeerInfo.from_wire(msgpack.packb(astuple(ME)[:10]))
 

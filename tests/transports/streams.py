@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import socket
+import tempfile
 import uuid
+from pathlib import Path
 
 from kfcomm.core.frame import make_encoder
 from kfcomm.core.handshake import Keys
+from kfcomm.tls import load, make
 from kfcomm.transports.options import MAX_HEAD_NBYTES, StreamOptions
 from kfcomm.transports.sealed import Seals
 from kfcomm.transports.stream import StreamLink
+from kfcomm.transports.tls import secured
 
 KINDS = ("pair", "tcp", "unix")
-LINKS = (*KINDS, "sealed")
+LINKS = (*KINDS, "sealed", "tls")
 """Ways of two links to each other."""
 KEYS = Keys(bytes(32), bytes(31) + b"k")
 THEIR_KEYS = Keys(KEYS.incoming, KEYS.outgoing)
@@ -30,7 +35,7 @@ def sockets(kind="pair", buffer_nbytes=None):
 
     Over TCP it holds two segments of the loopback interface at least: with less, the kernel moves 2 KB a second.
     """
-    if kind == "tcp" and buffer_nbytes is not None:
+    if kind in ("tcp", "tls") and buffer_nbytes is not None:
         buffer_nbytes = max(buffer_nbytes, 1 << 17)
     if kind in ("pair", "sealed"):
         one, other = socket.socketpair()
@@ -121,12 +126,31 @@ class Notes:
             await self._heard.wait()
 
 
+@functools.cache
+def certificates():
+    """TLS of a job."""
+    with tempfile.TemporaryDirectory() as folder:
+        make(Path(folder), days=1)
+        return load(folder)
+
+
+async def both_ends(kind, buffer_nbytes=None):
+    """Two connected sockets, inside TLS if that is the kind."""
+    socks = sockets(kind, buffer_nbytes)
+    if kind != "tls":
+        return socks
+    for sock in socks:
+        sock.setblocking(False)
+    client, server = certificates()
+    return await asyncio.gather(secured(socks[0], client, is_server=False), secured(socks[1], server, is_server=True))
+
+
 @contextlib.asynccontextmanager
 async def linked(kind="pair", *, options=None, buffer_nbytes=None):
     """Two links to each other, and the notes of each; at the end nothing is open any more."""
     loop = asyncio.get_running_loop()
     notes, other_notes = Notes(), Notes()
-    socks = sockets(kind, buffer_nbytes)
+    socks = await both_ends(kind, buffer_nbytes)
     seals, theirs = (None, None) if kind != "sealed" else (both(KEYS), both(THEIR_KEYS))
     link = StreamLink(socks[0], loop, notes, 1, options=options, seals=seals)
     other = StreamLink(socks[1], loop, other_notes, 0, options=options, seals=theirs)

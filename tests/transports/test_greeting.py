@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kfcomm import accepting
-from kfcomm.accepting import readable
 from kfcomm.core.frame import PROTOCOL_VERSION, make_encoder
 from kfcomm.core.handshake import Identity
 from kfcomm.core.hello import MAGIC, PREFIX_NBYTES, Hello, Proof, Purpose, Welcome, encode
@@ -20,6 +19,7 @@ from kfcomm.transports import greeting
 from kfcomm.transports.greeting import answer, dial, serve
 from kfcomm.transports.sockets import DialRefused, Listener
 from kfcomm.transports.stream import StreamLink
+from kfcomm.waiting import readable
 from tests.support import half_close, on_every_loop
 from tests.transports.streams import Notes, chunk, sockets
 
@@ -298,7 +298,7 @@ async def test_who_comes_while_no_descriptor_is_left_is_told_so_and_gets_in_late
     troubles = [OSError(errno.EMFILE, "Too many open files"), ConnectionAbortedError()]
 
     async def accept(sock):
-        await readable(sock)
+        await readable(sock.fileno())
         if sock.family == socket.AF_UNIX and troubles:
             raise troubles.pop(0)
         return await real(sock)
@@ -322,7 +322,7 @@ async def test_a_peer_that_vanishes_is_an_error_of_the_transport(when):
     if when == "before":
         theirs.close()
     dialler = greeting.Dialler(ME, PEER, purpose=Purpose.DATA, epoch=4, token=TOKEN, nonce=b"n" * 32)
-    greeted = asyncio.create_task(greeting._greet(ours, dialler))
+    greeted = asyncio.create_task(greeting._greet(ours, dialler, None))
     await asyncio.sleep(0)
     theirs.close()  # its HELLO unread: a Unix socket is then reset
     with pytest.raises(TransportError, match=r"lost during the handshake: (Broken pipe|Connection reset by peer)"):

@@ -20,7 +20,6 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kfcomm.accepting import readable
 from kfcomm.errors import KfcommError, RemoteProtocolError, TransportError
 from kfcomm.transports.shm.arena import Arena, pieces_in
 from kfcomm.transports.shm.heap import Heap, Heaps, PeerHeap
@@ -28,6 +27,7 @@ from kfcomm.transports.shm.segment import SharingRefused, attach, create, why_un
 from kfcomm.transports.shm.shared import SHARED_NBYTES, Shared
 from kfcomm.transports.shm.slots import SlotMemory
 from kfcomm.transports.sockets import told_as_lost, why
+from kfcomm.waiting import readable
 
 _OFFER = struct.Struct("<8sQQI")
 _MAGIC = b"kfcomm 3"
@@ -68,7 +68,7 @@ async def offer(sock: socket.socket, arena: Arena, max_lent: int, slots: SlotMem
             raise SharingRefused(f"descriptors cannot be passed: {why(error)}") from error
         finally:
             os.close(descriptor)
-        await readable(sock)
+        await readable(sock.fileno())
         answer = sock.recv(1 + _MAX_REASON_NBYTES)
     if answer[:1] != _YES:
         raise SharingRefused(answer[1:].decode(errors="replace") or "the peer closed the connection")
@@ -126,6 +126,6 @@ def _map(message: bytes, descriptors: list[int], ranks: Sequence[int], heaps: He
 async def _wait_for_offer(sock: socket.socket, timeout_s: float) -> None:
     try:
         async with asyncio.timeout(timeout_s):
-            await readable(sock)
+            await readable(sock.fileno())
     except TimeoutError:
         raise TransportError(f"no word about shared memory within {timeout_s:g} s") from None
