@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -35,7 +36,7 @@ from kfcomm.monitor import serving
 from kfcomm.network import Alone, SocketNetwork
 from kfcomm.plugins import build, check
 from kfcomm.rendezvous import farewell
-from kfcomm.rendezvous.settings import Arguments, Settings, detect
+from kfcomm.rendezvous.settings import Arguments, Settings, detect, misspelt
 from kfcomm.rendezvous.token import conceal
 from kfcomm.session import LEAVE_WITHIN_S, Session
 from kfcomm.sizes import seconds_of
@@ -487,6 +488,9 @@ def prepare(**arguments: Unpack[Arguments]) -> Settings:
         ConfigError: the settings cannot work.
     """
     settings = detect(os.environ, **arguments)
+    if settings.job is None and settings.rank == 0:  # else the launcher has said so, or rank 0 does
+        for line in misspelt(os.environ):
+            logging.getLogger("kfcomm").warning("%s", line)
     check(settings.strategy)  # an unknown name is refused before anything is open
     if settings.timeline is not None:
         from kfcomm.monitor.timeline import check_folder

@@ -16,7 +16,7 @@ from kfcomm.cli.options import device
 from kfcomm.launch.options import RunOptions
 from kfcomm.launch.output import open_standard_descriptors
 from kfcomm.launch.run import run as run_job
-from kfcomm.rendezvous.settings import TRANSPORTS
+from kfcomm.rendezvous.settings import TRANSPORTS, misspelt
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -114,6 +114,8 @@ def run(command: tuple[str, ...], **given: Any) -> None:
         color=given["color"],
         settings=_settings(given),
     )
+    for line in misspelt(os.environ):
+        click.echo(f"kfcomm: warning: {line}", err=True)
     with reported_errors():
         try:
             sys.exit(asyncio.run(run_job(options, os.environ)))

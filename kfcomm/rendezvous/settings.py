@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 LINKS = ("auto", "tcp", "unix", "shm")
 TRANSPORTS = (*LINKS, "nccl")
+OTHER_VARIABLES = {"KFCOMM_JOB", "KFCOMM_LAUNCHER", "KFCOMM_PORT", "KFCOMM_TOKEN_FILE"}
+"""Beside those that are called like an argument."""
 MAX_DIGITS = 4
 """Of the number of a device."""
 
@@ -173,6 +175,17 @@ def detect(environ: Mapping[str, str], **arguments: Unpack[Arguments]) -> Settin
         job=environ.get("KFCOMM_JOB") or None,
         launcher=environ.get("KFCOMM_LAUNCHER") or None,
     )
+
+
+def misspelt(environ: Mapping[str, str]) -> list[str]:
+    """A line for each variable that looks like one of kfcomm's and is none, where it is clear which was meant."""
+    known = {f"KFCOMM_{name.upper()}" for name in Arguments.__annotations__} | OTHER_VARIABLES
+    if not (unknown := sorted(name for name in environ if name.startswith("KFCOMM_") and name not in known)):
+        return []
+    from difflib import get_close_matches  # which nobody else needs
+
+    found = ((name, get_close_matches(name, known, 1, cutoff=0.85)) for name in unknown)
+    return [f"{name} is no setting and has no effect: did you mean {likely[0]}?" for name, likely in found if likely]
 
 
 def check_device(choice: str, name: str = "device") -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kfcomm.errors import ConfigError
-from kfcomm.rendezvous.settings import TRANSPORTS, Settings, detect, host_and_port, store_url
+from kfcomm.rendezvous.settings import TRANSPORTS, Settings, detect, host_and_port, misspelt, store_url
 
 TOKEN = "a token that is long enough"
 STORE = "http://10.0.0.1:29600"
@@ -234,3 +234,22 @@ def test_ipv6_urls() -> None:
 )
 def test_an_empty_variable_is_as_good_as_none(names: tuple[str, ...]) -> None:
     assert detect(dict.fromkeys(names, "")) == detect({})
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("KFCOMM_TRANSPROT", "KFCOMM_TRANSPORT"),
+        ("KFCOMM_STAL_AFTER", "KFCOMM_STALL_AFTER"),
+        ("KFCOMM_TIME_OUT", "KFCOMM_TIMEOUT"),
+        ("KFCOMM_TOKENFILE", "KFCOMM_TOKEN_FILE"),
+    ],
+)
+def test_a_misspelt_variable_is_told_with_what_was_meant(name: str, meant: str) -> None:
+    assert misspelt({name: "x", meant: "y", "HOME": "/"}) == [
+        f"{name} is no setting and has no effect: did you mean {meant}?"
+    ]
+
+
+def test_variables_of_somebody_else_are_left_alone() -> None:
+    assert misspelt({"KFCOMM_MY_OWN_THING": "x", "KFCOM_TRANSPORT": "x", "KFCOMM_RANK": "0", "KFCOMM_JOB": "j"}) == []
