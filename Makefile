@@ -12,7 +12,7 @@ WORKERS ?= 2
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test coverage suite test-frameworks test-gpu compare netlab check lint format types floors docs pins clean
+.PHONY: help demo test coverage suite search test-frameworks test-gpu compare netlab check lint format types floors docs pins clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -30,6 +30,9 @@ coverage: $(VENV)/test/.ready ## core and strategies at 100 % of branches, by th
 
 suite: $(VENV)/test/.ready
 	$(<D)/bin/python -m pytest --ignore=tests/frameworks -n $(WORKERS) --dist loadscope $(ARGS)
+
+search: $(VENV)/search/.ready ## random programs, kills, relays, fuzzing, soak (ARGS="--minutes 60 --seed 7")
+	$(<D)/bin/python -m tests.search $(ARGS)
 
 test-frameworks: $(VENV)/frameworks/.ready ## run the tests that need torch and JAX
 	$(<D)/bin/python -m pytest tests/frameworks $(ARGS)
@@ -80,6 +83,7 @@ clean: ## remove everything that was built or set up
 
 $(VENV)/demo/.ready: extras := demo
 $(VENV)/test/.ready: extras := test
+$(VENV)/search/.ready: extras := search
 $(VENV)/frameworks/.ready: extras := test,jax,torch
 $(VENV)/frameworks/.ready: first := $(TORCH)
 $(VENV)/compare/.ready: extras := torch

@@ -21,6 +21,7 @@ USES = {
     "metrics": ["kfcomm[metrics]"],
     "test": ["kfcomm[test]"],
     "check": ["kfcomm[check]"],
+    "search": ["kfcomm[search]"],
     "docs": ["kfcomm[docs]"],
     "frameworks": ["kfcomm[bfloat16,jax,torch]"],
     "mpich": ["mpi4py", "mpich"],

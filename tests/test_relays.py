@@ -18,6 +18,8 @@ from kfcomm.tls import load, make
 from kfcomm.transports import greeting
 from tests.relays import Relay
 
+TIMEOUT_S = 5
+"""The length of a record of TLS is not protected: where it is changed to a larger one, the reader waits for more."""
 TOKEN = b"0123456789abcdef0123456789abcdef"
 
 
@@ -41,7 +43,7 @@ async def ends(comms: Sequence[Any], random: Random, count: int) -> Counter[str]
     for number in range(count):
         x = np.arange(random.choice([1, 125, 5000, 50_000]), dtype=np.int64)
         right = len(comms) * x + sum(range(len(comms)))
-        calls = [comm.all_reduce(x + comm.rank, name=f"n{number}", timeout=600) for comm in comms]
+        calls = [comm.all_reduce(x + comm.rank, name=f"n{number}", timeout=TIMEOUT_S) for comm in comms]
         for result in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(result, np.ndarray):
                 assert (result == right).all()

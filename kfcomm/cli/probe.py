@@ -99,22 +99,23 @@ async def _take_part(nbytes: int, given: dict[str, Any], files: Files) -> None:
     arguments = {} if given["transport"] is None else {"transport": given["transport"]}
     async with kfcomm.init(**arguments) as comm:
         found = await comm.probe(nbytes=nbytes, rounds=given["rounds"], timeout=given["timeout"])
-        if comm.rank == 0:
-            click.echo(as_text(found), nl=False)
-        kept = found.keep() if given["keep"] and comm.local_rank == 0 else None
-        if comm.rank != 0:
-            return
-        if kept is not None:
-            click.echo(f"\nkept in {kept}, for 'auto' of the jobs to come")
-        try:
-            if files.json is not None:
-                found.save(files.json)
-            if files.html is not None:
-                from kfcomm.probe.page import page  # imports what draws
+    # the others need not wait at the end for what is done from here on
+    if comm.rank == 0:
+        click.echo(as_text(found), nl=False)
+    kept = found.keep() if given["keep"] and comm.local_rank == 0 else None
+    if comm.rank != 0:
+        return
+    if kept is not None:
+        click.echo(f"\nkept in {kept}, for 'auto' of the jobs to come")
+    try:
+        if files.json is not None:
+            found.save(files.json)
+        if files.html is not None:
+            from kfcomm.probe.page import page  # imports what draws
 
-                files.html.write_text(page(found), "utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot write {error.filename}: {error.strerror}") from error
+            files.html.write_text(page(found), "utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {error.filename}: {error.strerror}") from error
 
 
 class _Relay:

@@ -135,8 +135,8 @@ async def test_stopping_in_the_midst_of_it_leaves_nothing():
     async with planes(2) as world:
         dialled = await world.dial(1, 0, Purpose.CLOCK)
         world.threads[0].stop()
-        dialled.setblocking(True)
-        assert dialled.recv(1) == b""
+        dialled.sock.setblocking(True)
+        assert dialled.sock.recv(1) == b""
         dialled.close()
 
 

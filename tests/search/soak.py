@@ -1,0 +1,109 @@
+"""A soak: every verb, changes of strategy, groups that come and go; memory and descriptors stay level.
+
+    python -m tests.search.soak --seconds 7200 --transport tcp
+
+Memory is the proportional set size (``smaps_rollup`` in proc(5)). What it grows by after the first half is compared
+with 1 MB an hour, and with what an allocator may add by chance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import click
+import numpy as np
+
+from kfcomm.testing.faults import FaultPlan
+from kfcomm.testing.process_world import process_world
+
+RANKS = 3
+STRATEGIES = ("auto", "ring", "star", "clique", "binary_tree")
+GROWTH_NBYTES_S = 1e6 / 3600
+WARM_UP_S = 600.0
+"""Until then pools, plans and histograms fill; a shorter run looks for what grows by leaps."""
+LEAP_NBYTES = 30e6
+BY_CHANCE_NBYTES = 500_000
+
+
+def pss_nbytes() -> int:
+    """Of this process."""
+    found = re.search(r"^Pss:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text("ascii"), re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
+
+
+def descriptors() -> int:
+    """How many this process has open."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def work(comm: Any, seconds: float, seed: int) -> list[tuple[float, int, int]]:
+    """Rounds of everything; of each twentieth part of the time the seconds, the memory and the descriptors."""
+    random, began_s = Random(seed), time.monotonic()
+    samples: list[tuple[float, int, int]] = []
+    number = 0
+    while True:
+        number += 1
+        # all ranks go on, or none does: by the clock of rank 0
+        passed_s = float(comm.broadcast(np.array([time.monotonic() - began_s]), 0, name="clock")[0])
+        if passed_s > seconds * (len(samples) + 1) / 20:
+            samples.append((passed_s, pss_nbytes(), descriptors()))
+        if passed_s > seconds:
+            return samples
+        _round(comm, random, number)
+
+
+def _round(comm: Any, random: Random, number: int) -> None:
+    x = np.full(random.choice([1, 100, 5000, 70_001]), comm.rank + 1.0)
+    total = comm.size * (comm.size + 1) / 2
+    assert comm.all_reduce(x, name=f"sum {number % 50}")[0] == total
+    handles = [comm.all_reduce_async(x, name=f"many {place}") for place in range(4)]
+    assert all(handle.wait()[0] == total for handle in handles)
+    assert len(comm.all_gather(x, name="gathered")) == comm.size
+    assert comm.broadcast(x, number % comm.size, name="told")[0] == number % comm.size + 1
+    comm.reduce_scatter(np.ones((comm.size, 10)), name="scattered")
+    comm.all_to_all(np.ones((comm.size, 10)), name="all")
+    assert comm.consensus({"round": number}, name="agreed")
+    if number % 20 == 0:
+        comm.set_strategy(random.choice(STRATEGIES))
+    if number % 10 == 0 and comm.rank < 2:
+        assert comm.group([0, 1]).all_reduce(x, name="of two")[0] == 3
+    comm.barrier()
+
+
+def main() -> int:
+    """Soak for so many seconds; 1 if memory or descriptors grow."""
+    parser = argparse.ArgumentParser(prog="python -m tests.search.soak")
+    parser.add_argument("--seconds", type=float, default=7200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--transport", choices=("shm", "unix", "tcp"))
+    given = parser.parse_args()
+    transport = given.transport or Random(given.seed).choice(["shm", "unix", "tcp"])
+    with process_world(RANKS, FaultPlan(), is_blocking=True, transport=transport) as world:
+        from tests.search.soak import work  # of the module as the ranks import it
+
+        for rank in range(RANKS):
+            world.outcome(rank)  # it has joined
+        world.begin(work, (given.seconds, given.seed))
+        said = [world.outcome(rank) for rank in range(RANKS)]
+    is_level = True
+    for rank, samples in enumerate(said):
+        if isinstance(samples, BaseException):
+            raise samples
+        (from_s, before, opened), (to_s, after, still) = samples[len(samples) // 2], samples[-1]
+        growth = after - before
+        allowed = LEAP_NBYTES if from_s < WARM_UP_S else BY_CHANCE_NBYTES + GROWTH_NBYTES_S * (to_s - from_s)
+        is_level &= growth <= allowed and still <= opened + 1
+        rate = growth / max(to_s - from_s, 1) * 3600 / 1e6
+        click.echo(f"{transport} rank {rank}: {after / 1e6:.1f} MB, {rate:+.2f} MB an hour, {still} descriptors")
+    return int(not is_level)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

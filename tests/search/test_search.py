@@ -1,0 +1,44 @@
+"""The searches run, and find what is there: each for a moment. (Where they are let, it is by ``make search``.)"""
+
+import subprocess
+import sys
+from random import Random
+
+import pytest
+
+from tests.search import decoders
+from tests.search.__main__ import PARTS
+from tests.search.kills import once
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_every_part_is_a_command_that_its_seed_repeats(name: str) -> None:
+    assert PARTS[name](Random(5), 5) == PARTS[name](Random(5), 5)
+
+
+def test_decoders_read_what_they_are_given_first() -> None:
+    for data in decoders.SEEDS:
+        decoders.read(data)
+
+
+def test_whatever_else_a_decoder_raises_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoders, "READERS", (lambda data: data[9],))
+    with pytest.raises(IndexError):
+        decoders.read(b"\0short")
+
+
+def test_a_killed_rank_is_found_lost_by_all_others() -> None:
+    what, seconds = once(Random(1))
+    assert what in ("kill", "stop")
+    assert seconds >= 0
+
+
+def test_what_is_found_ends_it_with_the_command_that_repeats_it() -> None:
+    program = (
+        "import sys; from tests.search import __main__ as search; "
+        "search.PARTS['kills'] = lambda random, seed: ['-c', 'raise SystemExit(3)']; "
+        "sys.argv[1:] = ['--only', 'kills', '--seed', '7']; sys.exit(search.main())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stdout.endswith("found by: python -c 'raise SystemExit(3)'\n")
