@@ -38,6 +38,7 @@ from kfcomm.plugins import build, check
 from kfcomm.rendezvous import farewell
 from kfcomm.rendezvous.settings import Arguments, Settings, detect, misspelt
 from kfcomm.rendezvous.token import conceal
+from kfcomm.runtime.closing import Drain
 from kfcomm.session import LEAVE_WITHIN_S, Session
 from kfcomm.sizes import seconds_of
 from kfcomm.strategies import AnyStrategy, StrategySpec
@@ -72,7 +73,7 @@ class Communicator(Persistent):
         self._paths, self._devices = self._take_devices(view)
         self._prober: Prober | None = None
         session.engine.end_listeners.append(self._leave)
-        session.drains.append(self._devices.drained)
+        session.drains.append(self._drains)
 
     def __repr__(self) -> str:
         state = "closed" if self._left or self._session.is_closed else "open"
@@ -339,21 +340,28 @@ class Communicator(Persistent):
         at most 5 s, and a rank that serves the store 10 s more. It waits no longer than 1.5 s where a rank is lost, or
         an exception leaves ``async with`` (Ctrl-C, too). Once cancelled it waits no more.
 
-        What the device is still making of collectives whose handles are done is waited for, up to 5 s. What else is in
-        flight fails, here and, where it was not complete, on the other ranks. What the others post later
-        fails with ``PeerLost`` if it needs a rank that has closed its world; a rank that has only closed its view of a
-        sub-group is missed there until the timeout.
+        What the device is still making of collectives whose handles are done is waited for, up to 5 s, and messages
+        that were sent, until they are received or their time is up. What else is in flight fails, here and, where it
+        was not complete, on the other ranks. What the others post later fails with ``PeerLost`` if it needs a rank that
+        has closed its world; a rank that has only closed its view of a sub-group is missed there until the timeout.
         """
         if self._group.view is self._session.world:
             farewell.leave()
             await self._session.close()
         elif not self._left:
-            drain = self._devices.drained()
-            if drain is not None:
-                await asyncio.wait([drain], timeout=LEAVE_WITHIN_S)
+            for drain in self._drains():
+                await asyncio.wait([drain.done], timeout=drain.within_s)
             self._leave()
             ids = {self._group.view.id, *self._mailbox.group_ids(), *(self._prober.group_ids() if self._prober else ())}
             self._session.engine.abandon(ids, f"rank {self.rank} closed group {self.name!r}")
+
+    def _drains(self) -> list[Drain]:
+        """What callers believe to be done, and is not."""
+        device, eager = self._devices.drained(), self._mailbox.eager.drained()
+        found = [] if device is None else [Drain(device, LEAVE_WITHIN_S, lambda: "for its device")]
+        if eager is not None:
+            found.append(Drain(eager, self._session.timeout_s, self._mailbox.eager.awaited))
+        return found
 
     async def __aenter__(self) -> Self:
         return self
@@ -370,7 +378,7 @@ class Communicator(Persistent):
             self._left = True
             self._group.forget()
             self._session.engine.end_listeners.remove(self._leave)
-            self._session.drains.remove(self._devices.drained)
+            self._session.drains.remove(self._drains)
             self._paths.close()
             self._mailbox.close(f"group {self.name!r} is closed")
 

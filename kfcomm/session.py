@@ -30,7 +30,7 @@ from kfcomm.devices import Device
 from kfcomm.devices.pinned import PinnedPool
 from kfcomm.devices.routes import Choice
 from kfcomm.errors import SessionClosed
-from kfcomm.runtime.closing import Closing
+from kfcomm.runtime.closing import Closing, Drain
 from kfcomm.runtime.engine import Engine
 from kfcomm.runtime.meter import Meter
 from kfcomm.transports.base import Link, Waiter
@@ -146,7 +146,7 @@ class Session:
         self._is_broken = False
         self.groups = {self.world.id: ("world", self.world.members)}
         self.services: list[Service] = []
-        self.drains: list[Callable[[], asyncio.Future[None] | None]] = []
+        self.drains: list[Callable[[], list[Drain]]] = []
         self.devices = devices
         self._pools: dict[Device, PinnedPool] = {}
         self._groups: dict[bytes, int] = {}
@@ -302,22 +302,23 @@ class Session:
     async def close(self) -> None:
         """Fail what is in flight, say goodbye, and close everything. Bounded; calling it again waits for the first.
 
-        What devices are about to make, and callers believe to have, is waited for.
+        What devices are about to make, and callers believe to have, is waited for, as are messages that were sent.
         """
         if self._closed_by is None:
             self._closed = f"the communicator of rank {self.rank} is closed"
-            drains = [drain for drained in self.drains if (drain := drained()) is not None]
+            drains = [drain for found in self.drains for drain in found()]
             if not drains:
                 self.engine.end(self._closed)
             self._closed_by = asyncio.ensure_future(self._close(drains))
         await asyncio.shield(self._closed_by)
 
-    async def _close(self, drains: Sequence[asyncio.Future[None]]) -> None:
+    async def _close(self, drains: Sequence[Drain]) -> None:
         closing = self._closing
         if self._is_broken:
             closing.hurry()
+        for drain in drains:
+            await closing.wait(asyncio.wait([drain.done]), drain.within_s, drain.why)
         if drains:
-            await closing.wait(asyncio.wait(drains), LEAVE_WITHIN_S, lambda: "for its device")
             self.engine.end(self._closed or "")
         tracer, self.engine.tracer = self.engine.tracer, None
         if tracer is not None:

@@ -2,7 +2,8 @@
 
 A message is a collective of a group of two, made of the sender and the receiver; its key is the tag. The
 receiver learns dtype and shape from the first sign of the message, and posts its half then; the sender is done
-when the receiver has it all. Messages of one sender with one tag arrive in the order in which they were sent.
+when the receiver has it all, or at once where a small message was copied (see `eager`). Messages of one sender with
+one tag arrive in the order in which they were sent.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 from kfcomm.arrays import HostArray
 from kfcomm.arrays.dtypes import dtype_name, dtype_of
 from kfcomm.arrays.kinds import NUMPY, ArrayKind
+from kfcomm.collectives.eager import Eager
 from kfcomm.collectives.handle import Handle, looked_at
 from kfcomm.collectives.on_device.through_host import Out
 from kfcomm.collectives.plans import chunk_elements
@@ -80,6 +82,7 @@ class Mailbox:
         self._wanted: list[Wanted] = []
         self._services: dict[str, Service] = {}
         self._serving: set[asyncio.Task[None]] = set()
+        self.eager = Eager(engine)
         self._is_closed = False
         engine.loss_listeners.append(self._on_peer_lost)
         engine.receivers.append(self.waiting)
@@ -92,12 +95,18 @@ class Mailbox:
         """Who drives the engine."""
         return self._engine.reactor
 
-    def send(self, array: HostArray, to: int, tag: str, timeout_s: float | None, priority: int = 0) -> Handle[None]:
-        """Begin to send; done when the receiver has it."""
+    def send(
+        self, array: HostArray, to: int, tag: str, timeout_s: float | None, priority: int = 0, *, may_copy: bool = False
+    ) -> Handle[None]:
+        """Begin to send; done when the receiver has it, or when it is copied where that is allowed."""
         handle: Handle[None] = Handle(loop=self._engine.loop)
         pair = self._pair(self._view.rank, to)
-        self._post(pair, tag, array.dtype, array.shape, handle, timeout_s, priority, source=array.flat)
-        return handle
+        nbytes = array.flat.nbytes
+        if not may_copy or not self.eager.has_room(to, nbytes):
+            self._post(pair, tag, array.dtype, array.shape, handle, timeout_s, priority, source=array.flat)
+            return handle
+        self._post(pair, tag, array.dtype, array.shape, handle, timeout_s, priority, source=array.flat.copy())
+        return self.eager.sent(handle, to, tag, nbytes)
 
     def refuse(self, source: int, to: int, tag: str, reason: str) -> None:
         """A message that was to come or go does not: its other end, now or later, raises ``CollectiveAborted``."""

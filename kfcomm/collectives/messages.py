@@ -29,21 +29,28 @@ class Messages(Exchange):
     _blobs: Blobs
 
     def send(
-        self, x: Any, to: int | None = None, tag: Tag = 0, *, dest: int | None = None,
+        self, x: Any, to: int | None = None, tag: Tag = 0, *, dest: int | None = None, synchronous: bool = False,
         timeout: Seconds | None = None, priority: int = 0, stream: Any = None,
     ) -> Handle[None]:  # fmt: skip
-        """Send an array to rank ``to``; done when that rank has received it.
+        """Send an array to rank ``to``; done when it may be modified again.
+
+        That is at once where it has 64 KiB at most: then it is copied, whether or not the receiver has called ``recv``.
+        Of what no ``recv`` has taken yet 1 MiB, or 256 messages, are kept for each receiver; beyond that, and for a
+        larger array, it is when that rank has received it. A copy that fails later (the receiver expects another
+        shape, is lost, or takes it not before the timeout) fails there, and is logged here.
 
         Args:
             x: array of any shape and supported dtype; not to be modified before the handle is done.
             to: rank in the group, not this one.
             tag: tells kinds of messages apart; those with one tag arrive in the order of the calls.
             dest: another name of ``to``.
+            synchronous: it is done when that rank has received it, however small it is, and raises what goes wrong.
             timeout: see ``all_reduce``.
             priority: see ``all_reduce``.
             stream: see ``all_reduce``.
         """
-        return self._send(x, _one_of("to", to, "dest", dest), _key(tag), timeout, priority, stream)
+        to = _one_of("to", to, "dest", dest)
+        return self._send(x, to, _key(tag), timeout, priority, stream, may_copy=not synchronous)
 
     def recv(
         self, source: int | None = None, tag: Tag = 0, *, src: int | None = None, out: Any = None, like: Any = None,
@@ -78,10 +85,10 @@ class Messages(Exchange):
         return self._recv(_one_of("source", source, "src", src), _key(tag), out, timeout, priority, stream, like)
 
     def send_object(
-        self, value: Any, to: int | None = None, tag: Tag = 0, *, dest: int | None = None,
+        self, value: Any, to: int | None = None, tag: Tag = 0, *, dest: int | None = None, synchronous: bool = False,
         timeout: Seconds | None = None, priority: int = 0,
     ) -> Handle[None]:  # fmt: skip
-        """Send anything that msgpack can carry to rank ``to`` (or ``dest``), for its ``recv_object``."""
+        """Send anything that msgpack can carry to rank ``to`` (or ``dest``), for its ``recv_object``; see ``send``."""
         self._check_open()
         to, key = self._check_other("to", _one_of("to", to, "dest", dest)), _key(tag, "object ")
         try:
@@ -89,7 +96,7 @@ class Messages(Exchange):
         except ConfigError as error:
             self._refuse_message(to, key, error)
             raise
-        return self._send(data, to, key, timeout, priority)
+        return self._send(data, to, key, timeout, priority, may_copy=not synchronous)
 
     def recv_object(
         self, source: int | None = None, tag: Tag = 0, *, src: int | None = None, timeout: Seconds | None = None,
@@ -164,8 +171,9 @@ class Messages(Exchange):
         return self._mapped(everyone, lambda table: bool((table == table[0]).all()))
 
     def _send(
-        self, x: Any, to: int | None, key: str, timeout: Seconds | None, priority: int = 0, stream: Any = None
-    ) -> Handle[None]:
+        self, x: Any, to: int | None, key: str, timeout: Seconds | None, priority: int = 0, stream: Any = None, *,
+        may_copy: bool = False,
+    ) -> Handle[None]:  # fmt: skip
         self._check_open()
         timeout_s = seconds_of(timeout)
         check_priority(priority)
@@ -177,7 +185,7 @@ class Messages(Exchange):
             raise
         after = f"\0to {to} {key}"
         if fetched is None and not self._group.turns.has(after):
-            return self._mailbox.send(array, to, key, timeout_s, priority)
+            return self._mailbox.send(array, to, key, timeout_s, priority, may_copy=may_copy)
 
         # It has to come from a device first, or follows such a message under its tag.
         turn = self._group.turns.next(after)
@@ -190,7 +198,8 @@ class Messages(Exchange):
                 self._refuse_message(to, key, error)
                 whole.fail(error)
             else:
-                whole.end_as(self._mailbox.send(array, to, key, timeout_s, priority), reactor)
+                sent = self._mailbox.send(array, to, key, timeout_s, priority, may_copy=may_copy)
+                whole.end_as(sent, reactor)
 
         if fetched is None:
             turn.ready(begin)

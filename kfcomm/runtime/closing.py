@@ -10,6 +10,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 logger = logging.getLogger("kfcomm")
 
@@ -17,6 +18,20 @@ HURRIED_S = 1.5
 """What is left of closing takes no longer than this once there is a reason to hurry."""
 SAID_AFTER_S = 1.0
 """A wait that lasts longer is reported."""
+
+
+class Drain(NamedTuple):
+    """Something that is waited for before what is in flight fails.
+
+    Attributes:
+        done: when it is over.
+        within_s: how long it is waited for.
+        why: for whom, and for what, in words.
+    """
+
+    done: asyncio.Future[None]
+    within_s: float
+    why: Callable[[], str]
 
 
 class Closing:

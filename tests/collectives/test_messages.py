@@ -140,12 +140,12 @@ async def test_an_out_that_does_not_fit(out: Any, early: bool) -> None:
     async with world(2) as comms:
         handles = []
         for sends in (early, not early):
-            handles.append(comms[0].send(X, 1) if sends else comms[1].recv(out=out))
+            handles.append(comms[0].send(X, 1, synchronous=True) if sends else comms[1].recv(out=out))
             await turns()
         outcomes = await asyncio.gather(*handles, return_exceptions=True)
         assert_kinds(outcomes, CollectiveMismatch)
         assert all("(5,)" in str(one) and "int64" in str(one) for one in outcomes)
-        sent = comms[0].send(X, 1)
+        sent = comms[0].send(X, 1, synchronous=True)
         assert same_bits(await comms[1].recv(0, out=np.zeros(5, int)), X)
         await sent
 
@@ -203,7 +203,7 @@ async def test_a_message_that_makes_no_sense(announced: Any, early: bool) -> Non
     """A peer's word is never trusted: its receive fails, the sender hears of it, and no memory is taken for it."""
     async with world(2) as comms:
         waiting = None if early else comms[1].recv(0)
-        sent = comms[0].send(X, 1)
+        sent = comms[0].send(X, 1, synchronous=True)
         collective = next(iter(comms[0]._session.engine.router.live))
         collective.series.signature = announced
         sender = comms[0]._session.engine.links.by_peer[1]
@@ -242,16 +242,16 @@ async def test_timeouts() -> None:
         with pytest.raises(CollectiveTimeout, match="any rank"):
             await comms[0].recv(tag=3, timeout=0)
         # Nothing was used up: the next message is received.
-        sent = comms[1].send(X, 0, 3)
+        sent = comms[1].send(X, 0, 3, synchronous=True)
         assert same_bits(await comms[0].recv(1, 3), X)
         await sent
         # A message that nobody takes in time is given up: its receiver is told, then the next one comes.
         with pytest.raises(CollectiveTimeout):
-            await comms[1].send(X, 0, 3, timeout=SHORT_S)
+            await comms[1].send(X, 0, 3, timeout=SHORT_S, synchronous=True)
         await heard_of_the_end(comms[0])
         with pytest.raises(CollectiveTimeout):
             await comms[0].recv(1, 3)
-        sent = comms[1].send(X, 0, 3)
+        sent = comms[1].send(X, 0, 3, synchronous=True)
         assert same_bits(await comms[0].recv(1, 3, timeout=30.0), X)
         await sent
         # The wait for the message ends with its first sign; its data has a limit of its own.
@@ -259,7 +259,7 @@ async def test_timeouts() -> None:
         (wanted,) = comms[0]._mailbox._wanted
         assert wanted.timers
         big = np.arange(1_000_000)
-        sent = comms[1].send(big, 0, 4)
+        sent = comms[1].send(big, 0, 4, synchronous=True)
         await until(lambda: not comms[0]._mailbox._wanted)
         assert not wanted.timers
         assert same_bits(await receive, big)
@@ -274,7 +274,7 @@ async def test_cancelled_on_either_side(when: int) -> None:
             for first in (0, 1):
                 handles: list[Any] = [None, None]
                 for side in (first, 1 - first):
-                    handles[side] = comms[0].send(X, 1) if side == 0 else comms[1].recv(0)
+                    handles[side] = comms[0].send(X, 1, synchronous=True) if side == 0 else comms[1].recv(0)
                     if side == first:
                         await turns(when)
                 await turns(when // 3)
@@ -289,7 +289,7 @@ async def test_cancelled_on_either_side(when: int) -> None:
                     assert isinstance(outcomes[who], asyncio.CancelledError)
                 if isinstance(outcomes[1], CollectiveAborted):
                     assert who == 0
-        sent = comms[0].send(X + 1, 1)
+        sent = comms[0].send(X + 1, 1, synchronous=True)
         assert same_bits(await comms[1].recv(0), X + 1)
         await sent
 
@@ -297,7 +297,7 @@ async def test_cancelled_on_either_side(when: int) -> None:
 @pytest.mark.asyncio
 async def test_a_cancelled_message_is_told_to_the_receive_that_waits_for_it() -> None:
     async with world(2) as comms:
-        sent = comms[0].send(X, 1)
+        sent = comms[0].send(X, 1, synchronous=True)
         sent.cancel()
         await turns()
         with pytest.raises(CollectiveAborted, match="cancelled"):
@@ -315,17 +315,21 @@ async def test_a_lost_sender_and_a_lost_receiver() -> None:
     async with world(3, tombstones=True) as comms:
         receive = [comms[0].recv(1), comms[0].recv_any(1, "t")]
         anyone = comms[0].recv(tag="any")
-        send = comms[2].send(X, 1)
+        send = comms[2].send(X, 1, synchronous=True)
         await turns()
         comms.kill(1)
         outcomes = await asyncio.gather(*receive, send, return_exceptions=True)
         assert_kinds(outcomes, PeerLost)
         assert {one.rank for one in outcomes} == {1}
         assert not anyone.done()
-        for call in (lambda: comms[0].recv(1), lambda: comms[0].send(X, 1), lambda: comms[0].request("b", 1)):
+        for call in (
+            lambda: comms[0].recv(1),
+            lambda: comms[0].send(X, 1, synchronous=True),
+            lambda: comms[0].request("b", 1),
+        ):
             with pytest.raises(PeerLost):
                 await call()
-        sent = comms[2].send(X, 0, "any")
+        sent = comms[2].send(X, 0, "any", synchronous=True)
         assert same_bits(await anyone, X)
         await sent
         last = comms[0].recv()
