@@ -341,16 +341,17 @@ class Communicator(Persistent):
         an exception leaves ``async with`` (Ctrl-C, too). Once cancelled it waits no more.
 
         What the device is still making of collectives whose handles are done is waited for, up to 5 s, and messages
-        that were sent, until they are received or their time is up. What else is in flight fails, here and, where it
-        was not complete, on the other ranks. What the others post later fails with ``PeerLost`` if it needs a rank that
-        has closed its world; a rank that has only closed its view of a sub-group is missed there until the timeout.
+        that were sent, until they are received or their time is up (of a sub-group up to 5 s). What else is in flight
+        fails, here and, where it was not complete, on the other ranks. What the others post later fails with
+        ``PeerLost`` if it needs a rank that has closed its world; a rank that has only closed its view of a sub-group
+        is missed there until the timeout.
         """
         if self._group.view is self._session.world:
             farewell.leave()
             await self._session.close()
         elif not self._left:
             for drain in self._drains():
-                await asyncio.wait([drain.done], timeout=drain.within_s)
+                await asyncio.wait([drain.done], timeout=min(drain.within_s, LEAVE_WITHIN_S))
             self._leave()
             ids = {self._group.view.id, *self._mailbox.group_ids(), *(self._prober.group_ids() if self._prober else ())}
             self._session.engine.abandon(ids, f"rank {self.rank} closed group {self.name!r}")

@@ -139,7 +139,7 @@ async def test_a_group_that_is_closed() -> None:
         handles = [one.all_reduce(np.ones(1), "k") for one in group[:2]]
         joined = [one.all_gather(np.ones(1), "c", concat=True) for one in group[:2]]
         receive = group[0].recv(1, 7)
-        sent = group[0].send(np.ones(3), 1)
+        sent = group[0].send(np.ones(3), 1, synchronous=True)
         await turns()
         await group[0].close()
         await group[0].close()

@@ -130,7 +130,7 @@ def test_errors_that_were_heard_leave_nothing_to_report() -> None:
                     lambda comm: comm.gather_object(1, comm.rank),
                     lambda comm: comm.all_reduce_many({"a": X, "b": X[comm.rank :], "c": X[comm.rank :]}),
                     lambda comm: comm.set_strategy("ring" if comm.rank else "star"),
-                    lambda comm: comm.send(X, 1) if comm.rank == 0 else comm.recv(out=np.zeros(1)),
+                    lambda comm: comm.send(X, 1, synchronous=True) if comm.rank == 0 else comm.recv(out=np.zeros(1)),
                     lambda comm: comm.scatter(np.ones(4), comm.rank),
                 )
             ):
