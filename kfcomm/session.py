@@ -195,8 +195,8 @@ class Session:
     # ---------------------------------------------------------------- ControlEvents
 
     def adopt(self, connection: Connection, rank: int, purpose: Purpose) -> None:
-        """A peer opened a connection for data."""
-        if self._closed is not None:
+        """A peer opened a connection for data: it may need this rank until the links are closed."""
+        if self.engine.links.closing:
             connection.close()
         else:
             self.network.adopt(connection, rank, purpose)

@@ -19,8 +19,8 @@ import kfcomm
 from kfcomm.rendezvous import join
 
 join.KEPT_FOR_S = 3600.0
+{before}
 comm = kfcomm.sync.init()
-comm.barrier()
 print("joined", flush=True)
 {body}
 """
@@ -28,21 +28,36 @@ GOES_ON = "sys.stdin.read()"
 CLOSES = "comm.close()"
 WAITS = "comm.barrier()"
 WAITS_IN_WITH = "with comm: comm.barrier()"
+SENDS = "comm.send(7, 1); comm.close()"
+RECEIVES = "with comm: print(int(comm.recv(0)))"
+CONNECTS_LATE = """
+import asyncio
+from kfcomm.network import SocketNetwork
+
+connect = SocketNetwork.connect
+
+async def connect_late(network, peer):
+    if peer == 0:
+        await asyncio.to_thread(sys.stdin.readline)
+    return await connect(network, peer)
+
+SocketNetwork.connect = connect_late
+"""
 
 
 @contextlib.contextmanager
-def pair(first: str) -> Iterator[list[subprocess.Popen[str]]]:
+def pair(first: str, other: str = GOES_ON, before: str = "", **settings: str) -> Iterator[list[subprocess.Popen[str]]]:
     """Two ranks, started by hand; the first, which serves the store, does what it says, the other goes on."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         store = f"http://127.0.0.1:{free.getsockname()[1]}"
     ranks: list[subprocess.Popen[str]] = []
     try:
-        for rank, body in enumerate((first, GOES_ON)):
-            env = environ(KFCOMM_SIZE="2", KFCOMM_RANK=str(rank), KFCOMM_STORE=store, KFCOMM_TOKEN=TOKEN)
+        for rank, body in enumerate((first, other)):
+            env = environ(KFCOMM_SIZE="2", KFCOMM_RANK=str(rank), KFCOMM_STORE=store, KFCOMM_TOKEN=TOKEN, **settings)
             ranks.append(
                 subprocess.Popen(
-                    [sys.executable, "-c", RANK.format(body=body)], env=env, text=True,
+                    [sys.executable, "-c", RANK.format(before=before, body=body)], env=env, text=True,
                     stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 )
             )  # fmt: skip
@@ -77,3 +92,14 @@ def test_who_knows_of_a_dead_rank_does_not_wait_for_it() -> None:
         assert first.stderr is not None
         assert "PeerLost" in first.stderr.read()
         assert first.wait() == 1
+
+
+@pytest.mark.parametrize("transport", ["tcp", "unix", "shm"])
+def test_who_waits_for_its_message_to_be_received_can_be_reached(transport: str) -> None:
+    with pair(SENDS, RECEIVES, CONNECTS_LATE, KFCOMM_TRANSPORT=transport) as (first, other):
+        assert first.stderr is not None
+        assert "close() waits for rank 1 to receive a message" in first.stderr.readline()
+        assert other.communicate("now\n") == ("7\n", "")
+        assert other.returncode == 0
+        assert first.communicate() == ("", "")
+        assert first.returncode == 0

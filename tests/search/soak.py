@@ -73,7 +73,8 @@ def _round(comm: Any, random: Random, number: int) -> None:
     if number % 20 == 0:
         comm.set_strategy(random.choice(STRATEGIES))
     if number % 10 == 0 and comm.rank < 2:
-        assert comm.group([0, 1]).all_reduce(x, name="of two")[0] == 3
+        with comm.group([0, 1]) as two:
+            assert two.all_reduce(x, name="of two")[0] == 3
     comm.barrier()
 
 
@@ -102,6 +103,7 @@ def main() -> int:
         is_level &= growth <= allowed and still <= opened + 1
         rate = growth / max(to_s - from_s, 1) * 3600 / 1e6
         click.echo(f"{transport} rank {rank}: {after / 1e6:.1f} MB, {rate:+.2f} MB an hour, {still} descriptors")
+        click.echo("    " + " ".join(f"{nbytes / 1e6:.1f}" for _, nbytes, _ in samples))
     return int(not is_level)
 
 
