@@ -17,13 +17,14 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 from kfcomm.control.base import GOODBYE_S, ControlEvents, ControlPlane, StatusSource
 from kfcomm.core.cause import Cause, CauseKind
-from kfcomm.core.collective import GroupView
+from kfcomm.core.collective import MAX_LEFT, GroupView
 from kfcomm.core.credit import credit_of
 from kfcomm.core.hello import Purpose
 from kfcomm.devices import Device
@@ -150,6 +151,7 @@ class Session:
         self.devices = devices
         self._pools: dict[Device, PinnedPool] = {}
         self._groups: dict[bytes, int] = {}
+        self._left: deque[bytes] = deque()
         self._unshared_said = False
         self._lag_s = 0.0
         self._lag_seen_s = math.inf  # for ever up to date where nobody measures: in a world of one
@@ -176,6 +178,14 @@ class Session:
         identity = hashlib.blake2b(kind + number.to_bytes(8, "little"), digest_size=16, person=b"group").digest()
         self.groups[identity] = (name, world_ranks)
         return GroupView(identity, world_ranks, world_ranks.index(self.rank))
+
+    def leave_groups(self, group_id: bytes, ids: Collection[bytes], reason: str) -> None:
+        """A group is closed here: what is in flight in it, under any of its ids, fails, and it is forgotten."""
+        self.engine.abandon(ids, reason)
+        self.engine.leave(ids)
+        self._left.append(group_id)
+        if len(self._left) > MAX_LEFT:
+            self.groups.pop(self._left.popleft(), None)
 
     def layout_of(self, view: GroupView) -> Layout:
         """Hosts of the members of a group."""

@@ -5,6 +5,7 @@ They hold state and answer questions about it; what happens to them is decided i
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -17,6 +18,10 @@ from kfcomm.core.program import Lane, Program, Route
 
 AnySignature = tuple[Any, ...]
 """A ``Signature``, or whatever a peer sent in its place."""
+
+
+MAX_LEFT = 1 << 10
+"""Groups that were left, of which something is still known: the latest."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,11 +58,13 @@ class Key:
         offers: slots that were handed out for it, by signature, until they are taken; None while there never was any.
         slots: those that were taken, by signature: they outlive what is known of a series. The core looks at none.
         begun: a use that is under way elsewhere, if one is: it is among the live ones as soon as it is let ``enter``.
+        has_ended: this rank has left the group, and uses the name no more.
         tally: a slot for whoever counts; the core never looks at it.
     """
 
     __slots__ = (
-        "begun", "early", "group_id", "id", "live", "name", "next_seq", "offers", "others", "series", "slots", "tally",
+        "begun", "early", "group_id", "has_ended", "id", "live", "name", "next_seq", "offers", "others",
+        "series", "slots", "tally",
     )  # fmt: skip
 
     def __init__(self, number: int, group_id: bytes, name: str) -> None:
@@ -73,6 +80,12 @@ class Key:
         self.slots: dict[AnySignature, Any] | None = None
         self.begun: Any = None
         self.tally: Any = None
+        self.has_ended = False
+
+    def end(self) -> None:
+        """This rank has left the group: what was worked out for further uses is forgotten."""
+        self.has_ended = True
+        self.series = self.others = self.offers = self.slots = self.tally = None
 
     def find(self, seq: int) -> Collective | None:
         """The use with this number, if it is in flight."""
@@ -266,9 +279,10 @@ class Incoming:
     Attributes:
         number: what the peer calls this link; 0 until it has said so.
         arrivals: by the numbers of key, signature and lane, and the phase: what is known of such chunks.
+        given_up: numbers of keys below this one may have stood for others, of groups that the peer has left.
     """
 
-    __slots__ = ("arrivals", "asks", "keys", "number", "peer", "signatures", "window")
+    __slots__ = ("arrivals", "asks", "given_up", "keys", "number", "peer", "signatures", "window")
 
     def __init__(self, peer: int, credit: Credit = DEFAULT_CREDIT) -> None:
         self.peer = peer
@@ -278,6 +292,16 @@ class Incoming:
         self.signatures: dict[int, AnySignature] = {}
         self.arrivals: dict[tuple[int, int, int, int], Arrival] = {}
         self.asks = 0
+        self.given_up = 0
+
+    def forget(self, group_id: bytes) -> None:
+        """The peer has left a group. O(names on this link)."""
+        numbers = {number for number, key in self.keys.items() if key.group_id == group_id}
+        for number in numbers:
+            del self.keys[number]
+        for known in [known for known in self.arrivals if known[0] in numbers]:
+            del self.arrivals[known]
+        self.given_up = max(self.given_up, *(number + 1 for number in numbers)) if numbers else self.given_up
 
 
 class Outgoing:
@@ -287,9 +311,10 @@ class Outgoing:
         number: of all links to this peer.
         former: keys that were defined on it, and whose numbers stand for others now.
         known: what may be sent without defining anything first.
+        left: the latest groups of which the peer was told that this rank has left them.
     """
 
-    __slots__ = ("former", "keys", "known", "number", "peer", "signatures", "window")
+    __slots__ = ("former", "keys", "known", "left", "number", "peer", "signatures", "window")
     arrivals: Mapping[tuple[int, int, int, int], Arrival] = MappingProxyType({})  # nothing is received
 
     def __init__(self, peer: int, credit: Credit = DEFAULT_CREDIT, number: int = 0) -> None:
@@ -299,7 +324,20 @@ class Outgoing:
         self.keys: dict[int, Key] = {}
         self.former: list[Key] = []
         self.known: set[Series] = set()
+        self.left: deque[bytes] = deque(maxlen=MAX_LEFT)
         self.signatures: dict[int, AnySignature] = {}
+
+    def forget(self, group_id: bytes) -> bool:
+        """This rank has left a group; whether anything was defined for it. O(names on this link)."""
+        numbers = [number for number, key in self.keys.items() if key.group_id == group_id]
+        if not numbers:
+            return False
+        for number in numbers:
+            del self.keys[number]
+        self.former = [key for key in self.former if key.group_id != group_id]
+        self.known = {series for series in self.known if series.key.group_id != group_id}
+        self.left.append(group_id)
+        return True
 
 
 EarlyItem = tuple[Incoming, AnySignature, Header, int, Any]

@@ -26,7 +26,7 @@ import msgpack
 
 from kfcomm.errors import LocalProtocolError, RemoteProtocolError
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 PREFIX = struct.Struct("<II")
 PREFIX_NBYTES = PREFIX.size
 CHUNK_HEADER = struct.Struct("<BIQIIBII")
@@ -52,6 +52,8 @@ class Kind(IntEnum):
     OPEN = 8
     SLOT = 9
     NO_SLOT = 10
+    LEFT = 11
+    VACANT = 12
     GOSSIP = 16
     PING = 17
     PONG = 18
@@ -68,6 +70,8 @@ SCHEMA: dict[int, tuple[type, ...]] = {
     Kind.OPEN: (int,),  # number of this link among those from its sender; comes first
     Kind.SLOT: (int, int, int, int, int),  # key id, signature id, use after which it holds, number, place
     Kind.NO_SLOT: (int, int, int),  # key id, signature id, use from which on there is none
+    Kind.LEFT: (bytes,),  # group id: this rank has left it, and nothing follows for it on this link
+    Kind.VACANT: (int,),  # number of a slot in the memory of the sender of this frame, which nobody uses any more
     Kind.GOSSIP: (int, int, list),  # origin, number, message: see core.gossip
     Kind.PING: (),  # are you there?
     Kind.PONG: (),  # yes

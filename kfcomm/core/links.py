@@ -9,12 +9,18 @@ still be in flight at the receiver, and wait there for a chunk that was lost: a 
 been posted everywhere (see ``program``). So the next link begins by defining these names again, each with the sequence
 number below which a broken link may have lost something. The receiver fails those below it that wait for the sender.
 
+A rank that leaves a group says so (``LEFT``) on every link on which it has defined names of it, after all that it has
+sent for it: so both ends can forget them, and what waits for it there waits in vain. The next link after one that broke
+says it again.
+
 Invariants: when, how often and in which order the two ends hear of a break changes nothing. The receiver
 fails nothing by itself; if it is the first to notice, it asks the sender to notice too (``LINKS``), by the number
 of the link, so that late or repeated news never concerns a newer one.
 """
 
 from __future__ import annotations
+
+from collections import deque
 
 from kfcomm.core.collective import Collective, Key, Outgoing
 from kfcomm.core.credit import DEFAULT_CREDIT, Credit
@@ -25,38 +31,44 @@ LINKS = b""
 """In place of a group's id, in an abort: link number ``seq`` from rank ``name`` to rank ``cause.rank`` is broken."""
 
 KEY, SIGNATURE, OPEN = int(Kind.KEY), int(Kind.SIGNATURE), int(Kind.OPEN)
-CHUNK, ASK = int(Kind.CHUNK), int(Kind.ASK)
+CHUNK, ASK, LEFT = int(Kind.CHUNK), int(Kind.ASK), int(Kind.LEFT)
 
 
 class Links:
     """The links that one rank opens: it numbers them, and knows what the next one to each peer has to tell."""
 
-    __slots__ = ("_numbers", "_untold")
+    __slots__ = ("_left", "_numbers", "_untold")
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
         self._untold: dict[int, dict[Key, int]] = {}
+        self._left: dict[int, deque[bytes]] = {}
 
     def open(self, peer: int, credit: Credit = DEFAULT_CREDIT) -> tuple[Outgoing, list[Header]]:
         """The sending end of a new link, and the frames that come first on it. O(names that broken ones knew)."""
         number = self._numbers[peer] = self._numbers.get(peer, 0) + 1
         outgoing = Outgoing(peer, credit, number)
         untold = self._untold.pop(peer, {})
-        return outgoing, [(OPEN, number), *(_define(outgoing, key, below) for key, below in untold.items())]
+        outgoing.left = self._left.pop(peer, outgoing.left)
+        left = [(LEFT, group_id) for group_id in outgoing.left]
+        return outgoing, [(OPEN, number), *(_define(outgoing, key, below) for key, below in untold.items()), *left]
 
     def broke(self, outgoing: Outgoing) -> None:
         """A link is broken, or came to nothing: what this rank has posted under its names may have been on it."""
         known = [*outgoing.former, *outgoing.keys.values()]
         if known:
             self._untold.setdefault(outgoing.peer, {}).update((key, key.next_seq) for key in known)
+        if outgoing.left:
+            self._left[outgoing.peer] = outgoing.left
 
     def owes(self, peer: int) -> bool:
         """Whether the next link to a peer has something to tell, whether or not anything is sent on it."""
-        return peer in self._untold
+        return peer in self._untold or peer in self._left
 
     def forget(self, peer: int) -> None:
         """A peer is gone: there is nobody to tell."""
         self._untold.pop(peer, None)
+        self._left.pop(peer, None)
 
 
 def definitions(outgoing: Outgoing, collective: Collective) -> list[Header]:

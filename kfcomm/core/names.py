@@ -2,14 +2,15 @@
 
 Invariants: no two keys in flight have the same number, so that an answer about a number is about one key.
 Numbers are used again; both ends of a link keep what a number stands for, so it may be given a new meaning at any
-time. Keys are never forgotten, since their sequence numbers count how often they were used (about 1 KiB each).
+time. Keys are not forgotten while their group is used, since their sequence numbers count how often they were used
+(about 1 KiB each). Of groups that this rank has left they stay for a while, to tell who lags behind what was posted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from kfcomm.core.collective import AnySignature, GroupView, ItemSizes, Key, Series
+from kfcomm.core.collective import MAX_LEFT, AnySignature, GroupView, ItemSizes, Key, Series
 from kfcomm.core.frame import MAX_ID
 from kfcomm.core.program import Program
 from kfcomm.core.signature import Signature
@@ -29,11 +30,14 @@ class Names:
     """
 
     __slots__ = (
-        "_by_identity", "_by_name", "_next_id", "_next_signature", "_numbered", "_owners", "_signatures", "version",
+        "_by_identity", "_by_name", "_left", "_next_id", "_next_signature", "_numbered", "_of_group", "_owners",
+        "_signatures", "version",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self._by_name: dict[tuple[bytes, str], Key] = {}
+        self._of_group: dict[bytes, list[Key]] = {}
+        self._left: dict[bytes, None] = {}
         self._owners: dict[int, Key] = {}
         self._next_id = 0
         self._signatures: dict[AnySignature, tuple[int, Signature]] = {}
@@ -57,7 +61,26 @@ class Names:
         key = self._by_name.get((group_id, name))
         if key is None:
             key = self._by_name[group_id, name] = Key(UNNUMBERED, group_id, name)
+            key.has_ended = group_id in self._left
+            self._of_group.setdefault(group_id, []).append(key)
         return key
+
+    def of_group(self, group_id: bytes) -> Sequence[Key]:
+        """The keys of one group."""
+        return self._of_group.get(group_id, ())
+
+    def leave(self, group_id: bytes) -> None:
+        """This rank has left a group, of which nothing is in flight: the numbers of its names are free again."""
+        for key in self.of_group(group_id):
+            key.end()
+            if self._owners.get(key.id) is key:
+                del self._owners[key.id]
+        self._left[group_id] = None
+        if len(self._left) > MAX_LEFT:
+            oldest = next(iter(self._left))
+            del self._left[oldest]
+            for key in self._of_group.pop(oldest, ()):
+                del self._by_name[key.group_id, key.name]
 
     def used(self, group_id: bytes, name: str) -> Key:
         """The key of this name, which is about to be used and owns its number.

@@ -184,6 +184,17 @@ class Router:
         """
         self._leave_out(self.names.key(group.id, name), below, effects)
 
+    def leave(self, group_id: bytes, effects: Effects) -> None:
+        """This rank posts nothing more in a group, of which it has nothing in flight.
+
+        What it had posted is still known for a while, see ``Names``; what comes for it is dropped. O(its names).
+        """
+        for key in self.names.of_group(group_id):
+            for seq in list(key.early):
+                self._bury(key, seq, effects)
+        self.names.leave(group_id)
+        self._groups.pop(group_id, None)
+
     def abort(self, collective: Collective, cause: Cause, effects: Effects) -> None:
         """Fail a collective here and, unless a lost peer is the cause (that is told by itself), everywhere."""
         if self._forget(collective, effects):
@@ -229,13 +240,21 @@ class Router:
         if number >= MAX_ID:
             effects.append((VIOLATION, incoming, f"key number {number}"))
             return
-        if number in incoming.keys:
+        if number in incoming.keys or number < incoming.given_up:
             incoming.arrivals.clear()
         key = incoming.keys[number] = self.names.key(group_id, name)
         for collective in [one for seq, one in key.live.items() if seq < below]:
             if self._awaits(collective, incoming.peer):
                 message = f"the link between ranks {incoming.peer} and {self.rank} broke, and what it carried is lost"
                 self.abort(collective, Cause(CauseKind.LINK, self.rank, message), effects)
+
+    def on_left(self, incoming: Incoming, group_id: bytes, effects: Effects) -> None:
+        """The peer has left a group: all that it had to send for it has come on this link, or will not come."""
+        incoming.forget(group_id)
+        message = f"rank {incoming.peer} has left the group"
+        for collective in [one for one in self._exchanging(incoming.peer) if one.group.id == group_id]:
+            if self._awaits(collective, incoming.peer):
+                self.abort(collective, Cause(CauseKind.CANCELLED, incoming.peer, message), effects)
 
     def define_signature(self, incoming: Incoming, number: int, fields: list[Any], effects: Effects) -> None:
         """The peer will call this signature by a number."""

@@ -66,6 +66,6 @@ class Tombstones:
 
     def is_over(self, key: Key, seq: int) -> bool:
         """Whether a collective that is not in flight here will never be: it was, or its end is known."""
-        if seq < key.next_seq or (self.causes and (key.group_id, key.name, seq) in self.causes):
+        if key.has_ended or seq < key.next_seq or (self.causes and (key.group_id, key.name, seq) in self.causes):
             return True
         return bool(self.lost) and self.is_closed(key.group_id)

@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kfcomm")
 
-CHUNK = int(Kind.CHUNK)
+CHUNK, LEFT = int(Kind.CHUNK), int(Kind.LEFT)
 
 MANY_NAMES = (
-    "rank %d has used %d different names, the last one %r: each is remembered for good, "
+    "rank %d has used %d different names, the last one %r: each is remembered as long as its group, "
     "so give collectives names that come again, not new ones at every step"
 )
 WARN_AT_NAMES = 100_000
@@ -261,6 +261,27 @@ class Engine:
         for collective in self.entered():
             if group_ids is None or collective.group.id in group_ids:
                 self.abort(collective, cause)
+
+    def leave(self, group_ids: Collection[bytes]) -> None:
+        """Some groups, in which nothing is in flight, are not used by this rank any more. O(names on all links)."""
+        effects: Effects = []
+        if self.meter is not None:
+            self.meter.forget(group_ids)
+        for group_id in group_ids:
+            self.slots.leave(group_id, self.router.names.of_group(group_id))
+            self.router.leave(group_id, effects)
+            for sender in self.links.senders():
+                if sender.state.forget(group_id):
+                    sender.send((LEFT, group_id))
+                    self.links.mark(sender)
+        self.perform(effects)
+        self.links.flush_soon()
+
+    def peer_left_group(self, incoming: Incoming, group_id: bytes, effects: Effects) -> None:
+        """A peer has left a group; what it gave in slots before is looked at first."""
+        self.slots.look()
+        self.slots.peer_left(incoming.peer, group_id, self.router.names.of_group(group_id))
+        self.router.on_left(incoming, group_id, effects)
 
     def in_flight(self) -> list[Operation]:
         """What is posted and not over, to be read; on any thread."""

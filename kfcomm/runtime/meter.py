@@ -14,15 +14,17 @@ from __future__ import annotations
 
 from math import ceil, frexp
 from time import monotonic
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from kfcomm.runtime.steady import steady
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from kfcomm.core.collective import GroupView, Key
     from kfcomm.runtime.operation import Operation
+
+K = TypeVar("K")
 
 PATIENCE_S = 1.0
 """Of a reader, while another thread tallies."""
@@ -30,6 +32,8 @@ MAX_KEYS = 10_000
 """Keys with a record of their own, 1 KiB each at most; what comes later is counted together."""
 REFERENCE_WEIGHT = 0.1
 """Of the latest throughput in the reference that follows it."""
+LEFT_GROUPS = b""
+"""In place of a group's id: all those that this rank has left."""
 MAX_STRATEGIES = 100
 """Strategies of a group with a record; of more, the first is forgotten."""
 
@@ -185,6 +189,17 @@ class Meter:
         self.settle()  # what ended before is tallied before
         self._tally(group.id, name).failures += 1
 
+    def forget(self, group_ids: Collection[bytes]) -> None:
+        """Groups are used no more: from now on all such groups are counted together. O(keys).
+
+        Sums over all groups stay what they are, at every moment: a dictionary is updated at once.
+        """
+        self.settle(PATIENCE_S)
+        _move(self._tallies, {one: (LEFT_GROUPS, one[1]) for one in self._tallies if one[0] in group_ids})
+        _move(self._others, {one: LEFT_GROUPS for one in self._others if one in group_ids})
+        for group_id in group_ids:
+            self.throughputs.pop(group_id, None)
+
     def throughput(self, group: GroupView, strategy: str) -> Throughput:
         """Of the monitored calls of a group under a strategy."""
         of_group = self.throughputs.setdefault(group.id, {})
@@ -203,6 +218,17 @@ class Meter:
             else:
                 tally = self._others.setdefault(group_id, Tally())
         return tally
+
+
+def _move(tallies: dict[K, Tally], places: Mapping[K, K]) -> None:
+    """Add tallies to those at other places."""
+    moved: dict[K, Tally] = {}
+    for old, new in places.items():
+        moved[new] = Tally.sum([*(one for one in (moved.get(new) or tallies.get(new),) if one), tallies[old]])
+        moved[old] = Tally()
+    tallies.update(moved)
+    for old in places:
+        del tallies[old]
 
 
 def _nothing(_: float = 0.0) -> None:

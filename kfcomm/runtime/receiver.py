@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kfcomm")
 
-CHUNK, ASK, KEY, SIGNATURE, POSTED, CREDIT, OPEN, SLOT, NO_SLOT = (
+CHUNK, ASK, KEY, SIGNATURE, POSTED, CREDIT, OPEN, SLOT, NO_SLOT, LEFT, VACANT = (
     int(kind)
     for kind in (
         Kind.CHUNK, Kind.ASK, Kind.KEY, Kind.SIGNATURE, Kind.POSTED, Kind.CREDIT, Kind.OPEN, Kind.SLOT, Kind.NO_SLOT,
+        Kind.LEFT, Kind.VACANT,
     )
 )  # fmt: skip
 
@@ -182,6 +183,10 @@ class Receiver:
             self.slots.handed_out(state, header, link.slots)
         elif kind == NO_SLOT:
             self.slots.taken_back(state, header)
+        elif kind == LEFT:
+            self._engine.peer_left_group(state, header[1], effects)
+        elif kind == VACANT:
+            self.slots.vacated(state, header, link.slots)
         else:
             raise RemoteProtocolError(f"rank {link.peer} sent a {Kind(kind).name} to a receiver of chunks")
 

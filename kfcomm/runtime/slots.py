@@ -20,6 +20,8 @@ from kfcomm.errors import RemoteProtocolError
 from kfcomm.transports.shm.slots import MAX_SLOTS, NEVER, POSTED, SHARED, Slot, SlotMemory
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from kfcomm.core.collective import AnySignature, Incoming, Key, Series
     from kfcomm.core.frame import Header
     from kfcomm.runtime.direct import InSlot, SlottedOperation
@@ -30,7 +32,7 @@ FEW = 8
 """Uses under way that are looked at one by one; of more, the words are compared all at once."""
 MAX_OFFERS = 1 << 12
 """Slots that were handed out for one key, and are not taken."""
-SLOT, NO_SLOT = int(Kind.SLOT), int(Kind.NO_SLOT)
+SLOT, NO_SLOT, VACANT = int(Kind.SLOT), int(Kind.NO_SLOT), int(Kind.VACANT)
 
 
 class SlotTable:
@@ -53,6 +55,7 @@ class SlotTable:
         self._boards: dict[SlotMemory, _Board] = {}
         self._others: dict[InSlot, None] = {}
         self._parked: list[SlotMemory] = []
+        self._left: dict[bytes, list[Slot]] = {}
 
     def of(self, operation: SlottedOperation) -> Slot | None:
         """The slot for a use that begins now; None if it goes the ordinary way."""
@@ -225,6 +228,48 @@ class SlotTable:
         for use in [one for one in self.pending if one.slot is slot and one.seq >= seq]:
             use.enter().leave()
 
+    # ---------------------------------------------------------------- how they are given back
+
+    def leave(self, group_id: bytes, keys: Iterable[Key]) -> None:
+        """This rank has left the group of these keys. Those that it has handed out are kept until all others have."""
+        own = _own_slots(keys)
+        if own:
+            self._left[group_id] = own
+            self._look_if_vacant(group_id, own)
+
+    def peer_left(self, peer: int, group_id: bytes, keys: Iterable[Key]) -> None:
+        """A peer uses the slots of a group no more."""
+        own = self._left.get(group_id)
+        for slot in _own_slots(keys) if own is None else own:
+            slot.users.discard(peer)
+        if own is not None:
+            self._look_if_vacant(group_id, own)
+
+    def vacated(self, incoming: Incoming, header: Header, memory: SlotMemory | None) -> None:
+        """Nobody uses a slot in the memory of the peer any more.
+
+        Raises:
+            RemoteProtocolError: the peer does not share memory, or has no such slot.
+        """
+        if memory is None or header[1] >= MAX_SLOTS:
+            raise RemoteProtocolError(f"rank {incoming.peer} sent of a slot in memory that it does not share")
+        memory.clear(header[1])
+
+    def _look_if_vacant(self, group_id: bytes, own: list[Slot]) -> None:
+        if any(slot.users for slot in own):
+            return
+        del self._left[group_id]
+        for slot in own:
+            for peer in slot.others():
+                sender = self._links.by_peer.get(peer)
+                if sender is not None:
+                    sender.send((VACANT, slot.number))
+                    self._links.mark(sender)
+            slot.memory.take_in(slot)
+        self._links.flush_soon()
+
+    # ---------------------------------------------------------------- inside
+
     def _taken(self, operation: SlottedOperation, memory: SlotMemory, number: int, at: int) -> Slot | None:
         """The slot there, for this series from now on; None if there can be none."""
         series, work = operation.series, operation.work
@@ -271,6 +316,11 @@ class SlotTable:
                 for header in definitions(sender.state, operation):
                     sender.send(header)
                 sender.send((SLOT, series.key_id, series.signature_id, operation.seq, *where))
+
+
+def _own_slots(keys: Iterable[Key]) -> list[Slot]:
+    """Those that this rank has handed out for some keys."""
+    return [slot for key in keys for slot in (key.slots or {}).values() if slot.is_root]
 
 
 def _meant(incoming: Incoming, header: Header) -> tuple[Key, AnySignature]:

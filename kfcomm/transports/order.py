@@ -5,8 +5,8 @@ Invariants:
 - Frames that are no chunks (definitions, questions, answers) leave before all chunks, so nothing overtakes the
   definition that it needs. They are few and small.
 - A definition that gives a number another meaning is a *fence*: what was queued before it leaves before it, whatever
-  its priority, and the rest after it. So does a BYE. (Only numbers of signatures are given away while chunks that
-  use them may be queued, see ``core.names``.)
+  its priority, and the rest after it. So are a LEFT and a BYE. (Only numbers of signatures are given away while
+  chunks that use them may be queued, see ``core.names``.)
 - Chunks leave by priority, the larger first.
 
 This module knows the kinds of frames and whose memory they read; it moves no bytes.
@@ -23,7 +23,8 @@ from typing import Any
 from kfcomm.core.frame import Header, Kind
 from kfcomm.transports.base import Owner
 
-CHUNK, SIGNATURE, BYE = int(Kind.CHUNK), int(Kind.SIGNATURE), int(Kind.BYE)
+CHUNK, SIGNATURE = int(Kind.CHUNK), int(Kind.SIGNATURE)
+FENCES = frozenset((int(Kind.LEFT), int(Kind.BYE)))
 
 FRONT = 1 << 16
 """The level of what goes before all chunks; that of a chunk is its priority."""
@@ -60,7 +61,7 @@ class Order:
         kind = header[0]
         if kind == CHUNK:
             return priority
-        if kind == BYE or (kind == SIGNATURE and header[1] in self._defined):
+        if kind in FENCES or (kind == SIGNATURE and header[1] in self._defined):
             self._fence()
         elif kind == SIGNATURE:
             self._defined.add(header[1])

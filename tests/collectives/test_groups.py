@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kfcomm import session
+from kfcomm.core import names
 from kfcomm.errors import CollectiveAborted, CollectiveTimeout, ConfigError, PeerLost, SessionClosed
 from tests.conformance.worlds import assert_kinds, ends, everywhere, turns, works, world
 
 SHORT_S = 0.05
+X = np.arange(5)
 
 
 async def _grouped(comms: Any, members: list[int], **options: Any) -> list[Any]:
@@ -189,3 +192,58 @@ async def test_a_lost_peer_ends_its_groups_only() -> None:
         made = await _grouped(without, [0, 2])
         await works(made)
         assert_kinds(await ends([comms[0]], lambda comm: comm.group([0, 1])), PeerLost)
+
+
+def _known(comm: Any) -> tuple[int, ...]:
+    """How much one rank holds for groups: names on links, slots, records."""
+    engine = comm._session.engine
+    links, senders = engine.links._incoming, list(engine.links.senders())
+    return (
+        len(engine.router._groups),
+        len(comm._session.groups),
+        sum(len(sender.state.keys) + len(sender.state.known) for sender in senders),
+        sum(len(incoming.keys) + len(incoming.arrivals) for incoming in links),
+        sum(sender.link.slots.num_slots for sender in senders if sender.link.slots is not None),
+        len(engine.slots._left),
+    )
+
+
+@pytest.mark.asyncio
+async def test_a_group_that_all_have_closed_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names, "MAX_LEFT", 2)
+    monkeypatch.setattr(session, "MAX_LEFT", 2)
+    known = []
+    async with world(3) as comms:
+        for _ in range(6):
+            group = await _grouped(comms, [2, 0, 1])
+            for _ in range(5):
+                got = await everywhere(group, lambda one: one.all_reduce(np.ones(4), "sum"))
+                assert [one.tolist() for one in got] == [[3.0] * 4] * 3
+            await everywhere(group, lambda one: one.send(X, (one.rank + 1) % 3))
+            for one in group:
+                assert np.array_equal(await one.recv((one.rank - 1) % 3), X)
+            for place, one in enumerate(group):
+                await one.close()
+                statistics = one.statistics()
+                assert {key.name: key.count for key in statistics.keys}["sum"] == 5
+                assert statistics.rank == place
+            await everywhere(comms, lambda comm: comm.barrier())
+            await turns()
+            known.append([_known(comm) for comm in comms])
+            assert all(len(comm._session.engine.router.names) <= 7 for comm in comms)
+        assert known[3] == known[4] == known[5]
+        assert not any(key.name == "sum" for key in comms[0].statistics().keys)
+
+
+@pytest.mark.asyncio
+async def test_what_waits_for_a_member_that_closes_the_group_fails_at_once() -> None:
+    async with world(3, tombstones=True) as comms:
+        group = await _grouped(comms, [0, 1, 2])
+        await everywhere(group, lambda one: one.all_reduce(1, "x"))
+        await everywhere(group, lambda one: one.all_reduce([1], "x"))
+        waiting = [one.all_reduce(np.ones(100_000), "x") for one in group[:2]]
+        await turns()
+        await group[2].close()
+        for one in waiting:
+            with pytest.raises(CollectiveAborted, match=r"rank 2 (has left|closed) "):
+                await one

@@ -182,3 +182,25 @@ def test_the_version_is_another_one_only_when_a_number_is_given_another_meaning(
 def test_a_key_has_words_and_a_name(key, words, name):
     assert shown(key) == words
     assert name_of(key) == name
+
+
+def test_names_of_a_group_that_was_left_give_up_their_numbers_and_stay_for_a_while(monkeypatch):
+    monkeypatch.setattr(names, "MAX_LEFT", 2)
+    known = Names()
+    for number in range(4):
+        key = known.used(b"%d" % number, "a")
+        key.next_seq = 5
+    assert [key.id for key in known] == [0, 1, 2, 3]
+    for number in (2, 0, 1):
+        known.leave(b"%d" % number)
+    assert known.find(b"2", "a") is None
+    assert [(key.group_id, key.next_seq, key.has_ended) for key in known] == [
+        (b"0", 5, True),
+        (b"1", 5, True),
+        (b"3", 5, False),
+    ]
+    assert known.key(b"0", "late").has_ended
+    known.leave(b"3")
+    assert len(known) == 2
+    known.leave(b"never used")
+    assert [key.group_id for key in known] == [b"3"]

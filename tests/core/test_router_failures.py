@@ -183,6 +183,73 @@ def test_the_next_link_tells_the_receiver_whose_chunks_may_be_lost():
     assert desk.take() == []
 
 
+def test_who_leaves_a_group_forgets_what_it_has_defined_for_it():
+    desk = Desk(1)
+    other = replace(SUM, members=(1, 2), pairs=specs.pairs(random.Random(1), 2), name="other")
+    outgoing = desk.outgoing[0] = desk.router.open(0)[0]
+    for spec in (SUM, other):
+        collective = desk.post(spec)
+        if spec is SUM:
+            admit(desk, desk.take(Do.SEND)[0])
+        desk.router.abort(collective, TIMEOUT, desk.effects)
+    desk.define(2)
+    desk.chunk(2, "early", seq=1, charged=1)
+    desk.take()
+    assert not outgoing.forget(other.group_id)
+    desk.router.leave(SUM.group_id, desk.effects)
+    assert desk.take() == [(Tell.DROPPED, "early")]
+    assert outgoing.forget(SUM.group_id)
+    assert not outgoing.keys
+    assert not outgoing.known
+    assert desk.router.is_posted(SUM.group_id, "grad", 0)
+    assert not desk.router.is_posted(SUM.group_id, "grad", 1)
+    assert desk.chunk(2, "late", seq=1, charged=1) is None
+    desk.ask(2, seq=1)
+    assert desk.incoming[2].asks == 0
+    assert desk.incoming[2].window._spent_headers == desk.incoming[2].window.owed_headers
+
+
+def test_a_new_link_tells_again_of_groups_that_were_left():
+    desk = Desk(1)
+    outgoing = desk.outgoing[0] = desk.router.open(0)[0]
+    desk.router.abort(desk.post(), TIMEOUT, desk.effects)
+    outgoing.keys[0] = desk.series().key
+    outgoing.forget(SUM.group_id)
+    for number in (2, 3):
+        desk.router.broke(outgoing)
+        assert desk.router.owes(0)
+        outgoing, first = desk.router.open(0)
+        assert first == [(Kind.OPEN, number), (Kind.LEFT, SUM.group_id)]
+        assert not desk.router.owes(0)
+    desk.router.broke(outgoing)
+    desk.router.on_peer_left(0, Cause(CauseKind.LOST, 0, "left"))
+    assert not desk.router.owes(0)
+
+
+def test_what_waits_for_a_peer_that_has_left_the_group_waits_in_vain():
+    desk = Desk()
+    specs_ = [replace(SUM, overlapping=True, salt=number) for number in range(2)]
+    waiting, whole = [desk.post(one) for one in specs_]
+    other = desk.post(replace(SUM, name="other", members=(0, 1), pairs=specs.pairs(random.Random(1), 2)))
+    desk.define(1, number=3)
+    desk.chunk(1, "x", seq=1, number=3)
+    desk.take()
+    desk.router.on_left(desk.incoming[1], SUM.group_id, desk.effects)
+    flood, failed = desk.take()
+    assert flood[:4] == (Tell.FLOOD, SUM.group_id, "grad", 0)
+    assert failed == (Tell.FAILED, waiting, Cause(CauseKind.CANCELLED, 1, "rank 1 has left the group"))
+    assert list(desk.router.live) == [whole, other]
+    incoming = desk.incoming[1]
+    assert not incoming.keys
+    assert not incoming.arrivals
+    assert incoming.given_up == 4
+    incoming.arrivals[9, 0, 0, 0] = None
+    desk.define(1, number=5)
+    assert incoming.arrivals
+    desk.define(1, number=3, signature_number=6)  # it may stand for something else now
+    assert not incoming.arrivals
+
+
 def test_the_receiver_of_a_broken_link_asks_its_sender_to_notice():
     desk = Desk(1)
     cause = Cause(CauseKind.LINK, 0, "broke")

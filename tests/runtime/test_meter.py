@@ -103,6 +103,26 @@ def test_names_beyond_the_bound_are_counted_together(monkeypatch: pytest.MonkeyP
     assert others[other.id].count == 1
 
 
+def test_groups_that_were_left_are_counted_together_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meters, "MAX_KEYS", 3)
+    meter = Meter(4)
+    groups = [GroupView(bytes([number]), (0, 1), 0) for number in range(3)]
+    for group in groups:
+        meter.completed(Key(0, group.id, "a"), 1.0, 8)
+        meter.throughput(group, "star").note(8, 1.0)
+    for group in groups[:2]:
+        meter.completed(Key(0, group.id, "beyond"), 2.0, 8)
+    meter.forget([group.id for group in groups[:2]])
+    meter.forget([groups[0].id])
+    tallies, others = meter.tallies()
+    left = meters.LEFT_GROUPS
+    assert {identity: tally.count for identity, tally in tallies.items()} == {(groups[2].id, "a"): 1, (left, "a"): 2}
+    assert {group_id: tally.total_s for group_id, tally in others.items()} == {left: 4.0}
+    assert list(meter.throughputs) == [groups[2].id]
+    meter.forget([groups[2].id])
+    assert [tally.count for tally in meter.tallies()[0].values()] == [3]
+
+
 def test_tallies_add_up() -> None:
     one, other = tallied([1e-3, 2e-3]), tallied([4.0])
     one.nbytes, one.failures, one.total_s = 8, 1, 3e-3

@@ -424,9 +424,12 @@ def with_a_timeout(comm: Communicator) -> Any:
 @pytest.mark.parametrize("follows", [False, True])
 @pytest.mark.parametrize("call", [blocking, begun_and_waited_for, with_a_timeout])
 def test_an_interrupt_at_any_moment_ends_one_call_or_all_with_that_reason(call: Any, follows: bool) -> None:
+    wanted = {"Driver._follow" if follows else "Driver._lead", "Driver._leave", "EngineLock.take"}
     places: list[str] = []
+    reached: set[str] = set()
     num_missed = 0
-    while num_missed < 5:  # how often a caller looks before it rests is not the same each time
+    # How often a caller looks before it rests is not the same each time: beside a busy process it differs much.
+    while num_missed < (5 if wanted <= reached else 100):
         with sync_world(2) as (one, other):
             lead = leading(one, "lead") if follows else None
             interrupt = AtMoment(len(places), *MODULES)
@@ -440,11 +443,11 @@ def test_an_interrupt_at_any_moment_ends_one_call_or_all_with_that_reason(call: 
             assert not driver_of(one)._lock.is_mine()
         if interrupt.came:
             places.append(interrupt.came)
+            reached.add(interrupt.came.split(":")[0])
             num_missed = 0
         else:
             num_missed += 1
-    reached = {place.split(":")[0] for place in places}
-    assert {"Driver._follow" if follows else "Driver._lead", "Driver._leave", "EngineLock.take"} <= reached, places
+    assert wanted <= reached, places
     assert len(reached) > 7, places
 
 

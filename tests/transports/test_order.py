@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from kfcomm.core.frame import Kind
 from kfcomm.transports.order import FRONT, Order
 
-CHUNK, ASK, KEY, SIGNATURE, BYE = (int(kind) for kind in (Kind.CHUNK, Kind.ASK, Kind.KEY, Kind.SIGNATURE, Kind.BYE))
+CHUNK, ASK, KEY, SIGNATURE, BYE, LEFT = (
+    int(kind) for kind in (Kind.CHUNK, Kind.ASK, Kind.KEY, Kind.SIGNATURE, Kind.BYE, Kind.LEFT)
+)
 
 priorities = st.one_of(st.just(0), st.integers(-2, 2), st.integers(-(2**15), 2**15 - 1))
 numbers = st.integers(0, 2)
@@ -18,6 +20,7 @@ steps = st.lists(
         st.tuples(st.just("ask"), numbers),
         st.tuples(st.just("define"), numbers),
         st.tuples(st.just("bye")),
+        st.tuples(st.just("left")),
         st.tuples(st.just("take"), st.integers(1, 8)),
         st.tuples(st.just("take and put back"), st.integers(1, 8)),
         st.tuples(st.just("drop"), st.integers(0, 1)),
@@ -38,7 +41,7 @@ class Model:
         level = priority
         if header[0] != CHUNK:
             level = FRONT
-            if header[0] == BYE or (header[0] == SIGNATURE and header[1] in self.defined):
+            if header[0] in (BYE, LEFT) or (header[0] == SIGNATURE and header[1] in self.defined):
                 self.frames = [(FRONT, next(self.places), *frame[2:]) for frame in self.sorted()]
             if header[0] == SIGNATURE:
                 self.defined.add(header[1])
@@ -73,7 +76,7 @@ def test_frames_leave_by_urgency_and_in_order_within_it(script):
     for serial, (verb, *arguments) in enumerate(script):
         match verb:
             case "chunk" | "ask" | "define" | "bye":
-                kind = {"chunk": CHUNK, "ask": ASK, "define": SIGNATURE, "bye": BYE}[verb]
+                kind = {"chunk": CHUNK, "ask": ASK, "define": SIGNATURE, "bye": BYE, "left": LEFT}[verb]
                 header = (kind, *arguments[:1])
                 priority = arguments[1] if verb == "chunk" else 0
                 owner = owners[arguments[0] % 2] if verb == "chunk" else None

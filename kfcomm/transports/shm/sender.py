@@ -35,7 +35,7 @@ LOW_LATENCY_WINDOW_NBYTES = 1 << 19
 """The only window of a low-latency link: one large piece, so that something urgent waits for 2 chunks on its
 way there and back. With more ranks than cores it costs throughput: see "Priorities"."""
 
-_CHUNK, _SIGNATURE = int(Kind.CHUNK), int(Kind.SIGNATURE)
+_CHUNK, _SIGNATURE, _LEFT = int(Kind.CHUNK), int(Kind.SIGNATURE), int(Kind.LEFT)
 _BACK_TAIL, _RECEIVER_PARKED = int(Word.BACK_TAIL), int(Word.RECEIVER_PARKED)
 _FRONT = -2 * FRONT
 _Waiting = tuple[int, int, Any, "memoryview | None", "Owner | None"]
@@ -180,6 +180,8 @@ class ShmSender(ShmLink):
             if header[1] in self._defined:
                 self._hold_all_behind()
             self._defined.add(header[1])
+        elif header[0] == _LEFT:
+            self._hold_all_behind()
         try:
             if (self._waiting and self._waiting[0][0] == _FRONT) or not self._out.put_encoded(data):
                 heapq.heappush(self._waiting, (_FRONT, next(self._numbers), data, None, None))
@@ -192,7 +194,7 @@ class ShmSender(ShmLink):
         self._restless.add(self)
 
     def _hold_all_behind(self) -> None:
-        """What comes later overtakes nothing of what waits now: a number gets another meaning."""
+        """What comes later overtakes nothing of what waits now."""
         self._waiting = [(_FRONT, next(self._numbers), *entry[2:]) for entry in sorted(self._waiting)]
 
     def _put(self, header: Any, payload: memoryview | None) -> bool:

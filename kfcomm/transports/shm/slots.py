@@ -34,6 +34,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -129,6 +130,7 @@ POSTED, SHARED, READ, GIVEN, SHOWN, READY, RESULT, LOAN, RELEASED = (
     mmap.PAGESIZE // 8 + kind * MAX_SLOTS for kind in range(9)
 )
 """The words of a rank, by kind and slot; `RELEASED` by loan."""
+_KINDS = (POSTED, SHARED, READ, GIVEN, SHOWN, READY, RESULT, LOAN)
 MAPPED, WRITABLE = 1, 2
 """What `READY` says of the heaps of the others, and of the first rank's."""
 _LINE = 64
@@ -163,7 +165,7 @@ class SlotMemory:
     Attributes:
         descriptor: see above; -1 when it is closed.
         heaps: see above.
-        num_slots: that were handed out here.
+        num_slots: that were ever handed out here.
 
     Raises:
         RemoteProtocolError: the segment is none of this size.
@@ -182,6 +184,7 @@ class SlotMemory:
         self.parked: Words = list
         self.num_slots = 0
         self._next_at = _BUFFERS_AT
+        self._vacant: dict[int, deque[tuple[int, int]]] = {}
         check(descriptor, self._stride * len(ranks))
 
     @classmethod
@@ -230,12 +233,29 @@ class SlotMemory:
     def hand_out(self, cut: Cut) -> tuple[int, int] | None:
         """Number and place of a slot for messages that are cut so; None if there is no room."""
         room, end = cut.room, self._stride
+        vacant = self._vacant.get(room)
+        if vacant and self._is_clear(vacant[0][0]):
+            return vacant.popleft()
         if self.num_slots >= MAX_SLOTS or room > (end - _BUFFERS_AT) // MAX_SHARE or self._next_at + room > end:
             return None
         handed_out = self.num_slots, self._next_at
         self.num_slots += 1
         self._next_at += room
         return handed_out
+
+    def take_in(self, slot: Slot) -> None:
+        """Nobody uses a slot of this process any more: it is handed out again when all have cleared their words."""
+        self.clear(slot.number)
+        self._vacant.setdefault(slot.room, deque()).append((slot.number, slot.at))
+
+    def clear(self, number: int) -> None:
+        """What this process has stored for a slot holds no longer."""
+        if self._mapping is not None:
+            for kind in _KINDS:
+                self._words[kind + number] = 0
+
+    def _is_clear(self, number: int) -> bool:
+        return not any(any(self.words(kind, number, self._everywhere)()) for kind in _KINDS)
 
     def slot(
         self, number: int, at: int, members: Sequence[int], rank: int, hub: int, dtype: np.dtype[Any], cut: Cut,
@@ -348,6 +368,8 @@ class Slot:
         combine, views, use: what folds contributions, those of even and of odd uses, and which of them the latest use
             is, of this rank; a use is complete when they are folded, if it ``is_whole``, and else see ``look``.
         is_dead: this rank uses it no more.
+        at, room: where in each region its buffers are, and their bytes.
+        users: world ranks that may use it; kept by who has handed it out.
         told_from: all ranks have been told not to use it from this use on; kept by who has handed it out.
         root: world rank of who has handed it out; ``is_root``: this one.
         parked: who has to be woken, of all ranks of the memory, read now.
@@ -360,10 +382,10 @@ class Slot:
     """
 
     __slots__ = (
-        "_buffers", "_buffers_end", "_fence", "_posted_at", "_words", "awaited", "board", "combine", "has_moved",
+        "_buffers", "_buffers_end", "_fence", "_posted_at", "_words", "at", "awaited", "board", "combine", "has_moved",
         "has_news", "is_dead", "is_root", "late", "members", "memory", "num_words", "number", "outcome",
         "parked", "places",
-        "posted", "root", "told_from", "use", "views",
+        "posted", "room", "root", "told_from", "use", "users", "views",
     )  # fmt: skip
 
     is_whole = True
@@ -374,11 +396,13 @@ class Slot:
     ) -> None:  # fmt: skip
         self.memory = memory
         self.number = number
+        self.at, self.room = at, cut.room
         self.places = places
         self.members = memory.ranks_at(places)
         self.posted = memory.words(POSTED, number, places)
         self.num_words = cut.num_windows
         self.root, self.is_root = root, root == memory.heaps.rank
+        self.users = set(self.others())
         self.told_from = NEVER
         self.is_dead = self.has_news = self.has_moved = False
         self.use = self.awaited = 0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,3 +49,27 @@ def test_no_slot_is_handed_out_twice_or_beyond_the_end() -> None:
     assert memory.num_slots * cut.room <= 1 << 28
     assert memory.num_slots > 100
     memory.close()
+
+
+def test_a_slot_is_handed_out_again_when_all_have_cleared_their_words() -> None:
+    memory = SlotMemory.make(range(2), Heaps(0))
+    other = SlotMemory(os.dup(memory.descriptor), range(2), Heaps(1))
+    cut = Cut(10, 8, 2)
+    number, at = memory.hand_out(cut) or (-1, -1)
+    mine, theirs = (
+        one.slot(number, at, [0, 1], rank, 0, np.dtype(np.int64), cut, lambda parts, out: np.add.reduce(parts, out=out))
+        for rank, one in enumerate((memory, other))
+    )
+    assert mine is not None
+    assert theirs is not None
+    for slot in (mine, theirs):
+        slot.post(np.arange(10), 7)
+    memory.take_in(mine)
+    assert memory.hand_out(cut) == (number + 1, at + cut.room)
+    other.clear(number)
+    assert memory.hand_out(Cut(100, 8, 2)) == (number + 2, at + 2 * cut.room)  # it would not fit
+    assert memory.hand_out(cut) == (number, at)
+    assert not any(mine.posted())
+    assert memory.hand_out(cut) == (number + 3, memory._next_at - cut.room)
+    for one in (memory, other):
+        one.close()
