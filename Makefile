@@ -7,7 +7,7 @@ CONSTRAINTS := $(addprefix -c ,$(PINS))
 # The CPU build is the same release; a range would bring in whatever is newest.
 TORCH := torch==2.13.0
 # Processes that share the tests, by module: most tests wait more than they work.
-WORKERS ?= 2
+WORKERS ?= 4
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -31,7 +31,7 @@ coverage: $(VENV)/test/.ready ## core and strategies at 100 % of branches, by th
 suite: $(VENV)/test/.ready
 	$(<D)/bin/python -m pytest --ignore=tests/frameworks -n $(WORKERS) --dist loadscope $(ARGS)
 
-search: $(VENV)/search/.ready ## random programs, kills, relays, fuzzing, soak (ARGS="--minutes 60 --seed 7")
+search: $(VENV)/search/.ready ## random programs, kills, partitions, Ctrl-C, relays, fuzzing, soak (ARGS="--minutes 60 --seed 7")
 	$(<D)/bin/python -m tests.search $(ARGS)
 
 test-frameworks: $(VENV)/frameworks/.ready ## run the tests that need torch and JAX

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import signal
 import tempfile
@@ -62,6 +63,13 @@ def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # what was measured here changes no test
         patch.setattr(tempfile, "tempdir", folder)
         yield Path(folder)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def kept_is_no_garbage() -> None:
+    """What is there before a module stays: to look through all tests for garbage after each took half of the time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -91,10 +91,10 @@ def test_a_child_can_join_a_world_of_its_own() -> None:
 
 def test_many_collectives_in_a_row_leave_nothing_behind() -> None:
     with joined(2, strategy="ring") as world:
-        world.do(roles.many, count=4000)
+        world.do(roles.many, count=3000)
         before = world.do(roles.memory)
-        tables = world.do(roles.many, count=1000)
-        after_more = world.do(roles.many, count=20_000)
+        tables = world.do(roles.many, count=500)
+        after_more = world.do(roles.many, count=8000)
         assert after_more == tables
         for earlier, later in zip(before, world.do(roles.memory), strict=True):
             assert later["descriptors"] == earlier["descriptors"]

@@ -50,8 +50,10 @@ def test_the_blocking_interface(transport: str) -> None:
 
 def assert_all_right(outcome: Outcome) -> None:
     assert not outcome.reports, "\n".join(map(str, outcome.reports))
-    # a machine that is merely slow is no failure
-    lines = [line for line in outcome.lines if not ("Executing <" in line and " took " in line)]
+    # a machine that is merely slow is no failure: its loops are late, and calls wait long enough to be reported
+    lines = [
+        line for line in outcome.lines if not (("Executing <" in line and " took " in line) or " has waited " in line)
+    ]
     assert (outcome.code, lines) == (0, [])
 
 

@@ -75,6 +75,8 @@ def _module(name: str) -> Command:
 PARTS: dict[str, Command] = {
     "decoders": _module("decoders"),
     "kills": _module("kills"),
+    "partitions": _module("partitions"),
+    "ctrl_c": _module("ctrl_c"),
     "relays": _module("relays"),
     "programs": _programs,
     "interrupts": _interrupts,

@@ -6,7 +6,8 @@ from random import Random
 
 import pytest
 
-from tests.search import decoders
+from bench.netlab import Netlab, even
+from tests.search import ctrl_c, decoders, partitions
 from tests.search.__main__ import PARTS
 from tests.search.kills import once
 
@@ -31,6 +32,19 @@ def test_a_killed_rank_is_found_lost_by_all_others() -> None:
     what, seconds = once(Random(1))
     assert what in ("kill", "stop")
     assert seconds >= 0
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_nothing_of_a_job_that_was_interrupted_is_left(seed: int) -> None:
+    whom, seconds = ctrl_c.once(Random(seed))
+    assert whom in ("all", "launcher", "rank")
+    assert seconds >= 0
+
+
+@pytest.mark.netns
+def test_hosts_that_are_cut_off_are_found_lost_by_all_ranks() -> None:
+    with Netlab(even(partitions.HOSTS), network="10.77.9.0/24") as lab:
+        assert partitions.once(lab, Random(1)) >= 0
 
 
 def test_what_is_found_ends_it_with_the_command_that_repeats_it() -> None:

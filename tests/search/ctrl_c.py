@@ -1,0 +1,146 @@
+"""Ctrl-C at any moment of a job's life: all that it started is gone within a bound, and nothing but that is said.
+
+    python -m tests.search.ctrl_c --seconds 60 --seed 1
+
+Half of the jobs use the blocking interface. The signal comes as from a terminal, to launcher and ranks alike, or to the
+launcher, or to one rank alone: while they start, join, compute, close, or have ended already.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from random import Random
+from typing import Any
+
+import click
+import numpy as np
+import psutil
+
+import kfcomm
+
+BOUND_S = 10.0
+"""Beyond this it is no bound any more, however busy the machine is; on an idle one it is 2 s."""
+LATEST_S = 1.5
+
+
+def work(comm: Any) -> None:
+    """Some calls of the blocking interface."""
+    for number in range(40):
+        x = np.full([1, 1000, 200_000][number % 3], comm.rank + 1.0)
+        under_way = comm.all_gather_async(x, name="gathered")
+        if not (comm.all_reduce(x, name=f"sum {number % 7}") == comm.size * (comm.size + 1) / 2).all():
+            raise AssertionError("a wrong sum")
+        comm.send(number, (comm.rank + 1) % comm.size)
+        if int(comm.recv((comm.rank - 1) % comm.size)) != number:
+            raise AssertionError("a wrong message")
+        under_way.wait()
+        comm.barrier()
+
+
+async def work_async(comm: Any) -> None:
+    """The same of the asynchronous one."""
+    for number in range(40):
+        x = np.full([1, 1000, 200_000][number % 3], comm.rank + 1.0)
+        under_way = comm.all_gather(x, name="gathered")
+        if not (await comm.all_reduce(x, name=f"sum {number % 7}") == comm.size * (comm.size + 1) / 2).all():
+            raise AssertionError("a wrong sum")
+        await comm.send(number, (comm.rank + 1) % comm.size)
+        if int(await comm.recv((comm.rank - 1) % comm.size)) != number:
+            raise AssertionError("a wrong message")
+        await asyncio.gather(under_way, comm.barrier())
+
+
+def as_rank(interface: str) -> None:
+    """What each rank of a job does."""
+    if interface == "blocking":
+        with kfcomm.sync.init() as comm:
+            work(comm)
+        return
+
+    async def main() -> None:
+        async with kfcomm.init() as comm:
+            await work_async(comm)
+
+    asyncio.run(main())
+
+
+def once(chance: Random) -> tuple[str, float]:
+    """One job; to whom the signal went, and how long it took until nothing of the job was left."""
+    size, transport = chance.choice([1, 2, 3]), chance.choice(["shm", "unix", "tcp"])
+    interface, whom = chance.choice(["blocking", "async"]), chance.choice(["all", "launcher", "rank"])
+    ranks = [sys.executable, "-m", "tests.search.ctrl_c", "--as-rank", interface]
+    line = [sys.executable, "-m", "kfcomm", "run", "-n", str(size), "--transport", transport, *ranks]
+    job = subprocess.Popen(
+        line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
+    )
+    time.sleep(chance.random() * LATEST_S)
+    parts = psutil.Process(job.pid).children(recursive=True)
+    if whom == "all":
+        _signal(os.killpg, job.pid)
+        for part in parts:  # ranks lead groups of their own
+            _signal(os.kill, part.pid)
+    elif whom == "launcher" or not parts:
+        _signal(os.kill, job.pid)
+    else:
+        _signal(os.kill, chance.choice(parts).pid)
+    began_s = time.monotonic()
+    try:
+        said, _ = job.communicate(timeout=60)
+        _, alive = psutil.wait_procs(parts, timeout=60)
+    except subprocess.TimeoutExpired as error:
+        raise AssertionError(f"{shown(line, whom)}: it hangs: {error.output!r}") from None
+    finally:
+        for part in parts:
+            if part.is_running():
+                part.kill()
+        job.kill()
+        job.wait()
+    if alive:
+        raise AssertionError(f"{shown(line, whom)}: {alive} are left, which have said\n{said}")
+    if "wrong" in said:
+        raise AssertionError(f"{shown(line, whom)}\n{said}")
+    return whom, time.monotonic() - began_s
+
+
+def shown(line: list[str], whom: str) -> str:
+    """What was run, for people."""
+    return f"{' '.join(line[1:])}, SIGINT to {whom}"
+
+
+def _signal(send: Any, number: int) -> None:
+    try:
+        send(number, signal.SIGINT)
+    except ProcessLookupError:
+        return  # it has ended already
+
+
+def main() -> int:
+    """Search for so many seconds, or so many jobs."""
+    parser = argparse.ArgumentParser(prog="python -m tests.search.ctrl_c")
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--as-rank", choices=["blocking", "async"])
+    given = parser.parse_args()
+    if given.as_rank is not None:
+        as_rank(given.as_rank)
+        return 0
+    chance, until_s = random.Random(given.seed), time.monotonic() + given.seconds
+    took: dict[str, list[float]] = {}
+    while time.monotonic() < until_s:
+        whom, seconds = once(chance)
+        took.setdefault(whom, []).append(seconds)
+        if seconds > BOUND_S:
+            raise AssertionError(f"SIGINT to {whom}: all were gone only after {seconds:.1f} s")
+    click.echo(", ".join(f"{whom}: {len(all_s)}, {max(all_s):.2f} s at most" for whom, all_s in sorted(took.items())))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
