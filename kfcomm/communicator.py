@@ -348,7 +348,7 @@ class Communicator(Persistent):
         that were sent, until they are received or their time is up (of a sub-group up to 5 s). What else is in flight
         fails, here and, where it was not complete, on the other ranks. What the others post later fails with
         ``PeerLost`` if it needs a rank that has closed its world; a rank that has only closed its view of a sub-group
-        is missed there until the timeout.
+        is missed there until the timeout. When all members have closed a sub-group, nothing is left of it.
         """
         if self._group.view is self._session.world:
             farewell.leave()

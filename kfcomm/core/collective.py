@@ -301,7 +301,7 @@ class Incoming:
             del self.keys[number]
         for known in [known for known in self.arrivals if known[0] in numbers]:
             del self.arrivals[known]
-        self.given_up = max(self.given_up, *(number + 1 for number in numbers)) if numbers else self.given_up
+        self.given_up = max(self.given_up, 1 + max(numbers, default=-1))
 
 
 class Outgoing:

@@ -195,8 +195,8 @@ class Meter:
         Sums over all groups stay what they are, at every moment: a dictionary is updated at once.
         """
         self.settle(PATIENCE_S)
-        _move(self._tallies, {one: (LEFT_GROUPS, one[1]) for one in self._tallies if one[0] in group_ids})
-        _move(self._others, {one: LEFT_GROUPS for one in self._others if one in group_ids})
+        _move(self._tallies, {one: (LEFT_GROUPS, one[1]) for one in list(self._tallies) if one[0] in group_ids})
+        _move(self._others, {one: LEFT_GROUPS for one in list(self._others) if one in group_ids})
         for group_id in group_ids:
             self.throughputs.pop(group_id, None)
 
@@ -224,7 +224,8 @@ def _move(tallies: dict[K, Tally], places: Mapping[K, K]) -> None:
     """Add tallies to those at other places."""
     moved: dict[K, Tally] = {}
     for old, new in places.items():
-        moved[new] = Tally.sum([*(one for one in (moved.get(new) or tallies.get(new),) if one), tallies[old]])
+        known = moved.get(new) or tallies.get(new)
+        moved[new] = Tally.sum([tallies[old]] if known is None else [known, tallies[old]])
         moved[old] = Tally()
     tallies.update(moved)
     for old in places:

@@ -234,8 +234,10 @@ class SlotMemory:
         """Number and place of a slot for messages that are cut so; None if there is no room."""
         room, end = cut.room, self._stride
         vacant = self._vacant.get(room)
-        if vacant and self._is_clear(vacant[0][0]):
-            return vacant.popleft()
+        if vacant:
+            if self._is_clear(vacant[0][0]):
+                return vacant.popleft()
+            vacant.rotate(-1)  # who has to clear it may be gone
         if self.num_slots >= MAX_SLOTS or room > (end - _BUFFERS_AT) // MAX_SHARE or self._next_at + room > end:
             return None
         handed_out = self.num_slots, self._next_at
