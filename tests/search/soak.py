@@ -2,8 +2,8 @@
 
     python -m tests.search.soak --seconds 7200 --transport tcp
 
-Memory is the proportional set size (``smaps_rollup`` in proc(5)) but for files. What it grows by after the first half is compared
-with 1 MB an hour, and with what an allocator may add by chance.
+Memory is the proportional set size (``smaps_rollup`` in proc(5)) but for files. What it grows by after the first half
+is compared with 1 MB an hour, and with what an allocator may add by chance.
 """
 
 from __future__ import annotations
