@@ -21,6 +21,8 @@ from kfcomm.transports.reactor import Reactor, Timer
 if TYPE_CHECKING:
     from kfcomm.control import ControlPlane
 
+NEWS_WITHIN_S = 1.0
+"""How long a rank waits to hear why another has left without sending all: such news takes milliseconds."""
 VERDICT_WITHIN_S = 5.0
 """How long a collective whose link broke waits for the word whether the peer is gone, or only the link."""
 FIRST_PAUSE_S = 0.01
@@ -86,15 +88,26 @@ class LinkRecovery:
         self.look_if_in_vain(peer)
 
     def look_if_in_vain(self, peer: int) -> None:
-        """A link to or from this peer has ended: if it has left and sends on no other, all that could come has come."""
-        if peer in self._settled and not self._links.closing and not self._links.hears(peer):
-            for collective in self._router.awaiting(peer):
-                self._abort(collective, self._cause(peer, "it was closed before all had come"))
+        """A link to or from this peer has ended: if it has left and sends on no other, all that could come has come.
+
+        What waits for it fails a moment later: why it has not sent all, perhaps that another has left, may be heard
+        after its own leaving.
+        """
+        if self._sends_no_more(peer):
+            self._reactor.call_later(NEWS_WITHIN_S, self._fail_in_vain, peer)
 
     def close(self) -> None:
         """Open no further link."""
         for timer in self._redials.values():
             timer.cancel()
+
+    def _sends_no_more(self, peer: int) -> bool:
+        return peer in self._settled and not self._links.closing and not self._links.hears(peer)
+
+    def _fail_in_vain(self, peer: int) -> None:
+        if self._sends_no_more(peer):
+            for collective in self._router.awaiting(peer):
+                self._abort(collective, self._cause(peer, "it was closed before all had come"))
 
     def _cause(self, peer: int, reason: str) -> Cause:
         rank = self._router.rank
