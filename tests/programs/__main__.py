@@ -13,6 +13,7 @@ import secrets
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 
 import click
 
@@ -25,7 +26,7 @@ TELL_EVERY_S = 10.0
 
 def main() -> int:
     """Run what the command line asks for; 1 if a program went wrong."""
-    given = _parser().parse_args()
+    given = read_arguments(sys.argv[1:])
     size = given.ranks
     if given.show is not None:
         _show(given.show, given.calls, size)
@@ -38,6 +39,15 @@ def main() -> int:
     click.echo(f"{count} programs of {given.calls} calls from seed {first} on: {setting}")
     with busy(given.busy):
         return _all(setting, first, count, given)
+
+
+def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """What a command line asks for; exits with 2 if no world can be like that."""
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    if given.per_host and given.transport in ("shm", "unix"):
+        parser.error(f"--transport {given.transport} does not reach from host to host (--per-host)")
+    return given
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -94,6 +104,7 @@ def _explain(outcome: Outcome, setting: Setting, plan: Plan) -> None:
         setting.ranks, "--transport", setting.transport, "--interface", setting.interface,
     ]  # fmt: skip
     options = " --debug" * setting.debug + " --long" * setting.long
+    options += f" --per-host {setting.per_host}" if setting.per_host else ""
     click.echo("this one alone: " + shlex.join(map(str, again)) + options)
 
 

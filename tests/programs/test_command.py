@@ -61,3 +61,10 @@ def test_lines_of_ranks_are_told_from_others() -> None:
     assert match.groups() == ("PROGRESS", "77")
     assert LINE.fullmatch("Timeout!") is None
     assert Setting(2, "shm", "async") != Plan(1, 2, 3)
+
+
+@pytest.mark.parametrize("transport", ["shm", "unix"])
+def test_several_hosts_are_no_world_of_one_host(transport: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.read_arguments(["--per-host", "1", "--transport", transport])
+    assert f"--transport {transport} does not reach from host to host" in capsys.readouterr().err

@@ -33,21 +33,12 @@ Command = Callable[[Random, int], Sequence[str]]
 def _programs(random: Random, seed: int) -> Sequence[str]:
     """Programs of all verbs, both interfaces mixed, on every link, beside a busy process or not."""
     ranks, calls = random.choice([2, 3, 4, 6]), random.choice([50, 200, 500])
-    transport, interface = random.choice(["shm", "unix", "tcp"]), random.choice(["blocking", "async"])
-    what = ["--programs", str(max(1, 12_000 // (ranks * calls))), "--calls", str(calls), "--ranks", str(ranks)]
     more = random.choice([[], ["--per-host", "1"], ["--per-host", "2"], ["--busy", "1"], ["--debug"]])
-    return [
-        "-m",
-        "tests.programs",
-        *what,
-        "--transport",
-        transport,
-        "--interface",
-        interface,
-        *more,
-        "--seed",
-        str(seed),
-    ]
+    links = ["auto", "tcp"] if "--per-host" in more else ["shm", "unix", "tcp"]
+    transport, interface = random.choice(links), random.choice(["blocking", "async"])
+    what = ["--programs", str(max(1, 12_000 // (ranks * calls))), "--calls", str(calls), "--ranks", str(ranks)]
+    how = ["--transport", transport, "--interface", interface, *more, "--seed", str(seed)]
+    return ["-m", "tests.programs", *what, *how]
 
 
 def _interrupts(random: Random, _: int) -> Sequence[str]:

@@ -7,6 +7,7 @@ from random import Random
 import pytest
 
 from bench.netlab import Netlab, even
+from tests.programs.__main__ import read_arguments
 from tests.search import ctrl_c, decoders, partitions
 from tests.search.__main__ import PARTS
 from tests.search.kills import once
@@ -15,6 +16,12 @@ from tests.search.kills import once
 @pytest.mark.parametrize("name", PARTS)
 def test_every_part_is_a_command_that_its_seed_repeats(name: str) -> None:
     assert PARTS[name](Random(5), 5) == PARTS[name](Random(5), 5)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_programs_are_run_in_worlds_that_there_can_be(seed: int) -> None:
+    _, _, *arguments = PARTS["programs"](Random(seed), seed)
+    assert read_arguments(arguments).seed == seed
 
 
 def test_decoders_read_what_they_are_given_first() -> None:
