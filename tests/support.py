@@ -8,12 +8,16 @@ import functools
 import socket
 import sys
 from collections.abc import Callable, Coroutine
+from random import Random
 from typing import Any, TypeVar
 
 import pytest
 
 on_every_loop = pytest.mark.asyncio(loop_factories=["uvloop", "asyncio", "debug"])
 """Marks a test of a coroutine that is to hold on each kind of loop, and in asyncio's debug mode."""
+
+PORTS = (10_000, 32_000)
+"""Linux gives those from 32768 on."""
 
 T = TypeVar("T")
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
@@ -92,3 +96,18 @@ def half_close(sock: socket.socket) -> None:
 
 def _describe(context: dict[str, Any]) -> str:
     return f"{context.get('message')}: {context.get('exception')!r}"
+
+
+def free_port(count: int = 1) -> int:
+    """A port at which nobody listens, nor at the next ``count - 1``.
+
+    It is below those that the system gives to connections and to listeners that ask for any port: one of these would be
+    taken by another process, sooner or later, between now and when it is used.
+    """
+    random = Random()
+    while True:
+        port = random.randrange(*PORTS)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for number in range(count):
+                stack.enter_context(socket.create_server(("127.0.0.1", port + number)))
+            return port

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from kfcomm.cli import main
 from kfcomm.rendezvous.settings import LINKS
 from tests.launch.launched import ROOT, environ, finished
+from tests.support import free_port
 
 TINY = ("--sizes", "64B,4KiB", "--iterations", "2", "--warmup", "1")
 INSIDE = (sys.executable, "-m", "kfcomm", "bench")
@@ -49,23 +50,9 @@ def test_the_ranks_of_a_job_are_used(more: tuple[str, ...], tmp_path: Path) -> N
 def test_a_job_whose_first_rank_serves_the_store_joins_anew_for_each_transport() -> None:
     # as torchrun has it: no launcher's store, and a port that is used again
     program = f"unset KFCOMM_SERVE; exec {' '.join(INSIDE)} --sizes 64B --iterations 1 --transport tcp --transport unix"
-    done = finished("run", "-n", "2", "bash", "-c", f"export KFCOMM_STORE=http://127.0.0.1:{free_ports()}; {program}")
+    done = finished("run", "-n", "2", "bash", "-c", f"export KFCOMM_STORE=http://127.0.0.1:{free_port(2)}; {program}")
     assert done.returncode == 0, done.stderr
     assert [line.split()[1] for line in done.stdout.splitlines()[-2:]] == ["tcp", "unix"]
-
-
-def free_ports() -> int:
-    """A port that is free, as the next one is."""
-    import socket
-
-    while True:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = int(server.getsockname()[1])
-            try:
-                socket.create_server(("127.0.0.1", port + 1)).close()
-            except OSError:
-                continue
-            return port
 
 
 WRONG = """\

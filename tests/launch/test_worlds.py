@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.launched import TOKEN, Launcher, command, environ, finished, launched
+from tests.support import free_port
 
 PROGRAM = str(Path(__file__).with_name("joining.py"))
 READY = 'exec 9> "$HELD"; echo "$KFCOMM_RANK" >&9; '
@@ -20,11 +21,6 @@ READY = 'exec 9> "$HELD"; echo "$KFCOMM_RANK" >&9; '
 
 def joining(then: str) -> list[str]:
     return [sys.executable, PROGRAM, then]
-
-
-def free_port() -> int:
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        return int(listener.getsockname()[1])
 
 
 def together(*commands: list[str], envs: list[dict[str, str]]) -> list[subprocess.CompletedProcess[str]]:

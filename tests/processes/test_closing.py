@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.launch.launched import TOKEN, environ
+from tests.support import free_port
 
 RANK = """
 import sys
@@ -48,9 +48,7 @@ SocketNetwork.connect = connect_late
 @contextlib.contextmanager
 def pair(first: str, other: str = GOES_ON, before: str = "", **settings: str) -> Iterator[list[subprocess.Popen[str]]]:
     """Two ranks, started by hand; the first, which serves the store, does what it says, the other goes on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        store = f"http://127.0.0.1:{free.getsockname()[1]}"
+    store = f"http://127.0.0.1:{free_port()}"
     ranks: list[subprocess.Popen[str]] = []
     try:
         for rank, body in enumerate((first, other)):

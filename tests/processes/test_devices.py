@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 from kfcomm.errors import ConfigError
 from tests.processes import pretending, roles
 from tests.processes.stage import World, start, unjoined
+from tests.support import free_port
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +75,7 @@ def test_where_nccl_cannot_be_all_ranks_say_the_same_and_may_try_again(world: Wo
 
 
 def test_rank_0_serves_the_store_until_all_have_been_refused() -> None:
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
-        free = server.getsockname()[1]
+    free = free_port()
     with unjoined(3) as ranks:
         # no launcher keeps the store
         calls = start(ranks, pretending.join, store=f"http://127.0.0.1:{free}", serve=True, transport="nccl")

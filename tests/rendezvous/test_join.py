@@ -1,6 +1,5 @@
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -14,6 +13,7 @@ from kfcomm.rendezvous.join import close_store, join, leave, leave_store, open_s
 from kfcomm.rendezvous.settings import Settings
 from kfcomm.rendezvous.store import StoreServer
 from kfcomm.rendezvous.worlds import Source
+from tests.support import free_port
 
 TOKEN = b"the token of the job"
 LONG_S = 1e6
@@ -124,11 +124,6 @@ async def test_what_is_no_peer_in_the_store_is_refused() -> None:
         await job.client.set("world/0/1", b"garbage")
         with pytest.raises(RendezvousError, match="no peer"):
             await job.join(peer(0), 2)
-
-
-def free_port() -> int:
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        return int(listener.getsockname()[1])
 
 
 @pytest.mark.asyncio
@@ -269,9 +264,7 @@ async def test_who_is_missing_is_reported_while_it_is_waited_for(caplog: pytest.
 
 @pytest.mark.asyncio
 async def test_a_store_that_is_not_there_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    client = StoreClient(f"http://127.0.0.1:{port}", TOKEN)
+    client = StoreClient(f"http://127.0.0.1:{free_port()}", TOKEN)
     settings = Settings(rank=1, size=2, store=client.url, token=TOKEN, stall_after_s=0.01)
     with pytest.raises(RendezvousError):
         await join(settings, peer(1), client, timeout_s=0.5)

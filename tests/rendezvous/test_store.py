@@ -18,6 +18,7 @@ from kfcomm.rendezvous.listening import listen, url_of
 from kfcomm.rendezvous.settings import host_and_port
 from kfcomm.rendezvous.signing import GREETING
 from kfcomm.rendezvous.store import StoreServer
+from tests.support import free_port
 
 TOKEN = b"the token of the job"
 
@@ -213,8 +214,7 @@ async def test_a_flood_of_garbage_is_one_line_in_the_log(
 
 @pytest.mark.asyncio
 async def test_a_client_that_came_first_waits_for_the_store() -> None:
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     client = StoreClient(f"http://127.0.0.1:{port}", TOKEN)
     setting = asyncio.create_task(client.set("a", b"1"))
     await asyncio.sleep(0)

@@ -18,7 +18,7 @@ from kfcomm import testing
 from kfcomm.sync import Communicator, driver
 from tests.sync.worlds import driver_of, joined
 
-CALLS = 40
+CALLS, MAX_CALLS = 40, 2000
 SLACK = 1.1
 
 BUDGETS = {
@@ -98,6 +98,14 @@ def called(comm: Communicator, verb: str, x: Any) -> Callable[[], Any]:
     return comm.all_reduce_init(x, "x").run
 
 
+def least(cost_of_one: Callable[[], tuple[int, int]], budget: tuple[int, int]) -> tuple[int, int]:
+    """The least of several calls; on a busy machine, where the other rank is late more often, of more of them."""
+    costs: list[tuple[int, int]] = []
+    while len(costs) < CALLS or (len(costs) < MAX_CALLS and min(costs)[0] > budget[0] * SLACK):
+        costs.append(cost_of_one())
+    return min(costs)
+
+
 def assert_within(cost: tuple[int, int], budget: tuple[int, int]) -> None:
     for one, allowed in zip(cost, budget, strict=True):
         assert one <= allowed * SLACK, f"{cost} bytecodes and calls, where {budget} were enough"
@@ -116,12 +124,15 @@ def test_a_small_collective_costs_no_more_than_it_did(
         mine = comms[root if place == "root" else 1 - root]
         other = comms[1 - mine.rank]
         call, plain = called(mine, verb, x), verb.removeprefix("persistent ")
-        costs = []
-        for _ in range(CALLS):
-            begun = [getattr(other, f"{plain}_async")(x, name="x")]
-            costs.append(counted(call, lambda: progress(other), monkeypatch))
-            begun[0].wait()
-    assert_within(min(costs), BUDGETS[verb, transport, place])
+
+        def once() -> tuple[int, int]:
+            handle = getattr(other, f"{plain}_async")(x, name="x")
+            cost = counted(call, lambda: progress(other), monkeypatch)
+            handle.wait()
+            return cost
+
+        budget = BUDGETS[verb, transport, place]
+        assert_within(least(once, budget), budget)
 
 
 @pytest.mark.parametrize("form", sorted(IN_SLOTS))
@@ -132,12 +143,14 @@ def test_a_collective_in_a_slot_costs_no_more_than_it_did(form: str, monkeypatch
             begun.wait()
         mine, other = comms
         call = called(mine, form, x)
-        costs = []
-        for _ in range(CALLS):
+
+        def once() -> tuple[int, int]:
             waiting = other.all_reduce_async(x, name="x")
-            costs.append(counted(call, lambda: progress(other), monkeypatch))
+            cost = counted(call, lambda: progress(other), monkeypatch)
             waiting.wait()
-    assert_within(min(costs), IN_SLOTS[form])
+            return cost
+
+        assert_within(least(once, IN_SLOTS[form]), IN_SLOTS[form])
 
 
 @pytest.mark.asyncio

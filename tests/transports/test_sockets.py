@@ -18,7 +18,7 @@ from kfcomm.transports.sockets import (
     watch,
     why,
 )
-from tests.support import on_every_loop
+from tests.support import free_port, on_every_loop
 from tests.transports import streams
 
 
@@ -152,12 +152,6 @@ async def test_a_full_unix_backlog_is_waited_out(name):
         await asyncio.wait([third])
         for sock in (first, accepted, second.result()):
             sock.close()
-
-
-def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 @on_every_loop
