@@ -20,6 +20,7 @@ from kfcomm.errors import (
     EpochChanged,
     InternalError,
     KfcommError,
+    Partitioned,
     PeerLost,
     ProtocolError,
     RendezvousError,
@@ -32,12 +33,13 @@ from kfcomm.types import Layout, Op
 from kfcomm.version import __version__
 
 if TYPE_CHECKING:
-    from kfcomm import adapt, strategies, sync
+    from kfcomm import adapt, elastic, strategies, sync
     from kfcomm.collectives.handle import Handle
     from kfcomm.collectives.messages import Queue
     from kfcomm.collectives.persistent import PersistentCollective
-    from kfcomm.communicator import Communicator, init
+    from kfcomm.communicator import Communicator
     from kfcomm.dumps import dump
+    from kfcomm.joining import init
     from kfcomm.monitor import Statistics
 else:  # type checkers would take any name for one that is there
     __getattr__ = imported_when_used(
@@ -50,7 +52,8 @@ else:  # type checkers would take any name for one that is there
             "Statistics": "kfcomm.monitor",
             "adapt": "kfcomm.adapt",
             "dump": "kfcomm.dumps",
-            "init": "kfcomm.communicator",
+            "elastic": "kfcomm.elastic",
+            "init": "kfcomm.joining",
             "strategies": "kfcomm.strategies",
             "sync": "kfcomm.sync",
         },
@@ -69,6 +72,7 @@ __all__ = [
     "KfcommError",
     "Layout",
     "Op",
+    "Partitioned",
     "PeerLost",
     "PersistentCollective",
     "ProtocolError",
@@ -81,6 +85,7 @@ __all__ = [
     "__version__",
     "adapt",
     "dump",
+    "elastic",
     "init",
     "strategies",
     "sync",

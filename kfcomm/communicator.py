@@ -9,50 +9,51 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
+import functools
 import math
+import operator
 import os
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 
-from kfcomm import accelerator
 from kfcomm.arrays import form_of
 from kfcomm.collectives.blobs import Blobs
 from kfcomm.collectives.generations import MAX_STRATEGIES
 from kfcomm.collectives.group import STRATEGY_KEY, Group, check_name
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.mailbox import Mailbox
+from kfcomm.collectives.objects import packed, unpacked
 from kfcomm.collectives.on_device.paths import Paths
 from kfcomm.collectives.on_device.verbs import DeviceVerbs
 from kfcomm.collectives.persistent import Persistent
 from kfcomm.core.collective import GroupView
 from kfcomm.devices.routes import Choice
-from kfcomm.dumps import install_signal, snapshot
-from kfcomm.errors import ConfigError, SessionClosed
-from kfcomm.monitor import serving
-from kfcomm.network import Alone, SocketNetwork
-from kfcomm.plugins import build, check
+from kfcomm.dumps import snapshot
+from kfcomm.errors import CollectiveMismatch, ConfigError, SessionClosed
+from kfcomm.plugins import build
 from kfcomm.rendezvous import farewell
-from kfcomm.rendezvous.settings import Arguments, Settings, detect, misspelt
-from kfcomm.rendezvous.token import conceal
+from kfcomm.runtime.agreements import Call
 from kfcomm.runtime.closing import Drain
 from kfcomm.session import LEAVE_WITHIN_S, Session
 from kfcomm.sizes import seconds_of
 from kfcomm.strategies import AnyStrategy, StrategySpec
-from kfcomm.transports.loop_driver import LoopDriver
-from kfcomm.transports.reactor import Reactor
 from kfcomm.transports.shm.heap import Array
 from kfcomm.types import Layout, Seconds
 
 if TYPE_CHECKING:
+    from kfcomm.epochs import Plan
     from kfcomm.monitor import Statistics
     from kfcomm.probe import Probe, Prober
 
 
 T = TypeVar("T")
+
+ARRIVED = "kfcomm/arrived"
+"""The first collective of an epoch: who completes it knows that all know of the epoch."""
+DIGEST_NBYTES = 8
 
 
 class Communicator(Persistent):
@@ -65,6 +66,7 @@ class Communicator(Persistent):
         self.name = name
         self._session = session
         self._left = False
+        self._follower: Communicator | None = None
         self._final: Statistics | None = None
         layout = session.layout_of(view)
         self._named: dict[str, AnyStrategy] = {}
@@ -113,6 +115,12 @@ class Communicator(Persistent):
         return self._session.epoch
 
     @property
+    def births(self) -> tuple[int, ...]:
+        """The rank that each rank of the group had in the first epoch: who it is, whatever its number is now."""
+        births = self._session.network.births
+        return tuple(births[rank] for rank in self._group.view.members)
+
+    @property
     def strategy(self) -> AnyStrategy:
         """The strategy in force in this group."""
         return self._group.strategy
@@ -133,6 +141,99 @@ class Communicator(Persistent):
 
         paths = Paths(self._group, self._mailbox, setup.device, setup.maker, choice, new_group, session.pool_of)
         return paths, DeviceVerbs(paths, setup.reports[session.rank].lack)
+
+    # ---------------------------------------------------------------- when a rank dies
+
+    async def agree(self, value: Any, *, timeout: Seconds | None = None) -> Any:
+        """The conjunction of what all ranks that live say; the same on each of them, whoever dies meanwhile.
+
+        For programs that handle ``PeerLost`` themselves: after a step, do all have it? Calls are matched by their order
+        (with those of ``shrink``). A rank that is lost takes no part and holds up nobody: ULFM's ``MPIX_Comm_agree``.
+
+        Args:
+            value: bool, or an integer of 64 bits; the same kind on all ranks.
+            timeout: seconds; None for the communicator's.
+
+        Returns:
+            True if all say True; of integers the bits that all have set.
+
+        Raises:
+            ConfigError: another kind of value; or this is no communicator of all ranks.
+            CollectiveMismatch: others have called ``shrink``, or given another kind.
+            CollectiveTimeout: ranks that live have not called it; the next call takes it up, with the first value.
+            Partitioned: too few ranks are left, and the others may live.
+            PeerLost: the others have given this rank up.
+
+        Cost: two messages of each rank to all others.
+        """
+        self._check_whole("agree")
+        if not isinstance(value, (bool, np.bool_, int, np.integer)) or not -(1 << 63) <= int(value) < 1 << 63:
+            raise ConfigError(f"agree takes a bool or an integer of 64 bits, not {value!r}")
+        is_flag = isinstance(value, (bool, np.bool_))
+        given = bool(value) if is_flag else int(value)
+        part = packed([given]).tobytes()
+        said = await self._session.agreements.decide(
+            Call.AGREE, part, self._seconds(timeout), self._session.network.has_word
+        )
+        values = [unpacked(np.frombuffer(one, np.uint8))[0] for one in said.values()]
+        if len({type(one) for one in values}) > 1:
+            raise CollectiveMismatch("some ranks gave agree a bool, others an integer", key="agree")
+        together = functools.reduce(operator.and_, (int(one) for one in values))
+        return bool(together) if is_flag else together
+
+    async def shrink(self, *, timeout: Seconds | None = None) -> Communicator:
+        """The communicator of the next epoch: that of the ranks that live, in their order, numbered from 0.
+
+        All ranks that live call it, after a ``PeerLost`` or when they like; ULFM's ``MPIX_Comm_shrink``. It has this
+        one's strategy where all ranks still have the same one and that has a name, else ``auto``. This communicator and
+        its groups are over then: what is in flight raises ``EpochChanged``, as does whatever is called later; closing
+        it closes the next one. A device goes with the process.
+
+        Args:
+            timeout: seconds; None for the communicator's.
+
+        Raises:
+            CollectiveTimeout: ranks that live have not called it; the next call takes it up.
+            CollectiveMismatch: others have called ``agree``.
+            Partitioned: too few ranks are left, and the others may live: they go on without this one, or they are too
+                few, too. More than half of the epoch's ranks go on; any that know that all others have ended; of two
+                halves the one that asks the store first.
+            EpochChanged: the others have taken this rank for lost, and gone on without it.
+            PeerLost: the others have given this rank up.
+
+        Cost: an agreement, and what it takes to make a world; a few milliseconds for some ranks.
+        """
+        self._check_whole("shrink")
+        made, _, _ = await self._succeed(b"", timeout=timeout)
+        return made
+
+    async def _succeed(
+        self, part: bytes, *, plan: Plan | None = None, timeout: Seconds | None = None
+    ) -> tuple[Communicator, dict[int, bytes], bool]:
+        """As ``shrink``; also what each rank that lives has given, by its rank before, and if the plan was carried out.
+
+        Raises:
+            Released: by the plan this rank does not go on.
+        """
+        from kfcomm.epochs import NO_PLAN, next_epoch, settle
+
+        strategy = self._strategy_below()
+        given = self.strategy.digest[:DIGEST_NBYTES] + part
+        session, said, is_planned = await next_epoch(self._session, given, self._seconds(timeout), plan or NO_PLAN)
+        is_one = len({one[:DIGEST_NBYTES] for one in said.values()}) == 1
+        made = Communicator(session, session.world, strategy if is_one else "auto", self.name)
+        self._follower = made
+        settle(session, made.barrier(ARRIVED, timeout=timeout))
+        return made, {rank: one[DIGEST_NBYTES:] for rank, one in said.items()}, is_planned
+
+    def _check_whole(self, verb: str) -> None:
+        self._check_open()
+        if self._group.view is not self._session.world:
+            raise ConfigError(f"{verb} is for all ranks of an epoch: call it on the communicator of the world")
+
+    def _seconds(self, timeout: Seconds | None) -> float:
+        timeout_s = seconds_of(timeout)
+        return self._session.timeout_s if timeout_s is None else timeout_s
 
     # ---------------------------------------------------------------- groups and graphs
 
@@ -326,13 +427,15 @@ class Communicator(Persistent):
 
         Keys and strategies are those of this group, peers those of the process. It can be read at any time, on any
         thread, also after the end, of a sub-group then as it was; reading changes nothing that others read. Cost: some
-        2 µs per key.
+        2 µs per key. Of a world that has shrunk: those of the latest epoch.
 
         Raises:
             ConfigError: monitoring is off.
         """
         if self._final is not None:
             return self._final
+        if self._follower is not None:
+            return self._follower.statistics()
         from kfcomm.monitor.statistics import statistics_of
 
         return statistics_of(self._session, self._group, self._mailbox.group_ids)
@@ -392,125 +495,3 @@ class Communicator(Persistent):
         self._session.check_open()
         if self._left:
             raise SessionClosed(f"group {self.name!r} is closed")
-
-
-AWAIT = "write comm = await kfcomm.init(), or async with kfcomm.init() as comm; kfcomm.sync.init() needs neither"
-
-
-class Init:
-    """What ``kfcomm.init`` returns: await it, or use it in ``async with``.
-
-    Args:
-        settings: what was found.
-        reactor: driven by whoever gives it; by the event loop, if none is given.
-
-    Attributes:
-        settings: what was found.
-    """
-
-    def __init__(self, settings: Settings, reactor: Reactor | None = None) -> None:
-        self.settings = settings
-        self._reactor = reactor
-        self._made: Communicator | None = None
-
-    def __await__(self) -> Generator[Any, None, Communicator]:
-        return self._begin().__await__()
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if hasattr(Communicator, name):
-            raise AttributeError(f"no communicator has a {name!r} yet: {AWAIT}", name=name, obj=self)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-
-    def __enter__(self) -> NoReturn:
-        raise TypeError(f"kfcomm.init is asynchronous: {AWAIT}")
-
-    def __exit__(self, *_: object) -> None:
-        """Never called: see ``__enter__``."""
-
-    async def __aenter__(self) -> Communicator:
-        self._made = await self._begin()
-        return self._made
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._made is not None:
-            await self._made.__aexit__(kind, error, trace)
-
-    async def _begin(self) -> Communicator:
-        own = await accelerator.find(self.settings)
-        try:
-            return await self._join(own)
-        except BaseException:
-            await own.close()
-            raise
-
-    async def _join(self, own: accelerator.Accelerator) -> Communicator:
-        settings = self.settings
-        alone = settings.size == 1
-        network = Alone(settings, own.report) if alone else await SocketNetwork.join(settings, own.report)
-        loop = asyncio.get_running_loop()
-        reactor, closed = self._reactor, _nothing
-        if reactor is None:
-            reactor = Reactor()
-            closed = LoopDriver(reactor, loop).close
-        try:
-            session = Session(
-                settings.rank, network.layout, network, loop, reactor, closed=closed, timeout_s=settings.timeout_s,
-                stall_after_s=settings.stall_after_s, monitor=settings.monitor,
-                devices=accelerator.set_up(settings, own, network.reports, network.layout, network.device_transport),
-            )  # fmt: skip
-        except BaseException:
-            closed()
-            raise
-        try:
-            comm = Communicator(session, session.world, settings.strategy)
-            if settings.timeline is not None:
-                from kfcomm.monitor.timeline import Timeline
-
-                Timeline.of(session, settings.timeline)
-            serving.attend(session, settings, comm.statistics)
-        except BaseException:
-            await session.close()
-            raise
-        if settings.store is not None and settings.token is not None:
-            conceal(os.environ, settings.store, settings.token)
-        return comm
-
-
-def _nothing() -> None:
-    """The reactor is somebody else's."""
-
-
-def init(**arguments: Unpack[Arguments]) -> Init:
-    """Join the world that this process was started in; alone it is a world of one.
-
-    Use as ``async with kfcomm.init() as comm`` or ``comm = await kfcomm.init()``. What is not given is found in the
-    environment: ``KFCOMM_*``, then that of torchrun, SLURM, Open MPI or PMI (``kfcomm env`` explains it).
-
-    Raises:
-        ConfigError: at once, if the settings cannot work.
-        RendezvousError: when awaited, if the peers do not find or accept each other.
-    """
-    return Init(prepare(**arguments))
-
-
-def prepare(**arguments: Unpack[Arguments]) -> Settings:
-    """The settings for these arguments in this environment; all is checked that needs nobody else.
-
-    Raises:
-        ConfigError: the settings cannot work.
-    """
-    settings = detect(os.environ, **arguments)
-    if settings.job is None and settings.rank == 0:  # else the launcher has said so, or rank 0 does
-        for line in misspelt(os.environ):
-            logging.getLogger("kfcomm").warning("%s", line)
-    check(settings.strategy)  # an unknown name is refused before anything is open
-    if settings.timeline is not None:
-        from kfcomm.monitor.timeline import check_folder
-
-        check_folder(settings.timeline)
-    serving.check(settings)
-    install_signal(settings.dump_dir)
-    farewell.join(settings.launcher, settings.rank)
-    return settings

@@ -94,7 +94,29 @@ class PeerLost(CollectiveError, ConnectionError):
 
 
 class EpochChanged(CollectiveError):
-    """The membership changed while the collective was in flight."""
+    """The epoch of the collective is over.
+
+    Attributes:
+        epoch: the one that follows.
+        members: the ranks that go on, by the numbers that they had; in this order they are the ranks of the next epoch.
+    """
+
+    def __init__(self, message: str, *, key: str = "", epoch: int = 0, members: Sequence[int] = ()) -> None:
+        super().__init__(message, key=key)
+        self.epoch = epoch
+        self.members = tuple(members)
+
+
+class Partitioned(CollectiveError):
+    """Too few ranks can be reached to go on, and the others may live: they go on, not these.
+
+    Attributes:
+        members: the ranks on this side.
+    """
+
+    def __init__(self, message: str, *, key: str = "", members: Sequence[int] = ()) -> None:
+        super().__init__(message, key=key)
+        self.members = tuple(members)
 
 
 class TransportError(KfcommError, ConnectionError):

@@ -10,13 +10,17 @@ import asyncio
 import hashlib
 import logging
 import secrets
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgpack
 
 from kfcomm.control import ControlThread, World, addresses_of
 from kfcomm.core.hello import Purpose
 from kfcomm.devices.routes import agree, choose
-from kfcomm.errors import ConfigError, RendezvousError
+from kfcomm.errors import ConfigError, RemoteProtocolError, RendezvousError
+from kfcomm.rendezvous.board import BOUNDS, ENTRY, GIVEN_UP, JOINING, Why
 from kfcomm.rendezvous.identity import PeerInfo, host_id, process_uid
 from kfcomm.rendezvous.interfaces import choose_address
 from kfcomm.rendezvous.join import close_store, join, leave_store, open_store
@@ -28,7 +32,7 @@ from kfcomm.transports.shm.segment import SharingRefused, why_unsupported
 from kfcomm.transports.shm.sharing import Sharing
 from kfcomm.transports.sockets import Address, Listener
 from kfcomm.transports.stream import StreamLink
-from kfcomm.types import Costs, Layout
+from kfcomm.types import Candidate, Costs, Layout
 
 if TYPE_CHECKING:
     from kfcomm.control.base import ControlEvents, ControlPlane, StatusSource
@@ -41,6 +45,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kfcomm")
 
+LOOK_S = 15.0
+WORD_WITHIN_S = 2.0
+"""For which ranks that are half of all ask the store whether they may go on."""
 LAUNCHER_WORD_S = 0.1
 """How long a launcher on this host is given to say how a process ended; it takes some milliseconds."""
 DIAL_TIMEOUT_S = 30.0
@@ -53,7 +60,7 @@ class Alone:
         layout: its host.
         reports: what it would tell of its device.
         device_transport: what it was told of transports.
-        job: see ``session.Network``.
+        job, births: see ``session.Network``.
 
     Raises:
         ConfigError: see ``devices.routes.choose``.
@@ -61,6 +68,9 @@ class Alone:
 
     def __init__(self, settings: Settings, device: DeviceReport) -> None:
         self.layout = Layout((0,))
+        self.births = (0,)
+        self.epoch = self.num_old = 0
+        self.strategy = settings.strategy
         self.reports = (device,)
         self.device_transport = settings.transport
         choose(self.reports, self.layout, self.device_transport)
@@ -101,6 +111,32 @@ class Alone:
         """None."""
         return []
 
+    async def open_door(self, epoch: int) -> AloneAgain:
+        """See ``session.Network``."""
+        return AloneAgain(self)
+
+    async def candidates(self, known: Collection[int]) -> list[Candidate]:
+        """Nobody can come where there is no store."""
+        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+
+    async def welcome(self, num_old: int, births: Collection[int], strategy: str) -> None:
+        """There is nobody."""
+
+    async def give_up(self, births: Collection[int]) -> None:
+        """There is nobody."""
+
+    async def wanted_size(self, known: int) -> int:
+        """Nobody asks."""
+        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+
+    async def want_size(self, size: int) -> None:
+        """It stays alone."""
+        raise ConfigError("a world of one has no store, by which others could come")
+
+    async def has_word(self, living: Sequence[int]) -> bool:
+        """Never called: one is more than half of one."""
+        return True
+
     async def leave(self) -> None:
         """There is nobody to tell."""
 
@@ -108,8 +144,51 @@ class Alone:
         """Nothing to close."""
 
 
+class AloneAgain:
+    """The next epoch of a world of one; implements ``session.Door``."""
+
+    part = b""
+
+    def __init__(self, network: Alone) -> None:
+        self._network = network
+
+    def enter(self, doors: Mapping[int, bytes], joiners: Sequence[Candidate] = ()) -> Alone:
+        """See ``session.Door``."""
+        return self._network
+
+    async def close(self) -> None:
+        """Nothing was opened."""
+
+
+class Meeting(NamedTuple):
+    """Where the first epoch met, which stays open through all that follow.
+
+    Attributes:
+        settings: of this rank in the first epoch.
+        me: what the others were told of this process then.
+        client: of the job's store.
+        server: the store, where this rank serves it.
+        tls: what connections are secured with.
+        ended: births of the processes that are known to have ended, of whatever epoch.
+    """
+
+    settings: Settings
+    me: PeerInfo
+    client: StoreClient
+    server: StoreServer | None
+    tls: Tls | None
+    ended: set[int]
+
+
 class SocketNetwork:
-    """The network of one process among others, joined through the store.
+    """The network of one process among others, joined through the store or made by those that lived on.
+
+    Args:
+        meeting: of the first epoch.
+        peers: all processes, by rank.
+        listener: where this one listens.
+        births: the ranks that they had in the first epoch.
+        epoch: of this world.
 
     Attributes:
         peers: all processes, by rank.
@@ -117,25 +196,32 @@ class SocketNetwork:
         reports: what they tell of their devices.
         device_transport: what they have agreed on for device memory.
         job: see ``session.Network``: made of what they have told each other.
+        births, epoch: see above.
+        num_old: where this process has been let in: how many ranks were there before, the first ones; else 0.
+        strategy: the name of the one with which the epoch begins.
     """
 
     def __init__(
-        self, settings: Settings, peers: Sequence[PeerInfo], listener: Listener, client: StoreClient,
-        server: StoreServer | None, tls: Tls | None,
-    ) -> None:  # fmt: skip
+        self, meeting: Meeting, peers: Sequence[PeerInfo], listener: Listener, births: Sequence[int], epoch: int = 0
+    ) -> None:
+        settings = meeting.settings
+        self.births = tuple(births)
         self.peers = tuple(peers)
         self.layout = _layout_of(peers)
         self.reports = tuple(peer.device for peer in peers)
         self.device_transport = agree([peer.transport for peer in peers])
         self.job = hashlib.blake2b(b"".join(peer.to_wire() for peer in peers), digest_size=8).hexdigest()
-        self._me = self.peers[settings.rank]
+        self._me = self.peers[self.births.index(settings.rank)]
+        self._meeting = meeting
         self._settings = settings
         self._listener = listener
-        self._client = client
-        self._server = server
+        self._is_over = False
+        self.epoch = epoch
+        self.num_old = 0
+        self.strategy = settings.strategy
         self._world = World(
-            settings.rank, self.peers, settings.token or b"", 0, lost_after_s=settings.lost_after_s,
-            launcher_word_s=0.0 if settings.job is None else LAUNCHER_WORD_S, tls=tls,
+            self._me.rank, self.peers, settings.token or b"", epoch, lost_after_s=settings.lost_after_s,
+            launcher_word_s=0.0 if settings.job is None else LAUNCHER_WORD_S, tls=meeting.tls,
         )  # fmt: skip
         self._loop = asyncio.get_running_loop()
         self._inbound: Waiter
@@ -179,6 +265,8 @@ class SocketNetwork:
                 rank=settings.rank, address=address, port=listener.port, unix=unix, transport=settings.transport,
                 checksum=settings.checksum, device=device,
             )  # fmt: skip
+            if settings.join:
+                return await cls._enter(Meeting(settings, me, client, server, tls, set()), listener)
             peers = await join(settings, me, client)
             if settings.links in ("unix", "shm"):
                 _check_one_host(peers, settings.links)
@@ -189,12 +277,30 @@ class SocketNetwork:
                 # all ranks find out the same, but some need the store for it yet: it stays until they have left, too
                 await leave_store(settings, me, client, server)
                 raise
-            return cls(settings, peers, listener, client, server, tls)
+            return cls(Meeting(settings, me, client, server, tls, set()), peers, listener, range(settings.size))
         except BaseException:
             if listener is not None:
                 listener.close()
             await close_store(client, server)
             raise
+
+    @classmethod
+    async def _enter(cls, meeting: Meeting, listener: Listener) -> SocketNetwork:
+        """Wait until the ranks of a running job let this process in.
+
+        Raises:
+            RendezvousError: they do not within the timeout.
+        """
+        settings, me, client = meeting.settings, meeting.me, meeting.client
+        await client.set(f"{JOINING}/{me.rank}", me.to_wire())
+        try:
+            entry = await client.get(f"{ENTRY}/{me.rank}", settings.timeout_s)
+        except RendezvousError as error:
+            raise RendezvousError(f"no rank of the job has let {me.describe()} in: {error}") from error
+        epoch, births, wires, num_old, strategy = msgpack.unpackb(entry, use_list=False)
+        made = cls(meeting, [PeerInfo.from_wire(one) for one in wires], listener, births, epoch)
+        made.num_old, made.strategy = num_old, strategy
+        return made
 
     def start(
         self, inbound: Waiter, reactor: Reactor, events: ControlEvents, status: StatusSource
@@ -267,9 +373,91 @@ class SocketNetwork:
         shared = self._sharing.descriptors() if self._sharing is not None else []
         return [*shared, *(self._control.descriptors() if self._control is not None else ())]
 
+    async def open_door(self, epoch: int) -> SocketDoor:
+        """See ``session.Network``."""
+        unix = None if self._me.unix is None else _unix_name(self._meeting, epoch)
+        return SocketDoor(self, Listener(self._me.address, 0, unix=unix), unix, epoch)
+
+    def next(
+        self, listener: Listener, doors: Mapping[int, tuple[int, str | None]], epoch: int, joiners: Sequence[Candidate]
+    ) -> SocketNetwork:
+        """The network of those that go on, where port and Unix socket of each are these. The store goes with it."""
+        self._is_over = True
+        peers = [
+            replace(self.peers[old], rank=rank, port=port, unix=unix)
+            for rank, (old, (port, unix)) in enumerate(doors.items())
+        ]
+        peers += [replace(PeerInfo.from_wire(one.about), rank=len(doors) + place) for place, one in enumerate(joiners)]
+        births = [*(self.births[old] for old in doors), *(one.birth for one in joiners)]
+        return SocketNetwork(self._meeting, peers, listener, births, epoch)
+
+    async def candidates(self, known: Collection[int]) -> list[Candidate]:
+        """See ``session.Network``; whom this version of kfcomm does not understand is left out."""
+        count = 1
+        while True:
+            found = await self._meeting.client.collect(JOINING, count, unless=None, timeout_s=LOOK_S)
+            count = len(found) + 1
+            new = [Candidate(int(name), about) for name, about in found.items() if int(name) not in known]
+            fit = [one for one in new if self._fits(one) and not await self._was_let_in(one)]
+            if fit:
+                return sorted(fit)
+
+    async def _was_let_in(self, candidate: Candidate) -> bool:
+        """Whether it has been let in before; it is here, or was."""
+        return await self._meeting.client.find(f"{ENTRY}/{candidate.birth}") is not None
+
+    def _fits(self, candidate: Candidate) -> bool:
+        """Whether a process can be let in: it speaks as these do, and has not ended."""
+        try:
+            peer = PeerInfo.from_wire(candidate.about)
+        except RemoteProtocolError:
+            return False
+        same = (peer.versions[1], peer.checksum) == (self._me.versions[1], self._me.checksum)
+        return same and candidate.birth not in self.births and candidate.birth not in self._meeting.ended
+
+    async def welcome(self, num_old: int, births: Collection[int], strategy: str) -> None:
+        """See ``session.Network``."""
+        peers = [peer.to_wire() for peer in self.peers]
+        entry = msgpack.packb([self.epoch, self.births, peers, num_old, strategy])
+        for birth in births:
+            await self._meeting.client.claim(f"{ENTRY}/{birth}", entry)
+
+    async def give_up(self, births: Collection[int]) -> None:
+        """See ``session.Network``."""
+        for birth in births:
+            await self._meeting.client.claim(f"{GIVEN_UP}/{birth}", b"")
+
+    async def wanted_size(self, known: int) -> int:
+        """See ``session.Network``."""
+        async for size in self._meeting.client.watch_sizes():
+            if size != known:
+                return size
+        raise RendezvousError("the store is gone")
+
+    async def want_size(self, size: int) -> None:
+        """See ``session.Network``."""
+        client = self._meeting.client
+        bounds = await client.find(BOUNDS)
+        if bounds is not None:
+            least, most = map(int, bounds.split(b":"))
+            if not least <= size <= most:
+                raise ConfigError(f"this job has {least} to {most} ranks: {size} is not between")
+        await client.ask_size(size)
+
+    async def has_word(self, living: Sequence[int]) -> bool:
+        """See ``session.Network``; a store that cannot be reached has no word to give."""
+        mine = bytes(msgpack.packb([self.peers[rank].uid for rank in living]))
+        key = f"epochs/{self.job}/{self._world.epoch + 1}"
+        try:
+            held = await self._meeting.client.claim(key, mine, timeout_s=WORD_WITHIN_S)
+        except RendezvousError:
+            return False
+        return self._me.uid in msgpack.unpackb(held)
+
     async def leave(self) -> None:
         """See ``session.Network``."""
-        await leave_store(self._settings, self._me, self._client, self._server)
+        meeting = self._meeting
+        await leave_store(meeting.settings, meeting.me, meeting.client, meeting.server, count=len(self.peers))
 
     async def close(self) -> None:
         """See ``session.Network``."""
@@ -278,7 +466,8 @@ class SocketNetwork:
             await asyncio.gather(self._watcher, return_exceptions=True)
         if self._sharing is not None:
             await self._sharing.close()
-        await close_store(self._client, self._server)
+        if not self._is_over:
+            await close_store(self._meeting.client, self._meeting.server)
 
     def _link(self, connection: Connection, peer: int) -> StreamLink:
         """Nothing can come between the ends of a Unix socket, which the kernel moves."""
@@ -312,11 +501,36 @@ class SocketNetwork:
     async def _watch_exits(self, control: ControlThread) -> None:
         """The launcher sees processes end that leave their sockets open in a child of theirs."""
         try:
-            async for end in self._client.watch_exits():
-                if end.rank != self._me.rank:
-                    control.declare_lost(end.rank, end.describe())
+            async for end in self._meeting.client.watch_exits():
+                self._meeting.ended.add(end.rank)
+                if end.rank in self.births and end.rank != self._settings.rank:
+                    has_ended = end.why not in (Why.SILENT, Why.ABSENT)
+                    control.declare_lost(self.births.index(end.rank), end.describe(), has_ended=has_ended)
         except RendezvousError as error:
             logger.debug("rank %d hears no more of exits: %s", self._me.rank, error)
+
+
+class SocketDoor:
+    """A port, and an abstract Unix socket, for the next epoch; implements ``session.Door``."""
+
+    def __init__(self, network: SocketNetwork, listener: Listener, unix: str | None, epoch: int) -> None:
+        self.part: bytes = msgpack.packb([listener.port, unix])
+        self._network = network
+        self._listener = listener
+        self._epoch = epoch
+
+    def enter(self, doors: Mapping[int, bytes], joiners: Sequence[Candidate] = ()) -> SocketNetwork:
+        """See ``session.Door``."""
+        found = {rank: tuple(msgpack.unpackb(part)) for rank, part in doors.items()}
+        return self._network.next(self._listener, found, self._epoch, joiners)
+
+    async def close(self) -> None:
+        """See ``session.Door``."""
+        self._listener.close()
+
+
+def _unix_name(meeting: Meeting, epoch: int) -> str:
+    return f"@kfcomm-{meeting.me.uid}-{id(meeting.client):x}-{epoch}"
 
 
 def _check_one_host(peers: Sequence[PeerInfo], transport: str) -> None:

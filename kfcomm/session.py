@@ -18,7 +18,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -27,10 +27,12 @@ from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import MAX_LEFT, GroupView
 from kfcomm.core.credit import credit_of
 from kfcomm.core.hello import Purpose
-from kfcomm.devices import Device
+from kfcomm.core.membership import Message
+from kfcomm.devices import Device, DeviceReport
 from kfcomm.devices.pinned import PinnedPool
 from kfcomm.devices.routes import Choice
-from kfcomm.errors import SessionClosed
+from kfcomm.errors import EpochChanged, PeerLost, SessionClosed
+from kfcomm.runtime.agreements import Agreements
 from kfcomm.runtime.closing import Closing, Drain
 from kfcomm.runtime.engine import Engine
 from kfcomm.runtime.meter import Meter
@@ -39,7 +41,7 @@ from kfcomm.transports.connection import Connection
 from kfcomm.transports.device_setup import DeviceSetup
 from kfcomm.transports.reactor import Reactor
 from kfcomm.transports.shm.heap import Array
-from kfcomm.types import Layout
+from kfcomm.types import Candidate, Layout
 
 logger = logging.getLogger("kfcomm")
 
@@ -84,17 +86,71 @@ class Network(Protocol):
         """Of such bytes, those in use."""
 
     @property
+    def layout(self) -> Layout:
+        """Hosts of all ranks."""
+
+    @property
+    def births(self) -> tuple[int, ...]:
+        """The ranks that they had in the first epoch."""
+
+    num_old: int
+    """Where this process has been let in: how many ranks were there before, the first ones; else 0."""
+
+    @property
+    def reports(self) -> tuple[DeviceReport, ...]:
+        """What all ranks tell of their devices."""
+
+    @property
     def job(self) -> str:
         """The same text on all ranks of this world, and on those of no other."""
 
     def descriptors(self) -> list[int]:
         """Descriptors that a forked child must let go of."""
 
+    async def open_door(self, epoch: int) -> Door:
+        """Listen where the peers of the next epoch, which has this number, will come."""
+
+    async def candidates(self, known: Collection[int]) -> list[Candidate]:
+        """Wait until processes that are not known ask to be let in; these."""
+
+    async def welcome(self, num_old: int, births: Collection[int], strategy: str) -> None:
+        """Tell those of these births, which are in this epoch from now on, of it; the first ``num_old`` ranks know."""
+
+    async def give_up(self, births: Collection[int]) -> None:
+        """Tell the launcher that the processes of these births were given up."""
+
+    async def wanted_size(self, known: int) -> int:
+        """Wait until somebody asks for another number of ranks than ``known``; that number."""
+
+    async def want_size(self, size: int) -> None:
+        """Ask for so many ranks."""
+
+    async def has_word(self, living: Sequence[int]) -> bool:
+        """Whether these ranks, half of all, may go on and the other half may not: whoever asks the store first may."""
+
     async def leave(self) -> None:
         """Tell the others that this rank has ended, and wait for what they need of it. Bounded; may be cancelled."""
 
     async def close(self) -> None:
         """Close everything that is still open. Waits for nobody."""
+
+
+class Door(Protocol):
+    """Where a rank listens for the next epoch, before it is known who that will be.
+
+    Attributes:
+        part: how the others find it, in some bytes.
+    """
+
+    @property
+    def part(self) -> bytes:
+        """See the class."""
+
+    def enter(self, doors: Mapping[int, bytes], joiners: Sequence[Candidate] = ()) -> Network:
+        """The network of the ranks that go on (their parts, by the ranks that they have had) and of new ones."""
+
+    async def close(self) -> None:
+        """Nobody goes through it."""
 
 
 class Service(Protocol):
@@ -122,6 +178,8 @@ class Session:
         services: what is to be stopped when the session is closed.
         drains: asked at the end for what is to be waited for, bounded, before anything fails.
         devices: those of the world; this rank's is closed with the session.
+        agreements: with all ranks of the epoch.
+        door: where this rank listens for the next epoch, while that is being agreed.
     """
 
     def __init__(
@@ -133,6 +191,7 @@ class Session:
         self.layout = layout
         self.is_crowded = 0 < layout.num_cpus < layout.hosts.count(layout.hosts[rank])
         self.timeout_s = timeout_s
+        self._stall_after_s = stall_after_s
         self.epoch = epoch
         self.world = GroupView(b"world", tuple(range(layout.size)), rank)
         self.engine = Engine(
@@ -142,6 +201,12 @@ class Session:
         self.network = network
         self._when_closed = closed
         self._closed: str | None = None
+        self._over: Cause | None = None
+        self._follower: Session | None = None
+        self._former: list[Session] = []
+        self._retiring: set[asyncio.Task[None]] = set()
+        self.agreements = Agreements(rank, layout.size, self._say)
+        self.door: Door | None = None
         self._closing = Closing(rank)
         self._closed_by: asyncio.Future[None] | None = None
         self._is_broken = False
@@ -215,10 +280,22 @@ class Session:
         """A collective failed elsewhere."""
         self.engine.on_abort(group, key, seq, Cause.from_wire(cause))
 
+    def on_ended(self, rank: int) -> None:
+        """The process of a lost rank is known to be gone."""
+        self.agreements.lost(rank, has_ended=True)
+
+    def on_agreement(self, rank: int, number: int, message: Message) -> None:
+        """Another rank says something in an agreement; this one answers for as long as anybody may ask."""
+        self.agreements.on_message(rank, number, message)
+
     def on_peer_lost(self, rank: int, reason: str) -> None:
         """A rank is gone without a goodbye."""
+        if self._over is not None:
+            return
         if rank == self.rank:
             reason = f"the others have given this rank up: {reason}"
+            self.agreements.fail(PeerLost(reason, rank=rank))
+        self.agreements.lost(rank, has_ended=False)
         logger.warning("rank %d: rank %d is lost: %s", self.rank, rank, reason)
         self.engine.recorder.note("lost", f"rank {rank}", -1, reason)
         if self.engine.tracer is not None:
@@ -230,7 +307,8 @@ class Session:
     def on_leaving(self, rank: int) -> None:
         """A rank posts nothing more: what it has not posted by now fails here."""
         control = self.engine.control
-        if control is None:
+        self.agreements.lost(rank, has_ended=True)
+        if control is None or self._over is not None:
             return
         if self.engine.tracer is not None:
             self.engine.tracer.left(rank)
@@ -285,6 +363,11 @@ class Session:
         """Whether nothing can be posted any more."""
         return self._closed is not None
 
+    @property
+    def is_changing(self) -> bool:
+        """Whether the epoch is over, and another begins."""
+        return self._over is not None
+
     def check_open(self) -> None:
         """Refuse to work when closed, or inherited through a fork.
 
@@ -292,6 +375,8 @@ class Session:
             SessionClosed: with the reason.
         """
         if self._closed is not None:
+            if self._over is not None:
+                raise EpochChanged(self._closed, epoch=self._over.rank, members=self._over.arrived)
             raise SessionClosed(self._closed)
 
     def give_up(self, reason: str) -> None:
@@ -299,21 +384,91 @@ class Session:
         self._closed = reason
         self.engine.end(reason)
 
+    def _say(self, number: int, message: Message) -> None:
+        if self.engine.control is not None:
+            self.engine.control.agree(number, message)
+
+    # ---------------------------------------------------------------- the next epoch
+
+    @property
+    def latest(self) -> Session:
+        """This session, or the one that has followed it, or that one."""
+        return self if self._follower is None else self._follower.latest
+
+    def end_epoch(self, cause: Cause) -> None:
+        """It has been agreed who goes on: nothing can be posted any more, and what is in flight fails."""
+        self._over = cause
+        self._closed = f"{cause.message}; use the communicator of that one"
+        self.engine.end_for(cause)
+
+    def follow(self, network: Network) -> Session:
+        """The session of the next epoch, on the same loop and reactor; it closes what is left of this one."""
+        tracer, self.engine.tracer = self.engine.tracer, None
+        given, reports = self.devices, network.reports
+        self.devices = DeviceSetup.none(self.layout.size)
+        birth = self.network.births[self.rank]
+        follower = Session(
+            network.births.index(birth), network.layout, network, self.engine.loop, self.engine.reactor,
+            timeout_s=self.timeout_s, stall_after_s=self._stall_after_s, epoch=self.epoch + 1,
+            monitor=self.engine.meter is not None, closed=self._when_closed,
+            devices=given._replace(reports=reports),
+        )  # fmt: skip
+        follower.services, self.services = self.services, []
+        follower._former = [*self._former, self]
+        follower.engine.tracer = tracer
+        if tracer is not None:
+            tracer.instant("epoch", number=follower.epoch, rank=follower.rank, size=follower.layout.size)
+        self._follower = follower
+        if self._lag_timer is not None:
+            self._lag_timer.cancel()
+        return follower
+
+    def retire_former(self) -> None:
+        """All ranks are in this epoch: what is left of those before it is closed, in the background."""
+        former, self._former = self._former, []
+        for session in former:
+            task = self.engine.loop.create_task(session._retire(), name=f"kfcomm ends epoch {session.epoch}")
+            self._retiring.add(task)
+            task.add_done_callback(self._retiring.discard)
+
+    async def _bury_former(self) -> None:
+        """Nothing is left of the epochs before this one, nor of the way to a next one."""
+        if self.door is not None:
+            await self.door.close()
+        self.retire_former()
+        await asyncio.gather(*self._retiring)
+
+    async def _retire(self) -> None:
+        await self.engine.close(0.0)
+        if self.engine.control is not None:
+            await _in_a_thread(partial(self.engine.control.stop, 0.0))
+        for pool in self._pools.values():
+            pool.close()
+        await self.network.close()
+        _sessions.discard(self)
+
     def hurry(self) -> None:
         """Something is broken, here or elsewhere: closing, now or later, waits for others no longer than a moment."""
+        if self._follower is not None:
+            self.latest.hurry()
+            return
         self._is_broken = True
         if self._closed_by is not None:
             self._closing.hurry()
 
     def hang_up(self) -> None:
         """Whoever closes has no patience left: what is still waited for is given up. On the session's loop."""
-        self._closing.hurry(0.0)
+        self.latest._closing.hurry(0.0)
 
     async def close(self) -> None:
         """Fail what is in flight, say goodbye, and close everything. Bounded; calling it again waits for the first.
 
         What devices are about to make, and callers believe to have, is waited for, as are messages that were sent.
+        A session that another has followed closes that one.
         """
+        if self._follower is not None:
+            await self.latest.close()
+            return
         if self._closed_by is None:
             self._closed = f"the communicator of rank {self.rank} is closed"
             drains = [drain for found in self.drains for drain in found()]
@@ -324,6 +479,7 @@ class Session:
 
     async def _close(self, drains: Sequence[Drain]) -> None:
         closing = self._closing
+        self.agreements.fail(SessionClosed(self._closed or ""))
         if self._is_broken:
             closing.hurry()
         for drain in drains:
@@ -341,6 +497,7 @@ class Session:
             await closing.wait(control.leave(LEAVE_WITHIN_S), LEAVE_WITHIN_S, awaited)
         if self._lag_timer is not None:
             self._lag_timer.cancel()
+        await self._bury_former()
         await self.engine.close(closing.left_s(CLOSE_WITHIN_S))
         if control is not None:
             await _in_a_thread(partial(control.stop, closing.left_s(GOODBYE_S)))

@@ -17,6 +17,18 @@ Seconds: TypeAlias = "float | timedelta"
 """How callers give a time; see ``kfcomm.sizes.seconds_of``."""
 
 
+class Candidate(NamedTuple):
+    """A process that waits to be let in.
+
+    Attributes:
+        birth: its rank, larger than those of all that began.
+        about: how the others find it, in some bytes.
+    """
+
+    birth: int
+    about: bytes
+
+
 class Op(StrEnum):
     """How the contributions of the ranks are combined."""
 

@@ -24,8 +24,8 @@ from kfcomm.transports.reactor import Reactor
 from tests.launch.launched import environ
 from tests.stubs import Broken, broken
 
-NOT_VERBS = {"close", "dump", "empty", "group", "queue", "save", "split", "statistics"}
-PROPERTIES = {"epoch", "layout", "local_rank", "local_size", "name", "rank", "route", "size", "strategy"}
+NOT_VERBS = {"close", "dump", "empty", "group", "queue", "save", "shrink", "split", "statistics"}
+PROPERTIES = {"births", "epoch", "layout", "local_rank", "local_size", "name", "rank", "route", "size", "strategy"}
 
 
 def public(kind: type) -> set[str]:

@@ -17,7 +17,7 @@ from kfcomm.cli.errors import reported_errors
 from kfcomm.cli.options import of_kind
 from kfcomm.errors import ConfigError
 
-_ELSEWHERE = ("bench", "probe", "run", "simulate", "timeline", "tls", "top")
+_ELSEWHERE = ("bench", "probe", "resize", "run", "simulate", "status", "timeline", "tls", "top")
 """Commands with a module of their own, which is called like them."""
 
 

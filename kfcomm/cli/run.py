@@ -74,6 +74,17 @@ from kfcomm.rendezvous.settings import TRANSPORTS, misspelt
 )
 @click.option("--keep-going", is_flag=True, help="Let the others run on when a rank fails.")
 @click.option(
+    "--elastic", metavar="MIN[:MAX]", help="The job outlives ranks while MIN are left, and replaces them, up to MAX."
+)
+@click.option(
+    "--restart-limit",
+    type=click.IntRange(min=0),
+    default=100,
+    show_default=True,
+    metavar="K",
+    help="How many ranks of an elastic job are replaced.",
+)
+@click.option(
     "--log-dir", type=click.Path(file_okay=False, path_type=Path), help="Keep the output of each rank here as well."
 )
 @click.option(
@@ -109,6 +120,8 @@ def run(command: tuple[str, ...], **given: Any) -> None:
         token_file=given["token_file"],
         grace_s=given["grace"],
         keep_going=given["keep_going"],
+        elastic=given["elastic"],
+        restart_limit=given["restart_limit"],
         log_dir=given["log_dir"],
         stdin=given["stdin"],
         color=given["color"],

@@ -25,7 +25,7 @@ from kfcomm.collectives.plans import Planner, Plans, Shape, row_elements
 from kfcomm.collectives.verbs import Later, MakePlan, Verbs
 from kfcomm.core.chunk import split
 from kfcomm.core.collective import name_of, shown
-from kfcomm.errors import CollectiveError, CollectiveMismatch, ConfigError
+from kfcomm.errors import CollectiveError, CollectiveMismatch, ConfigError, EpochChanged, PeerLost
 from kfcomm.reduce import wire_dtype_of
 from kfcomm.types import Seconds, Verb
 
@@ -351,7 +351,10 @@ class Exchange(Verbs):
             if error is None and fetched is not None:
                 error = fetched.here.exception()
             if error is not None:
-                group.refuse_now(key, error, seq=told.seq)
+                if isinstance(error, (PeerLost, EpochChanged)):  # which the other ranks hear of by themselves
+                    group.engine.leave_out(group.view, key, told.seq + 1)
+                else:
+                    group.refuse_now(key, error, seq=told.seq)
                 whole.fail(error)
                 return
             later = Later(key, told.seq, begun_under[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from kfcomm.errors import ConfigError
+from kfcomm.errors import ConfigError, EpochChanged, PeerLost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -32,6 +32,9 @@ class Handle(asyncio.Future[T]):
 
     operation: Operation | SlotUse | None
     _listeners: list[Callable[[Any], object]] | None = None
+
+    contributors: tuple[int, ...] | None = None
+    """Births of the ranks whose contributions are in the result; known where calls outlive a rank (``Elastic``)."""
 
     @property
     def seq(self) -> int:
@@ -109,6 +112,7 @@ def join(reactor: Reactor, handles: Sequence[Handle[Any]], whole: Handle[T], res
     """``whole`` is done when all of them are, with ``result()``.
 
     If one fails, or ``whole`` is cancelled, the others are given up; the first error is raised once all have ended.
+    The loss of a rank, or the end of an epoch, ends all of them by itself, on every rank.
     """
     left = len(handles)
     errors: list[BaseException] = []
@@ -119,7 +123,8 @@ def join(reactor: Reactor, handles: Sequence[Handle[Any]], whole: Handle[T], res
         error = None if done.cancelled() else done.exception()
         if error is not None:
             errors.append(error)
-            give_up()
+            if not isinstance(error, (PeerLost, EpochChanged)):
+                give_up()
         if left or whole.done():
             return
         if errors:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from kfcomm.control.clock import ClockSample
 from kfcomm.core.gossip import CollectiveId
 from kfcomm.core.hello import Purpose
+from kfcomm.core.membership import Message
 from kfcomm.transports.connection import Connection
 
 GOODBYE_S = 2.0
@@ -42,6 +43,12 @@ class ControlEvents(Protocol):
 
     def on_peer_lost(self, rank: int, reason: str) -> None:
         """``rank`` is gone without a goodbye. This rank itself, if the others have given it up."""
+
+    def on_ended(self, rank: int) -> None:
+        """The process of ``rank``, which is lost, is known to be gone. May come more than once."""
+
+    def on_agreement(self, rank: int, number: int, message: Message) -> None:
+        """``rank`` says this in its agreement of that number; it has no fault."""
 
     def on_leaving(self, rank: int) -> None:
         """``rank`` has closed its communicator in good order and posts nothing more.
@@ -70,8 +77,14 @@ class ControlPlane(Protocol):
     def suspect(self, rank: int, reason: str) -> None:
         """A data link to ``rank`` broke without a goodbye: find out whether it lives, and declare it lost if not."""
 
-    def declare_lost(self, rank: int, reason: str) -> None:
-        """``rank`` is gone: ``on_peer_lost`` here and on every other rank, unless that is known or it has left."""
+    def declare_lost(self, rank: int, reason: str, *, has_ended: bool = False) -> None:
+        """``rank`` is gone: ``on_peer_lost`` here and on every other rank, unless that is known or it has left.
+
+        ``has_ended``: its process is known to be gone; ``on_ended`` follows, also if it was lost before.
+        """
+
+    def agree(self, number: int, message: Message) -> None:
+        """Tell every other rank what this one says in its agreement of that number."""
 
     def query(self, ops: Sequence[CollectiveId], target: int, answer: Answer) -> None:
         """Ask ``target``, or all other ranks (-1), which of these collectives they have posted.

@@ -17,6 +17,7 @@ from typing import Any
 from kfcomm.control.base import Answer, ControlEvents, StatusSource, ToldClock
 from kfcomm.control.clock import ClockReader, ClockSample, sample_of
 from kfcomm.core.gossip import EVERYBODY, CollectiveId
+from kfcomm.core.membership import Message
 from kfcomm.errors import LocalProtocolError
 from kfcomm.transports.reactor import Reactor
 
@@ -54,7 +55,7 @@ class MemoryHub:
         with self.lock:
             if rank in self.planes:
                 self.planes[rank].silence()
-            self.declare_lost(rank, "killed")
+            self.declare_lost(rank, "killed", has_ended=True)
 
     def tell_others(self, rank: int, news: News) -> None:
         """Everybody but ``rank`` hears ``news``, now or on joining."""
@@ -65,13 +66,15 @@ class MemoryHub:
             if other != rank:
                 early.append(news)
 
-    def declare_lost(self, rank: int, reason: str) -> None:
+    def declare_lost(self, rank: int, reason: str, *, has_ended: bool = False) -> None:
         """Everybody, the lost rank included, hears that ``rank`` is lost, unless it is known or it has left."""
         with self.lock:
             if rank not in self.left | self.lost:
                 self.lost.add(rank)
                 self.tell_others(-1, lambda events: events.on_peer_lost(rank, reason))
                 self.changed()
+            if has_ended and rank in self.lost:
+                self.tell_others(rank, lambda events: events.on_ended(rank))
 
     def changed(self) -> None:
         """Who waits in `MemoryControl.leave` looks again."""
@@ -108,10 +111,16 @@ class MemoryControl:
     def suspect(self, rank: int, reason: str) -> None:
         """Nothing to find out: in one process it is always known who is gone."""
 
-    def declare_lost(self, rank: int, reason: str) -> None:
+    def declare_lost(self, rank: int, reason: str, *, has_ended: bool = False) -> None:
         """See `ControlPlane.declare_lost`."""
         if self._open and rank != self.rank:
-            self._hub.declare_lost(rank, reason)
+            self._hub.declare_lost(rank, reason, has_ended=has_ended)
+
+    def agree(self, number: int, message: Message) -> None:
+        """See `ControlPlane.agree`."""
+        with self._hub.lock:
+            if self._open:
+                self._hub.tell_others(self.rank, lambda events: events.on_agreement(self.rank, number, message))
 
     def query(self, ops: Sequence[CollectiveId], target: int, answer: Answer) -> None:
         """See `ControlPlane.query`."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from kfcomm.control.base import Answer, StatusSource
@@ -26,6 +27,7 @@ from kfcomm.control.questions import Question, Questions
 from kfcomm.control.upcalls import Upcalls
 from kfcomm.core.frame import Header, Kind
 from kfcomm.core.gossip import EVERYBODY, MAX_NAMED_RANKS, Body, CollectiveId, Effect, Effects, Gossip, clip
+from kfcomm.core.membership import Message, from_wire, to_wire
 from kfcomm.core.silence import Silence
 from kfcomm.errors import RemoteProtocolError
 
@@ -66,6 +68,7 @@ class ControlNode:
         self._gossip = Gossip(rank, size)
         self._questions = Questions()
         self._lost: set[int] = set()
+        self._ended: set[int] = set()
         self._left: set[int] = set()
         self._released: set[int] = set()
         self._is_leaving = False
@@ -88,16 +91,22 @@ class ControlNode:
             _LOG.info("rank %d: is rank %d alive? %s", self.rank, rank, reason)
             self.links.reach(rank, suspect=True)
 
-    def declare_lost(self, rank: int, reason: str) -> None:
+    def declare_lost(self, rank: int, reason: str, *, has_ended: bool = False) -> None:
         """See `ControlPlane.declare_lost`."""
-        if rank != self.rank and not self.is_gone(rank):
-            self._flood([Body.LOST, rank, clip(reason)])
-            self._on_lost(rank, reason)
+        is_new = not self.is_gone(rank) or (has_ended and rank in self._lost and rank not in self._ended)
+        if rank != self.rank and is_new:
+            self._flood([Body.LOST, rank, clip(reason), has_ended])
+            self._on_lost(rank, reason, has_ended)
+
+    def agree(self, number: int, message: Message) -> None:
+        """See `ControlPlane.agree`."""
+        self._flood([Body.AGREE, number, to_wire(message)])
 
     def ended(self, rank: int, found: str) -> None:
         """The process of ``rank`` is gone: it is lost, in the words of its launcher if these come soon."""
         reason = f"its process has ended ({found})"
-        asyncio.get_running_loop().call_later(self._launcher_word_s, self.declare_lost, rank, reason)
+        declare = partial(self.declare_lost, rank, reason, has_ended=True)
+        asyncio.get_running_loop().call_later(self._launcher_word_s, declare)
 
     def query(self, ops: Sequence[CollectiveId], target: int, answer: Answer) -> None:
         """See `ControlPlane.query`."""
@@ -211,12 +220,19 @@ class ControlNode:
             self._on_leaving(origin)
         elif tag == Body.QUERY:
             self._on_query(origin, number, *fields)
+        elif tag == Body.AGREE:
+            self._upcalls.post(self._upcalls.events.on_agreement, origin, fields[0], from_wire(fields[1]))
         else:
             self._on_status(number, *fields)
 
-    def _on_lost(self, rank: int, reason: str) -> None:
-        if self.is_gone(rank):
-            return
+    def _on_lost(self, rank: int, reason: str, has_ended: bool) -> None:
+        if not self.is_gone(rank):
+            self._give_up(rank, reason)
+        if has_ended and rank in self._lost and rank not in self._ended:
+            self._ended.add(rank)
+            self._upcalls.post(self._upcalls.events.on_ended, rank)
+
+    def _give_up(self, rank: int, reason: str) -> None:
         self._lost.add(rank)
         self.links.drop(rank)
         for question in self._questions.about(rank):

@@ -27,6 +27,7 @@ from kfcomm.control.upcalls import Upcalls
 from kfcomm.core.gossip import CollectiveId
 from kfcomm.core.handshake import Identity
 from kfcomm.core.hello import Hello, Purpose
+from kfcomm.core.membership import Message
 from kfcomm.core.strangers import MAX_STRANGERS, Strangers
 from kfcomm.errors import KfcommError, LocalProtocolError
 from kfcomm.transports.connection import Connection
@@ -183,9 +184,13 @@ class ControlThread:
         """See `ControlPlane.suspect`."""
         self._call(lambda node: node.suspect(rank, reason))
 
-    def declare_lost(self, rank: int, reason: str) -> None:
+    def declare_lost(self, rank: int, reason: str, *, has_ended: bool = False) -> None:
         """See `ControlPlane.declare_lost`."""
-        self._call(lambda node: node.declare_lost(rank, reason))
+        self._call(lambda node: node.declare_lost(rank, reason, has_ended=has_ended))
+
+    def agree(self, number: int, message: Message) -> None:
+        """See `ControlPlane.agree`."""
+        self._call(lambda node: node.agree(number, message))
 
     def query(self, ops: Sequence[CollectiveId], target: int, answer: Answer) -> None:
         """See `ControlPlane.query`."""

@@ -18,6 +18,7 @@ class CauseKind(StrEnum):
     CANCELLED = "cancelled"
     REFUSED = "refused"
     LOST = "lost"
+    EPOCH = "epoch"
     LINK = "link"
     INTERNAL = "internal"
 
@@ -28,9 +29,9 @@ class Cause:
 
     Attributes:
         kind: decides the type of the error.
-        rank: world rank where it was found, or, for ``LOST``, which rank is gone.
+        rank: world rank where it was found, or, for ``LOST``, which rank is gone; for ``EPOCH`` the next epoch.
         message: the whole story in words, ranks of the group included.
-        arrived, missing: ranks known to have posted, and not known to have (timeouts).
+        arrived, missing: ranks known to have posted, and not known to have (timeouts); ``EPOCH``: those that go on.
     """
 
     kind: CauseKind

@@ -26,7 +26,7 @@ import msgpack
 
 from kfcomm.errors import LocalProtocolError, RemoteProtocolError
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 PREFIX = struct.Struct("<II")
 PREFIX_NBYTES = PREFIX.size
 CHUNK_HEADER = struct.Struct("<BIQIIBII")

@@ -9,8 +9,9 @@ Invariants:
 
 - Each flood is delivered at most once per rank, and exactly once to every rank that the links in use connect to its
   origin, in whatever order the copies arrive.
-- A link that comes up late, or again, first brings what was told before: who left, who is lost, and the latest
-  news. So a flood sent while links are missing, or lost with one, still arrives.
+- A link that comes up late, or again, first brings what was told before: who left, who is lost, the latest of each kind
+  that each rank says in an agreement, and the latest news. So a flood sent while links are missing, or lost with one,
+  still arrives.
 - Memory is bounded, whatever arrives: a window of numbers per origin, the latest floods, the latest queries.
 - Nothing from the wire raises: what does not fit its row of the table below becomes a FAIL effect.
 
@@ -26,6 +27,7 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import Any
 
+from kfcomm.core import membership
 from kfcomm.core.frame import MAX_FIELD_NBYTES, Header, Kind
 from kfcomm.errors import LocalProtocolError
 
@@ -48,13 +50,15 @@ class Body(IntEnum):
     ABORT = 1
     """[group id, key, seq, cause]: this collective failed; cause = [kind, rank or -1, message, arrived, missing]."""
     LOST = 2
-    """[rank, reason]: this rank is gone without a goodbye."""
+    """[rank, reason, has ended]: this rank is gone without a goodbye; whether its process is known to be gone, too."""
     LEAVING = 3
     """[rank]: the origin has closed its communicator and posts nothing more; it stays to answer questions."""
     QUERY = 4
     """[target or -1, ops]: which of these (group id, key, seq) have you posted?"""
     STATUS = 5
     """[rank, posted, activity]: the answer of a rank; origin and number are the query's."""
+    AGREE = 6
+    """[number, message]: what the origin says in its agreement of that number, see `kfcomm.core.membership`."""
 
 
 class Effect(IntEnum):
@@ -129,6 +133,7 @@ class Gossip:
         self._seen = [_Seen() for _ in range(size)]
         self._next_number = 0
         self._facts: dict[tuple[int, int], Header] = {}
+        self._agreed: dict[tuple[int, int], Header] = {}
         self._recent: deque[Header] = deque(maxlen=MAX_RECENT)
         self._ways: dict[tuple[int, int], int] = {}
 
@@ -165,7 +170,9 @@ class Gossip:
         if not 0 <= rank < self.size or rank == self.rank:
             raise LocalProtocolError(f"rank {rank} cannot be a neighbour of rank {self.rank} in a world of {self.size}")
         self._linked[rank] = None
-        return [(Effect.SEND, rank, header) for header in (*self._facts.values(), *self._recent)]
+        return [
+            (Effect.SEND, rank, header) for header in (*self._facts.values(), *self._agreed.values(), *self._recent)
+        ]
 
     def neighbour_lost(self, rank: int) -> None:
         """The link to ``rank`` is down, for whatever reason. Calling it again does nothing."""
@@ -208,7 +215,13 @@ class Gossip:
         body = header[3]
         if body[0] in (Body.LOST, Body.LEAVING):
             self._gone.add(body[1])
-            self._facts.setdefault((body[0], body[1]), header)
+            is_known_ended = body[0] == Body.LOST and body[3]
+            if is_known_ended or (body[0], body[1]) not in self._facts:
+                self._facts[body[0], body[1]] = header
+        elif body[0] == Body.AGREE:
+            fact = (header[1], body[2][0])
+            self._agreed.pop(fact, None)
+            self._agreed[fact] = header
         else:
             self._recent.append(header)
         return [(Effect.SEND, rank, header) for rank in self._linked if rank != source]
@@ -288,15 +301,24 @@ def _is_flags(value: object, _: int) -> bool:
     return type(value) is list and len(value) <= MAX_QUERY_OPS and all(type(flag) is bool for flag in value)
 
 
+def _is_flag(value: object, _: int) -> bool:
+    return type(value) is bool
+
+
+def _is_agreement(value: object, size: int) -> bool:
+    return type(value) is list and not membership.fault(value, size)
+
+
 _Check = Callable[[object, int], bool]
 _CAUSE: tuple[_Check, ...] = (_is_text, _is_rank_or_none, _is_text, _is_ranks, _is_ranks)
 _OP: tuple[_Check, ...] = (_is_group, _is_text, _is_seq)
 _ROWS: dict[int, tuple[_Check, ...]] = {
     Body.ABORT: (_is_group, _is_text, _is_seq, _is_cause),
-    Body.LOST: (_is_rank, _is_text),
+    Body.LOST: (_is_rank, _is_text, _is_flag),
     Body.LEAVING: (_is_rank,),
     Body.QUERY: (_is_rank_or_none, _is_ops),
     Body.STATUS: (_is_rank, _is_flags, _is_text),
+    Body.AGREE: (_is_seq, _is_agreement),
 }
 
 

@@ -196,10 +196,10 @@ class Router:
         self._groups.pop(group_id, None)
 
     def abort(self, collective: Collective, cause: Cause, effects: Effects) -> None:
-        """Fail a collective here and, unless a lost peer is the cause (that is told by itself), everywhere."""
+        """Fail a collective here and, unless the others hear the cause by itself (a lost peer), everywhere."""
         if self._forget(collective, effects):
             key = collective.key
-            if cause.kind is not CauseKind.LOST:
+            if cause.kind not in (CauseKind.LOST, CauseKind.EPOCH):
                 effects.append((FLOOD, key.group_id, key.name, collective.seq, cause))
             effects.append((FAILED, collective, cause))
 

@@ -24,12 +24,14 @@ class Farewells:
     Args:
         ranks: those that may speak.
         heard: called with each thing that one says.
+        is_elastic: whether more may be started.
 
     Attributes:
         address: what the ranks are told, in ``KFCOMM_LAUNCHER``.
     """
 
-    def __init__(self, ranks: range, heard: Callable[[Farewell], None]) -> None:
+    def __init__(self, ranks: range, heard: Callable[[Farewell], None], *, is_elastic: bool = False) -> None:
+        self._is_elastic = is_elastic
         self.address = f"kfcomm-{secrets.token_hex(16)}"
         self._ranks = ranks
         self._heard = heard
@@ -69,13 +71,17 @@ class Farewells:
         try:
             while data := line.recv(MAX_NBYTES):
                 farewell = Farewell.from_wire(data)
-                if farewell is not None and farewell.rank in self._ranks:
+                if farewell is not None and self._may_speak(farewell.rank):
                     self._heard(farewell)
         except BlockingIOError:
             return
         except OSError:
             pass
         self._hang_up(line)
+
+    def _may_speak(self, rank: int) -> bool:
+        """Those that were started later, in an elastic job, have larger numbers."""
+        return rank in self._ranks or (self._is_elastic and rank >= self._ranks.stop)
 
     def _hang_up(self, line: socket.socket) -> None:
         self._lines.discard(line)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kfcomm.errors import ConfigError
+from kfcomm.launch.elastic import Elasticity, parse
 from kfcomm.launch.hosts import Plan, parse_hosts, plan_for
 from kfcomm.rendezvous.token import HOW_TO_SET, as_text, given_token, new_token, read_token
 from kfcomm.rendezvous.worlds import DEFAULT_PORT
@@ -31,6 +32,8 @@ class RunOptions:
         token_file: file that holds the token.
         grace_s: seconds between asking the ranks to end and killing them.
         keep_going: whether the others run on when one fails.
+        elastic: ``MIN`` or ``MIN:MAX`` for a job whose ranks may change; None for another.
+        restart_limit: how many ranks of such a job are replaced.
         log_dir: where the unprefixed output of each rank is kept as well.
         stdin: which ranks get what the launcher reads: ``none``, ``all``, or one by its number.
         color: whether prefixes are coloured; None to go by terminal and ``NO_COLOR``.
@@ -45,6 +48,8 @@ class RunOptions:
     token_file: Path | None = None
     grace_s: float = 5.0
     keep_going: bool = False
+    elastic: str | None = None
+    restart_limit: int = 100
     log_dir: Path | None = None
     stdin: str = "none"
     color: bool | None = None
@@ -64,6 +69,18 @@ class RunOptions:
         if self.num_ranks not in (None, plan.size):
             raise ConfigError(f"-n {self.num_ranks} contradicts -H {self.hosts!r}, which has {plan.size} ranks")
         return plan
+
+    def elasticity(self, plan: Plan) -> Elasticity | None:
+        """How many ranks the job may have; None if they do not change.
+
+        Raises:
+            ConfigError: it does not fit, or the job is on several hosts.
+        """
+        if self.elastic is None:
+            return None
+        if self.hosts is not None:
+            raise ConfigError("--elastic starts ranks on this host alone: give -n, not -H")
+        return parse(self.elastic, plan.size, self.restart_limit)
 
     def readers(self, plan: Plan) -> range:
         """The ranks of this host that get what the launcher reads.
@@ -111,11 +128,15 @@ def rank_environ(
     # both ways to give a token at once would contradict each other
     inherited = {name: value for name, value in environ.items() if name != "KFCOMM_TOKEN_FILE"}
     interface = {} if options.hosts is None else {"KFCOMM_INTERFACE": plan.address}
+    elastic = {} if options.elastic is None else {"KFCOMM_ELASTIC": "1"}
+    if rank not in plan.ranks:
+        elastic, rank = elastic | {"KFCOMM_JOIN": str(rank)}, plan.ranks.start
     return {
         "PYTHONUNBUFFERED": "1",
         **inherited,
         **interface,
         **options.settings,
+        **elastic,
         "KFCOMM_RANK": str(rank),
         "KFCOMM_SIZE": str(plan.size),
         "KFCOMM_LOCAL_RANK": str(rank - plan.ranks.start),

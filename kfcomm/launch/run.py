@@ -14,13 +14,15 @@ import secrets
 import shutil
 import signal
 import textwrap
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from socket import socket
+from typing import Any
 
 from kfcomm.errors import ConfigError, RendezvousError
 from kfcomm.launch.blame import Blame
+from kfcomm.launch.elastic import Elasticity
 from kfcomm.launch.farewells import Farewells
 from kfcomm.launch.feeding import Feed
 from kfcomm.launch.hosts import Plan
@@ -28,12 +30,13 @@ from kfcomm.launch.hosts_heard import company, watch_hosts
 from kfcomm.launch.options import LAUNCHER, RunOptions, rank_environ
 from kfcomm.launch.output import Log, Output, Pump
 from kfcomm.launch.process import Child, Guardian, find_program
+from kfcomm.launch.requests import Requests
 from kfcomm.launch.screen import Look, Screen, Stream
 from kfcomm.launch.streams import Display, Streams
 from kfcomm.launch.supervisor import Exits, Supervisor, Verdict
 from kfcomm.monitor import serving
 from kfcomm.plugins import check
-from kfcomm.rendezvous.board import Why, describe_exit
+from kfcomm.rendezvous.board import BOUNDS, Why, describe_exit
 from kfcomm.rendezvous.client import StoreClient
 from kfcomm.rendezvous.interfaces import choose_address
 from kfcomm.rendezvous.listening import listen, url_of
@@ -57,9 +60,11 @@ async def run(options: RunOptions, environ: Mapping[str, str], display: Display 
         CommandError: the command cannot be run.
         RendezvousError: the store cannot listen, or that of the first host cannot be reached.
     """
+    plan = options.plan()
+    options.elasticity(plan)
     job = _Job(
         options=options,
-        plan=options.plan(),
+        plan=plan,
         program=find_program(options.command, environ.get("PATH")),
         token=options.token(environ),
         mark=secrets.token_hex(16),
@@ -106,6 +111,9 @@ async def _served(job: _Job, listener: socket, settings: Settings, interrupted: 
     from kfcomm.rendezvous.store import StoreServer  # and the library of HTTP: the ranks have been started by now
 
     server = await StoreServer.serve(listener, token=job.token, tls=_tls(settings))
+    elastic = job.options.elasticity(job.plan)
+    if elastic is not None:
+        server.board.set(BOUNDS, b"%d:%d" % (elastic.least, elastic.most))
     watching = asyncio.create_task(
         watch_hosts(
             job.plan,
@@ -165,28 +173,48 @@ async def _run_ranks(
     blame = Blame(job.plan.size)
     host = job.plan.here if len(job.plan.hosts) > 1 else None
     supervisor = Supervisor(blame, children, job.options.grace_s, job.options.keep_going, host)
+    supervisor.elastic = job.options.elasticity(job.plan)
     output = Output(_screen(job), lambda: supervisor.interrupt(signal.SIGPIPE), _DESCRIPTORS)
     with contextlib.ExitStack() as stack:
         streams = stack.enter_context(contextlib.closing(Streams(display or output, _logs(job), supervisor)))
-        farewells = stack.enter_context(contextlib.closing(Farewells(job.plan.ranks, streams.heard)))
+        farewells = stack.enter_context(
+            contextlib.closing(Farewells(job.plan.ranks, streams.heard, is_elastic=supervisor.elastic is not None))
+        )
         supervisor.listen = streams.listen = farewells.drain
         interrupted = stack.enter_context(_hearing(supervisor, output.abandon))
         feed = stack.enter_context(contextlib.closing(Feed(job.options.readers(job.plan), output.answered)))
         guardian = Guardian(job.mark, job.environ)
+        pumps: list[Pump] = []
+
+        def start(rank: int) -> Child:
+            environ = job.environ_of(rank, url, farewells.address)
+            with feed.open_for(rank) as stdin:
+                child = children[rank] = Child.start(job.program, job.options.command, environ, stdin)
+            stack.callback(child.close)
+            guardian.watch(child)
+            for stream, descriptor in ((Stream.OUT, child.out), (Stream.ERR, child.err)):
+                pumps.append(Pump(descriptor, functools.partial(streams.relay, rank, stream)))
+            if supervisor.elastic is not None:
+                supervisor.elastic.begun(rank)
+            return child
+
         try:
             for rank in job.plan.ranks:
-                environ = job.environ_of(rank, url, farewells.address)
-                with feed.open_for(rank) as stdin:
-                    children[rank] = Child.start(job.program, job.options.command, environ, stdin)
-                stack.callback(children[rank].close)
-                guardian.watch(children[rank])
-            pumps = [
-                Pump(descriptor, functools.partial(streams.relay, rank, stream))
-                for rank, child in children.items()
-                for stream, descriptor in ((Stream.OUT, child.out), (Stream.ERR, child.err))
-            ]
-            async with store(interrupted) as exits:
+                start(rank)
+            async with contextlib.AsyncExitStack() as rooms, store(interrupted) as exits:
                 async with asyncio.TaskGroup() as tasks:
+
+                    def start_another(rank: int) -> Child:
+                        child = start(rank)
+                        for pump in pumps[-2:]:
+                            tasks.create_task(pump.run())
+                        return child
+
+                    if supervisor.elastic is not None:
+                        answer = functools.partial(_answer, job, supervisor, supervisor.elastic, exits)
+                        await rooms.enter_async_context(Requests(job.mark, answer))
+                    supervisor.start = start_another
+                    supervisor.say = lambda text: _spawn(tasks, streams.say(text))
                     for pump in pumps:
                         tasks.create_task(pump.run())
                     feeding = tasks.create_task(feed.run())
@@ -202,6 +230,31 @@ async def _run_ranks(
         finally:
             await guardian.finish()
     return verdict.exit_code
+
+
+async def _answer(job: _Job, supervisor: Supervisor, elastic: Elasticity, exits: Exits, line: str) -> dict[str, Any]:
+    """What is told to who asks from outside.
+
+    Raises:
+        ConfigError: it cannot be.
+    """
+    what, _, number = line.partition(" ")
+    size = elastic.size
+    if what == "size" and number.isascii() and number.isdigit():
+        size = int(number)
+        if not elastic.least <= size <= elastic.most:
+            raise ConfigError(f"this job has {elastic.least} to {elastic.most} ranks: {size} is not between")
+        await exits.ask_size(size)
+    elif what != "status":
+        raise ConfigError(f"{line!r} is nothing that can be asked")
+    return {
+        "job": job.mark, "size": size, "least": elastic.least, "most": elastic.most, "restarts": elastic.restarts,
+        "running": sorted(elastic.running), "ended": sorted(supervisor.ended.items()),
+    }  # fmt: skip
+
+
+def _spawn(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> None:
+    tasks.create_task(work)
 
 
 def _logs(job: _Job) -> dict[int, Log]:

@@ -40,8 +40,10 @@ def check(port: int, monitor: bool) -> None:
         raise ConfigError(f"metrics_port={port} needs prometheus-client: pip install kfcomm[metrics]")
 
 
-def attend(address: str, port: int, local_rank: int, meter: Meter, statistics: Callable[[], Statistics]) -> Attendant:
-    """Answer Prometheus at ``port + local_rank`` of an address from now on.
+def attend(
+    address: str, port: int, local_rank: int, meter: Callable[[], Meter], statistics: Callable[[], Statistics]
+) -> Attendant:
+    """Answer Prometheus at ``port + local_rank`` of an address from now on; ``meter`` is that of the epoch.
 
     Raises:
         ConfigError: that port is taken, is none, or may not be used; names it.
@@ -75,7 +77,7 @@ def attend(address: str, port: int, local_rank: int, meter: Meter, statistics: C
 class _Collector:
     """What ``prometheus_client`` asks at each scrape."""
 
-    def __init__(self, meter: Meter, statistics: Callable[[], Statistics]) -> None:
+    def __init__(self, meter: Callable[[], Meter], statistics: Callable[[], Statistics]) -> None:
         self._meter = meter
         self._statistics = statistics
 
@@ -89,7 +91,7 @@ class _Collector:
         yield from _of_process(now)
         yield from _of_peers(now)
         yield from _of_strategies(now)
-        yield from _of_keys(*tallies_of(self._meter))
+        yield from _of_keys(*tallies_of(self._meter()))
 
 
 def _of_process(now: Statistics) -> Iterator[Metric]:
@@ -97,6 +99,8 @@ def _of_process(now: Statistics) -> Iterator[Metric]:
 
     labels = {"rank": str(now.rank), "size": str(now.size), "strategy": now.strategy}
     yield InfoMetricFamily("kfcomm", "Who this process is.", labels)
+    yield GaugeMetricFamily("kfcomm_epoch", "Number of the membership.", now.epoch)
+    yield GaugeMetricFamily("kfcomm_size", "Ranks of the epoch.", now.size)
     yield GaugeMetricFamily("kfcomm_event_loop_lag_seconds", "How late the event loop is.", now.loop_lag_s)
     yield GaugeMetricFamily("kfcomm_peak_memory_bytes", "The most memory ever resident.", now.peak_memory_nbytes)
     yield GaugeMetricFamily("kfcomm_slots", "Slots of shared memory that were taken.", now.slots)

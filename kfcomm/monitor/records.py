@@ -104,6 +104,7 @@ class Statistics:
         slots: names that this process has come to exchange in slots of shared memory, with a signature each.
         slots_nbytes: what these may take of its memory.
         symmetric_nbytes: of its arrays in symmetric memory, and of results that are shared.
+        epoch: number of the membership; how often the ranks have changed.
     """
 
     time_s: float
@@ -119,6 +120,7 @@ class Statistics:
     slots: int = 0
     slots_nbytes: int = 0
     symmetric_nbytes: int = 0
+    epoch: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """The same as a mapping that ``json.dumps`` takes."""

@@ -11,6 +11,7 @@ from kfcomm.rendezvous.settings import Settings, host_and_port
 
 if TYPE_CHECKING:
     from kfcomm.monitor.records import Statistics
+    from kfcomm.runtime.meter import Meter
     from kfcomm.session import Session
 
 
@@ -32,15 +33,20 @@ def attend(session: Session, settings: Settings, statistics: Callable[[], Statis
     Raises:
         ConfigError: the metrics port cannot be used.
     """
-    meter = session.engine.meter
-    if meter is None:
+    first = session.engine.meter
+    if first is None:
         return
+
+    def meter() -> Meter:
+        return session.latest.engine.meter or first
+
     if settings.metrics_port is not None:
         from kfcomm.monitor import metrics
 
         towards = None if settings.store is None else host_and_port(settings.store)
         address = choose_address(settings.interface, towards)
-        local_rank = session.layout.local_rank(session.rank)
+        # who joins later has a port that nobody has or had
+        local_rank = session.layout.local_rank(session.rank) if settings.join is None else settings.join
         session.services.append(metrics.attend(address, settings.metrics_port, local_rank, meter, statistics))
     found = live.attend(live.job_name(settings.job, settings.store), session.rank, statistics)
     if found is not None:

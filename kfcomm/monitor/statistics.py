@@ -45,6 +45,7 @@ def statistics_of(session: Session, group: Group, message_groups: Callable[[], C
         slots=session.engine.slots.num_taken,
         slots_nbytes=session.engine.slots.taken_nbytes,
         symmetric_nbytes=session.network.room_nbytes(),
+        epoch=session.epoch,
     )
 
 

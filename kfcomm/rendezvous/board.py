@@ -31,6 +31,16 @@ GONE_AFTER_S = 0.7
 _EXITS = "\0exits"
 
 
+SIZES = "sizes"
+"""Folder of the numbers of ranks that were asked for, counted from 1."""
+JOINING, ENTRY = "joining", "entry"
+"""Folders of a running job: who wants to be let in, by birth; what it is told then."""
+GIVEN_UP = "given-up"
+"""Folder of births whose processes were given up by the others of an elastic job, whether they have ended or not."""
+BOUNDS = "bounds"
+"""Key of the least and the largest number of ranks of an elastic job: ``2:8``."""
+
+
 class Why(StrEnum):
     """Why the process of a rank ended, as far as its launcher knows."""
 

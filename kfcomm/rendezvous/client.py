@@ -19,7 +19,7 @@ import msgpack
 
 from kfcomm.core import auth
 from kfcomm.errors import RendezvousError
-from kfcomm.rendezvous.board import MAX_BODY_NBYTES, Exit
+from kfcomm.rendezvous.board import ENTRY, MAX_BODY_NBYTES, SIZES, Exit
 from kfcomm.rendezvous.http1 import HttpClient, Response
 from kfcomm.rendezvous.settings import host_and_port
 from kfcomm.rendezvous.signing import (
@@ -159,6 +159,36 @@ class StoreClient:
             for row in _expect(list, rows):
                 seen += 1
                 yield _exit(row)
+
+    async def watch_sizes(self) -> AsyncIterator[int]:
+        """Each number of ranks that is asked for, the latest first; ends when the store does."""
+        count = 1
+        while True:
+            try:
+                found = await self.collect(SIZES, count, unless=None, timeout_s=_POLL_S)
+            except RendezvousError:
+                return
+            if len(found) >= count:
+                count = len(found) + 1
+                yield int(found[str(count - 1)])
+
+    async def watch_given_up(self) -> AsyncIterator[int]:
+        """Nothing: a job on several hosts is not elastic yet, and its launchers hear of none."""
+        nobody: tuple[int, ...] = ()
+        for birth in nobody:
+            yield birth
+
+    async def was_let_in(self, birth: int) -> bool:
+        """Whether a process that was started later is a rank of the job, or was."""
+        return await self.find(f"{ENTRY}/{birth}") is not None
+
+    async def ask_size(self, size: int) -> None:
+        """Ask for so many ranks."""
+        while True:
+            number = 1 + len(await self.collect(SIZES, 0, unless=None, timeout_s=0))
+            mine = b"%d" % size
+            if await self.claim(f"{SIZES}/{number}", mine) == mine:
+                return
 
     async def close(self) -> None:
         """Close the connections; calls that are under way fail. May be called twice."""

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.interfaces import LOOPBACK, is_loopback
 from kfcomm.rendezvous.token import HOW_TO_SET, concealed_token, given_token, user_token
-from kfcomm.rendezvous.worlds import FINDERS, Source, World
+from kfcomm.rendezvous.worlds import FINDERS, MAX_RANKS, Source, World
 from kfcomm.sizes import seconds_of
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ class Arguments(TypedDict, total=False):
     traceback: str | None
     checksum: bool | None
     tls: str | None
+    elastic: bool | None
+    join: int | None
 
 
 class Settings(NamedTuple):
@@ -79,6 +81,9 @@ class Settings(NamedTuple):
         traceback: ``short``: those of blocking verbs end at the caller's line; ``full``: they show all.
         checksum: whether what travels over TCP is checked; the same on all ranks.
         tls: where the certificates of the job are (see `kfcomm.tls`); None for connections without TLS.
+        elastic: whether the ranks may change while the program runs (see ``kfcomm.elastic``).
+        join: of a process that waits to be let into a job that runs already: who it is there, a number that no other
+            process of the job has or had, beyond the ranks with which it began. It is its ``rank`` here. Else None.
         metrics_port: where local rank 0 answers Prometheus, the others at the ports after it; None not to.
         source: where rank and size come from.
         reasons: lines that explain to a person what was found.
@@ -107,6 +112,8 @@ class Settings(NamedTuple):
     traceback: str = "short"
     checksum: bool = False
     tls: str | None = None
+    elastic: bool = False
+    join: int | None = None
     source: str = Source.ALONE
     reasons: tuple[str, ...] = ()
     serve: bool = False
@@ -148,8 +155,9 @@ def detect(environ: Mapping[str, str], **arguments: Unpack[Arguments]) -> Settin
     local = world.local
     if local is None:
         local = (world.rank, world.size) if store is not None and _is_here(store) else (0, 1)
+    join = _find_join(reader, world, store)
     return Settings(
-        rank=world.rank,
+        rank=world.rank if join is None else join,
         size=world.size,
         local_rank=local[0],
         local_size=local[1],
@@ -169,12 +177,30 @@ def detect(environ: Mapping[str, str], **arguments: Unpack[Arguments]) -> Settin
         traceback=reader.choice("traceback", ("short", "full")),
         checksum=reader.flag("checksum", default=False),
         tls=reader.optional("tls"),
+        elastic=reader.flag("elastic", default=False),
+        join=join,
         source=world.source,
         reasons=tuple(reasons),
         serve=store is not None and reader.flag("serve", default=True),
         job=environ.get("KFCOMM_JOB") or None,
         launcher=environ.get("KFCOMM_LAUNCHER") or None,
     )
+
+
+def _find_join(reader: _Reader, world: World, store: str | None) -> int | None:
+    """The number of a process that joins a running job."""
+    given = reader.raw("join")
+    if given is None:
+        return None
+    text = str(given)
+    if not text.isascii() or not text.isdigit() or not world.size <= int(text) < MAX_RANKS:
+        raise ConfigError(
+            f"{reader.name('join')}={text!r} must be a whole number from {world.size} to {MAX_RANKS - 1}: beyond the "
+            "ranks with which the job began"
+        )
+    if store is None or not reader.flag("elastic", default=False):
+        raise ConfigError(f"{reader.name('join')} needs the store of a running job (size 2 or more), and elastic=True")
+    return int(text)
 
 
 def misspelt(environ: Mapping[str, str]) -> list[str]:

@@ -249,17 +249,22 @@ class Engine:
 
     def end(self, reason: str) -> None:
         """Fail all that is in flight, here and on the other ranks; from now on posts raise ``SessionClosed``."""
+        self.end_for(Cause(CauseKind.CANCELLED, self.rank, reason))
+
+    def end_for(self, cause: Cause) -> None:
+        """As `end`, for a cause of which the other ranks may hear by themselves."""
         self.unusual.add("ended")
         for listener in list(self.end_listeners):
             listener()
-        self.abandon(None, reason)
-        self._ended = reason
+        for collective in self.entered():
+            self.abort(collective, cause)
+        self._ended = cause.message
 
-    def abandon(self, group_ids: Collection[bytes] | None, reason: str) -> None:
-        """Abort what is in flight in some groups (None: in all)."""
+    def abandon(self, group_ids: Collection[bytes], reason: str) -> None:
+        """Abort what is in flight in some groups."""
         cause = Cause(CauseKind.CANCELLED, self.rank, reason)
         for collective in self.entered():
-            if group_ids is None or collective.group.id in group_ids:
+            if collective.group.id in group_ids:
                 self.abort(collective, cause)
 
     def leave(self, group_ids: Collection[bytes]) -> None:

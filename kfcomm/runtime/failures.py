@@ -11,6 +11,7 @@ from kfcomm.errors import (
     CollectiveError,
     CollectiveMismatch,
     CollectiveTimeout,
+    EpochChanged,
     InternalError,
     KfcommError,
     PeerLost,
@@ -32,6 +33,8 @@ def error_of(cause: Cause, name: str, story: Sequence[str] = ()) -> KfcommError:
             return CollectiveAborted(message, key=key)
         case CauseKind.LOST:
             return PeerLost(f"{shown(name)} failed: {message}", key=key, rank=cause.rank)
+        case CauseKind.EPOCH:
+            return EpochChanged(f"{shown(name)} failed: {message}", key=key, epoch=cause.rank, members=cause.arrived)
         case CauseKind.LINK:
             return CollectiveError(f"{shown(name)} failed: {message}", key=key)
         case CauseKind.INTERNAL:

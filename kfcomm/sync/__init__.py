@@ -18,11 +18,19 @@ from kfcomm.sync.handle import Handle
 
 if TYPE_CHECKING:
     from kfcomm.sync.adaptation import Adaptation
+    from kfcomm.sync.elastic import Elastic, ElasticCommunicator
     from kfcomm.sync.persistent import PersistentCollective
 else:  # type checkers would take any name for one that is there
     __getattr__ = imported_when_used(
         __name__,
-        {"Adaptation": "kfcomm.sync.adaptation", "PersistentCollective": "kfcomm.sync.persistent"},
+        {
+            "Adaptation": "kfcomm.sync.adaptation",
+            "Elastic": "kfcomm.sync.elastic",
+            "ElasticCommunicator": "kfcomm.sync.elastic",
+            "PersistentCollective": "kfcomm.sync.persistent",
+        },
     )
 
-__all__ = ["Adaptation", "Communicator", "Handle", "PersistentCollective", "Queue", "init"]
+__all__ = [
+    "Adaptation", "Communicator", "Elastic", "ElasticCommunicator", "Handle", "PersistentCollective", "Queue", "init",
+]  # fmt: skip

@@ -12,16 +12,16 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 import numpy as np
 
 from kfcomm.collectives.blobs import as_array
 from kfcomm.collectives.messages import Queue as AsyncQueue
 from kfcomm.communicator import Communicator as Async
-from kfcomm.communicator import Init, prepare
 from kfcomm.devices.routes import Choice
 from kfcomm.errors import KfcommError, SessionClosed
+from kfcomm.joining import Init, prepare
 from kfcomm.rendezvous import farewell
 from kfcomm.rendezvous.settings import Arguments
 from kfcomm.strategies import AnyStrategy, StrategySpec
@@ -196,6 +196,20 @@ class Communicator(Skin[Async]):
     recv_init = prepared(Async.recv_init)
     """Prepare a ``recv``; each start receives the next message."""
 
+    # ---------------------------------------------------------------- when a rank dies
+
+    agree = blocking(Async.agree)
+    """The conjunction of what all ranks that live say, whoever dies meanwhile."""
+    agree_async = begun(Async.agree)
+    """Begin an ``agree``."""
+
+    @outermost
+    def shrink(self, *, timeout: Seconds | None = None) -> Communicator:
+        """The communicator of the next epoch, that of the ranks that live. See ``kfcomm.Communicator.shrink``."""
+        self._check_open()
+        inner = self._io.wait_for(lambda: self._inner.shrink(timeout=timeout))
+        return Communicator(self._driver, inner, owns_io=self._owns_io)
+
     # ---------------------------------------------------------------- groups and graphs
 
     set_strategy = blocking(Async.set_strategy)
@@ -259,6 +273,11 @@ class Communicator(Skin[Async]):
     def epoch(self) -> int:
         """Number of the membership."""
         return self._inner.epoch
+
+    @property
+    def births(self) -> tuple[int, ...]:
+        """The rank that each rank of the group had in the first epoch."""
+        return self._inner.births
 
     @property
     def strategy(self) -> AnyStrategy:
@@ -366,6 +385,9 @@ def init(**arguments: Unpack[Arguments]) -> Communicator:
     Use as ``with kfcomm.sync.init() as comm`` or ``comm = kfcomm.sync.init()``. Arguments, environment and errors are
     those of ``kfcomm.init``.
 
+    Returns:
+        A ``Communicator``; with ``elastic=True`` a ``kfcomm.sync.ElasticCommunicator``.
+
     Raises:
         ConfigError: the settings cannot work.
         RendezvousError: the peers do not find or accept each other.
@@ -373,7 +395,13 @@ def init(**arguments: Unpack[Arguments]) -> Communicator:
     settings = prepare(**arguments)
     driver = Driver(IoThread(), is_terse=settings.traceback == "short")
     try:
-        return Communicator(driver, driver.io.wait_for(lambda: Init(settings, driver.reactor)), owns_io=True)
+        inner = driver.io.wait_for(lambda: Init(settings, driver.reactor))
+        if not settings.elastic:
+            return Communicator(driver, inner, owns_io=True)
+        from kfcomm.sync.elastic import ElasticCommunicator  # which others do without
+
+        elastic: Any = ElasticCommunicator(driver, cast("Any", inner), owns_io=True)
+        return cast("Communicator", elastic)  # it has all that one has
     except BaseException:
         driver.stop()
         raise

@@ -45,6 +45,12 @@ class Handle(concurrent.futures.Future[T]):
         self._inner: asyncio.Future[T] | None = None
         self._is_unwanted = False
 
+    @property
+    def contributors(self) -> tuple[int, ...] | None:
+        """See ``kfcomm.Handle.contributors``."""
+        found: tuple[int, ...] | None = getattr(self._inner, "contributors", None)
+        return found
+
     @outermost
     def wait(self, timeout: Seconds | None = None) -> T:
         """Wait for the result and return it; an interruption (Ctrl-C) cancels the collective.

@@ -36,7 +36,7 @@ def main(requests: Connection) -> None:
 
 
 async def _awaiting(requests: Connection, settings: dict[str, Any], faults: tuple[Fault, ...]) -> None:
-    from kfcomm.communicator import init
+    from kfcomm.joining import init
 
     waiting: asyncio.Queue[Request | None] = asyncio.Queue()
     loop = asyncio.get_running_loop()

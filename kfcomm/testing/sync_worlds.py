@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from kfcomm.devices import Device
+from kfcomm.elastic.communicator import ElasticCommunicator as AsyncElastic
 from kfcomm.sync.communicator import Communicator
 from kfcomm.sync.driver import Driver
+from kfcomm.sync.elastic import ElasticCommunicator
 from kfcomm.sync.thread import IoThread
 from kfcomm.testing.worlds import MemoryWorld
 from kfcomm.transports.backend import BackendMaker
@@ -26,7 +28,8 @@ class SyncWorld(Sequence[Communicator]):
     def __init__(self, driver: Driver, world: MemoryWorld) -> None:
         self._io = driver.io
         self._world = world
-        self._comms = [Communicator(driver, comm) for comm in world]
+        self._driver = driver
+        self._comms = [self._shown(comm) for comm in world]
 
     def __getitem__(self, rank: Any) -> Any:
         return self._comms[rank]
@@ -36,6 +39,16 @@ class SyncWorld(Sequence[Communicator]):
 
     def __iter__(self) -> Iterator[Communicator]:
         return iter(self._comms)
+
+    def _shown(self, comm: Any) -> Communicator:
+        if isinstance(comm, AsyncElastic):
+            elastic: Any = ElasticCommunicator(self._driver, comm)
+            return cast("Communicator", elastic)
+        return Communicator(self._driver, comm)
+
+    def join(self, birth: int) -> Communicator:
+        """See ``MemoryWorld.join``; waits until it is let in."""
+        return self._shown(self._io.wait_for(lambda: self._world.join(birth)))
 
     def kill(self, rank: int) -> None:
         """See ``MemoryWorld.kill``."""
@@ -50,6 +63,7 @@ class SyncWorld(Sequence[Communicator]):
 def sync_world(
     size: int, *, hosts: int = 1, strategy: Any = "auto", timeout: Seconds = 300.0, stall_after: Seconds = 10.0,
     devices: Sequence[Device | None] | None = None, maker: BackendMaker | None = None, device_transport: str = "auto",
+    elastic: bool = False,
 ) -> Iterator[SyncWorld]:  # fmt: skip
     """A world of ``size`` ranks in this process, on an I/O thread of its own; closed at the end. See ``MemoryWorld``.
 
@@ -59,7 +73,7 @@ def sync_world(
     async def make() -> MemoryWorld:
         return MemoryWorld(
             size, hosts=hosts, strategy=strategy, timeout=timeout, stall_after=stall_after, devices=devices,
-            maker=maker, device_transport=device_transport, reactor=driver.reactor,
+            maker=maker, device_transport=device_transport, reactor=driver.reactor, elastic=elastic,
         )  # fmt: skip
 
     driver = Driver(IoThread())

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
-from kfcomm.communicator import Communicator
+from kfcomm.communicator import ARRIVED, Communicator
 from kfcomm.control.base import ControlEvents, ControlPlane, StatusSource
 from kfcomm.control.memory import MemoryHub
 from kfcomm.core.hello import Purpose
 from kfcomm.devices import Device, DeviceReport
 from kfcomm.devices.routes import choose
+from kfcomm.elastic.communicator import ElasticCommunicator
+from kfcomm.epochs import settle
 from kfcomm.errors import TransportError
 from kfcomm.session import Session
 from kfcomm.sizes import seconds_of
@@ -26,29 +28,155 @@ from kfcomm.transports.device_setup import DeviceSetup
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor
 from kfcomm.transports.shm.heap import Array
-from kfcomm.types import Layout, Seconds
+from kfcomm.types import Candidate, Layout, Seconds
 
 T = TypeVar("T")
+
+
+_NO_DEVICE = DeviceReport(lack="the test gave it no device")
+
+
+class _Epoch:
+    """What joins the ranks of one epoch.
+
+    Attributes:
+        births: the ranks that they had in the first one.
+    """
+
+    def __init__(self, world: MemoryWorld, births: tuple[int, ...], layout: Layout, job: str, links: Links) -> None:
+        self.world = world
+        self.births = births
+        self.layout = layout
+        self.job = job
+        self.links = links
+        self.number = 0
+        self.hub = MemoryHub(len(births))
+        self.joined: set[int] = set()
+        self._arrival = asyncio.Event()
+        self._next: dict[tuple[int, ...], _Epoch] = {}
+
+    async def is_there(self, rank: int) -> None:
+        """Wait until a rank has joined, or is dead: a process listens before the others know of it."""
+        while rank not in self.joined and self.births[rank] not in self.world.dead:
+            await self._arrival.wait()
+
+    def arrived(self) -> None:
+        """A rank has joined, or died."""
+        self._arrival.set()
+        self._arrival = asyncio.Event()
+
+    def kill(self, birth: int) -> None:
+        """The process that was this rank in the first epoch dies."""
+        self.arrived()
+        if birth in self.births:
+            rank = self.births.index(birth)
+            if rank in self.joined:
+                self.links.cut(rank, reason=f"rank {rank} was killed")
+            self.hub.kill(rank)
+        for one in self._next.values():
+            one.kill(birth)
+
+    def next(self, members: tuple[int, ...], joiners: Sequence[Candidate]) -> _Epoch:
+        """The epoch of those that go on, and of new ones; the same one for all of them."""
+        births = (*(self.births[rank] for rank in members), *(one.birth for one in joiners))
+        if births not in self._next:
+            hosts = [self.layout.hosts[rank] for rank in members] + [self.layout.hosts[0]] * len(joiners)
+            layout = Layout.of(hosts, self.layout.num_cpus, self.layout.costs)
+            self._next[births] = made = _Epoch(self.world, births, layout, self.job, self.world.new_links(len(births)))
+            made.number = self.number + 1
+            for birth in self.world.dead:
+                made.kill(birth)
+        return self._next[births]
+
+
+class _Door:
+    """The way of one rank into the next epoch; implements ``session.Door``."""
+
+    part = b""
+
+    def __init__(self, rank: int, epoch: _Epoch) -> None:
+        self._rank = rank
+        self._epoch = epoch
+
+    def enter(self, doors: Mapping[int, bytes], joiners: Sequence[Candidate] = ()) -> _Way:
+        """See ``session.Door``."""
+        members = tuple(doors)
+        return _Way(members.index(self._rank), self._epoch.next(members, joiners))
+
+    async def close(self) -> None:
+        """Nothing was opened."""
 
 
 class _Way:
     """The network of one rank; implements ``session.Network``."""
 
-    def __init__(self, rank: int, links: Links, hub: MemoryHub, job: str) -> None:
-        self.job = job
+    def __init__(self, rank: int, epoch: _Epoch) -> None:
+        self.layout = epoch.layout
+        self.births = epoch.births
+        self.epoch = epoch.number
+        self.num_old = 0
+        self.reports = tuple(epoch.world.reports.get(birth, _NO_DEVICE) for birth in epoch.births)
+        self.job = epoch.job
+        self._epoch = epoch
         self._rank = rank
-        self._links = links
-        self._hub = hub
+        self._links = epoch.links
+        self._hub = epoch.hub
 
     def start(
         self, inbound: Waiter, reactor: Reactor, events: ControlEvents, status: StatusSource
     ) -> ControlPlane | None:
         """See ``session.Network``."""
         self._links.add(self._rank, inbound)
-        return self._hub.join(self._rank, reactor, events, status)
+        self._epoch.joined.add(self._rank)
+        self._epoch.arrived()
+        plane = self._hub.join(self._rank, reactor, events, status)
+        birth = self.births[self._rank]
+        if birth in self._epoch.world.dead:
+            self._epoch.kill(birth)
+        return plane
+
+    async def open_door(self, epoch: int) -> _Door:
+        """See ``session.Network``."""
+        return _Door(self._rank, self._epoch)
+
+    async def candidates(self, known: Collection[int]) -> list[Candidate]:
+        """See ``session.Network``."""
+        world = self._epoch.world
+        while not (found := [Candidate(birth, b"") for birth in sorted(world.joining) if birth not in known]):
+            await world.changed()
+        return found
+
+    async def welcome(self, num_old: int, births: Collection[int], strategy: str) -> None:
+        """See ``session.Network``."""
+        for birth in births:
+            waiting = self._epoch.world.joining.get(birth)
+            if waiting is not None and not waiting.done():
+                waiting.set_result((self._epoch, num_old, strategy))
+
+    async def give_up(self, births: Collection[int]) -> None:
+        """There is no launcher."""
+
+    async def wanted_size(self, known: int) -> int:
+        """See ``session.Network``."""
+        world = self._epoch.world
+        while world.wanted in (-1, known):
+            await world.changed()
+        return world.wanted
+
+    async def want_size(self, size: int) -> None:
+        """See ``session.Network``."""
+        self._epoch.world.wanted = size
+        self._epoch.world.tell()
+
+    async def has_word(self, living: Sequence[int]) -> bool:
+        """There is no store."""
+        return False
 
     async def connect(self, peer: int) -> Link:
         """See ``session.Network``."""
+        await self._epoch.is_there(peer)
+        if peer not in self._epoch.joined:
+            raise TransportError(f"rank {peer} is not in this world")
         return await self._links.connect(self._rank, peer)
 
     def adopt(self, connection: Connection, peer: int, purpose: Purpose) -> None:
@@ -90,6 +218,8 @@ class _Way:
 class MemoryWorld(Sequence[Communicator]):
     """The communicators of all ranks, by rank, and the faults that can be brought about among them.
 
+    Ranks are those of the first epoch, whatever follows.
+
     Args:
         size: number of ranks.
         hosts: number of hosts on which the ranks pretend to be.
@@ -103,6 +233,7 @@ class MemoryWorld(Sequence[Communicator]):
         maker: of the backends that run collectives on the devices.
         device_transport: the setting ``transport``, as far as it concerns the devices.
         reactor: that of all ranks, driven by whoever gives it; by the running loop, if none is given.
+        elastic: the communicators are those of ``kfcomm.init(elastic=True)``.
 
     Raises:
         ConfigError: the strategy or the transport of devices cannot work.
@@ -122,6 +253,7 @@ class MemoryWorld(Sequence[Communicator]):
         maker: BackendMaker | None = None,
         device_transport: str = "auto",
         reactor: Reactor | None = None,
+        elastic: bool = False,
     ) -> None:
         loop = asyncio.get_running_loop()
         limit_s, stall_s = seconds_of(timeout), seconds_of(stall_after)
@@ -131,15 +263,20 @@ class MemoryWorld(Sequence[Communicator]):
         if reactor is None:
             reactor = Reactor()
             self._driver = LoopDriver(reactor, loop, looks=1)
-        self._links: Links = InSharedMemory(loop, reactor, size) if transport == "shm" else InMemory(reactor)
-        self._hub = MemoryHub(size)
-        job = secrets.token_hex(8)
+        self.dead: set[int] = set()
+        self.joining: dict[int, asyncio.Future[tuple[_Epoch, int, str]]] = {}
+        self.wanted = -1
+        self.reports = {rank: setup.reports[rank] for rank, setup in enumerate(setups)}
+        self._settings = (limit_s, stall_s, monitor)
+        self._changed = asyncio.Event()
+        self._reactor, self._loop, self._transport = reactor, loop, transport
+        self._first = _Epoch(self, tuple(range(size)), layout, secrets.token_hex(8), self.new_links(size))
         try:
             sessions = [
                 Session(
                     rank,
                     layout,
-                    _Way(rank, self._links, self._hub, job),
+                    _Way(rank, self._first),
                     loop,
                     reactor,
                     timeout_s=limit_s,
@@ -149,7 +286,9 @@ class MemoryWorld(Sequence[Communicator]):
                 )
                 for rank in range(size)
             ]
-            self._comms = [Communicator(session, session.world, strategy) for session in sessions]
+            self._is_elastic = elastic
+            self._all = [Communicator(session, session.world, strategy) for session in sessions]
+            self._comms = [self._shown(comm) for comm in self._all]
         except BaseException:
             if self._driver is not None:
                 self._driver.close()
@@ -165,17 +304,57 @@ class MemoryWorld(Sequence[Communicator]):
         return iter(self._comms)
 
     def kill(self, rank: int) -> None:
-        """The process of ``rank`` dies: its links break, the others hear of it."""
-        self._links.cut(rank, reason=f"rank {rank} was killed")
-        self._hub.kill(rank)
+        """The process of ``rank`` dies: its links break, the others hear of it, in whatever epoch they are."""
+        self.dead.add(rank)
+        self._first.kill(rank)
+
+    async def join(self, birth: int) -> Communicator:
+        """Another process waits until it is let in by an ``Elastic`` of the ranks; it has no device.
+
+        Args:
+            birth: who it is; no other process of this world has or had that number.
+        """
+        waiting = self.joining[birth] = self._loop.create_future()
+        self.tell()
+        epoch, num_old, strategy = await waiting
+        way = _Way(epoch.births.index(birth), epoch)
+        way.num_old = num_old
+        limit_s, stall_s, monitor = self._settings
+        session = Session(
+            epoch.births.index(birth), epoch.layout, way, self._loop, self._reactor, timeout_s=limit_s,
+            stall_after_s=stall_s, monitor=monitor, devices=DeviceSetup.none(epoch.layout.size), epoch=epoch.number,
+        )  # fmt: skip
+        comm = Communicator(session, session.world, strategy)
+        settle(session, comm.barrier(ARRIVED))
+        self._all.append(comm)
+        return self._shown(comm)
+
+    def _shown(self, comm: Communicator) -> Communicator:
+        """As the program has it."""
+        return cast("Communicator", ElasticCommunicator(comm)) if self._is_elastic else comm
+
+    async def changed(self) -> None:
+        """Somebody waits to be let in, or wants another size."""
+        await self._changed.wait()
+
+    def tell(self) -> None:
+        """Wake those that wait in ``changed``."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def unplug(self, rank: int) -> None:
-        """Every open link of ``rank`` breaks; the rank lives, and new links can be opened."""
-        self._links.unplug(rank)
+        """Every open link of ``rank`` in the first epoch breaks; the rank lives, and new links can be opened."""
+        self._first.links.unplug(rank)
+
+    def new_links(self, size: int) -> Links:
+        """What joins the ranks of an epoch."""
+        if self._transport == "shm":
+            return InSharedMemory(self._loop, self._reactor, size)
+        return InMemory(self._reactor)
 
     async def close(self) -> None:
         """Close every communicator."""
-        ends = await asyncio.gather(*(comm.close() for comm in self._comms), return_exceptions=True)
+        ends = await asyncio.gather(*(comm.close() for comm in self._all), return_exceptions=True)
         if self._driver is not None:
             self._driver.close()
         for error in ends:
@@ -190,8 +369,7 @@ def _set_up(
     given = [None] * layout.size if devices is None else devices
     if len(given) != layout.size:
         raise ValueError(f"{layout.size} ranks need as many devices, or None, not {len(given)}")
-    nothing = DeviceReport(lack="the test gave it no device")
-    reports = tuple(nothing if device is None else device.report for device in given)
+    reports = tuple(_NO_DEVICE if device is None else device.report for device in given)
     choose(reports, layout, transport)
     return [DeviceSetup(device, reports, None if device is None else maker, transport) for device in given]
 

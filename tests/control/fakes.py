@@ -63,6 +63,8 @@ class Engine:
     aborts: list[tuple] = field(default_factory=list)
     lost: Counter[int] = field(default_factory=Counter)
     reasons: list[str] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+    agreements: list[tuple] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
     answers: list[tuple[int, list[bool], str]] = field(default_factory=list)
     adopted: list[tuple[Connection, int]] = field(default_factory=list)
@@ -78,6 +80,14 @@ class Engine:
     def on_peer_lost(self, rank: int, reason: str) -> None:
         self.lost[rank] += 1
         self.reasons.append(reason)
+        self.notes.changed()
+
+    def on_ended(self, rank: int) -> None:
+        self.ended.append(rank)
+        self.notes.changed()
+
+    def on_agreement(self, rank: int, number: int, message: tuple) -> None:
+        self.agreements.append((rank, number, message))
         self.notes.changed()
 
     def on_leaving(self, rank: int) -> None:

@@ -401,7 +401,7 @@ async def closed(sock):
 
 BAD = {
     "fields that do not fit": [Kind.GOSSIP, 1, 0, [Body.ABORT]],
-    "a loss of nobody": [Kind.GOSSIP, 1, 0, [Body.LOST, 9, ""]],
+    "a loss of nobody": [Kind.GOSSIP, 1, 0, [Body.LOST, 9, "", False]],
     "a frame of data links": [Kind.CREDIT, 1, 1],
     "an unknown frame": [99],
 }

@@ -138,7 +138,7 @@ def test_the_survivors_of_any_crashes_find_each_other_again(size, data, random):
     for rank, gossip in net.ranks.items():
         for other in crashed.intersection(gossip.linked):
             gossip.neighbour_lost(other)
-            net.flood(rank, [Body.LOST, other, "gone"])
+            net.flood(rank, [Body.LOST, other, "gone", True])
     for _ in range(size):
         net.run(random.choice)
         for rank, gossip in net.ranks.items():
@@ -146,7 +146,7 @@ def test_the_survivors_of_any_crashes_find_each_other_again(size, data, random):
                 if other in net.ranks:
                     net.link(rank, other)
                 else:
-                    net.flood(rank, [Body.LOST, other, "nobody listens"])
+                    net.flood(rank, [Body.LOST, other, "nobody listens", False])
     net.run(random.choice)
     for rank, gossip in net.ranks.items():
         assert net.component(rank) == set(net.ranks)
@@ -179,7 +179,7 @@ def dialled(gossip):
 def test_a_link_that_comes_up_late_brings_the_news():
     net = World(3)
     net.flood(0, ABORT)
-    net.flood(0, [Body.LOST, 2, "gone"])
+    net.flood(0, [Body.LOST, 2, "gone", False])
     net.flood(0, [Body.LEAVING, 0])
     net.link(0, 1)
     net.run(first)
@@ -193,12 +193,31 @@ def test_a_link_that_comes_up_late_brings_the_news():
 
 def test_who_is_gone_is_told_however_much_came_after():
     gossip = Gossip(0, 4)
-    gossip.flood([Body.LOST, 3, "gone"])
+    gossip.flood([Body.LOST, 3, "gone", False])
     for _ in range(2 * MAX_RECENT):
         gossip.flood(ABORT)
     told = gossip.neighbour_joined(1)
     assert len(told) == 1 + MAX_RECENT
-    assert told[0] == (Effect.SEND, 1, (Kind.GOSSIP, 0, 0, [Body.LOST, 3, "gone"]))
+    assert told[0] == (Effect.SEND, 1, (Kind.GOSSIP, 0, 0, [Body.LOST, 3, "gone", False]))
+
+
+def test_that_a_process_has_ended_is_told_though_it_was_lost_before():
+    gossip = Gossip(0, 4)
+    for has_ended in (False, True, False):
+        gossip.flood([Body.LOST, 3, "gone", has_ended])
+    assert [effect[2][3][3] for effect in gossip.neighbour_joined(1)] == [True]
+
+
+def test_of_an_agreement_the_latest_of_each_kind_is_told():
+    gossip = Gossip(0, 4)
+    for number in range(3):
+        gossip.flood([Body.AGREE, number, [0, b"part"]])
+        gossip.flood([Body.AGREE, number, [4, number]])
+    for _ in range(2 * MAX_RECENT):
+        gossip.flood(ABORT)
+    told = [effect[2][3] for effect in gossip.neighbour_joined(1)]
+    assert told[:2] == [[Body.AGREE, 2, [0, b"part"]], [Body.AGREE, 2, [4, 2]]]
+    assert len(told) == 2 + MAX_RECENT
 
 
 def test_a_broken_link_is_not_used():
@@ -269,9 +288,13 @@ BAD = {
     "cause with strangers": (1, [Body.ABORT, b"", "key", 0, ["timeout", 1, "", [4], []]]),
     "cause with a crowd": (1, [Body.ABORT, b"", "key", 0, ["timeout", 1, "", [], [0] * (MAX_NAMED_RANKS + 1)]]),
     "cause without list": (1, [Body.ABORT, b"", "key", 0, ["timeout", 1, "", {}, []]]),
-    "lost stranger": (1, [Body.LOST, 4, "gone"]),
-    "lost nobody": (1, [Body.LOST, -1, "gone"]),
-    "lost without reason": (1, [Body.LOST, 1, None]),
+    "lost stranger": (1, [Body.LOST, 4, "gone", False]),
+    "lost nobody": (1, [Body.LOST, -1, "gone", False]),
+    "lost, and no more": (1, [Body.LOST, 1, "gone"]),
+    "lost for a number of reasons": (1, [Body.LOST, 1, "gone", 1]),
+    "an agreement on nothing": (1, [Body.AGREE, 1, []]),
+    "an agreement in words": (1, [Body.AGREE, 1, "all right"]),
+    "lost without reason": (1, [Body.LOST, 1, None, False]),
     "leaving for another": (1, [Body.LEAVING, 2]),
     "query to a stranger": (1, [Body.QUERY, 4, []]),
     "query without list": (1, [Body.QUERY, 0, None]),

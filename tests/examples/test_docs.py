@@ -18,7 +18,6 @@ import asyncio
 import inspect
 import os
 import re
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ import pytest
 import kfcomm
 import kfcomm.testing
 from tests.launch.launched import ROOT, environ
+from tests.support import free_port
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 MARK, FENCE = r"(?:^<!-- (?P<mark>[^\n]*?) -->\n+)?", r"^```(?P<language>\w+)\n(?P<text>.*?)^```$"
@@ -93,11 +93,6 @@ def run_console(text: str, folder: Path) -> None:
             cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         assert_prints(shell_line, expected.splitlines(), done.stdout.splitlines())
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def programs(folder: Path) -> Path:

@@ -20,14 +20,13 @@ from kfcomm.monitor import metrics
 from kfcomm.rendezvous.settings import detect
 from kfcomm.testing import MemoryWorld, world
 from tests.launch.launched import finished
+from tests.support import free_port
 
 
 @pytest.fixture
 def port() -> int:
     """One that nobody listens at."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    return free_port()
 
 
 @pytest.fixture
@@ -88,7 +87,7 @@ def _bound(item: Any) -> float:
 
 
 def collected(comm: Any) -> Samples:
-    return samples(metrics._Collector(comm._session.engine.meter, comm.statistics).collect())
+    return samples(metrics._Collector(lambda: comm._session.engine.meter, comm.statistics).collect())
 
 
 @pytest.mark.asyncio

@@ -20,8 +20,10 @@ from tests.programs.walker import Awaiting, Plan, Report, Walker, blocking, wors
 
 SEEDS = st.integers(0, 1 << 31)
 SIZES = st.integers(1, 5)
-NOT_CALLED = {"close", "dump", "group", "probe", "queue", "split", "statistics", "synchronize", "empty"}
-PROPERTIES = {"epoch", "layout", "local_rank", "local_size", "name", "rank", "route", "size", "strategy"}
+NOT_CALLED = {
+    "agree", "close", "dump", "empty", "group", "probe", "queue", "shrink", "split", "statistics", "synchronize",
+}  # fmt: skip
+PROPERTIES = {"births", "epoch", "layout", "local_rank", "local_size", "name", "rank", "route", "size", "strategy"}
 
 
 def calls_of(step: Step) -> Sequence[Do]:

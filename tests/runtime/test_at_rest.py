@@ -33,7 +33,7 @@ def _sizes(comms: Any) -> list[dict[str, int]]:
             "slots": comm._blobs._num_slots,
             "senders": len(comm._session.engine.links.by_peer),
             "incoming": len(comm._session.engine.links._incoming),
-            "links": len(comms._links._network._links),
+            "links": len(comms._first.links._network._links),
         }
         for comm in comms
     ]

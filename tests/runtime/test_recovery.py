@@ -128,7 +128,7 @@ async def test_links_may_be_heard_of_in_the_wrong_order() -> None:
         await works(comms, "k")
         engine = comms[1]._session.engine
         (current,) = engine.links._incoming
-        links = comms._links._network
+        links = comms._first.links._network
         late, newer = links.connect(0, 1), links.connect(0, 1)
         for link, number in ((newer, 3), (late, 2)):
             link.send((int(Kind.OPEN), number))

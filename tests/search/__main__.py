@@ -66,6 +66,7 @@ def _module(name: str) -> Command:
 PARTS: dict[str, Command] = {
     "decoders": _module("decoders"),
     "kills": _module("kills"),
+    "training": _module("training"),
     "partitions": _module("partitions"),
     "ctrl_c": _module("ctrl_c"),
     "relays": _module("relays"),

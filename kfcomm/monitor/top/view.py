@@ -83,7 +83,9 @@ def title(change: Change) -> str:
     elsewhere = change.size - len(change.ranks) - len(change.gone)
     there = f", {elsewhere} on other hosts" if elsewhere > 0 else ""
     ranks = f"{len(change.ranks)} of {change.size or '?'} ranks here{there}"
-    return f"kfcomm top  {change.job}  {ranks}  strategy {strategies}"
+    epoch = max((answer.epoch for answer in change.answers), default=0)
+    changed = f"  epoch {epoch}" if epoch else ""
+    return f"kfcomm top  {change.job}  {ranks}{changed}  strategy {strategies}"
 
 
 def summary(change: Change) -> list[str]:

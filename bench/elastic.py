@@ -1,0 +1,139 @@
+"""What changes of the ranks cost those that train on: a rank is killed in the midst of a call, ranks go, ranks come.
+
+    python -m bench.elastic --rounds 10 --output bench/results/elastic.json
+
+Each round is a job of ``kfcomm run --elastic``. For a death: how much longer the call of 64 MiB took in which a rank
+was killed than the median of the others, on the slowest of those that live. For other sizes: how much longer the ranks
+that stay spent between two steps, with 100 MB of state for those that come.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+PROGRAM = """
+import json, os, signal, sys, threading, time
+import numpy as np
+import kfcomm
+from kfcomm.elastic import Elastic, ElasticSampler, State
+
+what, nbytes = sys.argv[1], int(sys.argv[2])
+state = State(weights=np.zeros(int(sys.argv[3]) // 8))
+rows = []
+with kfcomm.sync.init(elastic=True) as comm:
+    me = comm.births[comm.rank]
+    x = np.ones(nbytes // 4, np.float32)
+    with Elastic(comm, state) as elastic:
+        left_s = None
+        for step in elastic.steps(ElasticSampler(40, 1, seed=None)):
+            begun_s = time.monotonic()
+            gap_s = 0.0 if left_s is None else begun_s - left_s
+            size = comm.size
+            if what == "killed" and me == 1 and step.number == 20:
+                threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            total = comm.all_reduce(x, name="g")
+            rows.append([step.number, size, gap_s, time.monotonic() - begun_s])
+            if what in ("shrink", "grow"):
+                if comm.rank == 0 and step.number == 10:
+                    comm.propose_size(2 if what == "shrink" else 4)
+                time.sleep(0.1 if what == "grow" and size == 2 else 0.01)
+            left_s = time.monotonic()
+    if not elastic.is_released:
+        print(json.dumps([me, elastic.paused_s, rows]), flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of change.
+
+    Attributes:
+        what: is done: ``killed``, ``shrink`` or ``grow``.
+        size: of the job at its beginning.
+        transport: between its ranks.
+        call_nbytes: of the all_reduce in each step.
+        state_nbytes: of the state.
+        reach_s: what is asked for, as a median.
+    """
+
+    what: str
+    size: int
+    transport: str
+    call_nbytes: int
+    state_nbytes: int
+    reach_s: float
+
+
+CASES = (
+    Case("killed", 4, "shm", 64 << 20, 8, 0.06),
+    Case("killed", 4, "tcp", 64 << 20, 8, 0.06),
+    Case("shrink", 4, "auto", 4096, 8, 0.03),
+    Case("grow", 2, "auto", 4096, 100_000_000, 0.08),
+)
+
+
+def once(case: Case, folder: Path) -> float:
+    """Run one job; what the change cost, in seconds.
+
+    Raises:
+        RuntimeError: the job failed.
+    """
+    program = folder / "train.py"
+    program.write_text(PROGRAM)
+    command = [sys.executable, "-m", "kfcomm", "run", "-n", str(case.size), "--elastic", "2:4", "--restart-limit", "0"]
+    arguments = [case.what, str(case.call_nbytes), str(case.state_nbytes)]
+    done = subprocess.run(
+        [*command, "--transport", case.transport, sys.executable, str(program), *arguments],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"{case} failed:\n{done.stdout}\n{done.stderr}")
+    said = [json.loads(line.partition("] ")[2]) for line in done.stdout.splitlines() if line.startswith("[")]
+    stayed = [rows for birth, _, rows in said if birth < 2 or case.what == "killed"]
+    return max(_cost(case, rows) for rows in stayed)
+
+
+def _cost(case: Case, rows: Sequence[Sequence[Any]]) -> float:
+    """On one rank: the time of the step with the change beyond that of an ordinary one."""
+    place = 3 if case.what == "killed" else 2
+    at = next(n for n, row in enumerate(rows) if (row[0] == 20 if case.what == "killed" else row[1] != case.size))
+    ordinary = statistics.median(row[place] for row in rows[5:at])
+    return float(rows[at][place] - ordinary)
+
+
+def main() -> int:
+    """Measure what the command line asks for."""
+    parser = argparse.ArgumentParser(prog="python -m bench.elastic")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--output", type=Path)
+    given = parser.parse_args()
+    found: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for case in CASES:
+            costs = sorted(once(case, Path(folder)) for _ in range(given.rounds))
+            median = statistics.median(costs)
+            click.echo(
+                f"{case.what:7} {case.size} ranks, {case.transport:5} median {1e3 * median:6.1f} ms, worst "
+                f"{1e3 * costs[-1]:6.1f} ms, to reach {1e3 * case.reach_s:3.0f} ms"
+            )
+            found.append({**case.__dict__, "median_s": median, "worst_s": costs[-1], "all_s": costs})
+    if given.output is not None:
+        record = {"python": platform.python_version(), "rounds": given.rounds, "cases": found}
+        given.output.write_text(json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""`kfcomm status`: who takes part in a running elastic job."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from kfcomm.cli.errors import reported_errors
+
+
+@click.command()
+@click.argument("job", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Write it for machines.")
+def status(job: str | None, as_json: bool) -> None:
+    """Show the ranks of a running elastic job: which run, which have ended and how, how many are wanted.
+
+    JOB is its name, or how that begins; needed if several run.
+    """
+    from kfcomm.launch.requests import ask
+    from kfcomm.rendezvous.board import describe_exit
+
+    with reported_errors():
+        told = ask(job, "status")
+    if as_json:
+        click.echo(json.dumps(told))
+        return
+    click.echo(
+        f"job {told['job']}: {len(told['running'])} of {told['size']} ranks run, {told['least']} to {told['most']} may"
+    )
+    click.echo(f"  running   {', '.join(map(str, told['running'])) or 'none'}")
+    for birth, code in told["ended"]:
+        click.echo(f"  rank {birth:<4} {'ended well' if code == 0 else f'ended: {describe_exit(code)}'}")
+    click.echo(f"  {told['restarts']} more may be replaced")

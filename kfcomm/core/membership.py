@@ -1,0 +1,254 @@
+"""One decision among the ranks of an epoch: who goes on, and what each of them has to say for it.
+
+Every rank *enters* with a part, some bytes. The decision is the parts of those that go on: the same on all ranks that
+come to know it, whatever is lost on the way, and whoever dies meanwhile, the leader included. It is a consensus by
+ballots (the synod of Lamport, 1998): a ballot is led by one rank, which first hears from the others what they may have
+accepted in earlier ones, then proposes, and has decided when a quorum has accepted. The first ballot is rank 0's and
+needs no promises; the next ones are led by the lowest rank that lives, when it must.
+
+A *quorum* of the n ranks is
+
+- more than half of them, or
+- all that have not *ended*: of which nobody knows for certain that their processes are gone, or that they left.
+
+So a partition leaves at most one side able to decide, and whoever survives the deaths of all others decides alone.
+For the second rule to be safe a ballot says which ranks have ended, and who promises or accepts it hears nothing of
+them any more: what they decided among themselves before they died, and told nobody, was never decided.
+
+Invariants:
+
+- All ranks that decide, decide the same. It holds the part of this rank, unless the others have given it up.
+- Nobody decides before every rank that is not gone has entered.
+- Nothing here knows time or links. Messages go to all others, and of each kind a rank's latest must arrive in the end.
+
+What a rank says is ``(tag, fields...)``, to be checked by `fault` where it comes from the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from enum import IntEnum
+from typing import Any
+
+MAX_PART_NBYTES = 256
+MAX_BALLOT = 1 << 62
+
+Value = tuple[tuple[int, bytes], ...]
+"""Rank and part of each that goes on, ascending."""
+Message = tuple[Any, ...]
+
+
+class Tag(IntEnum):
+    """What a message says; the fields after the tag are in brackets."""
+
+    ENTER = 0
+    """[part]: the origin takes part, and this is what it gives."""
+    PREPARE = 1
+    """[ballot, ended]: the origin leads this ballot, in which these ranks have ended."""
+    PROMISE = 2
+    """[ballot, accepted, value]: the origin accepts nothing below this ballot; what it accepted last, in which (-1)."""
+    ACCEPT = 3
+    """[ballot, ended, value]: the origin, who leads it, proposes this."""
+    ACCEPTED = 4
+    """[ballot]: the origin has accepted what was proposed there."""
+    DECIDED = 5
+    """[value]"""
+
+
+class Decision:
+    """One decision, as one of ``size`` ranks takes part in it. Methods return what is to be told to all others.
+
+    Attributes:
+        value: what was decided; None until then.
+    """
+
+    def __init__(self, rank: int, size: int, gone: Iterable[int] = (), ended: Iterable[int] = ()) -> None:
+        self.value: Value | None = None
+        self._rank = rank
+        self._size = size
+        self._parts: dict[int, bytes] = {}
+        self._ended = set(ended)
+        self._gone = self._ended | set(gone)
+        self._unheard: set[int] = set()
+        self._promised = 0
+        self._accepted: tuple[int, Value] = (-1, ())
+        self._led = 0 if rank == 0 else -1
+        self._led_ended: frozenset[int] = frozenset()
+        self._has_proposed = False
+        self._promises: dict[int, tuple[int, Value]] = {}
+        self._proposals: dict[int, tuple[frozenset[int], Value]] = {}
+        self._votes: dict[int, set[int]] = {}
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The ranks that are not gone and have not entered."""
+        return tuple(rank for rank in self.living() if rank not in self._parts)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether all that live have entered and are too few: they go on if more is known to have ended."""
+        return self.value is None and not self.missing and not self._is_quorum(self.living(), self._ended)
+
+    def enter(self, part: bytes) -> list[Message]:
+        """Take part, once."""
+        return self._say([], (Tag.ENTER, part))
+
+    def receive(self, origin: int, message: Message) -> list[Message]:
+        """A message of another rank, which has no `fault`."""
+        said: list[Message] = []
+        self._hear(said, origin, message)
+        return said
+
+    def lost(self, ranks: Collection[int], *, have_ended: bool) -> list[Message]:
+        """These ranks are given up; have they ended for certain?"""
+        self._gone.update(ranks)
+        if have_ended:
+            self._ended.update(ranks)
+        said: list[Message] = []
+        self._pass_on(said)
+        return self._lead(said)
+
+    # ---------------------------------------------------------------- what is said and heard
+
+    def _say(self, said: list[Message], message: Message) -> list[Message]:
+        said.append(message)
+        self._hear(said, self._rank, message)
+        return said
+
+    def _hear(self, said: list[Message], origin: int, message: Message) -> None:
+        if origin in self._unheard:
+            return
+        tag, *fields = message
+        if tag == Tag.ENTER:
+            self._parts.setdefault(origin, fields[0])
+        elif tag == Tag.PREPARE:
+            self._on_prepare(said, *fields)
+        elif tag == Tag.PROMISE:
+            ballot, accepted, value = fields
+            if ballot == self._led:
+                self._promises[origin] = (accepted, value)
+        elif tag == Tag.ACCEPT:
+            self._on_accept(said, *fields)
+        elif tag == Tag.ACCEPTED:
+            self._votes.setdefault(fields[0], set()).add(origin)
+            self._count(said, fields[0])
+        elif self.value is None:
+            self.value = fields[0]
+        self._lead(said)
+
+    def _on_prepare(self, said: list[Message], ballot: int, ended: Sequence[int]) -> None:
+        if self.value is not None:
+            self._say(said, (Tag.DECIDED, self.value))
+        elif ballot > self._promised:
+            self._follow(ballot, ended)
+            self._say(said, (Tag.PROMISE, ballot, *self._accepted))
+
+    def _on_accept(self, said: list[Message], ballot: int, ended: Sequence[int], value: Value) -> None:
+        self._proposals[ballot] = (frozenset(ended), value)
+        if ballot >= self._promised and self.value is None:
+            self._follow(ballot, ended)
+            self._accepted = (ballot, value)
+            self._say(said, (Tag.ACCEPTED, ballot))
+        self._count(said, ballot)
+
+    def _follow(self, ballot: int, ended: Sequence[int]) -> None:
+        self._promised = ballot
+        self._unheard.update(ended)
+        self._ended.update(ended)
+        self._gone.update(ended)
+
+    def _count(self, said: list[Message], ballot: int) -> None:
+        if self.value is None and ballot in self._proposals:
+            ended, value = self._proposals[ballot]
+            if self._is_quorum(self._votes.get(ballot, ()), ended):
+                self.value = value
+                self._pass_on(said)
+
+    def _pass_on(self, said: list[Message]) -> None:
+        """What a rank that is gone said last may have come here alone."""
+        if self.value is not None and self._gone:
+            self._say(said, (Tag.DECIDED, self.value))
+
+    # ---------------------------------------------------------------- who leads
+
+    def living(self) -> list[int]:
+        """The ranks that are not gone, as far as this one knows."""
+        return [rank for rank in range(self._size) if rank not in self._gone]
+
+    def _is_quorum(self, ranks: Collection[int], ended: Collection[int]) -> bool:
+        if 2 * len(ranks) > self._size:
+            return True
+        return bool(ranks) and all(rank in ranks or rank in ended for rank in range(self._size))
+
+    def _lead(self, said: list[Message]) -> list[Message]:
+        """Do what the lowest rank that lives has to do, once all have entered."""
+        living = self.living()
+        if self.value is not None or self.missing or living[:1] != [self._rank]:
+            return said
+        if self._led == self._promised and self._is_quorum(living, self._led_ended):
+            if not self._has_proposed and (self._led == 0 or all(rank in self._promises for rank in living)):
+                self._has_proposed = True
+                accepted, value = max(self._promises.values(), default=(-1, ()))
+                if accepted < 0:
+                    value = tuple((rank, self._parts[rank]) for rank in living)
+                self._say(said, (Tag.ACCEPT, self._led, sorted(self._led_ended), value))
+        elif self._is_quorum(living, self._ended):
+            self._led = (self._promised // self._size + 1) * self._size + self._rank
+            self._led_ended = frozenset(self._ended)
+            self._has_proposed = False
+            self._promises = {}
+            self._say(said, (Tag.PREPARE, self._led, sorted(self._led_ended)))
+        return said
+
+
+def fault(message: Sequence[Any], size: int) -> bool:
+    """Whether this cannot be a message of an epoch of ``size`` ranks."""
+    if not message or type(message[0]) is not int or not 0 <= message[0] < len(_FIELDS):
+        return True
+    checks = _FIELDS[message[0]]
+    if len(message) != len(checks) + 1:
+        return True
+    return not all(check(field, size) for check, field in zip(checks, message[1:], strict=True))
+
+
+def _is_ballot(field: object, _: int) -> bool:
+    return type(field) is int and -1 <= field < MAX_BALLOT
+
+
+def _is_part(field: object, _: int = 0) -> bool:
+    return type(field) is bytes and len(field) <= MAX_PART_NBYTES
+
+
+def _is_ranks(field: object, size: int) -> bool:
+    return type(field) is list and len(field) <= size and all(type(one) is int and 0 <= one < size for one in field)
+
+
+def _is_value(field: object, size: int) -> bool:
+    if type(field) is not list or len(field) > size:
+        return False
+    return all(type(row) is list and len(row) == 2 and _is_ranks(row[:1], size) and _is_part(row[1]) for row in field)
+
+
+_FIELDS: tuple[tuple[Any, ...], ...] = (
+    (_is_part,),
+    (_is_ballot, _is_ranks),
+    (_is_ballot, _is_ballot, _is_value),
+    (_is_ballot, _is_ranks, _is_value),
+    (_is_ballot,),
+    (_is_value,),
+)
+
+
+def to_wire(message: Message) -> list[Any]:
+    """As msgpack-able fields."""
+    return [
+        [list(row) for row in field] if type(field) is tuple else field for field in (int(message[0]), *message[1:])
+    ]
+
+
+def from_wire(fields: Sequence[Any]) -> Message:
+    """The inverse of `to_wire`, for what has no `fault`."""
+    *first, last = fields
+    if fields[0] in (Tag.PROMISE, Tag.ACCEPT, Tag.DECIDED):
+        last = tuple((rank, part) for rank, part in last)
+    return (*first, last)

@@ -1,0 +1,8 @@
+"""Training that goes on when ranks die: see ``Elastic``."""
+
+from kfcomm.elastic.communicator import ElasticCommunicator
+from kfcomm.elastic.loop import Elastic, Step
+from kfcomm.elastic.sampler import ElasticSampler
+from kfcomm.elastic.state import State
+
+__all__ = ["Elastic", "ElasticCommunicator", "ElasticSampler", "State", "Step"]

@@ -1,0 +1,206 @@
+"""The communicator of a world that changes: the verbs of ``kfcomm.Communicator``, over one epoch after the other."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from kfcomm.arrays import is_list
+from kfcomm.arrays.on_device import is_on_device
+from kfcomm.collectives.handle import Handle
+from kfcomm.communicator import Communicator
+from kfcomm.elastic.calls import KINDS
+from kfcomm.elastic.ledger import Ledger
+from kfcomm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kfcomm.session import Session
+
+
+class ElasticCommunicator:
+    """A communicator whose ranks may change between the steps of an ``Elastic``. Made by ``kfcomm.init(elastic=True)``.
+
+    It has all that a ``Communicator`` has. While an ``Elastic`` is open, the collectives of the world outlive a rank
+    that dies: those that live finish them, with one result and one list of contributors (``handle.contributors``), or
+    one error. ``rank``, ``size`` and ``births`` stay what they are until the step is over. What is not finished so
+    fails as it does without ``Elastic``: messages, queues, sub-groups, persistent collectives, arrays on devices.
+
+    Attributes:
+        current: the communicator of the epoch.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.current = comm
+        self._ledger: Ledger | None = None
+        self._by_births = {comm.births: comm}
+
+    def __repr__(self) -> str:
+        return f"<Elastic{repr(self.current)[1:]}"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.current, name)
+
+    # ---------------------------------------------------------------- who and where
+
+    @property
+    def _shown(self) -> Communicator:
+        """Of the ranks of the step."""
+        return self.current if self._ledger is None else self._by_births[self._ledger.shown]
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process in the step."""
+        return self._shown.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the step."""
+        return self._shown.size
+
+    @property
+    def births(self) -> tuple[int, ...]:
+        """The rank that each rank of the step had in the first epoch: who it is, whatever its number is now."""
+        return self._shown.births
+
+    @property
+    def epoch(self) -> int:
+        """Number of the membership of the step."""
+        return self._shown.epoch
+
+    @property
+    def layout(self) -> Any:
+        """Hosts of the ranks of the step."""
+        return self._shown.layout
+
+    @property
+    def local_rank(self) -> int:
+        """Rank of this process among those of the step on its host."""
+        return self._shown.local_rank
+
+    @property
+    def local_size(self) -> int:
+        """Number of ranks of the step on this host."""
+        return self._shown.local_size
+
+    @property
+    def _session(self) -> Session:
+        return self.current._session
+
+    # ---------------------------------------------------------------- the ends
+
+    async def shrink(self, *, timeout: Any = None) -> Self:
+        """Go on with the ranks that live; this communicator is theirs then. See ``kfcomm.Communicator.shrink``.
+
+        Raises:
+            ConfigError: an ``Elastic`` is open, which does it by itself.
+        """
+        self._check_not_open("shrink")
+        self._move(await self.current.shrink(timeout=timeout))
+        return self
+
+    async def agree(self, value: Any, *, timeout: Any = None) -> Any:
+        """See ``kfcomm.Communicator.agree``.
+
+        Raises:
+            ConfigError: an ``Elastic`` is open.
+        """
+        self._check_not_open("agree")
+        return await self.current.agree(value, timeout=timeout)
+
+    async def propose_size(self, size: int) -> None:
+        """Ask for so many ranks, from any rank; it comes about at the next boundary of an ``Elastic``, or later.
+
+        Others are let in as they are there (``kfcomm run --elastic MIN:MAX`` starts them), up to this number; of too
+        many the last ones are released. The latest that was asked counts.
+
+        Raises:
+            ConfigError: the job does not have so many, or so few; or there is no store.
+            RendezvousError: the store cannot be reached.
+        """
+        if type(size) is not int or size < 1:
+            raise ConfigError(f"a size is a whole number from 1 on, not {size!r}")
+        await self.current._session.network.want_size(size)
+
+    def _check_not_open(self, verb: str) -> None:
+        if self._ledger is not None:
+            raise ConfigError(f"{verb} is for programs that handle losses themselves: while an Elastic is open it does")
+
+    async def close(self) -> None:
+        """See ``kfcomm.Communicator.close``."""
+        if self._ledger is not None:
+            await self.end()
+        await self.current.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._session.hurry()
+        await self.close()
+
+    # ---------------------------------------------------------------- what an Elastic does
+
+    def begin(self) -> Ledger:
+        """From now on calls outlive a rank.
+
+        Raises:
+            ConfigError: one is open already.
+            SessionClosed: the communicator is closed.
+        """
+        if self._ledger is not None:
+            raise ConfigError("an Elastic is open on this communicator already")
+        self.current._check_open()
+        self._by_births = {self.current.births: self.current}
+        self._ledger = Ledger(self.current, self._move)
+        return self._ledger
+
+    async def end(self) -> None:
+        """Calls are those of the epoch again."""
+        ledger, self._ledger = self._ledger, None
+        if ledger is not None:
+            await ledger.close()
+
+    def check_open(self) -> None:
+        """Refuse to work when closed; not in the midst of a change, which calls wait for.
+
+        Raises:
+            SessionClosed, EpochChanged: see ``Session.check_open``.
+        """
+        session = self.current._session.latest
+        if self._ledger is None or not session.is_changing:
+            session.check_open()
+
+    def _move(self, comm: Communicator) -> None:
+        self.current = comm
+        self._by_births[comm.births] = comm
+
+
+def _outliving(verb: str) -> Callable[..., Handle[Any]]:
+    """The verb, by way of the ledger if there is one."""
+    plain = getattr(Communicator, verb)
+
+    def call(self: ElasticCommunicator, *args: Any, **kwargs: Any) -> Handle[Any]:
+        ledger = self._ledger
+        if ledger is None or (args and _is_far(args[0])):
+            begun: Handle[Any] = getattr(self.current, verb)(*args, **kwargs)
+            return begun
+        return ledger.begin(verb, args, kwargs)
+
+    functools.update_wrapper(call, plain)
+    call.__dict__["__signature__"] = inspect.signature(plain)
+    return call
+
+
+def _is_far(x: Any) -> bool:
+    """Whether an array is, or arrays are, in the memory of a device."""
+    return any(map(is_on_device, x)) if is_list(x) else is_on_device(x)
+
+
+for _verb in KINDS:
+    setattr(ElasticCommunicator, _verb, _outliving(_verb))

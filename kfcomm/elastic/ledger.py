@@ -1,0 +1,550 @@
+"""The calls of a step, and how they stand when a rank dies: finished for all who live, done again by them, or failed.
+
+A call is a verb with its arguments, known by its name and which use of the name it is. The ledger posts it in the
+communicator of the epoch. When a rank is lost, everything in flight ends at once, here as on all others; then the ranks
+agree on who goes on (`epochs`), with a digest of what each has finished as its part. Where all have finished the same,
+nothing more is said: the rest is done again in the new epoch. Else they tell each other how they stand, and `verdicts`
+says of each call what becomes of it: the same on all, since it is made of the same.
+
+Invariants:
+
+- For each call all ranks that live get the same result with the same contributors, or all get an error.
+- What one rank has finished, all finish: the lowest that has it gives it to the others. Results are kept until the
+  step is over, and not to be written to before. Whoever comes to such a call later takes what is given.
+- Inputs are intact until the call is over: what the caller wants in place is made beside, and copied.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeAlias
+
+import msgpack
+import numpy as np
+
+from kfcomm.collectives.handle import Handle, looked_at
+from kfcomm.communicator import Communicator
+from kfcomm.elastic.calls import GIVEN_AS_ARRAYS, Call, frozen, plain, restored, written
+from kfcomm.elastic.verdicts import Key, Row, Standing, Verdict, decide
+from kfcomm.epochs import Plan, Released
+from kfcomm.errors import (
+    CollectiveAborted,
+    CollectiveError,
+    CollectiveMismatch,
+    EpochChanged,
+    PeerLost,
+    RendezvousError,
+)
+from kfcomm.runtime.agreements import Call as AgreementKind
+
+logger = logging.getLogger("kfcomm")
+
+BOUNDARY = "kfcomm/boundary"
+"""The name of the call between two steps."""
+ABORTED_S = 0.5
+"""A rank that fails ends what it has in flight, and then it leaves: so long that is waited for."""
+NUM_TELLERS = 2
+"""So many of the first ranks tell the store who is let in and who was given up: one may die."""
+MAX_SCRATCH = 8
+"""Pieces of one shape and dtype that are kept for calls in place."""
+DIGEST_NBYTES = 16
+
+Births: TypeAlias = tuple[int, ...]
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+
+
+class Entry:
+    """A call of this rank.
+
+    Attributes:
+        key: its name (empty without one), and which use of that.
+        call: the verb and its arguments.
+        outer: what the caller holds.
+        inner: the collective under way; None if there is none.
+        standing: how it stands on this rank.
+        step: to which it belongs; a boundary belongs to the one that it begins.
+        result: once it is there.
+        contributors: births of the ranks whose contributions are in it.
+        scratch: where it was made, if the caller wants it elsewhere.
+        unfreeze: arrays of the result that can be written to again when the step is over.
+    """
+
+    __slots__ = (
+        "call", "contributors", "inner", "key", "outer", "result", "scratch", "standing", "step", "unfreeze",
+    )  # fmt: skip
+
+    def __init__(self, key: Key, call: Call, outer: Handle[Any], step: int) -> None:
+        self.key = key
+        self.step = step
+        self.call = call
+        self.outer = outer
+        self.inner: Handle[Any] | None = None
+        self.standing = Standing.POSTED
+        self.result: Any = None
+        self.contributors: Births = ()
+        self.scratch: Array | None = None
+        self.unfreeze: list[Array] = []
+
+
+class Ledger:
+    """The calls of one rank while an ``Elastic`` is open. Everything here runs where the engine does.
+
+    Args:
+        comm: of the epoch.
+        moved: told of the communicator of each new epoch.
+
+    Attributes:
+        comm: of the epoch.
+        shown: births of the ranks of the step, which its calls number from 0.
+        step: its number since ranks have last come or gone by a plan: the same on those that have come then.
+        plan: agreed on, and not carried out yet.
+        is_released: by a plan this rank does not go on.
+        num_changes: of the epoch, so far.
+        paused_s: for how long calls have waited for these.
+    """
+
+    def __init__(self, comm: Communicator, moved: Callable[[Communicator], None]) -> None:
+        self.comm = comm
+        self.shown: Births = comm.births
+        self.plan: Plan | None = None
+        self.is_released = False
+        self.num_changes = 0
+        self.paused_s = 0.0
+        self.step = 0
+        self._moved = moved
+        self._entries: dict[Key, Entry] = {}
+        self._kept: list[Entry] = []
+        self._uses: dict[str, int] = {}
+        self._gifts: dict[Key, Verdict] = {}
+        self._parts: set[Handle[Any]] = set()
+        self._change: asyncio.Task[None] | None = None
+        self._quiet: asyncio.Future[None] | None = None
+        self._error: BaseException | None = None
+        self._scratch: dict[tuple[tuple[int, ...], str], list[Array]] = {}
+        self._is_closed = False
+        self._telling: set[asyncio.Task[None]] = set()
+        self._watch()
+        if self._has_lost():
+            self._start_change()
+
+    # ---------------------------------------------------------------- calls
+
+    def begin(self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Handle[Any]:
+        """Begin a call of this step.
+
+        Raises:
+            ConfigError: see the verb.
+        """
+        call = Call(verb, args, kwargs)
+        name = call.get("name")
+        if type(name) is not str:
+            name = ""
+        number = self._uses.get(name, 0)
+        self._uses[name] = number + 1
+        outer: Handle[Any] = Handle(loop=self.comm._session.engine.loop)
+        entry = Entry((name, number), call, outer, self.step + (name == BOUNDARY))
+        self._entries[entry.key] = entry
+        outer.when_done(self._reactor, lambda done: self._cancelled(entry) if done.cancelled() else None)
+        if self._error is not None:
+            self._refuse(entry, self._error)
+        elif self._change is None:
+            try:
+                self._post(entry)
+            except BaseException:
+                outer.cancel()
+                raise
+        return outer
+
+    @property
+    def _reactor(self) -> Any:
+        return self.comm._session.engine.reactor
+
+    def _cancelled(self, entry: Entry) -> None:
+        entry.standing = Standing.FAILED
+        if entry.inner is not None:
+            entry.inner.cancel()
+
+    def _refuse(self, entry: Entry, error: BaseException) -> None:
+        entry.standing = Standing.FAILED
+        if not entry.outer.done():
+            entry.outer.set_exception(error)
+
+    # ---------------------------------------------------------------- one collective
+
+    def _post(self, entry: Entry) -> None:
+        gift = self._gifts.get(entry.key)
+        if gift is not None and gift.giver < 0:
+            self._refuse(entry, self._over(entry, "it had failed on another rank"))
+        elif gift is not None:
+            self._take(entry, gift)
+        elif not entry.call.kind.can_shrink and self.comm.births != self.shown:
+            self._refuse(entry, self._over(entry, "it cannot be done by fewer ranks"))
+        else:
+            entry.standing = Standing.POSTED
+            root = self._root_of(entry)
+            if root is not None:
+                self._run(entry, entry.call.begin(self.comm, root, self._scratch_for(entry)))
+
+    def _root_of(self, entry: Entry) -> Any:
+        """Its root among the ranks of the epoch; -1 for a verb without; None if it is gone, which fails the call."""
+        if not entry.call.kind.is_rooted:
+            return -1
+        root = entry.call.get("root")
+        if type(root) is not int or not 0 <= root < len(self.shown):
+            return root if self.comm.births == self.shown else len(self.comm.births)  # the verb says what is wrong
+        birth = self.shown[root]
+        if birth in self.comm.births:
+            return self.comm.births.index(birth)
+        key = entry.call.get("name") or ""
+        self._refuse(
+            entry, PeerLost(f"{entry.call.verb} {key!r} failed: its root, rank {root}, is lost", key=key, rank=root)
+        )
+        return None
+
+    def _scratch_for(self, entry: Entry) -> Array | None:
+        """Where a result is made that the caller wants in place, if it is as large as what the caller gives."""
+        x, out = entry.call.get("x"), entry.call.get("out")
+        if out is None or type(x) is not np.ndarray or entry.call.verb not in GIVEN_AS_ARRAYS:
+            return None
+        if entry.scratch is None:
+            free = self._scratch.get((x.shape, x.dtype.str))
+            entry.scratch = free.pop() if free else np.empty(x.shape, x.dtype)
+        return entry.scratch
+
+    def _run(self, entry: Entry, handle: Handle[Any]) -> None:
+        entry.inner = handle
+        handle.when_done(self._reactor, lambda done: self._ended(entry, done))
+
+    def _ended(self, entry: Entry, handle: Handle[Any]) -> None:
+        if entry.inner is not handle:
+            return
+        entry.inner = None
+        error = asyncio.CancelledError() if handle.cancelled() else handle.exception()
+        if entry.standing is Standing.FAILED:
+            pass
+        elif error is None and entry.call.kind.is_own and entry.standing is Standing.POSTED:
+            entry.result, entry.standing = handle.result(), Standing.HELD
+            self._run(entry, self.comm.barrier(_name("all", entry.key)))
+        elif error is None:
+            self._finish(entry, entry.result if entry.standing is Standing.HELD else handle.result(), self.comm.births)
+        elif self._is_loss(error):
+            self._start_change()
+        elif isinstance(error, asyncio.CancelledError):
+            entry.standing = Standing.FAILED
+            entry.outer.cancel()
+        elif isinstance(error, CollectiveAborted):
+            self._reactor.call_later(ABORTED_S, self._aborted, entry, error)
+        else:
+            self._refuse(entry, error)
+        self._look_if_quiet()
+
+    def _aborted(self, entry: Entry, error: BaseException) -> None:
+        """Whoever has ended it may have left meanwhile: then it is done again, without that rank."""
+        if entry.standing in (Standing.POSTED, Standing.HELD) and entry.inner is None and self._change is None:
+            if self._has_lost():
+                self._start_change()
+            else:
+                self._refuse(entry, error)
+
+    def _finish(self, entry: Entry, result: Any, contributors: Births) -> None:
+        entry.standing, entry.contributors = Standing.DONE, contributors
+        entry.result = result
+        if entry.outer.done():
+            return
+        out = entry.call.get("out")
+        try:
+            shown = result if out is None else written(result, out)
+        except Exception as error:  # noqa: BLE001  whatever the caller's array raises, the result is there
+            entry.outer.set_exception(error)
+            return
+        if out is None:
+            entry.unfreeze = frozen(result)
+        entry.outer.contributors = contributors
+        entry.outer.set_result(shown)
+
+    def _is_loss(self, error: BaseException) -> bool:
+        """Whether a rank is gone, which this may have failed by before it was told so.
+
+        A rank that fails ends what it has in flight, and its links. If it was another that ended this call, the ranks
+        find that out when they tell each other how their calls stand.
+        """
+        if isinstance(error, (PeerLost, EpochChanged)):
+            return True
+        return type(error) in (CollectiveError, CollectiveAborted) and self._has_lost()
+
+    def _has_lost(self) -> bool:
+        return bool(self.comm._session.engine.router.lost)
+
+    def _over(self, entry: Entry, why: str) -> EpochChanged:
+        name = entry.call.get("name") or ""
+        members = tuple(self.shown.index(birth) for birth in self.comm.births if birth in self.shown)
+        return EpochChanged(
+            f"{entry.call.verb} {name!r} failed: epoch {self.comm.epoch} has begun with ranks {list(members)} in the "
+            f"midst of the step, and {why}", key=name, epoch=self.comm.epoch, members=members,
+        )  # fmt: skip
+
+    # ---------------------------------------------------------------- what was finished by some
+
+    def _take(self, entry: Entry, gift: Verdict) -> None:
+        """Finish a call as others have finished it; all take part, who has the result as well as who has not."""
+        if _is_sent(entry.call):
+            self._given(entry, gift)
+        else:
+            self._finish(entry, entry.result, gift.contributors)
+
+    def _given(self, entry: Entry, gift: Verdict) -> None:
+        call, root, name = entry.call, self._place(gift.giver), _name("given", entry.key)
+        handle: Handle[Any]
+        is_here = entry.standing is Standing.DONE
+        if call.verb in GIVEN_AS_ARRAYS:
+            handle = self.comm.broadcast(entry.result if is_here else call.get("x"), root, name)
+        else:
+            is_object = call.verb.endswith("_object") or call.verb == "consensus"
+            value = None if not is_here else entry.result if is_object else plain(entry.result)
+            handle = self.comm.broadcast_object(value, root, name)
+        if is_here:
+            self._parts.add(handle)
+            handle.when_done(self._reactor, self._part_done)
+            return
+        entry.inner = handle
+        handle.when_done(self._reactor, lambda done: self._gift_came(entry, gift, done))
+
+    def _place(self, birth: int) -> int:
+        return self.comm.births.index(birth)
+
+    def _part_done(self, handle: Handle[Any]) -> None:
+        self._parts.discard(handle)
+        looked_at(handle)
+        self._look_if_quiet()
+
+    def _gift_came(self, entry: Entry, gift: Verdict, handle: Handle[Any]) -> None:
+        if entry.inner is handle and not handle.cancelled() and handle.exception() is None:
+            verb, result = entry.call.verb, handle.result()
+            entry.inner = None
+            if verb not in GIVEN_AS_ARRAYS and not verb.endswith("_object") and verb != "consensus":
+                result = restored(result, entry.call.get("arrays" if verb == "all_reduce_many" else "x"))
+            self._finish(entry, result, gift.contributors)
+            self._look_if_quiet()
+        else:
+            self._ended(entry, handle)
+
+    # ---------------------------------------------------------------- a change of the epoch
+
+    def _watch(self) -> None:
+        self.comm._session.engine.loss_listeners.append(self._start_change)
+
+    def _unwatch(self) -> None:
+        with contextlib.suppress(ValueError):
+            self.comm._session.engine.loss_listeners.remove(self._start_change)
+
+    def _start_change(self) -> None:
+        if self._change is None and self._error is None and not self._is_closed and not self.comm._session.is_closed:
+            loop = self.comm._session.engine.loop
+            self._change = loop.create_task(self._run_change(), name="kfcomm changes the epoch")
+
+    async def _run_change(self) -> None:
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        try:
+            while await self._change_once():
+                pass
+        except BaseException as error:  # noqa: BLE001  every call hears it
+            self._fail(error)
+        finally:
+            self._change = None
+            self.paused_s += loop.time() - began_s
+        for entry in list(self._entries.values()):
+            if entry.standing in (Standing.POSTED, Standing.HELD) and entry.inner is None and self._change is None:
+                try:
+                    self._post(entry)
+                except Exception as error:  # noqa: BLE001  it was checked when it was first posted, or is now
+                    self._refuse(entry, error)
+
+    async def _change_once(self) -> bool:
+        """Go to the next epoch; whether another rank was lost on the way, so that it has to be done again."""
+        await self._wait_until_quiet()
+        self._unwatch()
+        # what was said of calls that have not begun here, or not ended: whoever was to give it may be gone
+        self._gifts.clear()
+        plan = self.plan
+        try:
+            comm, said, is_planned = await self.comm._succeed(self._digest(), plan=plan)
+        except CollectiveMismatch:  # others take this step for the last one, and have not heard of the loss
+            return True
+        except Released:
+            self.is_released = True
+            raise
+        self.num_changes += 1
+        gone = set(self.comm.births) - set(comm.births) - set(plan.leavers if plan is not None and is_planned else ())
+        self.comm = comm
+        self._watch()
+        self._moved(comm)
+        if gone and comm.rank < NUM_TELLERS:
+            self._tell(comm._session.network.give_up(gone))
+        if is_planned and plan is not None:
+            self.plan = None
+            self._begin_anew()
+            if comm.rank < NUM_TELLERS:
+                joiners = {one.birth for one in plan.joiners}
+                self._tell(comm._session.network.welcome(comm.size - len(joiners), joiners, comm.strategy.name))
+            return self._has_lost()
+        try:
+            if len(set(said.values())) > 1:
+                await self._compare()
+        except (PeerLost, EpochChanged):
+            return True
+        return self._has_lost()
+
+    def _tell(self, telling: Coroutine[Any, Any, None]) -> None:
+        """Tell the store, in the background; without it who is to hear of it is lost soon, or stays."""
+
+        async def tell() -> None:
+            with contextlib.suppress(RendezvousError):
+                await telling
+
+        task = self.comm._session.engine.loop.create_task(tell(), name="kfcomm tells the store")
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+    def _begin_anew(self) -> None:
+        """All that was begun is over on all ranks: calls and steps are counted from 0, as new ranks count theirs."""
+        for entry in [*self._kept, *self._entries.values()]:
+            self._release(entry)
+        self._kept, self._entries, self._gifts, self._uses = [], {}, {}, {}
+        self.step = 0
+        self.shown = self.comm.births
+
+    async def change(self, plan: Plan) -> None:
+        """Carry out a plan that all ranks know of by now, or will.
+
+        Raises:
+            EpochChanged: by the plan this rank does not go on.
+        """
+        self.plan = plan
+        while self._has_plan():
+            if self._error is not None:
+                raise self._error
+            self._start_change()
+            await self.settled()
+
+    def _has_plan(self) -> bool:
+        return self.plan is not None
+
+    async def _wait_until_quiet(self) -> None:
+        """Everything in flight has ended: it does so at once, by the loss."""
+        while any(entry.inner is not None for entry in self._entries.values()) or self._parts:
+            self._quiet = asyncio.get_running_loop().create_future()
+            await self._quiet
+
+    def _look_if_quiet(self) -> None:
+        if self._quiet is not None and not self._quiet.done():
+            self._quiet.set_result(None)
+
+    def _standings(self) -> list[Row]:
+        """Of all calls that are over on this rank, or that it holds a result of its own of."""
+        over = (one for one in [*self._kept, *self._entries.values()] if one.standing is not Standing.POSTED)
+        return sorted((*one.key, int(one.standing), one.contributors, one.step) for one in over)
+
+    def _digest(self) -> bytes:
+        rows = [row for row in self._standings() if row[2] != Standing.HELD]
+        return hashlib.blake2b(msgpack.packb(rows), digest_size=DIGEST_NBYTES).digest()
+
+    async def _compare(self) -> None:
+        """Tell each other how the calls stand; from that follows what becomes of each, the same on all."""
+        said = await self.comm.all_gather_object([self.step, self._standings()], "kfcomm/standings")
+        verdicts = decide(said, self.comm.births)
+        kept = {one.key: one for one in self._kept}
+        for key, verdict in verdicts.items():
+            entry = self._entries.get(key) or kept.get(key)
+            self._gifts[key] = verdict
+            is_here = entry is not None and entry.standing is Standing.DONE
+            if entry is not None and is_here and verdict.giver >= 0 and _is_sent(entry.call):
+                self._given(entry, verdict)
+
+    def _fail(self, error: BaseException) -> None:
+        if isinstance(error, asyncio.CancelledError):
+            error = EpochChanged("the communicator was closed while the ranks agreed on who goes on")
+        elif isinstance(error, Released):
+            error = EpochChanged(f"{error}: this rank is released", epoch=self.comm.epoch + 1)
+        self._error = error
+        for entry in self._entries.values():
+            if entry.standing is not Standing.DONE:
+                self._refuse(entry, error)
+
+    # ---------------------------------------------------------------- steps
+
+    async def settled(self) -> None:
+        """No change is under way."""
+        while self._change is not None:
+            await asyncio.wait([self._change])
+
+    def outcome(self, names: Sequence[str] | None) -> set[int] | None:
+        """Births whose contributions are in all calls of the step (of these names, if given); None without a call."""
+        over = [one for one in self._entries.values() if one.standing is Standing.DONE and one.step == self.step]
+        counted = [one for one in over if names is None or one.key[0] in names]
+        return set.intersection(*(set(one.contributors) for one in counted)) if counted else None
+
+    def unfinished(self) -> list[Handle[Any]]:
+        """What the caller has begun in this step and what is not over."""
+        return [entry.outer for entry in self._entries.values() if not entry.outer.done()]
+
+    def end_step(self, shown: Births) -> None:
+        """All calls of the step are over, and the boundary after it: that alone may still be asked for."""
+        for entry in self._kept:
+            self._release(entry)
+        last = self._entries.pop(next(key for key in self._entries if key[0] == BOUNDARY))
+        for entry in self._entries.values():
+            self._release(entry)
+        self._kept = [last]
+        self._entries = {}
+        self._gifts = {key: gift for key, gift in self._gifts.items() if key[1] >= self._uses.get(key[0], 0)}
+        self.shown = shown
+        self.step += 1
+
+    def _release(self, entry: Entry) -> None:
+        for one in entry.unfreeze:
+            one.flags.writeable = True
+        if entry.scratch is not None:
+            free = self._scratch.setdefault((entry.scratch.shape, entry.scratch.dtype.str), [])
+            if len(free) < MAX_SCRATCH:
+                free.append(entry.scratch)
+
+    async def part(self) -> bool:
+        """Whether all ranks take part no more, from now on; False if the epoch has to change first."""
+        try:
+            await self.settled()
+            await self.comm._session.agreements.decide(AgreementKind.AGREE, b"end", self.comm._session.timeout_s)
+        except CollectiveMismatch:
+            self._start_change()
+            return False
+        self._is_closed = True
+        return True
+
+    async def close(self) -> None:
+        """Nothing is finished for anybody any more."""
+        self._is_closed = True
+        self._unwatch()
+        if self._change is not None:
+            self._change.cancel()
+            await asyncio.gather(self._change, return_exceptions=True)
+        await asyncio.gather(*self._telling)
+        for entry in [*self._kept, *self._entries.values()]:
+            self._release(entry)
+            if not entry.outer.done():
+                self._refuse(entry, EpochChanged(f"{entry.call.verb} was still under way when its Elastic ended"))
+                looked_at(entry.outer)
+
+
+def _is_sent(call: Call) -> bool:
+    """Whether a result has to be given to those who have none: each holds its own, and there is none of a barrier."""
+    return not call.kind.is_own and call.verb != "barrier"
+
+
+def _name(what: str, key: Key) -> str:
+    """A name that no caller uses, whatever the caller's is."""
+    digest = hashlib.blake2b(key[0].encode(errors="surrogatepass"), digest_size=8).hexdigest()
+    return f"kfcomm/{what}/{digest}/{key[1]}"

@@ -1,0 +1,271 @@
+"""Training in steps, between which the ranks may change: one state, one order of samples, whoever dies or joins."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import msgpack
+import numpy as np
+
+from kfcomm.arrays import adapt
+from kfcomm.elastic.asked import Asked
+from kfcomm.elastic.communicator import ElasticCommunicator
+from kfcomm.elastic.ledger import BOUNDARY, Ledger
+from kfcomm.elastic.sampler import ElasticSampler, Indices, share
+from kfcomm.elastic.state import State, arrays_of, difference, load, plan_of, small_of
+from kfcomm.epochs import Plan
+from kfcomm.errors import CollectiveMismatch, ConfigError, EpochChanged, PeerLost
+from kfcomm.types import Candidate
+
+
+class Step(NamedTuple):
+    """One step of training.
+
+    Attributes:
+        number: counted from 0 while the ``Elastic`` is open, by those that join on, too.
+        indices: of the samples that this rank trains on.
+        batch: of those of all ranks.
+    """
+
+    number: int
+    indices: Indices
+    batch: Indices
+
+
+class Elastic:
+    """Training that goes on when a rank dies.
+
+    ::
+
+        state = kfcomm.elastic.State(weights=weights)
+        async with kfcomm.init(elastic=True) as comm:
+            async with kfcomm.elastic.Elastic(comm, state) as elastic:
+                sampler = kfcomm.elastic.ElasticSampler(len(data), batch=256)
+                async for step in elastic.steps(sampler):
+                    gradient = await comm.all_reduce(gradient_of(state, step.indices), name="g", op="avg")
+                    state.weights -= rate * gradient
+
+    On entering all ranks take the state of the lowest. Between two steps the ranks meet; within one they do not change.
+    A rank that dies in the midst of a step holds up nobody for longer than it takes to agree on that: what it had given
+    is in a result for all, or for none, and what it would have trained on is given again later in the pass.
+
+    Over ``kfcomm.sync.init(elastic=True)`` it is the blocking ``kfcomm.sync.Elastic``.
+
+    Args:
+        comm: of all ranks, made with ``elastic=True``.
+        state: what the ranks have alike between steps.
+    """
+
+    def __new__(cls, comm: Any, state: State) -> Any:
+        """The blocking one over a blocking communicator."""
+        over = getattr(comm, "elastic_over", None)
+        return super().__new__(cls) if over is None else over(state)
+
+    def __init__(self, comm: ElasticCommunicator, state: State) -> None:
+        if not isinstance(comm, ElasticCommunicator):
+            raise ConfigError(f"Elastic works on what kfcomm.init(elastic=True) returns, not on {comm!r}")
+        if not isinstance(state, State):
+            raise ConfigError(f"Elastic keeps a kfcomm.elastic.State, not {type(state).__name__}")
+        self._comm = comm
+        self._state = state
+        self._ledger: Ledger | None = None
+        self._asked = Asked()
+        self._admitted: dict[str, Any] | None = None
+        self._earlier = 0
+
+    @property
+    def is_released(self) -> bool:
+        """Whether this rank was taken away by a change of size: its loop has ended, and it is to close."""
+        return self._ledger is not None and self._ledger.is_released
+
+    @property
+    def num_changes(self) -> int:
+        """How often the ranks have changed while it was open."""
+        return 0 if self._ledger is None else self._ledger.num_changes
+
+    @property
+    def paused_s(self) -> float:
+        """For how long calls have waited for that, in seconds."""
+        return 0.0 if self._ledger is None else self._ledger.paused_s
+
+    async def __aenter__(self) -> Self:
+        """Take the state of the lowest rank.
+
+        Raises:
+            ConfigError: the states of the ranks differ in more than their values; says how.
+        """
+        self._ledger = self._comm.begin()
+        network = self._comm.current._session.network
+        num_old, network.num_old = network.num_old, 0
+        try:
+            self._earlier, self._admitted = await self._take_state([0, None], num_old or self._comm.size)
+        except BaseException:
+            self._asked.close()
+            await self._comm.end()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None and not self.is_released:
+                await self._part()
+        finally:
+            self._asked.close()
+            await self._comm.end()
+
+    # ---------------------------------------------------------------- steps
+
+    async def steps(
+        self, sampler: ElasticSampler, *, used_in: str | Sequence[str] | None = None
+    ) -> AsyncIterator[Step]:
+        """The steps of one pass; all ranks go through them together.
+
+        Args:
+            sampler: on all ranks at the same place.
+            used_in: the name, or names, of the calls by which samples count as used; all calls of the step, if left
+                out. Those of a rank that died before it had given to all of these are given again.
+
+        Raises:
+            ConfigError: there is no open ``Elastic``, or the samplers differ.
+            CollectiveMismatch: the ranks are not at the same step.
+        """
+        ledger = self._open()
+        if self.is_released:
+            return
+        names = [used_in] if isinstance(used_in, str) else used_in
+        batch, births = np.empty(0, np.int64), self._comm.births
+        while True:
+            await self._finish_calls(ledger)
+            if self._admitted is not None:
+                sampler.load_state_dict(self._admitted)
+                self._admitted, births = None, self._comm.births
+            else:
+                used = ledger.outcome(names)
+                births_now, is_wanted = await self._meet(ledger, sampler)
+                for rank, birth in enumerate(births):
+                    if birth not in (births_now if used is None else used):
+                        sampler.give_back(share(batch, rank, len(births)))
+                births = births_now
+                if is_wanted and sampler.left:
+                    await self._change(ledger, sampler)
+                    if ledger.is_released:
+                        return
+                    births = self._comm.births
+            batch = sampler.take()
+            if not len(batch):
+                sampler.end_pass()
+                return
+            yield Step(self._number(), share(batch, births.index(self._me()), len(births)), batch)
+
+    def _open(self) -> Ledger:
+        if self._ledger is None or self._comm._ledger is not self._ledger:
+            raise ConfigError("use Elastic in a with block: it is not open")
+        return self._ledger
+
+    def _number(self) -> int:
+        """Of the step that begins: the first boundary begins step 0."""
+        return self._earlier + self._open().step - 1
+
+    def _me(self) -> int:
+        return self._comm.current.births[self._comm.current.rank]
+
+    async def _finish_calls(self, ledger: Ledger) -> None:
+        """What was begun in the step and not waited for; its errors are for whoever holds the handle."""
+        while unfinished := ledger.unfinished():
+            await asyncio.wait(unfinished)
+
+    async def _meet(self, ledger: Ledger, sampler: ElasticSampler) -> tuple[tuple[int, ...], bool]:
+        """The boundary between two steps; returns who takes part in the next one, and if the first has a plan."""
+        where = _number_of([ledger.step, sampler.state_dict()])
+        self._asked.look(self._comm.current)
+        mine = np.array([1, where >> 16, where & 0xFFFF, self._asked.is_wanted(self._comm.current)], np.int64)
+        handle = ledger.begin("all_reduce", (mine, BOUNDARY), {})
+        count, high, low, wanted = (int(one) for one in await handle)
+        contributors = handle.contributors or ()
+        await ledger.settled()
+        ledger.end_step(contributors)
+        if (high, low) != (count * int(mine[1]), count * int(mine[2])):
+            raise CollectiveMismatch(
+                f"the ranks are not at one place: this one begins step {self._number()} with {sampler!r}, another does"
+                " not; all ranks make the same calls with equal samplers", key=BOUNDARY,
+            )  # fmt: skip
+        return contributors, wanted > 0
+
+    async def _change(self, ledger: Ledger, sampler: ElasticSampler) -> None:
+        """Carry out what the first rank has found to be wanted: all know of it, or none does."""
+        comm = self._comm
+        mine = self._asked.plan(comm.current) if comm.rank == 0 else Plan()
+        try:
+            joiners, leavers = await comm.broadcast_object([mine.joiners, mine.leavers], 0, "kfcomm/plan")
+        except PeerLost:
+            return
+        plan = Plan(tuple(Candidate(birth, about) for birth, about in joiners), tuple(leavers))
+        if plan == Plan():
+            return
+        steps = ledger.step
+        try:
+            await ledger.change(plan)
+        except EpochChanged:
+            if not ledger.is_released:
+                raise
+            return
+        self._earlier += steps  # the ledger counts from 0 now, as that of newcomers does
+        self._asked.done(plan)
+        if plan.joiners:
+            place = [self._earlier, sampler.state_dict()]
+            await self._take_state(place, comm.size - len(plan.joiners), is_new=False)
+
+    async def _part(self) -> None:
+        """All ranks leave together, or go on until they can: nobody needs another any more."""
+        ledger = self._open()
+        await self._finish_calls(ledger)
+        while not await ledger.part():
+            await ledger.settled()
+
+    # ---------------------------------------------------------------- the state
+
+    async def _take_state(self, place: list[Any], num_old: int, *, is_new: bool = True) -> list[Any]:
+        """All ranks take the state, and the place in the pass, of the lowest of the first ``num_old`` that lives.
+
+        Args:
+            place: where this rank is.
+            num_old: only these have what is to be taken.
+            is_new: whether this rank takes it over, or only gives it.
+
+        Returns:
+            The place that was taken.
+
+        Raises:
+            ConfigError: the states differ in more than their values. Where some have come to others, to those alone.
+        """
+        comm = self._comm
+        mine = plan_of(self._state)
+        plans = await comm.all_gather_object(mine, "kfcomm/plans")
+        # all ranks say what they have, and so know together whether it fits
+        wrong = [text for rank, plan in enumerate(plans) if (text := difference(mine, plan, rank)) is not None]
+        if mine != plans[0] or any(plan != plans[0] for plan in plans[:num_old]):
+            raise ConfigError(f"the ranks' states are not alike: {(wrong or ['two other ranks differ'])[0]}")
+        views = [adapt(array).flat for _, array in arrays_of(self._state)]
+        told = [place, small_of(self._state)]
+        for root in range(num_old):
+            try:
+                told = await comm.broadcast_object(told, root, f"kfcomm/state/{root}")
+                given = [await comm.broadcast(view, root, f"kfcomm/state/{root}/{n}") for n, view in enumerate(views)]
+            except PeerLost:
+                continue
+            if is_new or root:
+                load(self._state, given, told[1])
+            break
+        found: list[Any] = told[0]
+        return found
+
+
+def _number_of(value: Any) -> int:
+    """32 bits that stand for it."""
+    return int.from_bytes(hashlib.blake2b(msgpack.packb(value), digest_size=4).digest(), "little")

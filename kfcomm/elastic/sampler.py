@@ -1,0 +1,115 @@
+"""Which samples each step trains on: one order for each pass, a batch of the whole world, nothing lost or twice.
+
+Nothing here knows ranks that live or die: the loop says whose share was not used, and that is given again before the
+pass ends. All ranks hold equal samplers, and do the same with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kfcomm.errors import ConfigError
+
+Indices: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
+
+
+class ElasticSampler:
+    """The samples of one pass after another, in steps of one global batch.
+
+    Each sample is used once in each pass, whatever the number of ranks is and however it changes. What a rank that died
+    had, and nobody used, comes again later in the same pass. The last batch of a pass may be smaller.
+
+    Args:
+        length: number of samples.
+        batch: samples of one step, of all ranks together.
+        seed: of the order; each pass has another. None for the natural order.
+
+    Raises:
+        ConfigError: one of them cannot be.
+
+    Attributes:
+        passes: how many are complete.
+    """
+
+    def __init__(self, length: int, batch: int, seed: int | None = 0) -> None:
+        self.length = _count("length", length, 1)
+        self.batch = _count("batch", batch, 1)
+        self.seed = None if seed is None else _count("seed", seed, 0)
+        self.passes = 0
+        self._position = 0
+        self._again: list[int] = []
+        self._order = self._order_of(0)
+
+    def __repr__(self) -> str:
+        again = f", {len(self._again)} to be given again" if self._again else ""
+        return f"<ElasticSampler: pass {self.passes}, {self._position} of {self.length} given{again}>"
+
+    @property
+    def left(self) -> int:
+        """How many samples of this pass are still to be given."""
+        return self.length - self._position + len(self._again)
+
+    def take(self) -> Indices:
+        """The indices of the next global batch; empty once all of the pass have been given."""
+        end = min(self._position + self.batch, self.length)
+        taken = self._order[self._position : end]
+        self._position = end
+        missing = self.batch - len(taken)
+        if missing and self._again:
+            again, self._again = self._again[:missing], self._again[missing:]
+            taken = np.concatenate([taken, np.array(again, np.int64)])
+        return taken
+
+    def give_back(self, indices: Sequence[int] | Indices) -> None:
+        """Nobody used these: they come again before the pass ends."""
+        self._again.extend(int(index) for index in indices)
+
+    def end_pass(self) -> None:
+        """All have been used: the next pass begins."""
+        self.passes += 1
+        self._position = 0
+        self._order = self._order_of(self.passes)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands, as msgpack can carry it: for checkpoints, and ranks that join."""
+        return {
+            "length": self.length, "batch": self.batch, "seed": self.seed, "passes": self.passes,
+            "position": self._position, "again": list(self._again),
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another one stood.
+
+        Raises:
+            ConfigError: that was a sampler of other samples, batches or seed.
+        """
+        for name in ("length", "batch", "seed"):
+            if state[name] != getattr(self, name):
+                raise ConfigError(f"{name} of this sampler is {getattr(self, name)}, that of the state {state[name]}")
+        self.passes = int(state["passes"])
+        self._position = int(state["position"])
+        self._again = [int(index) for index in state["again"]]
+        self._order = self._order_of(self.passes)
+
+    def _order_of(self, number: int) -> Indices:
+        if self.seed is None:
+            return np.arange(self.length)
+        # frozen by NumPy's policy (NEP 19): the same in every version, which ranks and checkpoints rely on
+        random = np.random.RandomState([self.seed & 0xFFFFFFFF, self.seed >> 32 & 0xFFFFFFFF, number])
+        return random.permutation(self.length).astype(np.int64)
+
+
+def _count(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise ConfigError(f"{name} of a sampler is a whole number from {least} on, not {value!r}")
+    return int(value)
+
+
+def share(indices: Indices, rank: int, size: int) -> Indices:
+    """The part of a global batch that one of ``size`` ranks trains on: as even as can be, the first ones one longer."""
+    each, more = divmod(len(indices), size)
+    start = rank * each + min(rank, more)
+    return indices[start : start + each + (rank < more)]

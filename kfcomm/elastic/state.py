@@ -1,0 +1,158 @@
+"""What training is made of between two steps: arrays and small values, the same on all ranks, and given to new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kfcomm.arrays import adapt, adapt_out
+from kfcomm.arrays.kinds import is_array_type
+from kfcomm.collectives.objects import packed, unpacked
+from kfcomm.errors import ConfigError
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+Path: TypeAlias = tuple[str | int, ...]
+
+
+class State:
+    """Arrays and small values by name, as attributes: what all ranks have alike at a step's boundary.
+
+    ::
+
+        state = State(weights=weights, momentum={"w": np.zeros(3)}, step=0)
+        state.weights -= 0.1 * gradient
+        state.step += 1
+
+    A value is an array (NumPy, torch, JAX), what msgpack can carry (numbers, text, bytes, None), or a dictionary or
+    list of such: torch's ``state_dict()`` and JAX's trees of dictionaries and lists are.
+
+    Raises:
+        ConfigError: a value, or one inside it, is none of these.
+    """
+
+    _values: dict[str, Any]
+
+    def __init__(self, **values: Any) -> None:
+        for name, value in values.items():
+            if name.startswith("_"):
+                raise ConfigError(f"a name in a state does not begin with an underscore: {name!r}")
+            _check(value, name)
+        object.__setattr__(self, "_values", dict(values))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self._values[name]
+        except KeyError:
+            raise AttributeError(f"this state has no {name!r}; it has {', '.join(self._values)}") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self._values:
+            raise ConfigError(f"a state has what it was made with: {', '.join(self._values)}; not {name!r}")
+        _check(value, name)
+        self._values[name] = value
+
+    def __repr__(self) -> str:
+        return f"State({', '.join(self._values)})"
+
+
+def arrays_of(state: State) -> list[tuple[str, Any]]:
+    """Its arrays, each with its place in words, in an order that depends on names alone."""
+    return [(_shown(path), value) for path, value in _leaves(state._values) if _is_array(value)]
+
+
+def plan_of(state: State) -> list[list[Any]]:
+    """Place, shape and dtype of each array; msgpack can carry it."""
+    return [[place, list(view.shape), str(view.dtype)] for place, view in ((p, adapt(x)) for p, x in arrays_of(state))]
+
+
+def small_of(state: State) -> Any:
+    """All that is no array; msgpack can carry it."""
+    return _without_arrays(state._values)
+
+
+def load(state: State, arrays: list[Array], small: Any) -> None:
+    """Take over another rank's values: arrays of ``arrays_of``'s order, in place where their kind can be written to."""
+    given = iter(arrays)
+    for name in sorted(state._values):
+        state._values[name] = _loaded(state._values[name], given, small[name])
+
+
+def difference(mine: list[list[Any]], theirs: list[list[Any]], rank: int) -> str | None:
+    """How the arrays of this rank differ from those of another, in words; None if they do not."""
+    for own, other in zip(mine, theirs, strict=False):
+        if own[0] != other[0]:
+            return f"this rank's state has {own[0]} where that of rank {rank} has {other[0]}"
+        if own != other:
+            sides = (f"{one[2]}{tuple(one[1])}" for one in (own, other))
+            return f"{own[0]} is {next(sides)} here and {next(sides)} on rank {rank}"
+    if len(mine) != len(theirs):
+        more = (mine if len(mine) > len(theirs) else theirs)[min(len(mine), len(theirs))][0]
+        return f"{more} is in the state of {'this rank' if len(mine) > len(theirs) else f'rank {rank}'} alone"
+    return None
+
+
+def _is_array(value: Any) -> bool:
+    kind: Any = type(value)
+    return is_array_type(kind)
+
+
+def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    if isinstance(value, Mapping):
+        for key in sorted(value, key=lambda one: (type(one).__name__, one)):
+            yield from _leaves(value[key], (*path, key))
+    elif isinstance(value, (list, tuple)):
+        for place, one in enumerate(value):
+            yield from _leaves(one, (*path, place))
+    else:
+        yield path, value
+
+
+def _shown(path: Path) -> str:
+    return str(path[0]) + "".join(f"[{one!r}]" for one in path[1:])
+
+
+def _check(value: Any, name: str) -> None:
+    for path, leaf in _leaves(value, (name,)):
+        if not _is_array(leaf):
+            try:
+                unpacked(packed(leaf))
+            except ConfigError as error:
+                raise ConfigError(f"{_shown(path)} cannot be in a state: {error}") from None
+
+
+def _without_arrays(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_arrays(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_arrays(one) for one in value]
+    return None if _is_array(value) else value
+
+
+def _loaded(value: Any, arrays: Iterator[Array], small: Any) -> Any:
+    """In the order of `_leaves`. What holds no array is taken over as it is, however long it has become."""
+    if not any(_is_array(leaf) for _, leaf in _leaves(value)):
+        return small
+    if isinstance(value, Mapping):
+        order = sorted(value, key=lambda one: (type(one).__name__, one))
+        found = {key: _loaded(value[key], arrays, small[key]) for key in order}
+        if isinstance(value, dict):
+            value.update(found)
+            return value
+        return type(value)(found)  # type: ignore[call-arg]
+    if isinstance(value, (list, tuple)):
+        items = [_loaded(one, arrays, small[place]) for place, one in enumerate(value)]
+        return type(value)(items)
+    return _written(value, next(arrays))
+
+
+def _written(array: Any, now: Array) -> Any:
+    """The caller's array with other contents; another one of its kind where that cannot be written to."""
+    view = adapt(array)
+    try:
+        out = adapt_out(array, view.shape, view.dtype)
+    except ConfigError:
+        return view.restore(np.array(now, view.dtype).reshape(-1))
+    out.flat[:] = now.reshape(-1)
+    return out.finish()

@@ -1,0 +1,115 @@
+"""From one epoch to the next: the ranks that live agree on who goes on, and these make a world of their own.
+
+A world never changes. The next one is made by the code that made the first, with the agreement in the place of the
+store: each rank opens a door (a port to listen at) before it takes part, says where it is, and the decision holds the
+doors of all that go on. The engine, plans, links, slots and memory of the old epoch end on a rank when it knows the
+decision; its control plane answers on, until all are in the new one and so know it, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from typing import NamedTuple
+
+import msgpack
+
+from kfcomm.collectives.handle import Handle, looked_at
+from kfcomm.core.cause import Cause, CauseKind
+from kfcomm.errors import EpochChanged, KfcommError
+from kfcomm.runtime.agreements import Call
+from kfcomm.session import Session
+from kfcomm.types import Candidate
+
+logger = logging.getLogger("kfcomm")
+
+
+class Plan(NamedTuple):
+    """A change that all ranks have agreed on before: it is made if each of those that live knows of it.
+
+    Attributes:
+        joiners: who comes.
+        leavers: births of those who go.
+    """
+
+    joiners: tuple[Candidate, ...] = ()
+    leavers: tuple[int, ...] = ()
+
+    @property
+    def digest(self) -> bytes:
+        """Eight bytes that stand for it."""
+        return hashlib.blake2b(msgpack.packb([self.joiners, self.leavers]), digest_size=8).digest()
+
+
+NO_PLAN = Plan()
+
+
+class Released(KfcommError):
+    """By a plan this rank does not go on."""
+
+
+class Succession(NamedTuple):
+    """What follows an epoch.
+
+    Attributes:
+        session: of the next epoch.
+        parts: what each rank that lives has given, by its rank in the epoch that is over.
+        is_planned: whether the plan was carried out.
+    """
+
+    session: Session
+    parts: dict[int, bytes]
+    is_planned: bool
+
+
+async def next_epoch(session: Session, part: bytes, timeout_s: float, plan: Plan = NO_PLAN) -> Succession:
+    """Go on with the ranks that live; all of them call it.
+
+    Raises:
+        Released: by the plan this rank does not go on.
+        CollectiveTimeout: ranks that live have not called it; the next call takes it up.
+        Partitioned, PeerLost, CollectiveMismatch: see ``Agreements.decide``.
+    """
+    if session.door is None:
+        session.door = await session.network.open_door(session.epoch + 1)
+    door, network = session.door, session.network
+    given: bytes = msgpack.packb([door.part, part, plan.digest])
+    said = await session.agreements.decide(Call.SHRINK, given, timeout_s, network.has_word)
+    session.door = None
+    opened = {rank: msgpack.unpackb(one) for rank, one in said.items()}
+    is_planned = plan != NO_PLAN and all(row[2] == plan.digest for row in opened.values())
+    births = session.network.births
+    members = tuple(rank for rank in said if not (is_planned and births[rank] in plan.leavers))
+    if session.rank not in said:
+        await door.close()
+        raise EpochChanged(
+            f"epoch {session.epoch} goes on without this rank: the others took it for lost", epoch=session.epoch + 1,
+            members=members,
+        )  # fmt: skip
+    gone = [rank for rank in range(session.layout.size) if rank not in members]
+    without = f", without ranks {gone}" if gone else ""
+    joiners = plan.joiners if is_planned else ()
+    more = f", with {len(joiners)} new ones" if joiners else ""
+    text = f"epoch {session.epoch} is over: ranks {list(members)} go on as epoch {session.epoch + 1}{without}{more}"
+    session.end_epoch(Cause(CauseKind.EPOCH, session.epoch + 1, text, members))
+    logger.info("rank %d: %s", session.rank, text)
+    if session.rank not in members:
+        await door.close()
+        raise Released(text)
+    follower = session.follow(door.enter({rank: opened[rank][0] for rank in members}, joiners))
+    return Succession(follower, {rank: row[1] for rank, row in opened.items()}, is_planned)
+
+
+def settle(session: Session, arrived: Handle[None]) -> None:
+    """All ranks are in the epoch of this session once ``arrived`` is done: what came before is not needed any more.
+
+    If one of them is lost before, those that live find it out by their next call; the old control planes stay until
+    the next change, or the end.
+    """
+
+    def done(_: Handle[None]) -> None:
+        looked_at(arrived)
+        if not arrived.cancelled() and arrived.exception() is None:
+            session.retire_former()
+
+    arrived.when_done(session.engine.reactor, done)

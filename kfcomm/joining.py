@@ -1,0 +1,157 @@
+"""How a program joins a world: ``kfcomm.init``, from its arguments and environment to a communicator."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Generator
+from types import TracebackType
+from typing import Any, NoReturn, Unpack, cast
+
+from kfcomm import accelerator
+from kfcomm.communicator import ARRIVED, Communicator
+from kfcomm.dumps import install_signal
+from kfcomm.epochs import settle
+from kfcomm.monitor import serving
+from kfcomm.network import Alone, SocketNetwork
+from kfcomm.plugins import check
+from kfcomm.rendezvous import farewell
+from kfcomm.rendezvous.settings import Arguments, Settings, detect, misspelt
+from kfcomm.rendezvous.token import conceal
+from kfcomm.session import Session
+from kfcomm.transports.loop_driver import LoopDriver
+from kfcomm.transports.reactor import Reactor
+
+AWAIT = "write comm = await kfcomm.init(), or async with kfcomm.init() as comm; kfcomm.sync.init() needs neither"
+
+
+class Init:
+    """What ``kfcomm.init`` returns: await it, or use it in ``async with``.
+
+    Args:
+        settings: what was found.
+        reactor: driven by whoever gives it; by the event loop, if none is given.
+
+    Attributes:
+        settings: what was found.
+    """
+
+    def __init__(self, settings: Settings, reactor: Reactor | None = None) -> None:
+        self.settings = settings
+        self._reactor = reactor
+        self._made: Communicator | None = None
+
+    def __await__(self) -> Generator[Any, None, Communicator]:
+        return self._begin().__await__()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if hasattr(Communicator, name):
+            raise AttributeError(f"no communicator has a {name!r} yet: {AWAIT}", name=name, obj=self)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+
+    def __enter__(self) -> NoReturn:
+        raise TypeError(f"kfcomm.init is asynchronous: {AWAIT}")
+
+    def __exit__(self, *_: object) -> None:
+        """Never called: see ``__enter__``."""
+
+    async def __aenter__(self) -> Communicator:
+        self._made = await self._begin()
+        return self._made
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._made is not None:
+            await self._made.__aexit__(kind, error, trace)
+
+    async def _begin(self) -> Communicator:
+        own = await accelerator.find(self.settings)
+        try:
+            comm = await self._join(own)
+        except BaseException:
+            await own.close()
+            raise
+        if not self.settings.elastic:
+            return comm
+        from kfcomm.elastic.communicator import ElasticCommunicator  # which others do without
+
+        return cast("Communicator", ElasticCommunicator(comm))  # it has all that one has
+
+    async def _join(self, own: accelerator.Accelerator) -> Communicator:
+        settings = self.settings
+        alone = settings.size == 1
+        network = Alone(settings, own.report) if alone else await SocketNetwork.join(settings, own.report)
+        loop = asyncio.get_running_loop()
+        reactor, closed = self._reactor, _nothing
+        if reactor is None:
+            reactor = Reactor()
+            closed = LoopDriver(reactor, loop).close
+        try:
+            session = Session(
+                network.births.index(settings.rank), network.layout, network, loop, reactor, closed=closed,
+                timeout_s=settings.timeout_s, stall_after_s=settings.stall_after_s, epoch=network.epoch,
+                monitor=settings.monitor, devices=accelerator.set_up(
+                    settings, own, network.reports, network.layout, network.device_transport
+                ),
+            )  # fmt: skip
+        except BaseException:
+            closed()
+            raise
+        try:
+            comm = Communicator(session, session.world, network.strategy)
+            if settings.join is not None:
+                settle(session, comm.barrier(ARRIVED))
+            if settings.timeline is not None:
+                from kfcomm.monitor.timeline import Timeline
+
+                Timeline.of(session, settings.timeline)
+            serving.attend(session, settings, comm.statistics)
+        except BaseException:
+            await session.close()
+            raise
+        if settings.store is not None and settings.token is not None:
+            conceal(os.environ, settings.store, settings.token)
+        return comm
+
+
+def _nothing() -> None:
+    """The reactor is somebody else's."""
+
+
+def init(**arguments: Unpack[Arguments]) -> Init:
+    """Join the world that this process was started in; alone it is a world of one.
+
+    Use as ``async with kfcomm.init() as comm`` or ``comm = await kfcomm.init()``. What is not given is found in the
+    environment: ``KFCOMM_*``, then that of torchrun, SLURM, Open MPI or PMI (``kfcomm env`` explains it).
+
+    Returns:
+        What is awaited gives a ``Communicator``; with ``elastic=True`` a ``kfcomm.elastic.ElasticCommunicator``.
+
+    Raises:
+        ConfigError: at once, if the settings cannot work.
+        RendezvousError: when awaited, if the peers do not find or accept each other.
+    """
+    return Init(prepare(**arguments))
+
+
+def prepare(**arguments: Unpack[Arguments]) -> Settings:
+    """The settings for these arguments in this environment; all is checked that needs nobody else.
+
+    Raises:
+        ConfigError: the settings cannot work.
+    """
+    settings = detect(os.environ, **arguments)
+    if settings.job is None and settings.rank == 0:  # else the launcher has said so, or rank 0 does
+        for line in misspelt(os.environ):
+            logging.getLogger("kfcomm").warning("%s", line)
+    check(settings.strategy)  # an unknown name is refused before anything is open
+    if settings.timeline is not None:
+        from kfcomm.monitor.timeline import check_folder
+
+        check_folder(settings.timeline)
+    serving.check(settings)
+    install_signal(settings.dump_dir)
+    farewell.join(settings.launcher, settings.rank)
+    return settings

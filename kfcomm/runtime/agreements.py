@@ -1,0 +1,168 @@
+"""The agreements of a rank with all others of its epoch, one after the other: `core.membership` with time and news.
+
+Invariants: the n-th agreement of a rank is the n-th of every other. One that was not waited for to the end (a timeout,
+a cancellation) is still under way: the next call takes it up, with the part that was given first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from enum import IntEnum
+
+from kfcomm.core.membership import MAX_PART_NBYTES, Decision, Message, Value
+from kfcomm.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, KfcommError, Partitioned
+
+CUT_OFF_AFTER_S = 1.0
+"""So long ranks that are too few wait to be told, by launchers and refused connections, that others have ended."""
+MAX_ALL_NBYTES = 1 << 15
+"""Of all parts together: they travel in one frame."""
+
+Tell = Callable[[int, Message], None]
+Word = Callable[[Sequence[int]], Awaitable[bool]]
+
+
+class Call(IntEnum):
+    """What a rank takes part for; all ranks have to call the same."""
+
+    AGREE = 0
+    SHRINK = 1
+
+
+class Agreements:
+    """Used on the session's loop; news may come from whoever drives the engine.
+
+    Args:
+        rank, size: of this rank, and of its epoch.
+        tell: says something in an agreement of that number to all others.
+    """
+
+    def __init__(self, rank: int, size: int, tell: Tell) -> None:
+        self._rank = rank
+        self._size = size
+        self._tell = tell
+        self._number = 0
+        self._given: Call | None = None
+        self._decisions: dict[int, Decision] = {}
+        self._gone: set[int] = set()
+        self._ended: set[int] = set()
+        self._error: KfcommError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._turn = asyncio.Lock()
+
+    # ---------------------------------------------------------------- news
+
+    def on_message(self, rank: int, number: int, message: Message) -> None:
+        """Another rank says something; nobody is further from this one than to the next agreement."""
+        if self._number - 1 <= number <= self._number + 1:
+            decision = self._decisions.get(number) or self._begin(number)
+            self._say(number, decision.receive(rank, message))
+
+    def lost(self, rank: int, *, has_ended: bool) -> None:
+        """A rank is given up; has its process ended for certain, or has it left?"""
+        self._gone.add(rank)
+        if has_ended:
+            self._ended.add(rank)
+        for number, decision in list(self._decisions.items()):
+            self._say(number, decision.lost([rank], have_ended=has_ended))
+
+    def fail(self, error: KfcommError) -> None:
+        """This rank takes part in nothing more."""
+        self._error = self._error or error
+        self._wake()
+
+    def _begin(self, number: int) -> Decision:
+        """The decision of that number; what is so long over that nobody can ask for it is forgotten."""
+        self._decisions.pop(number - 3, None)
+        self._decisions[number] = made = Decision(self._rank, self._size, self._gone, self._ended)
+        return made
+
+    def _say(self, number: int, messages: Sequence[Message]) -> None:
+        for message in messages:
+            self._tell(number, message)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # ---------------------------------------------------------------- calls
+
+    async def decide(self, call: Call, part: bytes, timeout_s: float, word: Word | None = None) -> dict[int, bytes]:
+        """Take part, and wait for the decision: the parts of the ranks that go on, by rank.
+
+        Args:
+            call: what for.
+            part: what this rank gives.
+            timeout_s: how long to wait.
+            word: asked whether the ranks that are given to it may go on, where they are half of all.
+
+        Raises:
+            ConfigError: the part is too long, or another call is still under way.
+            CollectiveMismatch: others have called something else.
+            CollectiveTimeout: ranks that live have not called.
+            Partitioned: too few ranks are left, and the others may live.
+            PeerLost: the others have given this rank up.
+        """
+        if len(part) >= MAX_PART_NBYTES or self._size * (len(part) + 8) > MAX_ALL_NBYTES:
+            raise ConfigError(f"{self._size} ranks cannot agree on {len(part)} bytes of each")
+        async with self._turn:
+            number = self._number
+            decision = self._decisions.get(number) or self._begin(number)
+            if self._given is None:
+                self._given = call
+                self._say(number, decision.enter(bytes([call]) + part))
+            elif self._given is not call:
+                raise ConfigError(f"{self._given.name.lower()}() is still under way: call it again first")
+            value = await self._wait(decision, call, timeout_s, word)
+            self._number += 1
+            self._given = None
+        calls = {rank: Call(part[0]) for rank, part in value}
+        if set(calls.values()) != {call}:
+            said = ", ".join(f"rank {rank} called {one.name.lower()}()" for rank, one in calls.items())
+            raise CollectiveMismatch(f"the ranks do not agree on what they agree on: {said}", key=call.name.lower())
+        return {rank: part[1:] for rank, part in value}
+
+    async def _wait(self, decision: Decision, call: Call, timeout_s: float, word: Word | None) -> Value:
+        loop = asyncio.get_running_loop()
+        until_s, cut_off_at_s = loop.time() + timeout_s, math.inf
+        while decision.value is None:
+            if self._error is not None:
+                raise self._error
+            now_s = loop.time()
+            if not decision.is_cut_off:
+                cut_off_at_s = math.inf
+            elif now_s >= cut_off_at_s:
+                await self._ask(decision, word)
+            else:
+                cut_off_at_s = min(cut_off_at_s, now_s + CUT_OFF_AFTER_S)
+            if now_s >= until_s:
+                raise self._late(decision, call, timeout_s)
+            self._waiter = loop.create_future()
+            timer = loop.call_at(min(until_s, cut_off_at_s), self._wake)
+            try:
+                if decision.value is None:
+                    await self._waiter
+            finally:
+                timer.cancel()
+        return decision.value
+
+    async def _ask(self, decision: Decision, word: Word | None) -> None:
+        left = decision.living()
+        if word is not None and 2 * len(left) == self._size and await word(left):
+            for rank in set(range(self._size)) - set(left):
+                self.lost(rank, has_ended=True)
+        elif decision.is_cut_off:
+            raise Partitioned(
+                f"ranks {left} cannot go on: they are {len(left)} of {self._size}, and nobody knows whether the others "
+                "have ended or go on without them",
+                members=left,
+            )
+
+    def _late(self, decision: Decision, call: Call, timeout_s: float) -> CollectiveTimeout:
+        missing = decision.missing
+        arrived = tuple(rank for rank in decision.living() if rank not in missing)
+        why = f"ranks {list(missing)} have not called it" if missing else "what the others say has not come"
+        message = f"{call.name.lower()}() is not done after {timeout_s:g} s: {why}"
+        return CollectiveTimeout(message, key=call.name.lower(), arrived=arrived, missing=missing)

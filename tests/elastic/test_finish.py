@@ -1,0 +1,394 @@
+"""Calls that outlive a rank: what each verb gives, what is refused, and who joins or leaves between steps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kfcomm
+from kfcomm.elastic import Elastic, ElasticCommunicator, ElasticSampler, State
+from kfcomm.elastic.ledger import Entry, Ledger
+from kfcomm.elastic.verdicts import Standing
+from kfcomm.errors import CollectiveMismatch, ConfigError, EpochChanged, PeerLost, SessionClosed
+from kfcomm.testing import run_ranks, world
+from tests.elastic import programs
+
+Body = Callable[[Any, Any], Awaitable[Any]]
+
+
+class Died(Exception):
+    """This rank was killed: it does nothing more."""
+
+
+async def train(comms: Any, body: Body, *, length: int = 12, batch: int = 4, **options: Any) -> list[Any]:
+    """Each rank goes through one pass with ``body(comm, step)``; what the bodies returned, None for who died."""
+
+    async def main(comm: Any) -> Any:
+        found = []
+        try:
+            async with Elastic(comm, State(x=np.zeros(2))) as elastic:
+                async for step in elastic.steps(ElasticSampler(length, batch), **options):
+                    found.append(await body(comm, step))  # noqa: PERF401 - one after the other
+        except Died:
+            return None
+        return found
+
+    return await run_ranks(comms, main)
+
+
+def die(comms: Any, comm: Any) -> None:
+    comms.kill(comm.births[comm.rank])
+    raise Died
+
+
+async def heard(comm: Any) -> None:
+    """The loss has been heard of, and the ranks that live have gone on."""
+    before = comm.current.epoch
+    while comm.current.epoch == before:  # noqa: ASYNC110 - there is no event for it
+        await asyncio.sleep(0)
+
+
+@pytest.mark.asyncio
+async def test_results_can_be_written_to_when_the_step_is_over() -> None:
+    async with world(2, elastic=True) as comms:
+        kept: list[Any] = []
+
+        async def body(comm: Any, step: Any) -> None:
+            assert comm.rank == 1 or all(one.flags.writeable for one in kept)
+            result = await comm.all_reduce(np.ones(3))
+            with pytest.raises(ValueError, match="read-only"):
+                result += 1
+            if comm.rank == 0:
+                kept.append(result)
+
+        await train(comms, body)
+
+
+@pytest.mark.asyncio
+async def test_what_is_wanted_in_place_is_made_beside() -> None:
+    async with world(3, elastic=True, strategy="ring") as comms:
+
+        async def body(comm: Any, step: Any) -> None:
+            x = np.full(50_000, comm.births[comm.rank] + 1.0)
+            y = x.copy()
+            if step.number == 1 and comm.rank == 2:
+                die(comms, comm)
+            handle = comm.all_reduce(x, "x", out=x)
+            assert await handle is x
+            many = {"a": y}
+            assert (await comm.all_reduce_many(many, "many", out=many))["a"] is y
+            expected = sum(birth + 1 for birth in handle.contributors)
+            assert (x == expected).all()
+            assert (y == expected).all()
+            assert handle.contributors == ((0, 1, 2) if step.number < 1 else (0, 1))
+
+        await train(comms, body)
+
+
+@pytest.mark.asyncio
+async def test_an_average_is_that_of_the_contributors() -> None:
+    async with world(3, elastic=True) as comms:
+
+        async def body(comm: Any, step: Any) -> Any:
+            if step.number == 1 and comm.rank == 0:
+                die(comms, comm)
+            return float(await comm.all_reduce(3.0 * comm.births[comm.rank], "a", op="avg"))
+
+        assert await train(comms, body) == [None, [3.0, 4.5, 4.5, 4.5], [3.0, 4.5, 4.5, 4.5]]
+
+
+GIVEN = {
+    "all_reduce": lambda comm, x: comm.all_reduce(x, "b"),
+    "in place": lambda comm, x: comm.all_reduce(x, "b", out=x),
+    "lists": lambda comm, x: comm.all_reduce([x, x[:1]], "b"),
+    "all_reduce_many": lambda comm, x: comm.all_reduce_many({"a": x, "c": x[:2]}, "b"),
+    "broadcast": lambda comm, x: comm.broadcast(x, 1, "b"),
+    "all_gather": lambda comm, x: comm.all_gather(x, "b"),
+    "concat": lambda comm, x: comm.all_gather(x[: comm.births[comm.rank] + 1], "b", concat=True),
+    "consensus": lambda comm, x: comm.consensus(x[:0], "b"),
+    "barrier": lambda comm, x: comm.barrier("b"),
+    "all_gather_object": lambda comm, x: comm.all_gather_object(comm.births[comm.rank], "b"),
+    "broadcast_object": lambda comm, x: comm.broadcast_object("text", 0, "b"),
+    "gather": lambda comm, x: comm.gather(x, 1, "b"),
+    "reduce_scatter": lambda comm, x: comm.reduce_scatter(x, "b"),
+}
+
+
+@pytest.mark.parametrize("verb", GIVEN)
+@pytest.mark.asyncio
+async def test_what_one_rank_has_all_get_from_it(monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    """Rank 0 dies when it has the result and rank 1, too; the last of it has not come to rank 2."""
+    real = Ledger._ended
+
+    def ended(self: Ledger, entry: Entry, handle: Any) -> None:
+        is_last = entry.standing is Standing.HELD or not entry.call.kind.is_own
+        if self.comm.epoch == 0 and self.comm.rank == 2 and entry.key[0] == "b" and is_last:
+            entry.inner = None
+            self._look_if_quiet()
+        else:
+            real(self, entry, handle)
+
+    monkeypatch.setattr(Ledger, "_ended", ended)
+    async with world(3, elastic=True) as comms:
+
+        async def body(comm: Any, step: Any) -> Any:
+            if step.number != 1:
+                return None
+            birth = comm.births[comm.rank]
+            handle = GIVEN[verb](comm, np.full(9, birth + 1.0))
+            result = await handle
+            if birth == 0:
+                die(comms, comm)
+            return handle.contributors, programs.as_plain(result)
+
+        _, one, two = await train(comms, body)
+        assert one[1][0] == two[1][0] == (0, 1, 2)
+        if verb not in ("gather", "reduce_scatter"):
+            assert one[1] == two[1]
+        elif verb == "gather":
+            assert one[1][1] is not None
+            assert two[1][1] is None
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.asyncio
+async def test_who_was_to_give_may_die_too(monkeypatch: pytest.MonkeyPatch, is_late: bool) -> None:
+    """Rank 1 alone has the result when rank 0 dies, and dies when it is to give it: the others do it again."""
+    real_ended, real_given = Ledger._ended, Ledger._given
+
+    async with world(4, elastic=True) as comms:
+
+        def ended(self: Ledger, entry: Entry, handle: Any) -> None:
+            if self.comm.epoch == 0 and self.comm.rank > 1 and entry.key[0] == "b":
+                entry.inner = None
+                self._look_if_quiet()
+            else:
+                real_ended(self, entry, handle)
+
+        def given(self: Ledger, entry: Entry, gift: Any) -> None:
+            if self.comm.births[self.comm.rank] == 1:
+                comms.kill(1)
+            else:
+                real_given(self, entry, gift)
+
+        monkeypatch.setattr(Ledger, "_ended", ended)
+        monkeypatch.setattr(Ledger, "_given", given)
+
+        async def body(comm: Any, step: Any) -> Any:
+            if step.number != 1:
+                return None
+            birth = comm.births[comm.rank]
+            handle = comm.all_reduce(np.full(9, birth + 1.0), "b")
+            if birth < 2:
+                await handle
+            if birth == 0:
+                die(comms, comm)
+            if birth == 1:
+                while 1 not in comms.dead:  # noqa: ASYNC110 - there is no event for it
+                    await asyncio.sleep(0)
+                raise Died
+            if is_late:
+                await heard(comm)
+            return handle.contributors if is_late else None, (await handle).tolist(), handle.contributors
+
+        _, _, two, three = await train(comms, body)
+        assert two[1][1:] == three[1][1:] == ([7.0] * 9, (2, 3))
+
+
+@pytest.mark.asyncio
+async def test_what_needs_the_rank_that_died_fails_on_all() -> None:
+    async with world(3, elastic=True) as comms:
+
+        async def body(comm: Any, step: Any) -> Any:
+            if step.number != 1:
+                assert (await comm.reduce_scatter(np.ones(6), "ok")).size == 6 // comm.size
+                return None
+            if comm.rank == 0:
+                die(comms, comm)
+            with pytest.raises(PeerLost, match=r"its root, rank 0, is lost|rank 0 is lost"):
+                await comm.broadcast(np.ones(2), 0, "b")
+            with pytest.raises(EpochChanged, match="cannot be done by fewer ranks") as failure:
+                await comm.all_to_all(np.ones(3), "t")
+            assert failure.value.members == (1, 2)
+            assert (comm.rank, comm.size, comm.births) == (comm.births.index(comm.births[comm.rank]), 3, (0, 1, 2))
+            gathered = await comm.gather(np.full(2, comm.rank), 1, "g")
+            return None if gathered is None else gathered.tolist()
+
+        _, one, two = await train(comms, body)
+        assert one[1] == [[1, 1], [2, 2]]
+        assert two[1] is None
+
+
+@pytest.mark.asyncio
+async def test_a_rank_that_fails_is_a_rank_that_is_lost() -> None:
+    async with world(3, elastic=True) as comms:
+
+        async def main(comm: Any) -> Any:
+            number = 0
+            try:
+                async with comm, Elastic(comm, State()) as elastic:
+                    async for step in elastic.steps(ElasticSampler(12, 3)):
+                        pending = comm.all_reduce(np.ones(2), "before")
+                        if comm.births[comm.rank] == 1 and step.number == 2:
+                            raise Died
+                        await pending
+                        number += int((await comm.all_reduce(np.ones(1), "n"))[0])
+            except Died:
+                return None
+            return number
+
+        first, none, last = await run_ranks(comms, main)
+        assert none is None
+        assert first == last
+
+
+@pytest.mark.asyncio
+async def test_states_that_differ_are_refused_on_all() -> None:
+    async with world(2, elastic=True) as comms:
+
+        async def main(comm: Any) -> None:
+            with pytest.raises(ConfigError, match=r"states are not alike: x is float64\(\d,\) here and float64\(\d,\)"):
+                async with Elastic(comm, State(x=np.zeros(2 + comm.rank))):
+                    raise AssertionError
+            # nothing is left of it
+            async with Elastic(comm, State(x=np.full(2, comm.rank))) as elastic:
+                assert (elastic.num_changes, elastic.paused_s, elastic.is_released) == (0, 0.0, False)
+
+        await run_ranks(comms, main)
+
+
+@pytest.mark.asyncio
+async def test_ranks_at_unlike_places_are_told() -> None:
+    async with world(2, elastic=True) as comms:
+
+        async def main(comm: Any) -> None:
+            async with Elastic(comm, State()) as elastic:
+                steps = elastic.steps(ElasticSampler(10, 2, seed=comm.rank))
+                with pytest.raises(CollectiveMismatch, match="not at one place"):
+                    await anext(steps)
+
+        await run_ranks(comms, main)
+
+
+@pytest.mark.asyncio
+async def test_what_an_elastic_is_not_for_is_refused() -> None:
+    async with world(1, elastic=True) as comms, world(1) as others:
+        comm = comms[0]
+        with pytest.raises(ConfigError, match=r"kfcomm.init\(elastic=True\)"):
+            Elastic(others[0], State())
+        with pytest.raises(ConfigError, match=r"keeps a kfcomm\.elastic\.State, not dict"):
+            Elastic(comm, {})  # type: ignore[arg-type]
+        elastic = Elastic(comm, State())
+        with pytest.raises(ConfigError, match="use Elastic in a with block"):
+            await anext(elastic.steps(ElasticSampler(1, 1)))
+        async with elastic:
+            for wrong in (comm.agree(True), comm.shrink()):
+                with pytest.raises(ConfigError, match="while an Elastic is open"):
+                    await wrong
+            with pytest.raises(ConfigError, match="open on this communicator already"):
+                async with Elastic(comm, State()):
+                    raise AssertionError
+            with pytest.raises(ConfigError):
+                comm.all_reduce(np.ones(2), op="no such")
+        assert await comm.agree(True)
+        assert (await comm.shrink()).epoch == 1
+        for size in (0, True, 1.5, "2"):
+            with pytest.raises(ConfigError, match="a size is a whole number"):
+                await comm.propose_size(size)
+        await comm.close()
+        with pytest.raises(SessionClosed):
+            comm.begin()
+
+
+@pytest.mark.asyncio
+async def test_who_joins_has_the_state_and_who_is_released_ends_its_loop() -> None:
+    async with world(2, elastic=True) as comms:
+        comers: list[asyncio.Task[Any]] = []
+
+        async def main(comm: Any, weight: float) -> Any:
+            births, state = [], State(w=np.full(2, weight), step=0)
+            async with Elastic(comm, state) as elastic:
+                async for step in elastic.steps(ElasticSampler(60, 6)):
+                    births.append(comm.births)
+                    count = await comm.all_reduce(np.ones(2), "n")
+                    assert (count == comm.size).all()
+                    assert state.step == step.number
+                    state.w += 1
+                    state.step += 1
+                    if step.number == 3 and comm.rank == 0:
+                        comers.append(asyncio.create_task(join(2)))
+                    if step.number == 6 and comm.rank == 0:
+                        await comm.propose_size(1)
+                    await asyncio.sleep(0.001)
+            return births, elastic.is_released, state.w.tolist()
+
+        async def join(birth: int) -> Any:
+            return await main(await comms.join(birth), -100.0)
+
+        first, second = await asyncio.gather(*(main(comm, float(comm.rank)) for comm in list(comms)))
+        third = await comers[0]
+        assert first[1:] == (False, [10.0, 10.0])
+        assert second[1]
+        assert third[1]
+        assert first[0][-1] == (0,)
+        assert third[0]
+        assert set(third[0]) == {(0, 1, 2)}
+        assert second[2] == third[2] == [len(second[0])] * 2
+
+
+@pytest.mark.asyncio
+async def test_a_newcomer_that_does_not_fit_is_told_and_the_others_go_on() -> None:
+    async with world(2, elastic=True) as comms:
+        comers: list[asyncio.Task[Any]] = []
+
+        async def join() -> None:
+            comm = await comms.join(2)
+            async with comm, Elastic(comm, State(w=np.zeros(3))):
+                raise AssertionError
+
+        async def main(comm: Any) -> int:
+            steps = 0
+            async with Elastic(comm, State(w=np.zeros(2))) as elastic:
+                async for step in elastic.steps(ElasticSampler(40, 4)):
+                    if step.number == 2 and comm.rank == 0:
+                        comers.append(asyncio.create_task(join()))
+                    steps += int((await comm.all_reduce(np.ones(1), "n"))[0]) > 0
+                    await asyncio.sleep(0.001)
+            return steps
+
+        # what it would have trained on in the step in which it left is given again
+        assert await run_ranks(list(comms), main) in ([10, 10], [11, 11])
+        with pytest.raises(ConfigError, match=r"w is float64\(3,\) here and float64\(2,\) on rank 0"):
+            await comers[0]
+
+
+@pytest.mark.asyncio
+async def test_it_is_a_communicator_in_all_else() -> None:
+    async with world(2, elastic=True) as comms:
+        comm = comms[0]
+        assert isinstance(comm, ElasticCommunicator)
+        assert repr(comm) == "<ElasticCommunicator 'world', rank 0 of 2, open>"
+        assert (comm.rank, comm.size, comm.epoch, comm.births, comm.local_rank, comm.local_size) == (
+            0,
+            2,
+            0,
+            (0, 1),
+            0,
+            2,
+        )
+        assert comm.layout.size == 2
+        assert {name for name in dir(kfcomm.Communicator) if not name.startswith("_")} <= {
+            *dir(comm), *(name for name in dir(comm.current)),
+        }  # fmt: skip
+        await asyncio.gather(*(one.set_strategy("ring") for one in comms))
+        assert comm.strategy.name == "ring"
+        handle = comms[0].all_reduce(np.ones(2))
+        await comms[1].all_reduce(np.ones(2))
+        assert handle.contributors is None
+        sent = comms[0].send(np.ones(2), 1)
+        assert (await comms[1].recv(0)).sum() == 2
+        await sent

@@ -1,0 +1,82 @@
+"""States: attributes, places in words, and values that come from another rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kfcomm.elastic.state import State, arrays_of, difference, load, plan_of, small_of
+from kfcomm.errors import ConfigError
+
+
+def state(**more: Any) -> State:
+    layers = [{"w": np.zeros((2, 3)), "b": np.zeros(3, np.float32)}, {"w": np.ones(1)}]
+    return State(layers=layers, step=3, log=["begun"], deep={"x": {"y": np.arange(4)}, "z": None}, **more)
+
+
+def test_values_are_attributes() -> None:
+    one = state()
+    one.step += 1
+    one.layers[0]["w"] += 1
+    assert (one.step, one.layers[0]["w"].sum()) == (4, 6.0)
+    assert repr(one) == "State(layers, step, log, deep)"
+    with pytest.raises(AttributeError, match="no 'steps'; it has layers, step, log, deep"):
+        one.steps  # noqa: B018
+    with pytest.raises(ConfigError, match="not 'steps'"):
+        one.steps = 1
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, {"a": [1j]}, [lambda: 1]])
+def test_what_cannot_travel_is_refused_where_it_stands(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"value.*cannot be in a state"):
+        State(value=value)
+    one = State(value=1)
+    with pytest.raises(ConfigError, match="cannot be in a state"):
+        one.value = value
+    with pytest.raises(ConfigError, match="underscore"):
+        State(_hidden=1)
+
+
+def test_arrays_have_places_in_an_order_of_names() -> None:
+    assert [place for place, _ in arrays_of(state())] == [
+        "deep['x']['y']", "layers[0]['b']", "layers[0]['w']", "layers[1]['w']",
+    ]  # fmt: skip
+    assert plan_of(state())[1] == ["layers[0]['b']", [3], "float32"]
+
+
+def test_another_ranks_values_are_taken_over_in_place() -> None:
+    mine, theirs = state(), state()
+    theirs.layers[0]["w"][:] = 7
+    theirs.deep["x"]["y"][:] = 9
+    theirs.step, theirs.log = 12, ["begun", "goes on"]
+    kept = mine.layers[0]["w"]
+    load(mine, [np.array(array).reshape(-1) for _, array in arrays_of(theirs)], small_of(theirs))
+    assert kept is mine.layers[0]["w"]
+    assert (kept == 7).all()
+    assert (mine.deep["x"]["y"] == 9).all()
+    assert (mine.step, mine.log, mine.deep["z"]) == (12, ["begun", "goes on"], None)
+
+
+def test_what_cannot_be_written_to_is_replaced() -> None:
+    frozen = np.zeros(3)
+    frozen.flags.writeable = False
+    one = State(a=frozen, pair=(np.zeros(1), "text"))
+    load(one, [np.full(3, 5.0), np.full(1, 6.0)], {"a": None, "pair": [None, "other"]})
+    assert one.a.tolist() == [5, 5, 5]
+    assert frozen.tolist() == [0, 0, 0]
+    assert (one.pair[0].tolist(), one.pair[1]) == ([6.0], "other")
+
+
+def test_differences_are_told_with_names_and_shapes() -> None:
+    assert difference(plan_of(state()), plan_of(state()), 3) is None
+    longer = plan_of(state(zz=np.zeros(1)))
+    assert difference(longer, plan_of(state()), 3) == "zz is in the state of this rank alone"
+    assert difference(plan_of(state()), longer, 3) == "zz is in the state of rank 3 alone"
+    assert difference(plan_of(State(a=np.zeros(2))), plan_of(State(a=np.zeros((3, 1)))), 1) == (
+        "a is float64(2,) here and float64(3, 1) on rank 1"
+    )
+    assert "this rank's state has a where that of rank 1 has b" in str(
+        difference(plan_of(State(a=np.zeros(2))), plan_of(State(b=np.zeros(2))), 1)
+    )

@@ -1,0 +1,168 @@
+"""Elastic jobs: who is replaced, when a job has failed, and what is asked from outside."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kfcomm.errors import ConfigError
+from kfcomm.launch.elastic import Elasticity, parse
+from tests.launch.launched import environ
+
+TRAIN = """
+import os, signal, sys, time
+import numpy as np
+import kfcomm
+from kfcomm.elastic import Elastic, ElasticSampler, State
+
+LENGTH, VICTIMS, PAUSE_S = int(sys.argv[1]), json.loads(sys.argv[2]), float(sys.argv[3])
+state = State(used=np.zeros(LENGTH), births=[])
+with kfcomm.sync.init(elastic=True) as comm:
+    if comm.epoch == 0 and comm.rank == 0:
+        print("job", os.environ["KFCOMM_JOB"], flush=True)
+    me = comm.births[comm.rank]
+    with Elastic(comm, state) as elastic:
+        for step in elastic.steps(ElasticSampler(LENGTH, 10), used_in="used"):
+            if [me, step.number] in VICTIMS:
+                os.kill(os.getpid(), signal.SIGKILL)
+            mask = np.zeros(LENGTH)
+            mask[step.indices] = 1
+            state.used += comm.all_reduce(mask, name="used")
+            state.births = [*state.births, list(comm.births)]
+            time.sleep(PAUSE_S)
+    if not elastic.is_released and comm.rank == 0:
+        print(json.dumps([sorted(set(state.used.tolist())), state.births[-1], max(map(len, state.births))]))
+"""
+
+
+def of(least: int = 2, most: int = 4, size: int = 3, restarts: int = 10) -> Elasticity:
+    found = Elasticity(least, most, size, restarts)
+    for birth in range(size):
+        found.begun(birth)
+    return found
+
+
+def test_who_dies_is_replaced_until_ranks_have_come_to_the_end() -> None:
+    job = of()
+    job.ended(1, -9)
+    assert (job.replaced(), job.has_failed, job.next_birth, job.restarts) == (1, False, 3, 9)
+    job.begun(3)
+    job.ended(0, 0)
+    assert job.is_ending
+    job.ended(2, 1)
+    assert (job.replaced(), job.has_failed) == (0, False)
+    job.ended(3, 1)
+    assert job.has_failed
+
+
+def test_restarts_come_to_an_end_and_too_few_is_a_failure() -> None:
+    job = of(restarts=1)
+    job.ended(0, 1)
+    assert job.replaced() == 1
+    job.begun(3)
+    job.ended(1, 1)
+    assert (job.replaced(), job.has_failed) == (0, False)
+    job.ended(2, 1)
+    assert job.has_failed
+
+
+def test_sizes_are_within_bounds_and_who_is_released_is_not_missed() -> None:
+    job = of(least=1)
+    assert job.resize(9) == (1, [])
+    job.begun(3)
+    assert job.size == 4
+    assert job.resize(0) == (0, [])
+    assert job.size == 1
+    for birth in (1, 2, 3):
+        job.ended(birth, 0)
+    assert not job.is_ending
+    job.ended(0, 0)
+    assert job.is_ending
+
+
+def test_who_waits_to_join_is_not_wanted_before_ranks_are_released() -> None:
+    job = of(least=1)
+    assert job.resize(2, waiting=[2]) == (0, [2])
+    assert job.released == 0
+    assert job.resize(1, waiting=[2]) == (0, [2])
+    assert job.released == 1
+
+
+@pytest.mark.parametrize("text", ["", "x", "3", "0", "1:", ":4", "2:1", "1:1", "-1:3", "1:999999", "1:2:3"])
+def test_bounds_that_do_not_fit_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--elastic"):
+        parse(text, 2, 10)
+
+
+def test_bounds() -> None:
+    assert parse("2", 4, 10) == Elasticity(2, 4, 4, 0)
+    assert parse("2:8", 4, 10) == Elasticity(2, 8, 4, 10)
+    with pytest.raises(ConfigError, match="two ranks or more"):
+        parse("1:4", 1, 10)
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text("import json\n" + TRAIN)
+    command = [sys.executable, "-m", "kfcomm", "run", *arguments]
+    return subprocess.run(command, cwd=folder, env=environ(), capture_output=True, text=True, timeout=120)
+
+
+def test_a_job_outlives_those_that_began(tmp_path: Path) -> None:
+    victims = json.dumps([[0, 5], [1, 15], [2, 30]])
+    done = run(tmp_path, "-n", "3", "--elastic", "2:3", sys.executable, "train.py", "900", victims, "0.03")
+    assert done.returncode == 0, done.stdout + done.stderr
+    used, births, _ = json.loads(re.sub(r"^\[\d+\] ", "", done.stdout.strip().splitlines()[-1]))
+    assert used == [1.0]
+    assert not set(births) & {0, 1, 2}
+    assert done.stderr.count("started in its place") == 3
+
+
+def test_a_job_fails_when_too_few_are_left(tmp_path: Path) -> None:
+    victims = json.dumps([[0, 3], [1, 6]])
+    done = run(tmp_path, "-n", "3", "--elastic", "2", sys.executable, "train.py", "900", victims, "0.02")
+    assert done.returncode == 128 + 9, done.stdout + done.stderr
+    assert "failed first: SIGKILL" in done.stderr
+
+
+def test_several_hosts_are_refused(tmp_path: Path) -> None:
+    done = run(tmp_path, "-H", "127.0.0.1:2", "--elastic", "2:3", "true")
+    assert done.returncode == 2
+    assert "give -n, not -H" in done.stderr
+
+
+def test_size_and_status_from_outside(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import json\n" + TRAIN)
+
+    def kfcomm(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "kfcomm", *arguments]
+        return subprocess.run(command, env=environ(), capture_output=True, text=True, timeout=60)
+
+    command = ["-n", "2", "--elastic", "2:3", sys.executable, "train.py", "1500", "[]", "0.05"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "kfcomm", "run", *command], cwd=tmp_path, env=environ(), text=True,
+        stdout=subprocess.PIPE,
+    ) as job:  # fmt: skip
+        assert job.stdout is not None
+        name = job.stdout.readline().split()[-1]  # other jobs may run beside it
+
+        def status() -> dict[str, Any]:
+            told: dict[str, Any] = json.loads(kfcomm("status", name, "--json").stdout)
+            return told
+
+        told = status()
+        assert (told["size"], told["least"], told["most"], told["running"], told["ended"]) == (2, 2, 3, [0, 1], [])
+        assert kfcomm("resize", "4", name).returncode == 2
+        assert "3 ranks are wanted" in kfcomm("resize", "3", name[:12]).stdout
+        assert kfcomm("resize", "3", "none of that name").returncode == 2
+        while status()["running"] != [0, 1, 2]:
+            pass
+        assert "3 of 3 ranks run" in kfcomm("status", name).stdout
+        out, _ = job.communicate(timeout=120)
+    assert job.returncode == 0
+    assert "[[1.0], [0, 1, 2], 3]" in out

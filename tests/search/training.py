@@ -1,0 +1,96 @@
+"""Training whose ranks are killed and halted, replaced and resized: every pass ends, with each sample used once.
+
+python -m tests.search.training --seconds 60 --seed 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from random import Random
+
+import click
+
+from tests.elastic import programs
+from tests.launch.launched import environ
+
+LENGTH = 600
+HANG_S = 120.0
+PROGRAM = """
+import json, os, random, signal, sys, time
+import numpy as np
+import kfcomm
+from kfcomm.elastic import Elastic, ElasticSampler, State
+
+LENGTH, kills, halts, sizes = int(sys.argv[1]), *map(json.loads, sys.argv[2:5])
+state = State(used=np.zeros(LENGTH), weights=np.zeros(int(sys.argv[5])))
+with kfcomm.sync.init(elastic=True) as comm:
+    chance = random.Random(os.getpid())
+    with Elastic(comm, state) as elastic:
+        for step in elastic.steps(ElasticSampler(LENGTH, 10), used_in="used"):
+            if comm.size > 2 and chance.random() < kills:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if comm.size > 2 and chance.random() < halts:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if comm.rank == 0 and str(step.number) in sizes:
+                comm.propose_size(sizes[str(step.number)])
+            mask = np.zeros(LENGTH)
+            mask[step.indices] = 1
+            handle = comm.all_reduce_async(mask, name="used")
+            comm.all_reduce(state.weights, name="w", out=state.weights)
+            comm.all_gather(mask[:3], name="g")
+            state.used += handle.wait()
+            if not (state.weights == 0).all():
+                raise AssertionError("a wrong sum")
+    if not elastic.is_released:
+        print(json.dumps(sorted(set(state.used.tolist()))), flush=True)
+"""
+
+
+def processes(random: Random, folder: Path) -> str:
+    """One job of processes; what befell it, in words."""
+    size, transport = random.choice([3, 4]), random.choice(["shm", "unix", "tcp"])
+    kills, halts = random.choice([(0.01, 0), (0.004, 0.002), (0, 0.004)])
+    sizes = {str(random.randrange(60)): random.choice([2, 3, 5]) for _ in range(random.choice([0, 1, 2]))}
+    program = folder / "train.py"
+    program.write_text(PROGRAM)
+    arguments = [str(LENGTH), str(kills), str(halts), json.dumps(sizes), random.choice(["3", "200000"])]
+    options = ["-n", str(size), "--elastic", "2:5", "--transport", transport, "--lost-after", "2", "--timeout", "60"]
+    command = [sys.executable, "-m", "kfcomm", "run", *options, sys.executable, str(program), *arguments]
+    done = subprocess.run(command, env=environ(), capture_output=True, text=True, timeout=HANG_S)
+    said = {line.partition("] ")[2] for line in done.stdout.splitlines()}
+    if done.returncode or said != {"[1.0]"}:
+        raise AssertionError(f"{' '.join(command)}\n{done.returncode}\n{done.stdout}\n{done.stderr}")
+    return f"{transport}, {done.stderr.count('started')} started"
+
+
+def main() -> int:
+    """Search for so many seconds: worlds in memory and jobs of processes by turns."""
+    parser = argparse.ArgumentParser(prog="python -m tests.search.training")
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    random, until_s = Random(given.seed), time.monotonic() + given.seconds
+    seeds = jobs = 0
+    with tempfile.TemporaryDirectory() as folder:
+        while time.monotonic() < until_s:
+            for _ in range(40):
+                seed, transport = random.randrange(1 << 31), random.choice(["memory", "shm"])
+                asyncio.run(programs.run(seed, transport, grows=random.random() < 0.5))
+                seeds += 1
+            processes(random, Path(folder))
+            jobs += 1
+    click.echo(f"{seeds} worlds in memory, {jobs} jobs")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
