@@ -44,9 +44,9 @@ def test_one_line_tells_who_is_missing_and_what_it_did_last() -> None:
             assert failure.fields["arrived"] == [0, 1, 2]
             assert failure.fields["missing"] == [3]
         for rank in range(3):
-            (line,) = [line for line in world[rank].logged() if "has waited" in line]
+            # on a busy machine the first call may have been slow enough to be told of, too
+            (line,) = [line for line in world[rank].logged() if "has waited" in line and "'grad/7' (#" in line]
             assert line.startswith(f"rank {rank} has waited ")
-            assert "'grad/7'" in line
             assert "arrived ranks [0, 1, 2], missing ranks [3]; rank 3 last completed 'grad/6'" in line
         assert not world[3].logged()
         world[3].do(roles.all_reduce, name="grad/7").failure(CollectiveTimeout)
