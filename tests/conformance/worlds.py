@@ -21,7 +21,7 @@ from kfcomm.testing import MemoryWorld
 HANG_S = 60.0
 LINKS = "memory"
 """The links of all worlds made here; the rooms of tests that are to hold over both kinds set it."""
-SETTLING_TURNS = 1000
+SETTLING_TURNS = 20_000
 
 
 @asynccontextmanager
