@@ -260,17 +260,28 @@ class Heaps:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._own: Heap | None = None
+        self._first: dict[int, Heap] = {}
+        """By rank: the own one that was made first."""
         self._peers: dict[int, PeerHeap] = {}
         self._loans: dict[int, Loan] = {}
         self._num_loans = 0
 
     def own(self) -> Heap | None:
-        """That of this process, made when it is first asked for; None if the system gives none."""
+        """That of this process, made when it is first asked for, by any thread; None if the system gives none.
+
+        A program makes its first array while links are opened behind its back. Peers that were shown another heap than
+        the one which arrays come from would read zeros, so there is one, whoever comes first. No lock: a child that is
+        forked meanwhile would wait for ever.
+        """
         if self._own is None:
             try:
-                self._own = Heap()
+                heap = Heap()
             except OSError as error:
                 logger.debug("no symmetric memory: %s", error)
+                return None
+            self._own = self._first.setdefault(self.rank, heap)
+            if self._own is not heap:
+                heap.close()
         return self._own
 
     def forget(self, peer: int) -> None:

@@ -181,6 +181,29 @@ def test_any_thread_may_drop_the_last_view(heap: Heap) -> None:
     assert heap.num_arrays == 0
 
 
+def test_threads_that_ask_for_it_at_once_get_the_same_heap(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Heaps(0)
+    both, descriptors, given, make = threading.Barrier(2), [], [], heaps.make
+
+    def slowly(name: str, nbytes: int) -> int:
+        both.wait()
+        descriptors.append(make(name, nbytes))
+        return descriptors[-1]
+
+    monkeypatch.setattr(heaps, "make", slowly)
+    threads = [threading.Thread(target=lambda: given.append(made.own())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert given[0] is given[1] is made.own()
+    assert made.descriptors() == [given[0].descriptor]
+    made.close()
+    for descriptor in descriptors:  # that of who came second was closed
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
+
+
 def test_what_ends_while_another_is_made_is_taken_back_afterwards(heap: Heap) -> None:
     """A collector may run at any line, also while the lock is held."""
     block = taken(heap, PAGE)
