@@ -146,8 +146,8 @@ class ElasticCommunicator:
 
     # ---------------------------------------------------------------- what an Elastic does
 
-    def begin(self) -> Ledger:
-        """From now on calls outlive a rank.
+    def begin(self, *, finishes: bool = True) -> Ledger:
+        """From now on calls outlive a rank; ``finishes``: see `Ledger`.
 
         Raises:
             ConfigError: one is open already.
@@ -157,7 +157,7 @@ class ElasticCommunicator:
             raise ConfigError("an Elastic is open on this communicator already")
         self.current._check_open()
         self._by_births = {self.current.births: self.current}
-        self._ledger = Ledger(self.current, self._move)
+        self._ledger = Ledger(self.current, self._move, finishes=finishes)
         return self._ledger
 
     async def end(self) -> None:

@@ -1,10 +1,10 @@
 """The calls of a step, and how they stand when a rank dies: finished for all who live, done again by them, or failed.
 
-A call is a verb with its arguments, known by its name and which use of the name it is. The ledger posts it in the
-communicator of the epoch. When a rank is lost, everything in flight ends at once, here as on all others; then the ranks
-agree on who goes on (`epochs`), with a digest of what each has finished as its part. Where all have finished the same,
-nothing more is said: the rest is done again in the new epoch. Else they tell each other how they stand, and `verdicts`
-says of each call what becomes of it: the same on all, since it is made of the same.
+A call is a verb with its arguments, known by its name and which use of the name in its step it is. The ledger posts it
+in the communicator of the epoch. When a rank is lost, everything in flight ends at once, here as on all others; then
+the ranks agree on who goes on (`epochs`), with a digest of what each has finished as its part. Where all have finished
+the same, nothing more is said: the rest is done again in the new epoch. Else they tell each other how they stand, and
+`verdicts` says of each call what becomes of it: the same on all, since it is made of the same.
 
 Invariants:
 
@@ -43,7 +43,8 @@ from kfcomm.runtime.agreements import Call as AgreementKind
 
 logger = logging.getLogger("kfcomm")
 
-BOUNDARY = "kfcomm/boundary"
+OWN_NAMES = "kfcomm/"
+BOUNDARY = f"{OWN_NAMES}boundary"
 """The name of the call between two steps."""
 ABORTED_S = 0.5
 """A rank that fails ends what it has in flight, and then it leaves: so long that is waited for."""
@@ -61,7 +62,7 @@ class Entry:
     """A call of this rank.
 
     Attributes:
-        key: its name (empty without one), and which use of that.
+        key: its name (empty without one), and which use of that in the step.
         call: the verb and its arguments.
         outer: what the caller holds.
         inner: the collective under way; None if there is none.
@@ -71,10 +72,11 @@ class Entry:
         contributors: births of the ranks whose contributions are in it.
         scratch: where it was made, if the caller wants it elsewhere.
         unfreeze: arrays of the result that can be written to again when the step is over.
+        is_void: it has failed because ranks were lost.
     """
 
     __slots__ = (
-        "call", "contributors", "inner", "key", "outer", "result", "scratch", "standing", "step", "unfreeze",
+        "call", "contributors", "inner", "is_void", "key", "outer", "result", "scratch", "standing", "step", "unfreeze",
     )  # fmt: skip
 
     def __init__(self, key: Key, call: Call, outer: Handle[Any], step: int) -> None:
@@ -88,6 +90,7 @@ class Entry:
         self.contributors: Births = ()
         self.scratch: Array | None = None
         self.unfreeze: list[Array] = []
+        self.is_void = False
 
 
 class Ledger:
@@ -96,6 +99,7 @@ class Ledger:
     Args:
         comm: of the epoch.
         moved: told of the communicator of each new epoch.
+        finishes: what no rank has finished when one is lost is done again by the others; else it fails on all.
 
     Attributes:
         comm: of the epoch.
@@ -107,7 +111,7 @@ class Ledger:
         paused_s: for how long calls have waited for these.
     """
 
-    def __init__(self, comm: Communicator, moved: Callable[[Communicator], None]) -> None:
+    def __init__(self, comm: Communicator, moved: Callable[[Communicator], None], *, finishes: bool = True) -> None:
         self.comm = comm
         self.shown: Births = comm.births
         self.plan: Plan | None = None
@@ -116,11 +120,12 @@ class Ledger:
         self.paused_s = 0.0
         self.step = 0
         self._moved = moved
+        self._finishes = finishes
         self._entries: dict[Key, Entry] = {}
         self._kept: list[Entry] = []
         self._uses: dict[str, int] = {}
         self._gifts: dict[Key, Verdict] = {}
-        self._parts: set[Handle[Any]] = set()
+        self._parts: dict[Handle[Any], int] = {}
         self._change: asyncio.Task[None] | None = None
         self._quiet: asyncio.Future[None] | None = None
         self._error: BaseException | None = None
@@ -176,18 +181,23 @@ class Ledger:
     # ---------------------------------------------------------------- one collective
 
     def _post(self, entry: Entry) -> None:
-        gift = self._gifts.get(entry.key)
+        gift = self._gift_for(entry)
         if gift is not None and gift.giver < 0:
-            self._refuse(entry, self._over(entry, "it had failed on another rank"))
+            self._void(entry, "it had failed on another rank")
         elif gift is not None:
             self._take(entry, gift)
-        elif not entry.call.kind.can_shrink and self.comm.births != self.shown:
-            self._refuse(entry, self._over(entry, "it cannot be done by fewer ranks"))
+        elif self.comm.births != self.shown and not self._is_done_again(entry):
+            why = "it cannot be done by fewer ranks" if self._finishes else "no rank had finished it"
+            self._void(entry, why)
         else:
             entry.standing = Standing.POSTED
             root = self._root_of(entry)
             if root is not None:
                 self._run(entry, entry.call.begin(self.comm, root, self._scratch_for(entry)))
+
+    def _gift_for(self, entry: Entry) -> Verdict | None:
+        gift = self._gifts.get(entry.key)
+        return gift if gift is not None and gift.step == entry.step else None
 
     def _root_of(self, entry: Entry) -> Any:
         """Its root among the ranks of the epoch; -1 for a verb without; None if it is gone, which fails the call."""
@@ -279,13 +289,21 @@ class Ledger:
     def _has_lost(self) -> bool:
         return bool(self.comm._session.engine.router.lost)
 
-    def _over(self, entry: Entry, why: str) -> EpochChanged:
+    def _is_done_again(self, entry: Entry) -> bool:
+        """Whether those that live do it without the lost; what an ``Elastic`` itself needs between steps, always."""
+        return entry.call.kind.can_shrink and (self._finishes or entry.key[0].startswith(OWN_NAMES))
+
+    def _void(self, entry: Entry, why: str) -> None:
+        """It fails, as it does on all ranks that live."""
         name = entry.call.get("name") or ""
         members = tuple(self.shown.index(birth) for birth in self.comm.births if birth in self.shown)
-        return EpochChanged(
+        text = (
             f"{entry.call.verb} {name!r} failed: epoch {self.comm.epoch} has begun with ranks {list(members)} in the "
-            f"midst of the step, and {why}", key=name, epoch=self.comm.epoch, members=members,
-        )  # fmt: skip
+            f"midst of the step, and {why}"
+        )
+        entry.is_void = True
+        self._refuse(entry, EpochChanged(text, key=name, epoch=self.comm.epoch, members=members))
+        looked_at(entry.outer)  # whoever has heard it from one call of the step does not wait for the others
 
     # ---------------------------------------------------------------- what was finished by some
 
@@ -307,7 +325,7 @@ class Ledger:
             value = None if not is_here else entry.result if is_object else plain(entry.result)
             handle = self.comm.broadcast_object(value, root, name)
         if is_here:
-            self._parts.add(handle)
+            self._parts[handle] = entry.step
             handle.when_done(self._reactor, self._part_done)
             return
         entry.inner = handle
@@ -317,7 +335,7 @@ class Ledger:
         return self.comm.births.index(birth)
 
     def _part_done(self, handle: Handle[Any]) -> None:
-        self._parts.discard(handle)
+        self._parts.pop(handle, None)
         looked_at(handle)
         self._look_if_quiet()
 
@@ -456,14 +474,12 @@ class Ledger:
     async def _compare(self) -> None:
         """Tell each other how the calls stand; from that follows what becomes of each, the same on all."""
         said = await self.comm.all_gather_object([self.step, self._standings()], "kfcomm/standings")
-        verdicts = decide(said, self.comm.births)
-        kept = {one.key: one for one in self._kept}
-        for key, verdict in verdicts.items():
-            entry = self._entries.get(key) or kept.get(key)
-            self._gifts[key] = verdict
-            is_here = entry is not None and entry.standing is Standing.DONE
-            if entry is not None and is_here and verdict.giver >= 0 and _is_sent(entry.call):
-                self._given(entry, verdict)
+        self._gifts = dict(decide(said, self.comm.births))
+        over = [one for one in [*self._kept, *self._entries.values()] if one.standing is Standing.DONE]
+        for entry in over:
+            gift = self._gift_for(entry)
+            if gift is not None and gift.giver >= 0 and _is_sent(entry.call):
+                self._given(entry, gift)
 
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, asyncio.CancelledError):
@@ -488,6 +504,11 @@ class Ledger:
         counted = [one for one in over if names is None or one.key[0] in names]
         return set.intersection(*(set(one.contributors) for one in counted)) if counted else None
 
+    def is_void(self, names: Sequence[str] | None) -> bool:
+        """Whether a call of the step (of these names, if given) has failed on this rank because ranks were lost."""
+        over = (one for one in self._entries.values() if one.is_void and one.step == self.step)
+        return any(names is None or one.key[0] in names for one in over)
+
     def unfinished(self) -> list[Handle[Any]]:
         """What the caller has begun in this step and what is not over."""
         return [entry.outer for entry in self._entries.values() if not entry.outer.done()]
@@ -501,9 +522,13 @@ class Ledger:
             self._release(entry)
         self._kept = [last]
         self._entries = {}
-        self._gifts = {key: gift for key, gift in self._gifts.items() if key[1] >= self._uses.get(key[0], 0)}
+        self._uses = {name: uses for name, uses in self._uses.items() if name.startswith(OWN_NAMES)}
         self.shown = shown
         self.step += 1
+        self._gifts = {key: gift for key, gift in self._gifts.items() if gift.step >= self.step}
+        for handle, step in list(self._parts.items()):
+            if step < self.step:  # whoever has not come to it does not come any more
+                handle.cancel()
 
     def _release(self, entry: Entry) -> None:
         for one in entry.unfreeze:

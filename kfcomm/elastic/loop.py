@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import msgpack
 import numpy as np
@@ -16,24 +16,51 @@ from kfcomm.elastic.asked import Asked
 from kfcomm.elastic.communicator import ElasticCommunicator
 from kfcomm.elastic.ledger import BOUNDARY, Ledger
 from kfcomm.elastic.sampler import ElasticSampler, Indices, share
-from kfcomm.elastic.state import State, arrays_of, difference, load, plan_of, small_of
+from kfcomm.elastic.state import Kept, State, arrays_of, difference, load, plan_of, small_of
 from kfcomm.epochs import Plan
 from kfcomm.errors import CollectiveMismatch, ConfigError, EpochChanged, PeerLost
 from kfcomm.types import Candidate
 
+NOTHING: Indices = np.empty(0, np.int64)
+ON_LOSS = ("finish", "raise", "restart_step")
+"""What becomes of a step in whose midst a rank is lost."""
 
-class Step(NamedTuple):
+
+class Step:
     """One step of training.
 
+    Of an ``Elastic`` that restarts steps, the body of the loop stands below ``with step:``, which ends it quietly when
+    ranks are lost in its midst.
+
     Attributes:
-        number: counted from 0 while the ``Elastic`` is open, by those that join on, too.
+        number: counted from 0 while the ``Elastic`` is open, by those that join on, too; also of one that runs again.
         indices: of the samples that this rank trains on.
         batch: of those of all ranks.
+        is_void: it has ended because ranks were lost, and is to be run again.
     """
 
-    number: int
-    indices: Indices
-    batch: Indices
+    __slots__ = ("_restarts", "batch", "indices", "is_void", "number")
+
+    def __init__(self, number: int, indices: Indices, batch: Indices, *, restarts: bool = False) -> None:
+        self.number = number
+        self.indices = indices
+        self.batch = batch
+        self.is_void = False
+        self._restarts = restarts
+
+    def __repr__(self) -> str:
+        return f"<Step {self.number}: {len(self.indices)} of {len(self.batch)} samples>"
+
+    def __enter__(self) -> Self:
+        if not self._restarts:
+            raise ConfigError('with step: is for Elastic(..., on_loss="restart_step")')
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self.is_void = isinstance(error, (EpochChanged, PeerLost))
+        return self.is_void
 
 
 class Elastic:
@@ -58,20 +85,31 @@ class Elastic:
     Args:
         comm: of all ranks, made with ``elastic=True``.
         state: what the ranks have alike between steps.
+        on_loss: what becomes of a call that no rank has finished when one is lost in the midst of a step. Whatever any
+            rank has finished, all finish. With ``"finish"`` the others do it again among themselves, inside the same
+            call. With ``"raise"`` it raises ``EpochChanged`` on all, as does each later call of the step; the samples
+            of such a step come again later in the pass. With ``"restart_step"`` the step runs again, with the same
+            batch and the state that it began with, of which a copy is kept: the body stands below ``with step:``.
+
+    Raises:
+        ConfigError: one of them is something else.
     """
 
-    def __new__(cls, comm: Any, state: State) -> Any:
+    def __new__(cls, comm: Any, state: State, *, on_loss: str = "finish") -> Any:
         """The blocking one over a blocking communicator."""
         over = getattr(comm, "elastic_over", None)
-        return super().__new__(cls) if over is None else over(state)
+        return super().__new__(cls) if over is None else over(state, on_loss=on_loss)
 
-    def __init__(self, comm: ElasticCommunicator, state: State) -> None:
+    def __init__(self, comm: ElasticCommunicator, state: State, *, on_loss: str = "finish") -> None:
         if not isinstance(comm, ElasticCommunicator):
             raise ConfigError(f"Elastic works on what kfcomm.init(elastic=True) returns, not on {comm!r}")
         if not isinstance(state, State):
             raise ConfigError(f"Elastic keeps a kfcomm.elastic.State, not {type(state).__name__}")
+        if on_loss not in ON_LOSS:
+            raise ConfigError(f"on_loss is one of {', '.join(ON_LOSS)}, not {on_loss!r}")
         self._comm = comm
         self._state = state
+        self._on_loss = on_loss
         self._ledger: Ledger | None = None
         self._asked = Asked()
         self._admitted: dict[str, Any] | None = None
@@ -98,7 +136,7 @@ class Elastic:
         Raises:
             ConfigError: the states of the ranks differ in more than their values; says how.
         """
-        self._ledger = self._comm.begin()
+        self._ledger = self._comm.begin(finishes=self._on_loss == ON_LOSS[0])
         network = self._comm.current._session.network
         num_old, network.num_old = network.num_old, 0
         try:
@@ -139,7 +177,9 @@ class Elastic:
         if self.is_released:
             return
         names = [used_in] if isinstance(used_in, str) else used_in
-        batch, births = np.empty(0, np.int64), self._comm.births
+        restarts = self._on_loss == "restart_step"
+        step, births = Step(-1, NOTHING, NOTHING), self._comm.births
+        place, kept = sampler.state_dict(), Kept(self._state) if restarts else None
         while True:
             await self._finish_calls(ledger)
             if self._admitted is not None:
@@ -147,21 +187,32 @@ class Elastic:
                 self._admitted, births = None, self._comm.births
             else:
                 used = ledger.outcome(names)
-                births_now, is_wanted = await self._meet(ledger, sampler)
-                for rank, birth in enumerate(births):
-                    if birth not in (births_now if used is None else used):
-                        sampler.give_back(share(batch, rank, len(births)))
+                is_void = step.is_void or ledger.is_void(names)
+                births_now, is_wanted, is_void = await self._meet(ledger, sampler, is_void=is_void)
+                if is_void and kept is not None:
+                    kept.restore()
+                    sampler.load_state_dict(place)
+                else:
+                    counted = () if is_void else births_now if used is None else used
+                    for rank, birth in enumerate(births):
+                        if birth not in counted:
+                            sampler.give_back(share(step.batch, rank, len(births)))
                 births = births_now
                 if is_wanted and sampler.left:
                     await self._change(ledger, sampler)
                     if ledger.is_released:
                         return
                     births = self._comm.births
+            if kept is not None:
+                place = sampler.state_dict()
+                kept.keep()
             batch = sampler.take()
             if not len(batch):
                 sampler.end_pass()
                 return
-            yield Step(self._number(), share(batch, births.index(self._me()), len(births)), batch)
+            mine = share(batch, births.index(self._me()), len(births))
+            step = Step(self._number(), mine, batch, restarts=restarts)
+            yield step
 
     def _open(self) -> Ledger:
         if self._ledger is None or self._comm._ledger is not self._ledger:
@@ -180,13 +231,20 @@ class Elastic:
         while unfinished := ledger.unfinished():
             await asyncio.wait(unfinished)
 
-    async def _meet(self, ledger: Ledger, sampler: ElasticSampler) -> tuple[tuple[int, ...], bool]:
-        """The boundary between two steps; returns who takes part in the next one, and if the first has a plan."""
+    async def _meet(
+        self, ledger: Ledger, sampler: ElasticSampler, *, is_void: bool
+    ) -> tuple[tuple[int, ...], bool, bool]:
+        """The boundary between two steps.
+
+        Returns:
+            Who takes part in the next one, whether the first has a plan, and whether the last one ``is_void`` anywhere.
+        """
         where = _number_of([ledger.step, sampler.state_dict()])
         self._asked.look(self._comm.current)
-        mine = np.array([1, where >> 16, where & 0xFFFF, self._asked.is_wanted(self._comm.current)], np.int64)
+        is_wanted = self._asked.is_wanted(self._comm.current)
+        mine = np.array([1, where >> 16, where & 0xFFFF, is_wanted, is_void], np.int64)
         handle = ledger.begin("all_reduce", (mine, BOUNDARY), {})
-        count, high, low, wanted = (int(one) for one in await handle)
+        count, high, low, wanted, void = (int(one) for one in await handle)
         contributors = handle.contributors or ()
         await ledger.settled()
         ledger.end_step(contributors)
@@ -195,7 +253,7 @@ class Elastic:
                 f"the ranks are not at one place: this one begins step {self._number()} with {sampler!r}, another does"
                 " not; all ranks make the same calls with equal samplers", key=BOUNDARY,
             )  # fmt: skip
-        return contributors, wanted > 0
+        return contributors, wanted > 0, void > 0
 
     async def _change(self, ledger: Ledger, sampler: ElasticSampler) -> None:
         """Carry out what the first rank has found to be wanted: all know of it, or none does."""

@@ -79,6 +79,32 @@ def load(state: State, arrays: list[Array], small: Any) -> None:
         state._values[name] = _loaded(state._values[name], given, small[name])
 
 
+class Kept:
+    """A copy of a state as it was.
+
+    Args:
+        state: of which it is.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._arrays: list[Array] = []
+        self._small: Any = None
+
+    def keep(self) -> None:
+        """Copy it as it is now. Costs a copy of its arrays, and no memory but the first time."""
+        views = [adapt(array).flat for _, array in arrays_of(self._state)]
+        if [(one.size, one.dtype) for one in views] != [(one.size, one.dtype) for one in self._arrays]:
+            self._arrays = [np.empty(one.size, one.dtype) for one in views]
+        for copy, view in zip(self._arrays, views, strict=True):
+            copy[:] = view
+        self._small = small_of(self._state)
+
+    def restore(self) -> None:
+        """The state is again as it was when it was last copied."""
+        load(self._state, self._arrays, self._small)
+
+
 def difference(mine: list[list[Any]], theirs: list[list[Any]], rank: int) -> str | None:
     """How the arrays of this rank differ from those of another, in words; None if they do not."""
     for own, other in zip(mine, theirs, strict=False):

@@ -7,7 +7,7 @@ from enum import IntEnum
 from typing import NamedTuple, TypeAlias
 
 Key: TypeAlias = tuple[str, int]
-"""Name of a call, and which use of the name it is."""
+"""Name of a call, and which use of the name in its step it is."""
 Row: TypeAlias = "tuple[str, int, Standing | int, tuple[int, ...], int]"
 """Key, standing, contributors, step."""
 
@@ -29,10 +29,12 @@ class Verdict(NamedTuple):
     """What becomes of a call that is over on some rank.
 
     Attributes:
+        step: of the call.
         giver: birth of the rank that gives the result to the others; -1 if it has failed for all.
         contributors: births of the ranks whose contributions are in the result.
     """
 
+    step: int
     giver: int
     contributors: tuple[int, ...] = ()
 
@@ -49,18 +51,18 @@ def decide(said: Sequence[tuple[int, Sequence[Row]]], births: Sequence[int]) -> 
         births: of the ranks.
     """
     latest = max(step for step, _ in said)
-    done: dict[Key, list[tuple[int, tuple[int, ...]]]] = {}
-    failed: dict[Key, int] = {}
+    done: dict[Key, list[tuple[int, int, tuple[int, ...]]]] = {}
+    failed: dict[tuple[Key, int], int] = {}
     for birth, (_, rows) in zip(births, said, strict=True):
         for name, number, standing, contributors, step in rows:
             if step < latest:
                 continue
             if standing == Standing.DONE:
-                done.setdefault((name, number), []).append((birth, tuple(contributors)))
+                done.setdefault((name, number), []).append((step, birth, tuple(contributors)))
             elif standing == Standing.FAILED:
-                failed[name, number] = failed.get((name, number), 0) + 1
+                failed[(name, number), step] = failed.get(((name, number), step), 0) + 1
     verdicts = {key: Verdict(*having[0]) for key, having in done.items() if len(having) < len(births)}
-    for key, count in failed.items():
+    for (key, step), count in failed.items():
         if key not in done and count < len(births):
-            verdicts[key] = Verdict(-1)
+            verdicts[key] = Verdict(step, -1)
     return verdicts

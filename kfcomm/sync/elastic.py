@@ -80,9 +80,9 @@ class ElasticCommunicator(Skin[Async]):
         """Ask for so many ranks. See ``kfcomm.elastic.ElasticCommunicator.propose_size``."""
         self._io.wait_for(lambda: self._inner.propose_size(size))
 
-    def elastic_over(self, state: State) -> Elastic:
+    def elastic_over(self, state: State, *, on_loss: str) -> Elastic:
         """The blocking ``Elastic`` over this communicator."""
-        return Elastic(self, state)
+        return Elastic(self, state, on_loss=on_loss)
 
     def close(self) -> None:
         """See ``kfcomm.sync.Communicator.close``."""
@@ -106,10 +106,10 @@ for _verb in KINDS:
 class Elastic:
     """The blocking ``kfcomm.elastic.Elastic``; made by that, over what ``kfcomm.sync.init(elastic=True)`` returns."""
 
-    def __init__(self, comm: ElasticCommunicator, state: State) -> None:
+    def __init__(self, comm: ElasticCommunicator, state: State, *, on_loss: str = "finish") -> None:
         self._comm = comm
         self._io = comm._io
-        self._inner: AsyncElastic = AsyncElastic(comm._inner, state)
+        self._inner: AsyncElastic = AsyncElastic(comm._inner, state, on_loss=on_loss)
 
     @property
     def is_released(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kfcomm.elastic import Elastic, ElasticCommunicator, ElasticSampler, State
-from kfcomm.errors import KfcommError
+from kfcomm.errors import EpochChanged, KfcommError
 from kfcomm.testing import MemoryWorld
 
 LENGTH, BATCH = 120, 12
@@ -40,6 +40,7 @@ class Plan(NamedTuple):
     deaths: list[tuple[int, int]]
     joins: list[tuple[int, int]]
     sizes: list[tuple[int, int]]
+    on_loss: str
 
 
 class Got(NamedTuple):
@@ -50,7 +51,7 @@ class Got(NamedTuple):
     contributors: tuple[int, ...] | None
 
 
-def plan_of(seed: int, deaths: int | None = None, *, grows: bool = False) -> Plan:
+def plan_of(seed: int, deaths: int | None = None, *, grows: bool = False, on_loss: str = "finish") -> Plan:
     """The program of a seed."""
     random = Random(seed)
     size = random.choice([2, 3, 4, 5])
@@ -64,7 +65,7 @@ def plan_of(seed: int, deaths: int | None = None, *, grows: bool = False) -> Pla
     counts = [random.choice([0, 1, 2]) if grows else 0 for _ in range(2)]
     joins = [(size + at, random.randrange(150)) for at in range(counts[0])]
     sizes = [(random.randrange(2, 6), random.randrange(200)) for _ in range(counts[1])]
-    return Plan(size, steps, killed, joins, sizes)
+    return Plan(size, steps, killed, joins, sizes, on_loss)
 
 
 def given(birth: int, step: int, number: int, elements: int) -> Any:
@@ -113,6 +114,7 @@ class Training:
     Attributes:
         got: by step and number of the call.
         used: what the world trained on in each step.
+        void: steps that came to nothing on this rank, since ranks were lost.
     """
 
     def __init__(self, comm: Any, birth: int, plan: Plan, random: Random) -> None:
@@ -121,6 +123,7 @@ class Training:
         self.got: dict[tuple[int, int], Got] = {}
         self.used: dict[int, Any] = {}
         self.views: dict[int, tuple[int, ...]] = {}
+        self.void: set[int] = set()
         self.final: Any = None
         self._plan = plan
         self._random = random
@@ -129,10 +132,21 @@ class Training:
         """Train for one pass."""
         comm = self.comm
         state = State(total=np.zeros(LENGTH), steps=self.birth)
-        async with Elastic(comm, state) as elastic:
+        on_loss = self._plan.on_loss
+        async with Elastic(comm, state, on_loss=on_loss) as elastic:
             async for step in elastic.steps(ElasticSampler(LENGTH, BATCH, seed=3), used_in="used"):
                 self.views[step.number] = comm.births
-                await self._step(state, step)
+                if on_loss == "finish":
+                    await self._step(state, step)
+                    continue
+                with step if on_loss == "restart_step" else contextlib.suppress(EpochChanged):
+                    self.void.add(step.number)
+                    if on_loss == "restart_step":
+                        state.total += 1  # undone, unless the step is
+                    await self._step(state, step)
+                    if on_loss == "restart_step":
+                        state.total -= 1
+                    self.void.discard(step.number)
         if not elastic.is_released:
             self.final = (state.total.copy(), comm.births)
 
@@ -166,7 +180,7 @@ class Training:
             value = await handle
         except KfcommError as error:
             self.got[step, number] = Got(type(error).__name__, None, None)
-            if number < 0:
+            if number < 0 or (self._plan.on_loss == "restart_step" and isinstance(error, EpochChanged)):
                 raise
             return
         if number < 0:
@@ -249,14 +263,14 @@ class Stage:
 
 
 async def run(
-    seed: int, transport: Any = "memory", deaths: int | None = None, *, grows: bool = False
+    seed: int, transport: Any = "memory", deaths: int | None = None, *, grows: bool = False, on_loss: str = "finish"
 ) -> list[Training]:
     """Run the program of a seed and check what came of it; the ranks that lived.
 
     Raises:
         AssertionError: something is not true that has to be.
     """
-    plan = plan_of(seed, deaths, grows=grows)
+    plan = plan_of(seed, deaths, grows=grows, on_loss=on_loss)
     stage = Stage(seed, plan, transport)
     try:
         await stage.finish()
@@ -277,7 +291,9 @@ def check(seed: int, plan: Plan, living: list[Training]) -> None:
         seen = range(min(one.views), 1 + max(one.views)) if one.views else ()
         steps = {step: births for step, births in first.views.items() if step in seen}
         assert one.views == steps, f"seed {seed}: unlike ranks in the steps"
-        assert one.got.keys() == {key for key in first.got if key[0] in steps}, f"seed {seed}: unlike calls"
+        complete = steps.keys() - one.void - first.void
+        keys, others = ({key for key in got if key[0] in complete} for got in (one.got, first.got))
+        assert keys == others, f"seed {seed}: unlike calls"
     for one in whole:
         assert (one.final[0] == first.final[0]).all(), f"seed {seed}: unlike states"
         assert one.final[1] == first.final[1], f"seed {seed}: {one.final[1]} and {first.final[1]} at the end"

@@ -61,6 +61,28 @@ def test_a_rank_dies_and_another_joins() -> None:
         assert (used == 1).all()
 
 
+def test_a_step_runs_again() -> None:
+    with sync_world(3, elastic=True) as comms:
+
+        def main(comm: Any) -> Any:
+            state, sums = State(x=np.zeros(1)), []
+            try:
+                with Elastic(comm, state, on_loss="restart_step") as elastic:
+                    for step in elastic.steps(ElasticSampler(12, 3)):
+                        with step:
+                            state.x += 1
+                            if comm.births[comm.rank] == 2 and step.number == 2:
+                                comms.kill(2)
+                                raise Died
+                            sums.append(comm.all_reduce(np.ones(1), name="x")[0])
+            except Died:
+                return None
+            return sums, state.x[0]
+
+        results = run_threads(list(comms), main)
+        assert results == [([3.0, 3.0, 2.0, 2.0], 4.0)] * 2 + [None]
+
+
 def test_it_is_a_communicator_in_all_else() -> None:
     with sync_world(2, elastic=True) as comms:
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -221,6 +222,85 @@ async def test_what_needs_the_rank_that_died_fails_on_all() -> None:
         _, one, two = await train(comms, body)
         assert one[1] == [[1, 1], [2, 2]]
         assert two[1] is None
+
+
+@pytest.mark.asyncio
+async def test_a_loss_may_be_raised_on_all() -> None:
+    """Also by calls that begin after it; the samples come again, and with the next step all is well."""
+    async with world(3, elastic=True) as comms:
+        kept: list[Any] = []
+
+        async def main(comm: Any) -> Any:
+            used = []
+            async with Elastic(comm, State(), on_loss="raise") as elastic:
+                async for step in elastic.steps(ElasticSampler(24, 6, seed=None)):
+                    birth = comm.births[comm.rank]
+                    if birth == 0 and step.number == 1:
+                        die(comms, comm)
+                    if birth == 2 and step.number == 1:
+                        await heard(comm)
+                    try:
+                        await comm.all_reduce(np.ones(2), "g")
+                        used.append(step.batch.tolist())
+                    except EpochChanged as error:
+                        kept.append((error.members, comm.size, step.number, "no rank had finished it" in str(error)))
+                        with pytest.raises(EpochChanged, match="'later' failed"):
+                            await comm.all_reduce(np.ones(2), "later")
+            return used
+
+        async def mortal(comm: Any) -> Any:
+            with contextlib.suppress(Died):
+                return await main(comm)
+
+        _, one, two = await run_ranks(comms, mortal)
+        assert one == two == [list(range(6)), list(range(12, 18)), list(range(18, 24)), list(range(6, 12))]
+        assert kept == [((1, 2), 3, 1, True)] * 2
+
+
+@pytest.mark.asyncio
+async def test_a_step_may_run_again_from_the_state_with_which_it_began() -> None:
+    """The calls that were begun do not matter, nor how far the body came on each rank."""
+    async with world(3, elastic=True) as comms:
+
+        async def main(comm: Any) -> Any:
+            seen = []
+            state = State(x=np.zeros(2), few=[], small={"n": 0})
+            async with Elastic(comm, state, on_loss="restart_step") as elastic:
+                async for step in elastic.steps(ElasticSampler(24, 6, seed=None)):
+                    with step:
+                        birth = comm.births[comm.rank]
+                        seen.append((step.number, step.batch[0].item(), len(step.indices)))
+                        state.x += 1
+                        state.few.append(step.number)
+                        state.small = {"n": state.small["n"] + 1}
+                        for number in range(birth):
+                            comm.all_reduce(np.ones(3), f"more/{number}")
+                        if birth == 0 and step.number == 1:
+                            die(comms, comm)
+                        for number in range(birth, 3):
+                            comm.all_reduce(np.ones(3), f"more/{number}")
+                        await comm.all_reduce(np.ones(2), "g")
+            return seen, state.x.tolist(), state.few, state.small
+
+        async def mortal(comm: Any) -> Any:
+            with contextlib.suppress(Died):
+                return await main(comm)
+
+        _, one, two = await run_ranks(comms, mortal)
+        assert one == two
+        assert one == ([(0, 0, 2), (1, 6, 2), (2, 6, 3), (3, 12, 3), (4, 18, 3)], [4.0, 4.0], [0, 2, 3, 4], {"n": 4})
+
+
+@pytest.mark.asyncio
+async def test_ways_to_meet_a_loss_that_there_are_not() -> None:
+    async with world(1, elastic=True) as comms:
+        with pytest.raises(ConfigError, match="on_loss is one of finish, raise, restart_step, not 'retry'"):
+            Elastic(comms[0], State(), on_loss="retry")
+        async with Elastic(comms[0], State()) as elastic:
+            async for step in elastic.steps(ElasticSampler(2, 1)):
+                assert repr(step) == f"<Step {step.number}: 1 of 1 samples>"
+                with pytest.raises(ConfigError, match='on_loss="restart_step"'), step:
+                    raise AssertionError
 
 
 @pytest.mark.asyncio

@@ -20,6 +20,21 @@ async def test_one_story(transport: Any, grows: bool, first: int, caplog: pytest
         await programs.run(seed, transport, grows=grows)
 
 
+@pytest.mark.parametrize("on_loss", ["raise", "restart_step"])
+@pytest.mark.parametrize("transport", ["memory", "shm"])
+@pytest.mark.parametrize("grows", [False, True])
+@pytest.mark.asyncio
+async def test_one_story_of_steps_that_come_to_nothing(
+    on_loss: str, transport: Any, grows: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+    void = 0
+    for seed in range(10, 30):
+        living = await programs.run(seed, transport, deaths=2, grows=grows, on_loss=on_loss)
+        void += sum(len(one.void) for one in living)
+    assert void or transport == "shm"  # whose turns are not the same each time
+
+
 @pytest.mark.parametrize("seed", [9002785])
 @pytest.mark.asyncio
 async def test_what_was_found_stays_mended(seed: int, caplog: pytest.LogCaptureFixture) -> None:
