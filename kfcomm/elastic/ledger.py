@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeAlias
 
@@ -64,8 +65,8 @@ class Entry:
     Attributes:
         key: its name (empty without one), and which use of that in the step.
         call: the verb and its arguments.
-        outer: what the caller holds.
-        inner: the collective under way; None if there is none.
+        outer: what the caller holds; None while the caller does the call itself: see ``Ledger.enter``.
+        inner: the collective under way; None if there is none, the caller's thread while that does it itself.
         standing: how it stands on this rank.
         step: to which it belongs; a boundary belongs to the one that it begins.
         result: once it is there.
@@ -79,12 +80,12 @@ class Entry:
         "call", "contributors", "inner", "is_void", "key", "outer", "result", "scratch", "standing", "step", "unfreeze",
     )  # fmt: skip
 
-    def __init__(self, key: Key, call: Call, outer: Handle[Any], step: int) -> None:
+    def __init__(self, key: Key, call: Call, outer: Handle[Any] | None, step: int) -> None:
         self.key = key
         self.step = step
         self.call = call
         self.outer = outer
-        self.inner: Handle[Any] | None = None
+        self.inner: Handle[Any] | int | None = None
         self.standing = Standing.POSTED
         self.result: Any = None
         self.contributors: Births = ()
@@ -144,15 +145,8 @@ class Ledger:
         Raises:
             ConfigError: see the verb.
         """
-        call = Call(verb, args, kwargs)
-        name = call.get("name")
-        if type(name) is not str:
-            name = ""
-        number = self._uses.get(name, 0)
-        self._uses[name] = number + 1
         outer: Handle[Any] = Handle(loop=self.comm._session.engine.loop)
-        entry = Entry((name, number), call, outer, self.step + (name == BOUNDARY))
-        self._entries[entry.key] = entry
+        entry = self._entered(Call(verb, args, kwargs), outer)
         outer.when_done(self._reactor, lambda done: self._cancelled(entry) if done.cancelled() else None)
         if self._error is not None:
             self._refuse(entry, self._error)
@@ -164,18 +158,77 @@ class Ledger:
                 raise
         return outer
 
+    def _entered(self, call: Call, outer: Handle[Any] | None) -> Entry:
+        name = call.get("name")
+        if type(name) is not str:
+            name = ""
+        number = self._uses.get(name, 0)
+        self._uses[name] = number + 1
+        entry = Entry((name, number), call, outer, self.step + (name == BOUNDARY))
+        entry.inner = threading.get_ident() if outer is None else None
+        self._entries[entry.key] = entry
+        return entry
+
+    def enter(self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any], comm: Communicator) -> Entry | None:
+        """Begin a call that the caller will do itself, on any thread, in ``comm``; None if anything is unusual.
+
+        What becomes of it the caller says with ``done``, ``gone_on`` or ``given_up``. If a change begins meanwhile, it
+        waits for that; if one was faster, ``comm`` refuses the call.
+        """
+        if comm is not self.comm or self._change is not None or self._gifts or self._error is not None:
+            return None
+        return self._entered(Call(verb, args, kwargs), None) if comm.births == self.shown else None
+
+    def done(self, entry: Entry, result: Any, births: Births) -> bool:
+        """The caller has a result; whether somebody waits for that, who has to be told by ``tell`` in the engine."""
+        entry.result, entry.contributors = result, births
+        entry.unfreeze = frozen(result)
+        entry.standing = Standing.DONE
+        entry.inner = None  # the last: from now on a change goes on
+        return self._change is not None or entry.outer is not None
+
+    def tell(self, entry: Entry) -> None:
+        """It is over, and the caller knows."""
+        if entry.outer is not None and not entry.outer.done():
+            entry.outer.set_result(entry.result)
+        self._look_if_quiet()
+
+    def gone_on(self, entry: Entry, error: BaseException) -> Handle[Any]:
+        """The caller has failed with an error. If ranks were lost, the call is finished all the same."""
+        if entry.outer is None:
+            entry.outer = Handle(loop=self.comm._session.engine.loop)
+        entry.inner = None
+        if self._error is not None:
+            self._refuse(entry, self._error)
+        elif self._change is None and isinstance(error, EpochChanged) and not self._has_lost():
+            self._post(entry)  # a change was over before it had begun
+        else:
+            self._failed(entry, error)
+        self._look_if_quiet()
+        return entry.outer
+
+    def given_up(self, thread: int) -> None:
+        """The caller was interrupted, at any line."""
+        for entry in [one for one in list(self._entries.values()) if one.inner == thread]:
+            if entry.standing is not Standing.DONE:
+                entry.standing = Standing.FAILED
+                if entry.outer is not None:
+                    entry.outer.cancel()
+            entry.inner = None
+        self._look_if_quiet()
+
     @property
     def _reactor(self) -> Any:
         return self.comm._session.engine.reactor
 
     def _cancelled(self, entry: Entry) -> None:
         entry.standing = Standing.FAILED
-        if entry.inner is not None:
+        if isinstance(entry.inner, Handle):
             entry.inner.cancel()
 
     def _refuse(self, entry: Entry, error: BaseException) -> None:
         entry.standing = Standing.FAILED
-        if not entry.outer.done():
+        if entry.outer is not None and not entry.outer.done():
             entry.outer.set_exception(error)
 
     # ---------------------------------------------------------------- one collective
@@ -241,16 +294,21 @@ class Ledger:
             self._run(entry, self.comm.barrier(_name("all", entry.key)))
         elif error is None:
             self._finish(entry, entry.result if entry.standing is Standing.HELD else handle.result(), self.comm.births)
-        elif self._is_loss(error):
+        else:
+            self._failed(entry, error)
+        self._look_if_quiet()
+
+    def _failed(self, entry: Entry, error: BaseException) -> None:
+        if self._is_loss(error):
             self._start_change()
         elif isinstance(error, asyncio.CancelledError):
             entry.standing = Standing.FAILED
-            entry.outer.cancel()
+            if entry.outer is not None:
+                entry.outer.cancel()
         elif isinstance(error, CollectiveAborted):
             self._reactor.call_later(ABORTED_S, self._aborted, entry, error)
         else:
             self._refuse(entry, error)
-        self._look_if_quiet()
 
     def _aborted(self, entry: Entry, error: BaseException) -> None:
         """Whoever has ended it may have left meanwhile: then it is done again, without that rank."""
@@ -263,7 +321,7 @@ class Ledger:
     def _finish(self, entry: Entry, result: Any, contributors: Births) -> None:
         entry.standing, entry.contributors = Standing.DONE, contributors
         entry.result = result
-        if entry.outer.done():
+        if entry.outer is None or entry.outer.done():
             return
         out = entry.call.get("out")
         try:
@@ -303,7 +361,7 @@ class Ledger:
         )
         entry.is_void = True
         self._refuse(entry, EpochChanged(text, key=name, epoch=self.comm.epoch, members=members))
-        looked_at(entry.outer)  # whoever has heard it from one call of the step does not wait for the others
+        _heard(entry)  # whoever has heard it from one call of the step does not wait for the others
 
     # ---------------------------------------------------------------- what was finished by some
 
@@ -454,7 +512,7 @@ class Ledger:
 
     async def _wait_until_quiet(self) -> None:
         """Everything in flight has ended: it does so at once, by the loss."""
-        while any(entry.inner is not None for entry in self._entries.values()) or self._parts:
+        while any(entry.inner is not None for entry in list(self._entries.values())) or self._parts:
             self._quiet = asyncio.get_running_loop().create_future()
             await self._quiet
 
@@ -487,7 +545,7 @@ class Ledger:
         elif isinstance(error, Released):
             error = EpochChanged(f"{error}: this rank is released", epoch=self.comm.epoch + 1)
         self._error = error
-        for entry in self._entries.values():
+        for entry in list(self._entries.values()):
             if entry.standing is not Standing.DONE:
                 self._refuse(entry, error)
 
@@ -511,7 +569,13 @@ class Ledger:
 
     def unfinished(self) -> list[Handle[Any]]:
         """What the caller has begun in this step and what is not over."""
-        return [entry.outer for entry in self._entries.values() if not entry.outer.done()]
+        handles = []
+        for entry in list(self._entries.values()):
+            if type(entry.inner) is int and entry.outer is None:  # by another thread
+                entry.outer = Handle(loop=self.comm._session.engine.loop)
+            if entry.outer is not None and not entry.outer.done() and entry.standing is not Standing.DONE:
+                handles.append(entry.outer)
+        return handles
 
     def end_step(self, shown: Births) -> None:
         """All calls of the step are over, and the boundary after it: that alone may still be asked for."""
@@ -559,9 +623,14 @@ class Ledger:
         await asyncio.gather(*self._telling)
         for entry in [*self._kept, *self._entries.values()]:
             self._release(entry)
-            if not entry.outer.done():
+            if type(entry.inner) is int or (entry.outer is not None and not entry.outer.done()):
                 self._refuse(entry, EpochChanged(f"{entry.call.verb} was still under way when its Elastic ended"))
-                looked_at(entry.outer)
+                _heard(entry)
+
+
+def _heard(entry: Entry) -> None:
+    if entry.outer is not None:
+        looked_at(entry.outer)
 
 
 def _is_sent(call: Call) -> bool:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, wraps
+from threading import get_ident
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
+
 from kfcomm.elastic.calls import KINDS
 from kfcomm.elastic.communicator import ElasticCommunicator as Async
+from kfcomm.elastic.ledger import Entry, Ledger
 from kfcomm.elastic.loop import Elastic as AsyncElastic
 from kfcomm.elastic.loop import Step
 from kfcomm.elastic.sampler import ElasticSampler
 from kfcomm.elastic.state import State
+from kfcomm.elastic.verdicts import Standing
+from kfcomm.errors import KfcommError
 from kfcomm.sync.communicator import Communicator
 from kfcomm.sync.driver import Driver
 from kfcomm.sync.skin import ARRAY, MANY, OBJECT, OBJECTS, PARTS, Given, Skin, begun, blocking
@@ -20,6 +28,8 @@ from kfcomm.sync.tracebacks import outermost
 if TYPE_CHECKING:
     from kfcomm.session import Session
 
+SWIFT = ("all_reduce", "all_gather", "barrier")
+"""Verbs that take the short way: fewer can do them, and all get the same. ``out`` is given by its name."""
 _GIVEN: dict[str, Given | None] = {
     "all_reduce_many": MANY, "scatter": PARTS, "all_to_all": PARTS, "barrier": None, "broadcast_object": OBJECT,
     "all_gather_object": OBJECT, "gather_object": OBJECT, "scatter_object": OBJECTS,
@@ -80,6 +90,11 @@ class ElasticCommunicator(Skin[Async]):
         """Ask for so many ranks. See ``kfcomm.elastic.ElasticCommunicator.propose_size``."""
         self._io.wait_for(lambda: self._inner.propose_size(size))
 
+    @outermost
+    def _gone_on(self, ledger: Ledger, entry: Entry, error: Exception) -> Any:
+        """What a call that has failed gives, once it is known who goes on."""
+        return self._driver.call(partial(ledger.gone_on, entry, error), self._session)
+
     def elastic_over(self, state: State, *, on_loss: str) -> Elastic:
         """The blocking ``Elastic`` over this communicator."""
         return Elastic(self, state, on_loss=on_loss)
@@ -97,9 +112,45 @@ class ElasticCommunicator(Skin[Async]):
         self._first.__exit__(kind, error, trace)
 
 
+def _swift(verb: str, long_form: Callable[..., Any]) -> Callable[..., Any]:
+    """The verb by the short way of a plain communicator, while nothing is unusual: the ledger is told of its end.
+
+    Only where a new array is made of one: who wants a result in place needs what the long way does.
+    """
+    short: Callable[..., Any] = getattr(Communicator, verb)
+    has_array = verb != "barrier"
+
+    @wraps(long_form)
+    def call(self: ElasticCommunicator, /, *args: Any, **kwargs: Any) -> Any:
+        ledger = self._inner._ledger
+        if ledger is None:
+            return short(self._plain, *args, **kwargs)
+        plain, entry = self._plain, None
+        try:
+            if not has_array or (args and type(args[0]) is np.ndarray and "out" not in kwargs):
+                entry = ledger.enter(verb, args, kwargs, plain._inner)
+            if entry is not None:
+                result = short(plain, *args, **kwargs)
+                if ledger.done(entry, result, plain._inner.births):
+                    self._driver.run(partial(ledger.tell, entry), self._session)
+                return result
+        except Exception as error:
+            if entry is None or entry.standing is not Standing.POSTED:
+                raise
+            return self._gone_on(ledger, entry, error)
+        except BaseException:
+            with contextlib.suppress(KfcommError):
+                self._driver.run(partial(ledger.given_up, get_ident()), self._session)
+            raise
+        return long_form(self, *args, **kwargs)
+
+    return call
+
+
 for _verb in KINDS:
     _given = _GIVEN.get(_verb, ARRAY)
-    setattr(ElasticCommunicator, _verb, blocking(getattr(Async, _verb), _given))
+    _long = blocking(getattr(Async, _verb), _given)
+    setattr(ElasticCommunicator, _verb, _swift(_verb, _long) if _verb in SWIFT else _long)
     setattr(ElasticCommunicator, f"{_verb}_async", begun(getattr(Async, _verb), _given))
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -10,6 +14,7 @@ import pytest
 
 import kfcomm
 from kfcomm.elastic import Elastic, ElasticSampler, State
+from kfcomm.elastic.verdicts import Standing
 from kfcomm.errors import ConfigError, PeerLost
 from kfcomm.sync.elastic import Elastic as Blocking
 from kfcomm.testing import run_threads, sync_world
@@ -42,6 +47,7 @@ def test_a_rank_dies_and_another_joins() -> None:
                         handle = comm.all_reduce_async(mask, name="used")
                         x = np.ones(4)
                         comm.all_reduce(x, name="x", out=x)
+                        assert (comm.all_reduce(np.ones(4), name="y") == comm.all_reduce(np.ones(4))).all()
                         state.total += handle.wait()
                         assert set(handle.contributors) <= {0, 1, 2, 3}
                         comm.barrier("b")
@@ -81,6 +87,40 @@ def test_a_step_runs_again() -> None:
 
         results = run_threads(list(comms), main)
         assert results == [([3.0, 3.0, 2.0, 2.0], 4.0)] * 2 + [None]
+
+
+def test_a_short_call_that_is_interrupted_has_failed() -> None:
+    with sync_world(2, elastic=True) as comms:
+        comm: Any = comms[0]
+        leave = threading.Event()
+
+        def other() -> None:
+            with contextlib.suppress(Died), Elastic(comms[1], State()):
+                leave.wait()
+                raise Died
+
+        def interrupt() -> None:
+            driver, engine = comm._driver, comm._session.engine
+            while not (driver._is_resting and engine.router.live) and not leave.is_set():
+                time.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threads = [threading.Thread(target=target) for target in (other, interrupt)]
+        try:
+            threads[0].start()
+            with Elastic(comm, State()):
+                threads[1].start()
+                with pytest.raises(KeyboardInterrupt):
+                    comm.barrier("b")
+                entries = comm._inner._ledger._entries
+                assert entries["b", 0].standing is Standing.FAILED
+                comms.kill(1)
+                comm.barrier("b")
+                assert (comm.size, entries["b", 1].contributors) == (2, (0,))
+        finally:
+            leave.set()
+            for thread in threads:
+                thread.join()
 
 
 def test_it_is_a_communicator_in_all_else() -> None:
