@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -13,6 +14,7 @@ import numpy as np
 
 from kfcomm.arrays import adapt
 from kfcomm.elastic.asked import Asked
+from kfcomm.elastic.checkpoint import Checkpoint
 from kfcomm.elastic.communicator import ElasticCommunicator
 from kfcomm.elastic.ledger import BOUNDARY, Ledger
 from kfcomm.elastic.sampler import ElasticSampler, Indices, share
@@ -90,17 +92,23 @@ class Elastic:
             call. With ``"raise"`` it raises ``EpochChanged`` on all, as does each later call of the step; the samples
             of such a step come again later in the pass. With ``"restart_step"`` the step runs again, with the same
             batch and the state that it began with, of which a copy is kept: the body stands below ``with step:``.
+        checkpoint: a file for the loss of all ranks, which the first rank writes in the background. If it is there on
+            entering, all ranks go on from it: with its state, at its place in the pass.
+        checkpoint_every: so many steps lie between two of them.
 
     Raises:
-        ConfigError: one of them is something else.
+        ConfigError: one of them is something else, or cannot be.
     """
 
-    def __new__(cls, comm: Any, state: State, *, on_loss: str = "finish") -> Any:
+    def __new__(cls, comm: Any, state: State, **options: Any) -> Any:
         """The blocking one over a blocking communicator."""
         over = getattr(comm, "elastic_over", None)
-        return super().__new__(cls) if over is None else over(state, on_loss=on_loss)
+        return super().__new__(cls) if over is None else over(state, **options)
 
-    def __init__(self, comm: ElasticCommunicator, state: State, *, on_loss: str = "finish") -> None:
+    def __init__(
+        self, comm: ElasticCommunicator, state: State, *, on_loss: str = "finish",
+        checkpoint: str | os.PathLike[str] | None = None, checkpoint_every: int = 100,
+    ) -> None:  # fmt: skip
         if not isinstance(comm, ElasticCommunicator):
             raise ConfigError(f"Elastic works on what kfcomm.init(elastic=True) returns, not on {comm!r}")
         if not isinstance(state, State):
@@ -110,6 +118,7 @@ class Elastic:
         self._comm = comm
         self._state = state
         self._on_loss = on_loss
+        self._checkpoint = None if checkpoint is None else Checkpoint(checkpoint, checkpoint_every, state)
         self._ledger: Ledger | None = None
         self._asked = Asked()
         self._admitted: dict[str, Any] | None = None
@@ -140,9 +149,10 @@ class Elastic:
         network = self._comm.current._session.network
         num_old, network.num_old = network.num_old, 0
         try:
-            self._earlier, self._admitted = await self._take_state([0, None], num_old or self._comm.size)
+            place, wrong = await self._read() if not num_old and self._comm.rank == 0 else ([0, None], None)
+            self._earlier, self._admitted = await self._take_state(place, num_old or self._comm.size, wrong=wrong)
         except BaseException:
-            self._asked.close()
+            await self._close()
             await self._comm.end()
             raise
         return self
@@ -154,8 +164,21 @@ class Elastic:
             if error is None and not self.is_released:
                 await self._part()
         finally:
-            self._asked.close()
+            await self._close()
             await self._comm.end()
+
+    async def _read(self) -> tuple[list[Any], str | None]:
+        """The place of the checkpoint, whose state is taken over; and what is wrong with it."""
+        try:
+            place = None if self._checkpoint is None else await self._checkpoint.read()
+        except ConfigError as error:
+            return [0, None], str(error)
+        return place or [0, None], None
+
+    async def _close(self) -> None:
+        self._asked.close()
+        if self._checkpoint is not None:
+            await self._checkpoint.close()
 
     # ---------------------------------------------------------------- steps
 
@@ -203,6 +226,8 @@ class Elastic:
                     if ledger.is_released:
                         return
                     births = self._comm.births
+            if self._checkpoint is not None and self._comm.rank == 0:
+                self._checkpoint.look(self._number(), [self._number() + 1, sampler.state_dict()])
             if kept is not None:
                 place = sampler.state_dict()
                 kept.keep()
@@ -288,13 +313,16 @@ class Elastic:
 
     # ---------------------------------------------------------------- the state
 
-    async def _take_state(self, place: list[Any], num_old: int, *, is_new: bool = True) -> list[Any]:
+    async def _take_state(
+        self, place: list[Any], num_old: int, *, is_new: bool = True, wrong: str | None = None
+    ) -> list[Any]:
         """All ranks take the state, and the place in the pass, of the lowest of the first ``num_old`` that lives.
 
         Args:
             place: where this rank is.
             num_old: only these have what is to be taken.
             is_new: whether this rank takes it over, or only gives it.
+            wrong: why this rank cannot give it.
 
         Returns:
             The place that was taken.
@@ -304,11 +332,17 @@ class Elastic:
         """
         comm = self._comm
         mine = plan_of(self._state)
-        plans = await comm.all_gather_object(mine, "kfcomm/plans")
+        said = await comm.all_gather_object([mine, wrong], "kfcomm/plans")
+        for _, why in said:
+            if why is not None:
+                raise ConfigError(why)
+        plans = [plan for plan, _ in said]
         # all ranks say what they have, and so know together whether it fits
-        wrong = [text for rank, plan in enumerate(plans) if (text := difference(mine, plan, rank)) is not None]
+        unlike = [
+            text for rank, plan in enumerate(plans) if (text := difference(mine, plan, f"rank {rank}")) is not None
+        ]
         if mine != plans[0] or any(plan != plans[0] for plan in plans[:num_old]):
-            raise ConfigError(f"the ranks' states are not alike: {(wrong or ['two other ranks differ'])[0]}")
+            raise ConfigError(f"the ranks' states are not alike: {(unlike or ['two other ranks differ'])[0]}")
         views = [adapt(array).flat for _, array in arrays_of(self._state)]
         told = [place, small_of(self._state)]
         for root in range(num_old):

@@ -84,38 +84,42 @@ class Kept:
 
     Args:
         state: of which it is.
+
+    Attributes:
+        arrays: flat, in the order of ``arrays_of``.
+        small: see ``small_of``.
     """
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._arrays: list[Array] = []
-        self._small: Any = None
+        self.arrays: list[Array] = []
+        self.small: Any = None
 
     def keep(self) -> None:
         """Copy it as it is now. Costs a copy of its arrays, and no memory but the first time."""
         views = [adapt(array).flat for _, array in arrays_of(self._state)]
-        if [(one.size, one.dtype) for one in views] != [(one.size, one.dtype) for one in self._arrays]:
-            self._arrays = [np.empty(one.size, one.dtype) for one in views]
-        for copy, view in zip(self._arrays, views, strict=True):
+        if [(one.size, one.dtype) for one in views] != [(one.size, one.dtype) for one in self.arrays]:
+            self.arrays = [np.empty(one.size, one.dtype) for one in views]
+        for copy, view in zip(self.arrays, views, strict=True):
             copy[:] = view
-        self._small = small_of(self._state)
+        self.small = small_of(self._state)
 
     def restore(self) -> None:
         """The state is again as it was when it was last copied."""
-        load(self._state, self._arrays, self._small)
+        load(self._state, self.arrays, self.small)
 
 
-def difference(mine: list[list[Any]], theirs: list[list[Any]], rank: int) -> str | None:
-    """How the arrays of this rank differ from those of another, in words; None if they do not."""
+def difference(mine: list[list[Any]], theirs: list[list[Any]], there: str) -> str | None:
+    """How the arrays of this rank differ from those of another place (``there``), in words; None if they do not."""
     for own, other in zip(mine, theirs, strict=False):
         if own[0] != other[0]:
-            return f"this rank's state has {own[0]} where that of rank {rank} has {other[0]}"
+            return f"this rank's state has {own[0]} where that of {there} has {other[0]}"
         if own != other:
             sides = (f"{one[2]}{tuple(one[1])}" for one in (own, other))
-            return f"{own[0]} is {next(sides)} here and {next(sides)} on rank {rank}"
+            return f"{own[0]} is {next(sides)} here and {next(sides)} on {there}"
     if len(mine) != len(theirs):
         more = (mine if len(mine) > len(theirs) else theirs)[min(len(mine), len(theirs))][0]
-        return f"{more} is in the state of {'this rank' if len(mine) > len(theirs) else f'rank {rank}'} alone"
+        return f"{more} is in the state of {'this rank' if len(mine) > len(theirs) else there} alone"
     return None
 
 

@@ -95,9 +95,9 @@ class ElasticCommunicator(Skin[Async]):
         """What a call that has failed gives, once it is known who goes on."""
         return self._driver.call(partial(ledger.gone_on, entry, error), self._session)
 
-    def elastic_over(self, state: State, *, on_loss: str) -> Elastic:
+    def elastic_over(self, state: State, **options: Any) -> Elastic:
         """The blocking ``Elastic`` over this communicator."""
-        return Elastic(self, state, on_loss=on_loss)
+        return Elastic(self, state, **options)
 
     def close(self) -> None:
         """See ``kfcomm.sync.Communicator.close``."""
@@ -157,10 +157,10 @@ for _verb in KINDS:
 class Elastic:
     """The blocking ``kfcomm.elastic.Elastic``; made by that, over what ``kfcomm.sync.init(elastic=True)`` returns."""
 
-    def __init__(self, comm: ElasticCommunicator, state: State, *, on_loss: str = "finish") -> None:
+    def __init__(self, comm: ElasticCommunicator, state: State, **options: Any) -> None:
         self._comm = comm
         self._io = comm._io
-        self._inner: AsyncElastic = AsyncElastic(comm._inner, state, on_loss=on_loss)
+        self._inner: AsyncElastic = AsyncElastic(comm._inner, state, **options)
 
     @property
     def is_released(self) -> bool:

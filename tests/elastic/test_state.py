@@ -70,13 +70,13 @@ def test_what_cannot_be_written_to_is_replaced() -> None:
 
 
 def test_differences_are_told_with_names_and_shapes() -> None:
-    assert difference(plan_of(state()), plan_of(state()), 3) is None
+    assert difference(plan_of(state()), plan_of(state()), "rank 3") is None
     longer = plan_of(state(zz=np.zeros(1)))
-    assert difference(longer, plan_of(state()), 3) == "zz is in the state of this rank alone"
-    assert difference(plan_of(state()), longer, 3) == "zz is in the state of rank 3 alone"
-    assert difference(plan_of(State(a=np.zeros(2))), plan_of(State(a=np.zeros((3, 1)))), 1) == (
+    assert difference(longer, plan_of(state()), "rank 3") == "zz is in the state of this rank alone"
+    assert difference(plan_of(state()), longer, "rank 3") == "zz is in the state of rank 3 alone"
+    assert difference(plan_of(State(a=np.zeros(2))), plan_of(State(a=np.zeros((3, 1)))), "rank 1") == (
         "a is float64(2,) here and float64(3, 1) on rank 1"
     )
     assert "this rank's state has a where that of rank 1 has b" in str(
-        difference(plan_of(State(a=np.zeros(2))), plan_of(State(b=np.zeros(2))), 1)
+        difference(plan_of(State(a=np.zeros(2))), plan_of(State(b=np.zeros(2))), "rank 1")
     )
