@@ -12,7 +12,7 @@ WORKERS ?= 4
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test coverage suite search test-frameworks test-gpu compare netlab check lint format types floors docs pins clean
+.PHONY: help demo demo-elastic test coverage suite search test-frameworks test-gpu compare netlab check lint format types floors docs pins clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -20,6 +20,9 @@ help: ## list the targets
 demo: $(VENV)/demo/.ready ## four processes: train on real data; change the strategy by a policy
 	PATH="$(CURDIR)/$(<D)/bin:$$PATH" kfcomm run -n 4 python examples/digits.py
 	PATH="$(CURDIR)/$(<D)/bin:$$PATH" kfcomm run -n 4 python examples/adaptive.py
+
+demo-elastic: $(VENV)/demo/.ready ## train while ranks die, join and leave (ARGS="--html elastic.html" draws it)
+	PATH="$(CURDIR)/$(<D)/bin:$$PATH" kfcomm run -n 4 --elastic 2:6 python examples/elastic.py $(ARGS)
 
 test: coverage suite ## run the tests (NumPy alone: neither torch nor JAX)
 

@@ -1,10 +1,12 @@
 """What changes of the ranks cost those that train on: a rank is killed in the midst of a call, ranks go, ranks come.
 
     python -m bench.elastic --rounds 10 --output bench/results/elastic.json
+    python -m bench.elastic --rounds 0 --seconds 600
 
 Each round is a job of ``kfcomm run --elastic``. For a death: how much longer the call of 64 MiB took in which a rank
 was killed than the median of the others, on the slowest of those that live. For other sizes: how much longer the ranks
-that stay spent between two steps, with 100 MB of state for those that come.
+that stay spent between two steps, with 100 MB of state for those that come. With ``--seconds`` two jobs of four run for
+that long, in one of which a rank is killed, and replaced, every five seconds: how many steps either has done.
 """
 
 from __future__ import annotations
@@ -53,6 +55,40 @@ with kfcomm.sync.init(elastic=True) as comm:
     if not elastic.is_released:
         print(json.dumps([me, elastic.paused_s, rows]), flush=True)
 """
+
+
+FAILING = """
+import os, signal, sys, time
+import numpy as np
+import kfcomm
+from kfcomm.elastic import Elastic, ElasticSampler, State
+
+seconds, every_s, step_s = map(float, sys.argv[1:])
+state = State(until_s=time.time() + seconds, passes=0, used=np.zeros(4000), steps=0, changes=[])
+with kfcomm.sync.init(elastic=True) as comm:
+    slot = time.time() // every_s
+    with Elastic(comm, state) as elastic:
+        for step in elastic.steps(ElasticSampler(4000, 64, seed=None), passes=1 << 30, used_in="g"):
+            now = time.time() // every_s
+            if now != slot and comm.size == 4 and now % 4 == comm.rank:
+                os.kill(os.getpid(), signal.SIGKILL)
+            slot = now
+            time.sleep(step_s)
+            told = np.zeros(4001)
+            told[step.indices] = 1
+            told[-1] = time.time() > state.until_s
+            told = comm.all_reduce(told, name="g")
+            state.used += told[:-1]
+            state.steps += 1
+            if not state.changes or state.changes[-1] != list(comm.births):
+                state.changes = [*state.changes, list(comm.births)]
+            if told[-1]:
+                break
+    if comm.rank == 0:
+        spread = state.used.max() - state.used.min()
+        print(state.steps, len(state.changes) - 1, int(spread), flush=True)
+"""
+KILL_EVERY_S, STEP_S = 5.0, 0.05
 
 
 @dataclass(frozen=True)
@@ -113,15 +149,36 @@ def _cost(case: Case, rows: Sequence[Sequence[Any]]) -> float:
     return float(rows[at][place] - ordinary)
 
 
+def failing(seconds: float, every_s: float, folder: Path) -> tuple[int, int]:
+    """A job of four that runs for so long, in which a rank is killed so often; steps that it did, and changes.
+
+    Raises:
+        RuntimeError: the job failed, or a sample was used less often than another that had come before it.
+    """
+    program = folder / "failing.py"
+    program.write_text(FAILING)
+    command = [sys.executable, "-m", "kfcomm", "run", "-n", "4", "--elastic", "2:4", "--restart-limit", "1000"]
+    done = subprocess.run(
+        [*command, sys.executable, str(program), str(seconds), str(every_s), str(STEP_S)],
+        capture_output=True, text=True, timeout=seconds + 120,
+    )  # fmt: skip
+    said = [line.partition("] ")[2].split() for line in done.stdout.splitlines() if line.startswith("[")]
+    if done.returncode or len(said) != 1 or int(said[0][2]) > 1:
+        raise RuntimeError(f"a job failed:\n{done.stdout}\n{done.stderr}")
+    return int(said[0][0]), int(said[0][1])
+
+
 def main() -> int:
     """Measure what the command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m bench.elastic")
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=0, help="of two jobs, without failures and with them")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     found: list[dict[str, Any]] = []
+    failures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for case in CASES:
+        for case in CASES if given.rounds else ():
             costs = sorted(once(case, Path(folder)) for _ in range(given.rounds))
             median = statistics.median(costs)
             click.echo(
@@ -129,8 +186,17 @@ def main() -> int:
                 f"{1e3 * costs[-1]:6.1f} ms, to reach {1e3 * case.reach_s:3.0f} ms"
             )
             found.append({**case.__dict__, "median_s": median, "worst_s": costs[-1], "all_s": costs})
+        if given.seconds:
+            (without, _), (steps, changes) = (
+                failing(given.seconds, every_s, Path(folder)) for every_s in (1e9, KILL_EVERY_S)
+            )
+            click.echo(
+                f"a failure every {KILL_EVERY_S:g} s for {given.seconds:g} s: {steps} steps and {changes} changes, "
+                f"{without} steps without: {100 * steps / without:.1f} %, to reach 95 %"
+            )
+            failures = {"seconds": given.seconds, "steps": steps, "changes": changes, "steps_without": without}
     if given.output is not None:
-        record = {"python": platform.python_version(), "rounds": given.rounds, "cases": found}
+        record = {"python": platform.python_version(), "rounds": given.rounds, "cases": found, "failures": failures}
         given.output.write_text(json.dumps(record, indent=1) + "\n")
     return 0
 

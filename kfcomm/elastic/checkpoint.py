@@ -87,8 +87,8 @@ class Checkpoint:
         if not is_due or (self._written is not None and not self._written.done()):
             return
         self._begun = number
-        self._kept.keep()
-        self._written = self._thread.submit(self._write, place)
+        self._kept.keep(place)
+        self._written = self._thread.submit(self._write)
 
     async def close(self) -> None:
         """What is being written is written to its end."""
@@ -96,12 +96,14 @@ class Checkpoint:
             await asyncio.wrap_future(self._written)
         self._thread.shutdown()
 
-    def _write(self, place: Any) -> None:
+    def _write(self) -> None:
         beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
             with beside.open("wb") as raw:
                 with zipfile.ZipFile(raw, "w") as file:
-                    file.writestr(ABOUT, packed([FORM, plan_of(self._state), self._kept.small, place]).tobytes())
+                    file.writestr(
+                        ABOUT, packed([FORM, plan_of(self._state), self._kept.small, self._kept.place]).tobytes()
+                    )
                     for (name, _), array in zip(arrays_of(self._state), self._kept.arrays, strict=True):
                         with file.open(f"{name}.npy", "w", force_zip64=True) as entry:
                             plain = array if array.dtype.kind in PLAIN_KINDS else array.view(np.uint8)

@@ -16,7 +16,7 @@ from kfcomm.arrays import adapt
 from kfcomm.elastic.asked import Asked
 from kfcomm.elastic.checkpoint import Checkpoint
 from kfcomm.elastic.communicator import ElasticCommunicator
-from kfcomm.elastic.ledger import BOUNDARY, Ledger
+from kfcomm.elastic.ledger import BOUNDARY, Births, Ledger
 from kfcomm.elastic.sampler import ElasticSampler, Indices, share
 from kfcomm.elastic.state import Kept, State, arrays_of, difference, load, plan_of, small_of
 from kfcomm.epochs import Plan
@@ -183,12 +183,14 @@ class Elastic:
     # ---------------------------------------------------------------- steps
 
     async def steps(
-        self, sampler: ElasticSampler, *, used_in: str | Sequence[str] | None = None
+        self, sampler: ElasticSampler, *, passes: int | None = None, used_in: str | Sequence[str] | None = None
     ) -> AsyncIterator[Step]:
-        """The steps of one pass; all ranks go through them together.
+        """The steps of one pass, or of several; all ranks go through them together.
 
         Args:
             sampler: on all ranks at the same place.
+            passes: until so many are behind the sampler, whoever has gone through them: also those from which this rank
+                has joined, or which a checkpoint holds. To the end of the present one, if left out.
             used_in: the name, or names, of the calls by which samples count as used; all calls of the step, if left
                 out. Those of a rank that died before it had given to all of these are given again.
 
@@ -201,39 +203,24 @@ class Elastic:
             return
         names = [used_in] if isinstance(used_in, str) else used_in
         restarts = self._on_loss == "restart_step"
-        step, births = Step(-1, NOTHING, NOTHING), self._comm.births
-        place, kept = sampler.state_dict(), Kept(self._state) if restarts else None
+        step, births, until = Step(-1, NOTHING, NOTHING), self._comm.births, passes
+        kept = Kept(self._state) if restarts else None
         while True:
             await self._finish_calls(ledger)
             if self._admitted is not None:
                 sampler.load_state_dict(self._admitted)
                 self._admitted, births = None, self._comm.births
             else:
-                used = ledger.outcome(names)
-                is_void = step.is_void or ledger.is_void(names)
-                births_now, is_wanted, is_void = await self._meet(ledger, sampler, is_void=is_void)
-                if is_void and kept is not None:
-                    kept.restore()
-                    sampler.load_state_dict(place)
-                else:
-                    counted = () if is_void else births_now if used is None else used
-                    for rank, birth in enumerate(births):
-                        if birth not in counted:
-                            sampler.give_back(share(step.batch, rank, len(births)))
-                births = births_now
-                if is_wanted and sampler.left:
-                    await self._change(ledger, sampler)
-                    if ledger.is_released:
-                        return
-                    births = self._comm.births
+                births = await self._pass_boundary(ledger, sampler, step, births, names, kept)
+                if ledger.is_released:
+                    return
             if self._checkpoint is not None and self._comm.rank == 0:
                 self._checkpoint.look(self._number(), [self._number() + 1, sampler.state_dict()])
             if kept is not None:
-                place = sampler.state_dict()
-                kept.keep()
-            batch = sampler.take()
+                kept.keep(sampler.state_dict())
+            until = sampler.passes + 1 if until is None else until
+            batch = sampler.take_until(until)
             if not len(batch):
-                sampler.end_pass()
                 return
             mine = share(batch, births.index(self._me()), len(births))
             step = Step(self._number(), mine, batch, restarts=restarts)
@@ -256,9 +243,28 @@ class Elastic:
         while unfinished := ledger.unfinished():
             await asyncio.wait(unfinished)
 
-    async def _meet(
-        self, ledger: Ledger, sampler: ElasticSampler, *, is_void: bool
-    ) -> tuple[tuple[int, ...], bool, bool]:
+    async def _pass_boundary(
+        self, ledger: Ledger, sampler: ElasticSampler, step: Step, births: Births, names: Sequence[str] | None,
+        kept: Kept | None,
+    ) -> Births:  # fmt: skip
+        """What lies between a step and the next one; returns who takes part in that."""
+        used = ledger.outcome(names)
+        is_void = step.is_void or ledger.is_void(names)
+        births_now, is_wanted, is_void = await self._meet(ledger, sampler, is_void=is_void)
+        if is_void and kept is not None:
+            kept.restore()
+            sampler.load_state_dict(kept.place)
+        else:
+            counted = () if is_void else births_now if used is None else used
+            for rank, birth in enumerate(births):
+                if birth not in counted:
+                    sampler.give_back(share(step.batch, rank, len(births)))
+        if not (is_wanted and sampler.left):
+            return births_now
+        await self._change(ledger, sampler)
+        return self._comm.births
+
+    async def _meet(self, ledger: Ledger, sampler: ElasticSampler, *, is_void: bool) -> tuple[Births, bool, bool]:
         """The boundary between two steps.
 
         Returns:

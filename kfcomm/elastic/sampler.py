@@ -63,6 +63,15 @@ class ElasticSampler:
             taken = np.concatenate([taken, np.array(again, np.int64)])
         return taken
 
+    def take_until(self, passes: int) -> Indices:
+        """The same, on into the next pass; empty once so many are behind."""
+        taken = self._order[:0]
+        while not len(taken) and self.passes < passes:
+            taken = self.take()
+            if not len(taken):
+                self.end_pass()
+        return taken
+
     def give_back(self, indices: Sequence[int] | Indices) -> None:
         """Nobody used these: they come again before the pass ends."""
         self._again.extend(int(index) for index in indices)

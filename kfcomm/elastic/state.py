@@ -88,14 +88,16 @@ class Kept:
     Attributes:
         arrays: flat, in the order of ``arrays_of``.
         small: see ``small_of``.
+        place: in the pass, or what else was kept with it.
     """
 
     def __init__(self, state: State) -> None:
+        self.place: Any = None
         self._state = state
         self.arrays: list[Array] = []
         self.small: Any = None
 
-    def keep(self) -> None:
+    def keep(self, place: Any) -> None:
         """Copy it as it is now. Costs a copy of its arrays, and no memory but the first time."""
         views = [adapt(array).flat for _, array in arrays_of(self._state)]
         if [(one.size, one.dtype) for one in views] != [(one.size, one.dtype) for one in self.arrays]:
@@ -103,6 +105,7 @@ class Kept:
         for copy, view in zip(self.arrays, views, strict=True):
             copy[:] = view
         self.small = small_of(self._state)
+        self.place = place
 
     def restore(self) -> None:
         """The state is again as it was when it was last copied."""

@@ -189,9 +189,11 @@ class Elastic:
         if not self._io.is_stopped:
             self._io.wait_for(lambda: self._inner.__aexit__(kind, error, trace))
 
-    def steps(self, sampler: ElasticSampler, *, used_in: str | Sequence[str] | None = None) -> Iterator[Step]:
-        """The steps of one pass; all ranks go through them together. See ``kfcomm.elastic.Elastic.steps``."""
-        found = self._inner.steps(sampler, used_in=used_in)
+    def steps(
+        self, sampler: ElasticSampler, *, passes: int | None = None, used_in: str | Sequence[str] | None = None
+    ) -> Iterator[Step]:
+        """The steps of one pass, or of several. See ``kfcomm.elastic.Elastic.steps``."""
+        found = self._inner.steps(sampler, passes=passes, used_in=used_in)
         while True:
             try:
                 yield self._io.wait_for(found.__anext__)

@@ -17,27 +17,21 @@ from kfcomm.errors import ConfigError
 from kfcomm.testing import run_ranks, world
 
 
-class Died(Exception):
-    """All ranks are gone."""
-
-
 async def train(path: Path, size: int, last: int | None = None, every: int = 3) -> list[Any]:
     """Train for two passes, or until all ranks die after step ``last``; what each saw."""
 
     async def main(comm: Any) -> Any:
         seen = []
         state = State(used=np.zeros(20), steps=0)
-        sampler = ElasticSampler(20, 4)
         async with Elastic(comm, state, checkpoint=path, checkpoint_every=every) as elastic:
-            while sampler.passes < 2:
-                async for step in elastic.steps(sampler):
-                    seen.append((step.number, step.batch.tolist()))
-                    mask = np.zeros(20)
-                    mask[step.indices] = 1
-                    state.used += await comm.all_reduce(mask, "used")
-                    state.steps += 1
-                    if step.number == last:
-                        return seen
+            async for step in elastic.steps(ElasticSampler(20, 4), passes=2):
+                seen.append((step.number, step.batch.tolist()))
+                mask = np.zeros(20)
+                mask[step.indices] = 1
+                state.used += await comm.all_reduce(mask, "used")
+                state.steps += 1
+                if step.number == last:
+                    return seen
         return seen, state.used.tolist(), state.steps
 
     async with world(size, elastic=True) as comms:

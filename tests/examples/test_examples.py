@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -63,6 +64,20 @@ def test_adaptive() -> None:
     assert kept is not None
     assert re.search(r"ReportStragglers: slow ranks: \[(\d, )?3\] \(own ms \[.*\]\)", said)
     assert re.search(rf"^\[0\] steps: 80; changes of the strategy: \d; in the end it is {kept[1]}$", said, re.MULTILINE)
+
+
+def test_elastic(tmp_path: Path) -> None:
+    page = tmp_path / "elastic.html"
+    done = four_ranks("elastic.py", "--html", str(page), options=("--elastic", "2:6"))
+    said = [line.removeprefix("[0] ") for line in done.stdout.splitlines()]
+    assert done.returncode == 0, done
+    changes = [line.split(": ", 1)[1] for line in said[:-2]]
+    assert changes[0] == "3 ranks go on, without [1]"
+    assert " go on, with [4" in changes[1]  # others may come with it, or one by one
+    assert all(re.fullmatch(r"[3-6] ranks go on, with(out)? \[\d(, \d)*\]", change) for change in changes)
+    assert re.fullmatch(r"\d+ steps; each of 1437 samples was used \[20\] times", said[-2])
+    assert re.fullmatch(r"test accuracy: 0\.9\d+ \(wanted: at least 0\.95\)", said[-1])
+    assert "samples / s" in page.read_text()
 
 
 @pytest.mark.parametrize("name", ["hello_async.py", "hello_sync.py", "two_groups.py"])

@@ -1,0 +1,149 @@
+"""Train on handwritten digits while ranks die, join and leave; each sample is used once in each pass all the same.
+
+::
+
+    kfcomm run -n 4 --elastic 2:6 python examples/elastic.py               # make demo-elastic
+    kfcomm run -n 4 --elastic 2:6 python examples/elastic.py --html elastic.html
+
+One rank kills itself, and the launcher starts another in its place; then six ranks are asked for, and then five. What
+happened is told in the end by the first rank, and drawn: members, throughput, pauses and loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import threadpoolctl
+from digits import ACCURACY_WANTED, LEARNING_RATE, MOMENTUM, Model, load_data
+
+import kfcomm
+from kfcomm.elastic import Elastic, ElasticSampler, State
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+
+BATCH_SIZE = 64  # over all ranks, however many there are
+COMPUTING_S = 0.005  # stands for a model that is worth several processes
+KILLED, LOOKED_AT = 100, 50
+NEXT_SIZE = {4: 6, 6: 5}
+"""The step in which one dies; so often it is looked whether all are there, and another size is asked for."""
+
+
+def gradients_of(model: Model, images: Array, labels: Array) -> tuple[float, dict[str, Array]]:
+    """Summed over some samples, perhaps none: the loss, and the gradient of each parameter."""
+    if not len(labels):
+        return 0.0, {one.name: np.zeros_like(one.value) for one in model.parameters()}
+    loss, gradient = model.loss(images, labels)
+    found: dict[str, Array] = {}
+    gradient *= np.float32(len(labels))
+    for layer in reversed(model.layers):
+        gradient, gradients = layer.backward(gradient)
+        found |= {parameter.name: mine for parameter, mine in gradients}
+    return loss * len(labels), found
+
+
+def train(comm: Any, passes: int) -> tuple[State, Model, Any]:
+    """The whole life of one rank, wherever it comes in."""
+    (images, labels), _ = load_data(seed=0)
+    model = Model(seed=0)
+    values = {one.name: one.value for one in model.parameters()}
+    state = State(
+        values=values, velocity={name: np.zeros_like(value) for name, value in values.items()},
+        used=np.zeros(len(labels)), rows=[],
+    )  # fmt: skip
+    with Elastic(comm, state) as elastic:
+        for step in elastic.steps(ElasticSampler(len(labels), BATCH_SIZE), passes=passes, used_in="step"):
+            if comm.births[comm.rank] == 1 and step.number == KILLED:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if comm.rank == 0 and step.number > KILLED and step.number % LOOKED_AT == 0 and comm.size in NEXT_SIZE:
+                comm.propose_size(NEXT_SIZE[comm.size])
+            time.sleep(COMPUTING_S)
+            loss, gradients = gradients_of(model, images[step.indices], labels[step.indices])
+            used = np.zeros(len(labels))
+            used[step.indices] = 1
+            told = np.concatenate([[loss], used])
+            # one call for all that says which samples the step has used: it is finished for all of them, or none
+            total = comm.all_reduce_many({"told": told, **gradients}, name="step")
+            count = total["told"][1:].sum()
+            for name, value in state.values.items():
+                state.velocity[name] *= MOMENTUM
+                state.velocity[name] -= np.float32(LEARNING_RATE / count) * total[name]
+                value += state.velocity[name]
+            state.used += total["told"][1:]
+            births = list(comm.births)
+            state.rows = [*state.rows, [step.number, time.time(), births, int(count), float(total["told"][0] / count)]]
+    return state, model, elastic
+
+
+def tell(state: State, model: Model) -> bool:
+    """What happened; whether all went well."""
+    before: list[int] = state.rows[0][2]
+    for number, _, births, _, _ in state.rows[1:]:
+        gone, come = sorted(set(before) - set(births)), sorted(set(births) - set(before))
+        if gone or come:
+            changes = [f"{what} {ranks}" for what, ranks in (("without", gone), ("with", come)) if ranks]
+            print(f"step {number}: {len(births)} ranks go on, {' and '.join(changes)}")
+        before = births
+    _, (images, labels) = load_data(seed=0)
+    accuracy = float((model.logits(images).argmax(axis=1) == labels).mean())
+    times = Counter(state.used.astype(int).tolist())
+    print(f"{len(state.rows)} steps; each of {len(state.used)} samples was used {list(times)} times")
+    print(f"test accuracy: {accuracy:.4f} (wanted: at least {ACCURACY_WANTED})")
+    return accuracy >= ACCURACY_WANTED and len(times) == 1
+
+
+def draw(state: State, path: Path) -> None:
+    """Members, throughput, pauses and loss over time, as a page."""
+    from matplotlib.figure import Figure
+
+    numbers, times, births, counts, losses = zip(*state.rows, strict=True)
+    at_s = np.array(times) - times[0]
+    lengths_s = np.diff(at_s, prepend=at_s[0] - COMPUTING_S)
+    usual_s = float(np.median(lengths_s))
+    figure = Figure(figsize=(9, 8), layout="constrained")
+    members, throughput, pauses, loss = figure.subplots(4, sharex=True)
+    for birth in sorted({one for each in births for one in each}):
+        there = [at for at, each in zip(at_s, births, strict=True) if birth in each]
+        members.barh(birth, there[-1] - there[0], left=there[0], height=0.6)
+    members.set_ylabel("rank at birth")
+    throughput.plot(at_s, np.array(counts) / lengths_s, linewidth=0.8)
+    throughput.set_ylabel("samples / s")
+    pauses.bar(at_s, 1e3 * np.maximum(lengths_s - usual_s, 0), width=0.03)
+    pauses.set_ylabel("ms beyond\nthe usual step")
+    loss.semilogy(at_s, losses, linewidth=0.8)
+    loss.set_ylabel("loss")
+    loss.set_xlabel("seconds")
+    members.set_title(f"{len(numbers)} steps while ranks die, join and leave")
+    drawing = io.StringIO()
+    figure.savefig(drawing, format="svg")
+    svg = drawing.getvalue()
+    head = '<!doctype html><html lang="en"><meta charset="utf-8"><title>Elastic training</title>'
+    path.write_text(head + svg[svg.index("<svg") :], encoding="utf-8")
+
+
+def main(options: argparse.Namespace) -> bool:
+    """Join the world that this process was started in, or that runs already."""
+    with kfcomm.sync.init(elastic=True) as comm:
+        state, model, elastic = train(comm, options.passes)
+        is_first = comm.rank == 0 and not elastic.is_released
+    if not is_first:
+        return True
+    if options.html is not None:
+        draw(state, options.html)
+    return tell(state, model)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--passes", type=int, default=20)
+    parser.add_argument("--html", type=Path, metavar="FILE", help="draw what happened")
+    with threadpoolctl.threadpool_limits(1):
+        sys.exit(0 if main(parser.parse_args()) else 1)
