@@ -87,7 +87,8 @@ def main() -> int:
         while time.monotonic() < until_s:
             for _ in range(40):
                 seed, transport = random.randrange(1 << 31), random.choice(["memory", "shm"])
-                asyncio.run(programs.run(seed, transport, grows=random.random() < 0.5))
+                on_loss = random.choice(["finish", "finish", "raise", "restart_step"])
+                asyncio.run(programs.run(seed, transport, grows=random.random() < 0.5, on_loss=on_loss))
                 seeds += 1
             processes(random, Path(folder))
             jobs += 1
