@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -13,8 +15,10 @@ from kfcomm.arrays.on_device import is_on_device
 from kfcomm.collectives.handle import Handle
 from kfcomm.communicator import Communicator
 from kfcomm.elastic.calls import KINDS
-from kfcomm.elastic.ledger import Ledger
-from kfcomm.errors import ConfigError
+from kfcomm.elastic.ledger import NUM_TELLERS, Ledger
+from kfcomm.epochs import Plan, Released
+from kfcomm.errors import CollectiveTimeout, ConfigError, RendezvousError
+from kfcomm.types import Candidate
 
 if TYPE_CHECKING:
     from kfcomm.session import Session
@@ -110,6 +114,51 @@ class ElasticCommunicator:
         self._check_not_open("agree")
         return await self.current.agree(value, timeout=timeout)
 
+    async def resize(self, size: int, *, timeout: Any = None) -> bool:
+        """Go on with so many ranks; all call it. For programs without an ``Elastic``, which has ``propose_size``.
+
+        If there are too few, the first rank waits for others (``kfcomm run --elastic MIN:MAX`` starts them), whose
+        ``kfcomm.init`` returns when they are let in. Of too many the last ones go; if one that was to stay dies
+        meanwhile, another is waited for. As with ``shrink`` this communicator
+        is that of the next epoch then, and groups are made anew.
+
+        Args:
+            size: number of ranks.
+            timeout: seconds to wait for others, and then for all to agree; None for the communicator's.
+
+        Returns:
+            Whether this rank goes on; else it is to close.
+
+        Raises:
+            ConfigError: an ``Elastic`` is open; or the job does not have so many, or so few; or there is no store.
+            CollectiveTimeout: nobody has come, or not enough. All ranks hear it, and stay as they are.
+            PeerLost: a rank died while the first one waited: ``shrink``, and call it again.
+            Partitioned: see ``shrink``.
+        """
+        self._check_not_open("resize")
+        _check_size(size)
+        limit_s = self.current._seconds(timeout)
+        while self.current.size != size:
+            comm = self.current
+            mine = await _planned(comm, size, limit_s) if comm.rank == 0 else None
+            said = await comm.broadcast_object(mine, 0, "kfcomm/plan", timeout=2 * limit_s)
+            if "late" in said:
+                raise CollectiveTimeout(said["late"])
+            if "wrong" in said:
+                raise ConfigError(said["wrong"])
+            joiners = tuple(Candidate(birth, about) for birth, about in said["joiners"])
+            plan = Plan(joiners, tuple(said["leavers"]))
+            try:
+                made, _, is_planned = await comm._succeed(b"resize", plan=plan, timeout=timeout)
+            except Released:
+                return False
+            self._move(made)
+            if is_planned and made.rank < NUM_TELLERS:
+                with contextlib.suppress(RendezvousError):
+                    births = {one.birth for one in joiners}
+                    await made._session.network.welcome(made.size - len(births), births, made.strategy.name)
+        return True
+
     async def propose_size(self, size: int) -> None:
         """Ask for so many ranks, from any rank; it comes about at the next boundary of an ``Elastic``, or later.
 
@@ -120,8 +169,7 @@ class ElasticCommunicator:
             ConfigError: the job does not have so many, or so few; or there is no store.
             RendezvousError: the store cannot be reached.
         """
-        if type(size) is not int or size < 1:
-            raise ConfigError(f"a size is a whole number from 1 on, not {size!r}")
+        _check_size(size)
         await self.current._session.network.want_size(size)
 
     def _check_not_open(self, verb: str) -> None:
@@ -179,6 +227,27 @@ class ElasticCommunicator:
     def _move(self, comm: Communicator) -> None:
         self.current = comm
         self._by_births[comm.births] = comm
+
+
+def _check_size(size: Any) -> None:
+    if type(size) is not int or size < 1:
+        raise ConfigError(f"a size is a whole number from 1 on, not {size!r}")
+
+
+async def _planned(comm: Communicator, size: int, limit_s: float) -> dict[str, Any]:
+    """Who comes and who goes, so that there are ``size`` ranks, or why nobody does; msgpack can carry it."""
+    network, needed = comm._session.network, size - comm.size
+    found: list[Candidate] = []
+    try:
+        await network.want_size(size)
+        async with asyncio.timeout(limit_s):
+            while len(found) < needed:
+                found += await network.candidates({one.birth for one in found})
+    except TimeoutError:
+        return {"late": f"resize({size}): {len(found)} of {needed} new ranks have come within {limit_s:g} s"}
+    except (ConfigError, RendezvousError) as error:
+        return {"wrong": str(error)}
+    return {"joiners": sorted(found)[: max(0, needed)], "leavers": comm.births[size:]}
 
 
 def _outliving(verb: str) -> Callable[..., Handle[Any]]:

@@ -86,6 +86,11 @@ class ElasticCommunicator(Skin[Async]):
         return self._io.wait_for(lambda: self._inner.agree(value, timeout=timeout))
 
     @outermost
+    def resize(self, size: int, *, timeout: Any = None) -> bool:
+        """Go on with so many ranks. See ``kfcomm.elastic.ElasticCommunicator.resize``."""
+        return self._io.wait_for(lambda: self._inner.resize(size, timeout=timeout))
+
+    @outermost
     def propose_size(self, size: int) -> None:
         """Ask for so many ranks. See ``kfcomm.elastic.ElasticCommunicator.propose_size``."""
         self._io.wait_for(lambda: self._inner.propose_size(size))
