@@ -32,9 +32,9 @@ Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 BATCH_SIZE = 64  # over all ranks, however many there are
 COMPUTING_S = 0.005  # stands for a model that is worth several processes
-KILLED, LOOKED_AT = 100, 50
+KILLED = 100  # the step in which one dies
+LOOKED_AT = 50  # every so many steps it is looked whether all are there, and another size is asked for
 NEXT_SIZE = {4: 6, 6: 5}
-"""The step in which one dies; so often it is looked whether all are there, and another size is asked for."""
 
 
 def gradients_of(model: Model, images: Array, labels: Array) -> tuple[float, dict[str, Array]]:

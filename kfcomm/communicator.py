@@ -32,6 +32,7 @@ from kfcomm.collectives.persistent import Persistent
 from kfcomm.core.collective import GroupView
 from kfcomm.devices.routes import Choice
 from kfcomm.dumps import snapshot
+from kfcomm.epochs import NO_PLAN, Plan, next_epoch, settle
 from kfcomm.errors import CollectiveMismatch, ConfigError, SessionClosed
 from kfcomm.plugins import build
 from kfcomm.rendezvous import farewell
@@ -44,7 +45,6 @@ from kfcomm.transports.shm.heap import Array
 from kfcomm.types import Layout, Seconds
 
 if TYPE_CHECKING:
-    from kfcomm.epochs import Plan
     from kfcomm.monitor import Statistics
     from kfcomm.probe import Probe, Prober
 
@@ -208,18 +208,16 @@ class Communicator(Persistent):
         return made
 
     async def _succeed(
-        self, part: bytes, *, plan: Plan | None = None, timeout: Seconds | None = None
+        self, part: bytes, *, plan: Plan = NO_PLAN, timeout: Seconds | None = None
     ) -> tuple[Communicator, dict[int, bytes], bool]:
         """As ``shrink``; also what each rank that lives has given, by its rank before, and if the plan was carried out.
 
         Raises:
             Released: by the plan this rank does not go on.
         """
-        from kfcomm.epochs import NO_PLAN, next_epoch, settle
-
         strategy = self._strategy_below()
         given = self.strategy.digest[:DIGEST_NBYTES] + part
-        session, said, is_planned = await next_epoch(self._session, given, self._seconds(timeout), plan or NO_PLAN)
+        session, said, is_planned = await next_epoch(self._session, given, self._seconds(timeout), plan)
         is_one = len({one[:DIGEST_NBYTES] for one in said.values()}) == 1
         made = Communicator(session, session.world, strategy if is_one else "auto", self.name)
         self._follower = made

@@ -8,20 +8,25 @@ decision; its control plane answers on, until all are in the new one and so know
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 import msgpack
 
 from kfcomm.collectives.handle import Handle, looked_at
 from kfcomm.core.cause import Cause, CauseKind
-from kfcomm.errors import EpochChanged, KfcommError
+from kfcomm.errors import EpochChanged, KfcommError, RendezvousError
 from kfcomm.runtime.agreements import Call
 from kfcomm.session import Session
 from kfcomm.types import Candidate
 
 logger = logging.getLogger("kfcomm")
+
+NUM_TELLERS = 2
+"""So many of the first ranks tell the store who has come and who is lost: one may die."""
 
 
 class Plan(NamedTuple):
@@ -38,7 +43,13 @@ class Plan(NamedTuple):
     @property
     def digest(self) -> bytes:
         """Eight bytes that stand for it."""
-        return hashlib.blake2b(msgpack.packb([self.joiners, self.leavers]), digest_size=8).digest()
+        return hashlib.blake2b(msgpack.packb(self), digest_size=8).digest()
+
+    @classmethod
+    def of(cls, fields: Sequence[Any]) -> Plan:
+        """The plan that came as msgpack carries it."""
+        joiners, leavers = fields
+        return cls(tuple(Candidate(*one) for one in joiners), tuple(leavers))
 
 
 NO_PLAN = Plan()
@@ -98,6 +109,27 @@ async def next_epoch(session: Session, part: bytes, timeout_s: float, plan: Plan
         raise Released(text)
     follower = session.follow(door.enter({rank: opened[rank][0] for rank in members}, joiners))
     return Succession(follower, {rank: row[1] for rank, row in opened.items()}, is_planned)
+
+
+async def tell_store(session: Session, former: Collection[int], plan: Plan, strategy: str) -> None:
+    """Tell it who has come to this epoch, and who is lost. If it is gone: those are lost soon, or stay.
+
+    Args:
+        session: of the epoch.
+        former: births of the ranks of the one before.
+        plan: that was carried out.
+        strategy: its name.
+    """
+    if session.rank >= NUM_TELLERS:
+        return
+    network = session.network
+    lost = set(former) - set(network.births) - set(plan.leavers)
+    joiners = {one.birth for one in plan.joiners}
+    with contextlib.suppress(RendezvousError):
+        if lost:
+            await network.give_up(lost)
+        if plan != NO_PLAN:
+            await network.welcome(len(network.births) - len(joiners), joiners, strategy)
 
 
 def settle(session: Session, arrived: Handle[None]) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 
 from kfcomm.communicator import Communicator
-from kfcomm.epochs import Plan
+from kfcomm.epochs import NO_PLAN, Plan
 from kfcomm.errors import RendezvousError
 from kfcomm.types import Candidate
 
@@ -54,7 +54,7 @@ class Asked:
 
     def is_wanted(self, comm: Communicator) -> bool:
         """Whether this rank is the first, and something is to be done."""
-        return comm.rank == 0 and self.plan(comm) != Plan()
+        return comm.rank == 0 and self.plan(comm) != NO_PLAN
 
     def done(self, plan: Plan) -> None:
         """It was carried out."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import glob
 import logging
 import os
 import zipfile
@@ -97,16 +98,19 @@ class Checkpoint:
         self._thread.shutdown()
 
     def _write(self) -> None:
+        """On a thread of its own, while training changes the state: all is taken from the copy."""
+        kept = self._kept
         beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
+            # of those who were killed while they wrote; one that was only given up finds its own gone, and writes none
+            for left in self.path.parent.glob(f".{glob.escape(self.path.name)}.*"):
+                left.unlink(missing_ok=True)
             with beside.open("wb") as raw:
                 with zipfile.ZipFile(raw, "w") as file:
-                    file.writestr(
-                        ABOUT, packed([FORM, plan_of(self._state), self._kept.small, self._kept.place]).tobytes()
-                    )
-                    for (name, _), array in zip(arrays_of(self._state), self._kept.arrays, strict=True):
+                    file.writestr(ABOUT, packed([FORM, kept.plan, kept.small, kept.place]).tobytes())
+                    for (name, shape, _), array in zip(kept.plan, kept.arrays, strict=True):
                         with file.open(f"{name}.npy", "w", force_zip64=True) as entry:
-                            plain = array if array.dtype.kind in PLAIN_KINDS else array.view(np.uint8)
+                            plain = array.reshape(shape) if array.dtype.kind in PLAIN_KINDS else array.view(np.uint8)
                             np.lib.format.write_array(entry, plain, allow_pickle=False)
                 raw.flush()
                 os.fsync(raw.fileno())
@@ -116,7 +120,7 @@ class Checkpoint:
                 os.fsync(folder)
             finally:
                 os.close(folder)
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001  training does not fail by it
             logger.error("no checkpoint was written to %s: %s; training goes on", self.path, error)
             with contextlib.suppress(OSError):
                 beside.unlink(missing_ok=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -15,8 +14,8 @@ from kfcomm.arrays.on_device import is_on_device
 from kfcomm.collectives.handle import Handle
 from kfcomm.communicator import Communicator
 from kfcomm.elastic.calls import KINDS
-from kfcomm.elastic.ledger import NUM_TELLERS, Ledger
-from kfcomm.epochs import Plan, Released
+from kfcomm.elastic.ledger import Ledger
+from kfcomm.epochs import NO_PLAN, Plan, Released, tell_store
 from kfcomm.errors import CollectiveTimeout, ConfigError, RendezvousError
 from kfcomm.types import Candidate
 
@@ -119,8 +118,8 @@ class ElasticCommunicator:
 
         If there are too few, the first rank waits for others (``kfcomm run --elastic MIN:MAX`` starts them), whose
         ``kfcomm.init`` returns when they are let in. Of too many the last ones go; if one that was to stay dies
-        meanwhile, another is waited for. As with ``shrink`` this communicator
-        is that of the next epoch then, and groups are made anew.
+        meanwhile, another is waited for. As with ``shrink`` this communicator is that of the next epoch then, and
+        groups are made anew.
 
         Args:
             size: number of ranks.
@@ -146,17 +145,13 @@ class ElasticCommunicator:
                 raise CollectiveTimeout(said["late"])
             if "wrong" in said:
                 raise ConfigError(said["wrong"])
-            joiners = tuple(Candidate(birth, about) for birth, about in said["joiners"])
-            plan = Plan(joiners, tuple(said["leavers"]))
+            plan = Plan.of(said["plan"])
             try:
                 made, _, is_planned = await comm._succeed(b"resize", plan=plan, timeout=timeout)
             except Released:
                 return False
             self._move(made)
-            if is_planned and made.rank < NUM_TELLERS:
-                with contextlib.suppress(RendezvousError):
-                    births = {one.birth for one in joiners}
-                    await made._session.network.welcome(made.size - len(births), births, made.strategy.name)
+            await tell_store(made._session, comm.births, plan if is_planned else NO_PLAN, made.strategy.name)
         return True
 
     async def propose_size(self, size: int) -> None:
@@ -247,7 +242,7 @@ async def _planned(comm: Communicator, size: int, limit_s: float) -> dict[str, A
         return {"late": f"resize({size}): {len(found)} of {needed} new ranks have come within {limit_s:g} s"}
     except (ConfigError, RendezvousError) as error:
         return {"wrong": str(error)}
-    return {"joiners": sorted(found)[: max(0, needed)], "leavers": comm.births[size:]}
+    return {"plan": Plan(tuple(sorted(found)[: max(0, needed)]), comm.births[size:])}
 
 
 def _outliving(verb: str) -> Callable[..., Handle[Any]]:

@@ -21,7 +21,7 @@ import contextlib
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import msgpack
@@ -31,14 +31,13 @@ from kfcomm.collectives.handle import Handle, looked_at
 from kfcomm.communicator import Communicator
 from kfcomm.elastic.calls import GIVEN_AS_ARRAYS, Call, frozen, plain, restored, written
 from kfcomm.elastic.verdicts import Key, Row, Standing, Verdict, decide
-from kfcomm.epochs import Plan, Released
+from kfcomm.epochs import NO_PLAN, Plan, Released, tell_store
 from kfcomm.errors import (
     CollectiveAborted,
     CollectiveError,
     CollectiveMismatch,
     EpochChanged,
     PeerLost,
-    RendezvousError,
 )
 from kfcomm.runtime.agreements import Call as AgreementKind
 
@@ -49,8 +48,6 @@ BOUNDARY = f"{OWN_NAMES}boundary"
 """The name of the call between two steps."""
 ABORTED_S = 0.5
 """A rank that fails ends what it has in flight, and then it leaves: so long that is waited for."""
-NUM_TELLERS = 2
-"""So many of the first ranks tell the store who is let in and who was given up: one may die."""
 MAX_SCRATCH = 8
 """Pieces of one shape and dtype that are kept for calls in place."""
 DIGEST_NBYTES = 16
@@ -106,7 +103,7 @@ class Ledger:
         comm: of the epoch.
         shown: births of the ranks of the step, which its calls number from 0.
         step: its number since ranks have last come or gone by a plan: the same on those that have come then.
-        plan: agreed on, and not carried out yet.
+        plan: agreed on, and not carried out yet; an empty one, if there is none.
         is_released: by a plan this rank does not go on.
         num_changes: of the epoch, so far.
         paused_s: for how long calls have waited for these.
@@ -115,7 +112,7 @@ class Ledger:
     def __init__(self, comm: Communicator, moved: Callable[[Communicator], None], *, finishes: bool = True) -> None:
         self.comm = comm
         self.shown: Births = comm.births
-        self.plan: Plan | None = None
+        self.plan = NO_PLAN
         self.is_released = False
         self.num_changes = 0
         self.paused_s = 0.0
@@ -455,18 +452,16 @@ class Ledger:
             self.is_released = True
             raise
         self.num_changes += 1
-        gone = set(self.comm.births) - set(comm.births) - set(plan.leavers if plan is not None and is_planned else ())
-        self.comm = comm
+        former, self.comm = self.comm.births, comm
         self._watch()
         self._moved(comm)
-        if gone and comm.rank < NUM_TELLERS:
-            self._tell(comm._session.network.give_up(gone))
-        if is_planned and plan is not None:
-            self.plan = None
+        telling = tell_store(comm._session, former, plan if is_planned else NO_PLAN, comm.strategy.name)
+        task = comm._session.engine.loop.create_task(telling, name="kfcomm tells the store")
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+        if is_planned:
+            self.plan = NO_PLAN
             self._begin_anew()
-            if comm.rank < NUM_TELLERS:
-                joiners = {one.birth for one in plan.joiners}
-                self._tell(comm._session.network.welcome(comm.size - len(joiners), joiners, comm.strategy.name))
             return self._has_lost()
         try:
             if len(set(said.values())) > 1:
@@ -474,17 +469,6 @@ class Ledger:
         except (PeerLost, EpochChanged):
             return True
         return self._has_lost()
-
-    def _tell(self, telling: Coroutine[Any, Any, None]) -> None:
-        """Tell the store, in the background; without it who is to hear of it is lost soon, or stays."""
-
-        async def tell() -> None:
-            with contextlib.suppress(RendezvousError):
-                await telling
-
-        task = self.comm._session.engine.loop.create_task(tell(), name="kfcomm tells the store")
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
 
     def _begin_anew(self) -> None:
         """All that was begun is over on all ranks: calls and steps are counted from 0, as new ranks count theirs."""
@@ -508,7 +492,7 @@ class Ledger:
             await self.settled()
 
     def _has_plan(self) -> bool:
-        return self.plan is not None
+        return self.plan != NO_PLAN
 
     async def _wait_until_quiet(self) -> None:
         """Everything in flight has ended: it does so at once, by the loss."""

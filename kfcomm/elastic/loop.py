@@ -19,9 +19,8 @@ from kfcomm.elastic.communicator import ElasticCommunicator
 from kfcomm.elastic.ledger import BOUNDARY, Births, Ledger
 from kfcomm.elastic.sampler import ElasticSampler, Indices, share
 from kfcomm.elastic.state import Kept, State, arrays_of, difference, load, plan_of, small_of
-from kfcomm.epochs import Plan
+from kfcomm.epochs import NO_PLAN, Plan
 from kfcomm.errors import CollectiveMismatch, ConfigError, EpochChanged, PeerLost
-from kfcomm.types import Candidate
 
 NOTHING: Indices = np.empty(0, np.int64)
 ON_LOSS = ("finish", "raise", "restart_step")
@@ -289,13 +288,12 @@ class Elastic:
     async def _change(self, ledger: Ledger, sampler: ElasticSampler) -> None:
         """Carry out what the first rank has found to be wanted: all know of it, or none does."""
         comm = self._comm
-        mine = self._asked.plan(comm.current) if comm.rank == 0 else Plan()
+        mine = self._asked.plan(comm.current) if comm.rank == 0 else NO_PLAN
         try:
-            joiners, leavers = await comm.broadcast_object([mine.joiners, mine.leavers], 0, "kfcomm/plan")
+            plan = Plan.of(await comm.broadcast_object(mine, 0, "kfcomm/plan"))
         except PeerLost:
             return
-        plan = Plan(tuple(Candidate(birth, about) for birth, about in joiners), tuple(leavers))
-        if plan == Plan():
+        if plan == NO_PLAN:
             return
         steps = ledger.step
         try:

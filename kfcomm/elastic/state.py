@@ -86,6 +86,7 @@ class Kept:
         state: of which it is.
 
     Attributes:
+        plan: of the arrays, as ``plan_of`` tells it.
         arrays: flat, in the order of ``arrays_of``.
         small: see ``small_of``.
         place: in the pass, or what else was kept with it.
@@ -94,6 +95,7 @@ class Kept:
     def __init__(self, state: State) -> None:
         self.place: Any = None
         self._state = state
+        self.plan: list[list[Any]] = []
         self.arrays: list[Array] = []
         self.small: Any = None
 
@@ -104,6 +106,7 @@ class Kept:
             self.arrays = [np.empty(one.size, one.dtype) for one in views]
         for copy, view in zip(self.arrays, views, strict=True):
             copy[:] = view
+        self.plan = plan_of(self._state)
         self.small = small_of(self._state)
         self.place = place
 

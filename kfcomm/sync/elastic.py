@@ -192,7 +192,14 @@ class Elastic:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self._io.is_stopped:
+            self._end_interrupted()
             self._io.wait_for(lambda: self._inner.__aexit__(kind, error, trace))
+
+    def _end_interrupted(self) -> None:
+        """Calls of this thread that an interrupt has left, and another one before they could be ended."""
+        ledger = self._comm._inner._ledger
+        if ledger is not None:
+            self._comm._driver.run(partial(ledger.given_up, get_ident()), self._comm._session)
 
     def steps(
         self, sampler: ElasticSampler, *, passes: int | None = None, used_in: str | Sequence[str] | None = None
@@ -200,6 +207,7 @@ class Elastic:
         """The steps of one pass, or of several. See ``kfcomm.elastic.Elastic.steps``."""
         found = self._inner.steps(sampler, passes=passes, used_in=used_in)
         while True:
+            self._end_interrupted()
             try:
                 yield self._io.wait_for(found.__anext__)
             except StopAsyncIteration:

@@ -161,3 +161,21 @@ async def test_one_at_a_time(tmp_path: Path) -> None:
     checkpoint.look(3, 3)
     await checkpoint.close()
     assert await Checkpoint(tmp_path / "c.npz", 1, State(n=0)).read() == 3
+
+
+def test_what_is_written_is_what_was_copied(tmp_path: Path) -> None:
+    """Training changes the state, and its shapes, while it is written; a file that a killed rank has left goes."""
+    state = State(weights=np.arange(6.0).reshape(2, 3), step=1)
+    left = tmp_path / ".c.npz.123"
+    left.write_bytes(b"half")
+    checkpoint = Checkpoint(tmp_path / "c.npz", 1, state)
+    checkpoint._kept.keep("here")
+    state.weights, state.step = np.zeros(7), 2
+    checkpoint._write()
+    with np.load(tmp_path / "c.npz") as file:
+        np.testing.assert_array_equal(file["weights"], np.arange(6.0).reshape(2, 3))
+    other = State(weights=np.zeros((2, 3)), step=0)
+    assert Checkpoint(tmp_path / "c.npz", 1, other)._read() == "here"
+    assert other.step == 1
+    assert other.weights[1, 2] == 5.0
+    assert os.listdir(tmp_path) == ["c.npz"]
