@@ -37,7 +37,7 @@ from kfcomm.types import Candidate, Costs, Layout
 if TYPE_CHECKING:
     from kfcomm.control.base import ControlEvents, ControlPlane, StatusSource
     from kfcomm.devices.base import DeviceReport
-    from kfcomm.rendezvous.client import StoreClient
+    from kfcomm.rendezvous.client import NotSet, StoreClient
     from kfcomm.rendezvous.store import StoreServer
     from kfcomm.tls import Tls
     from kfcomm.transports.base import Link, Waiter
@@ -288,13 +288,21 @@ class SocketNetwork:
     async def _enter(cls, meeting: Meeting, listener: Listener) -> SocketNetwork:
         """Wait until the ranks of a running job let this process in.
 
+        Who was started by a launcher is a spare perhaps, and waits as long as there is a store.
+
         Raises:
-            RendezvousError: they do not within the timeout.
+            RendezvousError: they do not within the timeout; or the store is gone.
         """
         settings, me, client = meeting.settings, meeting.me, meeting.client
         await client.set(f"{JOINING}/{me.rank}", me.to_wire())
         try:
-            entry = await client.get(f"{ENTRY}/{me.rank}", settings.timeout_s)
+            while True:
+                try:
+                    entry = await client.get(f"{ENTRY}/{me.rank}", settings.timeout_s)
+                    break
+                except NotSet:
+                    if not settings.launcher:
+                        raise
         except RendezvousError as error:
             raise RendezvousError(f"no rank of the job has let {me.describe()} in: {error}") from error
         epoch, births, wires, num_old, strategy = msgpack.unpackb(entry, use_list=False)
@@ -457,7 +465,11 @@ class SocketNetwork:
     async def leave(self) -> None:
         """See ``session.Network``."""
         meeting = self._meeting
-        await leave_store(meeting.settings, meeting.me, meeting.client, meeting.server, count=len(self.peers))
+        is_gone = meeting.server is None and self._watcher is not None and self._watcher.done()
+        await leave_store(
+            meeting.settings, meeting.me, meeting.client, meeting.server, count=len(self.peers),
+            timeout_s=0.0 if is_gone else None,
+        )  # fmt: skip
 
     async def close(self) -> None:
         """See ``session.Network``."""

@@ -85,6 +85,14 @@ from kfcomm.rendezvous.settings import TRANSPORTS, misspelt
     help="How many ranks of an elastic job are replaced.",
 )
 @click.option(
+    "--spares",
+    type=click.IntRange(min=0, max=1 << 12),
+    default=0,
+    show_default=True,
+    metavar="S",
+    help="How many processes of an elastic job wait to take the place of others at once.",
+)
+@click.option(
     "--log-dir", type=click.Path(file_okay=False, path_type=Path), help="Keep the output of each rank here as well."
 )
 @click.option(
@@ -122,6 +130,7 @@ def run(command: tuple[str, ...], **given: Any) -> None:
         keep_going=given["keep_going"],
         elastic=given["elastic"],
         restart_limit=given["restart_limit"],
+        spares=given["spares"],
         log_dir=given["log_dir"],
         stdin=given["stdin"],
         color=given["color"],

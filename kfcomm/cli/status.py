@@ -28,7 +28,11 @@ def status(job: str | None, as_json: bool) -> None:
     click.echo(
         f"job {told['job']}: {len(told['running'])} of {told['size']} ranks run, {told['least']} to {told['most']} may"
     )
-    click.echo(f"  running   {', '.join(map(str, told['running'])) or 'none'}")
+    for address, running in told["hosts"]:
+        where = f"  on {address}" if len(told["hosts"]) > 1 else ""
+        click.echo(f"  running{where}   {', '.join(map(str, running)) or 'none'}")
     for birth, code in told["ended"]:
         click.echo(f"  rank {birth:<4} {'ended well' if code == 0 else f'ended: {describe_exit(code)}'}")
     click.echo(f"  {told['restarts']} more may be replaced")
+    if told["spares"]:
+        click.echo(f"  {told['spares']} spares are wanted besides")

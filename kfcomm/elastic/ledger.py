@@ -50,6 +50,8 @@ ABORTED_S = 0.5
 """A rank that fails ends what it has in flight, and then it leaves: so long that is waited for."""
 MAX_SCRATCH = 8
 """Pieces of one shape and dtype that are kept for calls in place."""
+TELL_WITHIN_S = 2.0
+"""Whoever leaves waits so long for a store that does not answer."""
 DIGEST_NBYTES = 16
 
 Births: TypeAlias = tuple[int, ...]
@@ -604,7 +606,10 @@ class Ledger:
         if self._change is not None:
             self._change.cancel()
             await asyncio.gather(self._change, return_exceptions=True)
-        await asyncio.gather(*self._telling)
+        if self._telling:
+            await asyncio.wait(self._telling, timeout=TELL_WITHIN_S)
+        for telling in self._telling:
+            telling.cancel()
         for entry in [*self._kept, *self._entries.values()]:
             self._release(entry)
             if type(entry.inner) is int or (entry.outer is not None and not entry.outer.done()):

@@ -34,6 +34,7 @@ class RunOptions:
         keep_going: whether the others run on when one fails.
         elastic: ``MIN`` or ``MIN:MAX`` for a job whose ranks may change; None for another.
         restart_limit: how many ranks of such a job are replaced.
+        spares: how many processes of such a job wait to take the place of others.
         log_dir: where the unprefixed output of each rank is kept as well.
         stdin: which ranks get what the launcher reads: ``none``, ``all``, or one by its number.
         color: whether prefixes are coloured; None to go by terminal and ``NO_COLOR``.
@@ -50,6 +51,7 @@ class RunOptions:
     keep_going: bool = False
     elastic: str | None = None
     restart_limit: int = 100
+    spares: int = 0
     log_dir: Path | None = None
     stdin: str = "none"
     color: bool | None = None
@@ -74,13 +76,13 @@ class RunOptions:
         """How many ranks the job may have; None if they do not change.
 
         Raises:
-            ConfigError: it does not fit, or the job is on several hosts.
+            ConfigError: it does not fit.
         """
         if self.elastic is None:
+            if self.spares:
+                raise ConfigError("--spares are for a job with --elastic")
             return None
-        if self.hosts is not None:
-            raise ConfigError("--elastic starts ranks on this host alone: give -n, not -H")
-        return parse(self.elastic, plan.size, self.restart_limit)
+        return parse(self.elastic, [host.num_ranks for host in plan.hosts], self.restart_limit, self.spares)
 
     def readers(self, plan: Plan) -> range:
         """The ranks of this host that get what the launcher reads.
@@ -122,15 +124,25 @@ class RunOptions:
 
 
 def rank_environ(
-    environ: Mapping[str, str], options: RunOptions, plan: Plan, rank: int, *, store: str, token: bytes, job: str
+    environ: Mapping[str, str],
+    options: RunOptions,
+    plan: Plan,
+    rank: int,
+    *,
+    place: int,
+    store: str,
+    token: bytes,
+    job: str,
 ) -> dict[str, str]:
-    """The environment of one rank: that of the launcher, with the place of the rank in the world."""
+    """The environment of one rank, which has this place on its host: the launcher's, with its place in the world."""
     # both ways to give a token at once would contradict each other
     inherited = {name: value for name, value in environ.items() if name != "KFCOMM_TOKEN_FILE"}
     interface = {} if options.hosts is None else {"KFCOMM_INTERFACE": plan.address}
     elastic = {} if options.elastic is None else {"KFCOMM_ELASTIC": "1"}
+    local_size = len(plan.ranks)
     if rank not in plan.ranks:
         elastic, rank = elastic | {"KFCOMM_JOIN": str(rank)}, plan.ranks.start
+        local_size = max(local_size, place + 1)
     return {
         "PYTHONUNBUFFERED": "1",
         **inherited,
@@ -139,8 +151,8 @@ def rank_environ(
         **elastic,
         "KFCOMM_RANK": str(rank),
         "KFCOMM_SIZE": str(plan.size),
-        "KFCOMM_LOCAL_RANK": str(rank - plan.ranks.start),
-        "KFCOMM_LOCAL_SIZE": str(len(plan.ranks)),
+        "KFCOMM_LOCAL_RANK": str(place),
+        "KFCOMM_LOCAL_SIZE": str(local_size),
         "KFCOMM_STORE": store,
         "KFCOMM_SERVE": "0",
         "KFCOMM_TOKEN": as_text(token),

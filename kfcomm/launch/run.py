@@ -9,18 +9,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import os
 import secrets
 import shutil
 import signal
 import textwrap
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from socket import socket
 from typing import Any
 
 from kfcomm.errors import ConfigError, RendezvousError
+from kfcomm.launch.agents import Agent, First, Mortal
 from kfcomm.launch.blame import Blame
 from kfcomm.launch.elastic import Elasticity
 from kfcomm.launch.farewells import Farewells
@@ -36,7 +38,7 @@ from kfcomm.launch.streams import Display, Streams
 from kfcomm.launch.supervisor import Exits, Supervisor, Verdict
 from kfcomm.monitor import serving
 from kfcomm.plugins import check
-from kfcomm.rendezvous.board import BOUNDS, Why, describe_exit
+from kfcomm.rendezvous.board import BOUNDS, LAUNCHERS, Why, describe_exit
 from kfcomm.rendezvous.client import StoreClient
 from kfcomm.rendezvous.interfaces import choose_address
 from kfcomm.rendezvous.listening import listen, url_of
@@ -49,7 +51,6 @@ _FAREWELL_S = 5.0
 _LEAST_LOST_AFTER_S = 3.0
 """Launchers ask the store once a second."""
 _MAX_SUMMARY = 160
-_LAUNCHERS = "launchers"
 
 
 async def run(options: RunOptions, environ: Mapping[str, str], display: Display | None = None) -> int:
@@ -61,10 +62,10 @@ async def run(options: RunOptions, environ: Mapping[str, str], display: Display 
         RendezvousError: the store cannot listen, or that of the first host cannot be reached.
     """
     plan = options.plan()
-    options.elasticity(plan)
     job = _Job(
         options=options,
         plan=plan,
+        elastic=options.elasticity(plan),
         program=find_program(options.command, environ.get("PATH")),
         token=options.token(environ),
         mark=secrets.token_hex(16),
@@ -84,20 +85,27 @@ class _Job:
 
     options: RunOptions
     plan: Plan
+    elastic: Elasticity | None
     program: str
     token: bytes
     mark: str
     environ: Mapping[str, str]
 
-    def environ_of(self, rank: int, store: str, launcher: str = "") -> dict[str, str]:
-        place = rank_environ(self.environ, self.options, self.plan, rank, store=store, token=self.token, job=self.mark)
-        return {**place, LAUNCHER: launcher}
+    def environ_of(self, rank: int, place: int, store: str, launcher: str = "") -> dict[str, str]:
+        own = rank_environ(
+            self.environ, self.options, self.plan, rank, place=place, store=store, token=self.token, job=self.mark
+        )
+        return {**own, LAUNCHER: launcher}
+
+    def ranks_of(self, host: int) -> Iterable[int]:
+        """Those that a host has, or had, as far as it is known here."""
+        return self.plan.ranks_of(host) if self.elastic is None else self.elastic.births_at(host)
 
     def check(self) -> Settings:
         """Find here, once, what every rank would find wrong."""
         # which port it will be does not matter to the check
         store = self.plan.hosts[0].address, self.options.store_port() or DEFAULT_PORT
-        settings = detect(self.environ_of(self.plan.ranks.start, store_url(*store)))
+        settings = detect(self.environ_of(self.plan.ranks.start, 0, store_url(*store)))
         choose_address(settings.interface, store)
         check(settings.strategy)
         serving.check(settings)
@@ -111,14 +119,13 @@ async def _served(job: _Job, listener: socket, settings: Settings, interrupted: 
     from kfcomm.rendezvous.store import StoreServer  # and the library of HTTP: the ranks have been started by now
 
     server = await StoreServer.serve(listener, token=job.token, tls=_tls(settings))
-    elastic = job.options.elasticity(job.plan)
-    if elastic is not None:
-        server.board.set(BOUNDS, b"%d:%d" % (elastic.least, elastic.most))
+    if job.elastic is not None:
+        server.board.set(BOUNDS, b"%d:%d" % (job.elastic.least, job.elastic.most))
     watching = asyncio.create_task(
         watch_hosts(
             job.plan,
             server.board,
-            _LAUNCHERS,
+            job.ranks_of,
             come_within_s=settings.timeout_s,
             lost_after_s=max(settings.lost_after_s, _LEAST_LOST_AFTER_S),
         )
@@ -126,8 +133,8 @@ async def _served(job: _Job, listener: socket, settings: Settings, interrupted: 
     try:
         yield server
         # the launchers of the other hosts still have to learn how it ended
-        others, wait_s = len(company(job.plan, server.board)), job.options.grace_s + _FAREWELL_S
-        learnt = asyncio.ensure_future(server.board.collect(_LAUNCHERS, others, None, wait_s))
+        others, wait_s = len(company(job.plan, server.board, job.ranks_of)), job.options.grace_s + _FAREWELL_S
+        learnt = asyncio.ensure_future(server.board.collect(LAUNCHERS, others, None, wait_s))
         hurried = asyncio.ensure_future(interrupted.wait())
         await asyncio.wait((learnt, hurried), return_when=asyncio.FIRST_COMPLETED)
         for waiting in (learnt, hurried):
@@ -153,7 +160,7 @@ async def _joined(job: _Job, settings: Settings) -> AsyncIterator[StoreClient]:
         yield client
         with contextlib.suppress(RendezvousError, TimeoutError):
             async with asyncio.timeout(_FAREWELL_S):
-                await client.claim(f"{_LAUNCHERS}/{job.plan.here}", b"", timeout_s=_FAREWELL_S)
+                await client.claim(f"{LAUNCHERS}/{job.plan.here}", b"", timeout_s=_FAREWELL_S)
     finally:
         await client.close()
 
@@ -170,32 +177,30 @@ async def _run_ranks(
         display: see `run`.
     """
     children: dict[int, Child] = {}
-    blame = Blame(job.plan.size)
-    host = job.plan.here if len(job.plan.hosts) > 1 else None
-    supervisor = Supervisor(blame, children, job.options.grace_s, job.options.keep_going, host)
-    supervisor.elastic = job.options.elasticity(job.plan)
+    supervisor = _supervisor(job, children)
     output = Output(_screen(job), lambda: supervisor.interrupt(signal.SIGPIPE), _DESCRIPTORS)
     with contextlib.ExitStack() as stack:
         streams = stack.enter_context(contextlib.closing(Streams(display or output, _logs(job), supervisor)))
         farewells = stack.enter_context(
-            contextlib.closing(Farewells(job.plan.ranks, streams.heard, is_elastic=supervisor.elastic is not None))
+            contextlib.closing(Farewells(job.plan.ranks, streams.heard, is_elastic=job.elastic is not None))
         )
         supervisor.listen = streams.listen = farewells.drain
         interrupted = stack.enter_context(_hearing(supervisor, output.abandon))
         feed = stack.enter_context(contextlib.closing(Feed(job.options.readers(job.plan), output.answered)))
         guardian = Guardian(job.mark, job.environ)
         pumps: list[Pump] = []
+        places: dict[int, int] = {}
 
         def start(rank: int) -> Child:
-            environ = job.environ_of(rank, url, farewells.address)
+            taken = {place for other, place in places.items() if other not in supervisor.ended}
+            places[rank] = next(place for place in itertools.count() if place not in taken)
+            environ = job.environ_of(rank, places[rank], url, farewells.address)
             with feed.open_for(rank) as stdin:
                 child = children[rank] = Child.start(job.program, job.options.command, environ, stdin)
             stack.callback(child.close)
             guardian.watch(child)
             for stream, descriptor in ((Stream.OUT, child.out), (Stream.ERR, child.err)):
                 pumps.append(Pump(descriptor, functools.partial(streams.relay, rank, stream)))
-            if supervisor.elastic is not None:
-                supervisor.elastic.begun(rank)
             return child
 
         try:
@@ -210,11 +215,12 @@ async def _run_ranks(
                             tasks.create_task(pump.run())
                         return child
 
-                    if supervisor.elastic is not None:
-                        answer = functools.partial(_answer, job, supervisor, supervisor.elastic, exits)
+                    if isinstance(supervisor, First):
+                        answer = functools.partial(_answer, job, supervisor, exits)
                         await rooms.enter_async_context(Requests(job.mark, answer))
-                    supervisor.start = start_another
-                    supervisor.say = lambda text: _spawn(tasks, streams.say(text))
+                    if isinstance(supervisor, Mortal):
+                        supervisor.start = start_another
+                        supervisor.say = lambda text: _spawn(tasks, streams.say(text))
                     for pump in pumps:
                         tasks.create_task(pump.run())
                     feeding = tasks.create_task(feed.run())
@@ -232,13 +238,22 @@ async def _run_ranks(
     return verdict.exit_code
 
 
-async def _answer(job: _Job, supervisor: Supervisor, elastic: Elasticity, exits: Exits, line: str) -> dict[str, Any]:
+def _supervisor(job: _Job, children: dict[int, Child]) -> Supervisor:
+    host = job.plan.here if len(job.plan.hosts) > 1 else None
+    watched = (Blame(job.plan.size), children, job.options.grace_s, job.options.keep_going, host)
+    if job.elastic is None:
+        return Supervisor(*watched)
+    return Agent(*watched) if host else First(*watched, elastic=job.elastic)
+
+
+async def _answer(job: _Job, supervisor: First, exits: Exits, line: str) -> dict[str, Any]:
     """What is told to who asks from outside.
 
     Raises:
         ConfigError: it cannot be.
     """
     what, _, number = line.partition(" ")
+    elastic = supervisor.elastic
     size = elastic.size
     if what == "size" and number.isascii() and number.isdigit():
         size = int(number)
@@ -249,7 +264,11 @@ async def _answer(job: _Job, supervisor: Supervisor, elastic: Elasticity, exits:
         raise ConfigError(f"{line!r} is nothing that can be asked")
     return {
         "job": job.mark, "size": size, "least": elastic.least, "most": elastic.most, "restarts": elastic.restarts,
-        "running": sorted(elastic.running), "ended": sorted(supervisor.ended.items()),
+        "running": sorted(elastic.running), "ended": sorted(supervisor.ended.items()), "spares": elastic.spares,
+        "hosts": [
+            [host.address, sorted(elastic.running.intersection(elastic.births_at(at)))]
+            for at, host in enumerate(job.plan.hosts)
+        ],
     }  # fmt: skip
 
 

@@ -19,7 +19,8 @@ import msgpack
 
 from kfcomm.core import auth
 from kfcomm.errors import RendezvousError
-from kfcomm.rendezvous.board import ENTRY, MAX_BODY_NBYTES, SIZES, Exit
+from kfcomm.rendezvous.board import MAX_BODY_NBYTES, Exit
+from kfcomm.rendezvous.folders import Folders
 from kfcomm.rendezvous.http1 import HttpClient, Response
 from kfcomm.rendezvous.settings import host_and_port
 from kfcomm.rendezvous.signing import (
@@ -49,7 +50,11 @@ class StoreClosed(RendezvousError):
     """The store says that it is closing: the job is over."""
 
 
-class StoreClient:
+class NotSet(RendezvousError):
+    """Nobody has set a key in time."""
+
+
+class StoreClient(Folders):
     """Speaks with the store at ``url``.
 
     Args:
@@ -80,7 +85,7 @@ class StoreClient:
         """The value of ``key``, waiting until somebody has set it.
 
         Raises:
-            RendezvousError: nobody set it within ``timeout_s`` seconds.
+            NotSet: nobody set it within ``timeout_s`` seconds.
         """
         deadline_s = _now_s() + timeout_s
         while True:
@@ -89,7 +94,7 @@ class StoreClient:
             if value is not None:
                 return _expect(bytes, value)
             if _now_s() >= deadline_s:
-                raise RendezvousError(f"nobody set {key!r} in the store at {self.url} within {timeout_s:g} s")
+                raise NotSet(f"nobody set {key!r} in the store at {self.url} within {timeout_s:g} s")
 
     async def set(self, key: str, value: bytes) -> None:
         """Give ``key`` a value (at most 512 KiB), or another one."""
@@ -104,7 +109,9 @@ class StoreClient:
         value = await self._call("get", {"key": key, "wait_s": 0.0}, timeout_s=timeout_s)
         return None if value is None else _expect(bytes, value)
 
-    async def collect(self, folder: str, count: int, *, unless: str | None, timeout_s: float) -> dict[str, bytes]:
+    async def collect(
+        self, folder: str, count: int, *, unless: str | None = None, timeout_s: float
+    ) -> dict[str, bytes]:
         """The values below ``folder``, by name, once there are ``count`` of them, or one named ``unless``.
 
         After ``timeout_s`` seconds: what there is by then.
@@ -159,36 +166,6 @@ class StoreClient:
             for row in _expect(list, rows):
                 seen += 1
                 yield _exit(row)
-
-    async def watch_sizes(self) -> AsyncIterator[int]:
-        """Each number of ranks that is asked for, the latest first; ends when the store does."""
-        count = 1
-        while True:
-            try:
-                found = await self.collect(SIZES, count, unless=None, timeout_s=_POLL_S)
-            except RendezvousError:
-                return
-            if len(found) >= count:
-                count = len(found) + 1
-                yield int(found[str(count - 1)])
-
-    async def watch_given_up(self) -> AsyncIterator[int]:
-        """Nothing: a job on several hosts is not elastic yet, and its launchers hear of none."""
-        nobody: tuple[int, ...] = ()
-        for birth in nobody:
-            yield birth
-
-    async def was_let_in(self, birth: int) -> bool:
-        """Whether a process that was started later is a rank of the job, or was."""
-        return await self.find(f"{ENTRY}/{birth}") is not None
-
-    async def ask_size(self, size: int) -> None:
-        """Ask for so many ranks."""
-        while True:
-            number = 1 + len(await self.collect(SIZES, 0, unless=None, timeout_s=0))
-            mine = b"%d" % size
-            if await self.claim(f"{SIZES}/{number}", mine) == mine:
-                return
 
     async def close(self) -> None:
         """Close the connections; calls that are under way fail. May be called twice."""

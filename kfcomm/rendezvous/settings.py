@@ -125,11 +125,6 @@ class Settings(NamedTuple):
         """The kind of links between the ranks, one of `LINKS`: NCCL carries device memory, and leaves links alone."""
         return "auto" if self.transport == "nccl" else self.transport
 
-    @property
-    def may_share_memory(self) -> bool:
-        """Whether all ranks are said to be on this host, and nothing forbids them to share memory."""
-        return self.local_size == self.size and self.links in ("auto", "shm")
-
 
 def detect(environ: Mapping[str, str], **arguments: Unpack[Arguments]) -> Settings:
     """Find out who this process is and how it shall communicate.
@@ -156,6 +151,8 @@ def detect(environ: Mapping[str, str], **arguments: Unpack[Arguments]) -> Settin
     if local is None:
         local = (world.rank, world.size) if store is not None and _is_here(store) else (0, 1)
     join = _find_join(reader, world, store)
+    if join is None:
+        world.check_local()
     return Settings(
         rank=world.rank if join is None else join,
         size=world.size,

@@ -23,8 +23,9 @@ from aiohttp import web
 
 from kfcomm.accepting import accept_all, host_of
 from kfcomm.core.strangers import Strangers
-from kfcomm.errors import LocalProtocolError
-from kfcomm.rendezvous.board import ENTRY, GIVEN_UP, MAX_BODY_NBYTES, SIZES, Board, Closed, Exit, Why
+from kfcomm.errors import LocalProtocolError, RendezvousError
+from kfcomm.rendezvous.board import MAX_BODY_NBYTES, Board, Closed, Exit, Why
+from kfcomm.rendezvous.folders import Folders
 from kfcomm.rendezvous.gate import Gate
 from kfcomm.rendezvous.listening import listen, url_of
 from kfcomm.rendezvous.signing import ANSWER_HEADER, GREETING, REQUEST_HEADER, Ticket, answer_header, digest_of
@@ -44,7 +45,7 @@ REQUEST_WITHIN_S = 5.0
 _CLOSE_WITHIN_S = 2.0
 
 
-class StoreServer:
+class StoreServer(Folders):
     """A running store. Made by `start` or `serve`; `close` it when the job is over.
 
     Attributes:
@@ -96,34 +97,20 @@ class StoreServer:
                     seen += 1
                     yield end
 
-    async def was_let_in(self, birth: int) -> bool:
-        """Whether a process that was started later is a rank of the job, or was."""
-        return await self.board.get(f"{ENTRY}/{birth}", 0.0) is not None
+    async def find(self, key: str) -> bytes | None:
+        """See `Folders`."""
+        return await self.board.get(key, 0.0)
 
-    async def ask_size(self, size: int) -> None:
-        """As `StoreClient.ask_size`, without a way over HTTP."""
-        number = 1 + len(await self.board.collect(SIZES, 0, None, 0.0))
-        self.board.claim(f"{SIZES}/{number}", b"%d" % size)
+    async def claim(self, key: str, value: bytes) -> bytes:
+        """See `Folders`."""
+        return self.board.claim(key, value)
 
-    async def watch_given_up(self) -> AsyncIterator[int]:
-        """Each birth whose process was given up by the others, once it is; ends when the store does."""
-        known: set[int] = set()
-        with contextlib.suppress(Closed):
-            while True:
-                found = {int(name) for name in await self.board.collect(GIVEN_UP, len(known) + 1, None, MAX_WAIT_S)}
-                for birth in sorted(found - known):
-                    yield birth
-                known |= found
-
-    async def watch_sizes(self) -> AsyncIterator[int]:
-        """As `StoreClient.watch_sizes`, without a way over HTTP."""
-        count = 1
-        with contextlib.suppress(Closed):
-            while True:
-                found = await self.board.collect(SIZES, count, None, MAX_WAIT_S)
-                if len(found) >= count:
-                    count = len(found) + 1
-                    yield int(found[str(count - 1)])
+    async def collect(self, folder: str, count: int, *, timeout_s: float) -> dict[str, bytes]:
+        """See `Folders`."""
+        try:
+            return await self.board.collect(folder, count, None, timeout_s)
+        except Closed as error:
+            raise RendezvousError("the store is closed") from error
 
     async def close(self) -> None:
         """Stop listening and end every wait; returns when nothing is open any more. May be called twice."""

@@ -68,10 +68,16 @@ class World:
 
     def __post_init__(self) -> None:
         _check_rank(self.source, "rank", self.rank, self.size)
-        if self.local is None:
-            return
-        _check_rank(self.source, "local rank", *self.local)
-        if self.local[1] > self.size:
+        if self.local is not None:
+            _check_rank(self.source, "local rank", *self.local)
+
+    def check_local(self) -> None:
+        """Of a process with which the job begins: there are no more ranks on one host than in all.
+
+        Raises:
+            ConfigError: there are.
+        """
+        if self.local is not None and self.local[1] > self.size:
             raise ConfigError(f"{self.source}: local size {self.local[1]} exceeds size {self.size} ({self.because})")
 
     @property

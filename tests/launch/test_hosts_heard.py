@@ -16,9 +16,9 @@ FOREVER_S = 1e6
 async def test_who_never_comes_is_given_up_and_who_has_left_is_not() -> None:
     board = Board()
     board.set("launchers/2", b"")
-    await watch_hosts(PLAN, board, "launchers", come_within_s=0.01, lost_after_s=0.02)
+    await watch_hosts(PLAN, board, PLAN.ranks_of, come_within_s=0.01, lost_after_s=0.02)
     assert list(board.exits.values()) == [Exit(1, 1, Why.ABSENT), Exit(2, 1, Why.ABSENT)]
-    assert company(PLAN, board) == [2]
+    assert company(PLAN, board, PLAN.ranks_of) == [2]
 
 
 @pytest.mark.asyncio
@@ -26,7 +26,7 @@ async def test_who_is_silent_is_given_up_and_who_is_heard_is_not() -> None:
     board = Board()
     await board.exits_since(0, 0, host=1)
     await board.exits_since(0, 0, host=2)
-    watching = asyncio.create_task(watch_hosts(PLAN, board, "launchers", come_within_s=FOREVER_S, lost_after_s=0.4))
+    watching = asyncio.create_task(watch_hosts(PLAN, board, PLAN.ranks_of, come_within_s=FOREVER_S, lost_after_s=0.4))
     while not board.exits:
         board.heard_s[2] = asyncio.get_running_loop().time()
         await asyncio.sleep(0)

@@ -108,7 +108,6 @@ def test_nccl_leaves_the_links_as_they_are(transport: str) -> None:
     settings = detect({"KFCOMM_TRANSPORT": transport})
     assert settings.transport == transport
     assert settings.links == ("auto" if transport == "nccl" else transport)
-    assert settings.may_share_memory == (transport in ("auto", "shm", "nccl"))
 
 
 def test_arguments_come_first() -> None:

@@ -1,0 +1,62 @@
+"""What launchers and ranks of a running job tell each other, in folders of the store: over HTTP, or where it is."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+
+from kfcomm.errors import RendezvousError
+from kfcomm.rendezvous.board import ENTRY, SIZES
+
+_WAIT_S = 20.0
+
+
+class Folders(ABC):
+    """The folders of a store.
+
+    Raises (all methods but those that watch): `RendezvousError` if the store is gone.
+    """
+
+    @abstractmethod
+    async def find(self, key: str) -> bytes | None:
+        """The value of ``key`` now, or None."""
+
+    @abstractmethod
+    async def claim(self, key: str, value: bytes) -> bytes:
+        """Give ``key`` a value unless it has one. Returns the value it has: ``value`` if the claim won."""
+
+    @abstractmethod
+    async def collect(self, folder: str, count: int, *, timeout_s: float) -> dict[str, bytes]:
+        """The values below ``folder``, by name, once there are ``count`` of them; after that time, what there is."""
+
+    async def watch(self, folder: str) -> AsyncIterator[tuple[int, bytes]]:
+        """Each value of a folder whose names are numbers, once it is there; ends when the store does."""
+        known: set[str] = set()
+        with contextlib.suppress(RendezvousError):
+            while True:
+                found = await self.collect(folder, len(known) + 1, timeout_s=_WAIT_S)
+                for name in sorted(found.keys() - known, key=int):
+                    known.add(name)
+                    yield int(name), found[name]
+
+    async def watch_sizes(self) -> AsyncIterator[int]:
+        """Each number of ranks that is asked for; those that others have followed already are left out."""
+        count = 1
+        with contextlib.suppress(RendezvousError):
+            while True:
+                found = await self.collect(SIZES, count, timeout_s=_WAIT_S)
+                if len(found) >= count:
+                    count = len(found) + 1
+                    yield int(found[str(count - 1)])
+
+    async def ask_size(self, size: int) -> None:
+        """Ask for so many ranks."""
+        mine, is_told = b"%d" % size, False
+        while not is_told:
+            number = 1 + len(await self.collect(SIZES, 0, timeout_s=0.0))
+            is_told = await self.claim(f"{SIZES}/{number}", mine) == mine
+
+    async def was_let_in(self, birth: int) -> bool:
+        """Whether a process that was started later is a rank of the job, or was."""
+        return await self.find(f"{ENTRY}/{birth}") is not None
