@@ -45,7 +45,7 @@ VARIABLES = {
     "net.ipv4.tcp_rmem": "4096 131072 4194304",
     "net.ipv4.tcp_wmem": "4096 65536 4194304",
 }
-_BRIDGE = "bridge"
+_BRIDGE, _ASIDE = "bridge", "aside"
 _serials = itertools.count()
 
 
@@ -94,6 +94,7 @@ class Netlab:
         self._variables = {**VARIABLES, **(variables or {})}
         self._made: list[Namespace] = []
         self._switch = Namespace("")
+        self._is_parted = False
         self._stack = contextlib.ExitStack()
         if not MIN_MTU <= mtu <= MAX_MTU:
             raise ConfigError(f"mtu={mtu}: must be between {MIN_MTU} and {MAX_MTU}")
@@ -146,6 +147,28 @@ class Netlab:
         """
         host = self.host(name)
         return {each: _rate_of(*self._ends(host, each)[0]) for each in (Direction.OUT, Direction.IN)}
+
+    def partition(self, names: Sequence[str]) -> None:
+        """These hosts reach each other, and none of the rest, until `heal`; no interface of theirs goes down.
+
+        Raises:
+            ConfigError: there is no such host.
+        """
+        switch, cables = self._switch, [self._cable_end(self.host(name)) for name in names]
+        if not self._is_parted:
+            switch.ip("link", "add", _ASIDE, "type", "bridge", "mcast_snooping", "0")
+            switch.ip("link", "set", _ASIDE, "mtu", str(self.mtu), "up")
+            self._is_parted = True
+        for cable in cables:
+            switch.ip("link", "set", cable, "master", _ASIDE)
+
+    def heal(self) -> None:
+        """All hosts reach each other again."""
+        if self._is_parted:
+            for host in self.hosts:
+                self._switch.ip("link", "set", self._cable_end(host), "master", _BRIDGE)
+            self._switch.ip("link", "delete", _ASIDE)
+            self._is_parted = False
 
     def start(self, command: Sequence[str], *, env: Mapping[str, str] | None = None, collect: bool = True) -> Program:
         """Start a kfcomm program: ``kfcomm run`` on every host, each with the ranks of that host.
@@ -245,7 +268,7 @@ class Netlab:
         """Whatever has been made, and however far: nothing is left. A signal meanwhile has to wait."""
         errors = []
         with signals.held_back(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            self.hosts = ()
+            self.hosts, self._is_parted = (), False
             while self._made:
                 try:
                     self._made.pop().delete()

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 from bench.netlab import (
     Direction,
+    Host,
     HostSpec,
     Netlab,
     NetlabError,
@@ -251,6 +252,27 @@ def test_each_host_has_a_link_of_its_rate_to_every_other() -> None:
         names = owned_by(os.getpid())
         assert [name.rpartition("-")[2] for name in names[1:]] == ["a", "b", "c"]
     assert owned_by(os.getpid()) == []
+
+
+def _reaches(source: Host, target: Host) -> bool:
+    line = source.inside("sh", "-c", _greeting(target.address))
+    return subprocess.run(line, capture_output=True).returncode == 0
+
+
+@NETNS
+def test_a_partition_leaves_each_side_with_itself_until_it_is_healed() -> None:
+    with Netlab(even(4), network="10.9.6.0/24") as bed:
+        h0, h1, h2, h3 = bed.hosts
+        bed.partition(["h2", "h3"])
+        assert _reaches(h0, h1)
+        assert _reaches(h2, h3)
+        assert not _reaches(h1, h2)
+        bed.heal()
+        while not _reaches(h1, h2):  # its failure is remembered for a moment
+            pass
+        assert _reaches(h3, h0)
+        with pytest.raises(ConfigError, match="no host 'h4'"):
+            bed.partition(["h4"])
 
 
 def _greeting(address: str) -> str:

@@ -69,6 +69,7 @@ PARTS: dict[str, Command] = {
     "training": _module("training"),
     "partitions": _module("partitions"),
     "ctrl_c": _module("ctrl_c"),
+    "held": _module("held"),
     "relays": _module("relays"),
     "programs": _programs,
     "interrupts": _interrupts,
