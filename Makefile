@@ -51,6 +51,7 @@ netlab: $(VENV)/test/.ready ## strategies on eight hosts with 200 Mbit/s links; 
 	$(<D)/bin/python -m bench.netlab.figures --hosts 8 --rate 200mbit $(ARGS)
 	$(<D)/bin/python -m bench.netlab.unlike
 	$(<D)/bin/python -m bench.netlab.adaptation
+	$(<D)/bin/python -m bench.netlab.vanishing
 
 check: lint format types floors ## lint, format, types, public API, floors of the house
 
