@@ -12,6 +12,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from kfcomm.control.base import Answer, ControlEvents, StatusSource, ToldClock
@@ -57,21 +58,34 @@ class MemoryHub:
                 self.planes[rank].silence()
             self.declare_lost(rank, "killed", has_ended=True)
 
-    def tell_others(self, rank: int, news: News) -> None:
-        """Everybody but ``rank`` hears ``news``, now or on joining."""
+    def tell_others(self, rank: int, news: News, about: int | None = None) -> None:
+        """Everybody but ``rank`` hears ``news`` of ``rank``, or of another (``about``), now or on joining."""
+        source = rank if about is None else about
         for plane in self.planes.values():
             if plane.rank != rank:
-                plane.hear(news)
+                self.carry(source, plane.rank, plane.hear, news)
         for other, early in self._early.items():
             if other != rank:
                 early.append(news)
+
+    def tell_early(self, rank: int, news: News) -> bool:
+        """Rank ``rank`` hears ``news`` on joining; whether it has not joined yet."""
+        early = self._early.get(rank)
+        if early is not None:
+            early.append(news)
+        return early is not None
+
+    def carry(self, source: int, target: int, deliver: Callable[..., None], *arguments: Any) -> None:
+        """Rank ``source`` has said something to ``target``, who gets it by ``deliver``; in order, as all from there."""
+        del source, target
+        deliver(*arguments)
 
     def declare_lost(self, rank: int, reason: str, *, has_ended: bool = False) -> None:
         """Everybody, the lost rank included, hears that ``rank`` is lost, unless it is known or it has left."""
         with self.lock:
             if rank not in self.left | self.lost:
                 self.lost.add(rank)
-                self.tell_others(-1, lambda events: events.on_peer_lost(rank, reason))
+                self.tell_others(-1, lambda events: events.on_peer_lost(rank, reason), about=rank)
                 self.changed()
             if has_ended and rank in self.lost:
                 self.tell_others(rank, lambda events: events.on_ended(rank))
@@ -128,7 +142,8 @@ class MemoryControl:
             for plane in list(self._hub.planes.values()):
                 asked = plane.rank == target or (target == EVERYBODY and plane.rank != self.rank)
                 if asked and self._open:
-                    plane.answer_to(self, ops, answer, is_for_all=target == EVERYBODY)
+                    question = partial(plane.answer_to, self, ops, answer, is_for_all=target == EVERYBODY)
+                    self._hub.carry(self.rank, plane.rank, question)
 
     def compare_clocks(self, rank: int, told: ToldClock) -> None:
         """See `ControlPlane.compare_clocks`."""
@@ -170,15 +185,20 @@ class MemoryControl:
         """Answer a question. Who has asked this rank alone, once it was leaving, needs it no longer."""
         if self._open:
             posted = [self._status.is_posted(*op) for op in ops]
-            asker._post(answer, self.rank, posted, self._status.activity())
+            reply = partial(asker._post, answer, self.rank, posted, self._status.activity())
+            self._hub.carry(self.rank, asker.rank, reply)
         if not is_for_all and self.rank in self._hub.left:
-            self._released.add(asker.rank)
-            self.look_again()
+            self.let_go(asker.rank)
 
     def look_again(self) -> None:
         """Whether everybody can do without this rank may have changed."""
         if not self._open or not self.needed_by():
             self._post(self._clear.set)
+
+    def let_go(self, rank: int) -> None:
+        """That rank will ask this one nothing any more."""
+        self._released.add(rank)
+        self.look_again()
 
     def silence(self) -> None:
         """Hear and say nothing more."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
+from collections.abc import Awaitable, Callable
 
 from kfcomm.communicator import Communicator
 from kfcomm.epochs import NO_PLAN, Plan
@@ -15,6 +15,8 @@ logger = logging.getLogger("kfcomm")
 
 ANY = -1
 """Nobody has asked for a size."""
+RETRY_S = 1.0
+"""After so long a store that is gone is asked again."""
 
 
 class Asked:
@@ -33,17 +35,15 @@ class Asked:
             loop = comm._session.engine.loop
 
             async def hear_candidates() -> None:
-                while True:
-                    for one in await network.candidates(self._known):
-                        self._known.add(one.birth)
-                        self._candidates[one.birth] = one
+                for one in await network.candidates(self._known):
+                    self._known.add(one.birth)
+                    self._candidates[one.birth] = one
 
             async def hear_sizes() -> None:
-                while True:
-                    self._size = await network.wanted_size(self._size)
+                self._size = await network.wanted_size(self._size)
 
             for hear in (hear_candidates, hear_sizes):
-                self._tasks.append(loop.create_task(_until_gone(hear()), name="kfcomm hears what is asked"))
+                self._tasks.append(loop.create_task(_again_and_again(hear), name="kfcomm hears what is asked"))
 
     def plan(self, comm: Communicator) -> Plan:
         """What is to be done about it: who waits is let in, as long as the size allows it; the last ones go."""
@@ -69,7 +69,10 @@ class Asked:
         self._tasks = []
 
 
-async def _until_gone(hearing: object) -> None:
-    """Without a store nothing is asked, and training goes on."""
-    with contextlib.suppress(RendezvousError):
-        await hearing  # type: ignore[misc]
+async def _again_and_again(hear: Callable[[], Awaitable[None]]) -> None:
+    """Without a store nothing is asked, and training goes on; what is asked for when it is back is heard then."""
+    while True:
+        try:
+            await hear()
+        except RendezvousError:
+            await asyncio.sleep(RETRY_S)

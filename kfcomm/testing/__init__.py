@@ -8,6 +8,8 @@
     with kfcomm.testing.sync_world(4) as comms:
         results = kfcomm.testing.run_threads(comms, lambda comm: comm.all_reduce(x))
 
+Worlds in virtual time, in which all that happens follows from a seed: see `run_in_virtual_time`.
+
 Devices and their collectives in host memory, for tests of what is done with arrays on a GPU where there is none: see
 `FakeDevice` and `FakeFabric`.
 """
@@ -24,6 +26,20 @@ if TYPE_CHECKING:
     from kfcomm.testing.faults import Fault, FaultPlan, Killed
     from kfcomm.testing.streams import FakeMark, FakeStream
     from kfcomm.testing.sync_worlds import SyncWorld, run_threads, sync_world
+    from kfcomm.testing.virtual.events import (
+        Delay,
+        Join,
+        Kill,
+        LostStore,
+        Partition,
+        Resize,
+        SlowLink,
+        Stop,
+        random_events,
+    )
+    from kfcomm.testing.virtual.loop import Stuck
+    from kfcomm.testing.virtual.run import VirtualRun, run_in_virtual_time
+    from kfcomm.testing.virtual.search import search_in_virtual_time
     from kfcomm.testing.worlds import MemoryWorld, run_ranks, world
 else:  # the pytest plugin is imported by every run of pytest
     _HOMES = {
@@ -34,6 +50,20 @@ else:  # the pytest plugin is imported by every run of pytest
         "faults": ("Fault", "FaultPlan", "Killed"),
         "streams": ("FakeMark", "FakeStream"),
         "sync_worlds": ("SyncWorld", "run_threads", "sync_world"),
+        "virtual.events": (
+            "Delay",
+            "Join",
+            "Kill",
+            "LostStore",
+            "Partition",
+            "Resize",
+            "SlowLink",
+            "Stop",
+            "random_events",
+        ),
+        "virtual.loop": ("Stuck",),
+        "virtual.run": ("VirtualRun", "run_in_virtual_time"),
+        "virtual.search": ("search_in_virtual_time",),
         "worlds": ("MemoryWorld", "run_ranks", "world"),
     }
     __getattr__ = imported_when_used(
@@ -43,6 +73,7 @@ else:  # the pytest plugin is imported by every run of pytest
 __all__ = [
     "AwaitedProcesses",
     "BlockingProcesses",
+    "Delay",
     "FakeArray",
     "FakeBackend",
     "FakeDevice",
@@ -51,13 +82,25 @@ __all__ = [
     "FakeStream",
     "Fault",
     "FaultPlan",
+    "Join",
+    "Kill",
     "Killed",
+    "LostStore",
     "MemoryWorld",
+    "Partition",
+    "Resize",
+    "SlowLink",
+    "Stop",
+    "Stuck",
     "SyncWorld",
     "TaskWorld",
     "ThreadWorld",
+    "VirtualRun",
+    "random_events",
+    "run_in_virtual_time",
     "run_ranks",
     "run_threads",
+    "search_in_virtual_time",
     "sync_world",
     "world",
 ]

@@ -21,6 +21,7 @@ from kfcomm.errors import TransportError
 from kfcomm.session import Session
 from kfcomm.sizes import seconds_of
 from kfcomm.testing.links import InMemory, InSharedMemory, Links
+from kfcomm.testing.store import MemoryStore, Welcome
 from kfcomm.transports.backend import BackendMaker
 from kfcomm.transports.base import Link, Waiter
 from kfcomm.transports.connection import Connection
@@ -36,24 +37,24 @@ T = TypeVar("T")
 _NO_DEVICE = DeviceReport(lack="the test gave it no device")
 
 
-class _Epoch:
+class Epoch:
     """What joins the ranks of one epoch.
 
     Attributes:
         births: the ranks that they had in the first one.
     """
 
-    def __init__(self, world: MemoryWorld, births: tuple[int, ...], layout: Layout, job: str, links: Links) -> None:
+    def __init__(self, world: MemoryWorld, births: tuple[int, ...], layout: Layout, job: str, number: int = 0) -> None:
         self.world = world
         self.births = births
         self.layout = layout
         self.job = job
-        self.links = links
-        self.number = 0
-        self.hub = MemoryHub(len(births))
+        self.number = number
+        self.links = world.new_links(births)
+        self.hub = world.new_hub(births)
         self.joined: set[int] = set()
         self._arrival = asyncio.Event()
-        self._next: dict[tuple[int, ...], _Epoch] = {}
+        self._next: dict[tuple[int, ...], Epoch] = {}
 
     async def is_there(self, rank: int) -> None:
         """Wait until a rank has joined, or is dead: a process listens before the others know of it."""
@@ -76,14 +77,13 @@ class _Epoch:
         for one in self._next.values():
             one.kill(birth)
 
-    def next(self, members: tuple[int, ...], joiners: Sequence[Candidate]) -> _Epoch:
+    def next(self, members: tuple[int, ...], joiners: Sequence[Candidate]) -> Epoch:
         """The epoch of those that go on, and of new ones; the same one for all of them."""
         births = (*(self.births[rank] for rank in members), *(one.birth for one in joiners))
         if births not in self._next:
             hosts = [self.layout.hosts[rank] for rank in members] + [self.layout.hosts[0]] * len(joiners)
             layout = Layout.of(hosts, self.layout.num_cpus, self.layout.costs)
-            self._next[births] = made = _Epoch(self.world, births, layout, self.job, self.world.new_links(len(births)))
-            made.number = self.number + 1
+            self._next[births] = made = Epoch(self.world, births, layout, self.job, self.number + 1)
             for birth in self.world.dead:
                 made.kill(birth)
         return self._next[births]
@@ -94,7 +94,7 @@ class _Door:
 
     part = b""
 
-    def __init__(self, rank: int, epoch: _Epoch) -> None:
+    def __init__(self, rank: int, epoch: Epoch) -> None:
         self._rank = rank
         self._epoch = epoch
 
@@ -110,7 +110,7 @@ class _Door:
 class _Way:
     """The network of one rank; implements ``session.Network``."""
 
-    def __init__(self, rank: int, epoch: _Epoch) -> None:
+    def __init__(self, rank: int, epoch: Epoch) -> None:
         self.layout = epoch.layout
         self.births = epoch.births
         self.epoch = epoch.number
@@ -121,6 +121,7 @@ class _Way:
         self._rank = rank
         self._links = epoch.links
         self._hub = epoch.hub
+        self._store = epoch.world.store
 
     def start(
         self, inbound: Waiter, reactor: Reactor, events: ControlEvents, status: StatusSource
@@ -141,36 +142,27 @@ class _Way:
 
     async def candidates(self, known: Collection[int]) -> list[Candidate]:
         """See ``session.Network``."""
-        world = self._epoch.world
-        while not (found := [Candidate(birth, b"") for birth in sorted(world.joining) if birth not in known]):
-            await world.changed()
-        return found
+        return await self._store.candidates(known)
 
     async def welcome(self, num_old: int, births: Collection[int], strategy: str) -> None:
         """See ``session.Network``."""
-        for birth in births:
-            waiting = self._epoch.world.joining.get(birth)
-            if waiting is not None and not waiting.done():
-                waiting.set_result((self._epoch, num_old, strategy))
+        await self._store.welcome(births, Welcome(self._epoch, num_old, strategy))
 
     async def give_up(self, births: Collection[int]) -> None:
         """There is no launcher."""
 
     async def wanted_size(self, known: int) -> int:
         """See ``session.Network``."""
-        world = self._epoch.world
-        while world.wanted in (-1, known):
-            await world.changed()
-        return world.wanted
+        return await self._store.wanted_size(known)
 
     async def want_size(self, size: int) -> None:
         """See ``session.Network``."""
-        self._epoch.world.wanted = size
-        self._epoch.world.tell()
+        await self._store.want_size(size)
 
     async def has_word(self, living: Sequence[int]) -> bool:
-        """There is no store."""
-        return False
+        """See ``session.Network``."""
+        births = [self.births[rank] for rank in living]
+        return await self._store.has_word(self.births[self._rank], births, self.epoch + 1)
 
     async def connect(self, peer: int) -> Link:
         """See ``session.Network``."""
@@ -208,7 +200,7 @@ class _Way:
         return []
 
     async def leave(self) -> None:
-        """There is no store."""
+        """Nobody has to be told."""
 
     async def close(self) -> None:
         """See ``session.Network``."""
@@ -223,6 +215,7 @@ class MemoryWorld(Sequence[Communicator]):
     Args:
         size: number of ranks.
         hosts: number of hosts on which the ranks pretend to be.
+        num_cpus: processors of each; of this machine, if left out.
         strategy: see ``Communicator.set_strategy``.
         timeout: default timeout of the collectives, in seconds or as a ``timedelta``.
         stall_after: after how long a wait is reported, likewise.
@@ -244,6 +237,7 @@ class MemoryWorld(Sequence[Communicator]):
         size: int,
         *,
         hosts: int = 1,
+        num_cpus: int | None = None,
         strategy: Any = "auto",
         timeout: Seconds = 300.0,
         stall_after: Seconds = 10.0,
@@ -257,20 +251,18 @@ class MemoryWorld(Sequence[Communicator]):
     ) -> None:
         loop = asyncio.get_running_loop()
         limit_s, stall_s = seconds_of(timeout), seconds_of(stall_after)
-        layout = Layout.even(size, hosts, os.cpu_count() or 0)
+        layout = Layout.even(size, hosts, (os.cpu_count() or 0) if num_cpus is None else num_cpus)
         setups = _set_up(layout, devices, maker, device_transport)
         self._driver: LoopDriver | None = None
         if reactor is None:
             reactor = Reactor()
             self._driver = LoopDriver(reactor, loop, looks=1)
         self.dead: set[int] = set()
-        self.joining: dict[int, asyncio.Future[tuple[_Epoch, int, str]]] = {}
-        self.wanted = -1
+        self.store = self.new_store()
         self.reports = {rank: setup.reports[rank] for rank, setup in enumerate(setups)}
         self._settings = (limit_s, stall_s, monitor)
-        self._changed = asyncio.Event()
         self._reactor, self._loop, self._transport = reactor, loop, transport
-        self._first = _Epoch(self, tuple(range(size)), layout, secrets.token_hex(8), self.new_links(size))
+        self._first = Epoch(self, tuple(range(size)), layout, secrets.token_hex(8))
         try:
             sessions = [
                 Session(
@@ -314,9 +306,7 @@ class MemoryWorld(Sequence[Communicator]):
         Args:
             birth: who it is; no other process of this world has or had that number.
         """
-        waiting = self.joining[birth] = self._loop.create_future()
-        self.tell()
-        epoch, num_old, strategy = await waiting
+        epoch, num_old, strategy = await self.store.ask_in(birth)
         way = _Way(epoch.births.index(birth), epoch)
         way.num_old = num_old
         limit_s, stall_s, monitor = self._settings
@@ -333,24 +323,23 @@ class MemoryWorld(Sequence[Communicator]):
         """As the program has it."""
         return cast("Communicator", ElasticCommunicator(comm)) if self._is_elastic else comm
 
-    async def changed(self) -> None:
-        """Somebody waits to be let in, or wants another size."""
-        await self._changed.wait()
-
-    def tell(self) -> None:
-        """Wake those that wait in ``changed``."""
-        self._changed.set()
-        self._changed = asyncio.Event()
-
     def unplug(self, rank: int) -> None:
         """Every open link of ``rank`` in the first epoch breaks; the rank lives, and new links can be opened."""
         self._first.links.unplug(rank)
 
-    def new_links(self, size: int) -> Links:
+    def new_links(self, births: tuple[int, ...]) -> Links:
         """What joins the ranks of an epoch."""
         if self._transport == "shm":
-            return InSharedMemory(self._loop, self._reactor, size)
+            return InSharedMemory(self._loop, self._reactor, len(births))
         return InMemory(self._reactor)
+
+    def new_hub(self, births: tuple[int, ...]) -> MemoryHub:
+        """What joins their control planes."""
+        return MemoryHub(len(births))
+
+    def new_store(self) -> MemoryStore:
+        """What the ranks ask who else there is."""
+        return MemoryStore()
 
     async def close(self) -> None:
         """Close every communicator."""

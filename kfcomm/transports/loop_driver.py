@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 
 from kfcomm.transports.reactor import Reactor
 
@@ -105,7 +104,7 @@ class LoopDriver:
     def _rest(self) -> None:
         """Look again, or park after a while without news."""
         reactor = self._reactor
-        now_s = time.monotonic()
+        now_s = reactor.time()
         quiet_since_s = self._quiet_since_s or now_s
         if now_s - quiet_since_s > (SPIN_S if reactor.is_needed else LINGER_S):
             if not reactor.park():
@@ -120,7 +119,7 @@ class LoopDriver:
             if self._timer is not None:
                 self._timer.cancel()
             self.timer_s = due_s
-            self._timer = self._loop.call_later(max(0.0, due_s - time.monotonic()), self._due)
+            self._timer = self._loop.call_later(max(0.0, due_s - self._reactor.time()), self._due)
 
     def _due(self) -> None:
         self._timer, self.timer_s = None, float("inf")

@@ -41,12 +41,23 @@ class MemoryNetwork:
         """
         if peer not in self._inbound or rank not in self._inbound:
             raise TransportError(f"rank {peer} is not in this world")
-        near = MemoryLink(self._reactor, self._inbound[rank], peer)
-        far = MemoryLink(self._reactor, self._inbound[peer], rank)
+        near = MemoryLink(self.wire(rank, peer), self._inbound[rank], peer)
+        far = MemoryLink(self.wire(peer, rank), self._inbound[peer], rank)
         near.far, far.far = far, near
         self._links += [near, far]
         self._inbound[peer].opened(far)
         return near
+
+    def wire(self, rank: int, peer: int) -> Readiness:
+        """By what the link from ``rank`` to ``peer`` delivers."""
+        del rank, peer
+        return self._reactor
+
+    def part(self, rank: int, peer: int, *, reason: str) -> None:
+        """Break every link between these two."""
+        for link in list(self._links):
+            if {rank, peer} == {link.peer, link.far.peer}:
+                link.end(TransportError(reason))
 
     def cut(self, rank: int, *, reason: str = "the link was cut") -> None:
         """Break every link of ``rank``, as when its process dies; it can connect no more."""

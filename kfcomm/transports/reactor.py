@@ -98,7 +98,8 @@ class Reactor:
 
     Attributes:
         deferred: calls that are due, and their arguments.
-        due_s: no timer is due earlier, by the monotonic clock.
+        time: the monotonic clock; another one where time is virtual.
+        due_s: no timer is due earlier, by that clock.
         pollers: looked at in every ``progress``.
         looks: how often a driver looks at them alone, in vain, before it looks at descriptors and the clock as well.
         is_driven: somebody is about to call ``progress`` again before resting; set by the driver.
@@ -106,9 +107,8 @@ class Reactor:
         failed: told of an error that a callback raised; set by the driver.
     """
 
-    time = staticmethod(time.monotonic)
-
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.time = clock
         self.pollers: list[Poller] = []
         self.looks = LOOKS
         self.is_driven = False

@@ -33,7 +33,11 @@ OWN = ("reduce", "gather", "gather_object", "scatter", "reduce_scatter", "all_to
 
 
 class Plan(NamedTuple):
-    """One program: of each step its calls (verb, number of elements, root); who dies, joins, or is asked for, when."""
+    """One program: of each step its calls (verb, number of elements, root); who dies, joins, or is asked for, when.
+
+    Attributes:
+        length: samples of the pass.
+    """
 
     size: int
     steps: list[list[tuple[str, int, int]]]
@@ -41,6 +45,7 @@ class Plan(NamedTuple):
     joins: list[tuple[int, int]]
     sizes: list[tuple[int, int]]
     on_loss: str
+    length: int = LENGTH
 
 
 class Got(NamedTuple):
@@ -131,10 +136,10 @@ class Training:
     async def run(self) -> None:
         """Train for one pass."""
         comm = self.comm
-        state = State(total=np.zeros(LENGTH), steps=self.birth)
+        state = State(total=np.zeros(self._plan.length), steps=self.birth)
         on_loss = self._plan.on_loss
         async with Elastic(comm, state, on_loss=on_loss) as elastic:
-            async for step in elastic.steps(ElasticSampler(LENGTH, BATCH, seed=3), used_in="used"):
+            async for step in elastic.steps(ElasticSampler(self._plan.length, BATCH, seed=3), used_in="used"):
                 self.views[step.number] = comm.births
                 if on_loss == "finish":
                     await self._step(state, step)
@@ -159,7 +164,7 @@ class Training:
         handles = []
         for at, (number, call) in enumerate([*calls[:place], (-1, ("used", 0, 0)), *calls[place:]]):
             if number < 0:
-                mask = np.zeros(LENGTH)
+                mask = np.zeros(self._plan.length)
                 mask[step.indices] = 1
                 handle = self.comm.all_reduce(mask, "used")
             else:

@@ -67,6 +67,7 @@ PARTS: dict[str, Command] = {
     "decoders": _module("decoders"),
     "kills": _module("kills"),
     "training": _module("training"),
+    "virtual": _module("virtual"),
     "partitions": _module("partitions"),
     "ctrl_c": _module("ctrl_c"),
     "held": _module("held"),

@@ -1,0 +1,85 @@
+"""The store of a world in memory: who waits to be let in, and how many ranks are asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from kfcomm.types import Candidate
+
+if TYPE_CHECKING:
+    from kfcomm.testing.worlds import Epoch
+
+ANY_SIZE = -1
+"""Nobody has asked for a size."""
+
+
+class Welcome(NamedTuple):
+    """What a process is told when it is let in.
+
+    Attributes:
+        epoch: which it belongs to from now on.
+        num_old: so many of its ranks, the first ones, were there before.
+        strategy: its name.
+    """
+
+    epoch: Epoch
+    num_old: int
+    strategy: str
+
+
+class MemoryStore:
+    """Part of ``session.Network``, for all ranks of a world. Never lost; see there for what the methods do."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, asyncio.Future[Welcome]] = {}
+        self._size = ANY_SIZE
+        self._changed = asyncio.Event()
+
+    async def ask_in(self, birth: int) -> Welcome:
+        """Wait, as a process that has this number, until it is let in."""
+        self._waiting[birth] = asyncio.get_running_loop().create_future()
+        self._tell()
+        return await self._waiting[birth]
+
+    async def candidates(self, known: Collection[int]) -> list[Candidate]:
+        """Who waits and is not known, as soon as there is anybody."""
+        while not (found := [Candidate(birth, b"") for birth in sorted(self._waiting) if birth not in known]):
+            await self.changed()
+        return found
+
+    async def welcome(self, births: Collection[int], said: Welcome) -> None:
+        """Let these in."""
+        for birth in births:
+            waiting = self._waiting.get(birth)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(said)
+
+    async def wanted_size(self, known: int) -> int:
+        """The size that was asked for last, as soon as it is another."""
+        while self._size in (ANY_SIZE, known):
+            await self.changed()
+        return self._size
+
+    async def want_size(self, size: int) -> None:
+        """Ask for so many ranks."""
+        self.set_size(size)
+
+    def set_size(self, size: int) -> None:
+        """Somebody outside of the world asks for so many."""
+        self._size = size
+        self._tell()
+
+    async def has_word(self, birth: int, living: Sequence[int], epoch: int) -> bool:
+        """Whether ``birth`` and these others, half of all ranks, make this epoch: never, without more to go by."""
+        del birth, living, epoch
+        return False
+
+    async def changed(self) -> None:
+        """Wait until there is something new."""
+        await self._changed.wait()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,0 +1,12 @@
+"""Worlds in virtual time: chance has a seed, faults are planned, and a run is the same every time.
+
+All ranks live on one event loop whose clock goes on only when all of them wait, to the next moment at which something
+is due. How long a message takes is drawn from the seed, so that seeds try orders of events. This is deterministic
+simulation as FoundationDB does it (Zhou et al., SIGMOD 2021, section 4): what runs is the product, but for the network,
+the clock and the store below it.
+
+`events` says what can happen to a world, `network` and `hub` how long messages take and which are lost, `store` who is
+let in. `world` joins these, `run` runs a program there, and `search` looks for seeds under which it fails.
+
+Not in these worlds: sockets, processes, and the threads of blocking calls.
+"""

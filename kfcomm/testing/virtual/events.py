@@ -1,0 +1,133 @@
+"""What happens to a world in virtual time: faults, and wishes for other ranks. A plan is a sequence of these.
+
+Ranks are those of the beginning, whatever follows; processes that come later have the next numbers. Times count from
+the beginning of the run, in virtual seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """The process of ``rank`` dies. The others hear of it; what it said last may have reached nobody."""
+
+    rank: int
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Nothing comes from ``rank`` or reaches it, for ``for_s``; if that is longer than ``lost_after_s``, it is lost."""
+
+    rank: int
+    at_s: float
+    for_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Nothing passes between the sides, for ``for_s``; if that is longer than ``lost_after_s``, each loses the others.
+
+    Ranks that are in none of ``sides`` are together on one more.
+    """
+
+    sides: tuple[tuple[int, ...], ...]
+    at_s: float
+    for_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Delay:
+    """All that ``rank`` sends takes ``by_s`` longer, for ``for_s``."""
+
+    rank: int
+    at_s: float
+    for_s: float
+    by_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SlowLink:
+    """All that passes between ``one`` and ``other`` takes ``by_s`` longer, for ``for_s``."""
+
+    one: int
+    other: int
+    at_s: float
+    for_s: float
+    by_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LostStore:
+    """The store does not answer, for ``for_s``: nobody is let in, no size is heard of, no word is given."""
+
+    at_s: float
+    for_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Another process, which has this number, asks to be let in by an ``Elastic``."""
+
+    rank: int
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Resize:
+    """So many ranks are asked for; an ``Elastic`` heeds it."""
+
+    size: int
+    at_s: float
+
+
+Event: TypeAlias = Kill | Stop | Partition | Delay | SlowLink | LostStore | Join | Resize
+
+
+def random_events(random: Random, size: int, *, horizon_s: float = 0.2, elastic: bool = False) -> list[Event]:
+    """Some events for a world of ``size`` ranks, of which at least one is neither killed nor stopped.
+
+    Args:
+        random: where chance comes from.
+        size: number of ranks in the beginning.
+        horizon_s: all begin within this time.
+        elastic: processes may come, sizes be asked for, and the store be lost, too.
+    """
+
+    def when() -> float:
+        return random.uniform(0, horizon_s)
+
+    def how_long() -> float:
+        return random.choice([0.01, 0.3, 3.0])
+
+    events: list[Event] = [
+        Kill(rank, when()) if random.random() < 0.6 else Stop(rank, when(), how_long())
+        for rank in random.sample(range(size), random.randrange(size))
+    ]
+    if size > 1 and random.random() < 0.2:
+        events.append(Partition(_sides(random, size), when(), how_long()))
+    if random.random() < 0.3:
+        events.append(Delay(random.randrange(size), when(), how_long(), random.choice([1e-3, 0.05])))
+    if size > 1 and random.random() < 0.3:
+        one, other = random.sample(range(size), 2)
+        events.append(SlowLink(one, other, when(), how_long(), random.choice([1e-3, 0.05])))
+    if elastic:
+        joiners = range(size, size + random.randrange(3))
+        events += [Join(rank, when()) for rank in joiners]
+        events += [Kill(rank, when()) for rank in joiners if random.random() < 0.2]
+        events += [Resize(random.randrange(1, size + 3), when()) for _ in range(random.randrange(3))]
+        if random.random() < 0.2:
+            events.append(LostStore(when(), how_long()))
+    return events
+
+
+def _sides(random: Random, size: int) -> tuple[tuple[int, ...], ...]:
+    """One or two sides, and the rest."""
+    ranks = random.sample(range(size), size)
+    first = random.randrange(1, size)
+    second = random.randrange(first, size) if random.random() < 0.3 else first
+    return tuple(tuple(sorted(side)) for side in (ranks[:first], ranks[first:second]) if side)

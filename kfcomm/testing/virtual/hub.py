@@ -1,0 +1,89 @@
+"""What joins the control planes of the ranks of one epoch in virtual time.
+
+What a rank says to all others reaches all that live, or none: they pass it on to each other. So of one that dies what
+was under way may be lost, but not for some only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kfcomm.control.base import ControlEvents
+from kfcomm.control.memory import MemoryHub, News
+from kfcomm.core.silence import BEATS
+from kfcomm.testing.virtual.network import NetworkModel
+from kfcomm.transports.reactor import Callback
+
+LAST_WORDS_LOST = 0.5
+"""So often what a rank that dies has said, and nobody has heard yet, is not heard any more."""
+
+
+class _Said:
+    """News for all others."""
+
+    __slots__ = ("is_heard", "news")
+
+    def __init__(self, news: News, *, is_heard: bool) -> None:
+        self.news = news
+        self.is_heard = is_heard
+
+    def __call__(self, events: ControlEvents) -> None:
+        self.news(events)
+
+
+class VirtualHub(MemoryHub):
+    """See the module."""
+
+    def __init__(self, model: NetworkModel, births: Sequence[int]) -> None:
+        super().__init__(len(births))
+        self._model = model
+        self._births = births
+        self._silenced: set[int] = set()
+        self._knows: set[int] = set()
+        for one, other in sorted(model.lost):
+            if one < other:
+                self.lose(one, other)
+
+    def kill(self, rank: int) -> None:
+        """See `MemoryHub.kill`."""
+        if self._model.random.random() < LAST_WORDS_LOST:
+            self._silenced.add(rank)
+        super().kill(rank)
+
+    def tell_others(self, rank: int, news: News, about: int | None = None) -> None:
+        """See `MemoryHub.tell_others`."""
+        source = rank if about is None else about
+        is_heard = source in self._silenced or bool(self._early.keys() - {rank})
+        super().tell_others(rank, _Said(news, is_heard=is_heard), about)
+
+    def carry(self, source: int, target: int, deliver: Callback, *arguments: object) -> None:
+        """See `MemoryHub.carry`."""
+        road = self._births[source], self._births[target]
+        self._model.carry(*road, "news", self._arrived, source, deliver, arguments)
+
+    def lose(self, one: int, other: int, *, stopped: int | None = None) -> None:
+        """Each of two ranks of the beginning finds out that it has lost the other; one that was stopped, of itself."""
+        if one in self._births and other in self._births:
+            for birth, peer in ((one, other), (other, one)):
+                self._find_out(self._births.index(birth), self._births.index(peer), was_stopped=birth == stopped)
+
+    def _find_out(self, rank: int, peer: int, *, was_stopped: bool) -> None:
+        lost_after_s = self._model.timing.lost_after_s
+
+        def news(events: ControlEvents) -> None:
+            if was_stopped and rank not in self._knows:
+                self._knows.add(rank)
+                events.on_peer_lost(rank, "it was stopped")
+            events.on_peer_lost(peer, f"nothing was heard of it for {lost_after_s:g} s")
+            self.planes[rank].let_go(peer)
+
+        if not self.tell_early(rank, news):
+            self._model.tell(self._births[rank], lost_after_s / BEATS, self.planes[rank].hear, news)
+
+    def _arrived(self, source: int, deliver: Callback, arguments: tuple[object, ...]) -> None:
+        for one in arguments:
+            if isinstance(one, _Said):
+                if source in self._silenced and not one.is_heard:
+                    return
+                one.is_heard = True
+        deliver(*arguments)

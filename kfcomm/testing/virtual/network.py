@@ -1,0 +1,185 @@
+"""How long what one rank says takes to another, what is held up, and what never arrives; and links made of that.
+
+Invariants:
+
+- What one rank says to another by one channel arrives in the order in which it was said.
+- From the moment on at which two ranks have lost each other nothing passes between them, also what was under way.
+- Nothing here depends on anything but the seed, the events, and what ranks say.
+
+Ranks are those of the beginning here, and never those of an epoch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from random import Random
+from typing import Any, NamedTuple
+
+from kfcomm.errors import TransportError
+from kfcomm.testing.links import InMemory
+from kfcomm.testing.virtual.events import Delay, Event, Partition, SlowLink, Stop
+from kfcomm.transports.base import Link
+from kfcomm.transports.memory import MemoryNetwork
+from kfcomm.transports.reactor import Callback, Reactor
+
+
+class Timing(NamedTuple):
+    """Seconds.
+
+    Attributes:
+        lost_after_s: after so long without a word ranks are lost to each other.
+        latency_s: how long anything takes, at least and at most.
+    """
+
+    lost_after_s: float
+    latency_s: tuple[float, float]
+
+
+class NetworkModel:
+    """What lies between the ranks of a world.
+
+    Attributes:
+        lost: pairs that have lost each other.
+        num_sent: messages so far.
+    """
+
+    def __init__(self, reactor: Reactor, random: Random, events: Sequence[Event], timing: Timing) -> None:
+        self.timing = timing
+        self.random = random
+        self.lost: set[tuple[int, int]] = set()
+        self.num_sent = 0
+        self._reactor = reactor
+        self._began_s = reactor.time()
+        self._slow = [one for one in events if isinstance(one, (Delay, SlowLink))]
+        self._held = [one for one in events if isinstance(one, (Stop, Partition))]
+        self._last_s: dict[tuple[int, int, str], float] = {}
+        self._digest = hashlib.blake2b(digest_size=16)
+
+    @property
+    def digest(self) -> str:
+        """Of who has told whom something, and when."""
+        return self._digest.hexdigest()
+
+    def carry(self, source: int, target: int, channel: str, deliver: Callback, *arguments: Any) -> None:
+        """Call ``deliver`` when it arrives, unless they have lost each other by then."""
+        due_s = self.arrival_s(source, target, channel)
+        self._reactor.call_at(due_s, self._arrived, (source, target), deliver, arguments)
+
+    def tell(self, rank: int, within_s: float, deliver: Callback, *arguments: Any) -> None:
+        """Call ``deliver`` when ``rank`` has found something out, which it does within this time."""
+        now_s = self._reactor.time() + self.random.uniform(0, within_s)
+        self._reactor.call_at(self._passes_s(rank, rank, now_s - self._began_s) + self._began_s, deliver, *arguments)
+
+    def arrival_s(self, source: int, target: int, channel: str) -> float:
+        """When it would arrive if it was sent now, by the clock."""
+        now_s = self._reactor.time() - self._began_s
+        due_s = now_s + self.random.uniform(*self.timing.latency_s)
+        for one in self._slow:
+            if one.at_s <= now_s < one.at_s + one.for_s and _is_slow(one, source, target):
+                due_s += one.by_s
+        road = (source, target, channel)
+        due_s = self._passes_s(source, target, max(due_s, self._last_s.get(road, 0.0)))
+        self._last_s[road] = due_s
+        self.num_sent += 1
+        self._digest.update(f"{road} {now_s:.9f} {due_s:.9f}\n".encode())
+        return self._began_s + due_s
+
+    def are_lost(self, one: int, other: int) -> bool:
+        """Whether these two have lost each other."""
+        return (one, other) in self.lost
+
+    def lose(self, one: int, other: int) -> bool:
+        """They lose each other; whether that is new."""
+        is_new = (one, other) not in self.lost
+        self.lost |= {(one, other), (other, one)}
+        return is_new
+
+    def _arrived(self, road: tuple[int, int], deliver: Callback, arguments: tuple[Any, ...]) -> None:
+        if road not in self.lost:
+            deliver(*arguments)
+
+    def _passes_s(self, source: int, target: int, due_s: float) -> float:
+        """When what would arrive at ``due_s`` does, for all that is held up."""
+        is_held = True
+        while is_held:
+            is_held = False
+            for one in self._held:
+                if one.at_s <= due_s < one.at_s + one.for_s and _is_held(one, source, target):
+                    due_s, is_held = one.at_s + one.for_s, True
+        return due_s
+
+
+def side_of(partition: Partition, rank: int) -> int:
+    """The number of the side that a rank is on."""
+    return next((number for number, side in enumerate(partition.sides) if rank in side), len(partition.sides))
+
+
+def _is_held(event: Stop | Partition, source: int, target: int) -> bool:
+    if isinstance(event, Stop):
+        return event.rank in (source, target)
+    return side_of(event, source) != side_of(event, target)
+
+
+def _is_slow(event: Delay | SlowLink, source: int, target: int) -> bool:
+    if isinstance(event, Delay):
+        return event.rank == source
+    return {event.one, event.other} == {source, target}
+
+
+class _Wire:
+    """What a link asks of its driver: what it calls back arrives at the other end then."""
+
+    def __init__(self, model: NetworkModel, reactor: Reactor, source: int, target: int) -> None:
+        self._model = model
+        self._reactor = reactor
+        self._road = source, target
+
+    def call_soon(self, callback: Callback, *arguments: Any) -> None:
+        """When it has arrived. That a link is at its end each rank finds out in any case."""
+        if self._model.are_lost(*self._road):
+            self._reactor.call_soon(callback, *arguments)
+        else:
+            self._reactor.call_at(self._model.arrival_s(*self._road, "link"), callback, *arguments)
+
+
+class _Wires(MemoryNetwork):
+    def __init__(self, reactor: Reactor, model: NetworkModel, births: Sequence[int]) -> None:
+        super().__init__(reactor)
+        self._driver = reactor
+        self._model = model
+        self._births = births
+
+    def wire(self, rank: int, peer: int) -> Any:
+        """See `MemoryNetwork.wire`."""
+        return _Wire(self._model, self._driver, self._births[rank], self._births[peer])
+
+
+class VirtualLinks(InMemory):
+    """Links between the ranks of one epoch."""
+
+    def __init__(self, reactor: Reactor, model: NetworkModel, births: Sequence[int]) -> None:
+        super().__init__(reactor)
+        self._network: _Wires = _Wires(reactor, model, births)
+        self._model = model
+        self._births = births
+
+    async def connect(self, rank: int, peer: int) -> Link:
+        """See `Links.connect`.
+
+        Raises:
+            TransportError: they have lost each other.
+        """
+        road = self._births[rank], self._births[peer]
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(max(0.0, self._model.arrival_s(*road, "open") - loop.time()))
+        if self._model.are_lost(*road):
+            raise TransportError(f"rank {peer} does not answer")
+        return await super().connect(rank, peer)
+
+    def lose(self, one: int, other: int) -> None:
+        """Break what joins these two."""
+        if one in self._births and other in self._births:
+            rank, peer = self._births.index(one), self._births.index(other)
+            self._network.part(rank, peer, reason=f"nothing passes between ranks {rank} and {peer}")

@@ -1,0 +1,215 @@
+"""A program on all ranks of a world in virtual time, while the events of a plan happen to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from random import Random
+from typing import Any, TypeAlias
+
+from kfcomm.communicator import Communicator
+from kfcomm.testing.virtual.events import (
+    Delay,
+    Event,
+    Join,
+    Kill,
+    LostStore,
+    Partition,
+    Resize,
+    SlowLink,
+    Stop,
+)
+from kfcomm.testing.virtual.loop import Stuck, VirtualLoop, VirtualReactor
+from kfcomm.testing.virtual.network import NetworkModel, Timing, side_of
+from kfcomm.testing.virtual.world import VirtualWorld
+from kfcomm.transports.loop_driver import LoopDriver
+
+Main: TypeAlias = Callable[[Communicator], Awaitable[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualRun:
+    """What came of a run.
+
+    Attributes:
+        results: of each rank that was let in and not killed, what its program has returned, or its error.
+        killed: the others.
+        events: what happened to it.
+        unheard: errors of callbacks and tasks that nobody waited for, in words.
+        time_s: how long it took, in virtual seconds.
+        digest: of who has told whom something, and when: the same for the same program, seed and events.
+    """
+
+    results: dict[int, Any]
+    killed: frozenset[int]
+    events: tuple[Event, ...]
+    unheard: tuple[str, ...]
+    time_s: float
+    digest: str
+
+    @property
+    def failed(self) -> dict[int, BaseException]:
+        """The errors among the results."""
+        return {rank: one for rank, one in self.results.items() if isinstance(one, BaseException)}
+
+
+def run_in_virtual_time(
+    main: Main, size: int, *, seed: int = 0, events: Iterable[Event] = (), lost_after_s: float = 1.0,
+    latency_s: tuple[float, float] = (2e-5, 2e-3), within_s: float = 3600.0, **options: Any,
+) -> VirtualRun:  # fmt: skip
+    """Run ``main(comm)`` for every rank of a world, and for each process that joins, in virtual time.
+
+    It runs an event loop of its own: not to be called on another. Nothing in it is early or late because the machine
+    is. With the same arguments, of which ``main`` is to be deterministic, all is the same again.
+
+    Args:
+        main: the program. What it sleeps is virtual, what it computes takes no time; it may use ``asyncio.to_thread``,
+            which blocks, but no threads of its own, and no sockets.
+        size: number of ranks in the beginning.
+        seed: of all chance.
+        events: what happens to the world.
+        lost_after_s: ranks that hear nothing of each other for so long have lost each other.
+        latency_s: how long anything takes from one rank to another, at least and at most.
+        within_s: of virtual time.
+        options: of ``MemoryWorld``: ``strategy``, ``timeout``, ``hosts``, ``elastic`` and the like.
+
+    Raises:
+        Stuck: the ranks have not come to their end by then, or never can.
+        RuntimeError: an event loop is running.
+    """
+    loop = VirtualLoop()
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        timing = Timing(lost_after_s, latency_s)
+        return runner.run(_run(loop, main, size, Random(seed), tuple(events), timing, within_s, options))
+
+
+async def _run(
+    loop: VirtualLoop, main: Main, size: int, random: Random, events: tuple[Event, ...], timing: Timing,
+    within_s: float, options: dict[str, Any],
+) -> VirtualRun:  # fmt: skip
+    reactor = VirtualReactor(loop)
+    driver = LoopDriver(reactor, loop, looks=1)
+    model = NetworkModel(reactor, random, events, timing)
+    unheard: list[str] = []
+    loop.set_exception_handler(lambda _, context: unheard.append(_told(context)))
+    began_s = loop.time()
+    try:
+        ranks = _Ranks(main, VirtualWorld(model, size, reactor=reactor, **options))
+        happening = [loop.create_task(_happen(ranks, one, timing.lost_after_s)) for one in events]
+        try:
+            await ranks.end(began_s + within_s)
+            time_s, results = loop.time() - began_s, ranks.results()
+        finally:
+            await ranks.close(happening)
+    finally:
+        driver.close()
+    return VirtualRun(results, frozenset(ranks.world.dead), events, tuple(unheard), time_s, model.digest)
+
+
+class _Ranks:
+    """The processes of a run: those of the beginning, and those that came.
+
+    Attributes:
+        world: what they live in.
+    """
+
+    def __init__(self, main: Main, world: VirtualWorld) -> None:
+        self.world = world
+        self._main = main
+        self._outside: set[int] = set()
+        self._tasks = {rank: asyncio.ensure_future(self._live(comm)) for rank, comm in enumerate(world)}
+
+    @property
+    def living(self) -> list[int]:
+        """Those that were not killed."""
+        return sorted(self._tasks.keys() - self.world.dead)
+
+    def kill(self, rank: int) -> None:
+        """End one, unless it has come to its end."""
+        if rank in self._tasks and not self._tasks[rank].done():
+            self.world.kill(rank)
+            self._tasks[rank].cancel()
+
+    def join(self, rank: int) -> None:
+        """Begin one that is outside, and asks to be let in."""
+        self._outside.add(rank)
+        self._tasks[rank] = asyncio.ensure_future(self._come(rank))
+
+    async def end(self, until_s: float) -> None:
+        """Wait until all have come to their end that are inside.
+
+        Raises:
+            Stuck: they have not, by then.
+        """
+        loop = asyncio.get_running_loop()
+        while inside := {rank: one for rank, one in self._tasks.items() if not (one.done() or rank in self._outside)}:
+            if loop.time() >= until_s:
+                raise Stuck(f"ranks {sorted(inside)} have not come to their end in time")
+            left_s = until_s - loop.time()
+            await asyncio.wait(inside.values(), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+
+    def results(self) -> dict[int, Any]:
+        """What has come of those that were let in, and not killed."""
+        return {rank: _result(self._tasks[rank]) for rank in self.living if rank not in self._outside}
+
+    async def close(self, others: list[asyncio.Task[None]]) -> None:
+        """End everything, and these tasks."""
+        tasks = [*others, *self._tasks.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.world.close()
+
+    async def _live(self, comm: Communicator) -> Any:
+        async with comm:
+            return await self._main(comm)
+
+    async def _come(self, rank: int) -> Any:
+        comm = await self.world.join(rank)
+        self._outside.discard(rank)
+        return await self._live(comm)
+
+
+def _result(task: asyncio.Future[Any]) -> Any:
+    if task.cancelled():
+        return asyncio.CancelledError()
+    error = task.exception()
+    return task.result() if error is None else error
+
+
+def _told(context: dict[str, Any]) -> str:
+    error = context.get("exception")
+    return context["message"] if error is None else f"{context['message']}: {error!r}"
+
+
+async def _happen(ranks: _Ranks, event: Event, lost_after_s: float) -> None:
+    """The part of an event that the network does not do by itself."""
+    await asyncio.sleep(event.at_s)
+    match event:
+        case Kill(rank):
+            ranks.kill(rank)
+        case Stop() | Partition():
+            if event.for_s > lost_after_s:
+                await asyncio.sleep(lost_after_s)
+                _lose(ranks, event)
+        case Join(rank):
+            ranks.join(rank)
+        case Resize(size):
+            ranks.world.store.set_size(size)
+        case LostStore():
+            await ranks.world.store.lose(event.for_s)
+        case Delay() | SlowLink():
+            pass
+
+
+def _lose(ranks: _Ranks, event: Stop | Partition) -> None:
+    """Whoever nothing has passed between for so long has lost each other."""
+    living = ranks.living
+    for one in living:
+        for other in living:
+            if isinstance(event, Stop):
+                if other == event.rank != one:
+                    ranks.world.lose(one, other, stopped=other)
+            elif one < other and side_of(event, one) != side_of(event, other):
+                ranks.world.lose(one, other)

@@ -1,0 +1,48 @@
+"""The communicators of ranks that live in virtual time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kfcomm.testing.virtual.hub import VirtualHub
+from kfcomm.testing.virtual.network import NetworkModel, VirtualLinks
+from kfcomm.testing.virtual.store import VirtualStore
+from kfcomm.testing.worlds import MemoryWorld
+from kfcomm.transports.reactor import Reactor
+
+NUM_CPUS = 8
+"""Of each host, on whatever machine this runs: strategies depend on it."""
+
+
+class VirtualWorld(MemoryWorld):
+    """A `MemoryWorld` over a `NetworkModel`."""
+
+    store: VirtualStore
+
+    def __init__(self, model: NetworkModel, size: int, *, reactor: Reactor, **options: Any) -> None:
+        self._model = model
+        self._links: list[VirtualLinks] = []
+        self._hubs: list[VirtualHub] = []
+        super().__init__(size, reactor=reactor, num_cpus=NUM_CPUS, **options)
+
+    def new_links(self, births: tuple[int, ...]) -> VirtualLinks:
+        """See `MemoryWorld.new_links`."""
+        self._links.append(VirtualLinks(self._reactor, self._model, births))
+        return self._links[-1]
+
+    def new_hub(self, births: tuple[int, ...]) -> VirtualHub:
+        """See `MemoryWorld.new_hub`."""
+        self._hubs.append(VirtualHub(self._model, births))
+        return self._hubs[-1]
+
+    def new_store(self) -> VirtualStore:
+        """See `MemoryWorld.new_store`."""
+        return VirtualStore(self._model)
+
+    def lose(self, one: int, other: int, *, stopped: int | None = None) -> None:
+        """These two have heard nothing of each other for too long, in whatever epochs they are."""
+        if self._model.lose(one, other):
+            for links in self._links:
+                links.lose(one, other)
+            for hub in self._hubs:
+                hub.lose(one, other, stopped=stopped)

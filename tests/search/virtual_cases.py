@@ -1,0 +1,199 @@
+"""What is run in virtual time, and what has to be true of it afterwards, whatever happened.
+
+Ranks that nothing has cut off, and that are more than half of all, come to their end, with one story; who was cut off
+for long is told so. Nobody hangs: a call that ended by its timeout is a mistake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any, NamedTuple, Protocol
+
+from kfcomm.errors import CollectiveTimeout, EpochChanged, KfcommError, Partitioned, PeerLost, SessionClosed
+from kfcomm.testing import Join, Kill, Partition, Resize, Stop, VirtualRun, random_events
+from kfcomm.testing.virtual.events import Event
+from kfcomm.testing.virtual.network import side_of
+from tests.elastic import programs
+from tests.programs import generator
+from tests.programs.walker import run_awaiting
+
+LOST_AFTER_S = 1.0
+STRATEGIES = ("star", "ring", "binary_tree", "clique", "binomial", "chain_star", "tree", "multi_star", "direct")
+ELEMENTS = (1, 7, 300, 300, 3000)
+LARGE, LARGE_SHARE = 70_000, 0.01
+ON_LOSS = ("finish", "finish", "raise", "restart_step")
+
+
+class Case(Protocol):
+    """A program with what happens to it.
+
+    Attributes:
+        size: number of ranks in the beginning.
+        strategy: of the world.
+    """
+
+    size: int
+    strategy: str
+
+    def events(self, random: Random) -> Sequence[Event]:
+        """What happens."""
+
+    async def main(self, comm: Any) -> Any:
+        """One rank's life."""
+
+    def check(self, run: VirtualRun) -> None:
+        """Raises ``AssertionError`` if it is not as it should be."""
+
+
+def check_ends(run: VirtualRun, size: int) -> None:
+    """Whoever has failed was told why, and those that had to come to a good end have."""
+    assert not run.unheard, f"errors that nobody heard: {run.unheard}"
+    well = ending_well(run.events, size)
+    for rank, error in run.failed.items():
+        is_told = isinstance(error, (PeerLost, EpochChanged, Partitioned, SessionClosed))
+        if rank in well or not is_told:
+            raise AssertionError(f"rank {rank} ended with {error!r}") from error
+
+
+def ending_well(events: Sequence[Event], size: int) -> set[int]:
+    """The greater part of the ranks, if they were never cut off: they have to come to their end, unless killed."""
+    if any(isinstance(one, (Join, Resize)) for one in events):
+        return set()  # who was more than half then?
+    cuts = [one for one in events if isinstance(one, (Stop, Partition)) and one.for_s > LOST_AFTER_S]
+    killed = {one.rank for one in events if isinstance(one, Kill)}
+    together: dict[tuple[int, ...], set[int]] = {}
+    for rank in range(size):
+        if not any(isinstance(one, Stop) and one.rank == rank for one in cuts):
+            sides = tuple(side_of(one, rank) for one in cuts if isinstance(one, Partition))
+            together.setdefault(sides, set()).add(rank)
+    most = max(together.values(), key=len, default=set())
+    return most if not cuts or 2 * len(most - killed) > size else set()
+
+
+def draw_call(random: Random, size: int) -> tuple[str, int, int]:
+    """A verb, its number of elements, and a root."""
+    elements = LARGE if random.random() < LARGE_SHARE else random.choice(ELEMENTS)
+    return random.choice(programs.VERBS), elements, random.randrange(size)
+
+
+class Training:
+    """Elastic training, by all three ways to take a loss."""
+
+    def __init__(self, random: Random) -> None:
+        self.size = random.choice([2, 3, 3, 4, 5])
+        self.strategy = random.choice(STRATEGIES)
+        self._seed = random.randrange(1 << 31)
+        steps = [[draw_call(random, self.size) for _ in range(random.randrange(3))] for _ in range(5)]
+        length = programs.BATCH * random.randrange(2, 7)
+        self._plan = programs.Plan(self.size, steps, [], [], [], random.choice(ON_LOSS), length)
+
+    def events(self, random: Random) -> Sequence[Event]:
+        """See `Case`."""
+        return random_events(random, self.size, horizon_s=0.1, elastic=random.random() < 0.6)
+
+    async def main(self, comm: Any) -> Any:
+        """See `Case`."""
+        birth = comm.births[comm.rank]
+        one = programs.Training(comm, birth, self._plan, Random(self._seed + birth))
+        await one.run()
+        return one
+
+    def check(self, run: VirtualRun) -> None:
+        """One story of all that came to the end: see `programs.check`."""
+        whole = [one for one in run.results.values() if isinstance(one, programs.Training)]
+        for one in whole:
+            for (step, number), got in one.got.items():
+                assert got.how != "CollectiveTimeout", f"rank {one.birth}: call {number} of step {step} hung"
+        programs.check(self._seed, self._plan, whole)
+        check_ends(run, self.size)
+
+
+class Round(NamedTuple):
+    """One round of a rank: the epoch's members, what each call gave, and what all agreed on."""
+
+    births: tuple[int, ...]
+    got: dict[int, programs.Got]
+    agreed: bool
+
+
+class Shrinking:
+    """Verbs in random orders; after each round the ranks agree whether all have all, and shrink if not."""
+
+    def __init__(self, random: Random) -> None:
+        self.size = random.choice([2, 3, 4, 5])
+        self.strategy = random.choice(STRATEGIES)
+        self._seed = random.randrange(1 << 31)
+        self._rounds = [[draw_call(random, self.size) for _ in range(random.randrange(1, 5))] for _ in range(4)]
+
+    def events(self, random: Random) -> Sequence[Event]:
+        """See `Case`."""
+        return random_events(random, self.size, horizon_s=0.06)
+
+    async def main(self, comm: Any) -> list[Round]:
+        """See `Case`."""
+        me = comm.rank
+        random, rounds = Random(self._seed + me), []
+        for number, calls in enumerate(self._rounds):
+            order = list(enumerate(calls))
+            random.shuffle(order)
+            begun = {at: programs.begin(comm, me, number, at, call) for at, call in order}
+            got = {at: await _got(begun[at]) for at, _ in order}
+            agreed = await comm.agree(all(one.how == "ok" for one in got.values()))
+            rounds.append(Round(comm.births, got, agreed))
+            if not agreed:
+                comm = await comm.shrink()
+        return rounds
+
+    def check(self, run: VirtualRun) -> None:
+        """All that came to the end went the same way, and what anybody got was right."""
+        check_ends(run, self.size)
+        ended = {rank: rounds for rank, rounds in run.results.items() if isinstance(rounds, list)}
+        ways = {tuple((one.births, one.agreed) for one in rounds) for rounds in ended.values()}
+        assert len(ways) <= 1, f"unlike ways: {ways}"
+        for rank, rounds in ended.items():
+            for number, one in enumerate(rounds):
+                for at, got in one.got.items():
+                    where = f"rank {rank}, round {number}, call {at}: {got}"
+                    assert got.how != CollectiveTimeout.__name__, where
+                    assert not one.agreed or got.how == "ok", where
+                    verb, _, root = self._rounds[number][at]
+                    if got.how == "ok" and verb in ("all_reduce", "in_place"):
+                        given = sum(programs.given(birth, number, at, 1)[0] for birth in one.births)
+                        assert got.value[2][0] == given, where
+                    elif got.how == "ok" and verb == "broadcast":
+                        birth = one.births[root % len(one.births)]
+                        assert got.value[2][0] == programs.given(birth, number, at, 1)[0], where
+
+
+async def _got(handle: Any) -> programs.Got:
+    try:
+        return programs.Got("ok", programs.as_plain(await handle), None)
+    except KfcommError as error:
+        return programs.Got(type(error).__name__, None, None)
+
+
+class Walking:
+    """A right program of all verbs, groups, messages and swaps, in which nobody is lost: all results are right."""
+
+    def __init__(self, random: Random) -> None:
+        self.size = random.choice([2, 3, 4])
+        self.strategy = random.choice(STRATEGIES)
+        self._program = generator.program(random.randrange(1 << 31), random.choice([10, 20, 40]), self.size)
+
+    def events(self, random: Random) -> Sequence[Event]:
+        """See `Case`."""
+        found = random_events(random, self.size)
+        return [one for one in found if not isinstance(one, Kill) and getattr(one, "for_s", 0) < LOST_AFTER_S]
+
+    async def main(self, comm: Any) -> Any:
+        """See `Case`."""
+        return await run_awaiting(comm, self._program)
+
+    def check(self, run: VirtualRun) -> None:
+        """Nobody has found anything wrong."""
+        assert not run.unheard, f"errors that nobody heard: {run.unheard}"
+        assert run.results == dict.fromkeys(range(self.size)), str(run.results)
+
+
+CASES = (Training, Training, Shrinking, Walking)
