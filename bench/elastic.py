@@ -5,7 +5,8 @@
 
 Each round is a job of ``kfcomm run --elastic``. For a death: how much longer the call of 64 MiB took in which a rank
 was killed than the median of the others, on the slowest of those that live. For other sizes: how much longer the ranks
-that stay spent between two steps, with 100 MB of state for those that come. With ``--seconds`` two jobs of four run for
+that stay spent between two steps, with 100 MB of state for those that come; and how long these
+take to travel in stripes, beside a broadcast. With ``--seconds`` two jobs of four run for
 that long, in one of which a rank is killed, and replaced, every five seconds: how many steps either has done.
 """
 
@@ -90,6 +91,33 @@ with kfcomm.sync.init(elastic=True) as comm:
 """
 KILL_EVERY_S, STEP_S = 5.0, 0.05
 
+TRANSFER = """
+import asyncio, statistics, sys, time
+import numpy as np
+import kfcomm
+from kfcomm.elastic.stripes import spread
+
+async def main():
+    async with kfcomm.init() as comm:
+        x = np.ones(int(sys.argv[1]) // 8)
+
+        async def timed(make):
+            await comm.barrier("begin")
+            begun_s = time.monotonic()
+            await make()
+            await comm.barrier("end")
+            return time.monotonic() - begun_s
+
+        found = []
+        for n in range(int(sys.argv[2])):
+            sent_s = await timed(lambda: comm.broadcast(x, 0, f"x{n}", out=x))
+            found.append((sent_s, await timed(lambda: spread(comm, [x], [0, 1], [2, 3]))))
+        if comm.rank == 0:
+            print(*map(statistics.median, zip(*found[1:])))
+
+asyncio.run(main())
+"""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -149,6 +177,24 @@ def _cost(case: Case, rows: Sequence[Sequence[Any]]) -> float:
     return float(rows[at][place] - ordinary)
 
 
+def transfer(nbytes: int, rounds: int, folder: Path) -> tuple[float, float]:
+    """Seconds for so many bytes by ``broadcast`` to four ranks, and in stripes from two of them to the other two.
+
+    Raises:
+        RuntimeError: the job failed.
+    """
+    program = folder / "transfer.py"
+    program.write_text(TRANSFER)
+    done = subprocess.run(
+        [sys.executable, "-m", "kfcomm", "run", "-n", "4", sys.executable, str(program), str(nbytes), str(rounds + 1)],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"a job failed:\n{done.stdout}\n{done.stderr}")
+    broadcast_s, stripes_s = done.stdout.partition("] ")[2].split()
+    return float(broadcast_s), float(stripes_s)
+
+
 def failing(seconds: float, every_s: float, folder: Path) -> tuple[int, int]:
     """A job of four that runs for so long, in which a rank is killed so often; steps that it did, and changes.
 
@@ -177,6 +223,7 @@ def main() -> int:
     given = parser.parse_args()
     found: list[dict[str, Any]] = []
     failures: dict[str, float] = {}
+    moved: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         for case in CASES if given.rounds else ():
             costs = sorted(once(case, Path(folder)) for _ in range(given.rounds))
@@ -186,6 +233,14 @@ def main() -> int:
                 f"{1e3 * costs[-1]:6.1f} ms, to reach {1e3 * case.reach_s:3.0f} ms"
             )
             found.append({**case.__dict__, "median_s": median, "worst_s": costs[-1], "all_s": costs})
+        if given.rounds:
+            nbytes = CASES[-1].state_nbytes
+            broadcast_s, stripes_s = transfer(nbytes, given.rounds, Path(folder))
+            click.echo(
+                f"{nbytes / 1e6:.0f} MB: broadcast {1e3 * broadcast_s:.1f} ms, stripes {1e3 * stripes_s:.1f} ms: "
+                f"{100 * broadcast_s / stripes_s:.0f} % of its rate, to reach 80 %"
+            )
+            moved = {"nbytes": nbytes, "broadcast_s": broadcast_s, "stripes_s": stripes_s}
         if given.seconds:
             (without, _), (steps, changes) = (
                 failing(given.seconds, every_s, Path(folder)) for every_s in (1e9, KILL_EVERY_S)
@@ -196,7 +251,8 @@ def main() -> int:
             )
             failures = {"seconds": given.seconds, "steps": steps, "changes": changes, "steps_without": without}
     if given.output is not None:
-        record = {"python": platform.python_version(), "rounds": given.rounds, "cases": found, "failures": failures}
+        record = {"python": platform.python_version(), "rounds": given.rounds, "cases": found, "transfer": moved}
+        record["failures"] = failures
         given.output.write_text(json.dumps(record, indent=1) + "\n")
     return 0
 

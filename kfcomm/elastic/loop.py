@@ -12,13 +12,13 @@ from typing import Any, Self
 import msgpack
 import numpy as np
 
-from kfcomm.arrays import adapt
 from kfcomm.elastic.asked import Asked
 from kfcomm.elastic.checkpoint import Checkpoint
 from kfcomm.elastic.communicator import ElasticCommunicator
+from kfcomm.elastic.handover import Handover
 from kfcomm.elastic.ledger import BOUNDARY, Births, Ledger
 from kfcomm.elastic.sampler import ElasticSampler, Indices, share
-from kfcomm.elastic.state import Kept, State, arrays_of, difference, load, plan_of, small_of
+from kfcomm.elastic.state import Kept, State
 from kfcomm.epochs import NO_PLAN, Plan
 from kfcomm.errors import CollectiveMismatch, ConfigError, EpochChanged, PeerLost
 
@@ -149,7 +149,8 @@ class Elastic:
         num_old, network.num_old = network.num_old, 0
         try:
             place, wrong = await self._read() if not num_old and self._comm.rank == 0 else ([0, None], None)
-            self._earlier, self._admitted = await self._take_state(place, num_old or self._comm.size, wrong=wrong)
+            having = self._comm.births[:num_old] or None
+            self._earlier, self._admitted = await self._handover().carry_out(place, having, wrong=wrong)
         except BaseException:
             await self._close()
             await self._comm.end()
@@ -165,6 +166,9 @@ class Elastic:
         finally:
             await self._close()
             await self._comm.end()
+
+    def _handover(self) -> Handover:
+        return Handover(self._comm, self._open(), self._state)
 
     async def _read(self) -> tuple[list[Any], str | None]:
         """The place of the checkpoint, whose state is taken over; and what is wrong with it."""
@@ -305,8 +309,8 @@ class Elastic:
         self._earlier += steps  # the ledger counts from 0 now, as that of newcomers does
         self._asked.done(plan)
         if plan.joiners:
-            place = [self._earlier, sampler.state_dict()]
-            await self._take_state(place, comm.size - len(plan.joiners), is_new=False)
+            having = tuple(birth for birth in comm.births if birth not in {one.birth for one in plan.joiners})
+            await self._handover().carry_out([self._earlier, sampler.state_dict()], having)
 
     async def _part(self) -> None:
         """All ranks leave together, or go on until they can: nobody needs another any more."""
@@ -314,52 +318,6 @@ class Elastic:
         await self._finish_calls(ledger)
         while not await ledger.part():
             await ledger.settled()
-
-    # ---------------------------------------------------------------- the state
-
-    async def _take_state(
-        self, place: list[Any], num_old: int, *, is_new: bool = True, wrong: str | None = None
-    ) -> list[Any]:
-        """All ranks take the state, and the place in the pass, of the lowest of the first ``num_old`` that lives.
-
-        Args:
-            place: where this rank is.
-            num_old: only these have what is to be taken.
-            is_new: whether this rank takes it over, or only gives it.
-            wrong: why this rank cannot give it.
-
-        Returns:
-            The place that was taken.
-
-        Raises:
-            ConfigError: the states differ in more than their values. Where some have come to others, to those alone.
-        """
-        comm = self._comm
-        mine = plan_of(self._state)
-        said = await comm.all_gather_object([mine, wrong], "kfcomm/plans")
-        for _, why in said:
-            if why is not None:
-                raise ConfigError(why)
-        plans = [plan for plan, _ in said]
-        # all ranks say what they have, and so know together whether it fits
-        unlike = [
-            text for rank, plan in enumerate(plans) if (text := difference(mine, plan, f"rank {rank}")) is not None
-        ]
-        if mine != plans[0] or any(plan != plans[0] for plan in plans[:num_old]):
-            raise ConfigError(f"the ranks' states are not alike: {(unlike or ['two other ranks differ'])[0]}")
-        views = [adapt(array).flat for _, array in arrays_of(self._state)]
-        told = [place, small_of(self._state)]
-        for root in range(num_old):
-            try:
-                told = await comm.broadcast_object(told, root, f"kfcomm/state/{root}")
-                given = [await comm.broadcast(view, root, f"kfcomm/state/{root}/{n}") for n, view in enumerate(views)]
-            except PeerLost:
-                continue
-            if is_new or root:
-                load(self._state, given, told[1])
-            break
-        found: list[Any] = told[0]
-        return found
 
 
 def _number_of(value: Any) -> int:

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kfcomm.arrays import adapt, adapt_out
+from kfcomm.arrays import adapt, adapt_out, same_memory
 from kfcomm.arrays.kinds import is_array_type
 from kfcomm.collectives.objects import packed, unpacked
 from kfcomm.errors import ConfigError
@@ -65,6 +65,11 @@ def arrays_of(state: State) -> list[tuple[str, Any]]:
 def plan_of(state: State) -> list[list[Any]]:
     """Place, shape and dtype of each array; msgpack can carry it."""
     return [[place, list(view.shape), str(view.dtype)] for place, view in ((p, adapt(x)) for p, x in arrays_of(state))]
+
+
+def places_of(state: State) -> list[Array]:
+    """Where its arrays can be received, flat: their own memory, or other where that cannot be written to."""
+    return [_place_of(array) for _, array in arrays_of(state)]
 
 
 def small_of(state: State) -> Any:
@@ -183,12 +188,24 @@ def _loaded(value: Any, arrays: Iterator[Array], small: Any) -> Any:
     return _written(value, next(arrays))
 
 
+def _place_of(array: Any) -> Array:
+    view = adapt(array)
+    try:
+        return adapt_out(array, view.shape, view.dtype).flat
+    except ConfigError:
+        return np.empty(view.size, view.dtype)
+
+
 def _written(array: Any, now: Array) -> Any:
-    """The caller's array with other contents; another one of its kind where that cannot be written to."""
+    """The caller's array with other contents; another one of its kind where that cannot be written to.
+
+    ``now`` may be the memory of the array itself, as ``places_of`` gives it: then they are there.
+    """
     view = adapt(array)
     try:
         out = adapt_out(array, view.shape, view.dtype)
     except ConfigError:
         return view.restore(np.array(now, view.dtype).reshape(-1))
-    out.flat[:] = now.reshape(-1)
+    if not same_memory(out.flat, now):
+        out.flat[:] = now.reshape(-1)
     return out.finish()

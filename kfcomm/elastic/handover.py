@@ -1,0 +1,140 @@
+"""The state to those who come: they tell each other what they have, the arrays travel, and all agree that they have.
+
+Each round begins with what all ranks say of their states, from which every rank finds out by itself who gives and who
+takes, and ends with what became of it. If a rank was lost on the way the others begin again. Both meetings are calls
+of the ledger, so that all ranks that live hear the same.
+
+A newcomer receives into the arrays of its state. Where every rank has a state of its own, of which the lowest one's
+is taken, that is made beside: if the lowest is lost in the midst, the next one's must be whole.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kfcomm.arrays import adapt
+from kfcomm.elastic.communicator import ElasticCommunicator
+from kfcomm.elastic.ledger import Births, Ledger
+from kfcomm.elastic.state import State, arrays_of, difference, load, places_of, plan_of, small_of
+from kfcomm.elastic.stripes import Array, spread
+from kfcomm.errors import CollectiveError, ConfigError, KfcommError, PeerLost
+
+logger = logging.getLogger("kfcomm")
+
+
+class Offer(NamedTuple):
+    """What a rank says of its state.
+
+    Attributes:
+        plan: of its arrays.
+        told: its place in the pass, and all of the state that is no array.
+        wrong: why it cannot give any; else None.
+    """
+
+    plan: list[list[Any]]
+    told: list[Any]
+    wrong: str | None
+
+
+class Handover:
+    """Of one state, while an ``Elastic`` is open.
+
+    Args:
+        comm: of all ranks.
+        ledger: of its calls.
+        state: of this rank.
+    """
+
+    def __init__(self, comm: ElasticCommunicator, ledger: Ledger, state: State) -> None:
+        self._comm = comm
+        self._ledger = ledger
+        self._state = state
+
+    async def carry_out(self, place: Any, having: Births | None = None, *, wrong: str | None = None) -> Any:
+        """All ranks call it, and have the same state then.
+
+        Args:
+            place: of this rank in the pass.
+            having: births of those that have the state; None if each has one, and that of the lowest is meant.
+            wrong: why this rank cannot give its own.
+
+        Returns:
+            The place of those that have the state.
+
+        Raises:
+            ConfigError: the states differ in more than their values. Where some have come to others, to those alone.
+            PeerLost: nobody is left who has it.
+            CollectiveError: it does not come through, though no rank is lost.
+        """
+        while True:
+            rows, births = await self._gathered([plan_of(self._state), [place, small_of(self._state)], wrong], "plans")
+            offers = [Offer(*row) for row in rows]
+            owners = [rank for rank, birth in enumerate(births) if having is None or birth in having]
+            if not owners:
+                raise PeerLost("all ranks that had the state are lost before this rank had it from them")
+            self._check(offers, owners)
+            givers, first = (owners[:1] if having is None else owners), offers[owners[0]]
+            takers = [rank for rank, one in enumerate(offers) if rank not in givers and one.plan == first.plan]
+            is_taker = births.index(self._birth()) in takers
+            arrays = self._taken_into(having) if is_taker else self._views()
+            if takers and not await self._spread(births, givers, takers, arrays):
+                continue
+            if is_taker:
+                load(self._state, arrays, first.told[1])
+            return first.told[0]
+
+    def _birth(self) -> int:
+        current = self._comm.current
+        return current.births[current.rank]
+
+    def _views(self) -> list[Array]:
+        return [adapt(array).flat for _, array in arrays_of(self._state)]
+
+    def _taken_into(self, having: Births | None) -> list[Array]:
+        """Where a taker receives."""
+        return [np.empty_like(one) for one in self._views()] if having is None else places_of(self._state)
+
+    def _check(self, offers: Sequence[Offer], owners: Sequence[int]) -> None:
+        """All ranks know what the others have, and so find out together whether it fits."""
+        mine, first = plan_of(self._state), offers[owners[0]]
+        for offer in offers:
+            if offer.wrong is not None:
+                raise ConfigError(offer.wrong)
+        if mine == first.plan and all(offers[rank].plan == first.plan for rank in owners):
+            return
+        unlike = (difference(mine, offer.plan, f"rank {rank}") for rank, offer in enumerate(offers))
+        text = next((one for one in unlike if one is not None), "two other ranks differ")
+        raise ConfigError(f"the ranks' states are not alike: {text}")
+
+    async def _spread(
+        self, births: Births, givers: Sequence[int], takers: Sequence[int], arrays: Sequence[Array]
+    ) -> bool:
+        """One attempt; whether all takers have the arrays."""
+        sums: dict[int, int] = {}
+        why = None
+        try:
+            if self._comm.current.births != births:
+                raise PeerLost("another rank was lost")
+            sums = await spread(self._comm.current, arrays, givers, takers)
+        except KfcommError as error:
+            why = str(error)
+        rows, present = await self._gathered([why, list(sums.items())], "state")
+        seen = {(number, value) for _, found in rows for number, value in found}
+        failures = [text for text, _ in rows if text is not None]
+        if not failures and len(seen) > len({number for number, _ in seen}):
+            failures = ["what came is not what was sent"]
+        if failures and len(present) == len(births):
+            raise CollectiveError(f"the state did not come from rank to rank: {failures[0]}")
+        if failures:
+            logger.info("the state is given again: %s", failures[0])
+        return not failures
+
+    async def _gathered(self, value: Any, about: str) -> tuple[list[Any], Births]:
+        """What each rank that lives says, and their births."""
+        handle = self._ledger.begin("all_gather_object", (value, f"kfcomm/{about}"), {})
+        rows = await handle
+        return rows, handle.contributors or ()

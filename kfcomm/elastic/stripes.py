@@ -1,0 +1,113 @@
+"""Arrays from the ranks that have them to those that do not: in stripes, each from another rank, all at once.
+
+The bytes of all arrays, one after the other, are cut into as many stripes as there are ranks to give them. Each stripe
+goes through a group of its own, its giver and all takers, so that a byte crosses each link once, is written where it
+belongs, and reaches no rank that has it. This module knows nothing of states, and does not try again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from kfcomm.communicator import Communicator
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+
+MIN_STRIPE_NBYTES = 4 << 20
+"""Less is not worth a group more."""
+PAGE_NBYTES = 4096
+"""Stripes begin at multiples of this, and sums are taken over so many bytes at once."""
+PRIME = (1 << 61) - 1
+
+
+class Piece(NamedTuple):
+    """Bytes ``start`` to ``stop`` of one array, which is told by its number."""
+
+    array: int
+    start: int
+    stop: int
+
+
+def cut(sizes: Sequence[int], num_givers: int) -> list[list[Piece]]:
+    """The stripes of arrays of these sizes, in bytes: for each giver that has something to give, about as much."""
+    total = sum(sizes)
+    num = max(1, min(num_givers, total // MIN_STRIPE_NBYTES))
+    bounds = [*(total * k // num // PAGE_NBYTES * PAGE_NBYTES for k in range(num)), total]
+    stripes: list[list[Piece]] = [[] for _ in range(num)]
+    begin = 0
+    for number, size in enumerate(sizes):
+        for stripe, (low, high) in zip(stripes, pairwise(bounds), strict=True):
+            start, stop = max(low - begin, 0), min(high - begin, size)
+            if start < stop:
+                stripe.append(Piece(number, start, stop))
+        begin += size
+    return stripes
+
+
+def checksum(pieces: Sequence[Array]) -> int:
+    """64 bits that tell a page of these bytes that is missing, stale or at another place.
+
+    It is Fletcher's idea over words of 64 bits: a sum for each page, and a sum of these in which each has a weight of
+    its own. It is no cryptographic digest, which would take longer than the transfer. Costs one pass over memory.
+    """
+    found = 0
+    for piece in pieces:
+        whole = piece.size // PAGE_NBYTES * PAGE_NBYTES
+        pages = piece[:whole].view(np.uint64).reshape(-1, PAGE_NBYTES // 8).sum(axis=1, dtype=np.uint64)
+        weights = np.arange(1, 2 * pages.size, 2, dtype=np.uint64)
+        rest = hashlib.blake2b(piece[whole:].data, digest_size=8).digest()
+        found = found * PRIME + int((pages * weights).sum(dtype=np.uint64)) + int.from_bytes(rest, "little")
+        found %= 1 << 64
+    return found
+
+
+async def spread(
+    comm: Communicator, arrays: Sequence[Array], givers: Sequence[int], takers: Sequence[int]
+) -> dict[int, int]:
+    """Give and take; the givers and takers call it, with arrays alike in number and size.
+
+    Args:
+        comm: of all ranks.
+        arrays: flat; of a taker they are written to.
+        givers: the ranks that hold the same bytes.
+        takers: the ranks that want them.
+
+    Returns:
+        The checksum of each stripe that this rank has given or taken, by its number.
+
+    Raises:
+        CollectiveError: a rank was lost, say; what a taker has is undefined then, what a giver has as it was.
+
+    Cost: with S bytes, g givers and t takers a giver sends t·S/g bytes at most and a taker receives S; all at once.
+    """
+    data = [one.view(np.uint8) for one in arrays]
+    mine = {
+        number: [data[piece.array][piece.start : piece.stop] for piece in stripe]
+        for number, stripe in enumerate(cut([one.size for one in data], len(givers)))
+        if stripe and comm.rank in (givers[number], *takers)
+    }
+    sharing = (_share(comm, [givers[number], *takers], pieces) for number, pieces in mine.items())
+    for outcome in await asyncio.gather(*sharing, return_exceptions=True):
+        if outcome is not None:
+            raise outcome
+    return {number: checksum(pieces) for number, pieces in mine.items()}
+
+
+async def _share(comm: Communicator, members: Sequence[int], pieces: Sequence[Array]) -> None:
+    """One stripe, from the first of the members to the others."""
+    group = await comm.group(members, "kfcomm/state")
+    try:
+        # a giver names its own memory as well: nothing is written to it, and nothing is made for a result
+        outs = [piece if piece.flags.writeable else None for piece in pieces]
+        handles = [
+            group.broadcast(piece, 0, str(n), out=out) for n, (piece, out) in enumerate(zip(pieces, outs, strict=True))
+        ]
+        await asyncio.gather(*handles)
+    finally:
+        await group.close()

@@ -1,0 +1,126 @@
+"""The state to newcomers: from all that have it, whoever is lost on the way, and not unless it is the same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kfcomm.elastic import State, handover
+from kfcomm.elastic.handover import Handover
+from kfcomm.elastic.stripes import spread
+from kfcomm.errors import CollectiveError, PeerLost
+from kfcomm.testing import run_ranks, world
+
+NUM = 5 << 19
+"""Of float64: 20 MiB, a stripe from each of three ranks."""
+
+
+class Died(Exception):
+    """This rank was killed: it does nothing more."""
+
+
+def states(comms: Any) -> list[State]:
+    """Each rank's own numbers, by which one sees whose they have become."""
+    return [State(w=np.full(NUM, comm.rank + 1.0), b=np.zeros(3, np.float32), step=comm.rank) for comm in comms]
+
+
+async def hand_over(comms: Any, having: tuple[int, ...] | None, mine: Sequence[State]) -> list[Any]:
+    """Each rank's place and state then, or its error; None for who died."""
+
+    async def main(comm: Any) -> Any:
+        state = mine[comm.rank]
+        handing = Handover(comm, comm.begin(), state)
+        try:
+            place = await handing.carry_out([comm.births[comm.rank]], having)
+        except Died:
+            return None
+        except Exception as error:  # noqa: BLE001 - the tests look at it
+            return error
+        assert (state.w == state.w[0]).all()
+        return place, state.w[0], state.step
+
+    return await run_ranks(comms, main)
+
+
+@pytest.mark.parametrize("transport", ["memory", "shm"])
+@pytest.mark.asyncio
+async def test_newcomers_get_it_where_it_belongs(transport: Any) -> None:
+    async with world(4, elastic=True, transport=transport) as comms:
+        mine = states(comms)
+        for state in mine[:3]:
+            state.w[:], state.step = 7.0, 5
+        kept = mine[3].w
+        assert await hand_over(comms, (0, 1, 2), mine) == [([0], 7.0, 5)] * 4
+        assert mine[3].w is kept
+
+
+@pytest.mark.asyncio
+async def test_where_each_has_one_the_lowest_gives_its_own() -> None:
+    async with world(3, elastic=True) as comms:
+        assert await hand_over(comms, None, states(comms)) == [([0], 1.0, 0)] * 3
+
+
+def dying(monkeypatch: pytest.MonkeyPatch, comms: Any, doomed: set[int]) -> list[int]:
+    """These ranks are killed when they come to give or take; returns the epochs in which it was tried."""
+    epochs: list[int] = []
+
+    async def tried(comm: Any, arrays: Any, *rest: Any) -> Any:
+        epochs.append(comm.epoch)
+        birth = comm.births[comm.rank]
+        if birth in doomed:
+            comms.kill(birth)
+            raise Died
+        return await spread(comm, arrays, *rest)
+
+    monkeypatch.setattr(handover, "spread", tried)
+    return epochs
+
+
+@pytest.mark.parametrize("doomed", [1, 0, 3])
+@pytest.mark.asyncio
+async def test_a_rank_that_dies_on_the_way_leaves_it_to_the_others(
+    monkeypatch: pytest.MonkeyPatch, doomed: int
+) -> None:
+    async with world(5, elastic=True) as comms:
+        epochs = dying(monkeypatch, comms, {doomed})
+        mine = states(comms)
+        for state in mine[:3]:
+            state.w[:], state.step = 7.0, 5
+        found = await hand_over(comms, (0, 1, 2), mine)
+        assert found.pop(doomed) is None
+        assert found == [([int(doomed == 0)], 7.0, 5)] * 4
+        assert sorted(set(epochs)) == [0, 1]
+
+
+@pytest.mark.asyncio
+async def test_the_next_ones_own_is_whole_when_the_lowest_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world(3, elastic=True) as comms:
+        dying(monkeypatch, comms, {0})
+        assert await hand_over(comms, None, states(comms)) == [None, ([1], 2.0, 1), ([1], 2.0, 1)]
+
+
+@pytest.mark.asyncio
+async def test_nobody_is_left_who_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world(3, elastic=True) as comms:
+        dying(monkeypatch, comms, {0})
+        found = await hand_over(comms, (0,), states(comms))
+        assert found[0] is None
+        assert [type(one) for one in found[1:]] == [PeerLost] * 2
+        assert "all ranks that had the state are lost" in str(found[1])
+
+
+@pytest.mark.asyncio
+async def test_bytes_that_differ_are_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world(3, elastic=True) as comms:
+
+        async def changed(comm: Any, *rest: Any) -> Any:
+            sums = await spread(comm, *rest)
+            return {number: value + (comm.rank == 2) for number, value in sums.items()}
+
+        monkeypatch.setattr(handover, "spread", changed)
+        found = await hand_over(comms, (0, 1), states(comms))
+        assert [type(one) for one in found] == [CollectiveError] * 3
+        assert "what came is not what was sent" in str(found[0])
