@@ -36,7 +36,7 @@ def reduce_mapping(
     verbs._check_open()
     group, devices = verbs._group, verbs._devices
     check_name(name)
-    names = _names_of(arrays)
+    names = names_of(arrays)
     whole: Handle[dict[str, Any]] = Handle(loop=group.engine.loop)
     if not names:
         whole.set_result({})
@@ -51,7 +51,7 @@ def reduce_mapping(
     with Checks(group, many_key(named), devices=devices if on_device else None):
         timeout_s = seconds_of(timeout)
         check_priority(priority)
-        outs = _outs_by_name(out, arrays)
+        outs = outs_by_name(out, arrays)
         if on_device:
             devices.check(wire_dtype)
             read = {one: devices.read(arrays[one], stream) for one in names}
@@ -164,7 +164,7 @@ def _reduce_scatter(
     return verbs._begin(name, joined, shape, target, timeout, priority, plan)
 
 
-def _names_of(arrays: Any) -> list[str]:
+def names_of(arrays: Any) -> list[str]:
     """The names of a mapping, in the order that all ranks have.
 
     Raises:
@@ -182,7 +182,12 @@ def _names_of(arrays: Any) -> list[str]:
     return sorted(arrays)
 
 
-def _outs_by_name(out: Any, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+def outs_by_name(out: Any, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Where results go; nothing if the caller does not say.
+
+    Raises:
+        ConfigError: not for each of the arrays.
+    """
     if out is None:
         return {}
     if not isinstance(out, Mapping) or out.keys() != arrays.keys():

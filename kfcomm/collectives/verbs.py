@@ -103,7 +103,7 @@ class Verbs:
     def all_reduce(
         self, x: Any, name: str | None = None, *, op: Any = Op.SUM, out: Any = None,
         timeout: Seconds | None = None, priority: int = 0, wire_dtype: Any = None, shared: bool = False,
-        stream: Any = None,
+        weight: float | None = None, stream: Any = None,
     ) -> Handle[Any]:  # fmt: skip
         """Every rank gets ``x[0] ∘ x[1] ∘ ...``, element by element; the same bits on every rank.
 
@@ -129,6 +129,10 @@ class Verbs:
             shared: the result is a NumPy array that cannot be written to: one for all ranks of a host, where the group
                 shares memory and the message is long; else each has its own. The same on every rank, and not with
                 ``out``. See "Arrays that need no copy". For arrays in host memory.
+            weight: for ``op="avg"``: the result is the sum of all ``weight·x`` over the sum of all weights. This rank's
+                own, a finite number from 0 on (how many samples ``x`` is the mean of, say); at 0 it gives nothing,
+                whatever ``x`` holds. All ranks give one, or none does. For one array in host memory. Costs a copy of
+                ``x``.
             stream: for arrays in the memory of a device, the caller's stream there: what was put on it before this call
                 is done before ``x`` is read. None: the one on which the calling thread works now. See "GPUs".
 
@@ -142,6 +146,11 @@ class Verbs:
 
         Cost: with n ranks and S bytes, ring: 2(n-1) steps, 2(n-1)/n·S bytes per rank; see "Algorithms".
         """
+        if weight is not None:
+            from kfcomm.collectives.weighted import average
+
+            refused = {"shared": shared, "wire_dtype": wire_dtype, "stream": stream}
+            return average(self, x, name, weight, out, timeout, priority, op=op, refused=refused)
         if shared:
             return self._shared(x, name, out, timeout, priority, stream, op, wire_dtype)
         again = self._again(x, name, (ALL_REDUCE, op), out, timeout, priority, stream, wire_dtype)
@@ -165,7 +174,7 @@ class Verbs:
     def all_reduce_many(
         self, arrays: Mapping[str, Any], name: str | None = None, *, op: Any = Op.SUM,
         out: Mapping[str, Any] | None = None, timeout: Seconds | None = None, priority: int = 0,
-        wire_dtype: Any = None, stream: Any = None,
+        wire_dtype: Any = None, weight: float | None = None, stream: Any = None,
     ) -> Handle[dict[str, Any]]:  # fmt: skip
         """``all_reduce`` of every value of a mapping in few collectives: small arrays travel together.
 
@@ -180,6 +189,7 @@ class Verbs:
             timeout: see ``all_reduce``.
             priority: see ``all_reduce``.
             wire_dtype: see ``all_reduce``.
+            weight: see ``all_reduce``; one for all of the arrays.
             stream: see ``all_reduce``.
 
         Returns:
@@ -191,6 +201,11 @@ class Verbs:
 
         Cost: per array about 2 µs and two copies where it has up to 64 KiB; else as ``all_reduce``.
         """
+        if weight is not None:
+            from kfcomm.collectives.weighted import average_many
+
+            refused = {"wire_dtype": wire_dtype, "stream": stream}
+            return average_many(self, arrays, name, weight, out, timeout, priority, op=op, refused=refused)
         from kfcomm.collectives.batches import reduce_mapping
 
         return reduce_mapping(self, arrays, name, op, out, timeout, priority, wire_dtype, stream)

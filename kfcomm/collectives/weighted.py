@@ -1,0 +1,159 @@
+"""Averages in which ranks count by weight: the sum of ``w[r]·x[r]`` over the sum of ``w[r]``.
+
+What travels is ``w·x`` and, in the same collective, ``w``: one more element of an array, or one more array of a
+mapping. So a sum of weights always belongs to the sum that it divides, also where a call is done again by fewer ranks.
+Products and sums are in the dtype in which sums of the array's are made (float32 for float16 and bfloat16).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from kfcomm.arrays import HostArray, OutArray, adapt, adapt_out, holds_arrays, is_list
+from kfcomm.arrays.dtypes import dtype_name
+from kfcomm.arrays.kinds import NUMPY
+from kfcomm.collectives.batches import names_of, outs_by_name, reduce_mapping
+from kfcomm.collectives.compiled import ALL_REDUCE
+from kfcomm.collectives.exchange import Steps
+from kfcomm.collectives.group import UNNAMED, check_name, check_priority
+from kfcomm.collectives.handle import Handle
+from kfcomm.collectives.packing import many_key
+from kfcomm.collectives.plans import Plan, Plans, Shape
+from kfcomm.collectives.verbs import Checks, checked_op
+from kfcomm.errors import CollectiveError, ConfigError
+from kfcomm.reduce import kernel
+from kfcomm.sizes import seconds_of
+from kfcomm.types import Op, Seconds
+
+if TYPE_CHECKING:
+    from kfcomm.collectives.verbs import Verbs
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+OP = "avg by weight"
+"""In signatures, so that ranks which give weights never meet ranks which give none."""
+WEIGHT = "kfcomm/weight"
+"""The name of the weight among the arrays of a mapping."""
+
+
+def average(
+    verbs: Verbs, x: Any, name: str | None, weight: Any, out: Any, timeout: Seconds | None, priority: int, *, op: Any,
+    refused: Mapping[str, Any],
+) -> Handle[Any]:  # fmt: skip
+    """See ``Verbs.all_reduce``; ``refused``: options that do not go with a weight, by name."""
+    with verbs._checks(name, timeout, priority):
+        if is_list(x) and holds_arrays(x):
+            raise ConfigError("a weight is for one array, or for the mapping of all_reduce_many; not for a list")
+        _check_options(verbs, [x], refused)
+        array = adapt(x)
+        _check_op(op, array.dtype)
+        target = None if out is None else adapt_out(out, array.shape, array.dtype)
+        packed = np.empty(array.size + 1, _sum_dtype(array))
+        packed[-1] = counted = _checked(weight)
+        _scale(array.flat, counted, packed[:-1])
+
+    def averaged(sums: Array) -> Any:
+        return _divided(sums[:-1], float(sums[-1].real), array, target)
+
+    given = HostArray(packed, packed.shape, NUMPY, False)
+    plan = (_plan, array.dtype, array.shape, packed.dtype, name or UNNAMED)
+    return _then(verbs, verbs._begin(name, given, packed.shape, None, timeout, priority, plan), averaged)
+
+
+def average_many(
+    verbs: Verbs, arrays: Any, name: str | None, weight: Any, out: Any, timeout: Seconds | None, priority: int, *,
+    op: Any, refused: Mapping[str, Any],
+) -> Handle[dict[str, Any]]:  # fmt: skip
+    """See ``Verbs.all_reduce_many``."""
+    verbs._check_open()
+    check_name(name)
+    names = names_of(arrays)
+    if not names:
+        return reduce_mapping(verbs, arrays, name, op, out, timeout, priority, None, None)
+    title = names[0] if name is None else name
+    with Checks(verbs._group, many_key((title,))):
+        seconds_of(timeout)
+        check_priority(priority)
+        _check_options(verbs, arrays.values(), refused)
+        counted, given = _checked(weight), {one: adapt(arrays[one]) for one in names}
+        outs = outs_by_name(out, arrays)
+        targets = {one: adapt_out(outs[one], given[one].shape, given[one].dtype) for one in outs}
+        scaled: dict[str, Array] = {WEIGHT: np.array(counted)}
+        for one, array in given.items():
+            _check_op(op, array.dtype)
+            product = scaled[_called(one, array)] = np.empty(array.shape, _sum_dtype(array))
+            _scale(array.flat, counted, product.reshape(-1))
+
+    def averaged(sums: dict[str, Array]) -> Any:
+        whole = float(sums[WEIGHT])
+        found = {}
+        for one in arrays:
+            total = sums[_called(one, given[one])].reshape(-1)
+            found[one] = _divided(total, whole, given[one], targets.get(one))
+        return found if out is None else out
+
+    return _then(verbs, reduce_mapping(verbs, scaled, title, Op.SUM, None, timeout, priority, None, None), averaged)
+
+
+def _plan(plans: Plans, dtype: np.dtype[Any], shape: Shape, sum_dtype: np.dtype[Any], key: str) -> Plan:
+    """That of a sum of one element more, which meets averages by weight of such arrays alone."""
+    found = plans.of(ALL_REDUCE, sum_dtype, (math.prod(shape) + 1,), Op.SUM, -1, key)
+    return replace(found, signature=found.signature._replace(dtype=dtype_name(dtype), shape=shape, op=OP))
+
+
+def _sum_dtype(array: HostArray) -> np.dtype[Any]:
+    return kernel(Op.AVG, array.dtype).accumulate_dtype
+
+
+def _called(name: str, array: HostArray) -> str:
+    """The name under which a product travels: it tells the array's dtype where the product has another."""
+    return name if _sum_dtype(array) == array.dtype else f"{name} of {dtype_name(array.dtype)}"
+
+
+def _checked(weight: Any) -> float:
+    is_number = isinstance(weight, (int, float, np.integer, np.floating)) and not isinstance(weight, bool)
+    if not is_number or not math.isfinite(weight) or weight < 0:
+        raise ConfigError(f"a weight is a finite number from 0 on, not {weight!r}")
+    return float(weight)
+
+
+def _check_op(op: Any, dtype: np.dtype[Any]) -> None:
+    if checked_op(op, dtype) is not Op.AVG:
+        raise ConfigError(f"a weight is for op avg, not for {op}")
+
+
+def _check_options(verbs: Verbs, arrays: Any, refused: Mapping[str, Any]) -> None:
+    for option, value in refused.items():
+        if value not in (None, False):
+            raise ConfigError(f"{option} does not go with a weight")
+    if any(verbs._devices.takes(x, None) for x in arrays):
+        raise ConfigError("a weight is for arrays in host memory")
+
+
+def _scale(flat: Array, weight: float, into: Array) -> None:
+    """A rank of weight 0 gives nothing, whatever its array holds: the mean of no samples is no number."""
+    if weight == 0:
+        into[:] = 0
+    else:
+        with np.errstate(all="ignore"):
+            np.multiply(flat, weight, out=into, dtype=into.dtype)
+
+
+def _divided(sums: Array, weight: float, array: HostArray, target: OutArray | None) -> Any:
+    if weight == 0:
+        raise CollectiveError("there is no average: the weights of all ranks are 0")
+    with np.errstate(all="ignore"):
+        np.true_divide(sums, weight, out=sums)
+        if target is not None:
+            np.copyto(target.flat, sums, casting="unsafe")
+            return target.finish()
+        return array.restore(sums.astype(array.dtype, copy=False))
+
+
+def _then(verbs: Verbs, inner: Handle[Any], outcome: Callable[[Any], Any]) -> Handle[Any]:
+    engine = verbs._group.engine
+    return Steps(loop=engine.loop).end_as(inner, engine.reactor, outcome)
