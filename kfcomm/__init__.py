@@ -33,7 +33,7 @@ from kfcomm.types import Layout, Op
 from kfcomm.version import __version__
 
 if TYPE_CHECKING:
-    from kfcomm import adapt, elastic, strategies, sync
+    from kfcomm import adapt, elastic, strategies, sync, train
     from kfcomm.collectives.handle import Handle
     from kfcomm.collectives.messages import Queue
     from kfcomm.collectives.persistent import PersistentCollective
@@ -56,6 +56,7 @@ else:  # type checkers would take any name for one that is there
             "init": "kfcomm.joining",
             "strategies": "kfcomm.strategies",
             "sync": "kfcomm.sync",
+            "train": "kfcomm.train",
         },
     )
 
@@ -89,6 +90,7 @@ __all__ = [
     "init",
     "strategies",
     "sync",
+    "train",
 ]
 
 

@@ -31,6 +31,7 @@ UNUSED = (
     "kfcomm.probe",
     "kfcomm.simulate",
     "kfcomm.testing",
+    "kfcomm.train",
     "tempfile",
     "uvloop",
 )
