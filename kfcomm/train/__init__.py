@@ -1,7 +1,7 @@
 """Ways to agree, monitors in the data path, and large batches: what adaptive training is made of.
 
 Pure formulas have files of their own, arrays or floats in, arrays or floats out; what carries them over a communicator
-is beside them.
+is beside them. See `Agreement` for the loop that serves every way to agree.
 """
 
 from typing import TYPE_CHECKING
@@ -10,8 +10,12 @@ from kfcomm.lazy import imported_when_used
 
 if TYPE_CHECKING:
     from kfcomm.train.adascale import AdaScale
+    from kfcomm.train.agreement import Agreement
     from kfcomm.train.averages import MovingAverage
+    from kfcomm.train.local import DiLoCo, LocalAdaAlter, LocalSGD
     from kfcomm.train.noise_scale import NoiseEstimate, NoiseScale, noise_estimate
+    from kfcomm.train.pair_averaging import PairAveraging
+    from kfcomm.train.peers import Peers
     from kfcomm.train.pollux import (
         GradientStatistics,
         Observation,
@@ -22,43 +26,32 @@ if TYPE_CHECKING:
         fit,
         goodput,
     )
+    from kfcomm.train.procedure import Pending
+    from kfcomm.train.synchronous import SMA, AdaSGD, ElasticAveraging, SynchronousSGD
     from kfcomm.train.variance import gradient_variance, mean_cosine
 else:  # type checkers would take any name for one that is there
+    _HOMES = {
+        "adascale": ("AdaScale",),
+        "agreement": ("Agreement",),
+        "averages": ("MovingAverage",),
+        "local": ("DiLoCo", "LocalAdaAlter", "LocalSGD"),
+        "noise_scale": ("NoiseEstimate", "NoiseScale", "noise_estimate"),
+        "pair_averaging": ("PairAveraging",),
+        "peers": ("Peers",),
+        "pollux": (
+            "GradientStatistics", "Observation", "Shape", "Throughput", "best_shape", "efficiency", "fit", "goodput",
+        ),
+        "procedure": ("Pending",),
+        "synchronous": ("SMA", "AdaSGD", "ElasticAveraging", "SynchronousSGD"),
+        "variance": ("gradient_variance", "mean_cosine"),
+    }  # fmt: skip
     __getattr__ = imported_when_used(
-        __name__,
-        {
-            "AdaScale": "kfcomm.train.adascale",
-            "GradientStatistics": "kfcomm.train.pollux",
-            "MovingAverage": "kfcomm.train.averages",
-            "NoiseEstimate": "kfcomm.train.noise_scale",
-            "NoiseScale": "kfcomm.train.noise_scale",
-            "Observation": "kfcomm.train.pollux",
-            "Shape": "kfcomm.train.pollux",
-            "Throughput": "kfcomm.train.pollux",
-            "best_shape": "kfcomm.train.pollux",
-            "efficiency": "kfcomm.train.pollux",
-            "fit": "kfcomm.train.pollux",
-            "goodput": "kfcomm.train.pollux",
-            "gradient_variance": "kfcomm.train.variance",
-            "mean_cosine": "kfcomm.train.variance",
-            "noise_estimate": "kfcomm.train.noise_scale",
-        },
+        __name__, {name: f"{__name__}.{home}" for home, names in _HOMES.items() for name in names}
     )
 
 __all__ = [
-    "AdaScale",
-    "GradientStatistics",
-    "MovingAverage",
-    "NoiseEstimate",
-    "NoiseScale",
-    "Observation",
-    "Shape",
-    "Throughput",
-    "best_shape",
-    "efficiency",
-    "fit",
-    "goodput",
-    "gradient_variance",
-    "mean_cosine",
-    "noise_estimate",
-]
+    "SMA", "AdaSGD", "AdaScale", "Agreement", "DiLoCo", "ElasticAveraging", "GradientStatistics", "LocalAdaAlter",
+    "LocalSGD", "MovingAverage", "NoiseEstimate", "NoiseScale", "Observation", "PairAveraging", "Peers", "Pending",
+    "Shape", "SynchronousSGD", "Throughput", "best_shape", "efficiency", "fit", "goodput", "gradient_variance",
+    "mean_cosine", "noise_estimate",
+]  # fmt: skip

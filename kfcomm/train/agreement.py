@@ -1,0 +1,126 @@
+"""What all ways to agree have in common: two methods for a step, and an introduction that sees that all ranks agree.
+
+A way to agree takes a rank's gradients, and its model, and gives those to go on with. One loop serves all of them::
+
+    way = kfcomm.train.SMA(comm, alpha=0.1)
+    for batch in batches:
+        pending = way.parameters(model)              # under way while the gradient is computed
+        gradients = gradient(model, batch)
+        gradients = await way.gradients(gradients)
+        model = apply(await pending, gradients)
+
+With a communicator of ``kfcomm.sync`` it says ``pending.wait()``. Models and gradients are trees (dicts, lists, tuples)
+of arrays of any kind; they are not modified, and not to be modified while they are under way.
+
+Invariant: before its first exchange a rank knows that all have told which way they go, and with what numbers. Who
+differs, or was given numbers that cannot be, is an error on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from kfcomm.collectives.handle import looked_at
+from kfcomm.errors import CollectiveMismatch, ConfigError
+from kfcomm.train.procedure import Comm, Procedure, call, carried
+from kfcomm.train.tree import Tree, leaves, rebuilt
+
+
+class Agreement:
+    """A way to agree, on one rank. Made alike on every rank; a class of its own says what travels, and when.
+
+    Attributes:
+        comm: whose ranks agree.
+        name: of this way; its collectives begin with it.
+        num_steps: how often the model was given, by this rank.
+
+    Raises:
+        ConfigError: a number is out of its range; on the other ranks their first exchange raises it.
+    """
+
+    default_name: ClassVar[str]
+
+    def __init__(self, comm: Comm, name: str | None, numbers: Mapping[str, Any], problem: str | None = None) -> None:
+        self.comm = comm
+        self.name = self.default_name if name is None else name
+        self.num_steps = 0
+        given = ", ".join(f"{one}={value!r}" for one, value in numbers.items())
+        self._said = f"{type(self).__name__}({given})"
+        self._introduced: set[str] = set()
+        if problem is not None:
+            tell = getattr(comm, "all_gather_object_async", comm.all_gather_object)
+            for method in ("gradients", "parameters"):
+                tell([self._said, problem], self._introduction(method)).add_done_callback(looked_at)
+            raise ConfigError(f"{self._said}: {problem}")
+
+    def __repr__(self) -> str:
+        return f"<{self._said} of rank {self.comm.rank} of {self.comm.size}>"
+
+    @carried
+    def gradients(self, tree: Tree) -> Procedure[Tree]:
+        """What to give to the optimizer, of this rank's gradients; a `Pending` tree like ``tree``.
+
+        Raises:
+            CollectiveMismatch: from waiting: the ranks agree in different ways.
+            ConfigError: another rank was given numbers that cannot be.
+            CollectiveError: an exchange failed.
+        """
+        yield from self._introduce("gradients")
+        return (yield from self._gradients(tree))
+
+    @carried
+    def parameters(self, tree: Tree) -> Procedure[Tree]:
+        """The model to go on with, of this rank's; a `Pending` tree like ``tree``. Called once a step.
+
+        Raises:
+            CollectiveMismatch, ConfigError, CollectiveError: see ``gradients``.
+        """
+        yield from self._introduce("parameters")
+        self.num_steps += 1
+        return (yield from self._parameters(tree))
+
+    def _gradients(self, tree: Tree) -> Procedure[Tree]:
+        """Gradients stay a rank's own, unless a class says otherwise."""
+        yield from ()
+        return tree
+
+    def _parameters(self, tree: Tree) -> Procedure[Tree]:
+        """So do models."""
+        yield from ()
+        return tree
+
+    def _introduction(self, method: str) -> str:
+        return f"{self.name}/introduction of {method}"
+
+    def _introduce(self, method: str) -> Procedure[None]:
+        """See that all ranks agree in the same way. The two methods may be under way together, so each does."""
+        if method in self._introduced:
+            return
+        self._introduced.add(method)
+        said = yield call("all_gather_object", [self._said, None], self._introduction(method))
+        for rank, (way, problem) in enumerate(said):
+            if problem is not None:
+                raise ConfigError(f"rank {rank} has {way}: {problem}; rank {self.comm.rank} has {self._said}")
+        other = next((rank for rank, one in enumerate(said) if one != said[0]), None)
+        if other is not None:
+            raise CollectiveMismatch(
+                f"the ranks agree in different ways: rank 0 has {said[0][0]}; rank {other} has {said[other][0]}",
+                key=self.name,
+            )
+
+    def _reduced(self, tree: Tree, what: str, op: Any = "avg") -> Procedure[Tree]:
+        """A tree like ``tree`` of what all ranks' arrays are together."""
+        found = yield call("all_reduce_many", leaves(tree), f"{self.name}/{what}", op=op)
+        return rebuilt(tree, found)
+
+
+def alpha_problem(alpha: Any, most: float = 1.0) -> str | None:
+    """What is wrong with a coefficient of averaging; None if nothing is."""
+    is_number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
+    return None if is_number and 0 < alpha <= most else f"alpha is above 0 and at most {most:g}, not {alpha!r}"
+
+
+def count_problem(what: str, value: Any) -> str | None:
+    """What is wrong with a number of steps; None if nothing is."""
+    return None if type(value) is int and value >= 1 else f"{what} is a whole number, at least 1, not {value!r}"

@@ -1,0 +1,147 @@
+"""Ways to agree in which ranks meet at every H-th step only: local SGD, DiLoCo, Local AdaAlter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kfcomm.train.adaalter import accumulate, direction
+from kfcomm.train.agreement import Agreement, count_problem
+from kfcomm.train.outer import nesterov, pseudo_gradient
+from kfcomm.train.procedure import Comm, Procedure
+from kfcomm.train.tree import Tree, leaves, mapped, rebuilt
+
+
+class LocalSGD(Agreement):
+    """Every rank trains by itself for H steps, then all go on with the mean of their models.
+
+    x ← mean(x) at every H-th step: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019,
+    https://arxiv.org/abs/1805.09767. A rank that is slow in some steps holds up nobody until the next meeting.
+
+    Args:
+        comm: whose ranks agree.
+        every: H.
+        name: see `Agreement`.
+
+    Raises:
+        ConfigError: H is not a whole number, at least 1.
+
+    Cost: an ``all_reduce`` of the model, S bytes, at every H-th step: S/H a step.
+    """
+
+    default_name = "local-sgd"
+
+    def __init__(self, comm: Comm, every: int, *, name: str | None = None) -> None:
+        self._every = every
+        super().__init__(comm, name, {"every": every}, count_problem("every", every))
+
+    def _parameters(self, tree: Tree) -> Procedure[Tree]:
+        if self.num_steps % self._every:
+            return tree
+        return (yield from self._reduced(tree, "model"))
+
+
+class DiLoCo(Agreement):
+    """Every rank trains by itself for H steps; what all have come on average is a gradient for an outer optimizer.
+
+    Δ = θ − mean(x); v ← μv + Δ; θ ← θ − lr(Δ + μv); x ← θ at every H-th step: Douillard et al., 2023,
+    https://arxiv.org/abs/2311.08105; the numbers are those of its section 3.
+
+    Args:
+        comm: whose ranks agree.
+        start: θ: the model at the beginning, the same on all ranks.
+        every: H.
+        lr: of the outer optimizer.
+        momentum: μ.
+        name: see `Agreement`.
+
+    Attributes:
+        model: θ.
+
+    Raises:
+        ConfigError: a number is out of its range.
+
+    Cost: an ``all_reduce`` of the model, S bytes, at every H-th step: S/H a step; memory for two more models.
+    """
+
+    default_name = "diloco"
+
+    def __init__(
+        self, comm: Comm, start: Tree, *, every: int = 500, lr: float = 0.7, momentum: float = 0.9,
+        name: str | None = None,
+    ) -> None:  # fmt: skip
+        self.model = start
+        self._velocity = mapped(lambda x: 0 * x, start)
+        self._every = every
+        self._lr = lr
+        self._momentum = momentum
+        problem = count_problem("every", every)
+        if not lr > 0:
+            problem = f"lr is above 0, not {lr!r}"
+        elif not 0 <= momentum < 1:
+            problem = f"momentum is at least 0 and below 1, not {momentum!r}"
+        super().__init__(comm, name, {"every": every, "lr": lr, "momentum": momentum}, problem)
+
+    def _parameters(self, tree: Tree) -> Procedure[Tree]:
+        if self.num_steps % self._every:
+            return tree
+        mean = leaves((yield from self._reduced(tree, "model")))
+        velocity = leaves(self._velocity)
+        moved: dict[str, tuple[Any, Any]] = {}
+        for one, x in leaves(self.model).items():
+            moved[one] = nesterov(x, velocity[one], pseudo_gradient(x, mean[one]), self._lr, self._momentum)
+        self._velocity = rebuilt(self._velocity, {one: v for one, (_, v) in moved.items()})
+        self.model = rebuilt(self.model, {one: x for one, (x, _) in moved.items()})
+        return rebuilt(tree, {one: x for one, (x, _) in moved.items()})
+
+
+class LocalAdaAlter(Agreement):
+    """AdaGrad with local steps: models and accumulators are averaged at every H-th step.
+
+    g ← g / √(B² + tε²); A² ← A² + g∘g; at every H-th step x ← mean(x), A², B² ← mean(A²): Xie et al., 2019,
+    https://arxiv.org/abs/1911.09030. ``gradients`` gives what is multiplied by the learning rate, and tells nobody.
+
+    Args:
+        comm: whose ranks agree.
+        like: a tree of arrays like the model's.
+        every: H.
+        epsilon: ε, above 0.
+        initial: of the accumulators, at least 0; the paper has 1.
+        name: see `Agreement`.
+
+    Raises:
+        ConfigError: a number is out of its range.
+
+    Cost: an ``all_reduce`` of model and accumulators, 2S bytes, at every H-th step; memory for two more models.
+    """
+
+    default_name = "local-adaalter"
+
+    def __init__(
+        self, comm: Comm, like: Tree, every: int, *, epsilon: float = 1.0, initial: float = 1.0,
+        name: str | None = None,
+    ) -> None:  # fmt: skip
+        self._shared = mapped(lambda x: 0 * x + initial, like)
+        self._own = self._shared
+        self._every = every
+        self._epsilon = epsilon
+        self._num_local = 0
+        problem = count_problem("every", every)
+        if not epsilon > 0:
+            problem = f"epsilon is above 0, not {epsilon!r}"
+        elif not initial >= 0:
+            problem = f"initial is at least 0, not {initial!r}"
+        super().__init__(comm, name, {"every": every, "epsilon": epsilon, "initial": initial}, problem)
+
+    def _gradients(self, tree: Tree) -> Procedure[Tree]:
+        yield from ()
+        self._num_local += 1
+        self._own = mapped(accumulate, self._own, tree)
+        return mapped(lambda g, shared: direction(g, shared, self._num_local, self._epsilon), tree, self._shared)
+
+    def _parameters(self, tree: Tree) -> Procedure[Tree]:
+        if self.num_steps % self._every:
+            return tree
+        mean = yield from self._reduced({"model": tree, "accumulators": self._own}, "model")
+        self._own = self._shared = mean["accumulators"]
+        self._num_local = 0
+        return mean["model"]

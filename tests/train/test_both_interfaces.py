@@ -1,0 +1,190 @@
+"""The same ways over communicators of both interfaces: what is awaited, what is waited for, what goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kfcomm import Communicator, sync
+from kfcomm.errors import CollectiveError, CollectiveMismatch, ConfigError, KfcommError
+from kfcomm.testing import run_ranks, run_threads, sync_world, world
+from kfcomm.train import SMA, AdaSGD, Agreement, DiLoCo, ElasticAveraging, LocalAdaAlter, LocalSGD, SynchronousSGD
+
+TREE = {"weight": np.zeros((3, 4), np.float32), "bias": [np.zeros(4, np.float32)]}
+
+WAYS: dict[str, Callable[[Any], Agreement]] = {
+    "ssgd": SynchronousSGD,
+    "sma": lambda comm: SMA(comm, 0.2),
+    "elastic": lambda comm: ElasticAveraging(comm, TREE, 0.1),
+    "local": lambda comm: LocalSGD(comm, 2),
+    "diloco": lambda comm: DiLoCo(comm, TREE, every=2),
+    "adaalter": lambda comm: LocalAdaAlter(comm, TREE, 2),
+    "adasgd": lambda comm: AdaSGD(comm, after=2),
+}
+
+
+def gradient(model: Any, rank: int) -> Any:
+    """Of ½‖x − rank‖²."""
+    return {"weight": model["weight"] - rank, "bias": [model["bias"][0] - rank]}
+
+
+def applied(model: Any, grads: Any) -> Any:
+    return {"weight": model["weight"] - 0.2 * grads["weight"], "bias": [model["bias"][0] - 0.2 * grads["bias"][0]]}
+
+
+async def awaited(comm: Communicator, way: Agreement) -> Any:
+    model: Any = TREE
+    for _ in range(5):
+        pending = way.parameters(model)
+        grads = await way.gradients(gradient(model, comm.rank))
+        model = applied(await pending, grads)
+    return model
+
+
+def waited_for(comm: sync.Communicator, way: Agreement) -> Any:
+    model: Any = TREE
+    for _ in range(5):
+        pending = way.parameters(model)
+        grads = way.gradients(gradient(model, comm.rank)).wait()
+        model = applied(pending.wait(), grads)
+        assert pending.done()
+    return model
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("way", WAYS)
+async def test_both_interfaces_come_to_the_same(way: str) -> None:
+    async with world(3) as comms:
+        one = await run_ranks(comms, lambda comm: awaited(comm, WAYS[way](comm)))
+
+    def blocking() -> list[Any]:
+        with sync_world(3) as comms:
+            return run_threads(comms, lambda comm: waited_for(comm, WAYS[way](comm)))
+
+    other = await asyncio.to_thread(blocking)
+    for mine, theirs in zip(one, other, strict=True):
+        assert mine["weight"].dtype == np.float32
+        assert np.array_equal(mine["weight"], theirs["weight"])
+        assert np.array_equal(mine["bias"][0], theirs["bias"][0])
+    assert not np.array_equal(one[0]["weight"], TREE["weight"])
+
+
+@pytest.mark.asyncio
+async def test_numbers_out_of_range_on_one_rank_are_an_error_on_all() -> None:
+    async def main(comm: Communicator) -> str:
+        with pytest.raises(ConfigError) as caught:
+            await SMA(comm, 2.0 if comm.rank == 1 else 0.1).parameters(TREE)
+        return str(caught.value)
+
+    async with world(3) as comms:
+        first, bad, last = await run_ranks(comms, main)
+    assert bad == "SMA(alpha=2.0): alpha is above 0 and at most 1, not 2.0"
+    for rank, said in ((0, first), (2, last)):
+        assert said == (
+            f"rank 1 has SMA(alpha=2.0): alpha is above 0 and at most 1, not 2.0; rank {rank} has SMA(alpha=0.1)"
+        )
+
+
+def test_numbers_out_of_range_on_one_blocking_rank_are_an_error_on_all() -> None:
+    def main(comm: sync.Communicator) -> str:
+        with pytest.raises(ConfigError) as caught:
+            SMA(comm, 2.0 if comm.rank == 1 else 0.1).gradients(TREE).wait()
+        comm.barrier()
+        return str(caught.value)
+
+    with sync_world(2) as comms:
+        said = run_threads(comms, main)
+    assert all("SMA(alpha=2.0)" in one for one in said)
+
+
+@pytest.mark.asyncio
+async def test_ranks_that_go_different_ways_see_both_sides() -> None:
+    async def main(comm: Communicator) -> str:
+        way = SMA(comm, 0.1, name="way") if comm.rank else LocalSGD(comm, 3, name="way")
+        with pytest.raises(CollectiveMismatch) as caught:
+            await way.parameters(TREE)
+        return str(caught.value)
+
+    async with world(3) as comms:
+        said = await run_ranks(comms, main)
+    assert len(set(said)) == 1
+    assert "rank 0 has LocalSGD(every=3); rank 1 has SMA(alpha=0.1)" in said[0]
+
+
+@pytest.mark.asyncio
+async def test_trees_that_differ_are_an_error_on_all() -> None:
+    async def main(comm: Communicator) -> None:
+        tree = {"weight": np.zeros(3 + comm.rank)}
+        with pytest.raises(CollectiveError, match="weight"):
+            await SynchronousSGD(comm).gradients(tree)
+
+    async with world(2) as comms:
+        await run_ranks(comms, main)
+
+
+@pytest.mark.asyncio
+async def test_what_is_awaited_and_what_is_waited_for() -> None:
+    async with world(1) as comms:
+        pending = SMA(comms[0]).parameters(TREE)
+        with pytest.raises(ConfigError, match="write await"):
+            pending.wait()
+        await pending
+        assert pending.done()
+        assert (await pending)["weight"].shape == (3, 4), "it can be awaited again"
+        with pytest.raises(ConfigError, match="without arrays"):
+            await SMA(comms[0], name="other").parameters({})
+
+    def blocking() -> None:
+        with sync_world(1) as comms:
+            pending = SMA(comms[0]).parameters(TREE)
+            with pytest.raises(ConfigError, match="write wait"):
+                pending.__await__().send(None)
+            pending.wait()
+            assert not pending.cancel()
+
+    await asyncio.to_thread(blocking)
+
+
+def test_a_wait_can_be_bounded_and_goes_on() -> None:
+    with sync_world(2) as comms:
+        way = SMA(comms[0])
+        pending = way.parameters(TREE)
+        with pytest.raises(TimeoutError):
+            pending.wait(0.01)
+        assert not pending.done()
+        other = SMA(comms[1]).parameters(TREE)
+
+        def main(comm: sync.Communicator) -> Any:
+            return (pending if comm.rank == 0 else other).wait()
+
+        assert all(found["weight"].shape == (3, 4) for found in run_threads(comms, main))
+
+
+@pytest.mark.asyncio
+async def test_cancelling_ends_it_on_every_rank() -> None:
+    async with world(2) as comms:
+        ways = [SMA(comm) for comm in comms]
+        await asyncio.gather(*(way.parameters(TREE) for way in ways))
+        pending = ways[0].parameters(TREE)
+        assert pending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pending
+        with pytest.raises(KfcommError):
+            await ways[1].parameters(TREE)
+
+
+def test_cancelling_a_blocking_one_ends_it_on_every_rank() -> None:
+    with sync_world(2) as comms:
+        ways = [SMA(comm) for comm in comms]
+        run_threads(comms, lambda comm: ways[comm.rank].parameters(TREE).wait())
+        pending = ways[0].parameters(TREE)
+        assert pending.cancel()
+        with pytest.raises(concurrent.futures.CancelledError):
+            pending.wait()
+        with pytest.raises(KfcommError):
+            ways[1].parameters(TREE).wait()

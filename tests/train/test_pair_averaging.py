@@ -1,0 +1,102 @@
+"""PairAveraging: halves are averaged, no rank waits for another, ages are bounded and told."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kfcomm import Communicator, sync
+from kfcomm.errors import CollectiveMismatch, ConfigError
+from kfcomm.testing import run_ranks, run_threads, sync_world, world
+from kfcomm.train import PairAveraging
+from kfcomm.train.packed import Packing
+
+
+@pytest.mark.asyncio
+async def test_two_ranks_by_hand() -> None:
+    async with world(2) as comms:
+        ways = [PairAveraging(comm, {"w": np.zeros(3)}) for comm in comms]
+        await asyncio.gather(*(way.parameters({"w": np.zeros(3)}) for way in ways))
+        found = await ways[0].parameters({"w": np.full(3, 10.0)})  # with rank 1's of the step before
+        assert np.array_equal(found["w"], np.full(3, 5.0))
+        assert (ways[0].age, ways[0].staleness) == (0.5, 1.0)
+        found = await ways[1].parameters({"w": np.full(3, 20.0)})  # with what rank 0 has published: 10
+        assert np.array_equal(found["w"], np.full(3, 15.0))
+        assert (ways[1].age, ways[1].staleness) == (1.0, 0.0)
+
+
+@pytest.mark.asyncio
+async def test_a_rank_goes_on_alone_while_the_others_do_nothing() -> None:
+    async with world(3) as comms:
+        ways = [PairAveraging(comm, np.zeros(4)) for comm in comms]
+        await asyncio.gather(*(way.parameters(np.zeros(4)) for way in ways))
+        x: Any = np.zeros(4)
+        for _ in range(20):
+            x = await ways[0].parameters(x) + 1.0
+        assert ways[0].num_steps == 21
+        assert [way.num_steps for way in ways[1:]] == [1, 1]
+        # with halves from peers at 0 the age a goes to (a + 1) / 2, which is 1 in the end
+        assert ways[0].age == pytest.approx(1.0, abs=1e-4)
+        assert ways[0].staleness == pytest.approx(2.0, abs=1e-4)
+        assert x[0] == pytest.approx(2.0, abs=1e-4)
+
+
+@pytest.mark.asyncio
+async def test_what_is_too_young_is_left_out_and_counted() -> None:
+    async with world(2) as comms:
+        ways = [PairAveraging(comm, np.zeros(4), max_staleness=0.6) for comm in comms]
+        await asyncio.gather(*(way.parameters(np.zeros(4)) for way in ways))
+        found = await ways[0].parameters(np.full(4, 8.0))
+        assert np.array_equal(found, np.full(4, 8.0))
+        assert (ways[0].num_left_out, ways[0].staleness, ways[0].age) == (1, 1.0, 1.0)
+
+
+def test_blocking_ranks_come_to_a_consensus() -> None:
+    def main(comm: sync.Communicator) -> Any:
+        x: Any = [np.full(5, float(comm.rank), np.float32)]
+        way = PairAveraging(comm, x, seed=1)
+        for _ in range(30):
+            pending = way.parameters(x)
+            x = pending.wait()
+        comm.barrier()
+        return x[0]
+
+    with sync_world(4) as comms:
+        found = np.array(run_threads(comms, main))
+    assert found.dtype == np.float32
+    assert np.ptp(found) < 0.01
+    assert 0 < found.mean() < 3
+
+
+@pytest.mark.asyncio
+async def test_one_rank_is_alone_with_its_model() -> None:
+    async with world(1) as comms:
+        x = np.ones(2)
+        assert await PairAveraging(comms[0], x).parameters(x) is x
+
+
+@pytest.mark.asyncio
+async def test_bad_arguments() -> None:
+    async def main(comm: Communicator) -> None:
+        with pytest.raises(ConfigError, match="max_staleness"):
+            await PairAveraging(comm, np.zeros(2), max_staleness=0.0 if comm.rank else 5.0).parameters(np.zeros(2))
+
+    async with world(2) as comms:
+        await run_ranks(comms, main)
+
+
+def test_a_model_of_another_form_is_refused() -> None:
+    packing = Packing({"a": np.zeros(2), "b": np.zeros(3, np.float32)}, num_head=2)
+    tree = {"b": np.arange(3, dtype=np.float32), "a": np.array([1.5, 2.5])}
+    blob = packing.pack(tree, [7.0, 8.0])
+    assert blob.nbytes == packing.nbytes
+    found, head = packing.unpack(blob, tree)
+    assert head == [7.0, 8.0]
+    assert np.array_equal(found["a"], tree["a"])
+    assert np.array_equal(found["b"], tree["b"])
+    other = Packing({"a": np.zeros(2), "b": np.zeros((3, 1), np.float32)}, num_head=2)
+    with pytest.raises(CollectiveMismatch, match="other names, shapes or dtypes"):
+        other.unpack(blob, tree)
