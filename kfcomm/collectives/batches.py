@@ -6,12 +6,13 @@ of results of the same kind comes back. To ``reduce_scatter`` and ``all_to_all``
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kfcomm.arrays import HostArray, OutArray, adapt, adapt_out
+from kfcomm.arrays import HostArray, OutArray, adapt, adapt_out, holds_arrays, is_list
+from kfcomm.collectives.adasum import ADASUM, combine
 from kfcomm.collectives.compiled import ALL_REDUCE, GATHER, REDUCE
 from kfcomm.collectives.group import UNNAMED, check_name, check_priority
 from kfcomm.collectives.handle import Handle
@@ -46,6 +47,20 @@ def reduce_mapping(
     def gathered(found: dict[str, Any]) -> Any:
         return {one: found[one] for one in arrays} if out is None else out
 
+    if isinstance(op, str) and op == ADASUM:
+        key = many_key(named)
+        with Checks(group, key):
+            _check_host(verbs, arrays.values(), stream)
+            outs = _outs_by_name(out, arrays)
+            return combine(
+                verbs,
+                [_item(one, arrays[one], outs.get(one)) for one in names],
+                key,
+                timeout,
+                priority,
+                wire_dtype,
+                gathered,
+            )
     with Checks(group, many_key(named)):
         on_device = any(devices.takes(arrays[one], stream) for one in names)
     with Checks(group, many_key(named), devices=devices if on_device else None):
@@ -127,6 +142,31 @@ def of_list(
     return whole
 
 
+def adasum_of(
+    verbs: Verbs,
+    x: Any,
+    name: str | None,
+    out: Any,
+    timeout: Seconds | None,
+    priority: int,
+    wire_dtype: Any,
+    stream: Any,
+) -> Handle[Any]:
+    """``all_reduce(op="adasum")`` of an array, or of each array of a list."""
+    with verbs._checks(name, timeout, priority):
+        is_listed = is_list(x) and holds_arrays(x)
+        xs = x if is_listed else [x]
+        _check_host(verbs, xs, stream)
+        outs = _outs_in_order(out, xs) if is_listed else [out]
+        items = [_item(f"x[{place}]", one, into) for place, (one, into) in enumerate(zip(xs, outs, strict=True))]
+
+        def gathered(found: dict[str, Any]) -> Any:
+            results = [found[item.name] for item in items]
+            return out if out is not None else _like(xs, results) if is_listed else results[0]
+
+        return combine(verbs, items, name, timeout, priority, wire_dtype, gathered)
+
+
 def _reduce_scatter(
     verbs: Verbs, xs: Sequence[Any], name: str | None, out: Any, timeout: Seconds | None, priority: int, stream: Any,
     *, op: Any, wire_dtype: Any,
@@ -162,6 +202,11 @@ def _reduce_scatter(
             shapes = tuple(one.shape for one in arrays)
             plan = (Plans.plan, Planner.reduce_scatter_parts, dtype, shapes, chosen, wire)
     return verbs._begin(name, joined, shape, target, timeout, priority, plan)
+
+
+def _check_host(verbs: Verbs, xs: Iterable[Any], stream: Any) -> None:
+    if any(verbs._devices.takes(x, stream) for x in xs):
+        raise ConfigError("adasum is for arrays in host memory")
 
 
 def names_of(arrays: Any) -> list[str]:

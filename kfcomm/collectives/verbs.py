@@ -114,6 +114,8 @@ class Verbs:
             name: the collective's name: ranks need not call in the same order. None: the group's next number.
             op: ``sum``, ``avg``, ``min``, ``max``, ``prod``, and for integers and bool ``and``, ``or``, ``xor``;
                 or what others have for these: ``"mean"``, ``np.add``, ``torch.distributed.ReduceOp.SUM``, ``MPI.SUM``.
+                Or ``adasum``, for floating point numbers in host memory: the sum of gradients that are orthogonal, the
+                mean of those that are parallel, each array by itself; see "Ways to agree".
             out: where the result goes (may be ``x``); else it is a new array of the kind of ``x``.
             timeout: seconds, or a ``timedelta``; None for the communicator's.
             priority: -32768 to 32767, larger is more urgent: on every link this rank's chunks of a more urgent call go
@@ -156,6 +158,10 @@ class Verbs:
         again = self._again(x, name, (ALL_REDUCE, op), out, timeout, priority, stream, wire_dtype)
         if again is not None:
             return again
+        if isinstance(op, str) and op == "adasum":
+            from kfcomm.collectives.batches import adasum_of
+
+            return adasum_of(self, x, name, out, timeout, priority, wire_dtype, stream)
         return self._collective(ALL_REDUCE, x, name, out, timeout, priority, stream, op=op, wire_dtype=wire_dtype)
 
     def _shared(

@@ -1,0 +1,247 @@
+"""``op="adasum"`` of ``all_reduce`` and ``all_reduce_many``: no fold of elements, so an algorithm of its own.
+
+Recursive halving, as Horovod has it, would halve the tensors log2(n) times, with an all_reduce of inner products after
+each. Since these follow from the products of all pairs of ranks (`reduce.adasum`), all halvings are one exchange:
+
+1. all_to_all: rank r gets the r-th part of every tensor of every rank;
+2. all_reduce of the inner products of these parts, of each pair of ranks and each tensor;
+3. each rank combines its parts, and all_gather tells them to all.
+
+The bytes are those of recursive halving, 2(n−1)/n·S sent by each rank, in three collectives whatever n is, and n need
+be no power of two. Products are taken for each tensor by itself, however many travel together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from kfcomm.arrays import adapt
+from kfcomm.collectives.compiled import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
+from kfcomm.collectives.exchange import Steps
+from kfcomm.collectives.group import UNNAMED
+from kfcomm.collectives.handle import Handle
+from kfcomm.collectives.packing import Item
+from kfcomm.collectives.plans import Plans
+from kfcomm.collectives.verbs import Later, MakePlan
+from kfcomm.errors import CollectiveMismatch, ConfigError, EpochChanged, PeerLost
+from kfcomm.reduce.adasum import adasum_weights
+from kfcomm.types import Op, Seconds, Verb
+
+if TYPE_CHECKING:
+    from kfcomm.collectives.verbs import Verbs
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+
+ADASUM = "adasum"
+"""No `Op`: it combines arrays, not elements."""
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+HEAD_NBYTES, DIGEST_NBYTES = 256, 16
+ALIGNMENT = 8
+BLOCK = 1 << 15
+"""Elements of each rank that are converted to float64 at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """How tensors are shared out among the ranks: each gets a row of bytes, a head and a part of every tensor.
+
+    Attributes:
+        items: the tensors, in the order that all ranks have.
+        size: number of ranks.
+    """
+
+    items: Sequence[Item]
+    size: int
+
+    @property
+    def head(self) -> bytes:
+        """Of names, shapes and dtypes, on which the ranks must agree: a digest, and as much text as there is room."""
+        told = ", ".join(f"{item.name} {item.array.dtype}{item.array.shape}" for item in self.items).encode()
+        digest = hashlib.blake2b(told, digest_size=DIGEST_NBYTES).digest()
+        return (digest + told)[:HEAD_NBYTES].ljust(HEAD_NBYTES, b"\0")
+
+    def check(self, rows: Array) -> None:
+        """See that all ranks have the same tensors.
+
+        Raises:
+            CollectiveMismatch: they have not; on every rank, since all have a row of each.
+        """
+        heads = [row[:HEAD_NBYTES].tobytes() for row in rows]
+        other = next((rank for rank, head in enumerate(heads) if head != heads[0]), None)
+        if other is not None:
+            first, second = (heads[rank][DIGEST_NBYTES:].rstrip(b"\0").decode(errors="replace") for rank in (0, other))
+            raise CollectiveMismatch(f"adasum differs between ranks: rank 0 has {first}; rank {other} has {second}")
+
+    def places(self, start: int) -> list[tuple[Item, int, slice]]:
+        """For each tensor the elements of a part, and where it is in a row whose parts begin at ``start``."""
+        found: list[tuple[Item, int, slice]] = []
+        for item in self.items:
+            count = -(-item.array.flat.size // self.size)
+            nbytes = count * item.array.dtype.itemsize
+            found.append((item, count, slice(start, start + nbytes)))
+            start += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return found
+
+    def row_nbytes(self, start: int) -> int:
+        """Of a row whose parts begin at ``start``."""
+        places = self.places(start)
+        return start if not places else -(-int(places[-1][2].stop) // ALIGNMENT) * ALIGNMENT
+
+    def shared_out(self) -> Array:
+        """A row for each rank."""
+        rows = np.zeros((self.size, self.row_nbytes(HEAD_NBYTES)), np.uint8)
+        rows[:, :HEAD_NBYTES] = np.frombuffer(self.head, np.uint8)
+        for item, count, place in self.places(HEAD_NBYTES):
+            padded = np.zeros(self.size * count, item.array.dtype)
+            padded[: item.array.flat.size] = item.array.flat
+            rows[:, place] = padded.view(np.uint8).reshape(self.size, -1)
+        return rows
+
+    def products(self, rows: Array) -> Array:
+        """The inner products of each pair of ranks in this rank's part, by tensor; in float64."""
+        found = np.zeros((len(self.items), self.size, self.size))
+        for number, (item, count, place) in enumerate(self.places(HEAD_NBYTES)):
+            parts = _typed(rows, place, item)
+            for at in range(0, count, BLOCK):
+                block = parts[:, at : at + BLOCK].astype(np.float64)
+                found[number] += block @ block.T
+        return found
+
+    def combined(self, rows: Array, products: Array) -> Array:
+        """This rank's part of every result, end to end in bytes."""
+        mine = np.zeros(self.row_nbytes(0), np.uint8)
+        places = zip(self.places(HEAD_NBYTES), self.places(0), products, strict=True)
+        for (item, count, place), (_, _, target), of_tensor in places:
+            weights, parts = adasum_weights(of_tensor), _typed(rows, place, item)
+            result = mine[target].view(item.array.dtype)
+            for at in range(0, count, BLOCK):
+                result[at : at + BLOCK] = weights @ parts[:, at : at + BLOCK].astype(np.float64)
+        return mine
+
+    def results(self, rows: Array) -> dict[str, Any]:
+        """The results by name, of what all ranks have combined."""
+        found: dict[str, Any] = {}
+        for item, _, place in self.places(0):
+            flat = _typed(rows, place, item).reshape(-1)[: item.array.flat.size]
+            if item.out is None:
+                found[item.name] = item.array.kind.restore(flat.reshape(item.array.shape))
+            else:
+                np.copyto(item.out.flat, flat)
+                found[item.name] = item.out.finish()
+        return found
+
+
+class Adasum:
+    """One call, on this rank. The keys of its later steps take the sequence number of the first, whatever happens."""
+
+    def __init__(
+        self, verbs: Verbs, items: Sequence[Item], key: str | None, timeout: Seconds | None, priority: int,
+        gathered: Callable[[dict[str, Any]], Any],
+    ) -> None:  # fmt: skip
+        self._verbs = verbs
+        self._group = group = verbs._group
+        self._parts = Parts(items, group.view.size)
+        self._limits = (timeout, priority)
+        self._gathered = gathered
+        self._whole = Steps(loop=group.engine.loop)
+        self._whole.key = key or UNNAMED
+        later = [f"{key or UNNAMED}\0adasum {what}" for what in ("products", "parts")]
+        self._later = [(one, group.turns.next(one)) for one in later]
+        self._plans: list[Plans] = []
+        group.in_order(lambda: self._plans.append(group.plans))
+        self._rows = self._parts.shared_out()
+        plan = self._plan(ALL_TO_ALL, self._rows, key or UNNAMED)
+        self._first = verbs._begin(key, adapt(self._rows), self._rows.shape, None, timeout, priority, plan)
+
+    def begin(self) -> Steps:
+        """Go on when the first step is over; a handle of the whole."""
+        self._follow(self._first, 0, self._multiply)
+        return self._whole
+
+    def _follow(self, step: Handle[Any], number: int, then: Callable[[Any, str], None]) -> None:
+        """When ``step`` is over, ``then`` begins the next one, a later step with this number, in its turn."""
+        self._whole.step = step
+        key, turn = self._later[number]
+
+        def proceed() -> None:
+            error = asyncio.CancelledError() if step.cancelled() or self._whole.cancelled() else step.exception()
+            if error is None:
+                try:
+                    then(step.result(), key)
+                    return
+                except Exception as wrong:  # noqa: BLE001  it belongs to the caller
+                    error = wrong
+            self._give_up(number, error)
+
+        def over(_: asyncio.Future[Any]) -> None:
+            if self._first.seq >= 0:
+                turn.ready(proceed)
+            else:  # cancelled while it waited for a verdict: its number is not known before that
+                self._group.in_order(lambda: turn.ready(proceed))
+
+        step.when_done(self._group.engine.reactor, over)
+
+    def _give_up(self, number: int, error: BaseException) -> None:
+        """The later step whose turn it is fails, on the other ranks, too, and so does what would follow it."""
+        self._refuse(self._later[number][0], error)
+        for key, turn in self._later[number + 1 :]:
+            turn.ready(partial(self._refuse, key, error))
+        self._whole.fail(error)
+
+    def _refuse(self, key: str, error: BaseException) -> None:
+        group, seq = self._group, self._first.seq
+        if isinstance(error, (PeerLost, EpochChanged)):  # which the other ranks hear of by themselves
+            group.engine.leave_out(group.view, key, seq + 1)
+        else:
+            group.refuse_now(key, error, seq=seq)
+
+    def _multiply(self, rows: Array, key: str) -> None:
+        self._rows = rows
+        self._parts.check(rows)
+        self._follow(self._post(ALL_REDUCE, self._parts.products(rows), key), 1, self._combine)
+
+    def _combine(self, products: Array, key: str) -> None:
+        step = self._post(ALL_GATHER, self._parts.combined(self._rows, products), key)
+        self._whole.end_as(step, self._group.engine.reactor, self._finish)
+
+    def _finish(self, rows: Array) -> Any:
+        return self._gathered(self._parts.results(rows))
+
+    def _post(self, verb: Verb, rows: Array, key: str) -> Handle[Any]:
+        shape = (self._parts.size, *rows.shape) if verb is ALL_GATHER else rows.shape
+        later = Later(key, self._first.seq, self._plans[0])
+        return self._verbs._begin(
+            key, adapt(rows), shape, None, *self._limits, self._plan(verb, rows, key), later=later
+        )
+
+    def _plan(self, verb: Verb, rows: Array, key: str) -> MakePlan:
+        return (Plans.of, verb, rows.dtype, rows.shape, Op.SUM if verb is ALL_REDUCE else None, -1, key, None, False)
+
+
+def combine(
+    verbs: Verbs, items: Sequence[Item], key: str | None, timeout: Seconds | None, priority: int, wire_dtype: Any,
+    gathered: Callable[[dict[str, Any]], Any],
+) -> Steps:  # fmt: skip
+    """Begin a call; ``gathered`` makes its result of the results by name.
+
+    Raises:
+        ConfigError: a tensor is of another dtype than `DTYPES`, or a wire dtype was asked for.
+    """
+    for item in items:
+        if str(item.array.dtype) not in DTYPES:
+            raise ConfigError(f"adasum is for {', '.join(DTYPES)}, not for {item.array.dtype}")
+    if wire_dtype is not None:
+        raise ConfigError("adasum has no wire dtype: what travels are parts of the arrays themselves")
+    return Adasum(verbs, items, key, timeout, priority, gathered).begin()
+
+
+def _typed(rows: Array, place: slice, item: Item) -> Array:
+    """Every rank's part of a tensor, as it is in their rows."""
+    return np.ascontiguousarray(rows[:, place]).view(item.array.dtype)
