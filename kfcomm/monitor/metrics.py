@@ -91,6 +91,7 @@ class _Collector:
         yield from _of_process(now)
         yield from _of_peers(now)
         yield from _of_strategies(now)
+        yield from _of_training(now)
         yield from _of_keys(*tallies_of(self._meter()))
 
 
@@ -140,6 +141,16 @@ def _of_strategies(now: Statistics) -> Iterator[Metric]:
         family = GaugeMetricFamily(f"kfcomm_{name}_bytes_per_second", text, labels=("strategy",))
         for one in now.strategies:
             family.add_metric((one.name,), getattr(one, field))
+        yield family
+
+
+def _of_training(now: Statistics) -> Iterator[Metric]:
+    from prometheus_client.metrics_core import GaugeMetricFamily
+
+    if now.gauges:
+        family = GaugeMetricFamily("kfcomm_training", "What kfcomm.train says, by quantity.", labels=("quantity",))
+        for name, value in now.gauges.items():
+            family.add_metric((name,), value)
         yield family
 
 

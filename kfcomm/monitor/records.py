@@ -6,7 +6,7 @@ Each number is right at the moment when it is read; of numbers that belong toget
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 
@@ -105,6 +105,7 @@ class Statistics:
         slots_nbytes: what these may take of its memory.
         symmetric_nbytes: of its arrays in symmetric memory, and of results that are shared.
         epoch: number of the membership; how often the ranks have changed.
+        gauges: what ``kfcomm.train`` says of the training, by name, the latest values: ``noise_scale``, ``staleness``.
     """
 
     time_s: float
@@ -121,6 +122,7 @@ class Statistics:
     slots_nbytes: int = 0
     symmetric_nbytes: int = 0
     epoch: int = 0
+    gauges: Mapping[str, float] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """The same as a mapping that ``json.dumps`` takes."""

@@ -46,6 +46,7 @@ def statistics_of(session: Session, group: Group, message_groups: Callable[[], C
         slots_nbytes=session.engine.slots.taken_nbytes,
         symmetric_nbytes=session.network.room_nbytes(),
         epoch=session.epoch,
+        gauges=steady(lambda: dict(meter.gauges)),
     )
 
 

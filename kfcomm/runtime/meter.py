@@ -140,15 +140,17 @@ class Meter:
     Attributes:
         waited_s: by world rank, for its chunks.
         throughputs: by group id, of monitored calls by name of the strategy.
+        gauges: what a program says of itself, by name: the latest value.
         now_s: when the burst began that is being handed over; 0 between bursts.
         settle: tells of what is complete and was not told yet, see ``Recorder.settle``; set by the recorder.
     """
 
-    __slots__ = ("_others", "_tallies", "now_s", "settle", "throughputs", "waited_s")
+    __slots__ = ("_others", "_tallies", "gauges", "now_s", "settle", "throughputs", "waited_s")
 
     def __init__(self, size: int) -> None:
         self.waited_s = [0.0] * size
         self.throughputs: dict[bytes, dict[str, Throughput]] = {}
+        self.gauges: dict[str, float] = {}
         self.now_s = 0.0
         self.settle: Callable[..., None] = _nothing
         self._tallies: Tallies = {}

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kfcomm.train.agreement import Agreement
     from kfcomm.train.averages import MovingAverage
     from kfcomm.train.local import DiLoCo, LocalAdaAlter, LocalSGD
+    from kfcomm.train.monitor import SUMS, GradientMonitor
     from kfcomm.train.noise_scale import NoiseEstimate, NoiseScale, noise_estimate
     from kfcomm.train.pair_averaging import PairAveraging
     from kfcomm.train.peers import Peers
@@ -35,6 +36,7 @@ else:  # type checkers would take any name for one that is there
         "agreement": ("Agreement",),
         "averages": ("MovingAverage",),
         "local": ("DiLoCo", "LocalAdaAlter", "LocalSGD"),
+        "monitor": ("SUMS", "GradientMonitor"),
         "noise_scale": ("NoiseEstimate", "NoiseScale", "noise_estimate"),
         "pair_averaging": ("PairAveraging",),
         "peers": ("Peers",),
@@ -50,8 +52,8 @@ else:  # type checkers would take any name for one that is there
     )
 
 __all__ = [
-    "SMA", "AdaSGD", "AdaScale", "Agreement", "DiLoCo", "ElasticAveraging", "GradientStatistics", "LocalAdaAlter",
-    "LocalSGD", "MovingAverage", "NoiseEstimate", "NoiseScale", "Observation", "PairAveraging", "Peers", "Pending",
-    "Shape", "SynchronousSGD", "Throughput", "best_shape", "efficiency", "fit", "goodput", "gradient_variance",
-    "mean_cosine", "noise_estimate",
+    "SMA", "SUMS", "AdaSGD", "AdaScale", "Agreement", "DiLoCo", "ElasticAveraging", "GradientMonitor",
+    "GradientStatistics", "LocalAdaAlter", "LocalSGD", "MovingAverage", "NoiseEstimate", "NoiseScale",
+    "Observation", "PairAveraging", "Peers", "Pending", "Shape", "SynchronousSGD", "Throughput", "best_shape",
+    "efficiency", "fit", "goodput", "gradient_variance", "mean_cosine", "noise_estimate",
 ]  # fmt: skip

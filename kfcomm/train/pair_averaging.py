@@ -9,6 +9,7 @@ from kfcomm.train.averaging import towards
 from kfcomm.train.packed import Packing
 from kfcomm.train.peers import Peers
 from kfcomm.train.procedure import Comm, Procedure, call
+from kfcomm.train.reporting import report
 from kfcomm.train.tree import Tree, mapped
 
 
@@ -33,7 +34,8 @@ class PairAveraging(Agreement):
 
     Attributes:
         age: of this rank's model, in gradients.
-        staleness: by how much the model that was fetched last was younger; negative where it was older.
+        staleness: by how much the model that was fetched last was younger; negative where it was older. It is one of
+            the gauges of ``statistics()``.
         num_left_out: models that were too young.
 
     Raises:
@@ -72,6 +74,7 @@ class PairAveraging(Agreement):
         blob = yield call("request", self._blob, self._peers.draw())
         theirs, (age,) = self._packing.unpack(blob, tree)
         self.staleness = self.age - age
+        report(self.comm, {"staleness": self.staleness}, {"staleness": "gradients"})
         if self.staleness > self._max_staleness:
             self.num_left_out += 1
             return tree

@@ -8,6 +8,7 @@ import numpy as np
 
 from kfcomm.train.agreement import Agreement, alpha_problem, count_problem
 from kfcomm.train.averaging import elastic, towards
+from kfcomm.train.monitor import SUMS, GradientMonitor
 from kfcomm.train.procedure import Comm, Procedure, call
 from kfcomm.train.tree import Tree, leaves, mapped, rebuilt
 
@@ -23,23 +24,35 @@ class SynchronousSGD(Agreement):
     Args:
         comm: whose ranks agree.
         op: how gradients are combined: ``avg``, or ``adasum`` (see ``all_reduce``).
+        monitor: learns from the gradients, all ranks' or none's; with ``avg`` only.
         name: see `Agreement`.
 
     Raises:
-        ConfigError: ``op`` is another.
+        ConfigError: ``op`` is another, or ``adasum`` is to be monitored.
 
-    Cost: an ``all_reduce`` of the gradients, S bytes, at each step.
+    Cost: an ``all_reduce`` of the gradients, S bytes, at each step; with a monitor 8 more.
     """
 
     default_name = "ssgd"
 
-    def __init__(self, comm: Comm, *, op: str = "avg", name: str | None = None) -> None:
+    def __init__(
+        self, comm: Comm, *, op: str = "avg", monitor: GradientMonitor | None = None, name: str | None = None
+    ) -> None:
         problem = None if op in ("avg", "adasum") else f"op is 'avg' or 'adasum', not {op!r}"
+        if monitor is not None and op != "avg":
+            problem = "a monitor learns from gradients that are averaged, by op='avg'"
         self._op = op
-        super().__init__(comm, name, {"op": op}, problem)
+        self._monitor = monitor
+        super().__init__(comm, name, {"op": op, "is_monitored": monitor is not None}, problem)
 
     def _gradients(self, tree: Tree) -> Procedure[Tree]:
-        return (yield from self._reduced(tree, "gradients", self._op))
+        monitor, given = self._monitor, leaves(tree)
+        if monitor is not None:
+            given[SUMS] = monitor.sums(given)
+        found = yield call("all_reduce_many", given, f"{self.name}/gradients", op=self._op)
+        if monitor is not None:
+            monitor.update(found.pop(SUMS), found)
+        return rebuilt(tree, found)
 
 
 class SMA(Agreement):

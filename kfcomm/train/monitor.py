@@ -1,0 +1,121 @@
+"""What gradients tell while they are averaged: sums that travel with them, and what follows from these.
+
+One array of two numbers goes along with the gradients of a rank: |g_i|² and one over its batch. Their means over the
+ranks, and |ḡ|² of the mean gradient that every rank gets anyway, are enough for the noise scale, the variance and the
+cosine. So no further collective is made, and no further vector travels.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from kfcomm.arrays import adapt
+from kfcomm.errors import ConfigError
+from kfcomm.train.averages import MovingAverage
+from kfcomm.train.noise_scale import DECAY, NoiseScale
+from kfcomm.train.norms import squared_norm
+from kfcomm.train.pollux import GradientStatistics, efficiency
+from kfcomm.train.procedure import Comm
+from kfcomm.train.reporting import report
+from kfcomm.train.variance import gradient_variance, mean_cosine
+
+SUMS = "/sums"
+"""The name of what travels with the gradients; no array of a tree has it, but one under an empty key."""
+
+UNITS = {"noise_scale": "samples", "throughput": "samples/s", "goodput": "samples/s"}
+
+
+class GradientMonitor:
+    """The statistics of a rank's gradients and of their mean, along training.
+
+    It is given to `SynchronousSGD`. A program that averages gradients itself says::
+
+        found = await comm.all_reduce_many({**gradients, SUMS: monitor.sums(gradients)}, op="avg")
+        monitor.update(found.pop(SUMS), found)
+
+    Args:
+        comm: where the figures are shown: in ``statistics().gauges``, at the Prometheus endpoint, in the timeline.
+        batch: samples of this rank's gradient. Ranks may have different ones, where their gradients are averaged
+            without weights: then what is estimated holds for their harmonic mean.
+        initial_batch: B0, of all ranks, beside which goodput is counted; None for the first step's.
+        decay: of the moving averages.
+        clock: gives seconds.
+
+    Attributes:
+        batch: as given; may be changed between steps.
+        noise_scale: see `NoiseScale`.
+        values: the figures by name, the latest ones: ``local_norm``, ``gradient_norm``, ``gradient_variance``,
+            ``gradient_cosine``, ``noise_scale`` (in samples), ``throughput`` (samples a second), ``goodput``. What is
+            unknown is left out.
+
+    Raises:
+        ConfigError: a number is out of its range.
+
+    Cost: two passes over the gradients, the local ones and the mean; 8 bytes in a collective that is made anyway.
+    """
+
+    def __init__(
+        self, comm: Comm, batch: int, *, initial_batch: float | None = None, decay: float = DECAY,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        for what, value in (("batch", batch), ("initial_batch", 1 if initial_batch is None else initial_batch)):
+            if not value > 0:
+                raise ConfigError(f"{what} is above 0, not {value!r}")
+        self.comm = comm
+        self.batch = batch
+        self.noise_scale = NoiseScale(decay)
+        self.values: dict[str, float] = {}
+        self._initial_batch = initial_batch
+        self._step_s = MovingAverage(decay)
+        self._clock = clock
+        self._updated_s: float | None = None
+
+    def sums(self, gradients: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[Any]]:
+        """What travels with this rank's gradients, by ``op="avg"``: in float64 if all of them are, else in float32."""
+        sq_norm = squared_norm(gradients.values())
+        self.values["local_norm"] = math.sqrt(sq_norm)
+        is_double = all(adapt(x).dtype == np.float64 for x in gradients.values())
+        return np.array([sq_norm, 1 / self.batch], np.float64 if is_double else np.float32)
+
+    def update(self, sums: Any, gradients: Mapping[str, Any]) -> None:
+        """Take what a step has brought: the means of the ranks' sums, and the mean gradient."""
+        local_sq_norm, of_batch = (float(one) for one in sums)
+        size, small_batch = self.comm.size, 1 / of_batch
+        global_sq_norm = squared_norm(gradients.values())
+        if size > 1:
+            self.noise_scale.update(local_sq_norm, global_sq_norm, small_batch, size * small_batch)
+        if math.isfinite(local_sq_norm) and math.isfinite(global_sq_norm):
+            self._note("gradient_norm", math.sqrt(global_sq_norm))
+            self._note("gradient_variance", gradient_variance(local_sq_norm, global_sq_norm))
+            self._note("gradient_cosine", mean_cosine(local_sq_norm, global_sq_norm, size))
+            self._note("noise_scale", self.noise_scale.value)
+        self._count(size * small_batch)
+        report(self.comm, self.values, UNITS)
+
+    def _count(self, batch: float) -> None:
+        """Throughput and goodput of a step of ``batch`` samples that has ended now."""
+        now_s, before_s = self._clock(), self._updated_s
+        self._updated_s = now_s
+        if self._initial_batch is None:
+            self._initial_batch = batch
+        if before_s is None:
+            return
+        self._step_s.update(now_s - before_s)
+        step_s, signal, noise = self._step_s.value, self.noise_scale.signal, self.noise_scale.noise
+        if not step_s:
+            return
+        self._note("throughput", batch / step_s)
+        if self.noise_scale.value is not None and signal is not None and noise is not None:
+            gradients = GradientStatistics(signal, max(noise, 0.0) / self._initial_batch)
+            self._note("goodput", batch / step_s * efficiency(gradients, self._initial_batch, batch))
+
+    def _note(self, name: str, value: float | None) -> None:
+        if value is None:
+            self.values.pop(name, None)
+        else:
+            self.values[name] = value

@@ -1,0 +1,164 @@
+"""The monitor: figures from the gradients' own collective, where they are shown, and that they are true."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kfcomm import Communicator, Statistics
+from kfcomm.errors import CollectiveMismatch, ConfigError
+from kfcomm.monitor.metrics import _of_training
+from kfcomm.testing import run_ranks, run_threads, sync_world, world
+from kfcomm.train import GradientMonitor, SynchronousSGD
+from kfcomm.train.norms import squared_norm
+
+
+class Ticks:
+    """A clock that goes on by half a second at each look."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += 0.5
+        return self.now_s
+
+
+def gradient(rank: int) -> dict[str, Any]:
+    """|g|² is 63, 72, 42, 72 and |ḡ|² is 6.1875 over the four ranks."""
+    rows = np.array([[5, 5, 3, 2], [-6, 6, 0, 0], [4, -5, 1, 0], [-6, -6, 0, 0]], np.float32)
+    return {"a": rows[rank, :1], "b": rows[rank, 1:]}
+
+
+@pytest.mark.asyncio
+async def test_one_step_by_hand() -> None:
+    async def main(comm: Communicator) -> tuple[GradientMonitor, Statistics]:
+        monitor = GradientMonitor(comm, batch=32, clock=Ticks())
+        way = SynchronousSGD(comm, monitor=monitor)
+        for _ in range(2):
+            mean = await way.gradients(gradient(comm.rank))
+        assert list(mean) == ["a", "b"]
+        return monitor, comm.statistics()
+
+    async with world(4) as comms:
+        found = await run_ranks(comms, main)
+    rows = np.array([np.concatenate([gradient(rank)["a"], gradient(rank)["b"]]) for rank in range(4)], np.float64)
+    local, both = float((rows**2).sum() / 4), float((rows.mean(axis=0) ** 2).sum())
+    for rank, (monitor, statistics) in enumerate(found):
+        assert monitor.values["local_norm"] == pytest.approx(np.linalg.norm(rows[rank]), rel=1e-6)
+        assert monitor.values["gradient_norm"] == pytest.approx(both**0.5, rel=1e-6)
+        assert monitor.values["gradient_variance"] == pytest.approx(local - both, rel=1e-6)
+        assert monitor.values["gradient_cosine"] == pytest.approx((4 * both - local) / (3 * local), rel=1e-5)
+        assert monitor.noise_scale.signal == pytest.approx((128 * both - 32 * local) / 96, rel=1e-5)
+        assert monitor.noise_scale.value is None, "the signal is not above 0"
+        assert "noise_scale" not in monitor.values
+        assert monitor.values["throughput"] == pytest.approx(128 / 0.5)
+        assert statistics.gauges == monitor.values
+        assert Statistics.from_json(json.loads(json.dumps(statistics.as_json()))) == statistics
+    shown = {sample.labels["quantity"]: sample.value for one in _of_training(found[0][1]) for sample in one.samples}
+    assert shown == found[0][0].values
+
+
+@pytest.mark.asyncio
+async def test_no_collective_more_than_without_it() -> None:
+    async def counts(comm: Communicator, *, monitored: bool) -> list[tuple[str, int]]:
+        way = SynchronousSGD(comm, monitor=GradientMonitor(comm, 8) if monitored else None)
+        for _ in range(5):
+            await way.gradients(gradient(comm.rank))
+        return [(one.name, one.count) for one in comm.statistics().keys if "gradients" in one.name]
+
+    async with world(2) as comms:
+        without = await run_ranks(comms, lambda comm: counts(comm, monitored=False))
+    async with world(2) as comms:
+        assert await run_ranks(comms, lambda comm: counts(comm, monitored=True)) == without
+
+
+@pytest.mark.parametrize("batches", [(8, 8, 8, 8), (4, 8, 8, 16)])
+def test_the_noise_scale_of_gradients_whose_truth_is_known(batches: tuple[int, ...]) -> None:
+    """|G|² is 10, the covariance of a sample's gradient the identity in 1,000 dimensions: 100."""
+
+    def main(comm: Any) -> GradientMonitor:
+        rng = np.random.default_rng(comm.rank)
+        truth = np.full(1000, 0.1)
+        monitor = GradientMonitor(comm, batches[comm.rank])
+        way = SynchronousSGD(comm, monitor=monitor)
+        for _ in range(300):
+            noise = rng.standard_normal(1000) / np.sqrt(batches[comm.rank])
+            way.gradients([truth + noise]).wait()
+        return monitor
+
+    with sync_world(len(batches)) as comms:
+        found = run_threads(comms, main)
+    for monitor in found:
+        assert monitor.noise_scale.value == pytest.approx(100, rel=0.1)
+        batch = len(batches) / np.mean([1 / one for one in batches])
+        # beside the first step's batch, goodput is throughput
+        assert monitor.values["goodput"] == pytest.approx(monitor.values["throughput"])
+        assert monitor.values["gradient_variance"] == pytest.approx(3000 / batch, rel=0.3)
+
+
+@pytest.mark.asyncio
+async def test_goodput_beside_a_smaller_batch() -> None:
+    async with world(2) as comms:
+
+        async def main(comm: Communicator) -> GradientMonitor:
+            monitor = GradientMonitor(comm, 50, initial_batch=10, clock=Ticks())
+            way = SynchronousSGD(comm, monitor=monitor)
+            for _ in range(2):
+                await way.gradients({"x": np.array([3.0 + (-1) ** comm.rank, 0.0])})
+            return monitor
+
+        monitor, _ = await run_ranks(comms, main)
+    # |g|² = 16 and 4, |ḡ|² = 9: G² = (900 − 500)/50 = 8, S = 1/(1/50 − 1/100) = 100
+    assert monitor.noise_scale.value == pytest.approx(12.5, rel=1e-6)
+    efficiency = (12.5 + 10) / (12.5 + 100)
+    assert monitor.values["goodput"] == pytest.approx(100 / 0.5 * efficiency, rel=1e-6)
+
+
+@pytest.mark.asyncio
+async def test_a_step_that_overflowed_leaves_the_figures_as_they_were() -> None:
+    async with world(2) as comms:
+
+        async def main(comm: Communicator) -> None:
+            monitor = GradientMonitor(comm, 50)
+            way = SynchronousSGD(comm, monitor=monitor)
+            await way.gradients([np.array([3.0 + (-1) ** comm.rank])])
+            before = dict(monitor.values)
+            with np.errstate(all="ignore"):
+                await way.gradients([np.array([np.inf if comm.rank else 1.0])])
+            assert monitor.noise_scale.num_left_out == 1
+            assert monitor.values["noise_scale"] == before["noise_scale"]
+            assert monitor.values["gradient_norm"] == before["gradient_norm"]
+
+        await run_ranks(comms, main)
+
+
+@pytest.mark.asyncio
+async def test_bad_arguments() -> None:
+    async with world(2) as comms:
+        for bad in ({"batch": 0}, {"batch": 8, "initial_batch": -1.0}):
+            with pytest.raises(ConfigError, match="above 0"):
+                GradientMonitor(comms[0], **bad)
+
+        async def main(comm: Communicator) -> None:
+            monitor = GradientMonitor(comm, 8) if comm.rank else None
+            with pytest.raises(CollectiveMismatch, match=r"is_monitored=False.*is_monitored=True"):
+                await SynchronousSGD(comm, monitor=monitor).gradients(gradient(comm.rank))
+            with pytest.raises(ConfigError, match="averaged"):
+                SynchronousSGD(comm, op="adasum", monitor=GradientMonitor(comm, 8), name="other")
+
+        await run_ranks(comms, main)
+
+
+def test_squared_norms() -> None:
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal(200_000)
+    for dtype, rel in ((np.float64, 1e-12), (np.float32, 1e-6), (np.float16, 1e-3)):
+        given = x.astype(dtype)
+        truth = float((given.astype(np.float64) ** 2).sum())
+        found = squared_norm([given.reshape(400, 500), given[:1]])
+        assert found == pytest.approx(truth + float(given[0]) ** 2, rel=rel)
+    assert squared_norm([]) == 0.0
