@@ -62,6 +62,9 @@ class Communicator(Persistent):
     Use it on its own event loop only. Every verb returns a handle of a collective that is already under way.
     """
 
+    outlives = False
+    """Whether collectives outlive a rank that is lost: those of an elastic one, while an ``Elastic`` is open."""
+
     def __init__(self, session: Session, view: GroupView, strategy: StrategySpec, name: str = "world") -> None:
         self.name = name
         self._session = session

@@ -12,10 +12,13 @@ A policy runs on every rank and decides by what all ranks share. ``kfcomm.sync.A
 
 from kfcomm.adapt.adaptation import Adaptation, Step
 from kfcomm.adapt.auto_strategy import AutoStrategy
+from kfcomm.adapt.decision import Decision
 from kfcomm.adapt.detectors import Interference, Stragglers, Verdict
+from kfcomm.adapt.hyperparameters import Hyperparameters
 from kfcomm.adapt.measuring import StepMeter
 from kfcomm.adapt.metrics import Reading, StepMetrics
-from kfcomm.adapt.policy import Context, Decision, Policy
+from kfcomm.adapt.policy import Context, Policy
+from kfcomm.adapt.replay import replay
 from kfcomm.adapt.requests import Request
 from kfcomm.adapt.slow_links import AvoidSlowLinks
 from kfcomm.adapt.trials import Trials
@@ -26,6 +29,7 @@ __all__ = [
     "AvoidSlowLinks",
     "Context",
     "Decision",
+    "Hyperparameters",
     "Interference",
     "Policy",
     "Reading",
@@ -36,4 +40,5 @@ __all__ = [
     "Stragglers",
     "Trials",
     "Verdict",
+    "replay",
 ]

@@ -3,69 +3,85 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import os
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from kfcomm.adapt.decision import Decision
+from kfcomm.adapt.hyperparameters import Hyperparameters
+from kfcomm.adapt.live import LiveHost
 from kfcomm.adapt.measuring import EngineMeter, StepMeter
 from kfcomm.adapt.meeting import Meetings
 from kfcomm.adapt.metrics import Reading, StepMetrics
-from kfcomm.adapt.policy import Decision, Policy
+from kfcomm.adapt.observed import Observed
+from kfcomm.adapt.place import GroupPlace, WorldPlace
+from kfcomm.adapt.policy import Policy
+from kfcomm.adapt.recording import Recorder, encoded, layout_as_json, strategy_as_json
 from kfcomm.adapt.runner import Runner
-from kfcomm.errors import ConfigError
+from kfcomm.errors import ConfigError, EpochChanged, KfcommError, PeerLost
 
 if TYPE_CHECKING:
     from kfcomm.communicator import Communicator
 
-logger = logging.getLogger("kfcomm.adapt")
-
 
 class Adaptation:
-    """Policies that watch a program's steps and change its communication. Made alike on every rank.
+    """Policies that watch a program's steps and change its communication and its training. Made alike on every rank.
 
     ::
 
-        async with Adaptation(comm, [AutoStrategy(("ring", "star"))]) as adaptation:
-            for batch in batches:
+        given = Hyperparameters(batch_size=256, learning_rate=0.1)
+        async with Adaptation(comm, [AutoStrategy(("ring", "star"))], hyperparameters=given) as adaptation:
+            while training:
                 async with adaptation.step():
-                    ...                              # the collectives of a step
+                    ...                              # the collectives of a step, with adaptation.batch_size samples
+
+    What policies have changed holds from one step to the next and never within one: the program reads it at the
+    beginning of each.
+
+    In a program whose ranks change it is opened inside the ``Elastic``. Ranks that join have what holds, and what the
+    policies know, before their first step.
 
     Args:
         comm: whose strategy may be changed.
-        policies: called in this order; the same on every rank.
+        policies: called in this order; the same on every rank. Of those that ask for the same thing the first wins.
         every: the ranks meet, and policies are called, at every so many steps; the metrics are of all these steps.
         meter: tells how this rank is doing; None for the totals of its engine.
+        hyperparameters: what the program lets policies change, and what holds at first.
+        record: a file to which the first rank writes, step by step, what the policies were told and decided, for
+            ``replay``. It is begun anew where the steps are.
 
     Attributes:
         comm: as given.
-        decisions: what was decided, with the evidence; the same on every rank.
-        metrics: of the last step at whose end the ranks met; None before.
-        num_steps: steps that have ended.
 
     Raises:
         ConfigError: something is no policy, or ``every`` is not at least 1.
 
-    Cost: for each meeting one all_reduce of ``8 n (6 + number of policies)`` bytes, along a binary tree; see
-    "Adaptation".
+    Cost: for each meeting one all_reduce of ``8 n (7 + number of policies + number of names observed)`` bytes, along a
+    binary tree; see "Adaptation".
     """
 
     def __init__(
-        self, comm: Communicator, policies: Sequence[Policy], *, every: int = 1, meter: StepMeter | None = None
-    ) -> None:
+        self, comm: Communicator, policies: Sequence[Policy], *, every: int = 1, meter: StepMeter | None = None,
+        hyperparameters: Hyperparameters | None = None, record: str | os.PathLike[str] | None = None,
+    ) -> None:  # fmt: skip
         for policy in policies:
             if not isinstance(policy, Policy):
                 raise ConfigError(f"a policy is an instance of kfcomm.adapt.Policy, not {policy!r}")
         if type(every) is not int or every < 1:
             raise ConfigError(f"every is a whole number of steps, at least 1, not {every!r}")
+        if not isinstance(hyperparameters, (Hyperparameters, type(None))):
+            raise ConfigError(f"hyperparameters are kfcomm.adapt.Hyperparameters, not {hyperparameters!r}")
         self.comm = comm
-        self.decisions: list[Decision] = []
-        self.metrics: StepMetrics | None = None
-        self.num_steps = 0
+        self._host = LiveHost(comm, hyperparameters or Hyperparameters(), None)
         self._every = every
         self._meter = meter or EngineMeter(comm)
-        self._runners = [Runner(policy, self) for policy in policies]
+        self._has_own_meter = meter is None
+        self._runners = [Runner(policy, self._host) for policy in policies]
+        self._host.recorder = None if record is None else Recorder(record, self._runners)
+        self._observed = Observed()
         self._meetings: Meetings | None = None
+        self._births = comm.births
         self._is_over = False
         self._in_step = False
         self._measured = Reading.nothing(comm.size)
@@ -75,13 +91,70 @@ class Adaptation:
         """Those that are not switched off."""
         return tuple(runner.policy for runner in self._runners if not runner.is_off)
 
+    @property
+    def decisions(self) -> list[Decision]:
+        """What was decided, with the evidence; the same on every rank, from its first step on."""
+        return self._host.decisions
+
+    @property
+    def metrics(self) -> StepMetrics | None:
+        """Of the last step at whose end the ranks met; None before."""
+        return self._host.metrics
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that have ended."""
+        return self._host.num_steps
+
+    @property
+    def hyperparameters(self) -> Hyperparameters:
+        """What holds; the same object for as long as nothing changes."""
+        return self._host.hyperparameters
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples of a step, of all ranks together; None if the program has given none."""
+        return self.hyperparameters.batch_size
+
+    @property
+    def local_batch_size(self) -> int | None:
+        """This rank's share of it: as even as can be, the first ranks one more."""
+        whole = self.batch_size
+        return None if whole is None else whole // self.comm.size + (self.comm.rank < whole % self.comm.size)
+
+    @property
+    def learning_rate(self) -> float | None:
+        """None if the program has given none."""
+        return self.hyperparameters.learning_rate
+
+    @property
+    def agreement(self) -> str | None:
+        """The name of the way in which the replicas agree; None if the program has given none."""
+        return self.hyperparameters.agreement
+
+    @property
+    def wire_dtype(self) -> str | None:
+        """As which gradients travel: what collectives take as ``wire_dtype``."""
+        return self.hyperparameters.wire_dtype
+
+    def observe(self, **values: float) -> None:
+        """Tell the other ranks and the policies, when they meet next, what this rank has found out in this step.
+
+        The values are in ``StepMetrics.observed`` by name and rank, for this one meeting. Of one name the last counts.
+
+        Raises:
+            ConfigError: something is no number, or there are more than 64 names.
+        """
+        self._observed.observe(values)
+
     def step(self) -> Step:
         """One step of the program: ``async with adaptation.step(): ...``, on every rank.
 
         The ranks meet at its end. If its block raises, this rank does not come, and the others' meeting fails.
 
         Raises:
-            ConfigError: on entering, when another step is under way, or after ``close``.
+            ConfigError: on entering, when another step is under way, or after ``close``; or the ranks have changed
+                without an open ``Elastic``.
             CollectiveMismatch: on entering the first: the ranks have different policies; on leaving: they are at
                 different steps.
             CollectiveAborted, CollectiveTimeout, PeerLost, SessionClosed: on leaving: not all ranks came.
@@ -92,7 +165,8 @@ class Adaptation:
         """Meet the other ranks, and call ``on_start``; entering the first step does it, if nothing did before.
 
         Raises:
-            CollectiveMismatch: the ranks have different policies, or another ``every``.
+            ConfigError: the record cannot be written.
+            CollectiveMismatch: the ranks have different policies, other hyperparameters, or another ``every``.
         """
         await self._started()
 
@@ -100,17 +174,49 @@ class Adaptation:
         if self._is_over:
             raise ConfigError("this adaptation is closed")
         if self._meetings is None:
-            group = await self.comm.group(range(self.comm.size), "adaptation", strategy="binary_tree")
-            meetings = Meetings(self.comm, group, self._runners, self._record_of)
+            place = WorldPlace(self.comm) if self.comm.outlives else await GroupPlace.of(self.comm)
+            meetings = Meetings(self._host, place, self._runners, self._observed)
             try:
-                await meetings.introduce(self._every)
+                await self._meet_the_others(meetings, knows=False)
             except BaseException:
                 await meetings.close()
+                self._stop_recording()
                 raise
             self._meetings = meetings
-            for runner in self._runners:
-                await runner.call("on_start")
         return self._meetings
+
+    async def _meet_the_others(self, meetings: Meetings, *, knows: bool) -> None:
+        """All begin alike: with what a rank knows that was there before, if there is one."""
+        self._births = self.comm.births
+        self._measured = Reading.nothing(self.comm.size)
+        recorder = self._host.recorder
+        wrong = recorder.open() if recorder is not None and self.comm.rank == 0 else None
+        knowing = await meetings.introduce(self._every, knows=knows, wrong=wrong)
+        state = await meetings.place.take(self._state(), knowing) if knowing else None
+        self._begin_recording(state)
+        if state is not None:
+            await self._take(state)
+            return
+        for runner in self._runners:
+            await runner.call("on_start")
+
+    def _begin_recording(self, state: Mapping[str, Any] | None) -> None:
+        recorder, comm = self._host.recorder, self.comm
+        if recorder is not None:
+            known = state or self._state()
+            start = {
+                "begins": known["num_steps"],
+                "can_change": comm.outlives,
+                "layout": layout_as_json(comm.layout),
+                "strategy": strategy_as_json(comm.strategy),
+                "hyperparameters": known["hyperparameters"],
+                "states": [] if state is None else _recordable(state["policies"]),
+            }
+            recorder.begin(start, is_new=state is None)
+
+    def _stop_recording(self) -> None:
+        if self._host.recorder is not None:
+            self._host.recorder.close()
 
     async def close(self) -> None:
         """Call ``on_end``, and meet no more; what was asked for and is not done is dropped. May be called again."""
@@ -121,6 +227,7 @@ class Adaptation:
             await runner.end()
         if self._meetings is not None:
             await self._meetings.close()
+        self._stop_recording()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -131,16 +238,38 @@ class Adaptation:
     ) -> None:
         await self.close()
 
-    def record(self, decision: Decision, level: int = logging.INFO) -> None:
-        """Keep and log a decision; on ranks other than 0, which decide the same, the log has it for debugging only."""
-        self.decisions.append(decision)
-        logger.log(level if self.comm.rank == 0 else logging.DEBUG, "%s", decision)
-        tracer = self.comm._session.engine.tracer
-        if tracer is not None:
-            tracer.instant("decision", policy=decision.policy, what=decision.what, why=decision.why)
+    # ---------------------------------------------------------------- ranks that change
 
-    def _record_of(self, runner: Runner, what: str, level: int, evidence: Mapping[str, Any]) -> None:
-        self.record(Decision(self.num_steps, runner.name, what, evidence), level)
+    def _state(self) -> dict[str, Any]:
+        """What holds and what the policies know, as msgpack can carry it: what ranks that join are given."""
+        return {
+            "num_steps": self.num_steps,
+            "hyperparameters": self.hyperparameters.as_json(),
+            "observed": list(self._observed.columns),
+            "policies": [runner.state() for runner in self._runners],
+        }
+
+    async def _take(self, state: Mapping[str, Any]) -> None:
+        """Go on with what a rank has told: all of them do, also those that knew."""
+        self._host.num_steps = state["num_steps"]
+        self._host.hyperparameters = Hyperparameters.from_json(state["hyperparameters"])
+        self._observed.columns = tuple(state["observed"])
+        for runner, one in zip(self._runners, state["policies"], strict=True):
+            await runner.begin_anew(one)
+
+    async def _go_on(self) -> None:
+        """The ranks have changed, or not."""
+        if self.comm.births == self._births:
+            return
+        meetings = self._meetings
+        if meetings is None or not isinstance(meetings.place, WorldPlace):
+            raise ConfigError(
+                "the ranks have changed, and this adaptation with them only inside an open Elastic: open it before, or"
+                " make another Adaptation"
+            )
+        if self._has_own_meter:
+            self._meter = EngineMeter(self.comm)
+        await self._meet_the_others(meetings, knows=True)
 
     # ---------------------------------------------------------------- a step
 
@@ -154,6 +283,7 @@ class Adaptation:
         if self._in_step:
             raise ConfigError("a step is under way: steps follow one another")
         await self._started()
+        await self._go_on()
         self._in_step = True
         try:
             if self._meets:
@@ -170,21 +300,42 @@ class Adaptation:
         self._measured = self._measured.plus(self._meter.read().since(begun))
         try:
             if self._meets:
-                strategy = self.comm.strategy
-                table = await meetings.exchange(self.num_steps, self._measured)
-                self.metrics = table.metrics(strategy)
-                done = await meetings.follow(table, {})
-                for runner in self._runners:
-                    await runner.call("after_step")
-                await meetings.to_the_end(self.num_steps, done)
+                await self._meet(meetings)
         except asyncio.CancelledError as error:
             meetings.interrupted(error)
             raise
         finally:
             self._next_step()
 
+    async def _meet(self, meetings: Meetings) -> None:
+        observed = self._observed.take()
+        table = await meetings.exchange(self.num_steps, self._measured, observed)
+        if table is None:
+            return
+        self._host.metrics = await meetings.metrics(table, observed)
+        done = await meetings.follow(table, {})
+        for runner in self._runners:
+            await runner.call("after_step")
+        await meetings.to_the_end(self.num_steps, done)
+        if self._host.recorder is not None:
+            self._host.recorder.step(self._host.metrics)
+
+    async def end_badly(self, begun: Reading, error: BaseException) -> None:
+        """A step has failed on this rank; see `Step`.
+
+        In a world that changes a lost rank ends calls of a step on some ranks and not on others: all come to the
+        meeting, and see there that one is missing.
+        """
+        if self.comm.outlives and isinstance(error, (PeerLost, EpochChanged)):
+            try:
+                await self.end(begun)
+            except KfcommError:
+                return  # the program hears of what came first
+        else:
+            self.give_up(error)
+
     def give_up(self, error: BaseException) -> None:
-        """A step has failed on this rank; see `Step`."""
+        """A step has failed on this rank, which does not come to the meeting."""
         if self._meets and self._meetings is not None:
             self._meetings.refuse(error)
         self._next_step()
@@ -193,7 +344,7 @@ class Adaptation:
         if self._meets:
             self._measured = Reading.nothing(self.comm.size)
         self._in_step = False
-        self.num_steps += 1
+        self._host.num_steps += 1
 
 
 class Step:
@@ -211,7 +362,17 @@ class Step:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._begun is None:
+            return
         if error is not None:
-            self._adaptation.give_up(error)
-        elif self._begun is not None:
+            await self._adaptation.end_badly(self._begun, error)
+        else:
             await self._adaptation.end(self._begun)
+
+
+def _recordable(states: Sequence[Any]) -> list[Any]:
+    """What policies know, without what JSON cannot carry."""
+    try:
+        return [encoded(state) for state in states]
+    except ConfigError:
+        return []

@@ -26,6 +26,7 @@ class EngineMeter:
     """
 
     def __init__(self, comm: Communicator) -> None:
+        comm = getattr(comm, "current", comm)  # of this epoch, where it lives through several
         engine = comm._session.engine
         self._comm = comm
         self._engine = engine

@@ -7,14 +7,15 @@ everywhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from statistics import median
+from statistics import fmean, median
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from kfcomm.adapt.hyperparameters import Hyperparameters
 from kfcomm.strategies import AnyStrategy
 
 Row: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
@@ -22,7 +23,7 @@ Row: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 LEAST_OWN_PART = 0.05
 """Below this part of a step, ranks' own seconds say nothing of their speed."""
 
-_NUM_FIELDS = 5  # step, seconds, busy_s, nbytes, count
+_NUM_FIELDS = 6  # step, seconds, busy_s, nbytes, count, whether it has observed something new
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,8 @@ class StepMetrics:
         counts: number of the rank's collectives.
         waited_s: seconds for which the collectives of all ranks together waited for what this rank had to send them.
             A rank that itself waits is waited for, too: the largest is where to look first, no more.
+        hyperparameters: what held of the training.
+        observed: what the program has observed, by name, by rank; nan where a rank has not. See ``Adaptation.observe``.
     """
 
     step: int
@@ -91,11 +94,18 @@ class StepMetrics:
     nbytes: tuple[int, ...]
     counts: tuple[int, ...]
     waited_s: tuple[float, ...]
+    hyperparameters: Hyperparameters = field(default_factory=Hyperparameters)
+    observed: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
         """Number of ranks."""
         return len(self.seconds)
+
+    def mean(self, name: str) -> float:
+        """The mean over the ranks of something observed; nan if no rank has observed it."""
+        known = [one for one in self.observed.get(name, ()) if not math.isnan(one)]
+        return fmean(known) if known else math.nan
 
     @cached_property
     def own_s(self) -> tuple[float, ...]:
@@ -143,51 +153,64 @@ class StepMetrics:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One meeting of the ranks: what each measured, and a number for each policy of each.
+    """One meeting of the ranks: what each measured and observed, and a number for each policy of each.
 
     It travels as one all_reduce in which every rank fills a row of its own: 2(n - 1) messages, where an all_gather
     takes n(n - 1). Adding zeros changes no number.
 
     Attributes:
-        steps: the step at which each rank is.
-        rows: ``(size, 5)``: step, seconds, busy_s, nbytes, count.
+        rows: ``(size, 6)``: step, seconds, busy_s, nbytes, count, and 1 where the rank has observed what has no column.
         signs: ``(size, number of policies)``: whole numbers below 2**53.
+        observed: ``(size, number of columns)``: nan where a rank has observed nothing.
         waited_s: ``(size,)``.
     """
 
     rows: Row
     signs: Row
+    observed: Row
     waited_s: Row
 
     @staticmethod
-    def fill(rank: int, size: int, step: int, reading: Reading, signs: Sequence[int]) -> Row:
-        """What a rank adds: ``size * (5 + number of policies + 1)`` float64."""
-        width = _NUM_FIELDS + len(signs)
-        flat = np.zeros(size * (width + 1))
-        own = (step, reading.time_s, reading.busy_s, reading.nbytes, reading.count, *signs)
-        flat[rank * width : (rank + 1) * width] = own
-        flat[size * width :] = reading.waited_s
+    def fill(
+        rank: int, size: int, step: int, reading: Reading, signs: Sequence[int], observed: Sequence[float] = (),
+        *, is_new: bool = False,
+    ) -> Row:  # fmt: skip
+        """What a rank adds: ``size * (6 + number of policies + number of columns + 1)`` float64."""
+        own = (
+            step, reading.time_s, reading.busy_s, reading.nbytes, reading.count, is_new, *signs, *observed,
+        )  # fmt: skip
+        flat = np.zeros(size * (len(own) + 1))
+        flat[rank * len(own) : (rank + 1) * len(own)] = own
+        flat[size * len(own) :] = reading.waited_s
         return flat
 
     @classmethod
     def read(cls, flat: Row, size: int, num_policies: int) -> Table:
         """What came of it."""
-        width = _NUM_FIELDS + num_policies
+        width = len(flat) // size - 1
         rows = flat[: size * width].reshape(size, width)
-        return cls(rows[:, :_NUM_FIELDS], rows[:, _NUM_FIELDS:], flat[size * width :])
+        signs = rows[:, _NUM_FIELDS : _NUM_FIELDS + num_policies]
+        return cls(rows[:, :_NUM_FIELDS], signs, rows[:, _NUM_FIELDS + num_policies :], flat[size * width :])
 
     @property
     def steps(self) -> tuple[int, ...]:
         """The step at which each rank is."""
         return tuple(int(step) for step in self.rows[:, 0])
 
+    @property
+    def has_news(self) -> bool:
+        """Whether a rank has observed what has no column."""
+        return bool(self.rows[:, 5].any())
+
     def signs_of(self, policy: int) -> tuple[int, ...]:
         """The numbers for a policy, by rank."""
         return tuple(int(sign) for sign in self.signs[:, policy])
 
-    def metrics(self, strategy: AnyStrategy) -> StepMetrics:
+    def metrics(
+        self, strategy: AnyStrategy, hyperparameters: Hyperparameters, observed: Mapping[str, tuple[float, ...]]
+    ) -> StepMetrics:
         """The measurements."""
-        _, seconds, busy_s, nbytes, counts = self.rows.T.tolist()
+        _, seconds, busy_s, nbytes, counts, _ = self.rows.T.tolist()
         return StepMetrics(
             step=self.steps[0],
             strategy=strategy,
@@ -196,4 +219,6 @@ class Table:
             nbytes=tuple(map(int, nbytes)),
             counts=tuple(map(int, counts)),
             waited_s=tuple(self.waited_s.tolist()),
+            hyperparameters=hyperparameters,
+            observed=observed,
         )

@@ -7,9 +7,11 @@ before all ranks have asked for the same.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kfcomm.adapt.host import SIZE, STRATEGY
+from kfcomm.adapt.hyperparameters import Hyperparameters, in_words
 from kfcomm.adapt.metrics import StepMetrics
 from kfcomm.adapt.requests import Request, words_of
 from kfcomm.plugins import build
@@ -17,46 +19,19 @@ from kfcomm.strategies import AnyStrategy, StrategySpec
 from kfcomm.types import Layout
 
 if TYPE_CHECKING:
-    from kfcomm.adapt.adaptation import Adaptation
+    from kfcomm.adapt.host import Host
     from kfcomm.adapt.runner import Runner
     from kfcomm.communicator import Communicator
 
 T = TypeVar("T")
-
-MAX_SHOWN = 16
-"""Of a sequence, in the log."""
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """Something that was decided, and why.
-
-    Attributes:
-        step: number of the step at whose end it was.
-        policy: name of the policy.
-        what: in words.
-        evidence: the numbers behind it.
-    """
-
-    step: int
-    policy: str
-    what: str
-    evidence: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def why(self) -> str:
-        """The evidence in words."""
-        return ", ".join(f"{name.replace('_', ' ')} {_shown(value)}" for name, value in self.evidence.items())
-
-    def __str__(self) -> str:
-        return f"step {self.step}: {self.policy}: {self.what}" + (f" ({self.why})" if self.why else "")
 
 
 class Policy:
     """Base of policies: override what you need. Each method may be a plain or an ``async`` one.
 
     The same policies, in the same order, are given to ``Adaptation`` on every rank. They decide by what ``ctx`` holds,
-    which is the same on every rank, and by nothing else: no clock, no chance, no rank.
+    which is the same on every rank, and by nothing else: no clock, no chance, no rank. Where two ask for the same
+    thing at once, the one that is first in that order has its way.
 
     A policy that raises, on one rank or on all, or that asks for something else on one rank than on another, is
     switched off on every rank, which is logged with its name; the job goes on as it is.
@@ -68,7 +43,7 @@ class Policy:
         return type(self).__name__
 
     def on_start(self, ctx: Context) -> Any:
-        """Before the first step."""
+        """Before the first step; and again when the ranks have changed, for ``ctx.size`` of them: it begins anew."""
 
     def before_step(self, ctx: Context) -> Any:
         """Before a step at whose end the ranks meet."""
@@ -79,69 +54,139 @@ class Policy:
     def on_end(self, ctx: Context) -> Any:
         """After the last step; nothing can be asked for any more."""
 
+    def state_dict(self) -> Any:
+        """What it has learned and wants all ranks to know when they have changed, as msgpack can carry it."""
+        return None
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on with what another rank's ``state_dict`` gave, after ``on_start``; not called for None."""
+
 
 class Context:
     """What a policy sees: what all ranks share. It is the same object in every call."""
 
-    def __init__(self, adaptation: Adaptation, runner: Runner) -> None:
-        self._adaptation = adaptation
+    def __init__(self, host: Host, runner: Runner) -> None:
+        self._host = host
         self._runner = runner
 
     @property
     def step(self) -> int:
         """Number of the step, from 0."""
-        return self._adaptation.num_steps
+        return self._host.num_steps
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return self._adaptation.comm.size
+        return self._host.size
 
     @property
     def layout(self) -> Layout:
         """Hosts of the ranks."""
-        return self._adaptation.comm.layout
+        return self._host.layout
 
     @property
     def strategy(self) -> AnyStrategy:
         """The strategy in force."""
-        return self._adaptation.comm.strategy
+        return self._host.strategy
+
+    @property
+    def hyperparameters(self) -> Hyperparameters:
+        """What holds of the training from the next step on; of the last one: ``metrics.hyperparameters``."""
+        return self._host.hyperparameters
+
+    @property
+    def set_by(self) -> Mapping[str, str]:
+        """The name of the policy that has last changed ``strategy``, ``size``, or a hyperparameter, by its name."""
+        return MappingProxyType({subject: runner.name for subject, runner in self._host.holders.items()})
 
     @property
     def metrics(self) -> StepMetrics | None:
         """Of the last step at whose end the ranks met; None before the first."""
-        return self._adaptation.metrics
+        return self._host.metrics
 
     def decide(self, what: str, **evidence: Any) -> None:
         """Log and record a decision, with the numbers behind it."""
-        self._adaptation.record(Decision(self.step, self._runner.name, what, evidence))
+        self._host.decide(self._runner, what, evidence)
 
-    def set_strategy(self, strategy: StrategySpec, **evidence: Any) -> Request[None]:
+    def set_strategy(self, strategy: StrategySpec, **evidence: Any) -> Request[bool]:
         """Ask for another strategy; see ``Communicator.set_strategy``.
 
         The ranks compare what they ask for when they meet next: at the end of the next step or, where they have just
-        done something together, at once. Then all of them change.
+        done something together, at once. Then all of them change, unless a policy that is before this one asks for
+        another.
 
         Args:
             strategy: a name, a ``Strategy``, a ``GraphPair`` or a ``Graph``.
             evidence: numbers to be logged with the change.
 
         Returns:
-            What may be awaited: the policy goes on when the strategy is in force. Until its method has returned, it
-            is not called again.
+            What may be awaited: the policy goes on when the strategy is in force (True), or another policy had its way
+            (False). Until its method has returned, it is not called again.
 
         Raises:
             ConfigError: there is no such strategy, or it is for another number of ranks.
         """
         chosen = build(strategy, self.layout)
 
-        async def change(comm: Communicator) -> None:
-            before = comm.strategy
-            if before.digest != chosen.digest:
-                await comm.set_strategy(chosen)
+        async def change() -> bool:
+            before = self.strategy
+            await self._host.change_strategy(chosen, self._runner)
             self.decide(f"strategy {before.name} -> {chosen.name}", **evidence)
+            return True
 
-        return self._runner.ask(Request(words_of(f"strategy {chosen.name}", chosen.digest), change))
+        return self._runner.ask(Request(words_of(f"strategy {chosen.name}", chosen.digest), change, STRATEGY))
+
+    def set_batch_size(self, batch_size: int, **evidence: Any) -> Request[bool]:
+        """Ask for another batch, of all ranks together; see ``set_strategy`` for when it holds, and what is returned.
+
+        Raises:
+            ConfigError: it is no whole number from 1 on, does not divide among the ranks, or the program follows none.
+        """
+        return self._ask_for("batch_size", batch_size, evidence)
+
+    def set_learning_rate(self, learning_rate: float, **evidence: Any) -> Request[bool]:
+        """Ask for another learning rate, which is rounded to nine digits; see ``set_strategy``.
+
+        Raises:
+            ConfigError: it is not finite, or negative, or the program follows none.
+        """
+        return self._ask_for("learning_rate", learning_rate, evidence)
+
+    def set_agreement(self, name: str, **evidence: Any) -> Request[bool]:
+        """Ask for another way in which the replicas agree; see ``set_strategy``.
+
+        Raises:
+            ConfigError: the program knows none of this name.
+        """
+        return self._ask_for("agreement", name, evidence)
+
+    def set_wire_dtype(self, name: str | None, **evidence: Any) -> Request[bool]:
+        """Ask that gradients travel as ``"bfloat16"`` or ``"float16"``, or (None) as they are; see ``set_strategy``.
+
+        Raises:
+            ConfigError: the program knows none of this name.
+        """
+        return self._ask_for("wire_dtype", name, evidence)
+
+    def resize(self, size: int, **evidence: Any) -> Request[bool]:
+        """Ask for another number of ranks, in a program with an open ``Elastic``; see ``set_strategy``.
+
+        When the ranks have agreed, it is asked of the job. Others are let in as they are there, and those that are too
+        many leave, between two steps from then on; then ``on_start`` is called, and ``ctx.size`` is another.
+
+        Raises:
+            ConfigError: it is no whole number from 1 on, or the ranks of this program cannot change. If the job does
+                not have so many, that comes of awaiting it, on every rank.
+        """
+        wanted = self._host.check_size(size)
+
+        async def change() -> bool:
+            before = self.size
+            await self._host.change_size(wanted, self._runner)
+            self.decide(f"asks for {wanted} ranks instead of {before}", **evidence)
+            return True
+
+        return self._runner.ask(Request(f"{wanted} ranks", change, SIZE))
 
     def together(self, what: str, call: Callable[[Communicator], Awaitable[T]]) -> Request[T]:
         """Ask for something that all ranks do together, such as a probe: ``call(comm)``, on every rank.
@@ -149,20 +194,26 @@ class Context:
         Args:
             what: in words; ranks that say the same are taken to mean the same.
             call: may use collectives, since all ranks run it at the same place. Its result should be the same on
-                every rank, if the policy is to decide by it.
+                every rank, if the policy is to decide by it, and such as JSON can carry, if that is to be replayed.
 
         Returns:
             What may be awaited; the result is that of ``call``.
         """
-        return self._runner.ask(Request(words_of(what), call))
+        return self._runner.ask(Request(words_of(what), lambda: self._host.together(what, call, self._runner)))
+
+    def _ask_for(self, name: str, value: Any, evidence: Mapping[str, Any]) -> Request[bool]:
+        checked = self.hyperparameters.checked(name, value, self.size)
+        words = in_words(name)
+
+        async def change() -> bool:
+            before = getattr(self.hyperparameters, name)
+            await self._host.change_hyperparameter(name, checked, self._runner)
+            if before != checked:
+                self.decide(f"{words} {_plain(before)} -> {_plain(checked)}", **evidence)
+            return True
+
+        return self._runner.ask(Request(f"{words} {checked}", change, name))
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, (tuple, list)):
-        left_out = len(value) - MAX_SHOWN
-        return "[" + ", ".join(map(_shown, value[:MAX_SHOWN])) + (f", {left_out} more]" if left_out > 0 else "]")
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_shown(one)}" for key, one in value.items()) + "}"
-    return str(value)
+def _plain(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from kfcomm.adapt.policy import Context, Policy
 from kfcomm.adapt.requests import FAILED, NOTHING, Request, sign_of
-from kfcomm.errors import ConfigError
+from kfcomm.collectives.objects import packed
+from kfcomm.errors import ConfigError, EpochChanged, PeerLost
 
 if TYPE_CHECKING:
-    from kfcomm.adapt.adaptation import Adaptation
-    from kfcomm.communicator import Communicator
+    from kfcomm.adapt.host import Host
 
 logger = logging.getLogger("kfcomm.adapt")
 
@@ -35,18 +35,24 @@ class Runner:
         at_rest: its method has returned, or waits for the ranks.
     """
 
-    def __init__(self, policy: Policy, adaptation: Adaptation) -> None:
+    def __init__(self, policy: Policy, host: Host) -> None:
         self.policy = policy
         self.name = policy.name
         self.is_off = False
         self.failure = ""
         self.at_rest = asyncio.Event()
         self.at_rest.set()
-        self._context = Context(adaptation, self)
-        self._rank = adaptation.comm.rank
+        self._context = Context(host, self)
+        self._host = host
         self._requests: list[Request[Any]] = []
         self._task: asyncio.Task[None] | None = None
+        self._is_dropped = False
         self._is_ended = False
+
+    @property
+    def requests(self) -> Sequence[Request[Any]]:
+        """What it asks for."""
+        return self._requests
 
     @property
     def sign(self) -> int:
@@ -88,12 +94,15 @@ class Runner:
         self._requests.append(request)
         return request
 
-    async def carry_out(self, comm: Communicator) -> None:
-        """All ranks ask for the same: do it, and let the policy go on."""
+    async def carry_out(self, lost: Collection[Request[Any]] = ()) -> None:
+        """All ranks ask for the same: do it, but for what is ``lost`` to another policy, and let the policy go on."""
         requests, self._requests = self._requests, []
         for request in requests:
             try:
-                await request.carry_out(comm)
+                if request in lost:
+                    request.overrule()
+                else:
+                    await request.carry_out()
             except Exception as error:  # noqa: BLE001  as if the policy had raised it
                 self._fail("its request", error)
         if any(request.is_awaited for request in requests) and self._task is not None:
@@ -111,18 +120,45 @@ class Runner:
         await self._drop()
         await self.call("on_end")
 
+    # ---------------------------------------------------------------- what it knows, when ranks have changed
+
+    def state(self) -> list[Any]:
+        """Whether it is off, what it knows, and what was wrong with telling it; msgpack can carry it."""
+        if self.is_off:
+            return [True, None, ""]
+        try:
+            state = self.policy.state_dict()
+            packed(state)
+        except Exception as error:  # noqa: BLE001  a policy may raise anything
+            return [False, None, f"{type(error).__name__} in state_dict: {error}"]
+        return [False, state, ""]
+
+    async def begin_anew(self, state: Sequence[Any]) -> None:
+        """Forget what it asks for and is in the midst of, and go on with what a rank has told as its state."""
+        is_off, known, failure = state
+        await self._drop()
+        self.is_off, self.failure = bool(is_off), str(failure)
+        await self.call("on_start")
+        if known is not None and not self.is_off and not self.failure:
+            try:
+                self.policy.load_state_dict(known)
+            except Exception as error:  # noqa: BLE001  see call
+                self._fail("load_state_dict", error)
+
     async def _drop(self) -> None:
         self._requests.clear()
         task = self._task
         if task is not None:
+            self._is_dropped = True
             task.cancel()
             await asyncio.wait({task})
+            self._is_dropped = False
 
     async def _finish(self, hook: Hook, awaitable: Awaitable[Any]) -> None:
         try:
             await awaitable
         except asyncio.CancelledError:
-            if not (self.is_off or self._is_ended):
+            if not self._is_dropped:
                 self._fail(hook, RuntimeError("it was cancelled"))
             raise
         except Exception as error:  # noqa: BLE001  see call
@@ -134,4 +170,6 @@ class Runner:
     def _fail(self, where: str, error: Exception) -> None:
         self._requests.clear()
         self.failure = f"{type(error).__name__} in {where}: {error}"
-        logger.error("rank %d: policy %s raised in %s", self._rank, self.name, where, exc_info=error)
+        # a rank that is lost is no fault of the policy: it begins anew with the others
+        level = logging.DEBUG if isinstance(error, (PeerLost, EpochChanged)) else logging.ERROR
+        logger.log(level, "rank %d: policy %s raised in %s", self._host.rank, self.name, where, exc_info=error)

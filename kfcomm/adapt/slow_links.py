@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from kfcomm.adapt.trials import Trials
 from kfcomm.errors import ConfigError
 from kfcomm.strategies import AnyStrategy, Strategy, build, names
 from kfcomm.strategies.cost import predict_seconds
+from kfcomm.types import Layout
 
 if TYPE_CHECKING:
     from kfcomm.communicator import Communicator
@@ -94,13 +95,13 @@ class AvoidSlowLinks(Policy):
         self._steps = steps
         self._rest = rest
         self._least_nbytes = least_nbytes
+
+    def on_start(self, ctx: Context) -> None:
+        """Make the detectors for this number of ranks; forget what others have measured."""
         self._looked_at: int | None = None
         self._compared: bytes | None = None
         self._own: bytes | None = None
         self._attempt: _Attempt | None = None
-
-    def on_start(self, ctx: Context) -> None:
-        """Make the detectors for this number of ranks."""
         self._slower = Interference(ctx.size)
         self._faster = Interference(ctx.size)
 
@@ -127,6 +128,10 @@ class AvoidSlowLinks(Policy):
             return self._look(ctx, metrics, faster, "faster")
         return None
 
+    async def _measured(self, comm: Communicator) -> dict[str, Any]:
+        """As a record can carry it."""
+        return (await self._measure(comm)).as_json()
+
     async def _look(self, ctx: Context, metrics: StepMetrics, verdict: Verdict, how: str) -> None:
         self._looked_at = ctx.step
         before = ctx.strategy
@@ -140,7 +145,7 @@ class AvoidSlowLinks(Policy):
             **waited,
         }
         ctx.decide(f"{len(verdict.votes)} of {ctx.size} ranks find the network {how}: measures the links", **evidence)
-        probe = await ctx.together("probe the links", self._measure)
+        probe = _probe_of(await ctx.together("probe the links", self._measured), ctx.layout)
         nbytes = round(median(nbytes / count for nbytes, count in zip(metrics.nbytes, metrics.counts, strict=True)))
         candidates = fitting(probe, nbytes)
         links = _links(probe)
@@ -187,6 +192,13 @@ def fitting(probe: Probe, nbytes: int) -> tuple[Strategy, ...]:
     bound = ABOUT_EQUAL * min([predict_seconds(packed, layout, nbytes, network), *seconds.values()])
     others = sorted((digest for digest in named if seconds[digest] <= bound), key=seconds.__getitem__)
     return packed, *(named[digest] for digest in others[: MOST_TRIED - 1])
+
+
+def _probe_of(record: dict[str, Any], layout: Layout) -> Probe:
+    """The probe, with what is known of these hosts beside."""
+    from kfcomm.probe.record import Probe
+
+    return replace(Probe.from_json(record), layout=layout)
 
 
 def _links(probe: Probe) -> dict[str, Any]:

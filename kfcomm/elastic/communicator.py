@@ -89,6 +89,11 @@ class ElasticCommunicator:
         return self._shown.local_size
 
     @property
+    def outlives(self) -> bool:
+        """Whether collectives outlive a rank that is lost: while an ``Elastic`` is open."""
+        return self._ledger is not None
+
+    @property
     def _session(self) -> Session:
         return self.current._session
 

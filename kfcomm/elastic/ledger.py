@@ -545,13 +545,13 @@ class Ledger:
     def outcome(self, names: Sequence[str] | None) -> set[int] | None:
         """Births whose contributions are in all calls of the step (of these names, if given); None without a call."""
         over = [one for one in self._entries.values() if one.standing is Standing.DONE and one.step == self.step]
-        counted = [one for one in over if names is None or one.key[0] in names]
+        counted = [one for one in over if _is_counted(one, names)]
         return set.intersection(*(set(one.contributors) for one in counted)) if counted else None
 
     def is_void(self, names: Sequence[str] | None) -> bool:
         """Whether a call of the step (of these names, if given) has failed on this rank because ranks were lost."""
         over = (one for one in self._entries.values() if one.is_void and one.step == self.step)
-        return any(names is None or one.key[0] in names for one in over)
+        return any(_is_counted(one, names) for one in over)
 
     def unfinished(self) -> list[Handle[Any]]:
         """What the caller has begun in this step and what is not over."""
@@ -615,6 +615,11 @@ class Ledger:
             if type(entry.inner) is int or (entry.outer is not None and not entry.outer.done()):
                 self._refuse(entry, EpochChanged(f"{entry.call.verb} was still under way when its Elastic ended"))
                 _heard(entry)
+
+
+def _is_counted(entry: Entry, names: Sequence[str] | None) -> bool:
+    """Whether it tells of the step's samples: it is of these names or, without any, the program's and not kfcomm's."""
+    return entry.key[0] in names if names is not None else not entry.key[0].startswith(OWN_NAMES)
 
 
 def _heard(entry: Entry) -> None:

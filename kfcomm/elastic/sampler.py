@@ -36,7 +36,8 @@ class ElasticSampler:
 
     def __init__(self, length: int, batch: int, seed: int | None = 0) -> None:
         self.length = _count("length", length, 1)
-        self.batch = _count("batch", batch, 1)
+        self.batch = batch
+        self._first_batch = self.batch
         self.seed = None if seed is None else _count("seed", seed, 0)
         self.passes = 0
         self._position = 0
@@ -46,6 +47,19 @@ class ElasticSampler:
     def __repr__(self) -> str:
         again = f", {len(self._again)} to be given again" if self._again else ""
         return f"<ElasticSampler: pass {self.passes}, {self._position} of {self.length} given{again}>"
+
+    @property
+    def batch(self) -> int:
+        """Samples of the next step, of all ranks together. May be set in any step, on all ranks alike.
+
+        Raises:
+            ConfigError: on setting: it is no whole number from 1 on.
+        """
+        return self._batch
+
+    @batch.setter
+    def batch(self, batch: int) -> None:
+        self._batch = _count("batch", batch, 1)
 
     @property
     def left(self) -> int:
@@ -85,19 +99,20 @@ class ElasticSampler:
     def state_dict(self) -> dict[str, Any]:
         """Where it stands, as msgpack can carry it: for checkpoints, and ranks that join."""
         return {
-            "length": self.length, "batch": self.batch, "seed": self.seed, "passes": self.passes,
-            "position": self._position, "again": list(self._again),
+            "length": self.length, "batch": self._first_batch, "seed": self.seed, "passes": self.passes,
+            "position": self._position, "again": list(self._again), "next_batch": self.batch,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another one stood.
+        """Go on where another one stood, with the batch that was set there.
 
         Raises:
-            ConfigError: that was a sampler of other samples, batches or seed.
+            ConfigError: that was a sampler made with other samples, batches or seed.
         """
-        for name in ("length", "batch", "seed"):
-            if state[name] != getattr(self, name):
-                raise ConfigError(f"{name} of this sampler is {getattr(self, name)}, that of the state {state[name]}")
+        for name, mine in (("length", self.length), ("batch", self._first_batch), ("seed", self.seed)):
+            if state[name] != mine:
+                raise ConfigError(f"{name} of this sampler is {mine}, that of the state {state[name]}")
+        self.batch = state.get("next_batch", self._first_batch)  # without one: a checkpoint from before it was kept
         self.passes = int(state["passes"])
         self._position = int(state["position"])
         self._again = [int(index) for index in state["again"]]

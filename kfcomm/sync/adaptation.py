@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Self
 
 from kfcomm.adapt import Adaptation as Async
-from kfcomm.adapt import Decision, Policy, StepMeter, StepMetrics
+from kfcomm.adapt import Decision, Hyperparameters, Policy, StepMeter, StepMetrics
+from kfcomm.errors import EpochChanged, PeerLost
 from kfcomm.sync.communicator import Communicator
 from kfcomm.sync.skin import Skin
 
@@ -27,10 +30,13 @@ class Adaptation(Skin[Async]):
     """
 
     def __init__(
-        self, comm: Communicator, policies: Sequence[Policy], *, every: int = 1, meter: StepMeter | None = None
-    ) -> None:
-        inner = comm._io.run(Async, comm._inner, policies, every=every, meter=meter)
+        self, comm: Communicator, policies: Sequence[Policy], *, every: int = 1, meter: StepMeter | None = None,
+        hyperparameters: Hyperparameters | None = None, record: str | os.PathLike[str] | None = None,
+    ) -> None:  # fmt: skip
+        make = partial(Async, every=every, meter=meter, hyperparameters=hyperparameters, record=record)
+        inner = comm._io.run(make, comm._inner, policies)
         super().__init__(comm._driver, inner, comm._inner)
+        self._check_open = comm._check_open  # of each epoch, where there are several
 
     @property
     def policies(self) -> tuple[Policy, ...]:
@@ -52,6 +58,40 @@ class Adaptation(Skin[Async]):
         """Steps that have ended."""
         return self._inner.num_steps
 
+    @property
+    def hyperparameters(self) -> Hyperparameters:
+        """What holds; the same object for as long as nothing changes."""
+        return self._inner.hyperparameters
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples of a step, of all ranks together; None if the program has given none."""
+        return self._inner.batch_size
+
+    @property
+    def local_batch_size(self) -> int | None:
+        """This rank's share of it."""
+        return self._inner.local_batch_size
+
+    @property
+    def learning_rate(self) -> float | None:
+        """None if the program has given none."""
+        return self._inner.learning_rate
+
+    @property
+    def agreement(self) -> str | None:
+        """The name of the way in which the replicas agree; None if the program has given none."""
+        return self._inner.agreement
+
+    @property
+    def wire_dtype(self) -> str | None:
+        """As which gradients travel."""
+        return self._inner.wire_dtype
+
+    def observe(self, **values: float) -> None:
+        """Tell the other ranks what this one has found out. See ``kfcomm.adapt.Adaptation.observe``."""
+        self._inner.observe(**values)
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """One step of the program. See ``kfcomm.adapt.Adaptation.step``."""
@@ -59,6 +99,9 @@ class Adaptation(Skin[Async]):
         begun = self._io.wait_for(self._inner.begin)
         try:
             yield
+        except (PeerLost, EpochChanged) as error:
+            self._io.wait_for(partial(self._inner.end_badly, begun, error))
+            raise
         except BaseException as error:
             self._io.run(self._inner.give_up, error)
             raise

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfcomm.adapt import Reading, StepMetrics
+from kfcomm.adapt import Hyperparameters, Reading, StepMetrics
 from kfcomm.adapt.metrics import Table
 from kfcomm.adapt.requests import Request, sign_of
 from kfcomm.strategies import build
@@ -54,20 +54,27 @@ def test_a_step_of_collectives_alone_says_nothing_of_the_ranks() -> None:
 floats = st.floats(0, 1e9)
 
 
-@given(st.integers(1, 9), st.integers(0, 3), st.data())
-def test_what_is_told_is_what_is_heard(size: int, num_policies: int, data: st.DataObject) -> None:
-    total: Any = np.zeros(size * (num_policies + 6))
-    readings, signs = [], []
+@given(st.integers(1, 9), st.integers(0, 3), st.integers(0, 3), st.data())
+def test_what_is_told_is_what_is_heard(size: int, num_policies: int, num_columns: int, data: st.DataObject) -> None:
+    total: Any = np.zeros(size * (num_policies + num_columns + 7))
+    readings, signs, observed, news = [], [], [], []
     for rank in range(size):
         mine = [data.draw(floats) for _ in range(2)]
         waited_s = tuple(data.draw(floats) for _ in range(size))
         reading = Reading(*mine, data.draw(st.integers(0, 2**50)), data.draw(st.integers(0, 2**30)), waited_s)
         readings.append(reading)
         signs.append([data.draw(st.integers(0, 2**48 + 1)) for _ in range(num_policies)])
-        total += Table.fill(rank, size, 5, reading, signs[-1])
+        observed.append([data.draw(st.floats(width=64)) for _ in range(num_columns)])
+        news.append(data.draw(st.booleans()))
+        total += Table.fill(rank, size, 5, reading, signs[-1], observed[-1], is_new=news[-1])
     table = Table.read(total, size, num_policies)
-    heard = table.metrics(STAR)
+    given = Hyperparameters(batch_size=7)
+    heard = table.metrics(STAR, given, {"a": (1.0,)})
     assert table.steps == (5,) * size
+    np.testing.assert_array_equal(table.observed, np.array(observed).reshape(size, num_columns))
+    assert table.has_news == any(news)
+    assert heard.hyperparameters is given
+    assert heard.observed == {"a": (1.0,)}
     assert heard.step == 5
     assert heard.seconds == tuple(one.time_s for one in readings)
     assert heard.busy_s == tuple(one.busy_s for one in readings)
@@ -76,6 +83,13 @@ def test_what_is_told_is_what_is_heard(size: int, num_policies: int, data: st.Da
     np.testing.assert_allclose(heard.waited_s, np.sum([one.waited_s for one in readings], axis=0))
     for policy in range(num_policies):
         assert table.signs_of(policy) == tuple(of_rank[policy] for of_rank in signs)
+
+
+def test_the_mean_of_what_some_have_observed() -> None:
+    step = metrics(observed={"loss": (1.0, math.nan, 2.0, math.nan), "noise": (math.nan,) * 4})
+    assert step.mean("loss") == 1.5
+    assert math.isnan(step.mean("noise"))
+    assert math.isnan(step.mean("unheard of"))
 
 
 def test_readings_add_up() -> None:
@@ -87,7 +101,7 @@ def test_readings_add_up() -> None:
 
 @pytest.mark.asyncio
 async def test_signs_tell_requests_apart() -> None:
-    async def call(comm: Any) -> None:
+    async def call() -> None:
         raise AssertionError
 
     one, other = Request("a", call), Request("b", call)

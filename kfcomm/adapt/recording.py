@@ -1,0 +1,188 @@
+"""A file of what policies were told and what was done for them: one line of JSON for each meeting of the ranks.
+
+The first line, and one more whenever the ranks have changed, says who they are and what holds. Numbers come back as
+they were, to the last bit; null stands for nan.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from kfcomm.adapt.decision import Decision
+from kfcomm.adapt.metrics import StepMetrics
+from kfcomm.errors import ConfigError
+from kfcomm.strategies import AnyStrategy
+from kfcomm.types import Layout
+
+if TYPE_CHECKING:
+    from kfcomm.adapt.host import Named
+    from kfcomm.adapt.runner import Runner
+
+logger = logging.getLogger("kfcomm.adapt")
+
+FORMAT = 1
+NUMBERS = ("seconds", "busy_s", "nbytes", "counts", "waited_s")
+"""Of ``StepMetrics``, by rank."""
+
+
+class Recorder:
+    """Writes what happens on this rank, while it is the first.
+
+    Args:
+        path: of the file.
+        runners: the policies, in their order.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], runners: Sequence[Runner]) -> None:
+        self._path = Path(path)
+        self._numbers: dict[Named, int] = {runner: number for number, runner in enumerate(runners)}
+        self._names = [runner.name for runner in runners]
+        self._file: TextIO | None = None
+        self._rounds: list[list[dict[str, Any]]] = [[]]
+        self._decisions: list[list[Any]] = []
+
+    def open(self) -> str | None:
+        """This rank is the first: it writes. Returns why it cannot, if so."""
+        if self._file is None:
+            try:
+                self._file = self._path.open("a", encoding="utf-8")
+            except OSError as error:
+                return f"the steps cannot be recorded: {error}"
+        return None
+
+    def begin(self, start: Mapping[str, Any], *, is_new: bool) -> None:
+        """The ranks are these from now on.
+
+        Args:
+            start: what holds.
+            is_new: whether the steps are counted from here on, so that the file is begun anew.
+        """
+        self._forget()
+        if self._file is not None and is_new:
+            self._file.truncate(0)
+        self._write({"format": FORMAT, **start, "policies": self._names})
+
+    def changed(self, subject: str, runner: Named | None, what: Mapping[str, Any]) -> None:
+        """Something was done for a policy, or (None) undone."""
+        self._rounds[-1].append({"policy": self._number(runner), "subject": subject, **what})
+
+    def done_together(self, runner: Runner, what: str, result: Any) -> None:
+        """All ranks have done something."""
+        try:
+            told = {"result": encoded(result)}
+        except ConfigError as error:
+            told = {"lacks": str(error)}
+        self._rounds[-1].append({"policy": self._number(runner), "together": what, **told})
+
+    def decided(self, decision: Decision) -> None:
+        """Something was decided."""
+        self._decisions.append([decision.policy, decision.what, decision.why])
+
+    def met(self) -> None:
+        """The ranks meet once more at the end of the same step."""
+        self._rounds.append([])
+
+    def step(self, metrics: StepMetrics) -> None:
+        """All that follows from a step is done."""
+        self._write({
+            "step": metrics.step,
+            **{name: getattr(metrics, name) for name in NUMBERS},
+            "observed": metrics.observed,
+            "strategy": strategy_as_json(metrics.strategy),
+            "rounds": self._rounds,
+            "decisions": self._decisions,
+        })  # fmt: skip
+        self._forget()
+
+    def close(self) -> None:
+        """Write no more."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def _number(self, runner: Named | None) -> int | None:
+        return None if runner is None else self._numbers[runner]
+
+    def _forget(self) -> None:
+        self._rounds, self._decisions = [[]], []
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(json.dumps(encoded(line), allow_nan=False, separators=(",", ":")) + "\n")
+            self._file.flush()
+        except OSError as error:
+            logger.warning("no more steps are recorded: %s", error)
+            self.close()
+
+
+def strategy_as_json(strategy: AnyStrategy) -> list[str]:
+    """Its name and its digest."""
+    return [strategy.name, strategy.digest.hex()]
+
+
+def layout_as_json(layout: Layout) -> dict[str, Any]:
+    """Hosts of the ranks, and what is known of them."""
+    return {"hosts": layout.hosts, "num_cpus": layout.num_cpus, "costs": layout.costs}
+
+
+def encoded(value: Any) -> Any:
+    """As strict JSON can carry it: null for nan, text for infinities.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return None if math.isnan(value) else value if math.isfinite(value) else {"float": str(value)}
+        case Mapping() if all(isinstance(key, str) for key in value):
+            return {key: encoded(one) for key, one in value.items()}
+        case list() | tuple():
+            return [encoded(one) for one in value]
+    raise ConfigError(f"{type(value).__name__} cannot be recorded")
+
+
+def decoded(value: Any) -> Any:
+    """What ``encoded`` gave, as it was but for nan and tuples: null stays None, and sequences are lists."""
+    if isinstance(value, dict):
+        if value.keys() == {"float"}:
+            return float(value["float"])
+        return {key: decoded(one) for key, one in value.items()}
+    return [decoded(one) for one in value] if isinstance(value, list) else value
+
+
+def numbers(values: Sequence[Any]) -> tuple[Any, ...]:
+    """Numbers by rank."""
+    return tuple(math.nan if one is None else one for one in values)
+
+
+def lines_of(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The lines of a record.
+
+    Raises:
+        ConfigError: it is none; the message names the file and the line.
+        OSError: the file cannot be read.
+    """
+    lines: list[dict[str, Any]] = []
+    for number, text in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            line = decoded(json.loads(text))
+        except ValueError as error:
+            raise ConfigError(f"{os.fspath(path)}, line {number}: {error}") from error
+        if not isinstance(line, dict) or not {"format", "step"} & line.keys():
+            raise ConfigError(f"{os.fspath(path)}, line {number}: this is no record of an Adaptation")
+        if line.get("format", FORMAT) != FORMAT:
+            raise ConfigError(f"{os.fspath(path)}, line {number}: format {line['format']}; {FORMAT} is known")
+        lines.append(line)
+    if not lines or "format" not in lines[0]:
+        raise ConfigError(f"{os.fspath(path)}: this is no record of an Adaptation")
+    return lines

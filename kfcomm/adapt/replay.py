@@ -1,0 +1,249 @@
+"""What a policy would have decided in a run that was recorded: the same as it did there, if it was there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kfcomm.adapt.decision import Decision
+from kfcomm.adapt.host import SIZE, STRATEGY, Host, Named, checked_size
+from kfcomm.adapt.hyperparameters import Hyperparameters
+from kfcomm.adapt.meeting import MAX_ROUNDS, raised
+from kfcomm.adapt.metrics import StepMetrics
+from kfcomm.adapt.policy import Policy
+from kfcomm.adapt.recording import NUMBERS, lines_of, numbers
+from kfcomm.adapt.requests import Request
+from kfcomm.adapt.runner import Runner
+from kfcomm.errors import ConfigError
+from kfcomm.plugins import build
+from kfcomm.strategies import AnyStrategy
+from kfcomm.types import Costs, Layout
+
+if TYPE_CHECKING:
+    from kfcomm.communicator import Communicator
+
+T = TypeVar("T")
+Line = Mapping[str, Any]
+
+
+def replay(policy: Policy, record: str | os.PathLike[str]) -> list[Decision]:
+    """Show a policy, made as it was for the run, what ``Adaptation(..., record=...)`` has written.
+
+    A policy that was in the run decides as it did there. Of another one it is found out what it would have decided by
+    these measurements: what it asks for is taken to be done, and changes nothing of what was measured.
+
+    Args:
+        policy: a new one.
+        record: the file.
+
+    Returns:
+        Its decisions.
+
+    Raises:
+        ConfigError: the file is no record; or the policy does together with others what was not recorded.
+        OSError: the file cannot be read.
+    """
+    return asyncio.run(_Replay(policy, lines_of(record)).run())
+
+
+@dataclass(frozen=True, slots=True)
+class _Other:
+    """Another policy."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Unknown:
+    """A strategy of which only this was recorded."""
+
+    name: str
+    digest: bytes
+
+
+class _ReplayHost(Host):
+    """What held in the run."""
+
+    def __init__(self) -> None:
+        super().__init__(Hyperparameters())
+        self.results: list[Line] = []
+        self.lacking: ConfigError | None = None
+        self._layout = Layout.even(1)
+        self._known: dict[bytes, AnyStrategy] = {}
+        self._can_change = False
+
+    @property
+    def size(self) -> int:
+        return self._layout.size
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    @property
+    def layout(self) -> Layout:
+        return self._layout
+
+    @property
+    def strategy(self) -> AnyStrategy:
+        return self._strategy
+
+    def start(self, line: Line) -> None:
+        """The ranks are these from now on."""
+        layout = line["layout"]
+        self._layout = Layout(tuple(layout["hosts"]), layout["num_cpus"], Costs(*layout["costs"]))
+        self._can_change = line["can_change"]
+        self.num_steps = line["begins"]
+        self.hyperparameters = Hyperparameters.from_json(line["hyperparameters"])
+        self.see(line["strategy"])
+
+    def see(self, strategy: Sequence[str]) -> None:
+        """This strategy is in force."""
+        self._strategy = self._strategy_of(strategy)
+
+    def measured(self, line: Line) -> StepMetrics:
+        """The measurements of a step."""
+        return StepMetrics(
+            step=line["step"],
+            strategy=self._strategy_of(line["strategy"]),
+            **{name: numbers(line[name]) for name in NUMBERS},
+            hyperparameters=self.hyperparameters,
+            observed={name: numbers(values) for name, values in line["observed"].items()},
+        )
+
+    async def change_strategy(self, chosen: AnyStrategy, runner: Named | None) -> None:
+        self._known[chosen.digest] = self._strategy = chosen
+        self._held_by(STRATEGY, runner)
+
+    def check_size(self, size: int) -> int:
+        return checked_size(size, can_change=self._can_change)
+
+    async def change_size(self, size: int, runner: Named) -> None:
+        self._held_by(SIZE, runner)
+
+    async def together(self, what: str, call: Callable[[Communicator], Awaitable[T]], runner: Runner) -> T:
+        found = next((one for one in self.results if one["together"] == what), None)
+        if found is None or "lacks" in found:
+            why = "" if found is None else f": {found['lacks']}"
+            self.lacking = ConfigError(f"the record has no result of {what!r} for {runner.name}{why}")
+            raise self.lacking
+        self.results.remove(found)
+        result: T = found["result"]
+        return result
+
+    def others_did(self, entry: Line, names: Sequence[str]) -> None:
+        """What was done in the run for another policy, or undone."""
+        subject = entry.get("subject")
+        if not subject or "overruled" in entry:
+            return
+        if subject == STRATEGY:
+            self.see(entry["value"])
+        elif subject != SIZE:
+            self.hyperparameters = self.hyperparameters.having(subject, entry["value"])
+        number = entry["policy"]
+        self._held_by(subject, None if number is None else _Other(names[number]))
+
+    def _strategy_of(self, recorded: Sequence[str]) -> AnyStrategy:
+        name, digest = recorded[0], bytes.fromhex(recorded[1])
+        if digest not in self._known:
+            try:
+                made: Any = build(name, self._layout)
+            except ConfigError:
+                made = None
+            self._known[digest] = made if made is not None and made.digest == digest else _Unknown(name, digest)  # type: ignore[assignment]
+        return self._known[digest]
+
+
+class _Replay:
+    """One policy, and the lines of a record."""
+
+    def __init__(self, policy: Policy, lines: Sequence[Line]) -> None:
+        self._lines = lines
+        self._host = _ReplayHost()
+        self._runner = Runner(policy, self._host)
+        self._names: Sequence[str] = lines[0]["policies"]
+        self._number = self._names.index(policy.name) if policy.name in self._names else len(self._names)
+
+    async def run(self) -> list[Decision]:
+        for line in self._lines:
+            if "format" in line:
+                await self._start(line)
+            else:
+                await self._step(line)
+            if self._host.lacking is not None:
+                await self._runner.end()
+                raise self._host.lacking
+        await self._runner.end()
+        return self._host.decisions
+
+    async def _start(self, line: Line) -> None:
+        state = None if line is self._lines[0] else self._runner.state()
+        self._host.start(line)
+        if state is None and self._number < len(line["states"]):
+            state = line["states"][self._number]
+        if state is None:
+            await self._runner.call("on_start")
+        else:
+            await self._runner.begin_anew(state)
+
+    async def _step(self, line: Line) -> None:
+        host, runner, rounds = self._host, self._runner, line["rounds"]
+        host.num_steps = line["step"]
+        host.see(line["strategy"])
+        await runner.call("before_step")
+        await runner.settle()
+        host.metrics = host.measured(line)
+        was_done = await self._round(rounds[0])
+        await runner.call("after_step")
+        for number in range(1, MAX_ROUNDS + 1):
+            if number >= len(rounds) and not was_done:
+                break
+            was_done = await self._round(rounds[number] if number < len(rounds) else [])
+        host.num_steps += 1
+
+    async def _round(self, entries: Sequence[Line]) -> bool:
+        """What follows from one meeting; whether something was done for the policy."""
+        await self._runner.settle()
+        places = [-1 if entry["policy"] is None else entry["policy"] for entry in entries]
+        for entry, place in zip(entries, places, strict=True):
+            if place < self._number:
+                self._host.others_did(entry, self._names)
+        was_done = await self._own([entry for entry in entries if entry["policy"] == self._number])
+        for entry, place in zip(entries, places, strict=True):
+            if place > self._number:
+                self._host.others_did(entry, self._names)
+        return was_done
+
+    async def _own(self, entries: Sequence[Line]) -> bool:
+        host, runner = self._host, self._runner
+        off = next((entry for entry in entries if "off" in entry), None)
+        if runner.is_off:
+            return False
+        if off is not None or runner.failure:
+            words = [runner.words] * host.size
+            what, evidence = raised(range(host.size), words) if off is None else (off["off"], _tuples(off["evidence"]))
+            await runner.switch_off()
+            host.switched_off(runner, what, evidence)
+            return False
+        host.results = [entry for entry in entries if "together" in entry]
+        lost = self._overruled([entry for entry in entries if "overruled" in entry])
+        was_done = bool(runner.requests)
+        await runner.carry_out(lost)
+        return was_done
+
+    def _overruled(self, entries: Sequence[Line]) -> set[Request[Any]]:
+        """What the policy asks for and does not get; it may ask for one thing twice."""
+        lost: set[Request[Any]] = set()
+        for entry in entries:
+            asked = [one for one in self._runner.requests if one.words == entry["words"] and one not in lost]
+            if asked:
+                lost.add(asked[0])
+                self._host.overruled(asked[0], entry["by"], entry["overruled"])
+        return lost
+
+
+def _tuples(evidence: Line) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in evidence.items()}
