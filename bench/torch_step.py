@@ -2,8 +2,9 @@
 
     kfcomm run -n 4 python bench/torch_step.py
 
-A perceptron of 12.6 million parameters in float32, one thread a rank. A step is forward, backward and SGD; with kfcomm
-each gradient's average begins when the gradient is there, by name, and is waited for before the optimizer's step. Both
+A perceptron of 12.6 million parameters in float32, one thread a rank. A step is forward, backward and SGD. With kfcomm
+each gradient's average begins when the gradient is there, by name, and is waited for before the optimizer's step; with
+``kfcomm.torch.attach`` the optimizer takes it when it is there, at the latest when the next forward pass needs it. All
 take turns in the same processes. A round's figure is that of the slowest rank, the ratio the median over rounds.
 """
 
@@ -24,6 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import kfcomm.sync
+import kfcomm.torch
 
 WIDTHS = (1024, 2048, 2048, 2048, 1024)
 RATE = 1e-3
@@ -60,16 +62,23 @@ class Averaged:
         self._pending.clear()
 
 
-def turn(model: nn.Module, x: torch.Tensor, wait: Callable[[], None]) -> float:
-    """Seconds of a step."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    begun = time.perf_counter()
-    for _ in range(STEPS):
-        optimizer.zero_grad(set_to_none=False)
-        model(x).square().mean().backward()
-        wait()
-        optimizer.step()
-    return (time.perf_counter() - begun) / STEPS
+class Turns:
+    """Steps of one model, its own way."""
+
+    def __init__(self, model: nn.Module, x: torch.Tensor, wait: Callable[[], None] = lambda: None) -> None:
+        self.model = model
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        self._x, self._wait = x, wait
+
+    def take(self) -> float:
+        """Seconds of a step."""
+        begun = time.perf_counter()
+        for _ in range(STEPS):
+            self.optimizer.zero_grad(set_to_none=False)
+            self.model(self._x).square().mean().backward()
+            self._wait()
+            self.optimizer.step()
+        return (time.perf_counter() - begun) / STEPS
 
 
 def free_port(comm: kfcomm.sync.Communicator) -> int:
@@ -84,6 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--batch", type=int, default=32, help="samples of each rank")
+    parser.add_argument("--bucket-nbytes", type=int, default=4 << 20, help="see kfcomm.torch.attach")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with kfcomm.sync.init() as comm:
@@ -91,25 +101,37 @@ def main() -> None:
         dist.init_process_group("gloo", rank=comm.rank, world_size=comm.size)
         torch.manual_seed(comm.rank)
         x = torch.randn(arguments.batch, WIDTHS[0])
-        ours, theirs = perceptron(), DistributedDataParallel(perceptron())
-        averaged = Averaged(comm, ours)
-        turns = {"kfcomm": (ours, averaged.wait), "gloo": (theirs, lambda: None), "alone": (perceptron(), lambda: None)}
+        hooked = perceptron()
+        turns = {
+            "kfcomm": Turns(hooked, x, Averaged(comm, hooked).wait),
+            "attach": Turns(perceptron(), x),
+            "gloo": Turns(DistributedDataParallel(perceptron()), x),
+            "alone": Turns(perceptron(), x),
+        }
+        ours = turns["attach"]
+        attached = kfcomm.torch.attach(ours.model, ours.optimizer, comm, bucket_nbytes=arguments.bucket_nbytes)
         seconds: dict[str, list[float]] = {name: [] for name in turns}
         for number in range(arguments.rounds + 1):
-            for name, (model, wait) in turns.items():
+            for name, one in turns.items():
                 comm.barrier("turn")
-                took = np.array([turn(model, x, wait)])
+                took = np.array([one.take()])
                 slowest = float(comm.all_reduce(took, "took", op="max")[0])
                 if number:
                     seconds[name].append(slowest)
-        same = all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+        attached.wait()
+        weights = [
+            nn.utils.parameters_to_vector(turns[name].model.parameters()) for name in ("attach", "gloo", "kfcomm")
+        ]
+        same = all(torch.allclose(one, weights[0], atol=1e-5) for one in weights)
         dist.destroy_process_group()
         if comm.rank:
             return
         for name, all_of_it in seconds.items():
             print(f"{name:7} {1e3 * statistics.median(all_of_it):7.1f} ms a step")
-        ratio = statistics.median(b / a for a, b in zip(seconds["kfcomm"], seconds["gloo"], strict=True))
-        print(f"{ratio:.2f} times as fast as Gloo; the weights are {'alike' if same else 'NOT alike'}")
+        for name in ("kfcomm", "attach"):
+            ratio = statistics.median(b / a for a, b in zip(seconds[name], seconds["gloo"], strict=True))
+            print(f"{name:7} {ratio:.2f} times as fast as Gloo")
+        print(f"the weights are {'alike' if same else 'NOT alike'}")
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def reduce_mapping(
         key = many_key(named)
         with Checks(group, key):
             _check_host(verbs, arrays.values(), stream)
-            outs = _outs_by_name(out, arrays)
+            outs = outs_by_name(out, arrays)
             return combine(
                 verbs,
                 [_item(one, arrays[one], outs.get(one)) for one in names],

@@ -9,13 +9,20 @@ from typing import TYPE_CHECKING
 from kfcomm.lazy import imported_when_used
 
 if TYPE_CHECKING:
-    from kfcomm.monitor.records import KeyStatistics, PeerStatistics, Statistics, StrategyStatistics
+    from kfcomm.monitor.records import (
+        KeyStatistics,
+        PeerStatistics,
+        Statistics,
+        StepStatistics,
+        StrategyStatistics,
+    )
 else:  # type checkers would take any name for one that is there
     __getattr__ = imported_when_used(
         __name__,
         dict.fromkeys(
-            ("KeyStatistics", "PeerStatistics", "Statistics", "StrategyStatistics"), "kfcomm.monitor.records"
+            ("KeyStatistics", "PeerStatistics", "Statistics", "StepStatistics", "StrategyStatistics"),
+            "kfcomm.monitor.records",
         ),
     )
 
-__all__ = ["KeyStatistics", "PeerStatistics", "Statistics", "StrategyStatistics"]
+__all__ = ["KeyStatistics", "PeerStatistics", "Statistics", "StepStatistics", "StrategyStatistics"]

@@ -5,7 +5,7 @@ Each number is right at the moment when it is read; of numbers that belong toget
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
@@ -86,6 +86,33 @@ class StrategyStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class StepStatistics:
+    """Training steps whose gradients are averaged while the program computes (``kfcomm.torch.attach``), on this rank.
+
+    Attributes:
+        name: of the attached model.
+        count: steps that have ended.
+        nbytes: of their gradients, together.
+        in_flight_s: for how long any gradient was under way, as far as the program has looked: it looks when a gradient
+            comes, and when a module is called.
+        waited_s: for how long the program stood still until one had come.
+        waited_for: the names that it has waited for, with seconds; the longest first.
+    """
+
+    name: str
+    count: int
+    nbytes: int
+    in_flight_s: float
+    waited_s: float
+    waited_for: tuple[tuple[str, float], ...]
+
+    @property
+    def hidden_s(self) -> float:
+        """For how long gradients travelled while the program computed."""
+        return max(0.0, self.in_flight_s - self.waited_s)
+
+
+@dataclass(frozen=True, slots=True)
 class Statistics:
     """What one rank has counted and timed.
 
@@ -106,6 +133,7 @@ class Statistics:
         symmetric_nbytes: of its arrays in symmetric memory, and of results that are shared.
         epoch: number of the membership; how often the ranks have changed.
         gauges: what ``kfcomm.train`` says of the training, by name, the latest values: ``noise_scale``, ``staleness``.
+        steps: of models that are attached in the group.
     """
 
     time_s: float
@@ -123,6 +151,7 @@ class Statistics:
     symmetric_nbytes: int = 0
     epoch: int = 0
     gauges: Mapping[str, float] = field(default_factory=dict)
+    steps: tuple[StepStatistics, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """The same as a mapping that ``json.dumps`` takes."""
@@ -140,4 +169,9 @@ class Statistics:
         fields["keys"] = tuple(KeyStatistics(**one) for one in fields["keys"])
         fields["others"] = None if fields["others"] is None else KeyStatistics(**fields["others"])
         fields["strategies"] = tuple(StrategyStatistics(**one) for one in fields["strategies"])
+        fields["steps"] = tuple(_step(**one) for one in fields["steps"])
         return cls(**fields)
+
+
+def _step(waited_for: Sequence[Sequence[Any]], **fields: Any) -> StepStatistics:
+    return StepStatistics(waited_for=tuple((name, seconds) for name, seconds in waited_for), **fields)

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kfcomm.errors import ConfigError
-from kfcomm.monitor.records import KeyStatistics, PeerStatistics, Statistics, StrategyStatistics
+from kfcomm.monitor.records import (
+    KeyStatistics,
+    PeerStatistics,
+    Statistics,
+    StepStatistics,
+    StrategyStatistics,
+)
 from kfcomm.runtime.meter import Meter, Tally
 from kfcomm.runtime.steady import steady
 
@@ -47,6 +54,7 @@ def statistics_of(session: Session, group: Group, message_groups: Callable[[], C
         symmetric_nbytes=session.network.room_nbytes(),
         epoch=session.epoch,
         gauges=steady(lambda: dict(meter.gauges)),
+        steps=_steps(meter, group.view.id),
     )
 
 
@@ -125,3 +133,22 @@ def _strategies(meter: Meter, group_id: bytes) -> tuple[StrategyStatistics, ...]
     return tuple(
         StrategyStatistics(name, one.count, one.nbytes, one.seconds, one.last, one.reference) for name, one in found
     )
+
+
+def _steps(meter: Meter, group_id: bytes) -> tuple[StepStatistics, ...]:
+    found = steady(lambda: [(name, one) for (group, name), one in meter.steps.items() if group == group_id])
+    return tuple(
+        StepStatistics(
+            name=name,
+            count=one.count,
+            nbytes=one.nbytes,
+            in_flight_s=one.in_flight_s,
+            waited_s=one.waited_s,
+            waited_for=tuple(sorted(steady(partial(_items, one.waited_for)), key=lambda item: -item[1])),
+        )
+        for name, one in found
+    )
+
+
+def _items(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
+    return list(seconds.items())

@@ -130,6 +130,25 @@ class Throughput:
         self.seconds += seconds
 
 
+class StepTally:
+    """Of training steps whose gradients travel while the program computes.
+
+    Attributes:
+        count: steps.
+        nbytes: of their gradients.
+        in_flight_s: for how long any of them was under way.
+        waited_s: for how long the program stood still for one.
+        waited_for: the latter by the name of the collective.
+    """
+
+    __slots__ = ("count", "in_flight_s", "nbytes", "waited_for", "waited_s")
+
+    def __init__(self) -> None:
+        self.count = self.nbytes = 0
+        self.in_flight_s = self.waited_s = 0.0
+        self.waited_for: dict[str, float] = {}
+
+
 Tallies: TypeAlias = dict[tuple[bytes, str], Tally]
 """By group id and name."""
 
@@ -141,16 +160,18 @@ class Meter:
         waited_s: by world rank, for its chunks.
         throughputs: by group id, of monitored calls by name of the strategy.
         gauges: what a program says of itself, by name: the latest value.
+        steps: by group id and the name under which gradients are averaged.
         now_s: when the burst began that is being handed over; 0 between bursts.
         settle: tells of what is complete and was not told yet, see ``Recorder.settle``; set by the recorder.
     """
 
-    __slots__ = ("_others", "_tallies", "gauges", "now_s", "settle", "throughputs", "waited_s")
+    __slots__ = ("_others", "_tallies", "gauges", "now_s", "settle", "steps", "throughputs", "waited_s")
 
     def __init__(self, size: int) -> None:
         self.waited_s = [0.0] * size
         self.throughputs: dict[bytes, dict[str, Throughput]] = {}
         self.gauges: dict[str, float] = {}
+        self.steps: dict[tuple[bytes, str], StepTally] = {}
         self.now_s = 0.0
         self.settle: Callable[..., None] = _nothing
         self._tallies: Tallies = {}
@@ -201,6 +222,8 @@ class Meter:
         _move(self._others, {one: LEFT_GROUPS for one in list(self._others) if one in group_ids})
         for group_id in group_ids:
             self.throughputs.pop(group_id, None)
+        for one in [one for one in self.steps if one[0] in group_ids]:
+            del self.steps[one]
 
     def throughput(self, group: GroupView, strategy: str) -> Throughput:
         """Of the monitored calls of a group under a strategy."""

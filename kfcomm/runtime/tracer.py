@@ -43,6 +43,9 @@ class Tracer(Protocol):
     def counter(self, name: str, unit: str, value: float) -> None:
         """A quantity that goes up and down has this value now. Any thread may say so."""
 
+    def span(self, name: str, since_ns: int, until_ns: int, /, **details: Any) -> None:
+        """The program did this, by the monotonic clock. Any thread may say so; spans of one rank do not overlap."""
+
     def left(self, peer: int) -> None:
         """A rank is leaving: this is the last that can be asked of it."""
 

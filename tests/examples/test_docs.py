@@ -11,6 +11,7 @@ Comments in the Markdown, invisible when rendered, say what to do with the block
 - ``<!-- not run: WHY -->``: it is not run; Python is compiled all the same.
 
 Every block of Python and every console has one of these marks. The blocks of one page are run in order, in one folder.
+A page with the comment ``<!-- needs: FRAMEWORK -->`` is run by the tests of frameworks.
 """
 
 import ast
@@ -32,7 +33,10 @@ import kfcomm.testing
 from tests.launch.launched import ROOT, environ
 from tests.support import free_port
 
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+NEEDS = re.compile(r"^<!-- needs: \w+ -->$", re.MULTILINE)
+ALL_PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+PAGES_OF_FRAMEWORKS = [page for page in ALL_PAGES if NEEDS.search(page.read_text("utf-8"))]
+PAGES = [page for page in ALL_PAGES if page not in PAGES_OF_FRAMEWORKS]
 MARK, FENCE = r"(?:^<!-- (?P<mark>[^\n]*?) -->\n+)?", r"^```(?P<language>\w+)\n(?P<text>.*?)^```$"
 BLOCK = re.compile(MARK + FENCE, re.MULTILINE | re.DOTALL)
 
@@ -58,6 +62,10 @@ def name_of(page: Path) -> str:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 async def test_page(page: Path, tmp_path: Path) -> None:
+    await run_page(page, tmp_path)
+
+
+async def run_page(page: Path, tmp_path: Path) -> None:
     for block in blocks(page):
         kind, _, what = block.mark.partition(": ")
         if block.language == "python":

@@ -1,13 +1,16 @@
-"""The torch example as its reader starts it: real processes, and what they print."""
+"""The torch examples as their reader starts them: real processes, and what they print."""
 
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.launch.launched import ROOT, environ, finished
 
-EXAMPLE = str(ROOT / "examples" / "torch_cpu.py")
+EXAMPLES = ROOT / "examples"
+BOTH = pytest.mark.parametrize("name", ["torch_attach.py", "torch_cpu.py"])
 LAST_LINE = r"accuracy (\d\.\d{3}); bit-identical on (\d) ranks"
 
 
@@ -16,10 +19,11 @@ def without_litter(folder: Path) -> dict[str, str]:
     return environ(TORCHINDUCTOR_CACHE_DIR=str(folder))
 
 
-def test_four_replicas_learn_alike(tmp_path: Path) -> None:
-    done = finished("run", "-n", "4", sys.executable, EXAMPLE, env=without_litter(tmp_path))
+@BOTH
+def test_four_replicas_learn_alike(name: str, tmp_path: Path) -> None:
+    done = finished("run", "-n", "4", sys.executable, str(EXAMPLES / name), env=without_litter(tmp_path))
     assert (done.returncode, done.stderr) == (0, "")
-    *steps, last = done.stdout.splitlines()
+    *steps, last = [line for line in done.stdout.splitlines() if "bytes of gradients" not in line]
     assert [line.partition(":")[0] for line in steps] == ["[0] step 20", "[0] step 40", "[0] step 60"]
     found = re.fullmatch(r"\[0\] " + LAST_LINE, last)
     assert found is not None
@@ -27,8 +31,10 @@ def test_four_replicas_learn_alike(tmp_path: Path) -> None:
     assert found[2] == "4"
 
 
-def test_alone_it_is_a_world_of_one(tmp_path: Path) -> None:
+@BOTH
+def test_alone_it_is_a_world_of_one(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / name)]
     env = without_litter(tmp_path)
-    done = subprocess.run([sys.executable, EXAMPLE], env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1].endswith("bit-identical on 1 ranks")

@@ -33,6 +33,7 @@ from kfcomm.monitor.timeline.translation import (
     POSTED,
     SAMPLED,
     SENT,
+    SPAN,
     Groups,
     Note,
     Translator,
@@ -175,6 +176,13 @@ class Timeline:
         """See ``Tracer.counter``."""
         if len(self._notes) < self._room:
             self._notes.append((COUNTER, self._clock(), name, unit, value))
+        else:
+            self._num_left_out += 1
+
+    def span(self, name: str, since_ns: int, until_ns: int, /, **details: Any) -> None:
+        """See ``Tracer.span``."""
+        if len(self._notes) < self._room:
+            self._notes.append((SPAN, since_ns, until_ns, name, details))
         else:
             self._num_left_out += 1
 

@@ -7,6 +7,7 @@ of a rank:
 - *collectives*: an asynchronous event for each, so that those that overlap show side by side;
 - *waiting for rank p*: a slice for as long as any collective lacks a chunk of p;
 - *from rank p*, *to rank p*: chunks as they arrive (a slice, where that takes more than one read) and leave;
+- *program*: what the program above did, where it says so: slices of a training step;
 - *events*: changes of strategy, decisions, losses; and *loop lag*, a counter.
 """
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from kfcomm.core.program import Program
     from kfcomm.core.signature import Signature
 
-POSTED, ENDED, SENT, ARRIVED, INSTANT, COUNTER, SAMPLED = range(7)
+POSTED, ENDED, SENT, ARRIVED, INSTANT, COUNTER, SAMPLED, SPAN = range(8)
 """Kinds of notes: the first of the tuple. The second is the time in nanoseconds; for the rest see the methods."""
 
 Note: TypeAlias = tuple[Any, ...]
@@ -71,6 +72,7 @@ class Translator:
         self._num_labels = 0
         self._translate: tuple[Callable[..., None], ...] = (
             self._posted, self._ended, self._sent, self._arrived, self._instant, self._counter, self._sampled,
+            self._span,
         )  # fmt: skip
 
     @property
@@ -224,6 +226,14 @@ class Translator:
         lines.append(
             f'{{"ph":"i","s":"t","cat":"event","name":{quoted(name)},"pid":{self._pid},"tid":{track},'
             f'"ts":{microseconds(ns)},"args":{json.dumps(plain(details), ensure_ascii=False)}}}'
+        )
+
+    def _span(self, lines: list[str], ns: int, until_ns: int, name: str, details: dict[str, Any]) -> None:
+        track = self._track(lines, "program", 0)
+        lines.append(
+            f'{{"ph":"X","cat":"program","name":{quoted(name)},"pid":{self._pid},"tid":{track},'
+            f'"ts":{microseconds(ns)},"dur":{microseconds(until_ns - ns)},'
+            f'"args":{json.dumps(plain(details), ensure_ascii=False)}}}'
         )
 
     def _counter(self, lines: list[str], ns: int, name: str, unit: str, value: float) -> None:

@@ -1,0 +1,193 @@
+"""Gradients that travel together: where each has its place, and what becomes of it.
+
+A bucket is flat memory from ``comm.empty``. The gradients of its parameters are views of it, so on one host they are
+read and written where they are. After them it has a *mark* for each parameter: 1 if this rank has a gradient, else 0.
+Marks are averaged with the gradients, so that all ranks learn, without a further message, for which parameters any of
+them had one: the others are left alone, as a single process leaves them alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from kfcomm.arrays.dtypes import dtype_of
+
+if TYPE_CHECKING:
+    from kfcomm.sync import Communicator
+    from kfcomm.sync.persistent import PersistentCollective
+
+ALIGNED_NBYTES = 64
+"""Gradients begin at multiples of this, as torch's own tensors do."""
+
+
+@dataclass(eq=False, slots=True)
+class Place:
+    """Where the gradient of one parameter belongs.
+
+    Attributes:
+        name: of the parameter.
+        parameter: itself.
+        view: its gradient's memory, in the bucket.
+        has_come: the backward pass of this step has brought it.
+    """
+
+    name: str
+    parameter: torch.Tensor
+    view: torch.Tensor
+    has_come: bool = False
+
+    def collect(self) -> bool:
+        """See that the memory holds what this rank gives: its gradient, or zeros; whether it has one."""
+        gradient = self.parameter.grad
+        if gradient is None:
+            self.view.zero_()
+            return False
+        if gradient.data_ptr() != self.view.data_ptr() or gradient.stride() != self.view.stride():
+            with torch.no_grad():
+                self.view.copy_(gradient)
+            self.parameter.grad = self.view
+        return True
+
+
+class Bucket:
+    """Some gradients of one dtype.
+
+    Args:
+        comm: averages them.
+        parameters: with their names.
+        name: of the collective.
+        wire_dtype: see ``Communicator.all_reduce``.
+
+    Attributes:
+        places: by parameter, in order.
+        nbytes: of the gradients.
+        is_begun: their average is under way, or there.
+    """
+
+    def __init__(
+        self, comm: Communicator, parameters: Sequence[tuple[str, torch.Tensor]], name: str, *, wire_dtype: Any = None
+    ) -> None:
+        dtype = parameters[0][1].dtype
+        sizes = [_room(parameter) for _, parameter in parameters]
+        begins = [0, *accumulate(sizes)]
+        self._comm = comm
+        self.name = name
+        element = dtype_of(str(dtype).removeprefix("torch."))
+        self._flat, self._is_shared = _memory(comm, begins[-1] + len(sizes), element)
+        self._flat[:] = 0
+        self._tensor = torch.from_numpy(self._flat.view("uint8")).view(dtype)
+        self._marks = self._tensor[begins[-1] :]
+        self.places = [
+            Place(one, parameter, self._tensor[begin : begin + parameter.numel()].view(parameter.shape))
+            for (one, parameter), begin in zip(parameters, begins, strict=False)
+        ]
+        self.nbytes = sum(parameter.numel() for _, parameter in parameters) * dtype.itemsize
+        self.is_begun = False
+        self._wire_dtype = wire_dtype
+        self._missing = len(self.places)
+        self._version = 0
+        self._exchange: PersistentCollective[Any] | None = None
+
+    def __repr__(self) -> str:
+        return f"<Bucket {self.name}, {len(self.places)} gradients, {self.nbytes} bytes>"
+
+    def came(self, place: Place) -> bool:
+        """The backward pass has brought a gradient; whether it was the last."""
+        place.has_come = True
+        place.collect()
+        self._missing -= 1
+        return not self._missing
+
+    def begin(self, urgency: int) -> None:
+        """Average what the ranks have.
+
+        Args:
+            urgency: priority of the collective, if it is the first, and ranks do not share memory: there nothing is
+                gained, and links that mind priorities are slower.
+        """
+        marks = [float(place.collect()) for place in self.places]
+        self._marks.copy_(torch.tensor(marks, dtype=self._marks.dtype))
+        if self._exchange is None:
+            priority = 0 if self._is_shared else urgency
+            self._exchange = self._comm.all_reduce_init(
+                self._flat, self.name, op="avg", out=self._flat, priority=priority, wire_dtype=self._wire_dtype
+            )
+        self._exchange.start()
+        self._version = self._tensor._version
+        self.is_begun = True
+
+    def done(self) -> bool:
+        """Whether the average is there, or has failed."""
+        return self._exchange is None or self._exchange.done()
+
+    def wait(self) -> None:
+        """Wait until it is there.
+
+        Raises:
+            CollectiveError: see ``kfcomm.sync.PersistentCollective.wait``.
+        """
+        if self._exchange is not None:
+            self._exchange.wait()
+
+    def was_touched(self) -> bool:
+        """Whether the program has written to the gradients since the average was begun."""
+        return bool(self._tensor._version != self._version)
+
+    def averaged(self) -> list[Place]:
+        """The places for which any rank had a gradient; it is there."""
+        marks = self._marks.tolist()
+        return [place for place, mark in zip(self.places, marks, strict=True) if mark]
+
+    def reset(self) -> None:
+        """The step is over."""
+        self.is_begun = False
+        self._missing = len(self.places)
+        for place in self.places:
+            place.has_come = False
+
+
+def share_out(parameters: Iterable[tuple[str, torch.Tensor]], nbytes: int) -> list[list[tuple[str, torch.Tensor]]]:
+    """Which parameters' gradients travel together: neighbours of one dtype, up to ``nbytes``; larger ones alone.
+
+    Args:
+        parameters: with their names, in the order in which their gradients come.
+        nbytes: of a bucket; beyond it a gradient has one to itself.
+    """
+    shared: list[list[tuple[str, torch.Tensor]]] = []
+    open_by_dtype: dict[torch.dtype, _Open] = {}
+    for name, parameter in parameters:
+        size = parameter.numel() * parameter.dtype.itemsize
+        latest = open_by_dtype.get(parameter.dtype)
+        if latest is None or latest.nbytes + size > nbytes:
+            latest = open_by_dtype[parameter.dtype] = _Open()
+            shared.append(latest.parameters)
+        latest.parameters.append((name, parameter))
+        latest.nbytes += size
+    return shared
+
+
+@dataclass(slots=True)
+class _Open:
+    """A bucket that may take more."""
+
+    parameters: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    nbytes: int = 0
+
+
+def _memory(comm: Communicator, count: int, dtype: np.dtype[Any]) -> tuple[np.ndarray[Any, Any], bool]:
+    """As ``comm.empty``, which would say that this host's ranks share none; and whether they do."""
+    room = comm._session.network.room(count * dtype.itemsize) if comm.local_size == comm.size else None
+    return (np.empty(count, dtype), False) if room is None else (room.view(dtype), True)
+
+
+def _room(parameter: torch.Tensor) -> int:
+    """Elements that the gradient takes in its bucket."""
+    aligned: int = max(1, ALIGNED_NBYTES // parameter.dtype.itemsize)
+    numbers: int = parameter.numel()
+    return -(-numbers // aligned) * aligned

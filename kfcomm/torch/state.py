@@ -1,0 +1,45 @@
+"""The state of a program, the same on all ranks: parameters, and objects that hold tensors.
+
+No object is pickled: what comes from a peer can be read, but cannot run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kfcomm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kfcomm.sync import Communicator
+
+
+def broadcast_parameters(
+    parameters: Mapping[str, Any] | Iterable[tuple[str, Any]], comm: Communicator, root: int = 0, *,
+    name: str = "parameters",
+) -> None:  # fmt: skip
+    """Every rank's tensors become those of rank ``root``, in place: as Horovod's function of this name.
+
+    Args:
+        parameters: ``model.state_dict()`` or ``model.named_parameters()``; the same names, shapes and dtypes on every
+            rank. What is no tensor stays as it is.
+        comm: blocking.
+        root: rank whose values they get.
+        name: of the collective.
+
+    Raises:
+        ConfigError: on all ranks, if they do not give the same tensors.
+
+    Cost: the bytes of the tensors; small ones travel together.
+    """
+    items = parameters.items() if isinstance(parameters, Mapping) else parameters
+    tensors = {one: value.detach() for one, value in items if isinstance(value, torch.Tensor)}
+    about = [f"{one} {tuple(tensor.shape)} {tensor.dtype}" for one, tensor in tensors.items()]
+    if not comm.consensus(about, name=f"{name}/which"):
+        raise ConfigError(f"the ranks do not give the same tensors to {name!r}: names, shapes or dtypes differ")
+    places = {(one.data_ptr(), one.shape, one.stride()): one for one in tensors.values() if one.numel()}
+    if places:
+        found = list(places.values())
+        comm.broadcast(found, root, name=name, out=found)

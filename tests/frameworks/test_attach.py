@@ -1,0 +1,568 @@
+"""A model that is attached learns as a single process does that has the whole batch."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kfcomm.sync
+import kfcomm.torch
+from kfcomm import testing
+from kfcomm.errors import ConfigError, KfcommError
+from kfcomm.monitor.timeline import Timeline
+from tests.monitor.timeline.traces import events_of
+from tests.sync.worlds import joined
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+
+SIZE, STEPS, BATCH, WIDTH = 2, 4, 6, 5
+CHANCE = threading.Lock()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Ranks are threads here."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Tied(nn.Module):
+    """Shares a weight between its first and its last layer, has one that it never uses, and one every other time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.unused = nn.Linear(WIDTH, WIDTH)
+        self.sometimes = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.last.weight = self.first.weight
+        self.calls = 0
+
+    def forward(self, x: Any) -> Any:
+        self.calls += 1
+        x = self.first(x).tanh()
+        if self.calls % 2:
+            x = self.sometimes(x).tanh()
+        return self.last(x)
+
+
+class Attention(nn.Module):
+    """Reads parameters of a module that it does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 1, batch_first=True)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Any) -> Any:
+        x = self.norm(x)[:, None, :]
+        return self.out(self.attention(x, x, x)[0][:, 0, :])
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "perceptron": lambda: nn.Sequential(nn.Linear(WIDTH, 7), nn.Tanh(), nn.Linear(7, 7), nn.ReLU(), nn.Linear(7, 5)),
+    "tied": Tied,
+    "attention": Attention,
+}
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
+    "groups": lambda model: torch.optim.Adam(
+        [
+            {"params": [one for one in model.parameters() if one.dim() > 1], "lr": 0.02},
+            {"params": [one for one in model.parameters() if one.dim() == 1], "weight_decay": 0.1},
+        ]
+    ),
+}
+
+
+def made(kind: str, seed: int = 0) -> Any:
+    with CHANCE:  # it is of the process
+        torch.manual_seed(seed)
+        return MODELS[kind]()
+
+
+def batches(rank: int | None, size: int = SIZE) -> list[tuple[Any, Any]]:
+    """Of one rank, or of all."""
+    generator = torch.Generator().manual_seed(7)
+    whole = [
+        (torch.randn(BATCH, WIDTH, generator=generator), torch.randn(BATCH, WIDTH, generator=generator))
+        for _ in range(STEPS)
+    ]
+    part = slice(None) if rank is None else slice(rank * BATCH // size, (rank + 1) * BATCH // size)
+    return [(x[part], y[part]) for x, y in whole]
+
+
+def train(model: Any, optimizer: Any, data: list[tuple[Any, Any]], *, zero: dict[str, Any] | None = None,
+          between: Callable[[], None] = lambda: None, scheduler: Any = None) -> list[float]:  # fmt: skip
+    losses = []
+    for x, y in data:
+        optimizer.zero_grad(**(zero or {}))
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        between()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        losses.append(loss.item())
+    return losses
+
+
+def alone(kind: str, optimizer: str, **options: Any) -> dict[str, Any]:
+    model = made(kind)
+    train(model, OPTIMIZERS[optimizer](model), batches(None), **options)
+    return dict(model.state_dict())
+
+
+def attached(comm: Any, kind: str, optimizer: str = "sgd", *, seed: int | None = None, **options: Any) -> Any:
+    """Model, optimizer, and what holds them together; other weights on every rank before."""
+    model = made(kind, 0 if comm.rank == 0 else 100 + comm.rank if seed is None else seed)
+    chosen = OPTIMIZERS[optimizer](model)
+    return model, chosen, kfcomm.torch.attach(model, chosen, comm, **{"bucket_nbytes": 150, **options})
+
+
+def each(main: Callable[[Any], Any], size: int = SIZE) -> list[Any]:
+    """``main(comm)`` on every rank of a world in memory."""
+    with testing.sync_world(size) as comms:
+        return testing.run_threads(comms, main)
+
+
+def close(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, one in wanted.items():
+        torch.testing.assert_close(
+            found[name], one, rtol=2e-5, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("defer", [True, False])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_as_one_process_that_has_the_whole_batch(kind: str, optimizer: str, defer: bool) -> None:
+    def rank(comm: Any) -> dict[str, Any]:
+        model, chosen, _ = attached(comm, kind, optimizer, defer=defer)
+        train(model, chosen, batches(comm.rank))
+        return dict(model.state_dict())
+
+    first, second = each(rank)
+    close(first, alone(kind, optimizer))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_over_links_and_through_slots_with_the_same_bits_in_a_rerun(transport: str) -> None:
+    def rank(comm: Any) -> dict[str, Any]:
+        model, chosen, held = attached(comm, "perceptron", "adamw")
+        train(model, chosen, batches(comm.rank) * 3)
+        assert (comm.statistics().symmetric_nbytes > 0) == (transport == "shm")
+        held.detach()  # lets go of the memory
+        return dict(model.state_dict())
+
+    found = []
+    for _ in range(2):
+        with joined(transport) as comms:
+            found += testing.run_threads(comms, rank)
+    assert all(torch.equal(one[name], found[0][name]) for one in found for name in one)
+    model = made("perceptron")
+    train(model, OPTIMIZERS["adamw"](model), batches(None) * 3)
+    close(found[0], model.state_dict())
+
+
+@pytest.mark.parametrize("zero", [{"set_to_none": True}, {"set_to_none": False}], ids=["none", "zeros"])
+@pytest.mark.parametrize("defer", [True, False])
+def test_gradients_are_zeroed_in_both_ways_and_right_after_the_step(zero: dict[str, Any], defer: bool) -> None:
+    def rank(comm: Any) -> dict[str, Any]:
+        model, chosen, _ = attached(comm, "tied", defer=defer)
+        for x, y in batches(comm.rank):
+            (model(x) - y).square().mean().backward()
+            chosen.step()
+            chosen.zero_grad(**zero)
+        return dict(model.state_dict())
+
+    first, _ = each(rank)
+    close(first, alone("tied", "sgd", zero={} if defer else zero))  # what no rank has used is not updated, as there
+
+
+def test_gradients_that_the_program_keeps_stay_where_they_are() -> None:
+    """Without deferred updates, ``parameter.grad`` is the memory that travels, and autograd adds to it."""
+
+    def rank(comm: Any) -> None:
+        model, chosen, _ = attached(comm, "perceptron", defer=False)
+        places = set()
+        for x, y in batches(comm.rank):
+            chosen.zero_grad(set_to_none=False)
+            (model(x) - y).square().mean().backward()
+            chosen.step()
+            places.add(tuple(one.grad.data_ptr() for one in model.parameters()))
+        assert len(places) == 1
+
+    each(rank)
+
+
+@pytest.mark.parametrize("defer", [True, False])
+def test_micro_batches(defer: bool) -> None:
+    def rank(comm: Any) -> dict[str, Any]:
+        model, chosen, held = attached(comm, "tied", "adamw", defer=defer)
+        for x, y in batches(comm.rank):
+            chosen.zero_grad()
+            with held.no_sync():
+                ((model(x[:1]) - y[:1]).square().mean() / 3).backward()
+                ((model(x[1:2]) - y[1:2]).square().mean() / 3).backward()
+            ((model(x[2:]) - y[2:]).square().mean() / 3).backward()
+            chosen.step()
+        return dict(model.state_dict())
+
+    model = made("tied")
+    chosen = OPTIMIZERS["adamw"](model)
+    for x, y in batches(None):
+        chosen.zero_grad()
+        for part in range(3):
+            rows = [part, part + 3]  # what the ranks have
+            ((model(x[rows]) - y[rows]).square().mean() / 3).backward()
+        chosen.step()
+    first, second = each(rank)
+    close(first, model.state_dict())
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_an_update_that_is_not_needed_yet_outlives_micro_batches_of_the_next_step() -> None:
+    """The branch that a step has used last is called again two steps later, after other gradients were gathered."""
+
+    def steps(model: Any, chosen: Any, data: list[tuple[Any, Any]], quiet: Any) -> dict[str, Any]:
+        for number, (x, y) in enumerate(data):
+            chosen.zero_grad()
+            model.calls = 2 * number  # the branch is in all first halves, and in no second one
+            with quiet():
+                (model(x[::2]) - y[::2]).square().mean().backward()
+            (model(x[1::2]) - y[1::2]).square().mean().backward()
+            chosen.step()
+        return dict(model.state_dict())
+
+    def rank(comm: Any) -> dict[str, Any]:
+        model, chosen, held = attached(comm, "tied")
+        return steps(model, chosen, [(x[comm.rank :: SIZE], y[comm.rank :: SIZE]) for x, y in data], held.no_sync)
+
+    generator = torch.Generator().manual_seed(3)
+    data = [(torch.randn(8, WIDTH, generator=generator), torch.randn(8, WIDTH, generator=generator)) for _ in range(4)]
+    order = [0, 2, 1, 3, 4, 6, 5, 7]  # so that halves are made of the same rows as on the ranks
+    model = made("tied")
+    wanted = steps(model, OPTIMIZERS["sgd"](model), [(x[order], y[order]) for x, y in data], contextlib.nullcontext)
+    close(each(rank)[0], wanted)
+
+
+def test_what_only_one_rank_has_used_is_averaged_with_zeros() -> None:
+    def rank(comm: Any) -> dict[str, Any]:
+        model, chosen, _ = attached(comm, "tied")
+        for x, y in batches(comm.rank):
+            chosen.zero_grad()
+            model.calls = comm.rank  # the first rank uses the branch, the second does not
+            (model(x) - y).square().mean().backward()
+            chosen.step()
+        return dict(model.state_dict())
+
+    model = made("tied")
+    chosen = OPTIMIZERS["sgd"](model)
+    for x, y in batches(None):
+        chosen.zero_grad()
+        for calls, part in enumerate((slice(None, 3), slice(3, None))):
+            model.calls = calls
+            ((model(x[part]) - y[part]).square().mean() / 2).backward()
+        chosen.step()
+    first, second = each(rank)
+    close(first, model.state_dict())
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("defer", [True, False])
+def test_clipping_after_a_wait(defer: bool) -> None:
+    def rank(comm: Any) -> dict[str, Any]:
+        model, chosen, held = attached(comm, "perceptron", "adamw", defer=defer)
+
+        def clip() -> None:
+            held.wait()
+            held.wait()  # again is nothing
+            assert float(nn.utils.clip_grad_norm_(model.parameters(), 0.01)) > 0.01
+
+        train(model, chosen, batches(comm.rank), between=clip)
+        return dict(model.state_dict())
+
+    model = made("perceptron")
+    clip = lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.01)  # noqa: E731
+    train(model, OPTIMIZERS["adamw"](model), batches(None), between=clip)
+    close(each(rank)[0], model.state_dict())
+
+
+def test_gradients_that_are_changed_under_way_are_an_error() -> None:
+    def rank(comm: Any) -> None:
+        model, chosen, _ = attached(comm, "perceptron")
+        clip = lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.01)  # noqa: E731
+        with pytest.raises(ConfigError, match=r"were changed while they were averaged: call attached.wait\(\) before"):
+            train(model, chosen, batches(comm.rank), between=clip)
+
+    each(rank)
+
+
+def test_a_schedule_of_learning_rates_is_that_of_the_step_that_asked() -> None:
+    def schedule(chosen: Any) -> Any:
+        return torch.optim.lr_scheduler.StepLR(chosen, step_size=1, gamma=0.3)
+
+    def rank(comm: Any) -> dict[str, Any]:
+        model, chosen, _ = attached(comm, "perceptron")
+        train(model, chosen, batches(comm.rank), scheduler=schedule(chosen))
+        return dict(model.state_dict())
+
+    model = made("perceptron")
+    chosen = OPTIMIZERS["sgd"](model)
+    train(model, chosen, batches(None), scheduler=schedule(chosen))
+    close(each(rank)[0], model.state_dict())
+
+
+def test_gradients_that_come_twice_are_an_error() -> None:
+    def rank(comm: Any) -> None:
+        model, _, _ = attached(comm, "perceptron")
+        (x, y), *_ = batches(comm.rank)
+        (model(x) - y).square().mean().backward()
+        with pytest.raises(ConfigError, match=r"has come twice in a step: put all .* into attached.no_sync\(\)"):
+            (model(x) - y).square().mean().backward()
+
+    each(rank)
+
+
+def test_a_forward_pass_from_before_the_step() -> None:
+    """Its backward pass brings gradients of parameters that are not updated yet: they are, first."""
+
+    def plain() -> Any:
+        model = made("perceptron")
+        chosen = OPTIMIZERS["sgd"](model)
+        (x, y), *_ = batches(None)
+        early = model[4].bias * 2
+        (model(x) - y).square().mean().backward()
+        chosen.step()
+        chosen.zero_grad()
+        early.sum().backward()
+        chosen.step()
+        return model.state_dict()
+
+    def rank(comm: Any) -> dict[str, Any]:
+        model, chosen, _ = attached(comm, "perceptron")
+        (x, y), *_ = batches(comm.rank)
+        early = model[4].bias * 2  # saves nothing that the update changes
+        (model(x) - y).square().mean().backward()
+        chosen.step()
+        early.sum().backward()
+        chosen.step()
+        return dict(model.state_dict())
+
+    close(each(rank)[0], plain())
+
+
+def test_a_model_that_is_never_called_is_updated_at_once() -> None:
+    def rank(comm: Any) -> dict[str, Any]:
+        model, chosen, _ = attached(comm, "perceptron")
+        for x, y in batches(comm.rank):
+            chosen.zero_grad()
+            found = nn.functional.linear(x, model[0].weight, model[0].bias)
+            (found.sum(dim=1) - y.sum(dim=1)).square().mean().backward()
+            chosen.step()
+        return {name: one.detach().clone() for name, one in model.named_parameters()}
+
+    model = made("perceptron")
+    chosen = OPTIMIZERS["sgd"](model)
+    for x, y in batches(None):
+        chosen.zero_grad()
+        found = nn.functional.linear(x, model[0].weight, model[0].bias)
+        (found.sum(dim=1) - y.sum(dim=1)).square().mean().backward()
+        chosen.step()
+    close(each(rank)[0], dict(model.named_parameters()))
+
+
+def test_evaluation_and_checkpoints_see_what_was_updated() -> None:
+    def rank(comm: Any) -> None:
+        model, chosen, held = attached(comm, "perceptron", "adamw")
+        (x, y), *_ = batches(comm.rank)
+        (model(x) - y).square().mean().backward()
+        chosen.step()
+        with torch.inference_mode():
+            model(x)
+        kept = copy.deepcopy(model.state_dict())
+        held.wait()
+        assert all(torch.equal(kept[name], one) for name, one in model.state_dict().items())
+        (model(x) - y).square().mean().backward()
+        chosen.step()
+        assert {int(one["step"]) for one in chosen.state_dict()["state"].values()} == {2}
+
+    each(rank)
+
+
+def test_a_copy_of_the_model_is_a_model_of_its_own() -> None:
+    def rank(comm: Any) -> None:
+        model, chosen, held = attached(comm, "perceptron")
+        held.wait()
+        other = copy.deepcopy(model)
+        (x, _), *_ = batches(comm.rank)
+        other(x).sum().backward()
+        train(model, chosen, batches(comm.rank))
+
+    each(rank)
+
+
+def test_after_detaching_nothing_is_exchanged() -> None:
+    def rank(comm: Any) -> Any:
+        model, chosen, held = attached(comm, "perceptron")
+        (x, y), *_ = batches(comm.rank)
+        (model(x) - y).square().mean().backward()
+        chosen.step()
+        held.detach()
+        before = comm.statistics().steps[0].count
+        train(model, chosen, batches(comm.rank))
+        assert comm.statistics().steps[0].count == before == 1
+        return model[0].weight.detach().clone()
+
+    first, second = each(rank)
+    assert not torch.equal(first, second)
+
+
+def test_mixed_dtypes_and_a_wire_dtype() -> None:
+    def rank(comm: Any) -> dict[str, Any]:
+        model = made("perceptron", comm.rank)
+        model[2].to(torch.bfloat16)
+        model[2].register_forward_pre_hook(lambda _, given: (given[0].to(torch.bfloat16),))
+        model[2].register_forward_hook(lambda _m, _i, out: out.float())
+        chosen = torch.optim.SGD(model.parameters(), lr=0.1)
+        held = kfcomm.torch.attach(model, chosen, comm, bucket_nbytes=1 << 20)
+        assert len(held._buckets) == 2
+        train(model, chosen, batches(comm.rank))
+        return dict(model.state_dict())
+
+    first, second = each(rank)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+    def narrow(comm: Any) -> dict[str, Any]:
+        model, chosen, _ = attached(comm, "perceptron", wire_dtype="bfloat16")
+        train(model, chosen, batches(comm.rank))
+        return dict(model.state_dict())
+
+    wanted = alone("perceptron", "sgd")
+    for name, one in each(narrow)[0].items():
+        torch.testing.assert_close(one, wanted[name], rtol=0, atol=0.01)
+
+
+def test_what_cannot_work_is_said_on_all_ranks() -> None:
+    def rank(comm: Any) -> None:
+        model = made("perceptron")
+        chosen = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ConfigError, match="the ranks do not attach the same model as 'grad'"):
+            kfcomm.torch.attach(model if comm.rank else nn.Linear(WIDTH, 2), chosen if comm.rank else None, comm)
+
+    def other(comm: Any) -> None:
+        model = made("perceptron" if comm.rank else "tied")
+        with pytest.raises(ConfigError, match="the ranks do not attach the same model as 'grad'"):
+            kfcomm.torch.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), comm)
+
+    each(other)
+    model, layer = made("perceptron"), nn.Linear(2, 2)
+    both = torch.optim.SGD([*model.parameters(), *layer.parameters()], lr=0.1)
+    with kfcomm.sync.init() as comm:
+        for options, message in (
+            ((nn.ReLU(), both, comm), "has no parameter of the model"),
+            ((model, both, comm), "2 parameters of the optimizer are not the model's"),
+            ((model, both, comm._inner), "needs a communicator of kfcomm.sync, not a Communicator"),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                kfcomm.torch.attach(*options)
+        elsewhere = nn.Linear(2, 2, device="meta")
+        with pytest.raises(ConfigError, match="parameter weight is not in host memory"):
+            kfcomm.torch.attach(elsewhere, torch.optim.SGD(elsewhere.parameters(), lr=0.1), comm)
+
+
+def test_what_cannot_work_later() -> None:
+    with kfcomm.sync.init() as comm:
+        model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 3))
+        chosen = torch.optim.SGD(model.parameters(), lr=0.1)
+        held = kfcomm.torch.attach(model, chosen, comm)
+        with pytest.raises(ConfigError, match="no closure"):
+            chosen.step(lambda: 0.0)
+        with pytest.raises(ConfigError, match=r"the gradient of 0.weight is sparse"):
+            model(torch.tensor([1, 2])).sum().backward()
+        chosen.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+        with pytest.raises(ConfigError, match="has got parameters since it was attached"):
+            chosen.step()
+        assert repr(held) == "<Attached, 3 parameters in 1 buckets>"
+
+
+def test_a_peer_that_dies_ends_the_step_of_the_others() -> None:
+    with testing.sync_world(3) as comms:
+        ready = threading.Barrier(3)
+
+        def rank(comm: Any) -> str:
+            model, chosen, _ = attached(comm, "perceptron")
+            train(model, chosen, batches(comm.rank, 3))
+            ready.wait()
+            if comm.rank == 2:
+                comms.kill(2)
+                return "killed"
+            with pytest.raises(KfcommError, match="rank 2") as caught:
+                train(model, chosen, batches(comm.rank, 3))
+            return type(caught.value).__name__
+
+        with ThreadPoolExecutor(3) as pool:
+            said = list(pool.map(rank, comms))
+    assert said == ["PeerLost", "PeerLost", "killed"]
+
+
+def test_the_profile_of_steps(tmp_path: Path) -> None:
+    with joined("tcp") as comms:
+        timelines = [Timeline.of(comm._session, tmp_path) for comm in comms]
+
+        def rank(comm: Any) -> Any:
+            model, chosen, _ = attached(comm, "perceptron")
+            train(model, chosen, batches(comm.rank))
+            model.state_dict()
+            return comm.statistics()
+
+        first, _ = testing.run_threads(comms, rank)
+    (found,) = first.steps
+    assert (found.name, found.count) == ("grad", STEPS)
+    assert found.nbytes == STEPS * 4 * sum(one.numel() for one in made("perceptron").parameters())
+    assert found.waited_s >= 0
+    assert 0 <= found.hidden_s <= found.in_flight_s
+    assert all(name.startswith("grad/") for name, _ in found.waited_for)
+    assert sum(seconds for _, seconds in found.waited_for) == pytest.approx(found.waited_s)
+    assert type(first).from_json(json.loads(json.dumps(first.as_json()))) == first
+    for one in timelines:
+        spans = [event["name"] for event in events_of(one.path) if event.get("cat") == "program"]
+        assert spans.count("backward") == STEPS
+
+
+def test_urgent_is_what_the_forward_pass_needs_first() -> None:
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.late, self.early = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Any) -> Any:
+            return self.late(self.early(x))
+
+    with joined("tcp") as comms:
+
+        def rank(comm: Any) -> None:
+            model = Backwards()
+            chosen = torch.optim.SGD(model.parameters(), lr=0.1)
+            held = kfcomm.torch.attach(model, chosen, comm, bucket_nbytes=1)
+            train(model, chosen, batches(comm.rank))
+            urgency = {bucket.name: held._urgency(bucket) for bucket in held._buckets}
+            assert urgency["grad/early.weight"] > urgency["grad/late.weight"] > 0
+
+        testing.run_threads(comms, rank)

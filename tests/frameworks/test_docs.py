@@ -1,0 +1,17 @@
+"""The pages of the documentation that need a framework do what they say."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.examples.test_docs import PAGES_OF_FRAMEWORKS, name_of, run_page
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("page", PAGES_OF_FRAMEWORKS, ids=name_of)
+async def test_page(page: Path, tmp_path: Path) -> None:
+    await run_page(page, tmp_path)
+
+
+def test_there_are_such_pages() -> None:
+    assert "train-with-torch.md" in {page.name for page in PAGES_OF_FRAMEWORKS}
