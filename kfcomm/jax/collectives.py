@@ -1,0 +1,185 @@
+"""Collectives of pytrees, eager or as a part of what JAX compiles, with gradients.
+
+Outside of transformations the arrays are read where they are (DLPack), and results are new arrays. Inside, a collective
+is one ``io_callback`` for a whole tree, whose arrays travel all at once.
+
+Such a callback blocks a thread of XLA's pool, which has one for each processor: on two processors JAX 0.10 runs two of
+many independent callbacks at a time, in an order that changes from run to run. So ranks could come to hold all their
+threads in collectives that the others cannot begin. Therefore callbacks are *ordered*: one at a time, in the order of
+the program, which is the same on every rank that traces the same function. What shall travel together goes into one
+tree.
+
+Invariants: a collective inside ``jit`` runs once for each time that the program says so; it is never left out, though
+nobody uses its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import jax
+import numpy as np
+from jax import numpy as jnp
+from jax.experimental import io_callback
+
+from kfcomm.errors import ConfigError
+from kfcomm.sync.skin import Skin
+
+Tree = TypeVar("Tree")
+
+AGAIN = "/gradient"
+"""After the name of a collective: that of its gradient."""
+LINEAR = ("sum", "avg")
+
+
+def all_reduce(tree: Tree, comm: Any, *, name: str = "tree", op: str = "sum") -> Tree:
+    """Every rank gets, for each array of the tree, what ``Communicator.all_reduce_many`` gives.
+
+    Its gradient is an all_reduce with the same ``op``: that of the ranks' losses together.
+
+    Args:
+        tree: a pytree of arrays; the same structure, shapes and dtypes on every rank.
+        comm: blocking, of ``kfcomm.sync``.
+        name: of the collective; its gradient has it with ``/gradient`` after it.
+        op: see ``Communicator.all_reduce``.
+
+    Raises:
+        ConfigError: ``comm`` does not block; or a gradient is asked for of another op than sum and avg.
+        CollectiveError: it failed. Inside ``jit`` JAX raises an error of its own, with that one in its text.
+
+    Cost: an ``all_reduce_many``; inside ``jit`` also a copy of the results.
+    """
+    return cast("Tree", _apply(_all_reduce, tree, comm, name, str(op)))
+
+
+def broadcast(tree: Tree, comm: Any, root: int = 0, *, name: str = "tree") -> Tree:
+    """Every rank gets the arrays of rank ``root``; the gradient there is the sum of all ranks', and 0 elsewhere.
+
+    Args:
+        tree: as in ``all_reduce``; only the root's values matter.
+        comm: see ``all_reduce``.
+        root: rank in the group.
+        name: see ``all_reduce``.
+
+    Raises:
+        ConfigError, CollectiveError: see ``all_reduce``.
+    """
+    return cast("Tree", _apply(_broadcast, tree, comm, name, root))
+
+
+def all_gather(tree: Tree, comm: Any, *, name: str = "tree") -> Tree:
+    """Every rank gets the arrays of all ranks, stacked: a new first axis is the rank.
+
+    Its gradient is the sum of all ranks' gradients of this rank's part.
+
+    Args:
+        tree: see ``all_reduce``.
+        comm: see ``all_reduce``.
+        name: see ``all_reduce``.
+
+    Raises:
+        ConfigError, CollectiveError: see ``all_reduce``.
+    """
+    return cast("Tree", _apply(_all_gather, tree, comm, name, None))
+
+
+def _apply(verb: Callable[..., list[Any]], tree: Any, comm: Any, name: str, option: Any) -> Any:
+    if not isinstance(comm, Skin):
+        raise ConfigError(f"collectives of JAX need a communicator of kfcomm.sync, not a {type(comm).__name__}")
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, verb(comm, name, option, [jnp.asarray(leaf) for leaf in leaves]))
+
+
+def _run(call: Callable[[list[Any]], list[Any]], leaves: list[Any], ranks: int | None = None) -> list[Any]:
+    """The call itself if these are arrays; a callback that makes it, where they will be there later.
+
+    Args:
+        call: from arrays to arrays.
+        leaves: what it is given.
+        ranks: results have one more axis, of this size.
+    """
+    if not leaves:
+        return []
+    if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return call(leaves)
+    more = () if ranks is None else (ranks,)
+    results = [jax.ShapeDtypeStruct((*more, *leaf.shape), leaf.dtype) for leaf in leaves]
+
+    def callback(given: list[Any]) -> list[Any]:
+        return call([np.asarray(one) for one in given])
+
+    found: list[Any] = io_callback(callback, results, leaves, ordered=True)
+    return found
+
+
+def _of_gradients(change: Callable[[list[Any]], list[Any]], gradients: list[Any]) -> tuple[list[Any]]:
+    """What ``change`` makes of them, but of those of integers: there are none, for which JAX has a dtype."""
+    places = [place for place, one in enumerate(gradients) if one.dtype != jax.dtypes.float0]
+    found = list(gradients)
+    for place, one in zip(places, change([gradients[place] for place in places]), strict=True):
+        found[place] = one
+    return (found,)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _all_reduce(comm: Any, name: str, op: str, leaves: list[Any]) -> list[Any]:
+    def call(given: list[Any]) -> list[Any]:
+        named = {f"{name}/{place}": one for place, one in enumerate(given)}
+        found = comm.all_reduce_many(named, op=op)
+        return [found[one] for one in named]
+
+    return _run(call, leaves)
+
+
+def _all_reduce_forward(comm: Any, name: str, op: str, leaves: list[Any]) -> tuple[list[Any], None]:
+    if op not in LINEAR:
+        raise ConfigError(f"an all_reduce has a gradient if its op is sum or avg, not {op}")
+    return _all_reduce(comm, name, op, leaves), None
+
+
+def _all_reduce_backward(comm: Any, name: str, op: str, _: None, gradients: list[Any]) -> tuple[list[Any]]:
+    return _of_gradients(partial(_all_reduce, comm, name + AGAIN, op), gradients)
+
+
+_all_reduce.defvjp(_all_reduce_forward, _all_reduce_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _broadcast(comm: Any, name: str, root: int, leaves: list[Any]) -> list[Any]:
+    return _run(lambda given: list(comm.broadcast(given, root, name=name)), leaves)
+
+
+def _broadcast_forward(comm: Any, name: str, root: int, leaves: list[Any]) -> tuple[list[Any], None]:
+    return _broadcast(comm, name, root, leaves), None
+
+
+def _broadcast_backward(comm: Any, name: str, root: int, _: None, gradients: list[Any]) -> tuple[list[Any]]:
+    def change(given: list[Any]) -> list[Any]:
+        sums = _all_reduce(comm, name + AGAIN, "sum", given)
+        return sums if comm.rank == root else [jnp.zeros_like(one) for one in sums]
+
+    return _of_gradients(change, gradients)
+
+
+_broadcast.defvjp(_broadcast_forward, _broadcast_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _all_gather(comm: Any, name: str, _: None, leaves: list[Any]) -> list[Any]:
+    return _run(lambda given: list(comm.all_gather(given, name=name)), leaves, comm.size)
+
+
+def _all_gather_forward(comm: Any, name: str, _: None, leaves: list[Any]) -> tuple[list[Any], None]:
+    return _all_gather(comm, name, None, leaves), None
+
+
+def _all_gather_backward(comm: Any, name: str, _: None, _residuals: None, gradients: list[Any]) -> tuple[list[Any]]:
+    def change(given: list[Any]) -> list[Any]:
+        return [one[comm.rank] for one in _all_reduce(comm, name + AGAIN, "sum", given)]
+
+    return _of_gradients(change, gradients)
+
+
+_all_gather.defvjp(_all_gather_forward, _all_gather_backward)
