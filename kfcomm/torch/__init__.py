@@ -9,13 +9,26 @@ from kfcomm.lazy import imported_when_used
 
 if TYPE_CHECKING:
     from kfcomm.torch.attached import Attached, attach
+    from kfcomm.torch.objects import all_gather_object, broadcast_object
+    from kfcomm.torch.state import broadcast_optimizer_state, broadcast_parameters
 else:  # type checkers would take any name for one that is there
     __getattr__ = imported_when_used(
         __name__,
         {
             "Attached": "kfcomm.torch.attached",
+            "all_gather_object": "kfcomm.torch.objects",
             "attach": "kfcomm.torch.attached",
+            "broadcast_object": "kfcomm.torch.objects",
+            "broadcast_optimizer_state": "kfcomm.torch.state",
+            "broadcast_parameters": "kfcomm.torch.state",
         },
     )
 
-__all__ = ["Attached", "attach"]
+__all__ = [
+    "Attached",
+    "all_gather_object",
+    "attach",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+]

@@ -1,7 +1,4 @@
-"""The state of a program, the same on all ranks: parameters, and objects that hold tensors.
-
-No object is pickled: what comes from a peer can be read, but cannot run.
-"""
+"""The state of a program becomes the same on all ranks: parameters and buffers of models, states of optimizers."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kfcomm.errors import ConfigError
+from kfcomm.torch.objects import broadcast_object
 
 if TYPE_CHECKING:
     from kfcomm.sync import Communicator
@@ -43,3 +41,22 @@ def broadcast_parameters(
     if places:
         found = list(places.values())
         comm.broadcast(found, root, name=name, out=found)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, comm: Communicator, root: int = 0, *, name: str = "optimizer"
+) -> None:
+    """Every rank's optimizer gets the state and the groups of rank ``root``'s: as Horovod's function of this name.
+
+    Args:
+        optimizer: over the same parameters on every rank; it may have no state yet.
+        comm: blocking.
+        root: rank in the group.
+        name: of the collective.
+
+    Raises:
+        ConfigError: the state holds something that cannot be sent, see ``broadcast_object``.
+    """
+    state = broadcast_object(optimizer.state_dict() if comm.rank == root else None, comm, root, name=name)
+    if comm.rank != root:
+        optimizer.load_state_dict(state)

@@ -8,6 +8,9 @@ Comments in the Markdown, invisible when rendered, say what to do with the block
   29600 is replaced by one that is free.
 - ``<!-- ranks: N -->``: the block is run as the body of a coroutine by each rank of a world of N in memory, as
   ``comm``, with a float array ``x`` of four elements.
+- ``<!-- rows: N -->``, before a table: what is code in the last cell of a row is run by each rank of a blocking world
+  of N in memory, one row after the other, as ``comm``, with arrays ``x`` and ``y`` of four elements, and with what the
+  block before it has made if that is marked ``<!-- before the rows -->``.
 - ``<!-- not run: WHY -->``: it is not run; Python is compiled all the same.
 
 Every block of Python and every console has one of these marks. The blocks of one page are run in order, in one folder.
@@ -29,6 +32,7 @@ import numpy as np
 import pytest
 
 import kfcomm
+import kfcomm.sync
 import kfcomm.testing
 from tests.launch.launched import ROOT, environ
 from tests.support import free_port
@@ -39,6 +43,8 @@ PAGES_OF_FRAMEWORKS = [page for page in ALL_PAGES if NEEDS.search(page.read_text
 PAGES = [page for page in ALL_PAGES if page not in PAGES_OF_FRAMEWORKS]
 MARK, FENCE = r"(?:^<!-- (?P<mark>[^\n]*?) -->\n+)?", r"^```(?P<language>\w+)\n(?P<text>.*?)^```$"
 BLOCK = re.compile(MARK + FENCE, re.MULTILINE | re.DOTALL)
+TABLE = re.compile(r"^<!-- rows: (?P<size>\d+) -->\n+(?P<rows>(?:^\|.*\n)+)", re.MULTILINE)
+BEFORE_ROWS = "before the rows"
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,7 @@ async def test_page(page: Path, tmp_path: Path) -> None:
 
 
 async def run_page(page: Path, tmp_path: Path) -> None:
+    before = ""
     for block in blocks(page):
         kind, _, what = block.mark.partition(": ")
         if block.language == "python":
@@ -79,8 +86,33 @@ async def run_page(page: Path, tmp_path: Path) -> None:
                 await run_in_memory(block, int(what))
             case "not run":
                 assert what
+            case "before the rows":
+                before = block.text
             case _:
                 pytest.fail(f"a block of {name_of(page)} has no mark:\n{block.text}")
+
+    for size, rows in tables(page):
+        await asyncio.to_thread(run_rows, before, rows, size)
+
+
+def tables(page: Path) -> list[tuple[int, str]]:
+    """Those whose rows are run, each with the number of ranks."""
+    return [(int(found["size"]), found["rows"]) for found in TABLE.finditer(page.read_text("utf-8"))]
+
+
+def run_rows(before: str, table: str, size: int) -> None:
+    """Run each row's own code on every rank of a blocking world."""
+    rows = [line.rstrip().rstrip("|").rpartition("|")[2] for line in table.splitlines()[2:]]
+    codes = [re.findall(r"`([^`]+)`", row) for row in rows]
+    assert all(codes), table
+
+    def rank(comm: kfcomm.sync.Communicator) -> None:
+        space = {"comm": comm, "np": np, "kfcomm": kfcomm, "x": np.ones(4, np.float32), "y": np.ones(4, np.float32)}
+        for code in [before, *(one for row in codes for one in row)]:
+            exec(compile(code, f"the row {code}", "exec"), space)
+
+    with kfcomm.testing.sync_world(size) as comms:
+        kfcomm.testing.run_threads(comms, rank)
 
 
 def compiled(block: Block) -> CodeType:
@@ -148,3 +180,12 @@ def test_a_page_that_shows_what_is_not_printed_is_found() -> None:
     for expected, printed in ((["a"], ["b"]), (["a"], ["a", "b"]), (["a", "a"], ["a"])):
         with pytest.raises(AssertionError):
             assert_prints("x", expected, printed)
+
+
+def test_a_row_that_does_not_work_is_found() -> None:
+    head = "| theirs | ours |\n|---|---|\n"
+    run_rows("z = 2", head + "| `a | b` | `comm.all_reduce(x, out=y)`, `assert (y == z).all()` |\n", 2)
+    for row in ("| `a` | `comm.all_reduced(x)` |\n", "| `a` | nothing |\n"):
+        with pytest.raises((AssertionError, AttributeError)):
+            run_rows("", head + row, 2)
+    assert len(tables(ROOT / "docs" / "howto" / "from-mpi4py.md")) == 1
