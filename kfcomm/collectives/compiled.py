@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from functools import lru_cache, partial
-from time import monotonic
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -301,7 +300,7 @@ class CompiledOperation(Operation):
         self._in = source
         self._out = result
         self.value = value
-        self.posted_s = self.heard_s = now_s = monotonic()
+        self.posted_s = self.heard_s = now_s = name.engine.reactor.time()
         self.timeout_s = name.timeout_s
         self.due_s = now_s + name.first_s
 

@@ -26,6 +26,9 @@ from kfcomm.transports.connection import Connection
 GOODBYE_S = 2.0
 """How long a closing rank waits for peers to close their side, too."""
 
+GONE = "gone before it has answered"
+"""What a rank does that has left, and does not reply."""
+
 Answer = Callable[[int, list[bool], str], None]
 """``answer(rank, posted, activity)``: ``posted[i]`` is about the i-th op of the question."""
 ToldClock = Callable[[ClockSample | None], None]
@@ -89,8 +92,8 @@ class ControlPlane(Protocol):
     def query(self, ops: Sequence[CollectiveId], target: int, answer: Answer) -> None:
         """Ask ``target``, or all other ranks (-1), which of these collectives they have posted.
 
-        ``answer`` is called at most once per rank, and never for a rank that is gone or does not reply within
-        about half a minute.
+        ``answer`` is called at most once per rank, and never for a rank that is lost or does not reply within about
+        half a minute. If ``target`` has left and does not reply for so long, it is gone: it has posted nothing then.
         """
 
     def compare_clocks(self, rank: int, told: ToldClock) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from kfcomm.control.base import Answer, ControlEvents, StatusSource, ToldClock
+from kfcomm.control.base import GONE, Answer, ControlEvents, StatusSource, ToldClock
 from kfcomm.control.clock import ClockReader, ClockSample, sample_of
 from kfcomm.core.gossip import EVERYBODY, CollectiveId
 from kfcomm.core.membership import Message
@@ -183,11 +183,12 @@ class MemoryControl:
 
     def answer_to(self, asker: MemoryControl, ops: Sequence[CollectiveId], answer: Answer, *, is_for_all: bool) -> None:
         """Answer a question. Who has asked this rank alone, once it was leaving, needs it no longer."""
-        if self._open:
-            posted = [self._status.is_posted(*op) for op in ops]
-            reply = partial(asker._post, answer, self.rank, posted, self._status.activity())
-            self._hub.carry(self.rank, asker.rank, reply)
-        if not is_for_all and self.rank in self._hub.left:
+        has_left = self.rank in self._hub.left
+        if self._open or has_left:
+            posted = [self._open and self._status.is_posted(*op) for op in ops]
+            activity = self._status.activity() if self._open else GONE
+            self._hub.carry(self.rank, asker.rank, partial(asker._post, answer, self.rank, posted, activity))
+        if not is_for_all and has_left:
             self.let_go(asker.rank)
 
     def look_again(self) -> None:

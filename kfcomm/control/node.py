@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from kfcomm.control.base import Answer, StatusSource
+from kfcomm.control.base import GONE, Answer, StatusSource
 from kfcomm.control.links import Dial, Links
 from kfcomm.control.questions import Question, Questions
 from kfcomm.control.upcalls import Upcalls
@@ -284,6 +284,9 @@ class ControlNode:
         if not self._questions.is_open(question):
             return
         if question.times_asked == len(ASK_AGAIN_S) or not self._unanswered(question):
+            if question.answer is not None and question.target in self._left:
+                ops = [op for part in question.parts for op in part]
+                self._upcalls.post(question.answer, question.target, [False] * len(ops), GONE)
             self._questions.close(question)
             return
         for part, ops in enumerate(question.parts):

@@ -142,6 +142,7 @@ class Engine:
             operation.reject(SessionClosed(self._ended))
             return
         operation.engine = self
+        operation.posted_s = operation.heard_s = self.reactor.time()
         effects: Effects = []
         try:
             cause = self.router.post(

@@ -7,7 +7,6 @@ keeps every chunk that it folds); else in scratch memory of the accumulation dty
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -82,7 +81,7 @@ class Operation(Collective):
         nbytes: of the result on this rank, or of the input where it gets none.
         failed: an error was raised for it; nothing touches its memory any more.
         error: that one.
-        posted_s: when it was made, by the monotonic clock.
+        posted_s: when it was posted, by the reactor's clock.
         heard_s: when a chunk for it came last, or else it was posted; kept up by the meter alone.
         timeout_s, due_s, told: see ``core.deadlines.Waiting``.
     """
@@ -95,6 +94,7 @@ class Operation(Collective):
     finished_by: Callable[[Any], Any] | None = None
     priority = 0
     timeout_s = due_s = NEVER
+    posted_s = heard_s = 0.0
     told = 0
     _partial: Array | None = None
     _in_view: memoryview | None = None
@@ -118,7 +118,6 @@ class Operation(Collective):
         self._out = _NOTHING if result is None else result
         self.nbytes = self._out.nbytes or self._in.nbytes
         self.work = work
-        self.posted_s = self.heard_s = time.monotonic()
         if value is not None:
             self.value = value
         if finish is not None:
@@ -203,7 +202,7 @@ class Operation(Collective):
 
     def waited_s(self) -> float:
         """Seconds since it was posted."""
-        return time.monotonic() - self.posted_s
+        return self.engine.reactor.time() - self.posted_s
 
     def result(self) -> Any:
         """What the caller gets, once it is over.

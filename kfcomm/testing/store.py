@@ -45,9 +45,9 @@ class MemoryStore:
 
     async def candidates(self, known: Collection[int]) -> list[Candidate]:
         """Who waits and is not known, as soon as there is anybody."""
-        while not (found := [Candidate(birth, b"") for birth in sorted(self._waiting) if birth not in known]):
+        while not (found := [birth for birth, one in self._waiting.items() if not (one.done() or birth in known)]):
             await self.changed()
-        return found
+        return [Candidate(birth, b"") for birth in sorted(found)]
 
     async def welcome(self, births: Collection[int], said: Welcome) -> None:
         """Let these in."""

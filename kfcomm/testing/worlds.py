@@ -142,7 +142,7 @@ class _Way:
 
     async def candidates(self, known: Collection[int]) -> list[Candidate]:
         """See ``session.Network``."""
-        return await self._store.candidates(known)
+        return await self._store.candidates({*known, *self.births})
 
     async def welcome(self, num_old: int, births: Collection[int], strategy: str) -> None:
         """See ``session.Network``."""

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from kfcomm.control.base import GONE
 from kfcomm.control.memory import MemoryHub
 from kfcomm.errors import LocalProtocolError
 from tests.control.fakes import ABORT, LEAVE_S, Engine, Notes
@@ -100,6 +101,20 @@ async def test_questions():
         (1, [True], "rank 1 is thinking"),
         (2, [False], "rank 2 is thinking"),
     ]
+
+
+@pytest.mark.asyncio
+async def test_a_rank_that_has_left_and_does_not_answer_has_posted_nothing():
+    world = Ranks(2)
+    world.engines[0].posted = set(OPS)
+    leaving = asyncio.ensure_future(world.planes[0].leave(LEAVE_S))
+    await asyncio.sleep(0)
+    world.hub.kill(0)
+    await leaving
+    world.planes[1].query(OPS[:2], 0, world.engines[1].answered)
+    await turn()
+    assert world.engines[1].answers[-1] == (0, [False, False], GONE)
+    assert not world.engines[1].lost
 
 
 @pytest.mark.asyncio

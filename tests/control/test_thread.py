@@ -8,6 +8,8 @@ import threading
 
 import pytest
 
+from kfcomm.control import node
+from kfcomm.control.base import GONE
 from kfcomm.control.links import Links
 from kfcomm.control.thread import addresses_of
 from kfcomm.core.frame import Kind, make_encoder
@@ -307,6 +309,20 @@ async def test_a_rank_leaves_in_the_end_although_nobody_asks():
             assert not world.engines[1].lost
     finally:
         busy.close()
+
+
+@pytest.mark.asyncio
+async def test_a_rank_that_has_left_and_does_not_answer_has_posted_nothing(monkeypatch):
+    monkeypatch.setattr(node, "ASK_AGAIN_S", (0.01, 0.01))
+    async with planes(2) as world:
+        await world.threads[0].leave(LEAVE_S)
+        world.threads[0].stop()
+        asker = world.engines[1]
+        await world.until(lambda: asker.answers)
+        world.threads[1].query(OPS, 0, asker.answered)
+        await world.until(lambda: len(asker.answers) == 2)
+        assert asker.answers[1] == (0, [False] * 150, GONE)
+        assert not world.threads[1]._node._questions.about(0)
 
 
 @pytest.mark.asyncio

@@ -9,6 +9,7 @@ A seed is one run of one of the programs of `CASES`. One that fails ends the sea
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import time
 from collections.abc import Sequence
@@ -60,7 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--worlds", type=int, default=None, help="so many, however long it takes")
     given = parser.parse_args(arguments)
-    logging.disable(logging.CRITICAL)
     seed = given.seed if given.seed is not None else Random().randrange(1 << 31)
     count, until_s = 0, time.monotonic() + given.seconds
     while count < given.worlds if given.worlds is not None else time.monotonic() < until_s:
@@ -75,4 +75,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    logging.disable(logging.CRITICAL)
+    gc.freeze()  # what is loaded stays
     raise SystemExit(main())

@@ -19,6 +19,7 @@ from tests.programs import generator
 from tests.programs.walker import run_awaiting
 
 LOST_AFTER_S = 1.0
+SIZES = (2, 2, 3, 3, 3, 4, 5)
 STRATEGIES = ("star", "ring", "binary_tree", "clique", "binomial", "chain_star", "tree", "multi_star", "direct")
 ELEMENTS = (1, 7, 300, 300, 3000)
 LARGE, LARGE_SHARE = 70_000, 0.01
@@ -81,16 +82,16 @@ class Training:
     """Elastic training, by all three ways to take a loss."""
 
     def __init__(self, random: Random) -> None:
-        self.size = random.choice([2, 3, 3, 4, 5])
+        self.size = random.choice(SIZES)
         self.strategy = random.choice(STRATEGIES)
         self._seed = random.randrange(1 << 31)
         steps = [[draw_call(random, self.size) for _ in range(random.randrange(3))] for _ in range(5)]
-        length = programs.BATCH * random.randrange(2, 7)
+        length = programs.BATCH * random.randrange(1, 5)
         self._plan = programs.Plan(self.size, steps, [], [], [], random.choice(ON_LOSS), length)
 
     def events(self, random: Random) -> Sequence[Event]:
         """See `Case`."""
-        return random_events(random, self.size, horizon_s=0.1, elastic=random.random() < 0.6)
+        return random_events(random, self.size, horizon_s=0.05, elastic=random.random() < 0.6)
 
     async def main(self, comm: Any) -> Any:
         """See `Case`."""
@@ -121,14 +122,14 @@ class Shrinking:
     """Verbs in random orders; after each round the ranks agree whether all have all, and shrink if not."""
 
     def __init__(self, random: Random) -> None:
-        self.size = random.choice([2, 3, 4, 5])
+        self.size = random.choice(SIZES)
         self.strategy = random.choice(STRATEGIES)
         self._seed = random.randrange(1 << 31)
-        self._rounds = [[draw_call(random, self.size) for _ in range(random.randrange(1, 5))] for _ in range(4)]
+        self._rounds = [[draw_call(random, self.size) for _ in range(random.randrange(1, 4))] for _ in range(3)]
 
     def events(self, random: Random) -> Sequence[Event]:
         """See `Case`."""
-        return random_events(random, self.size, horizon_s=0.06)
+        return random_events(random, self.size, horizon_s=0.03)
 
     async def main(self, comm: Any) -> list[Round]:
         """See `Case`."""
@@ -177,13 +178,13 @@ class Walking:
     """A right program of all verbs, groups, messages and swaps, in which nobody is lost: all results are right."""
 
     def __init__(self, random: Random) -> None:
-        self.size = random.choice([2, 3, 4])
+        self.size = random.choice(SIZES)
         self.strategy = random.choice(STRATEGIES)
-        self._program = generator.program(random.randrange(1 << 31), random.choice([10, 20, 40]), self.size)
+        self._program = generator.program(random.randrange(1 << 31), random.choice([5, 10]), self.size)
 
     def events(self, random: Random) -> Sequence[Event]:
         """See `Case`."""
-        found = random_events(random, self.size)
+        found = random_events(random, self.size, horizon_s=0.03)
         return [one for one in found if not isinstance(one, Kill) and getattr(one, "for_s", 0) < LOST_AFTER_S]
 
     async def main(self, comm: Any) -> Any:
@@ -196,4 +197,4 @@ class Walking:
         assert run.results == dict.fromkeys(range(self.size)), str(run.results)
 
 
-CASES = (Training, Training, Shrinking, Walking)
+CASES = (Training, Training, Training, Shrinking, Shrinking, Walking)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kfcomm.elastic import Elastic, ElasticCommunicator, ElasticSampler, State
-from kfcomm.errors import Partitioned, PeerLost
+from kfcomm.errors import CollectiveTimeout, Partitioned, PeerLost
 from kfcomm.testing import (
     Delay,
     Join,
@@ -240,6 +240,43 @@ def test_one_rank_is_left_alone() -> None:
         assert len({one.rank for one in events if isinstance(one, (Kill, Stop)) and one.rank < size}) < size
         assert all(len(set().union(*one.sides)) < size for one in events if isinstance(one, Partition))
     assert kinds == {Delay, Join, Kill, LostStore, Partition, Resize, SlowLink, Stop}
+
+
+def test_who_was_let_in_does_not_ask_again() -> None:
+    """Those that joined go on alone: the first of them hears of nobody that waits."""
+    events = [Join(2, 0.0), Join(3, 0.0), Kill(0, 0.08), Kill(1, 0.08)]
+    run = run_in_virtual_time(training, 2, events=events)
+    assert run.results[2] == run.results[3]
+    assert run.results[2][1] == (2, 3)
+
+
+def test_who_dies_while_it_leaves_holds_up_nobody() -> None:
+    """Its goodbye is heard, and it answers no question; or it is not, and it is lost."""
+
+    async def main(comm: Any) -> None:
+        if not comm.rank:
+            await comm.barrier()
+
+    texts = set()
+    for seed in range(20):
+        run = run_in_virtual_time(main, 2, seed=seed, events=[Kill(1, 1e-4)], latency_s=(0.01, 0.02))
+        assert run.killed == {1}
+        assert run.time_s < 0.1
+        assert isinstance(run.failed[0], PeerLost)
+        texts.add(str(run.failed[0]).partition(": ")[2])
+    assert texts == {"rank 1 is lost: killed", "rank 1 has left (it closed its communicator)"}
+
+
+def test_timeouts_are_virtual() -> None:
+    async def main(comm: Any) -> None:
+        if comm.rank:
+            await asyncio.sleep(500)
+        await comm.all_reduce(np.ones(3), "sum", timeout=100)
+
+    run = run_in_virtual_time(main, 2)
+    assert isinstance(run.failed[0], CollectiveTimeout)
+    assert "within 100.0 s" in str(run.failed[0])
+    assert run.time_s == pytest.approx(500, abs=1)
 
 
 @pytest.mark.parametrize("first", range(0, 60, 20))

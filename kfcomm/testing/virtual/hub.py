@@ -40,6 +40,7 @@ class VirtualHub(MemoryHub):
         self._births = births
         self._silenced: set[int] = set()
         self._knows: set[int] = set()
+        self._goodbyes: dict[int, _Said] = {}
         for one, other in sorted(model.lost):
             if one < other:
                 self.lose(one, other)
@@ -48,13 +49,18 @@ class VirtualHub(MemoryHub):
         """See `MemoryHub.kill`."""
         if self._model.random.random() < LAST_WORDS_LOST:
             self._silenced.add(rank)
+            if rank in self._goodbyes and not self._goodbyes[rank].is_heard:
+                self.left.discard(rank)  # so it is lost
         super().kill(rank)
 
     def tell_others(self, rank: int, news: News, about: int | None = None) -> None:
         """See `MemoryHub.tell_others`."""
         source = rank if about is None else about
         is_heard = source in self._silenced or bool(self._early.keys() - {rank})
-        super().tell_others(rank, _Said(news, is_heard=is_heard), about)
+        said = _Said(news, is_heard=is_heard)
+        if rank in self.left:
+            self._goodbyes.setdefault(rank, said)
+        super().tell_others(rank, said, about)
 
     def carry(self, source: int, target: int, deliver: Callback, *arguments: object) -> None:
         """See `MemoryHub.carry`."""
