@@ -13,6 +13,7 @@ import msgpack
 import numpy as np
 
 from kfcomm.elastic.asked import Asked
+from kfcomm.elastic.buddies import Buddies
 from kfcomm.elastic.checkpoint import Checkpoint
 from kfcomm.elastic.communicator import ElasticCommunicator
 from kfcomm.elastic.handover import Handover
@@ -94,6 +95,9 @@ class Elastic:
         checkpoint: a file for the loss of all ranks, which the first rank writes in the background. If it is there on
             entering, all ranks go on from it: with its state, at its place in the pass.
         checkpoint_every: so many steps lie between two of them.
+        own: what is this rank's alone: its part of an optimizer's state, say. Ranks may have other shapes in it.
+            Nothing is done with it but by ``commit``, and where steps run again.
+        copies: so many other ranks keep a copy of it after a ``commit``: as many may die at once, and it is not lost.
 
     Raises:
         ConfigError: one of them is something else, or cannot be.
@@ -106,18 +110,26 @@ class Elastic:
 
     def __init__(
         self, comm: ElasticCommunicator, state: State, *, on_loss: str = "finish",
-        checkpoint: str | os.PathLike[str] | None = None, checkpoint_every: int = 100,
+        checkpoint: str | os.PathLike[str] | None = None, checkpoint_every: int = 100, own: State | None = None,
+        copies: int = 1,
     ) -> None:  # fmt: skip
         if not isinstance(comm, ElasticCommunicator):
             raise ConfigError(f"Elastic works on what kfcomm.init(elastic=True) returns, not on {comm!r}")
         if not isinstance(state, State):
             raise ConfigError(f"Elastic keeps a kfcomm.elastic.State, not {type(state).__name__}")
+        if own is not None and not isinstance(own, State):
+            raise ConfigError(f"own is a kfcomm.elastic.State, not {type(own).__name__}")
+        if type(copies) is not int or copies < 1:
+            raise ConfigError(f"copies is a number of ranks from 1 on, not {copies!r}")
         if on_loss not in ON_LOSS:
             raise ConfigError(f"on_loss is one of {', '.join(ON_LOSS)}, not {on_loss!r}")
         self._comm = comm
         self._state = state
         self._on_loss = on_loss
         self._checkpoint = None if checkpoint is None else Checkpoint(checkpoint, checkpoint_every, state)
+        self._own = own
+        self._copies = copies
+        self._buddies: Buddies | None = None
         self._ledger: Ledger | None = None
         self._asked = Asked()
         self._admitted: dict[str, Any] | None = None
@@ -145,6 +157,8 @@ class Elastic:
             ConfigError: the states of the ranks differ in more than their values; says how.
         """
         self._ledger = self._comm.begin(finishes=self._on_loss == ON_LOSS[0])
+        if self._own is not None:
+            self._buddies = Buddies(self._comm, self._ledger, self._own, self._copies)
         network = self._comm.current._session.network
         num_old, network.num_old = network.num_old, 0
         try:
@@ -183,6 +197,52 @@ class Elastic:
         if self._checkpoint is not None:
             await self._checkpoint.close()
 
+    # ---------------------------------------------------------------- what is a rank's own
+
+    async def commit(self) -> bool:
+        """Let other ranks keep a copy of this rank's ``own``; all ranks call it, at one place in their steps.
+
+        It is all or nothing: if ranks die in its midst it is complete on all ranks that live, with what the dead had,
+        or on none, and then the one before it stands. After ranks were lost there are fewer copies, until the next one.
+
+        Returns:
+            Whether it is complete; the same on all ranks.
+
+        Raises:
+            ConfigError: there is no ``own``, or no open ``Elastic``.
+
+        Cost: a copy of ``own``, ``copies`` messages of it, and two small gathers. Twice that memory.
+        """
+        return await self._committed().commit()
+
+    def restore(self) -> None:
+        """This rank's ``own`` is again as it was at the last complete ``commit``.
+
+        Raises:
+            ConfigError: there was none; or its arrays have other shapes by now; or see ``commit``.
+        """
+        self._committed().restore()
+
+    @property
+    def heirs(self) -> dict[int, int | None]:
+        """Who has what those had who took part in the last complete ``commit`` and are gone: births, by births.
+
+        None where all that held it are gone, too. It changes between steps, is the same on all ranks that took part,
+        and empty after the next complete ``commit``.
+        """
+        return {} if self._buddies is None else self._buddies.heirs()
+
+    @property
+    def inherited(self) -> dict[int, dict[str, Any]]:
+        """What this rank is heir to, by birth: values of ``own`` by name as they were committed, arrays as NumPy's."""
+        return {} if self._buddies is None else self._buddies.inherited()
+
+    def _committed(self) -> Buddies:
+        self._open()
+        if self._buddies is None:
+            raise ConfigError("nothing is this rank's own: give Elastic(..., own=State(...))")
+        return self._buddies
+
     # ---------------------------------------------------------------- steps
 
     async def steps(
@@ -207,7 +267,7 @@ class Elastic:
         names = [used_in] if isinstance(used_in, str) else used_in
         restarts = self._on_loss == "restart_step"
         step, births, until = Step(-1, NOTHING, NOTHING), self._comm.births, passes
-        kept = Kept(self._state) if restarts else None
+        kept = [Kept(one) for one in (self._state, self._own) if restarts and one is not None]
         while True:
             await self._finish_calls(ledger)
             if self._admitted is not None:
@@ -219,8 +279,8 @@ class Elastic:
                     return
             if self._checkpoint is not None and self._comm.rank == 0:
                 self._checkpoint.look(self._number(), [self._number() + 1, sampler.state_dict()])
-            if kept is not None:
-                kept.keep(sampler.state_dict())
+            for one in kept:
+                one.keep(sampler.state_dict())
             until = sampler.passes + 1 if until is None else until
             batch = sampler.take_until(until)
             if not len(batch):
@@ -248,15 +308,16 @@ class Elastic:
 
     async def _pass_boundary(
         self, ledger: Ledger, sampler: ElasticSampler, step: Step, births: Births, names: Sequence[str] | None,
-        kept: Kept | None,
+        kept: Sequence[Kept],
     ) -> Births:  # fmt: skip
         """What lies between a step and the next one; returns who takes part in that."""
         used = ledger.outcome(names)
         is_void = step.is_void or ledger.is_void(names)
         births_now, is_wanted, is_void = await self._meet(ledger, sampler, is_void=is_void)
-        if is_void and kept is not None:
-            kept.restore()
-            sampler.load_state_dict(kept.place)
+        if is_void and kept:
+            for one in kept:
+                one.restore()
+            sampler.load_state_dict(kept[0].place)
         else:
             counted = () if is_void else births_now if used is None else used
             for rank, birth in enumerate(births):

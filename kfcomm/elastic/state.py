@@ -84,6 +84,21 @@ def load(state: State, arrays: list[Array], small: Any) -> None:
         state._values[name] = _loaded(state._values[name], given, small[name])
 
 
+def described(state: State) -> Any:
+    """All of it but what is in arrays, for ``rebuilt`` on a rank whose own is of another form; msgpack can carry it.
+
+    A leaf is ``[0, value]``, an array ``[1]``, a list ``[2, items]`` and a mapping ``[3, pairs]``, sorted by key.
+    """
+    return _described(state._values)
+
+
+def rebuilt(tree: Any, arrays: list[Array]) -> dict[str, Any]:
+    """The values that were described, with these arrays in the order of ``arrays_of``."""
+    given = iter(arrays)
+    found: dict[str, Any] = _rebuilt(tree, given)
+    return found
+
+
 class Kept:
     """A copy of a state as it was.
 
@@ -141,7 +156,7 @@ def _is_array(value: Any) -> bool:
 
 def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     if isinstance(value, Mapping):
-        for key in sorted(value, key=lambda one: (type(one).__name__, one)):
+        for key in sorted(value, key=_order):
             yield from _leaves(value[key], (*path, key))
     elif isinstance(value, (list, tuple)):
         for place, one in enumerate(value):
@@ -163,6 +178,31 @@ def _check(value: Any, name: str) -> None:
                 raise ConfigError(f"{_shown(path)} cannot be in a state: {error}") from None
 
 
+def _described(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return [3, [[key, _described(value[key])] for key in sorted(value, key=_order)]]
+    if isinstance(value, (list, tuple)):
+        return [2, [_described(one) for one in value]]
+    return [1] if _is_array(value) else [0, value]
+
+
+def _rebuilt(tree: Any, arrays: Iterator[Array]) -> Any:
+    match tree:
+        case [3, pairs]:
+            return {key: _rebuilt(one, arrays) for key, one in pairs}
+        case [2, items]:
+            return [_rebuilt(one, arrays) for one in items]
+        case [1]:
+            return next(arrays)
+        case [_, value]:
+            return value
+
+
+def _order(key: Any) -> Any:
+    """Of a mapping's keys, which may be numbers and text."""
+    return type(key).__name__, key
+
+
 def _without_arrays(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _without_arrays(one) for key, one in value.items()}
@@ -176,7 +216,7 @@ def _loaded(value: Any, arrays: Iterator[Array], small: Any) -> Any:
     if not any(_is_array(leaf) for _, leaf in _leaves(value)):
         return small
     if isinstance(value, Mapping):
-        order = sorted(value, key=lambda one: (type(one).__name__, one))
+        order = sorted(value, key=_order)
         found = {key: _loaded(value[key], arrays, small[key]) for key in order}
         if isinstance(value, dict):
             value.update(found)

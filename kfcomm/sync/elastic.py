@@ -182,6 +182,25 @@ class Elastic:
         """For how long calls have waited for that, in seconds."""
         return self._inner.paused_s
 
+    @property
+    def heirs(self) -> dict[int, int | None]:
+        """Who has what those had who are gone. See ``kfcomm.elastic.Elastic.heirs``."""
+        return self._inner.heirs
+
+    @property
+    def inherited(self) -> dict[int, dict[str, Any]]:
+        """What this rank is heir to, by birth. See ``kfcomm.elastic.Elastic.inherited``."""
+        return self._inner.inherited
+
+    @outermost
+    def commit(self) -> bool:
+        """Let other ranks keep a copy of this rank's ``own``. See ``kfcomm.elastic.Elastic.commit``."""
+        return self._io.wait_for(self._inner.commit)
+
+    def restore(self) -> None:
+        """Go back to the last complete ``commit``. See ``kfcomm.elastic.Elastic.restore``."""
+        self._inner.restore()
+
     @outermost
     def __enter__(self) -> Self:
         self._io.wait_for(self._inner.__aenter__)
