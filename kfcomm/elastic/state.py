@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,8 +25,9 @@ class State:
         state.weights -= 0.1 * gradient
         state.step += 1
 
-    A value is an array (NumPy, torch, JAX), what msgpack can carry (numbers, text, bytes, None), or a dictionary or
-    list of such: torch's ``state_dict()`` and JAX's trees of dictionaries and lists are.
+    A value is an array (NumPy, torch, JAX), what msgpack can carry (numbers, text, bytes, None), or a dictionary, list
+    or tuple of such, named ones too: torch's ``state_dict()`` and JAX's trees of these are. What can be written to is
+    (a tensor of a ``state_dict()`` is the module's own memory); of JAX, whose arrays cannot, there are new ones then.
 
     Raises:
         ConfigError: a value, or one inside it, is none of these.
@@ -214,18 +215,32 @@ def _without_arrays(value: Any) -> Any:
 def _loaded(value: Any, arrays: Iterator[Array], small: Any) -> Any:
     """In the order of `_leaves`. What holds no array is taken over as it is, however long it has become."""
     if not any(_is_array(leaf) for _, leaf in _leaves(value)):
-        return small
+        return _of_kind(value, small)
     if isinstance(value, Mapping):
-        order = sorted(value, key=_order)
-        found = {key: _loaded(value[key], arrays, small[key]) for key in order}
+        found = {key: _loaded(value[key], arrays, small[key]) for key in sorted(value, key=_order)}
         if isinstance(value, dict):
             value.update(found)
             return value
         return type(value)(found)  # type: ignore[call-arg]
     if isinstance(value, (list, tuple)):
-        items = [_loaded(one, arrays, small[place]) for place, one in enumerate(value)]
-        return type(value)(items)
+        return _sequence(value, [_loaded(one, arrays, small[place]) for place, one in enumerate(value)])
     return _written(value, next(arrays))
+
+
+def _of_kind(value: Any, small: Any) -> Any:
+    """What came, in which all sequences are lists, with tuples where ``value`` has them."""
+    if isinstance(value, Mapping) and isinstance(small, dict):
+        return {key: _of_kind(value.get(key), one) for key, one in small.items()}
+    if isinstance(value, (list, tuple)) and isinstance(small, list):
+        items = [_of_kind(value[place] if place < len(value) else None, one) for place, one in enumerate(small)]
+        return _sequence(value, items)
+    return small
+
+
+def _sequence(like: Sequence[Any], items: list[Any]) -> Any:
+    """A list for a list, a tuple for a tuple; one with names, as optax's states are, takes its items one by one."""
+    kind: Any = type(like)
+    return kind(*items) if hasattr(kind, "_fields") else kind(items)
 
 
 def _place_of(array: Any) -> Array:

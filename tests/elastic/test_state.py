@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -67,6 +67,29 @@ def test_what_cannot_be_written_to_is_replaced() -> None:
     assert one.a.tolist() == [5, 5, 5]
     assert frozen.tolist() == [0, 0, 0]
     assert (one.pair[0].tolist(), one.pair[1]) == ([6.0], "other")
+
+
+class Moments(NamedTuple):
+    count: int
+    mu: Any
+
+
+class Nothing(NamedTuple):
+    """As optax has it where there is nothing to keep."""
+
+
+def test_tuples_are_tuples_again_named_ones_too() -> None:
+    one = State(
+        opt=(Moments(1, np.zeros(2)), Nothing()), few={"betas": (0.9, 0.99), "log": [1]}, pair=(Nothing(), (1, 2))
+    )
+    small = {
+        "opt": [[5, None], []], "few": {"betas": [0.8, 0.98], "log": [1, 2], "more": [3]}, "pair": [[], [3, 4]],
+    }  # fmt: skip
+    load(one, [np.full(2, 7.0)], small)
+    assert isinstance(one.opt[0], Moments)
+    assert (one.opt[0].count, one.opt[0].mu.tolist(), one.opt[1]) == (5, [7.0, 7.0], Nothing())
+    assert one.few == {"betas": (0.8, 0.98), "log": [1, 2], "more": [3]}
+    assert one.pair == (Nothing(), (3, 4))
 
 
 def test_differences_are_told_with_names_and_shapes() -> None:
