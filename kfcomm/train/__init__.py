@@ -12,10 +12,13 @@ if TYPE_CHECKING:
     from kfcomm.train.adascale import AdaScale
     from kfcomm.train.agreement import Agreement
     from kfcomm.train.averages import MovingAverage
+    from kfcomm.train.large_batches import Lamb, LambState, Lars, LinearScaling, lars_rate
+    from kfcomm.train.layer_ownership import Layer, LayerOwnership, owners, preconditioned
     from kfcomm.train.local import DiLoCo, LocalAdaAlter, LocalSGD
     from kfcomm.train.monitor import SUMS, GradientMonitor
     from kfcomm.train.noise_scale import NoiseEstimate, NoiseScale, noise_estimate
     from kfcomm.train.pair_averaging import PairAveraging
+    from kfcomm.train.parameter_server import ParameterServer, shards
     from kfcomm.train.peers import Peers
     from kfcomm.train.pollux import (
         GradientStatistics,
@@ -28,6 +31,14 @@ if TYPE_CHECKING:
         goodput,
     )
     from kfcomm.train.procedure import Pending
+    from kfcomm.train.sufficient_factors import (
+        Factors,
+        HybridGradients,
+        all_reduce_numbers,
+        factor_numbers,
+        most_samples,
+        takes_factors,
+    )
     from kfcomm.train.synchronous import SMA, AdaSGD, ElasticAveraging, SynchronousSGD
     from kfcomm.train.variance import gradient_variance, mean_cosine
 else:  # type checkers would take any name for one that is there
@@ -35,15 +46,21 @@ else:  # type checkers would take any name for one that is there
         "adascale": ("AdaScale",),
         "agreement": ("Agreement",),
         "averages": ("MovingAverage",),
+        "layer_ownership": ("Layer", "LayerOwnership", "owners", "preconditioned"),
+        "large_batches": ("Lamb", "LambState", "Lars", "LinearScaling", "lars_rate"),
         "local": ("DiLoCo", "LocalAdaAlter", "LocalSGD"),
         "monitor": ("SUMS", "GradientMonitor"),
         "noise_scale": ("NoiseEstimate", "NoiseScale", "noise_estimate"),
         "pair_averaging": ("PairAveraging",),
+        "parameter_server": ("ParameterServer", "shards"),
         "peers": ("Peers",),
         "pollux": (
             "GradientStatistics", "Observation", "Shape", "Throughput", "best_shape", "efficiency", "fit", "goodput",
         ),
         "procedure": ("Pending",),
+        "sufficient_factors": (
+            "Factors", "HybridGradients", "all_reduce_numbers", "factor_numbers", "most_samples", "takes_factors",
+        ),
         "synchronous": ("SMA", "AdaSGD", "ElasticAveraging", "SynchronousSGD"),
         "variance": ("gradient_variance", "mean_cosine"),
     }  # fmt: skip
@@ -52,8 +69,11 @@ else:  # type checkers would take any name for one that is there
     )
 
 __all__ = [
-    "SMA", "SUMS", "AdaSGD", "AdaScale", "Agreement", "DiLoCo", "ElasticAveraging", "GradientMonitor",
-    "GradientStatistics", "LocalAdaAlter", "LocalSGD", "MovingAverage", "NoiseEstimate", "NoiseScale",
-    "Observation", "PairAveraging", "Peers", "Pending", "Shape", "SynchronousSGD", "Throughput", "best_shape",
-    "efficiency", "fit", "goodput", "gradient_variance", "mean_cosine", "noise_estimate",
+    "SMA", "SUMS", "AdaSGD", "AdaScale", "Agreement", "DiLoCo", "ElasticAveraging", "Factors", "GradientMonitor",
+    "GradientStatistics", "HybridGradients", "Lamb", "LambState", "Lars", "Layer", "LayerOwnership",
+    "LinearScaling", "LocalAdaAlter", "LocalSGD", "MovingAverage", "NoiseEstimate", "NoiseScale", "Observation",
+    "PairAveraging", "ParameterServer", "Peers", "Pending", "Shape", "SynchronousSGD", "Throughput",
+    "all_reduce_numbers", "best_shape", "efficiency", "factor_numbers", "fit", "goodput", "gradient_variance",
+    "lars_rate", "mean_cosine", "most_samples", "noise_estimate", "owners", "preconditioned", "shards",
+    "takes_factors",
 ]  # fmt: skip

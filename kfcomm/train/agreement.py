@@ -98,21 +98,30 @@ class Agreement:
         if method in self._introduced:
             return
         self._introduced.add(method)
-        said = yield call("all_gather_object", [self._said, None], self._introduction(method))
-        for rank, (way, problem) in enumerate(said):
-            if problem is not None:
-                raise ConfigError(f"rank {rank} has {way}: {problem}; rank {self.comm.rank} has {self._said}")
-        other = next((rank for rank, one in enumerate(said) if one != said[0]), None)
-        if other is not None:
-            raise CollectiveMismatch(
-                f"the ranks agree in different ways: rank 0 has {said[0][0]}; rank {other} has {said[other][0]}",
-                key=self.name,
-            )
+        yield from introduction(self.comm.rank, self._said, self._introduction(method))
 
     def _reduced(self, tree: Tree, what: str, op: Any = "avg") -> Procedure[Tree]:
         """A tree like ``tree`` of what all ranks' arrays are together."""
         found = yield call("all_reduce_many", leaves(tree), f"{self.name}/{what}", op=op)
         return rebuilt(tree, found)
+
+
+def introduction(rank: int, said: str, name: str) -> Procedure[None]:
+    """See that all ranks say the same of the way they agree.
+
+    Raises:
+        ConfigError: a rank was given what cannot be.
+        CollectiveMismatch: two ranks say something else.
+    """
+    told = yield call("all_gather_object", [said, None], name)
+    for other, (way, problem) in enumerate(told):
+        if problem is not None:
+            raise ConfigError(f"rank {other} has {way}: {problem}; rank {rank} has {said}")
+    unlike = next((other for other, one in enumerate(told) if one != told[0]), None)
+    if unlike is not None:
+        raise CollectiveMismatch(
+            f"the ranks agree in different ways: rank 0 has {told[0][0]}; rank {unlike} has {told[unlike][0]}", key=name
+        )
 
 
 def alpha_problem(alpha: Any, most: float = 1.0) -> str | None:

@@ -12,7 +12,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import inspect
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar
 
@@ -35,16 +35,17 @@ class Call(NamedTuple):
         verb: its name.
         args: by position.
         options: by name.
-        on: whose method it is; None for the communicator's.
+        is_begun: the procedure goes on at once with a handle, which it yields later to be sent the result.
     """
 
     verb: str
     args: tuple[Any, ...]
     options: dict[str, Any]
-    on: Any = None
+    is_begun: bool = False
 
 
-Procedure: TypeAlias = Generator[Call, Any, T]
+Procedure: TypeAlias = Generator[Any, Any, T]
+"""It yields `Call`s, and handles of those that were only begun."""
 
 
 def call(verb: str, *args: Any, **options: Any) -> Call:
@@ -52,9 +53,22 @@ def call(verb: str, *args: Any, **options: Any) -> Call:
     return Call(verb, args, options)
 
 
-def call_on(target: Any, verb: str, *args: Any, **options: Any) -> Call:
-    """A call of a method of something else: of a queue, say."""
-    return Call(verb, args, options, target)
+def together(calls: Iterable[Call]) -> Procedure[list[Any]]:
+    """The results of several calls that are under way at once; if one fails, the others are cancelled."""
+    handles: list[Any] = []
+    results: list[Any] = []
+    try:
+        for one in calls:
+            handle = yield one._replace(is_begun=True)
+            handles.append(handle)
+        for handle in handles:
+            result = yield handle
+            results.append(result)
+    except BaseException:
+        for handle in handles:
+            handle.cancel()
+        raise
+    return results
 
 
 class HasCommunicator(Protocol):
@@ -166,7 +180,7 @@ class Pending(Generic[T]):
         else:
             self._advance(partial(self._procedure.send, result))
 
-    def _advance(self, step: Callable[[], Call]) -> None:
+    def _advance(self, step: Callable[[], Any]) -> None:
         """Make the next call that is not over at once; or note the end."""
         self._under_way = None
         while True:
@@ -179,21 +193,21 @@ class Pending(Generic[T]):
                 self._error = error
                 return
             try:
-                made = self._make(wanted)
+                made = self._make(wanted) if isinstance(wanted, Call) else wanted
             except Exception as error:  # noqa: BLE001  of the arguments
                 step = partial(self._procedure.throw, error)
                 continue
-            if hasattr(made, "add_done_callback"):
+            is_begun = isinstance(wanted, Call) and wanted.is_begun
+            if hasattr(made, "add_done_callback") and not is_begun:
                 self._under_way = made
                 return
             step = partial(self._procedure.send, made)
 
     def _make(self, wanted: Call) -> Any:
         """A handle, or what a verb gives that has none."""
-        target = self._comm if wanted.on is None else wanted.on
-        verb = getattr(target, wanted.verb)
+        verb = getattr(self._comm, wanted.verb)
         if self._is_blocking:
-            verb = getattr(target, f"{wanted.verb}_async", verb)
+            verb = getattr(self._comm, f"{wanted.verb}_async", verb)
         made = verb(*wanted.args, **wanted.options)
         return asyncio.ensure_future(made) if inspect.iscoroutine(made) else made
 

@@ -1,0 +1,174 @@
+"""Large batches: LARS, LAMB, and the learning rate that goes with a batch. Formulas for one array each. Pure.
+
+What a step does to a layer is measured against the layer itself, so that one learning rate serves all layers. ``trust``
+ratios are of whole layers: an array that holds several, or a part of one, gets another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from kfcomm.errors import ConfigError
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+
+
+def lars_rate(weights: Array, gradient: Array, *, trust: float = 0.001, weight_decay: float = 0.0) -> float:
+    """LARS' local learning rate, trust·|w| / (|g| + wd·|w|).
+
+    You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks", 2017, https://arxiv.org/abs/1708.03888,
+    algorithm 1. It is 1 where the weights or the gradient are zero, as in PyTorch's and NVIDIA's implementations.
+    """
+    of_weights, of_gradient = _norm(weights), _norm(gradient)
+    if of_weights == 0 or of_gradient == 0:
+        return 1.0
+    return trust * of_weights / (of_gradient + weight_decay * of_weights)
+
+
+@dataclass(frozen=True, slots=True)
+class Lars:
+    """LARS with momentum: v ← μv + lr·local·(g + wd·w), w ← w − v.
+
+    Attributes:
+        lr: of all layers.
+        momentum: μ.
+        weight_decay: wd.
+        trust: see `lars_rate`.
+
+    Raises:
+        ConfigError: a number is out of its range.
+    """
+
+    lr: float
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    trust: float = 0.001
+
+    def __post_init__(self) -> None:
+        _check(lr=self.lr, trust=self.trust)
+        _check_decay(self.momentum, self.weight_decay)
+
+    def step(self, weights: Array, gradient: Array, velocity: Array) -> tuple[Array, Array]:
+        """The weights and the velocity after a step, both new."""
+        local = lars_rate(weights, gradient, trust=self.trust, weight_decay=self.weight_decay)
+        faster = self.momentum * velocity + self.lr * local * (gradient + self.weight_decay * weights)
+        return weights - faster, faster
+
+
+class LambState(NamedTuple):
+    """Of one array between two steps of LAMB.
+
+    Attributes:
+        mean: moving average of the gradient.
+        square: moving average of its square.
+        num_steps: steps so far.
+    """
+
+    mean: Array
+    square: Array
+    num_steps: int = 0
+
+    @classmethod
+    def zeros_like(cls, weights: Array) -> LambState:
+        """At the beginning."""
+        return cls(np.zeros_like(weights), np.zeros_like(weights))
+
+
+@dataclass(frozen=True, slots=True)
+class Lamb:
+    """LAMB: Adam's step with weight decay, as long as the trust ratio |w| / |step| makes it.
+
+    You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", ICLR 2020,
+    https://arxiv.org/abs/1904.00962, algorithm 2, with φ the identity. The ratio is 1 where either norm is zero.
+
+    Attributes:
+        lr: of all layers.
+        beta1: decay of the moving average of gradients.
+        beta2: of their squares.
+        epsilon: added to the root of the latter.
+        weight_decay: λ.
+
+    Raises:
+        ConfigError: a number is out of its range.
+    """
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-6
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(lr=self.lr, epsilon=self.epsilon)
+        _check_decay(self.beta1, self.weight_decay)
+        _check_decay(self.beta2, self.weight_decay)
+
+    def step(self, weights: Array, gradient: Array, state: LambState) -> tuple[Array, LambState]:
+        """The weights and the state after a step, both new."""
+        num_steps = state.num_steps + 1
+        mean = self.beta1 * state.mean + (1 - self.beta1) * gradient
+        square = self.beta2 * state.square + (1 - self.beta2) * gradient**2
+        unbiased, variance = mean / (1 - self.beta1**num_steps), square / (1 - self.beta2**num_steps)
+        update = unbiased / (np.sqrt(variance) + self.epsilon) + self.weight_decay * weights
+        of_weights, of_update = _norm(weights), _norm(update)
+        trust = of_weights / of_update if of_weights > 0 and of_update > 0 else 1.0
+        return weights - self.lr * trust * update, LambState(mean, square, num_steps)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """The learning rate of a batch that is k times the one it was found for: k times as large, after a warm-up.
+
+    Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", 2017, https://arxiv.org/abs/1706.02677,
+    sections 2.1 and 2.2: from the first step on the rate grows from that of the small batch to that of the large one,
+    by the same amount at each step.
+
+    Attributes:
+        lr: that was found for ``initial_batch``.
+        initial_batch: of all ranks.
+        warm_up: steps until the rate is there; the paper has those of five epochs.
+
+    Raises:
+        ConfigError: a number is out of its range.
+    """
+
+    lr: float
+    initial_batch: float
+    warm_up: int = 0
+
+    def __post_init__(self) -> None:
+        _check(lr=self.lr, initial_batch=self.initial_batch)
+        if type(self.warm_up) is not int or self.warm_up < 0:
+            raise ConfigError(f"warm_up is a whole number of steps, not {self.warm_up!r}")
+
+    def rate(self, step: int, batch: float) -> float:
+        """Of step number ``step``, from 0, with ``batch`` samples of all ranks.
+
+        Raises:
+            ConfigError: the batch is not above 0.
+        """
+        _check(batch=batch)
+        target = self.lr * batch / self.initial_batch
+        if step >= self.warm_up:
+            return target
+        return self.lr + (target - self.lr) * step / self.warm_up
+
+
+def _norm(x: Array) -> float:
+    return float(np.linalg.norm(x.astype(np.float64, copy=False)))
+
+
+def _check(**positive: float) -> None:
+    for name, value in positive.items():
+        if not value > 0:
+            raise ConfigError(f"{name} is above 0, not {value!r}")
+
+
+def _check_decay(momentum: float, weight_decay: float) -> None:
+    if not 0 <= momentum < 1:
+        raise ConfigError(f"a decay is at least 0 and below 1, not {momentum!r}")
+    if not weight_decay >= 0:
+        raise ConfigError(f"weight_decay is at least 0, not {weight_decay!r}")

@@ -1,0 +1,112 @@
+"""A dense layer's gradient as its two factors, where that is less to send. Pure formulas, and what carries them.
+
+Xie et al., "Lighter-Communication Distributed Machine Learning via Sufficient Factor Broadcasting", UAI 2016; Zhang et
+al., "Poseidon: An Efficient Communication Architecture for Distributed Deep Learning on GPU Clusters", ATC 2017,
+https://www.usenix.org/conference/atc17/technical-sessions/presentation/zhang, section 3.2: *hybrid communication*. The
+gradient of an M×N layer over K samples is AᵀB, where A (K×M) is what comes back to the layer and B (K×N) what went
+into it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kfcomm.errors import ConfigError
+from kfcomm.train.procedure import Comm, Procedure, call, carried, together
+
+
+class Factors(NamedTuple):
+    """Of a dense layer's gradient on this rank, AᵀB: the sum over its samples, or the mean if A is divided by K.
+
+    Attributes:
+        outer: A, an array of K×M.
+        inner: B, an array of K×N, of the same dtype.
+    """
+
+    outer: Any
+    inner: Any
+
+
+def all_reduce_numbers(rows: int, columns: int, size: int) -> float:
+    """Numbers that a rank sends to all_reduce an M×N gradient among n ranks: 2MN(n−1)/n."""
+    return 2 * rows * columns * (size - 1) / size
+
+
+def factor_numbers(rows: int, columns: int, samples: int, size: int) -> float:
+    """Numbers that a rank sends to tell all others its factors: K(n−1)(M+N)."""
+    return samples * (size - 1) * (rows + columns)
+
+
+def most_samples(rows: int, columns: int, size: int) -> float:
+    """K at which both are the same, 2MN / (n(M+N)): up to so many samples a rank factors are no more."""
+    return 2 * rows * columns / (size * (rows + columns))
+
+
+def takes_factors(rows: int, columns: int, samples: int, size: int) -> bool:
+    """Whether a layer's factors are less to send than its gradient."""
+    return size > 1 and samples < most_samples(rows, columns, size)
+
+
+class HybridGradients:
+    """Averages gradients of which some are given as factors: each layer goes the way that sends less.
+
+    Args:
+        comm: whose ranks average.
+        name: its collectives begin with it.
+
+    Cost: one all_gather of K(M+N) numbers for each layer that goes by factors, and the product of nK×M and nK×N; one
+        ``all_reduce`` of the rest together.
+    """
+
+    def __init__(self, comm: Comm, *, name: str = "hybrid") -> None:
+        self.comm = comm
+        self.name = name
+
+    @carried
+    def average(self, gradients: dict[str, Any]) -> Procedure[dict[str, Any]]:
+        """The mean of all ranks' gradients by name; a `Pending` mapping of arrays.
+
+        Args:
+            gradients: arrays, and `Factors` of two NumPy arrays; the same names and shapes on every rank. So each rank
+                chooses the same way for each layer.
+
+        Raises:
+            ConfigError: factors do not fit together.
+            CollectiveError: from waiting: an exchange failed.
+        """
+        size, found = self.comm.size, dict.fromkeys(gradients)
+        factored = {name: _checked(name, one) for name, one in gradients.items() if isinstance(one, Factors)}
+        by_factors = {
+            name: one
+            for name, one in factored.items()
+            if takes_factors(one.outer.shape[1], one.inner.shape[1], len(one.outer), size)
+        }
+        whole = {name: one for name, one in gradients.items() if name not in factored}
+        whole |= {name: one.outer.T @ one.inner for name, one in factored.items() if name not in by_factors}
+        rows = [np.concatenate([one.outer, one.inner], axis=1) for one in by_factors.values()]
+        calls = [call("all_reduce_many", whole, f"{self.name}/gradients", op="avg")]
+        if rows:
+            calls.append(call("all_gather", rows, f"{self.name}/factors"))
+        means, *told = yield from together(calls)
+        found.update(means)
+        for (name, one), everybody in zip(by_factors.items(), told[0] if told else (), strict=True):
+            found[name] = _product(everybody, one.outer.shape[1], size)
+        return found
+
+
+def _checked(name: str, factors: Factors) -> Factors:
+    outer, inner = factors
+    if outer.ndim != 2 or inner.ndim != 2 or len(outer) != len(inner) or outer.dtype != inner.dtype:
+        raise ConfigError(
+            f"factors of {name!r} are two matrices of one dtype with a row for each sample, not {outer.dtype} "
+            f"{outer.shape} and {inner.dtype} {inner.shape}"
+        )
+    return factors
+
+
+def _product(rows: Any, num_outer: int, size: int) -> Any:
+    """The mean over the ranks of AᵀB, of everybody's rows of both."""
+    joined = rows.reshape(-1, rows.shape[-1])
+    return (joined[:, :num_outer].T @ joined[:, num_outer:]) / joined.dtype.type(size)

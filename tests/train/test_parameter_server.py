@@ -1,0 +1,118 @@
+"""The parameter server: every push is applied once, by its owner; who waits for whom, and how stale a pull can be."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kfcomm import Communicator, sync
+from kfcomm.errors import CollectiveMismatch, ConfigError
+from kfcomm.testing import run_ranks, run_threads, sync_world, world
+from kfcomm.train import ParameterServer, shards
+
+MODEL = {"a": np.zeros((4, 4), np.float32), "b": [np.zeros(3), np.zeros(7, np.float32)], "c": np.zeros(1)}
+
+
+def descend(arrays: dict[str, Any], gradients: dict[str, Any]) -> dict[str, Any]:
+    return {name: x - 0.5 * gradients[name] for name, x in arrays.items()}
+
+
+def ones(factor: float) -> Any:
+    return {
+        "a": np.full((4, 4), factor, np.float32), "b": [np.full(3, factor), np.full(7, factor, np.float32)],
+        "c": np.full(1, factor),
+    }  # fmt: skip
+
+
+@given(st.dictionaries(st.text(min_size=1), st.integers(0, 10**6), max_size=30), st.integers(1, 9))
+def test_parts_are_even(nbytes: dict[str, int], size: int) -> None:
+    of = shards(nbytes, size)
+    assert of.keys() == nbytes.keys()
+    loads = [sum(nbytes[name] for name, rank in of.items() if rank == mine) for mine in range(size)]
+    assert max(loads) <= sum(loads) / size + max(nbytes.values(), default=0)
+
+
+async def work(comm: Communicator, pushes: int) -> tuple[Any, ParameterServer]:
+    server = ParameterServer(comm, MODEL, descend)
+    serving = server.serve()
+    for _ in range(pushes):
+        await server.pull()
+        await server.push(ones(comm.rank + 1.0))
+    await server.finish()
+    await serving
+    await comm.barrier()
+    return await server.pull(), server
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("size", [1, 3, 6])
+async def test_every_push_is_applied_once(size: int) -> None:
+    """With gradients that do not depend on the model the order does not matter."""
+    async with world(size) as comms:
+        found = await run_ranks(comms, lambda comm: work(comm, 5))
+    expected = -0.5 * 5 * sum(range(1, size + 1))
+    for model, server in found:
+        assert model["a"].shape == (4, 4)
+        assert isinstance(model["b"], list)
+        for one in (model["a"], *model["b"], model["c"]):
+            assert one == pytest.approx(np.full(one.shape, expected))
+        assert server.num_applied == (5 * size if server.comm.rank in server.owners.values() else 0)
+        assert server.staleness == 0
+
+
+def test_blocking_ranks_serve_on_a_thread() -> None:
+    def main(comm: sync.Communicator) -> Any:
+        server = ParameterServer(comm, MODEL, descend)
+        serving = threading.Thread(target=lambda: server.serve().wait())
+        serving.start()
+        for _ in range(5):
+            server.pull().wait()
+            server.push(ones(comm.rank + 1.0)).wait()
+        server.finish().wait()
+        serving.join()
+        comm.barrier()
+        return server.pull().wait()
+
+    with sync_world(3) as comms:
+        for model in run_threads(comms, main):
+            assert model["a"] == pytest.approx(np.full((4, 4), -15.0))
+
+
+@pytest.mark.asyncio
+async def test_a_worker_is_so_many_pushes_ahead_of_an_owner_and_no_more() -> None:
+    async with world(2) as comms:
+        ahead, owner = (ParameterServer(comm, MODEL, descend, staleness=2) for comm in comms)
+        for _ in range(2):
+            await ahead.push(ones(1.0))
+        await ahead.pull()
+        assert ahead.staleness == 2
+        assert comms[0].statistics().gauges["staleness"] == 2
+        third = ahead.push(ones(1.0))
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert not third.done(), "the owner has taken nothing yet"
+        serving = [owner.serve(), ahead.serve()]
+        await third
+        await asyncio.gather(ahead.finish(), owner.finish())
+        await asyncio.gather(*serving)
+        await ahead.pull()
+        assert ahead.staleness == 0
+
+
+@pytest.mark.asyncio
+async def test_servers_that_differ_see_both_sides() -> None:
+    async def main(comm: Communicator) -> None:
+        server = ParameterServer(comm, MODEL, descend, staleness=2 + comm.rank)
+        with pytest.raises(CollectiveMismatch, match=r"rank 0 has ParameterServer\(staleness=2\); rank 1 has"):
+            await server.serve()
+
+    async with world(2) as comms:
+        await run_ranks(comms, main)
+        with pytest.raises(ConfigError, match="staleness"):
+            ParameterServer(comms[0], MODEL, descend, staleness=0)

@@ -1,0 +1,83 @@
+"""Sufficient factors: the byte formula against the paper's layers, and equal means whichever way a layer goes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kfcomm import Communicator
+from kfcomm.errors import ConfigError
+from kfcomm.testing import run_ranks, run_threads, sync_world, world
+from kfcomm.train import Factors, HybridGradients, all_reduce_numbers, factor_numbers, most_samples, takes_factors
+
+
+@pytest.mark.parametrize(("rows", "columns", "samples"), [(25088, 4096, 880), (4096, 4096, 512), (4096, 1000, 201)])
+def test_where_both_ways_cross_with_eight_ranks(rows: int, columns: int, samples: int) -> None:
+    """The dense layers of VGG-16."""
+    assert round(most_samples(rows, columns, 8)) == samples
+    assert takes_factors(rows, columns, 32, 8)
+    assert not takes_factors(rows, columns, samples + 1, 8)
+
+
+@given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 1000), st.integers(2, 64))
+def test_the_smaller_of_two_is_chosen(rows: int, columns: int, samples: int, size: int) -> None:
+    by_factors, whole = factor_numbers(rows, columns, samples, size), all_reduce_numbers(rows, columns, size)
+    if by_factors != pytest.approx(whole):
+        assert takes_factors(rows, columns, samples, size) == (by_factors < whole)
+
+
+def test_one_rank_sends_nothing() -> None:
+    assert not takes_factors(100, 100, 1, 1)
+
+
+def gradients(rank: int) -> dict[str, Any]:
+    rng = np.random.default_rng(rank)
+
+    def factors(samples: int, rows: int, columns: int) -> Factors:
+        return Factors(rng.standard_normal((samples, rows)), rng.standard_normal((samples, columns)))
+
+    return {"large": factors(4, 60, 40), "small": factors(30, 8, 6), "bias": rng.standard_normal(8)}
+
+
+def expected(size: int) -> dict[str, Any]:
+    all_ = [gradients(rank) for rank in range(size)]
+    dense = [
+        {name: one.outer.T @ one.inner if isinstance(one, Factors) else one for name, one in of.items()} for of in all_
+    ]
+    return {name: sum(one[name] for one in dense) / size for name in dense[0]}
+
+
+@pytest.mark.asyncio
+async def test_means_are_the_same_whichever_way_a_layer_goes() -> None:
+    async def main(comm: Communicator) -> tuple[Any, list[str]]:
+        found = await HybridGradients(comm).average(gradients(comm.rank))
+        return found, [one.name for one in comm.statistics().keys]
+
+    async with world(3) as comms:
+        for found, names in await run_ranks(comms, main):
+            assert list(found) == ["large", "small", "bias"]
+            for name, truth in expected(3).items():
+                np.testing.assert_allclose(found[name], truth, rtol=1e-12, atol=1e-12)
+            assert "hybrid/factors" in names
+
+    def blocking() -> list[Any]:
+        with sync_world(2) as comms:
+            return run_threads(comms, lambda comm: HybridGradients(comm).average(gradients(comm.rank)).wait())
+
+    import asyncio
+
+    for found in await asyncio.to_thread(blocking):
+        np.testing.assert_allclose(found["large"], expected(2)["large"], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.asyncio
+async def test_without_factors_it_is_an_all_reduce() -> None:
+    async with world(2) as comms:
+        found = await run_ranks(comms, lambda comm: HybridGradients(comm).average({"x": np.full(3, comm.rank * 2.0)}))
+        assert found[0]["x"].tolist() == [1.0, 1.0, 1.0]
+        with pytest.raises(ConfigError, match="a row for each sample"):
+            HybridGradients(comms[0]).average({"x": Factors(np.ones((3, 2)), np.ones((4, 2)))})
