@@ -259,13 +259,15 @@ class Adaptation:
 
     async def _go_on(self) -> None:
         """The ranks have changed, or not."""
+        meetings = await self._started()
+        outlives = isinstance(meetings.place, WorldPlace)
+        if self.comm.outlives and not outlives:
+            raise ConfigError("open the Elastic before the Adaptation: ranks that join do")
         if self.comm.births == self._births:
             return
-        meetings = self._meetings
-        if meetings is None or not isinstance(meetings.place, WorldPlace):
+        if not outlives:
             raise ConfigError(
-                "the ranks have changed, and this adaptation with them only inside an open Elastic: open it before, or"
-                " make another Adaptation"
+                "the ranks have changed, and this adaptation with them only inside an open Elastic: make another one"
             )
         if self._has_own_meter:
             self._meter = EngineMeter(self.comm)
@@ -282,7 +284,6 @@ class Adaptation:
         """A step begins; see `Step`."""
         if self._in_step:
             raise ConfigError("a step is under way: steps follow one another")
-        await self._started()
         await self._go_on()
         self._in_step = True
         try:
@@ -297,7 +298,9 @@ class Adaptation:
     async def end(self, begun: Reading) -> None:
         """A step has ended well; see `Step`."""
         meetings = await self._started()
-        self._measured = self._measured.plus(self._meter.read().since(begun))
+        measured = self._meter.read().since(begun)
+        if len(measured.waited_s) == self.comm.size:  # else a rank is lost, and nothing follows from this step
+            self._measured = self._measured.plus(measured)
         try:
             if self._meets:
                 await self._meet(meetings)

@@ -71,3 +71,20 @@ def test_another_samplers_state_is_refused() -> None:
     for other in (ElasticSampler(11, 2), ElasticSampler(10, 3), ElasticSampler(10, 2, 7)):
         with pytest.raises(ConfigError, match="of this sampler is"):
             sampler.load_state_dict(other.state_dict())
+
+
+def test_the_batch_may_be_set_and_goes_to_who_joins() -> None:
+    sampler = ElasticSampler(10, 2, None)
+    assert sampler.take().tolist() == [0, 1]
+    sampler.batch = 3
+    assert sampler.take().tolist() == [2, 3, 4]
+    joined = ElasticSampler(10, 2, None)
+    joined.load_state_dict(sampler.state_dict())
+    assert joined.batch == 3
+    assert joined.take().tolist() == [5, 6, 7]
+    with pytest.raises(ConfigError, match="batch of a sampler is a whole number from 1 on, not 0"):
+        sampler.batch = 0
+    before = sampler.state_dict()
+    del before["next_batch"]
+    joined.load_state_dict(before)
+    assert joined.batch == 2
