@@ -235,7 +235,8 @@ class Ledger:
     def _post(self, entry: Entry) -> None:
         gift = self._gift_for(entry)
         if gift is not None and gift.giver < 0:
-            self._void(entry, "it had failed on another rank")
+            if self._root_of(entry) is not None:  # else it has failed for that, on all ranks
+                self._void(entry, "it had failed on another rank")
         elif gift is not None:
             self._take(entry, gift)
         elif self.comm.births != self.shown and not self._is_done_again(entry):

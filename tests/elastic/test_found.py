@@ -1,0 +1,38 @@
+"""What searches in virtual time have found, as programs in which it showed."""
+
+from __future__ import annotations
+
+import logging
+from random import Random
+from typing import Any
+
+import pytest
+
+from kfcomm.elastic import Elastic, ElasticCommunicator, State
+from kfcomm.testing import Kill, Stop, run_in_virtual_time
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+
+
+async def enter(comm: Any) -> int:
+    """Take the state of the lowest rank that lives."""
+    state = State(birth=comm.births[comm.rank])
+    async with Elastic(ElasticCommunicator(comm), state):
+        return int(state.birth)
+
+
+def test_all_hear_of_a_lost_root_although_another_rank_is_lost_next() -> None:
+    """Who had not heard that the giver of the state is lost heard instead that the call had failed on another rank."""
+    for seed in range(40):
+        random = Random(seed)
+        events = [
+            Kill(0, random.uniform(0.001, 0.006)),
+            Kill(2, random.uniform(0.015, 0.025)),
+            Stop(1, random.uniform(0.01, 0.02), 0.3),
+        ]
+        run = run_in_virtual_time(enter, 5, seed=seed, events=events, strategy="chain_star", timeout=30.0)
+        assert run.failed == {}
+        assert len(set(run.results.values())) == 1
