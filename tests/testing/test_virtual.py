@@ -196,6 +196,12 @@ def test_who_has_nothing_to_do_is_told() -> None:
         runner.run(never())
 
 
+@pytest.mark.asyncio
+async def test_it_has_a_loop_of_its_own() -> None:
+    with pytest.raises(RuntimeError, match="an event loop of its own"):
+        run_in_virtual_time(ones, 2)
+
+
 def test_errors_that_nobody_hears_are_told() -> None:
     async def main(comm: Any) -> None:
         asyncio.get_running_loop().call_soon(lambda: comm.rank // 0)

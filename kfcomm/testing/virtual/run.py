@@ -78,10 +78,19 @@ def run_in_virtual_time(
         Stuck: the ranks have not come to their end by then, or never can.
         RuntimeError: an event loop is running.
     """
+    _check_no_loop()
     loop = VirtualLoop()
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         timing = Timing(lost_after_s, latency_s)
         return runner.run(_run(loop, main, size, Random(seed), tuple(events), timing, within_s, options))
+
+
+def _check_no_loop() -> None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise RuntimeError("a world in virtual time has an event loop of its own, and one is running")
 
 
 async def _run(
