@@ -10,8 +10,11 @@ is taken, that is made beside: if the lowest is lost in the midst, the next one'
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,11 +36,13 @@ class Offer(NamedTuple):
         plan: of its arrays.
         told: its place in the pass, and all of the state that is no array.
         wrong: why it cannot give any; else None.
+        program: see ``program_digest``.
     """
 
     plan: list[list[Any]]
     told: list[Any]
     wrong: str | None
+    program: str
 
 
 class Handover:
@@ -47,12 +52,14 @@ class Handover:
         comm: of all ranks.
         ledger: of its calls.
         state: of this rank.
+        program: see ``program_digest``, as it was when training began.
     """
 
-    def __init__(self, comm: ElasticCommunicator, ledger: Ledger, state: State) -> None:
+    def __init__(self, comm: ElasticCommunicator, ledger: Ledger, state: State, program: str) -> None:
         self._comm = comm
         self._ledger = ledger
         self._state = state
+        self._program = program
 
     async def carry_out(self, place: Any, having: Births | None = None, *, wrong: str | None = None) -> Any:
         """All ranks call it, and have the same state then.
@@ -66,19 +73,21 @@ class Handover:
             The place of those that have the state.
 
         Raises:
-            ConfigError: the states differ in more than their values. Where some have come to others, to those alone.
+            ConfigError: the states differ in more than their values. Where some have come to others, to those alone;
+                to them also if they run another program than any of the others.
             PeerLost: nobody is left who has it.
             CollectiveError: it does not come through, though no rank is lost.
         """
         while True:
-            rows, births = await self._gathered([plan_of(self._state), [place, small_of(self._state)], wrong], "plans")
+            mine = Offer(plan_of(self._state), [place, small_of(self._state)], wrong, self._program)
+            rows, births = await self._gathered(list(mine), "plans")
             offers = [Offer(*row) for row in rows]
             owners = [rank for rank, birth in enumerate(births) if having is None or birth in having]
             if not owners:
                 raise PeerLost("all ranks that had the state are lost before this rank had it from them")
-            self._check(offers, owners)
+            self._check(offers, owners, is_newcomer=births.index(self._birth()) not in owners)
             givers, first = (owners[:1] if having is None else owners), offers[owners[0]]
-            takers = [rank for rank, one in enumerate(offers) if rank not in givers and one.plan == first.plan]
+            takers = [rank for rank in _fitting(offers, owners) if rank not in givers]
             is_taker = births.index(self._birth()) in takers
             arrays = self._taken_into(having) if is_taker else self._views()
             if takers and not await self._spread(births, givers, takers, arrays):
@@ -98,12 +107,17 @@ class Handover:
         """Where a taker receives."""
         return [np.empty_like(one) for one in self._views()] if having is None else places_of(self._state)
 
-    def _check(self, offers: Sequence[Offer], owners: Sequence[int]) -> None:
+    def _check(self, offers: Sequence[Offer], owners: Sequence[int], *, is_newcomer: bool) -> None:
         """All ranks know what the others have, and so find out together whether it fits."""
         mine, first = plan_of(self._state), offers[owners[0]]
         for offer in offers:
             if offer.wrong is not None:
                 raise ConfigError(offer.wrong)
+        if is_newcomer and self._program not in {offers[rank].program for rank in owners}:
+            raise ConfigError(
+                "this process runs another program than the ranks that it was to join: the file is another one, or was"
+                " changed after they had begun"
+            )
         if mine == first.plan and all(offers[rank].plan == first.plan for rank in owners):
             return
         unlike = (difference(mine, offer.plan, f"rank {rank}") for rank, offer in enumerate(offers))
@@ -138,3 +152,21 @@ class Handover:
         handle = self._ledger.begin("all_gather_object", (value, f"kfcomm/{about}"), {})
         rows = await handle
         return rows, handle.contributors or ()
+
+
+def _fitting(offers: Sequence[Offer], owners: Sequence[int]) -> list[int]:
+    """The ranks that have, or can take, the state of the owners."""
+    plan, programs = offers[owners[0]].plan, {offers[rank].program for rank in owners}
+    return [rank for rank, one in enumerate(offers) if one.plan == plan and one.program in programs]
+
+
+def program_digest() -> str:
+    """A few letters that stand for the file which this process was started with, as it is now; none if there is none.
+
+    What that imports may differ all the same.
+    """
+    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    try:
+        return "" if path is None else hashlib.blake2b(Path(path).read_bytes(), digest_size=8).hexdigest()
+    except OSError:
+        return ""

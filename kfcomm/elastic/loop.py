@@ -16,7 +16,7 @@ from kfcomm.elastic.asked import Asked
 from kfcomm.elastic.buddies import Buddies
 from kfcomm.elastic.checkpoint import Checkpoint
 from kfcomm.elastic.communicator import ElasticCommunicator
-from kfcomm.elastic.handover import Handover
+from kfcomm.elastic.handover import Handover, program_digest
 from kfcomm.elastic.ledger import BOUNDARY, Births, Ledger
 from kfcomm.elastic.sampler import ElasticSampler, Indices, share
 from kfcomm.elastic.state import Kept, State
@@ -130,6 +130,7 @@ class Elastic:
         self._own = own
         self._copies = copies
         self._buddies: Buddies | None = None
+        self._program = program_digest()
         self._ledger: Ledger | None = None
         self._asked = Asked()
         self._admitted: dict[str, Any] | None = None
@@ -182,7 +183,7 @@ class Elastic:
             await self._comm.end()
 
     def _handover(self) -> Handover:
-        return Handover(self._comm, self._open(), self._state)
+        return Handover(self._comm, self._open(), self._state, self._program)
 
     async def _read(self) -> tuple[list[Any], str | None]:
         """The place of the checkpoint, whose state is taken over; and what is wrong with it."""

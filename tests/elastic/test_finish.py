@@ -437,15 +437,23 @@ async def test_who_joins_has_the_state_and_who_is_released_ends_its_loop() -> No
         assert second[2] == third[2] == [len(second[0])] * 2
 
 
+@pytest.mark.parametrize(
+    ("rows", "length", "why"),
+    [
+        (3, 40, r"w is float64\(3,\) here and float64\(2,\) on rank 0"),
+        (2, 44, "length of this sampler is 44, that of the state 40"),
+    ],
+)
 @pytest.mark.asyncio
-async def test_a_newcomer_that_does_not_fit_is_told_and_the_others_go_on() -> None:
+async def test_a_newcomer_that_does_not_fit_is_told_and_the_others_go_on(rows: int, length: int, why: str) -> None:
     async with world(2, elastic=True) as comms:
         comers: list[asyncio.Task[Any]] = []
 
         async def join() -> None:
             comm = await comms.join(2)
-            async with comm, Elastic(comm, State(w=np.zeros(3))):
-                raise AssertionError
+            async with comm, Elastic(comm, State(w=np.zeros(rows))) as elastic:
+                async for _ in elastic.steps(ElasticSampler(length, 4)):
+                    raise AssertionError
 
         async def main(comm: Any) -> int:
             steps = 0
@@ -459,7 +467,7 @@ async def test_a_newcomer_that_does_not_fit_is_told_and_the_others_go_on() -> No
 
         # what it would have trained on in the step in which it left is given again
         assert await run_ranks(list(comms), main) in ([10, 10], [11, 11])
-        with pytest.raises(ConfigError, match=r"w is float64\(3,\) here and float64\(2,\) on rank 0"):
+        with pytest.raises(ConfigError, match=why):
             await comers[0]
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kfcomm.elastic import State, handover
-from kfcomm.elastic.handover import Handover
+from kfcomm.elastic.handover import Handover, program_digest
 from kfcomm.elastic.stripes import spread
-from kfcomm.errors import CollectiveError, PeerLost
+from kfcomm.errors import CollectiveError, ConfigError, PeerLost
 from kfcomm.testing import run_ranks, world
 
 NUM = 5 << 19
@@ -27,17 +29,20 @@ def states(comms: Any) -> list[State]:
     return [State(w=np.full(NUM, comm.rank + 1.0), b=np.zeros(3, np.float32), step=comm.rank) for comm in comms]
 
 
-async def hand_over(comms: Any, having: tuple[int, ...] | None, mine: Sequence[State]) -> list[Any]:
+async def hand_over(comms: Any, having: tuple[int, ...] | None, mine: Sequence[State], programs: str = "") -> list[Any]:
     """Each rank's place and state then, or its error; None for who died."""
 
     async def main(comm: Any) -> Any:
         state = mine[comm.rank]
-        handing = Handover(comm, comm.begin(), state)
+        handing = Handover(comm, comm.begin(), state, programs[comm.rank] if programs else "")
         try:
             place = await handing.carry_out([comm.births[comm.rank]], having)
         except Died:
             return None
-        except Exception as error:  # noqa: BLE001 - the tests look at it
+        except ConfigError as error:  # who cannot take part leaves
+            comms.kill(comm.births[comm.rank])
+            return error
+        except CollectiveError as error:
             return error
         assert (state.w == state.w[0]).all()
         return place, state.w[0], state.step
@@ -124,3 +129,29 @@ async def test_bytes_that_differ_are_told_to_all(monkeypatch: pytest.MonkeyPatch
         found = await hand_over(comms, (0, 1), states(comms))
         assert [type(one) for one in found] == [CollectiveError] * 3
         assert "what came is not what was sent" in str(found[0])
+
+
+@pytest.mark.asyncio
+async def test_a_newcomer_of_another_program_is_told_and_the_others_go_on() -> None:
+    """What those run that were there from the beginning is their own affair, and each of it will do."""
+    async with world(5, elastic=True) as comms:
+        mine = states(comms)
+        for state in mine:
+            state.w[:], state.step = 7.0, 5
+        mine[4].w[:] = 1.0
+        found = await hand_over(comms, (0, 1), mine, "abxba")
+        assert isinstance(found.pop(2), ConfigError)
+        assert found == [([0], 7.0, 5)] * 4
+
+
+def test_a_program_is_the_file_that_was_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text("one")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(file), raising=False)
+    one = program_digest()
+    file.write_text("other")
+    other = program_digest()
+    file.unlink()
+    assert len({one, other, program_digest()}) == 3
+    monkeypatch.delattr(sys.modules["__main__"], "__file__")
+    assert program_digest() == ""

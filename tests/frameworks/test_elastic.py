@@ -58,7 +58,7 @@ async def hand_over(comms: Any, states: list[State]) -> None:
     """The first two ranks have a state, and give it to the others."""
 
     async def main(comm: Any) -> Any:
-        return await Handover(comm, comm.begin(), states[comm.rank]).carry_out([0], (0, 1))
+        return await Handover(comm, comm.begin(), states[comm.rank], "").carry_out([0], (0, 1))
 
     assert await run_ranks(comms, main) == [[0]] * 3
 
