@@ -80,7 +80,8 @@ class NumpyKind(_Uncounted):
 
     def write_into(self, out: Any) -> Array:
         """The array itself."""
-        if isinstance(out, np.ma.MaskedArray):
+        masked = sys.modules.get("numpy.ma")  # asked for by its name NumPy would import it, which takes 8 ms
+        if masked is not None and isinstance(out, masked.MaskedArray):
             raise ConfigError("a masked array would lose its mask: pass x.filled(...) or x.data")
         return np.asarray(out)
 

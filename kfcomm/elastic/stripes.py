@@ -101,7 +101,8 @@ async def spread(
 
 async def _share(comm: Communicator, members: Sequence[int], pieces: Sequence[Array]) -> None:
     """One stripe, from the first of the members to the others."""
-    group = await comm.group(members, "kfcomm/state")
+    # the strategy costs nothing to make, and on one host a star is one copy that all takers read
+    group = await comm.group(members, "kfcomm/state", strategy="star")
     try:
         # a giver names its own memory as well: nothing is written to it, and nothing is made for a result
         outs = [piece if piece.flags.writeable else None for piece in pieces]
@@ -110,4 +111,4 @@ async def _share(comm: Communicator, members: Sequence[int], pieces: Sequence[Ar
         ]
         await asyncio.gather(*handles)
     finally:
-        await group.close()
+        group._forget_group()

@@ -195,6 +195,8 @@ def test_subclasses_are_read_as_plain_arrays(tmp_path: Path) -> None:
 def test_masked_arrays_are_refused() -> None:
     with pytest.raises(ConfigError, match="would lose its mask"):
         adapt(np.ma.array([1.0, 2.0], mask=[0, 1]))
+    with pytest.raises(ConfigError, match="would lose its mask"):
+        adapt_out(np.ma.array([1.0, 2.0], mask=[0, 1]), (2,), np.dtype(float))
 
 
 # --- numbers, lists, buffers and others -----------------------------------------------------------------------------
