@@ -188,3 +188,16 @@ def test_cancelling_a_blocking_one_ends_it_on_every_rank() -> None:
             pending.wait()
         with pytest.raises(KfcommError):
             ways[1].parameters(TREE).wait()
+
+
+@pytest.mark.asyncio
+async def test_elastic_communicators_of_both_interfaces() -> None:
+    async with world(3, elastic=True) as comms:
+        one = await run_ranks(comms, lambda comm: awaited(comm, SMA(comm, 0.2)))
+
+    def blocking() -> list[Any]:
+        with sync_world(3, elastic=True) as comms:
+            return run_threads(comms, lambda comm: waited_for(comm, SMA(comm, 0.2)))
+
+    other = await asyncio.to_thread(blocking)
+    assert all(np.array_equal(a["weight"], b["weight"]) for a, b in zip(one, other, strict=True))

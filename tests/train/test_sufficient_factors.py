@@ -81,3 +81,19 @@ async def test_without_factors_it_is_an_all_reduce() -> None:
         assert found[0]["x"].tolist() == [1.0, 1.0, 1.0]
         with pytest.raises(ConfigError, match="a row for each sample"):
             HybridGradients(comms[0]).average({"x": Factors(np.ones((3, 2)), np.ones((4, 2)))})
+
+
+@pytest.mark.asyncio
+async def test_what_is_sent_is_what_the_formula_says() -> None:
+    """On a ring each rank passes on every other rank's factors once."""
+    size, samples, rows, columns = 4, 8, 600, 400
+
+    async def main(comm: Communicator) -> int:
+        rng = np.random.default_rng(comm.rank)
+        factors = Factors(rng.standard_normal((samples, rows)), rng.standard_normal((samples, columns)))
+        await HybridGradients(comm).average({"dense": factors})
+        return sum(peer.sent_nbytes for peer in comm.statistics().peers)
+
+    async with world(size, strategy="ring") as comms:
+        sent = await run_ranks(comms, main)
+    assert sum(sent) / size == pytest.approx(8 * factor_numbers(rows, columns, samples, size), rel=0.02)

@@ -94,6 +94,9 @@ def summary(change: Change) -> list[str]:
     sent = sum(one.sent_rate for one in change.ranks.values())
     lag_s = max((answer.loop_lag_s for answer in change.answers), default=0.0)
     lines = [f"{_rate(change, calls)} collectives/s   {size(sent)}/s sent   loop lag at most {span(lag_s)}"]
+    gauges = next((answer.gauges for answer in change.answers if answer.gauges), None)
+    if gauges is not None:
+        lines.append("training: " + "   ".join(f"{name} {value:.4g}" for name, value in gauges.items()))
     since = "" if change.passed_s else " since the beginning"
     slowest, waited = change.slowest, change.waited_for
     if slowest is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -67,6 +69,12 @@ def test_no_line_is_too_long_and_there_are_not_too_many(width, height, num_ranks
     assert len(lines) <= height
     assert all(len(line.text) <= width for line in lines)
     assert lines[0].style is Style.TITLE
+
+
+def test_what_a_program_says_of_its_training():
+    silent, speaking = says(0, 1.0), replace(says(1, 1.0), gauges={"noise_scale": 1234.56, "staleness": 0.5})
+    lines = text_of(view(Ranks(silent, speaking).look(), 200))
+    assert lines[2] == "training: noise_scale 1235   staleness 0.5"
 
 
 def test_a_narrow_terminal_loses_columns_and_keeps_those_that_matter():
