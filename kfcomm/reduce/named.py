@@ -51,6 +51,8 @@ def op_of(given: Any, dtype: np.dtype[Any] | None = None) -> Op:
     if op is not None:
         return op
     op = _BY_LOGICAL_WORD.get(word)
+    if word == "adasum":
+        raise ConfigError("adasum combines whole arrays: it is an op of all_reduce and all_reduce_many alone")
     if op is None:
         raise ConfigError(f"op {given!r:.60} is unknown; known are {', '.join(Op)}")
     if dtype is not None and dtype.kind != "b":

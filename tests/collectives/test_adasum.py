@@ -1,4 +1,4 @@
-"""``op="adasum"`` against a tree of pairs that is written out, as Horovod defines it."""
+"""``op="adasum"`` over communicators, against a tree of pairs that is written out."""
 
 from __future__ import annotations
 
@@ -7,69 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kfcomm import Communicator
 from kfcomm.errors import CollectiveError, CollectiveMismatch, ConfigError
-from kfcomm.reduce.adasum import adasum_weights
 from kfcomm.testing import run_ranks, run_threads, sync_world, world
-
-
-def pair(a: Any, b: Any) -> Any:
-    together, aa, bb = float(a @ b), float(a @ a), float(b @ b)
-    least = float(np.sqrt(np.finfo(np.float64).tiny))
-    one = 1.0 if aa < least else 1 - together / (2 * aa)
-    other = 1.0 if bb < least else 1 - together / (2 * bb)
-    return one * a + other * b
-
-
-def tree(gradients: list[Any]) -> Any:
-    while len(gradients) > 1:
-        pairs = [pair(gradients[at], gradients[at + 1]) for at in range(0, len(gradients) - 1, 2)]
-        gradients = pairs + gradients[2 * len(pairs) :]
-    return gradients[0]
-
-
-def by_products(gradients: Any) -> Any:
-    return adasum_weights(gradients @ gradients.T) @ gradients
-
-
-def test_values_of_two_ranks() -> None:
-    found = by_products(np.array([[1.0, 2, 3], [4, -5, 6]]))
-    assert found == pytest.approx([4.25974025974, -3.467532467532, 7.246753246753], rel=1e-12)
-
-
-@given(st.integers(2, 8), st.integers(1, 30), st.integers(0, 2**32 - 1))
-def test_the_products_tell_what_the_tree_does(size: int, count: int, seed: int) -> None:
-    gradients = np.random.default_rng(seed).standard_normal((size, count))
-    assert by_products(gradients) == pytest.approx(tree(list(gradients)), rel=1e-9, abs=1e-9)
-
-
-@given(st.integers(2, 8), st.data())
-def test_orthogonal_gradients_are_added(size: int, data: st.DataObject) -> None:
-    lengths = data.draw(st.lists(st.floats(1e-3, 1e3), min_size=size, max_size=size))
-    assert by_products(np.diag(lengths)) == pytest.approx(lengths, rel=1e-15)
-
-
-@given(st.sampled_from([2, 4, 8]), st.integers(1, 20), st.integers(0, 2**32 - 1))
-def test_equal_gradients_give_themselves(size: int, count: int, seed: int) -> None:
-    gradient = np.random.default_rng(seed).standard_normal(count)
-    assert by_products(np.tile(gradient, (size, 1))) == pytest.approx(gradient, rel=1e-14)
-
-
-def test_parallel_gradients_give_their_mean() -> None:
-    gradient = np.array([3.0, -4.0, 12.0])
-    assert by_products(np.array([gradient, 3 * gradient])) == pytest.approx(2 * gradient, rel=1e-15)
-
-
-def test_zero_and_opposite_gradients() -> None:
-    gradient = np.array([1.0, 2.0])
-    zero = np.zeros(2)
-    assert by_products(np.array([gradient, zero])).tolist() == gradient.tolist()
-    assert by_products(np.array([zero, zero])).tolist() == [0.0, 0.0]
-    assert by_products(np.array([gradient, -gradient, gradient])) == pytest.approx(gradient, rel=1e-15)
-    assert np.isnan(by_products(np.array([gradient, [np.nan, 1.0]]))).all()
+from tests.reduce.test_adasum import tree
 
 
 def gradients_of(rank: int, dtype: Any) -> dict[str, Any]:
@@ -193,3 +135,17 @@ async def test_cancelling_ends_it_on_every_rank_and_the_name_works_on() -> None:
             await comms[1].all_reduce(np.ones(3), "g", op="adasum")
         found = await asyncio.gather(*(comm.all_reduce(np.ones(3), "g", op="adasum") for comm in comms))
         assert found[1].tolist() == [1, 1, 1]
+
+
+@pytest.mark.asyncio
+async def test_persistent_calls_and_verbs_that_have_no_such_op() -> None:
+    async def main(comm: Communicator) -> Any:
+        prepared = comm.all_reduce_init(np.full(3, comm.rank + 1.0), name="g", op="adasum")
+        for _ in range(2):
+            found = await prepared.start()
+        with pytest.raises(ConfigError, match="whole arrays"):
+            comm.reduce(np.ones(3), 0, "r", op="adasum")
+        return found
+
+    async with world(2) as comms:
+        assert [one.tolist() for one in await run_ranks(comms, main)] == [[1.5] * 3] * 2
