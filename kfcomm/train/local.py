@@ -8,7 +8,7 @@ from kfcomm.train.adaalter import accumulate, direction
 from kfcomm.train.agreement import Agreement, count_problem
 from kfcomm.train.outer import nesterov, pseudo_gradient
 from kfcomm.train.procedure import Comm, Procedure
-from kfcomm.train.tree import Tree, leaves, mapped, rebuilt
+from kfcomm.train.tree import Tree, copied, leaves, mapped, rebuilt
 
 
 class LocalSGD(Agreement):
@@ -69,7 +69,7 @@ class DiLoCo(Agreement):
         self, comm: Comm, start: Tree, *, every: int = 500, lr: float = 0.7, momentum: float = 0.9,
         name: str | None = None,
     ) -> None:  # fmt: skip
-        self.model = start
+        self.model = copied(start)
         self._velocity = mapped(lambda x: 0 * x, start)
         self._every = every
         self._lr = lr
@@ -91,7 +91,7 @@ class DiLoCo(Agreement):
             moved[one] = nesterov(x, velocity[one], pseudo_gradient(x, mean[one]), self._lr, self._momentum)
         self._velocity = rebuilt(self._velocity, {one: v for one, (_, v) in moved.items()})
         self.model = rebuilt(self.model, {one: x for one, (x, _) in moved.items()})
-        return rebuilt(tree, {one: x for one, (x, _) in moved.items()})
+        return rebuilt(tree, leaves(copied(self.model)))
 
 
 class LocalAdaAlter(Agreement):

@@ -10,7 +10,7 @@ from kfcomm.train.agreement import Agreement, alpha_problem, count_problem
 from kfcomm.train.averaging import elastic, towards
 from kfcomm.train.monitor import SUMS, GradientMonitor
 from kfcomm.train.procedure import Comm, Procedure, call
-from kfcomm.train.tree import Tree, leaves, mapped, rebuilt
+from kfcomm.train.tree import Tree, copied, leaves, mapped, rebuilt
 
 WISH = "/change"
 """No array of a tree has such a name, but one under an empty key."""
@@ -109,7 +109,7 @@ class ElasticAveraging(Agreement):
     default_name = "ea-sgd"
 
     def __init__(self, comm: Comm, center: Tree, alpha: float, *, every: int = 1, name: str | None = None) -> None:
-        self.center = center
+        self.center = copied(center)
         self._alpha = alpha
         self._every = every
         problem = alpha_problem(alpha, 1 / comm.size) or count_problem("every", every)

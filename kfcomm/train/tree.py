@@ -49,6 +49,11 @@ def mapped(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
     return rebuilt(tree, {name: function(x, *(other[name] for other in rest)) for name, x in first.items()})
 
 
+def copied(tree: Tree) -> Tree:
+    """A tree of copies: programs update models in place, and what is kept beside these must not follow."""
+    return mapped(lambda x: 1 * x, tree)
+
+
 def _collect(tree: Tree, path: str, found: dict[str, Any]) -> None:
     children = _children(tree)
     if children is None:

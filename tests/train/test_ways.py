@@ -85,6 +85,20 @@ def test_diloco_on_a_constant_pseudo_gradient() -> None:
         assert [float(way.model["w"][0]) for way in ranks] == pytest.approx([expected] * 3, rel=1e-12)
 
 
+def test_what_is_kept_beside_a_model_does_not_follow_it_when_it_is_updated_in_place() -> None:
+    given_ = [model(0), model(0)]
+    elastic = [ElasticAveraging(Alone(rank, 2), given_[rank], alpha=0.1) for rank in range(2)]
+    diloco = [DiLoCo(Alone(rank, 2), given_[rank], every=1) for rank in range(2)]
+    for x in given_:
+        x -= 1.0
+    assert all(float(way.center[0]) == 0.0 for way in elastic)
+    found = parameters(diloco, given_)
+    assert float(diloco[0].model[0]) == pytest.approx(-1.33)
+    for x in found:
+        x -= 1.0
+    assert float(diloco[0].model[0]) == pytest.approx(-1.33)
+
+
 def test_local_adaalter_by_hand() -> None:
     """Two ranks, H = 2, ε = 0.5, accumulators from 1: two local steps, a meeting, one more step."""
     ranks = ways(lambda comm: LocalAdaAlter(comm, model(0), every=2, epsilon=0.5), 2)
