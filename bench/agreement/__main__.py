@@ -150,7 +150,7 @@ def draw(record: list[dict[str, Any]], path: Path) -> None:
             means = [100 * statistics.mean(each) for each in zip(*curves, strict=True)]
             axes.plot(parts, means, color=f"C{number}", label=way)
         axes.set(title=f"{name}, {RANKS} ranks", xlabel="% of the epochs", ylabel="accuracy, %", ylim=(0, 100))
-        axes.legend()
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(WAYS))
     figure.savefig(path)
 
 

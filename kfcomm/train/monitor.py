@@ -16,6 +16,7 @@ import numpy as np
 
 from kfcomm.arrays import adapt
 from kfcomm.errors import ConfigError
+from kfcomm.train.agreement import count_problem
 from kfcomm.train.averages import MovingAverage
 from kfcomm.train.noise_scale import DECAY, NoiseScale
 from kfcomm.train.norms import squared_norm
@@ -43,6 +44,7 @@ class GradientMonitor:
         batch: samples of this rank's gradient. Ranks may have different ones, where their gradients are averaged
             without weights: then what is estimated holds for their harmonic mean.
         initial_batch: B0, of all ranks, beside which goodput is counted; None for the first step's.
+        every: gradients are looked at in every so many steps, the same number on all ranks.
         decay: of the moving averages.
         clock: gives seconds.
 
@@ -56,13 +58,17 @@ class GradientMonitor:
     Raises:
         ConfigError: a number is out of its range.
 
-    Cost: two passes over the gradients, the local ones and the mean; 8 bytes in a collective that is made anyway.
+    Cost: two passes over the gradients, the local ones and the mean, at every ``every``-th step; 8 bytes in a
+        collective that is made anyway.
     """
 
     def __init__(
-        self, comm: Comm, batch: int, *, initial_batch: float | None = None, decay: float = DECAY,
+        self, comm: Comm, batch: int, *, initial_batch: float | None = None, every: int = 1, decay: float = DECAY,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
+        problem = count_problem("every", every)
+        if problem is not None:
+            raise ConfigError(problem)
         for what, value in (("batch", batch), ("initial_batch", 1 if initial_batch is None else initial_batch)):
             if not value > 0:
                 raise ConfigError(f"{what} is above 0, not {value!r}")
@@ -71,22 +77,37 @@ class GradientMonitor:
         self.noise_scale = NoiseScale(decay)
         self.values: dict[str, float] = {}
         self._initial_batch = initial_batch
+        self._every = every
+        self._num_steps = 0
         self._step_s = MovingAverage(decay)
         self._clock = clock
         self._updated_s: float | None = None
 
     def sums(self, gradients: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[Any]]:
         """What travels with this rank's gradients, by ``op="avg"``: in float64 if all of them are, else in float32."""
-        sq_norm = squared_norm(gradients.values())
-        self.values["local_norm"] = math.sqrt(sq_norm)
+        sq_norm = 0.0
+        self._num_steps += 1
+        if self._looks:
+            sq_norm = squared_norm(gradients.values())
+            self.values["local_norm"] = math.sqrt(sq_norm)
         is_double = all(adapt(x).dtype == np.float64 for x in gradients.values())
         return np.array([sq_norm, 1 / self.batch], np.float64 if is_double else np.float32)
 
     def update(self, sums: Any, gradients: Mapping[str, Any]) -> None:
         """Take what a step has brought: the means of the ranks' sums, and the mean gradient."""
         local_sq_norm, of_batch = (float(one) for one in sums)
-        size, small_batch = self.comm.size, 1 / of_batch
-        global_sq_norm = squared_norm(gradients.values())
+        if self._looks:
+            self._learn(local_sq_norm, squared_norm(gradients.values()), 1 / of_batch)
+        self._count(self.comm.size / of_batch)
+        report(self.comm, self.values, UNITS)
+
+    @property
+    def _looks(self) -> bool:
+        """Whether the gradients of the step that is under way are looked at: of the first, and every so many."""
+        return (self._num_steps - 1) % self._every == 0
+
+    def _learn(self, local_sq_norm: float, global_sq_norm: float, small_batch: float) -> None:
+        size = self.comm.size
         if size > 1:
             self.noise_scale.update(local_sq_norm, global_sq_norm, small_batch, size * small_batch)
         if math.isfinite(local_sq_norm) and math.isfinite(global_sq_norm):
@@ -94,8 +115,6 @@ class GradientMonitor:
             self._note("gradient_variance", gradient_variance(local_sq_norm, global_sq_norm))
             self._note("gradient_cosine", mean_cosine(local_sq_norm, global_sq_norm, size))
             self._note("noise_scale", self.noise_scale.value)
-        self._count(size * small_batch)
-        report(self.comm, self.values, UNITS)
 
     def _count(self, batch: float) -> None:
         """Throughput and goodput of a step of ``batch`` samples that has ended now."""

@@ -137,10 +137,26 @@ async def test_a_step_that_overflowed_leaves_the_figures_as_they_were() -> None:
 
 
 @pytest.mark.asyncio
+async def test_gradients_are_looked_at_in_every_third_step() -> None:
+    async def main(comm: Communicator) -> list[tuple[int, float | None]]:
+        monitor, seen = GradientMonitor(comm, 8, every=3, clock=Ticks()), []
+        way = SynchronousSGD(comm, monitor=monitor)
+        for step in range(7):
+            await way.gradients({"x": np.array([float(step + comm.rank), 1.0])})
+            seen.append((monitor.noise_scale.num_updates, monitor.values.get("throughput")))
+        return seen
+
+    async with world(2) as comms:
+        for seen in await run_ranks(comms, main):
+            assert [count for count, _ in seen] == [1, 1, 1, 2, 2, 2, 3]
+            assert [rate for _, rate in seen] == [None, *[pytest.approx(32.0)] * 6]
+
+
+@pytest.mark.asyncio
 async def test_bad_arguments() -> None:
     async with world(2) as comms:
-        for bad in ({"batch": 0}, {"batch": 8, "initial_batch": -1.0}):
-            with pytest.raises(ConfigError, match="above 0"):
+        for bad in ({"batch": 0}, {"batch": 8, "initial_batch": -1.0}, {"batch": 8, "every": 0}):
+            with pytest.raises(ConfigError, match=r"above 0|at least 1"):
                 GradientMonitor(comms[0], **bad)
 
         async def main(comm: Communicator) -> None:
