@@ -12,6 +12,7 @@ A policy runs on every rank and decides by what all ranks share. ``kfcomm.sync.A
 
 from kfcomm.adapt.adaptation import Adaptation, Step
 from kfcomm.adapt.auto_strategy import AutoStrategy
+from kfcomm.adapt.autoscaling import MarginalUtility
 from kfcomm.adapt.decision import Decision
 from kfcomm.adapt.detectors import Interference, Stragglers, Verdict
 from kfcomm.adapt.hyperparameters import Hyperparameters
@@ -31,6 +32,7 @@ __all__ = [
     "Decision",
     "Hyperparameters",
     "Interference",
+    "MarginalUtility",
     "Policy",
     "Reading",
     "Request",

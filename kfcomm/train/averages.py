@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kfcomm.errors import ConfigError
 
 
@@ -31,6 +33,15 @@ class MovingAverage:
         """Take one more value."""
         self._sum = self._decay * self._sum + (1 - self._decay) * value
         self._weight = self._decay * self._weight + (1 - self._decay)
+
+    @property
+    def state(self) -> tuple[float, float]:
+        """What another one goes on from: the weighted sum, and the weights."""
+        return self._sum, self._weight
+
+    @state.setter
+    def state(self, state: Sequence[float]) -> None:
+        self._sum, self._weight = state
 
     @property
     def value(self) -> float | None:

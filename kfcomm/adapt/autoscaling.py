@@ -1,0 +1,123 @@
+"""How many workers are worth it: Or et al.'s marginal utility."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+from kfcomm.adapt.metrics import StepMetrics
+from kfcomm.adapt.policy import Context, Policy
+from kfcomm.errors import ConfigError
+
+THROUGHPUT = "throughput"
+"""What a program may observe in samples a second, of all ranks, where it follows no batch size."""
+
+
+class MarginalUtility(Policy):
+    """Adds workers for as long as each new one brings enough of what a worker brought before.
+
+    The throughput R of k workers is the median of ``steps`` steps, of which the first after a change does not count.
+    After a change from k' to k the new ones have brought (R - R') / (k - k') each. While that is above ``threshold``
+    times R' / k', ``step`` more are asked for, up to ``most``; else those before are asked for again, and nothing more
+    for ``rest`` steps.
+
+    Where the job has no more, it waits for them without asking again. Samples a second follow from the batch size; a
+    program that follows none observes ``throughput``.
+
+    Args:
+        most: ranks.
+        least: ranks; None for those at first.
+        step: ranks more at a time.
+        threshold: a part of a worker.
+        steps: that are measured, at least 2.
+        rest: steps from giving up to the next attempt; None for never.
+
+    Raises:
+        ConfigError: a number is out of its range.
+
+    Source: Or, Zhang and Freedman, "Resource Elasticity in Distributed Deep Learning", MLSys 2020, section 4.1.
+    """
+
+    def __init__(
+        self, most: int, *, least: int | None = None, step: int = 1, threshold: float = 0.1, steps: int = 10,
+        rest: int | None = 1000,
+    ) -> None:  # fmt: skip
+        if not 1 <= (least or 1) <= most:
+            raise ConfigError(f"sizes are from 1 on, the least not above the most, and not {least!r} to {most!r}")
+        if step < 1 or steps < 2 or (rest is not None and rest < 1) or not 0 < threshold < 1:
+            raise ConfigError(
+                f"step and rest are at least 1, steps 2, and threshold between 0 and 1, not {step!r}, {rest!r}, "
+                f"{steps!r} and {threshold!r}"
+            )
+        self._most = most
+        self._given_least = least
+        self._step = step
+        self._threshold = threshold
+        self._steps = steps
+        self._rest = rest
+
+    def on_start(self, ctx: Context) -> None:
+        """Begin to measure with these ranks."""
+        self._rates: list[float] = []
+        self._is_first = True
+        self._before: tuple[int, float] | None = None
+        self._asked: int | None = None
+        self._rests_since: int | None = None
+        self._least = self._given_least or ctx.size
+
+    def after_step(self, ctx: Context) -> None:
+        """Count the step; decide when there are enough."""
+        metrics = ctx.metrics
+        rate = None if metrics is None else samples_per_s(metrics)
+        if rate is None:
+            return
+        if self._is_first:
+            self._is_first = False
+            return
+        self._rates.append(rate)
+        if len(self._rates) == self._steps and self._asked is None:
+            self._decide(ctx, median(self._rates))
+        elif self._rests_since is not None and self._rest is not None and ctx.step >= self._rests_since + self._rest:
+            self._rates, self._before, self._rests_since, self._asked = [], None, None, None
+
+    def _decide(self, ctx: Context, rate: float) -> None:
+        size, before = ctx.size, self._before
+        evidence: dict[str, Any] = {"samples_s": rate, "ranks": size}
+        if before is not None and size > before[0]:
+            each = (rate - before[1]) / (size - before[0]) / (before[1] / before[0])
+            evidence |= {"before": before[1], "each_new_one_brings": each, "threshold": self._threshold}
+            if each <= self._threshold:
+                self._rests_since = ctx.step
+                self._ask(ctx, max(before[0], self._least), evidence)
+                return
+        wanted = min(self._most, size + self._step)
+        if wanted > size:
+            self._before = size, rate
+            self._ask(ctx, wanted, evidence)
+        else:
+            self._rests_since = ctx.step
+
+    def _ask(self, ctx: Context, size: int, evidence: dict[str, Any]) -> None:
+        self._asked = size
+        if size != ctx.size:
+            ctx.resize(size, **evidence)
+
+    def state_dict(self) -> Any:
+        """See `Policy`."""
+        return [self._before, self._rests_since, self._least]
+
+    def load_state_dict(self, state: Any) -> None:
+        """The ranks have changed: what those before brought is known."""
+        before, self._rests_since, self._least = state
+        self._before = None if before is None else (before[0], before[1])
+        if self._rests_since is not None:
+            self._asked = -1  # it was found not to be worth it: measured again after a rest
+
+
+def samples_per_s(metrics: StepMetrics) -> float | None:
+    """Samples a second, of all ranks; None if nobody knows."""
+    batch, seconds = metrics.hyperparameters.batch_size, max(metrics.seconds)
+    if batch is not None and seconds > 0:
+        return batch / seconds
+    observed = metrics.mean(THROUGHPUT)
+    return observed if observed > 0 else None

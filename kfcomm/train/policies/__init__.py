@@ -1,0 +1,42 @@
+"""Policies that act on what gradients tell: batch, learning rate, agreement, wire dtype, and number of ranks.
+
+They read what the program observes in each step, ``local_norm`` and ``gradient_norm``, as the ``values`` of a
+``GradientMonitor`` have them::
+
+    adaptation.observe(**monitor.values)
+
+They are here and not in ``kfcomm.adapt``, which is below and knows nothing of gradients, since they need the formulas.
+"""
+
+from typing import TYPE_CHECKING
+
+from kfcomm.lazy import imported_when_used
+
+if TYPE_CHECKING:
+    from kfcomm.train.policies.adascale_rate import AdaScaleRate
+    from kfcomm.train.policies.goodput import PolluxGoodput
+    from kfcomm.train.policies.gradients import GradientNoise
+    from kfcomm.train.policies.noise_batch import NoiseScaleBatch
+    from kfcomm.train.policies.noise_wire import WireByNoise
+    from kfcomm.train.policies.switch import SwitchAgreement
+else:  # type checkers would take any name for one that is there
+    __getattr__ = imported_when_used(
+        __name__,
+        {
+            "AdaScaleRate": "kfcomm.train.policies.adascale_rate",
+            "GradientNoise": "kfcomm.train.policies.gradients",
+            "NoiseScaleBatch": "kfcomm.train.policies.noise_batch",
+            "PolluxGoodput": "kfcomm.train.policies.goodput",
+            "SwitchAgreement": "kfcomm.train.policies.switch",
+            "WireByNoise": "kfcomm.train.policies.noise_wire",
+        },
+    )
+
+__all__ = [
+    "AdaScaleRate",
+    "GradientNoise",
+    "NoiseScaleBatch",
+    "PolluxGoodput",
+    "SwitchAgreement",
+    "WireByNoise",
+]
