@@ -68,6 +68,8 @@ class Turns:
     def __init__(self, model: nn.Module, x: torch.Tensor, wait: Callable[[], None] = lambda: None) -> None:
         self.model = model
         self.optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        self.end: Callable[[], None] = lambda: None
+        """Waits until all parameters are updated."""
         self._x, self._wait = x, wait
 
     def take(self) -> float:
@@ -78,6 +80,7 @@ class Turns:
             self.model(self._x).square().mean().backward()
             self._wait()
             self.optimizer.step()
+        self.end()
         return (time.perf_counter() - begun) / STEPS
 
 
@@ -110,6 +113,7 @@ def main() -> None:
         }
         ours = turns["attach"]
         attached = kfcomm.torch.attach(ours.model, ours.optimizer, comm, bucket_nbytes=arguments.bucket_nbytes)
+        ours.end = attached.wait
         seconds: dict[str, list[float]] = {name: [] for name in turns}
         for number in range(arguments.rounds + 1):
             for name, one in turns.items():
@@ -118,7 +122,6 @@ def main() -> None:
                 slowest = float(comm.all_reduce(took, "took", op="max")[0])
                 if number:
                     seconds[name].append(slowest)
-        attached.wait()
         weights = [
             nn.utils.parameters_to_vector(turns[name].model.parameters()) for name in ("attach", "gloo", "kfcomm")
         ]
