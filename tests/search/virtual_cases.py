@@ -23,6 +23,7 @@ SIZES = (2, 2, 3, 3, 3, 4, 5)
 STRATEGIES = ("star", "ring", "binary_tree", "clique", "binomial", "chain_star", "tree", "multi_star", "direct")
 ELEMENTS = (1, 7, 300, 300, 3000)
 LARGE, LARGE_SHARE = 70_000, 0.01
+TOLD_OF_LOSS = ("PeerLost", "SessionClosed", "CollectiveError", "CollectiveAborted")
 ON_LOSS = ("finish", "finish", "raise", "restart_step")
 
 
@@ -197,4 +198,20 @@ class Walking:
         assert run.results == dict.fromkeys(range(self.size)), str(run.results)
 
 
-CASES = (Training, Training, Training, Shrinking, Shrinking, Walking)
+class Losing(Walking):
+    """Such a program while ranks are lost: each ends, with right results up to an error that says what happened."""
+
+    def events(self, random: Random) -> Sequence[Event]:
+        """See `Case`."""
+        return random_events(random, self.size, horizon_s=0.03)
+
+    def check(self, run: VirtualRun) -> None:
+        """Whoever has stopped before the end was told of a loss, by the program or at the end of the world."""
+        assert not run.unheard, f"errors that nobody heard: {run.unheard}"
+        for rank, report in run.results.items():
+            if report is not None:
+                told = "" if isinstance(report, BaseException) else report.text.partition(":")[0]
+                assert told in TOLD_OF_LOSS, f"rank {rank}: {report}"
+
+
+CASES = (Training, Training, Training, Shrinking, Shrinking, Walking, Losing)
