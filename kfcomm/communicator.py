@@ -322,7 +322,7 @@ class Communicator(Persistent):
         """The name of the strategy in force, if another group can have it, too."""
         mine = self.strategy
         with contextlib.suppress(ConfigError):
-            if build(mine.name, self.layout).digest == mine.digest:
+            if self._build(mine.name, self.layout).digest == mine.digest:
                 return mine.name
         return "auto"
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import kfcomm
+from kfcomm import strategies
 from kfcomm.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, EpochChanged, PeerLost, SessionClosed
 from kfcomm.testing import run_ranks, run_threads, sync_world, world
 
@@ -90,6 +91,24 @@ async def test_a_name_of_a_strategy_goes_with_the_ranks_and_graphs_do_not() -> N
         comms[1]._group.plans = comms[1]._group._generations.plans(comms[1]._build("ring", comms[1].layout), 1)
         after = await asyncio.gather(*(comm.shrink() for comm in comms))
         assert {comm.strategy.name for comm in after} == {comms[0]._build("auto", after[0].layout).name}
+
+
+@pytest.mark.asyncio
+async def test_the_strategy_of_an_epoch_is_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes milliseconds, while all wait."""
+    chosen: list[int] = []
+    choose = strategies._auto.auto
+
+    def counted(layout: Any) -> Any:
+        chosen.append(layout.size)
+        return choose(layout)
+
+    monkeypatch.setattr(strategies._auto, "auto", counted)
+    async with world(3) as comms:
+        before = len(chosen)
+        comms.kill(2)
+        await run_ranks(comms[:2], lambda comm: comm.shrink())
+        assert chosen[before:] == [2, 2]
 
 
 @pytest.mark.asyncio
