@@ -146,6 +146,7 @@ class Adasum:
         gathered: Callable[[dict[str, Any]], Any],
     ) -> None:  # fmt: skip
         self._verbs = verbs
+        self._name = key
         self._group = group = verbs._group
         self._parts = Parts(items, group.view.size)
         self._limits = (timeout, priority)
@@ -217,9 +218,8 @@ class Adasum:
     def _post(self, verb: Verb, rows: Array, key: str) -> Handle[Any]:
         shape = (self._parts.size, *rows.shape) if verb is ALL_GATHER else rows.shape
         later = Later(key, self._first.seq, self._plans[0])
-        return self._verbs._begin(
-            key, adapt(rows), shape, None, *self._limits, self._plan(verb, rows, key), later=later
-        )
+        plan = self._plan(verb, rows, key)
+        return self._verbs._begin(self._name, adapt(rows), shape, None, *self._limits, plan, later=later)
 
     def _plan(self, verb: Verb, rows: Array, key: str) -> MakePlan:
         return (Plans.of, verb, rows.dtype, rows.shape, Op.SUM if verb is ALL_REDUCE else None, -1, key, None, False)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kfcomm import Communicator
-from kfcomm.errors import CollectiveError, CollectiveMismatch, ConfigError
+from kfcomm.errors import CollectiveError, CollectiveMismatch, ConfigError, PeerLost
 from kfcomm.testing import run_ranks, run_threads, sync_world, world
 from tests.reduce.test_adasum import tree
 
@@ -149,3 +150,58 @@ async def test_persistent_calls_and_verbs_that_have_no_such_op() -> None:
 
     async with world(2) as comms:
         assert [one.tolist() for one in await run_ranks(comms, main)] == [[1.5] * 3] * 2
+
+
+@pytest.mark.asyncio
+async def test_many_at_once_named_in_any_order_and_unnamed_around_a_change_of_strategy() -> None:
+    async def main(comm: Communicator) -> list[Any]:
+        shuffle = random.Random(comm.rank).shuffle
+        before, after = list(range(10)), list(range(10, 20))
+        shuffle(before)
+        shuffle(after)
+        handles: dict[int, Any] = {}
+
+        def begin(numbers: list[int]) -> None:
+            for number in numbers:
+                x = np.full(number + 1, float(comm.rank + number + 1))
+                handles[number] = comm.all_reduce(x, f"g{number}", op="adasum")
+
+        begin(before)
+        verdict = comm.set_strategy("ring")
+        begin(after)
+        unnamed = [comm.all_reduce(np.full(3, float(comm.rank + number + 1)), op="adasum") for number in range(5)]
+        await verdict
+        return [await handles[number] for number in range(20)] + [await one for one in unnamed]
+
+    async with world(3) as comms:
+        found = await run_ranks(comms, main)
+    # of parallel gradients the mean of the means: of n + 1, n + 2 and n + 3 that is n + 2.25
+    assert [float(one[0]) for one in found[0]] == pytest.approx([n + 2.25 for n in [*range(20), *range(5)]])
+    assert all(np.array_equal(one, other) for one, other in zip(found[0], found[2], strict=True))
+
+
+@pytest.mark.asyncio
+async def test_cancelling_while_a_strategy_is_being_agreed() -> None:
+    async def main(comm: Communicator) -> str:
+        verdict = comm.set_strategy("star")
+        handle = comm.all_reduce(np.ones(3), "g", op="adasum")
+        if comm.rank == 1:
+            handle.cancel()
+        await verdict
+        with pytest.raises((CollectiveError, asyncio.CancelledError)) as caught:
+            await handle
+        assert (await comm.all_reduce(np.ones(3), "g", op="adasum")).tolist() == [1, 1, 1]
+        return type(caught.value).__name__
+
+    async with world(3) as comms:
+        assert await run_ranks(comms, main) == ["CollectiveAborted", "CancelledError", "CollectiveAborted"]
+
+
+@pytest.mark.asyncio
+async def test_a_rank_that_dies_is_an_error_on_the_others() -> None:
+    async with world(3) as comms:
+        handles = [comms[rank].all_reduce(np.ones(3), "g", op="adasum") for rank in (0, 2)]
+        comms.kill(1)
+        for handle in handles:
+            with pytest.raises(PeerLost):
+                await handle
