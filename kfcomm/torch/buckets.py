@@ -1,9 +1,11 @@
 """Gradients that travel together: where each has its place, and what becomes of it.
 
-A bucket is flat memory from ``comm.empty``. The gradients of its parameters are views of it, so on one host they are
-read and written where they are. After them it has a *mark* for each parameter: 1 if this rank has a gradient, else 0.
-Marks are averaged with the gradients, so that all ranks learn, without a further message, for which parameters any of
-them had one: the others are left alone, as a single process leaves them alone.
+A bucket is flat memory as ``comm.empty`` gives it, and the gradients of its parameters are views of it: on one host
+they are read and written where they are. Of a gradient that has a bucket to itself even the tensor that autograd has
+made is read where it is, so that nothing is copied.
+
+Which parameters have a gradient differs between steps and ranks. `Marks` tell all ranks for which of them any has one:
+the others are left alone, as a single process leaves them alone.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kfcomm.arrays.dtypes import dtype_of
+from kfcomm.arrays import adapt, dtype_of
 
 if TYPE_CHECKING:
     from kfcomm.sync import Communicator
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 ALIGNED_NBYTES = 64
 """Gradients begin at multiples of this, as torch's own tensors do."""
+MARKS_URGENCY = 1 << 13
+"""More than any gradients have: all of them wait for the marks."""
 
 
 @dataclass(eq=False, slots=True)
@@ -35,24 +39,35 @@ class Place:
         parameter: itself.
         view: its gradient's memory, in the bucket.
         has_come: the backward pass of this step has brought it.
+        is_used: any rank has a gradient; known when the marks are there.
     """
 
     name: str
     parameter: torch.Tensor
     view: torch.Tensor
     has_come: bool = False
+    is_used: bool = False
 
-    def collect(self) -> bool:
-        """See that the memory holds what this rank gives: its gradient, or zeros; whether it has one."""
+    def collect(self) -> None:
+        """See that the memory holds what this rank gives: its gradient, or zeros."""
         gradient = self.parameter.grad
         if gradient is None:
             self.view.zero_()
-            return False
-        if gradient.data_ptr() != self.view.data_ptr() or gradient.stride() != self.view.stride():
+        elif not self._is_view(gradient):
             with torch.no_grad():
                 self.view.copy_(gradient)
             self.parameter.grad = self.view
-        return True
+
+    def take(self) -> torch.Tensor | None:
+        """The gradient where autograd has made it, if it is elsewhere and can be read there."""
+        gradient: torch.Tensor | None = self.parameter.grad
+        if gradient is None or self._is_view(gradient) or not gradient.is_contiguous():
+            return None
+        self.parameter.grad = self.view
+        return gradient.detach()
+
+    def _is_view(self, gradient: torch.Tensor) -> bool:
+        return bool(gradient.data_ptr() == self.view.data_ptr() and gradient.stride() == self.view.stride())
 
 
 class Bucket:
@@ -68,21 +83,21 @@ class Bucket:
         places: by parameter, in order.
         nbytes: of the gradients.
         is_begun: their average is under way, or there.
+        is_shared: the ranks share memory, which holds them.
     """
 
     def __init__(
         self, comm: Communicator, parameters: Sequence[tuple[str, torch.Tensor]], name: str, *, wire_dtype: Any = None
     ) -> None:
         dtype = parameters[0][1].dtype
-        sizes = [_room(parameter) for _, parameter in parameters]
-        begins = [0, *accumulate(sizes)]
+        begins = [0, *accumulate(_room(parameter) for _, parameter in parameters)]
+        count = begins[-1] if len(parameters) > 1 else parameters[0][1].numel()
         self._comm = comm
         self.name = name
         element = dtype_of(str(dtype).removeprefix("torch."))
-        self._flat, self._is_shared = _memory(comm, begins[-1] + len(sizes), element)
+        self._flat, self.is_shared = _memory(comm, count, element)
         self._flat[:] = 0
         self._tensor = torch.from_numpy(self._flat.view("uint8")).view(dtype)
-        self._marks = self._tensor[begins[-1] :]
         self.places = [
             Place(one, parameter, self._tensor[begin : begin + parameter.numel()].view(parameter.shape))
             for (one, parameter), begin in zip(parameters, begins, strict=False)
@@ -100,7 +115,8 @@ class Bucket:
     def came(self, place: Place) -> bool:
         """The backward pass has brought a gradient; whether it was the last."""
         place.has_come = True
-        place.collect()
+        if len(self.places) > 1:
+            place.collect()
         self._missing -= 1
         return not self._missing
 
@@ -108,19 +124,28 @@ class Bucket:
         """Average what the ranks have.
 
         Args:
-            urgency: priority of the collective, if it is the first, and ranks do not share memory: there nothing is
-                gained, and links that mind priorities are slower.
+            urgency: priority of the collective, if ranks do not share memory: there nothing is gained, and links that
+                mind priorities are slower. Of those of several gradients the first holds.
         """
-        marks = [float(place.collect()) for place in self.places]
-        self._marks.copy_(torch.tensor(marks, dtype=self._marks.dtype))
+        source = self._collected()
         if self._exchange is None:
-            priority = 0 if self._is_shared else urgency
+            priority = 0 if self.is_shared else urgency
             self._exchange = self._comm.all_reduce_init(
-                self._flat, self.name, op="avg", out=self._flat, priority=priority, wire_dtype=self._wire_dtype
+                source, self.name, op="avg", out=self._flat, priority=priority, wire_dtype=self._wire_dtype
             )
         self._exchange.start()
         self._version = self._tensor._version
         self.is_begun = True
+
+    def _collected(self) -> np.ndarray[Any, Any]:
+        """What this rank gives: the memory of the bucket, or one gradient where it is."""
+        if len(self.places) == 1:
+            gradient = self.places[0].take()
+            if gradient is not None:
+                return adapt(gradient).flat
+        for place in self.places:
+            place.collect()
+        return self._flat
 
     def done(self) -> bool:
         """Whether the average is there, or has failed."""
@@ -140,9 +165,8 @@ class Bucket:
         return bool(self._tensor._version != self._version)
 
     def averaged(self) -> list[Place]:
-        """The places for which any rank had a gradient; it is there."""
-        marks = self._marks.tolist()
-        return [place for place, mark in zip(self.places, marks, strict=True) if mark]
+        """The places for which any rank had a gradient, after a wait for this and for the marks."""
+        return [place for place in self.places if place.is_used]
 
     def reset(self) -> None:
         """The step is over."""
@@ -150,6 +174,48 @@ class Bucket:
         self._missing = len(self.places)
         for place in self.places:
             place.has_come = False
+        if len(self.places) == 1:  # it is made for a gradient that is gone
+            self._exchange = None
+
+
+class Marks:
+    """For which parameters any rank has a gradient in a step: a byte for each, the largest of all ranks'.
+
+    Args:
+        comm: tells them.
+        buckets: their places.
+        name: of the collective.
+    """
+
+    def __init__(self, comm: Communicator, buckets: Sequence[Bucket], name: str) -> None:
+        self._places = [place for bucket in buckets for place in bucket.places]
+        self._flat = np.zeros(len(self._places), np.uint8)
+        priority = 0 if buckets[0].is_shared else MARKS_URGENCY
+        self._exchange = comm.all_reduce_init(self._flat, name, op="max", out=self._flat, priority=priority)
+        self.name = name
+        self._is_read = False
+
+    def begin(self) -> None:
+        """Tell what this rank has: all that it will have in this step."""
+        self._flat[:] = [place.parameter.grad is not None for place in self._places]
+        self._exchange.start()
+        self._is_read = False
+
+    def done(self) -> bool:
+        """Whether they are there, or have failed."""
+        return self._exchange.done()
+
+    def wait(self) -> None:
+        """Wait until they are there.
+
+        Raises:
+            CollectiveError: see ``kfcomm.sync.PersistentCollective.wait``.
+        """
+        self._exchange.wait()
+        if not self._is_read:
+            self._is_read = True
+            for place, mark in zip(self._places, self._flat.tolist(), strict=True):
+                place.is_used = bool(mark)
 
 
 def share_out(parameters: Iterable[tuple[str, torch.Tensor]], nbytes: int) -> list[list[tuple[str, torch.Tensor]]]:

@@ -54,8 +54,8 @@ class Profile:
             self._tally.in_flight_s += (time.monotonic_ns() - self._since_ns) * NS
 
     @contextmanager
-    def waiting(self, bucket: Bucket) -> Iterator[None]:
-        """The program stands still meanwhile."""
+    def waiting(self, name: str) -> Iterator[None]:
+        """The program stands still meanwhile, until the collective of this name is over."""
         begun_ns = time.monotonic_ns()
         try:
             yield
@@ -64,8 +64,8 @@ class Profile:
             taken_s = (ended_ns - begun_ns) * NS
             tally = self._tally
             tally.waited_s += taken_s
-            tally.waited_for[bucket.name] = tally.waited_for.get(bucket.name, 0.0) + taken_s
-            self._tell(f"waiting for {bucket.name}", begun_ns, ended_ns)
+            tally.waited_for[name] = tally.waited_for.get(name, 0.0) + taken_s
+            self._tell(f"waiting for {name}", begun_ns, ended_ns)
             self.look()
 
     def stepped(self) -> None:

@@ -211,6 +211,28 @@ def test_gradients_that_the_program_keeps_stay_where_they_are() -> None:
     each(rank)
 
 
+def test_a_gradient_alone_is_read_where_autograd_has_made_it() -> None:
+    def rank(comm: Any) -> None:
+        made_at, read_at = set(), set()
+        verb = comm.all_reduce_init
+
+        def look(x: Any, name: str, **options: Any) -> Any:
+            read_at.add(x.__array_interface__["data"][0])
+            return verb(x, name, **options)
+
+        comm.all_reduce_init = look
+        model = made("perceptron")
+        for one in model.parameters():
+            one.register_post_accumulate_grad_hook(lambda one: made_at.add(one.grad.data_ptr()))
+        chosen = OPTIMIZERS["sgd"](model)
+        kfcomm.torch.attach(model, chosen, comm, bucket_nbytes=1)
+        train(model, chosen, batches(comm.rank)[:1])
+        assert len(made_at) == 6
+        assert made_at <= read_at
+
+    each(rank)
+
+
 @pytest.mark.parametrize("defer", [True, False])
 def test_micro_batches(defer: bool) -> None:
     def rank(comm: Any) -> dict[str, Any]:
