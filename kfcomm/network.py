@@ -37,7 +37,7 @@ from kfcomm.types import Candidate, Costs, Layout
 if TYPE_CHECKING:
     from kfcomm.control.base import ControlEvents, ControlPlane, StatusSource
     from kfcomm.devices.base import DeviceReport
-    from kfcomm.rendezvous.client import NotSet, StoreClient
+    from kfcomm.rendezvous.client import StoreClient
     from kfcomm.rendezvous.store import StoreServer
     from kfcomm.tls import Tls
     from kfcomm.transports.base import Link, Waiter
@@ -293,6 +293,8 @@ class SocketNetwork:
         Raises:
             RendezvousError: they do not within the timeout; or the store is gone.
         """
+        from kfcomm.rendezvous.folders import NotSet  # as the client does, which a world of one does without
+
         settings, me, client = meeting.settings, meeting.me, meeting.client
         await client.set(f"{JOINING}/{me.rank}", me.to_wire())
         try:
@@ -437,10 +439,12 @@ class SocketNetwork:
 
     async def wanted_size(self, known: int) -> int:
         """See ``session.Network``."""
+        from kfcomm.rendezvous.folders import StoreClosed
+
         async for size in self._meeting.client.watch_sizes():
             if size != known:
                 return size
-        raise RendezvousError("the store is gone")
+        raise StoreClosed("the store is gone")
 
     async def want_size(self, size: int) -> None:
         """See ``session.Network``."""
@@ -465,7 +469,7 @@ class SocketNetwork:
     async def leave(self) -> None:
         """See ``session.Network``."""
         meeting = self._meeting
-        is_gone = meeting.server is None and self._watcher is not None and self._watcher.done()
+        is_gone = meeting.server is None and self._watcher is not None and bool(meeting.client.trouble)
         await leave_store(
             meeting.settings, meeting.me, meeting.client, meeting.server, count=len(self.peers),
             timeout_s=0.0 if is_gone else None,
@@ -513,7 +517,7 @@ class SocketNetwork:
     async def _watch_exits(self, control: ControlThread) -> None:
         """The launcher sees processes end that leave their sockets open in a child of theirs."""
         try:
-            async for end in self._meeting.client.watch_exits():
+            async for end in self._meeting.client.watch_exits(lasting=True):
                 self._meeting.ended.add(end.rank)
                 if end.rank in self.births and end.rank != self._settings.rank:
                     has_ended = end.why not in (Why.SILENT, Why.ABSENT)

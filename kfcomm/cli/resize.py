@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+
 import click
 
 from kfcomm.cli.errors import reported_errors
+from kfcomm.errors import ConfigError, RendezvousError
+
+_MAX_DIGITS = 6
 
 
 @click.command()
-@click.argument("size", type=click.IntRange(min=1))
-@click.argument("job", required=False)
-def resize(size: int, job: str | None) -> None:
+@click.argument("words", nargs=-1, required=True, metavar="[JOB] SIZE")
+@click.option("--store", metavar="URL", help="Ask the store of a job that runs elsewhere; with the job's KFCOMM_TOKEN.")
+def resize(words: tuple[str, ...], store: str | None) -> None:
     """Ask a running elastic job for SIZE ranks.
 
     JOB is its name, or how that begins; needed if several run. New ranks are started at once and come in at the next
@@ -18,9 +24,45 @@ def resize(size: int, job: str | None) -> None:
 
     \b
       kfcomm resize 6
+      kfcomm resize 3f2a 6
+      kfcomm resize 6 --store http://10.0.0.1:29600
     """  # noqa: D301  click wants the character, not its name
-    from kfcomm.launch.requests import ask
-
+    job, size = _job_and_size(words)
     with reported_errors():
+        if store is not None:
+            asyncio.run(_ask_elsewhere(store, size))
+            click.echo(f"{store}: {size} ranks are wanted")
+            return
+        from kfcomm.launch.requests import ask
+
         told = ask(job, f"size {size}")
-    click.echo(f"job {told['job']}: {told['size']} ranks are wanted, {len(told['running'])} run")
+    waits = "" if told["is_kept"] else "; the store does not answer now: that waits until it does"
+    click.echo(f"job {told['job']}: {told['size']} ranks are wanted, {len(told['running'])} run{waits}")
+
+
+def _job_and_size(words: tuple[str, ...]) -> tuple[str | None, int]:
+    """The size is the last, or the first where a name follows that is none."""
+    if len(words) > 2:
+        raise click.UsageError("say one job at the most, and its size")
+    *job, size = words if words[-1].isdecimal() else words[::-1]
+    if not size.isascii() or not size.isdecimal() or int(size[:_MAX_DIGITS]) < 1:
+        raise click.BadParameter(f"{size!r} is no number of ranks: it is a whole number from 1 on", param_hint="SIZE")
+    return (job[0] if job else None), int(size[:_MAX_DIGITS])
+
+
+async def _ask_elsewhere(url: str, size: int) -> None:
+    from kfcomm.rendezvous.client import StoreClient
+    from kfcomm.rendezvous.token import HOW_TO_SET, given_token
+    from kfcomm.tls import load
+
+    found = given_token(os.environ, None)
+    if found is None:
+        raise ConfigError(f"the store of another host needs the job's token: {HOW_TO_SET}")
+    tls = os.environ.get("KFCOMM_TLS")
+    client = StoreClient(url, found[0], tls=None if not tls else load(tls))
+    try:
+        await client.want_size(size)
+    except OSError as error:
+        raise RendezvousError(f"the store at {url} could not be reached: {error}") from error
+    finally:
+        await client.close()

@@ -93,6 +93,11 @@ from kfcomm.rendezvous.settings import TRANSPORTS, misspelt
     help="How many processes of an elastic job wait to take the place of others at once.",
 )
 @click.option(
+    "--store",
+    metavar="DIR|etcd://H1,H2,H3/PREFIX",
+    help="Where an elastic job's store is kept, so that a launcher that is started again goes on with the job.",
+)
+@click.option(
     "--log-dir", type=click.Path(file_okay=False, path_type=Path), help="Keep the output of each rank here as well."
 )
 @click.option(
@@ -131,6 +136,7 @@ def run(command: tuple[str, ...], **given: Any) -> None:
         elastic=given["elastic"],
         restart_limit=given["restart_limit"],
         spares=given["spares"],
+        store=given["store"],
         log_dir=given["log_dir"],
         stdin=given["stdin"],
         color=given["color"],

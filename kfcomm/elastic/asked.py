@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from kfcomm.communicator import Communicator
 from kfcomm.epochs import NO_PLAN, Plan
 from kfcomm.errors import RendezvousError
+from kfcomm.rendezvous.folders import AGAIN_S, StoreClosed
 from kfcomm.types import Candidate
 
 logger = logging.getLogger("kfcomm")
 
 ANY = -1
 """Nobody has asked for a size."""
-RETRY_S = 1.0
-"""After so long a store that is gone is asked again."""
 
 
 class Asked:
@@ -43,7 +43,7 @@ class Asked:
                 self._size = await network.wanted_size(self._size)
 
             for hear in (hear_candidates, hear_sizes):
-                self._tasks.append(loop.create_task(_again_and_again(hear), name="kfcomm hears what is asked"))
+                self._tasks.append(loop.create_task(_until_over(hear), name="kfcomm hears what is asked"))
 
     def plan(self, comm: Communicator) -> Plan:
         """What is to be done about it: who waits is let in, as long as the size allows it; the last ones go."""
@@ -69,10 +69,12 @@ class Asked:
         self._tasks = []
 
 
-async def _again_and_again(hear: Callable[[], Awaitable[None]]) -> None:
-    """Without a store nothing is asked, and training goes on; what is asked for when it is back is heard then."""
+async def _until_over(hear: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Without a store nothing is asked, and training goes on; it may be back."""
     while True:
         try:
             await hear()
+        except StoreClosed:
+            return
         except RendezvousError:
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(AGAIN_S)

@@ -12,7 +12,8 @@ What they tell each other lies in folders of the store::
     launchers    a launcher that ends     what it was to start and did not is started elsewhere
     given-up     ranks                    the process is of no use any more, and is killed where it runs
 
-If the store is gone, and with it the first launcher, the others keep what runs until that ends.
+If the first launcher is gone the others keep what runs until that ends, or until it is started again: then they tell it
+what has happened meanwhile.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,12 +38,16 @@ from kfcomm.rendezvous.board import (
     LAUNCHERS,
     LEAVING,
     OUTCOME,
+    SIZES,
     START,
     Exit,
     Why,
     describe_exit,
 )  # fmt: skip
+from kfcomm.rendezvous.client import StoreClient
+from kfcomm.rendezvous.folders import AGAIN_S, StoreClosed
 
+_SAID_WITHIN_S = 5.0
 NOT_STARTED = 126
 """The exit code of a process that the kernel did not run."""
 
@@ -66,8 +71,7 @@ class Mortal(Supervisor):
             self.say(f"rank {birth} could not be started: {error}")
             end = Exit(birth, NOT_STARTED, Why.ITSELF)
             self._note(end)
-            with contextlib.suppress(RendezvousError):
-                await exits.report_exit(end)
+            await self._report(end, exits)
         else:
             self._follow_too(birth, child)
 
@@ -92,33 +96,54 @@ class First(Mortal):
     elastic: Elasticity = field(kw_only=True)
     _exits: Exits = field(init=False)
     _dismissed: set[int] = field(default_factory=set)
+    _starting: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     _later: asyncio.TimerHandle | None = None
+    _last: Failure | None = None
     _is_told: bool = False
+    _is_alone: bool = False
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def _begin(self, exits: Exits) -> list[Coroutine[Any, Any, None]]:
         self._exits = exits
-        spares = [exits.ask_size(self.elastic.size)] if self.elastic.spares else []
         self._start_owed()
         return [
-            *spares, self._watch_sizes(exits), self._watch_given_up(exits), self._watch_leaving(exits),
-            self._watch_launchers(exits),
+            self._ask_for_spares(exits), self._watch_sizes(exits), self._watch_given_up(exits),
+            self._watch_leaving(exits), self._watch_launchers(exits),
         ]  # fmt: skip
 
     def _is_over(self, watcher: asyncio.Task[None]) -> bool:
         del watcher
-        is_quiet = self.ended.keys() >= self.children.keys() and not self._tasks
+        is_quiet = self.ended.keys() >= self.children.keys() and not self._starting
         is_over = is_quiet and not (self.verdict.is_open and self.elastic.running)
         if is_over and self._later is not None:
             self._later.cancel()
+        if is_over and self._is_told:
+            for task in self._tasks:  # what a store that does not answer keeps waiting
+                task.cancel()
         return is_over and self._is_told
 
     async def _look(self, exits: Exits) -> None:
+        if self.elastic.is_ending or not self.verdict.is_open:
+            self._give_up_starting()
         if self.elastic.is_ending:  # nobody is left to let them in
             self._dismiss(await self._waiting(exits))
+        else:
+            await self._fail_if_nobody_lets_in(exits)
         if not self._is_told and not (self.verdict.is_open and self.elastic.running):
             self._is_told = True
-            await exits.claim(f"{OUTCOME}/0", _outcome(self.verdict))
+            await _claimed(exits, f"{OUTCOME}/0", _outcome(self.verdict))
+
+    async def _fail_if_nobody_lets_in(self, exits: Exits) -> None:
+        """All ranks are gone, and those that wait to be let in would wait for ever."""
+        running = self.elastic.running - self._dismissed
+        if not running or min(running) < self.blame.size or not self.verdict.is_open:
+            return
+        if running <= set(await self._waiting(exits)) and self._last is not None:
+            self.verdict.failed = self._last
+            self.say("no rank is left to let others in")
+            self._give_up_starting()
+            self._dismiss(running)
+            self._end(signal.SIGTERM)
 
     def _has_ended(self, end: Exit) -> None:
         elastic = self.elastic
@@ -127,9 +152,10 @@ class First(Mortal):
             elastic.places[elastic.where[end.rank]].is_gone = True
         if not self.verdict.is_open or end.code == 0 or end.rank in self._dismissed:
             return
+        said = self.blame.said(end.rank)
+        self._last = Failure(end.rank, end.code, now_s(), summary="" if said is None else said.summary)
         if elastic.has_failed:
-            said = self.blame.said(end.rank)
-            self.verdict.failed = Failure(end.rank, end.code, now_s(), summary="" if said is None else said.summary)
+            self.verdict.failed = self._last
             self._end(signal.SIGTERM)
             return
         elastic.replace()
@@ -144,21 +170,51 @@ class First(Mortal):
         """Start those for whom there is a place, and the others when there is one; returns how many were started."""
         count = 0
         self._later = None
-        while self.verdict.is_open and (found := self.elastic.start(now_s())) is not None:
+        while self.verdict.is_open and not self._is_alone and (found := self.elastic.start(now_s())) is not None:
             birth, host = found
-            if host == (self.host or 0):
-                self._do(self._launch(birth, self._exits))
-            else:
-                self._do(_claimed(self._exits, f"{START}/{host}/{birth}"))
+            self._starting[birth] = self._do(self._start_at(host, birth))
             count += 1
         if self.elastic.owed and (due_s := self.elastic.next_place_s()) is not None:
             self._later = asyncio.get_running_loop().call_at(due_s, self._start_owed)
         return count
 
-    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+    def ask_size(self, size: int) -> asyncio.Task[None]:
+        """Ask for so many ranks; it is done when the store keeps that, which may take until it answers again."""
+        return self._do(_asked(self._exits, size))
+
+    async def _start_at(self, host: int, birth: int) -> None:
+        """Have the launcher of a host start a process, once the store keeps that: a number is used once."""
+        try:
+            await self._exits.claim(f"{START}/{host}/{birth}", b"")
+        except (asyncio.CancelledError, KfcommError):
+            self.elastic.running.discard(birth)
+            return
+        finally:
+            del self._starting[birth]
+        if host == (self.host or 0):
+            await self._launch(birth, self._exits)
+
+    async def _ask_for_spares(self, exits: Exits) -> None:
+        """Who waits beside the others is let in only where a number is asked for."""
+        if self.elastic.spares and await exits.find(f"{SIZES}/1") is None:
+            await exits.ask_size(self.elastic.size)
+
+    def _store_is_gone(self) -> None:
+        """What is kept of the job is lost: those that run do not need it."""
+        if self.verdict.is_open and not self._is_told:
+            self._is_alone = True
+            self._give_up_starting()
+            self.say("the store is gone: nobody is replaced any more")
+
+    def _give_up_starting(self) -> None:
+        for task in list(self._starting.values()):
+            task.cancel()
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
+        return task
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -201,8 +257,15 @@ class First(Mortal):
 
 @dataclass(slots=True)
 class Agent(Mortal):
-    """On any other host: does what the first host's launcher says."""
+    """On any other host: does what the first host's launcher says.
 
+    Attributes:
+        first: by which it is heard of, and hears of this one.
+        let_go: called when the job is over, to have those end that wait to be let in.
+    """
+
+    first: StoreClient = field(kw_only=True)
+    let_go: Callable[[], None] = lambda: None
     _is_concluded: bool = False
     _is_alone: bool = False
     _has_left: bool = False
@@ -210,7 +273,7 @@ class Agent(Mortal):
     def _begin(self, exits: Exits) -> list[Coroutine[Any, Any, None]]:
         return [
             self._watch_orders(exits), self._watch_dismissed(exits), self._watch_outcome(exits),
-            self._watch_given_up(exits),
+            self._watch_given_up(exits), self._watch_first(exits),
         ]  # fmt: skip
 
     def _is_over(self, watcher: asyncio.Task[None]) -> bool:
@@ -222,15 +285,58 @@ class Agent(Mortal):
         if self.verdict.signal is not None and not self._has_left:
             self._has_left = True
             await _claimed(exits, f"{LEAVING}/{self.host}")
+        if self._is_alone and any(code == 0 for code in self.ended.values()):
+            # the program has come to its end: nobody is left to let others in
+            for birth in self.children.keys() - self.ended.keys():
+                with contextlib.suppress(KfcommError):
+                    if birth >= self.blame.size and not await exits.was_let_in(birth):
+                        self._signal(birth, signal.SIGTERM)
+
+    async def _watch_first(self, exits: Exits) -> None:
+        """Be heard by the first launcher, and know whether it is there."""
+        while True:
+            async for _ in self.first.watch_exits(self.host):
+                pass  # they are heard of elsewhere
+            self._first_is_gone()
+            if not await self._has_first_again():
+                self.let_go()
+                return
+            self._is_alone = False
+            self.say("the launcher of the first host is back")
+            for birth in self.children.keys() & self.ended.keys():  # it may not know of it
+                await self._report(Exit(birth, self.ended[birth]), exits)
+
+    async def _report(self, end: Exit, exits: Exits) -> None:
+        """To the first launcher itself as well, which hears of it also while the store is kept by none."""
+        told = [self.first.report_exit(end)] if exits is not self.first else []
+        await asyncio.gather(exits.report_exit(end), *told, return_exceptions=True)
+
+    async def _has_first_again(self) -> bool:
+        """Wait until it has been started again; or until it is known that the job is over."""
+        while True:
+            try:
+                await self.first.arrive(self.host or 0, timeout_s=AGAIN_S)
+            except StoreClosed:
+                return False
+            except RendezvousError:
+                await asyncio.sleep(AGAIN_S)
+            else:
+                return True
+
+    def _first_is_gone(self) -> None:
+        if not (self._is_concluded or self._is_alone) and self.verdict.is_open:
+            self._is_alone = True
+            self.say("the launcher of the first host is gone: nobody is replaced any more, unless it is started again")
+            self._changed.set()
 
     def _has_ended(self, end: Exit) -> None:
         """The first launcher judges it."""
 
+    def _exits_of(self, exits: Exits) -> AsyncIterator[Exit]:
+        return exits.watch_exits(lasting=True)
+
     def _store_is_gone(self) -> None:
-        if self._is_concluded or not self.verdict.is_open:
-            return
-        self._is_alone = True
-        self.say("the launcher of the first host is gone: nobody is replaced any more")
+        """Whether the first launcher is, is watched by itself."""
 
     def _judge(self) -> None:
         ends = [(birth, self.ended[birth]) for birth in self.children if birth in self.ended]
@@ -260,10 +366,16 @@ class Agent(Mortal):
             self._changed.set()
 
 
-async def _claimed(exits: Exits, key: str) -> None:
-    """Say it; if the store is gone, nobody is left to hear it."""
+async def _claimed(exits: Exits, key: str, value: bytes = b"") -> None:
+    """Say it; if the store is gone, nobody is left to hear it, and no end waits for that."""
+    with contextlib.suppress(KfcommError, TimeoutError):
+        async with asyncio.timeout(_SAID_WITHIN_S):
+            await exits.claim(key, value)
+
+
+async def _asked(exits: Exits, size: int) -> None:
     with contextlib.suppress(KfcommError):
-        await exits.claim(key, b"")
+        await exits.ask_size(size)
 
 
 def _outcome(verdict: Verdict) -> bytes:

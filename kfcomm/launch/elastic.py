@@ -5,10 +5,11 @@ Nothing here starts or stops a process: the supervisor does, by what is said her
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kfcomm.errors import ConfigError
+from kfcomm.rendezvous.board import Exit
 
 FLEDGED_S = 5.0
 """A process that has lived so long did not fail because of where it was started."""
@@ -84,6 +85,20 @@ class Elasticity:
         self.running.add(birth)
         self.where[birth] = host
         self.next_birth = max(self.next_birth, birth + 1)
+
+    def goes_on(self, starts: Mapping[int, int], exits: Mapping[int, Exit], size: int) -> None:
+        """All begins again at what is known of a running job.
+
+        Args:
+            starts: the host of each process that was ever started, by birth.
+            exits: of those that have ended. Who has ended well is taken to have been released.
+            size: that was asked for last.
+        """
+        self.where = dict(starts)
+        self.running = starts.keys() - exits.keys()
+        self.next_birth = max(starts) + 1
+        self.well = self.released = sum(end.code == 0 for end in exits.values())
+        self.resize(size)
 
     def ended(self, birth: int, code: int, now_s: float = 0.0) -> None:
         """A process has ended. A host on which they keep failing is left alone for 1 s, then for 2, and so on."""

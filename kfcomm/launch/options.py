@@ -9,7 +9,8 @@ from pathlib import Path
 from kfcomm.errors import ConfigError
 from kfcomm.launch.elastic import Elasticity, parse
 from kfcomm.launch.hosts import Plan, parse_hosts, plan_for
-from kfcomm.rendezvous.token import HOW_TO_SET, as_text, given_token, new_token, read_token
+from kfcomm.rendezvous.etcd.address import PASSWORD, is_etcd
+from kfcomm.rendezvous.token import HOW_TO_SET, as_text, given_token, kept_token, new_token, read_token
 from kfcomm.rendezvous.worlds import DEFAULT_PORT
 
 _MAX_DIGITS = 6
@@ -35,6 +36,8 @@ class RunOptions:
         elastic: ``MIN`` or ``MIN:MAX`` for a job whose ranks may change; None for another.
         restart_limit: how many ranks of such a job are replaced.
         spares: how many processes of such a job wait to take the place of others.
+        store: where the store of such a job is kept: a folder, or an etcd (see ``rendezvous.etcd.address``); None for
+            the memory of the first launcher.
         log_dir: where the unprefixed output of each rank is kept as well.
         stdin: which ranks get what the launcher reads: ``none``, ``all``, or one by its number.
         color: whether prefixes are coloured; None to go by terminal and ``NO_COLOR``.
@@ -52,6 +55,7 @@ class RunOptions:
     elastic: str | None = None
     restart_limit: int = 100
     spares: int = 0
+    store: str | None = None
     log_dir: Path | None = None
     stdin: str = "none"
     color: bool | None = None
@@ -79,8 +83,9 @@ class RunOptions:
             ConfigError: it does not fit.
         """
         if self.elastic is None:
-            if self.spares:
-                raise ConfigError("--spares are for a job with --elastic")
+            for option, is_given in (("--spares", self.spares), ("--store", self.store)):
+                if is_given:
+                    raise ConfigError(f"{option} is for a job with --elastic")
             return None
         return parse(self.elastic, [host.num_ranks for host in plan.hosts], self.restart_limit, self.spares)
 
@@ -118,6 +123,8 @@ class RunOptions:
         found = given_token(environ, None)
         if found is not None:
             return found[0]
+        if self.hosts is None and self.store is not None and not is_etcd(self.store):
+            return kept_token(Path(self.store))
         if self.hosts is not None:
             raise ConfigError(f"with -H every host needs the job's token: {HOW_TO_SET}, or use --token-file")
         return new_token().encode()
@@ -135,8 +142,8 @@ def rank_environ(
     job: str,
 ) -> dict[str, str]:
     """The environment of one rank, which has this place on its host: the launcher's, with its place in the world."""
-    # both ways to give a token at once would contradict each other
-    inherited = {name: value for name, value in environ.items() if name != "KFCOMM_TOKEN_FILE"}
+    # both ways to give a token at once would contradict each other; the password of an etcd is the launcher's alone
+    inherited = {name: value for name, value in environ.items() if name not in ("KFCOMM_TOKEN_FILE", PASSWORD)}
     interface = {} if options.hosts is None else {"KFCOMM_INTERFACE": plan.address}
     elastic = {} if options.elastic is None else {"KFCOMM_ELASTIC": "1"}
     local_size = len(plan.ranks)

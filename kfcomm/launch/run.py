@@ -18,8 +18,9 @@ import textwrap
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from socket import socket
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kfcomm.errors import ConfigError, RendezvousError
 from kfcomm.launch.agents import Agent, First, Mortal
@@ -28,7 +29,7 @@ from kfcomm.launch.elastic import Elasticity
 from kfcomm.launch.farewells import Farewells
 from kfcomm.launch.feeding import Feed
 from kfcomm.launch.hosts import Plan
-from kfcomm.launch.hosts_heard import company, watch_hosts
+from kfcomm.launch.hosts_heard import Claims, arrive, company, watch_hosts, who_launches
 from kfcomm.launch.options import LAUNCHER, RunOptions, rank_environ
 from kfcomm.launch.output import Log, Output, Pump
 from kfcomm.launch.process import Child, Guardian, find_program
@@ -40,17 +41,29 @@ from kfcomm.monitor import serving
 from kfcomm.plugins import check
 from kfcomm.rendezvous.board import BOUNDS, LAUNCHERS, Why, describe_exit
 from kfcomm.rendezvous.client import StoreClient
+from kfcomm.rendezvous.etcd.address import is_etcd, parse
+from kfcomm.rendezvous.folders import AGAIN_S
 from kfcomm.rendezvous.interfaces import choose_address
 from kfcomm.rendezvous.listening import listen, url_of
 from kfcomm.rendezvous.settings import Settings, detect, store_url
 from kfcomm.rendezvous.worlds import DEFAULT_PORT
 from kfcomm.tls import Tls, load
 
+if TYPE_CHECKING:
+    from kfcomm.rendezvous.backing import Lasting
+    from kfcomm.rendezvous.store import StoreServer
+
 _DESCRIPTORS = {Stream.OUT: 1, Stream.ERR: 2}
 _FAREWELL_S = 5.0
 _LEAST_LOST_AFTER_S = 3.0
 """Launchers ask the store once a second."""
 _MAX_SUMMARY = 160
+_MAX_DIGITS = 6
+_KEPT_WITHIN_S = 2.0
+_REACH_WITHIN_S = 15.0
+"""For which an etcd is tried before the job begins."""
+_AGAIN_WITHIN_S = 20.0
+"""What a first launcher takes to be started again, beyond the time for which it waits for the others."""
 
 
 async def run(options: RunOptions, environ: Mapping[str, str], display: Display | None = None) -> int:
@@ -72,11 +85,33 @@ async def run(options: RunOptions, environ: Mapping[str, str], display: Display 
         environ=environ,
     )
     settings = job.check()
-    if job.plan.here == 0:
-        with listen(job.plan.address, options.store_port()) as listener:
-            return await _run_ranks(job, url_of(listener), functools.partial(_served, job, listener, settings), display)
-    async with _joined(job, settings) as client:
-        return await _run_ranks(job, client.url, lambda _: contextlib.nullcontext(client), display)
+    if job.plan.here:
+        async with _joined(job, settings) as store:
+            return await _run_ranks(job, store, display)
+    with listen(job.plan.address, options.store_port()) as listener:
+        if job.elastic is None or options.store is None:
+            served = functools.partial(_served, job, listener, settings)
+            return await _run_ranks(job, _Store(url_of(listener), served), display)
+        async with _kept(job, job.elastic, options.store, listener, settings) as store:
+            return await _run_ranks(job, store, display)
+
+
+class _Store(NamedTuple):
+    """A store, towards which ranks are started.
+
+    Attributes:
+        url: of it.
+        entered: once they have been; told of signals.
+        first: by which the first launcher is known to be there; None on its host.
+        let_go: ends what waits in it.
+        ended: if the job runs already, the return codes of those that have ended; else None.
+    """
+
+    url: str
+    entered: Callable[[asyncio.Event], AbstractAsyncContextManager[Exits]]
+    first: StoreClient | None = None
+    let_go: Callable[[], None] = lambda: None
+    ended: Mapping[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,21 +150,73 @@ class _Job:
 
 @contextlib.asynccontextmanager
 async def _served(job: _Job, listener: socket, settings: Settings, interrupted: asyncio.Event) -> AsyncIterator[Exits]:
-    """The store, on the first host."""
+    """The store, on the first host, in the memory of this process."""
     from kfcomm.rendezvous.store import StoreServer  # and the library of HTTP: the ranks have been started by now
 
     server = await StoreServer.serve(listener, token=job.token, tls=_tls(settings))
     if job.elastic is not None:
-        server.board.set(BOUNDS, b"%d:%d" % (job.elastic.least, job.elastic.most))
+        await _set_bounds(server, job.elastic)
+    async with _watched(job, server, settings, interrupted):
+        yield server
+
+
+@contextlib.asynccontextmanager
+async def _kept(
+    job: _Job, elastic: Elasticity, store: str, listener: socket, settings: Settings
+) -> AsyncIterator[_Store]:
+    """The store, on the first host, kept where it outlives this process; ranks are started when it has been read.
+
+    Raises:
+        ConfigError: it cannot be, or is another job's.
+        RendezvousError: it cannot be reached, or is another launcher's.
+    """
+    from kfcomm.launch import again
+    from kfcomm.rendezvous.store import StoreServer
+
+    backing = await _backing(job, store, settings, is_first=True)
+    server, has_begun = None, False
+    try:
+        if (there := again.Record.found(backing.board)) is not None:
+            backing.identity = there.identity
+        server = await StoreServer.serve(listener, token=job.token, tls=_tls(settings), backing=backing)
+        goes_on = await again.begin(server, store, job.plan, elastic, _lost_after_s(settings))
+        has_begun = True
+        await _set_bounds(server, elastic)
+        ended = {end.rank: end.code for end in server.board.exits.values()} if goes_on else None
+        yield _Store(server.url, functools.partial(_watched, job, server, settings, goes_on=goes_on), ended=ended)
+    finally:
+        if server is not None:
+            await server.close()
+        await backing.close(is_over=has_begun)
+
+
+async def _set_bounds(server: StoreServer, elastic: Elasticity) -> None:
+    await server.set(BOUNDS, b"%d:%d" % (elastic.least, elastic.most))
+
+
+async def _backing(job: _Job, store: str, settings: Settings, *, is_first: bool) -> Lasting:
+    if is_etcd(store):
+        from kfcomm.rendezvous.etcd.mirror import Mirror  # and the library of HTTP
+
+        within_s = min(settings.timeout_s, _REACH_WITHIN_S)
+        return await Mirror.begin(parse(store, job.environ), is_first=is_first, within_s=within_s)
+    from kfcomm.rendezvous.journal import Journal
+
+    return Journal(Path(store))
+
+
+@contextlib.asynccontextmanager
+async def _watched(
+    job: _Job, server: StoreServer, settings: Settings, interrupted: asyncio.Event, *, goes_on: bool = False
+) -> AsyncIterator[Exits]:
+    """The store of the first host, and by it the launchers of the others; closed in the end."""
+    lost_after_s = _lost_after_s(settings)
     watching = asyncio.create_task(
         watch_hosts(
-            job.plan,
-            server.board,
-            job.ranks_of,
-            come_within_s=settings.timeout_s,
-            lost_after_s=max(settings.lost_after_s, _LEAST_LOST_AFTER_S),
+            job.plan, server.board, server, job.ranks_of, lost_after_s=lost_after_s,
+            come_within_s=lost_after_s if goes_on else settings.timeout_s,
         )
-    )
+    )  # fmt: skip
     try:
         yield server
         # the launchers of the other hosts still have to learn how it ended
@@ -146,38 +233,76 @@ async def _served(job: _Job, listener: socket, settings: Settings, interrupted: 
         await server.close()
 
 
+def _lost_after_s(settings: Settings) -> float:
+    return max(settings.lost_after_s, _LEAST_LOST_AFTER_S)
+
+
 def _tls(settings: Settings) -> Tls | None:
     return None if settings.tls is None else load(settings.tls)
 
 
 @contextlib.asynccontextmanager
-async def _joined(job: _Job, settings: Settings) -> AsyncIterator[StoreClient]:
-    """A client of the store, on the other hosts, once the store answers."""
+async def _joined(job: _Job, settings: Settings) -> AsyncIterator[_Store]:
+    """The store, on the other hosts, once that of the first answers: that one, or, in etcd, a part of it here."""
     url = store_url(job.plan.hosts[0].address, job.options.store_port())
     client = StoreClient(url, job.token, timeout_s=settings.timeout_s, tls=_tls(settings))
+    kept = job.options.store
+    # who was ended with all others is started again with them, and waits until the first knows it
+    within_s = 0.0 if kept is None else _lost_after_s(settings) + _AGAIN_WITHIN_S
     try:
-        await client.arrive(job.plan.here)
-        yield client
-        with contextlib.suppress(RendezvousError, TimeoutError):
-            async with asyncio.timeout(_FAREWELL_S):
-                await client.claim(f"{LAUNCHERS}/{job.plan.here}", b"", timeout_s=_FAREWELL_S)
+        if kept is None or not is_etcd(kept):
+            await arrive(client, client, job.plan.here, who_launches(), within_s)
+            store = _Store(client.url, lambda _: contextlib.nullcontext(client), client)
+            yield store
+            await _say_farewell(job, client)
+        else:
+            async with _mirrored(job, kept, client, settings, within_s) as (store, server):
+                yield store
+                await _say_farewell(job, server)
     finally:
         await client.close()
 
 
-async def _run_ranks(
-    job: _Job, url: str, store: Callable[[asyncio.Event], AbstractAsyncContextManager[Exits]], display: Display | None
-) -> int:
+@contextlib.asynccontextmanager
+async def _mirrored(
+    job: _Job, kept: str, client: StoreClient, settings: Settings, within_s: float
+) -> AsyncIterator[tuple[_Store, StoreServer]]:
+    """The store of this host, kept in etcd as that of the first is; its ranks know no other."""
+    from kfcomm.launch.again import Record
+    from kfcomm.rendezvous.store import StoreServer
+
+    backing = await _backing(job, kept, settings, is_first=False)
+    server = await StoreServer.start(job.plan.address, token=job.token, tls=_tls(settings), backing=backing)
+    try:
+        me = who_launches()
+        while True:
+            await arrive(client, server, job.plan.here, me, within_s)
+            there = Record.found(backing.board)
+            if there is not None and there.identity == client.identity:
+                break
+            await asyncio.sleep(AGAIN_S)
+        yield _Store(server.url, lambda _: contextlib.nullcontext(server), client, backing.board.close), server
+    finally:
+        await server.close()
+        await backing.close(is_over=False)
+
+
+async def _say_farewell(job: _Job, store: Claims) -> None:
+    with contextlib.suppress(RendezvousError, TimeoutError):
+        async with asyncio.timeout(_FAREWELL_S):
+            await store.claim(f"{LAUNCHERS}/{job.plan.here}", b"")
+
+
+async def _run_ranks(job: _Job, store: _Store, display: Display | None) -> int:
     """Start the ranks of this host, watch them to their end, and leave nothing of them behind.
 
     Args:
         job: what they are.
-        url: of the store.
-        store: entered once they have been started; told of signals.
+        store: of the job.
         display: see `run`.
     """
     children: dict[int, Child] = {}
-    supervisor = _supervisor(job, children)
+    supervisor = _supervisor(job, children, store)
     output = Output(_screen(job), lambda: supervisor.interrupt(signal.SIGPIPE), _DESCRIPTORS)
     with contextlib.ExitStack() as stack:
         streams = stack.enter_context(contextlib.closing(Streams(display or output, _logs(job), supervisor)))
@@ -194,7 +319,7 @@ async def _run_ranks(
         def start(rank: int) -> Child:
             taken = {place for other, place in places.items() if other not in supervisor.ended}
             places[rank] = next(place for place in itertools.count() if place not in taken)
-            environ = job.environ_of(rank, places[rank], url, farewells.address)
+            environ = job.environ_of(rank, places[rank], store.url, farewells.address)
             with feed.open_for(rank) as stdin:
                 child = children[rank] = Child.start(job.program, job.options.command, environ, stdin)
             stack.callback(child.close)
@@ -204,9 +329,9 @@ async def _run_ranks(
             return child
 
         try:
-            for rank in job.plan.ranks:
+            for rank in job.plan.ranks if store.ended is None else ():
                 start(rank)
-            async with contextlib.AsyncExitStack() as rooms, store(interrupted) as exits:
+            async with contextlib.AsyncExitStack() as rooms, store.entered(interrupted) as exits:
                 async with asyncio.TaskGroup() as tasks:
 
                     def start_another(rank: int) -> Child:
@@ -216,7 +341,7 @@ async def _run_ranks(
                         return child
 
                     if isinstance(supervisor, First):
-                        answer = functools.partial(_answer, job, supervisor, exits)
+                        answer = functools.partial(_answer, job, supervisor)
                         await rooms.enter_async_context(Requests(job.mark, answer))
                     if isinstance(supervisor, Mortal):
                         supervisor.start = start_another
@@ -238,15 +363,19 @@ async def _run_ranks(
     return verdict.exit_code
 
 
-def _supervisor(job: _Job, children: dict[int, Child]) -> Supervisor:
+def _supervisor(job: _Job, children: dict[int, Child], store: _Store) -> Supervisor:
     host = job.plan.here if len(job.plan.hosts) > 1 else None
     watched = (Blame(job.plan.size), children, job.options.grace_s, job.options.keep_going, host)
     if job.elastic is None:
         return Supervisor(*watched)
-    return Agent(*watched) if host else First(*watched, elastic=job.elastic)
+    if store.first is not None:
+        return Agent(*watched, first=store.first, let_go=store.let_go)
+    first = First(*watched, elastic=job.elastic)
+    first.ended = dict(store.ended or {})
+    return first
 
 
-async def _answer(job: _Job, supervisor: First, exits: Exits, line: str) -> dict[str, Any]:
+async def _answer(job: _Job, supervisor: First, line: str) -> dict[str, Any]:
     """What is told to who asks from outside.
 
     Raises:
@@ -254,17 +383,20 @@ async def _answer(job: _Job, supervisor: First, exits: Exits, line: str) -> dict
     """
     what, _, number = line.partition(" ")
     elastic = supervisor.elastic
-    size = elastic.size
+    size, is_kept = elastic.size, True
     if what == "size" and number.isascii() and number.isdigit():
-        size = int(number)
+        size = int(number[:_MAX_DIGITS])
         if not elastic.least <= size <= elastic.most:
-            raise ConfigError(f"this job has {elastic.least} to {elastic.most} ranks: {size} is not between")
-        await exits.ask_size(size)
+            raise ConfigError(f"this job has {elastic.least} to {elastic.most} ranks: {number} is not between")
+        asking = supervisor.ask_size(size)
+        await asyncio.wait([asking], timeout=_KEPT_WITHIN_S)
+        is_kept = asking.done()
     elif what != "status":
         raise ConfigError(f"{line!r} is nothing that can be asked")
     return {
         "job": job.mark, "size": size, "least": elastic.least, "most": elastic.most, "restarts": elastic.restarts,
         "running": sorted(elastic.running), "ended": sorted(supervisor.ended.items()), "spares": elastic.spares,
+        "is_kept": is_kept,
         "hosts": [
             [host.address, sorted(elastic.running.intersection(elastic.births_at(at)))]
             for at, host in enumerate(job.plan.hosts)

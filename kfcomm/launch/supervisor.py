@@ -23,7 +23,8 @@ from kfcomm.launch.blame import Blame, Failure
 from kfcomm.launch.process import Child, shell_code
 from kfcomm.rendezvous.board import Exit, Why
 
-_REPORT_WITHIN_S = 1.0
+_REPORT_WITHIN_S = 5.0
+_HURRIED_REPORT_WITHIN_S = 1.0
 
 
 class Exits(Protocol):
@@ -32,12 +33,16 @@ class Exits(Protocol):
     async def report_exit(self, end: Exit) -> None:
         """Report the end of a rank."""
 
-    def watch_exits(self, host: int | None = None) -> AsyncIterator[Exit]:
+    def watch_exits(self, host: int | None = None, *, lasting: bool = False) -> AsyncIterator[Exit]:
         """The end of each rank that has ended or ends; ends when the store does."""
         ...
 
     async def claim(self, key: str, value: bytes) -> bytes:
         """See ``Folders``, as of the following."""
+        ...
+
+    async def find(self, key: str) -> bytes | None:
+        """The value of ``key`` now."""
         ...
 
     def watch(self, folder: str) -> AsyncIterator[tuple[int, bytes]]:
@@ -132,10 +137,10 @@ class Supervisor:
                     await self._look(exits)
                 for task in (watcher, *hearing):
                     task.cancel()
-                if self.verdict.signal is not None:
-                    # whoever asked for the end does not wait for a host that does not answer
-                    for follow in follows:
-                        asyncio.get_running_loop().call_later(_REPORT_WITHIN_S, follow.cancel)
+                # the end of a job does not wait for a store that does not answer; who asked for it waits less
+                within_s = _REPORT_WITHIN_S if self.verdict.signal is None else _HURRIED_REPORT_WITHIN_S
+                for follow in follows:
+                    asyncio.get_running_loop().call_later(within_s, follow.cancel)
         finally:
             for timer in (self._killer, self._judging):
                 if timer is not None:
@@ -176,11 +181,14 @@ class Supervisor:
         said = self.blame.said(rank)
         why = Why.ELSEWHERE if said is not None and said.is_elsewhere else Why.ITSELF
         self._note(Exit(rank, code, why))
+        await self._report(Exit(rank, code, why), exits)
+
+    async def _report(self, end: Exit, exits: Exits) -> None:
         with contextlib.suppress(RendezvousError):
-            await exits.report_exit(Exit(rank, code, why))
+            await exits.report_exit(end)
 
     async def _watch_others(self, exits: Exits) -> None:
-        async for end in exits.watch_exits(self.host):
+        async for end in self._exits_of(exits):
             if end.rank not in self.children:
                 self._note(end)
             elif end.why in (Why.SILENT, Why.ABSENT) and self.verdict.is_open:
@@ -189,6 +197,9 @@ class Supervisor:
                 self._end(signal.SIGTERM)
         self._store_is_gone()
         self._changed.set()
+
+    def _exits_of(self, exits: Exits) -> AsyncIterator[Exit]:
+        return exits.watch_exits(self.host)
 
     def _store_is_gone(self) -> None:
         """With it, the launcher of the first host."""

@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from typing import NamedTuple, TypeVar
+
+import msgpack
 
 from kfcomm.errors import LocalProtocolError
 
@@ -43,6 +45,12 @@ START, DISMISSED = "start", "dismissed"
 """Folders of births of an elastic job: who is to be started, in one folder for each host; who is not wanted."""
 OUTCOME = "outcome"
 """Folder in which the first launcher of an elastic job says how it has ended, in the name 0."""
+JOB_RECORD = "job"
+"""Key of what a launcher that is started again has to know: see ``kfcomm.launch.again``."""
+LAUNCHED = "launched"
+"""Folder of hosts, by position, whose launchers have come: who each one is, since there may be one alone."""
+ENDS = "ends"
+"""Folder of ranks that have ended: the code and why, where a store is kept outside of its process."""
 BOUNDS = "bounds"
 """Key of the least and the largest number of ranks of an elastic job: ``2:8``."""
 
@@ -65,6 +73,29 @@ class Exit(NamedTuple):
     rank: int
     code: int
     why: str = Why.ITSELF
+
+    @property
+    def key(self) -> str:
+        """Where a store is told of it that is kept outside of its process."""
+        return f"{ENDS}/{self.rank}"
+
+    def to_wire(self) -> bytes:
+        """What that store is told."""
+        encoded: bytes = msgpack.packb([self.code, str(self.why)])
+        return encoded
+
+    @classmethod
+    def from_wire(cls, rank: str, told: bytes) -> Exit:
+        """The inverse of `to_wire`.
+
+        Raises:
+            LocalProtocolError: it is not.
+        """
+        try:
+            code, why = msgpack.unpackb(told)
+            return cls(int(rank), int(code), Why(why))
+        except (TypeError, ValueError, msgpack.UnpackException) as error:
+            raise LocalProtocolError(f"{told[:64]!r} tells of no end of rank {rank!r}") from error
 
     def describe(self) -> str:
         """The end in a message: ``the process of rank 1 ended (SIGKILL)``."""
@@ -94,6 +125,7 @@ class Board:
 
     Attributes:
         heard_s: when the launcher of each host asked last, by its position, on the clock of the loop.
+        later: gives a key a value unless it has one, where the store is kept, as soon as that can be.
 
     Raises (all methods): `Closed` after `close`, `LocalProtocolError` for what is out of bounds.
     """
@@ -107,24 +139,74 @@ class Board:
         self._asked: dict[tuple[str, int], int] = {}
         self._waiters: dict[str, set[asyncio.Future[None]]] = {}
         self._closed = False
+        self.later: Callable[[str, bytes], object] = self.claim
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` has been called."""
+        return self._closed
 
     @property
     def exits(self) -> Mapping[int, Exit]:
         """The ends of processes by rank, in the order in which they were reported."""
         return self._exits
 
+    def check(self, key: str, value: bytes) -> None:
+        """Whether there is room for it."""
+        self._size_with(*self._checked(key, value), value)
+
     def set(self, key: str, value: bytes) -> None:
         """Give ``key`` a value, or another one."""
         folder, name = self._checked(key, value)
-        values = self._folders.setdefault(folder, {})
-        old = values.get(name)
+        self._num_keys, self._nbytes = self._size_with(folder, name, value)
+        self._folders.setdefault(folder, {})[name] = value
+        self._wake(folder)
+
+    def _size_with(self, folder: str, name: str, value: bytes) -> tuple[int, int]:
+        old = self._folders.get(folder, {}).get(name)
         nbytes = self._nbytes + len(value) - len(old or b"")
         num_keys = self._num_keys + (old is None)
         if nbytes > MAX_TOTAL_NBYTES or num_keys > MAX_KEYS:
             raise LocalProtocolError(f"the store is full: {self._num_keys} keys, {self._nbytes} bytes")
-        values[name] = value
-        self._nbytes, self._num_keys = nbytes, num_keys
-        self._wake(folder)
+        return num_keys, nbytes
+
+    def take(self, key: str, value: bytes) -> None:
+        """As `set`, of what a store that is kept elsewhere has: ends are among it."""
+        folder, name = self._checked(key, value)
+        if folder == ENDS:
+            self.report_exit(Exit.from_wire(name, value))
+        else:
+            self.set(key, value)
+
+    def drop(self, key: str) -> None:
+        """Forget what ``key`` has, if it has something."""
+        folder, name = self._checked(key)
+        if folder == ENDS:
+            if name.isdigit():
+                self._exits.pop(int(name), None)
+        elif (value := self._folders.get(folder, {}).pop(name, None)) is not None:
+            self._nbytes -= len(value)
+            self._num_keys -= 1
+
+    def held(self, key: str) -> bytes | None:
+        """The value that a key has, be it that of an end."""
+        folder, name = self._checked(key)
+        if folder == ENDS:
+            end = self._exits.get(int(name)) if name.isdigit() else None
+            return None if end is None else end.to_wire()
+        return self._folders.get(folder, {}).get(name)
+
+    def folder(self, name: str) -> Mapping[str, bytes]:
+        """The values of a folder now, by name."""
+        return dict(self._folders.get(name, {}))
+
+    def contents(self) -> Iterator[tuple[str, bytes]]:
+        """All keys and values, ends included, as `take` takes them."""
+        for folder, values in self._folders.items():
+            for name, value in values.items():
+                yield f"{folder}/{name}" if folder else name, value
+        for end in self._exits.values():
+            yield end.key, end.to_wire()
 
     def claim(self, key: str, value: bytes) -> bytes:
         """Give ``key`` a value unless it has one; returns the value that it has."""
@@ -186,7 +268,7 @@ class Board:
             return
         text = f"{rank}: rank {rank} went away while the world was joined: its connection to the store ended"
         with contextlib.suppress(LocalProtocolError):
-            self.claim(f"{folder}/{unless}", text.encode())
+            self.later(f"{folder}/{unless}", text.encode())
 
     def report_exit(self, end: Exit) -> None:
         """Note that the process of a rank has ended; the first report of a rank stands."""

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import msgpack
 
 from kfcomm.core import auth
-from kfcomm.errors import RendezvousError
+from kfcomm.errors import ConfigError, RendezvousError
 from kfcomm.rendezvous.board import MAX_BODY_NBYTES, Exit
-from kfcomm.rendezvous.folders import Folders
+from kfcomm.rendezvous.folders import AGAIN_S, Folders, NotSet, StoreClosed
 from kfcomm.rendezvous.http1 import HttpClient, Response
 from kfcomm.rendezvous.settings import host_and_port
 from kfcomm.rendezvous.signing import (
@@ -29,6 +29,7 @@ from kfcomm.rendezvous.signing import (
     REQUEST_HEADER,
     Ticket,
     digest_of,
+    identity_of,
     is_answer_valid,
     request_header,
 )
@@ -46,14 +47,6 @@ _LAST_PAUSE_S = 1.0
 _LOST_AFTER_S = 2.0
 
 
-class StoreClosed(RendezvousError):
-    """The store says that it is closing: the job is over."""
-
-
-class NotSet(RendezvousError):
-    """Nobody has set a key in time."""
-
-
 class StoreClient(Folders):
     """Speaks with the store at ``url``.
 
@@ -65,7 +58,8 @@ class StoreClient(Folders):
 
     Attributes:
         url: of the store.
-        trouble: why the last attempt to reach it failed; empty if none has.
+        identity: of the job whose store has answered; empty before.
+        trouble: why the last attempt to reach it failed; empty if it has not.
 
     Raises (all methods): `RendezvousError` if the store cannot be reached in time (names the last cause), does
     not accept the token, does not know it, or is closing (`StoreClosed`).
@@ -79,6 +73,7 @@ class StoreClient(Folders):
         self._number = 0
         self._nonce: bytes | None = None
         self._http = HttpClient(*host_and_port(url), None if tls is None else tls.client)
+        self.identity = b""
         self.trouble = ""
 
     async def get(self, key: str, timeout_s: float) -> bytes:
@@ -141,31 +136,52 @@ class StoreClient(Folders):
             if len(values) >= count or unless in values or ends or _now_s() >= deadline_s:
                 return values, ends
 
-    async def arrive(self, host: int) -> None:
+    async def arrive(self, host: int, *, timeout_s: float | None = None) -> None:
         """Wait until the store is there, and tell it that the launcher of a host, by its position, is."""
-        await self._call("exits", {"since": 0, "wait_s": 0.0, "host": host})
+        await self._call("exits", {"since": 0, "wait_s": 0.0, "host": host}, timeout_s=timeout_s)
 
     async def report_exit(self, end: Exit) -> None:
         """Tell everybody who watches that the process of a rank has ended."""
         await self._call("exit", {"rank": end.rank, "code": end.code, "why": end.why}, timeout_s=_LOST_AFTER_S)
 
-    async def watch_exits(self, host: int | None = None) -> AsyncIterator[Exit]:
+    async def watch_exits(self, host: int | None = None, *, lasting: bool = False) -> AsyncIterator[Exit]:
         """The end of every process that has ended or ends, as it is reported.
 
         The launcher of a host (``host``, its position) asks often, which tells that it is there.
 
-        Ends when the store does: nobody is left who could report.
+        Ends when the store is gone, since nobody is left who could report; a ``lasting`` watch not before the job is
+        over: it waits until the store has been started again, and then tells of all ends again.
         """
         seen = 0
         while True:
             try:
                 fields = {"since": seen, "wait_s": _POLL_S if host is None else _BEAT_S, "host": host}
                 rows = await self._call("exits", fields, timeout_s=_LOST_AFTER_S)
-            except RendezvousError:
-                return
+            except RendezvousError as error:
+                if not lasting or isinstance(error, StoreClosed):
+                    return
+                seen = 0
+                await asyncio.sleep(AGAIN_S)
+                continue
             for row in _expect(list, rows):
                 seen += 1
                 yield _exit(row)
+
+    async def want_size(self, size: int) -> None:
+        """Have the job go on with so many ranks, as ``PUT /v1/size`` does.
+
+        Raises:
+            ConfigError: the job does not have so many, or so few.
+        """
+        body = b"%d" % size
+        used = self._checked(self._nonce or await self._greet(_ANSWER_WITHIN_S))
+        reply = await self._send("size", body, used, _ANSWER_WITHIN_S, "PUT")
+        if reply.status == 401:
+            raise RendezvousError(f"the store at {self.url} refuses this process: its token is not the job's")
+        if not is_answer_valid(used, reply.ticket, reply.status, reply.body, reply.header):
+            raise RendezvousError(f"what answers at {self.url} does not know the job's token: it is not its store")
+        if reply.status != 200:
+            raise ConfigError(reply.body.decode(errors="replace").strip())
 
     async def close(self) -> None:
         """Close the connections; calls that are under way fail. May be called twice."""
@@ -185,7 +201,7 @@ class StoreClient(Folders):
         wait_s = float(fields.get("wait_s", 0.0))
         while True:
             try:
-                return await self._attempt(name, body, wait_s + _ANSWER_WITHIN_S)
+                answer = await self._attempt(name, body, wait_s + _ANSWER_WITHIN_S)
             except SSLError as error:
                 raise RendezvousError(f"no TLS with the store at {self.url}: {_cause(error)}") from error
             except OSError as error:
@@ -196,21 +212,25 @@ class StoreClient(Folders):
                     raise RendezvousError(
                         f"the store at {self.url} could not be reached within {max(patience_s, 0):g} s: {self.trouble}"
                     ) from error
+            else:
+                self.trouble = ""
+                return answer
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
     async def _attempt(self, name: str, body: bytes, timeout_s: float) -> Any:
-        used = self._nonce or await self._greet(timeout_s)
+        used = self._checked(self._nonce or await self._greet(timeout_s))
         reply = await self._send(name, body, used, timeout_s)
         if reply.status == 401 and await self._greet(timeout_s) != used:
             # another store listens there now: it has not judged this token yet
-            used = self._nonce or b""
+            used = self._checked(self._nonce or b"")
             reply = await self._send(name, body, used, timeout_s)
         if reply.status == 401:
             raise RendezvousError(f"the store at {self.url} refuses this process: its token is not the job's")
         if not is_answer_valid(used, reply.ticket, reply.status, reply.body, reply.header):
             raise RendezvousError(f"what answers at {self.url} does not know the job's token: it is not its store")
         answer = msgpack.unpackb(reply.body)
+        self.identity = identity_of(used)
         match reply.status:
             case 200:
                 return answer
@@ -219,11 +239,16 @@ class StoreClient(Folders):
             case _:
                 raise RendezvousError(f"the store at {self.url} refuses {name}: {answer}")
 
-    async def _send(self, name: str, body: bytes, nonce: bytes, timeout_s: float) -> _Reply:
+    def _checked(self, nonce: bytes) -> bytes:
+        if self.identity and identity_of(nonce) != self.identity:
+            raise StoreClosed(f"the store of another job is at {self.url} now")
+        return nonce
+
+    async def _send(self, name: str, body: bytes, nonce: bytes, timeout_s: float, method: str = "POST") -> _Reply:
         self._number += 1
         ticket = Ticket(self._client, self._number, f"/v1/{name}", digest_of(body), auth.tokens(self._token)[0])
         headers = {REQUEST_HEADER: request_header(nonce, ticket)}
-        answer = await self._ask("POST", ticket.path, headers, body, timeout_s)
+        answer = await self._ask(method, ticket.path, headers, body, timeout_s)
         return _Reply(ticket, answer.status, answer.body, answer.fields.get(ANSWER_HEADER.lower(), ""))
 
     async def _greet(self, timeout_s: float) -> bytes:

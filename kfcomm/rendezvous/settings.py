@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 LINKS = ("auto", "tcp", "unix", "shm")
 TRANSPORTS = (*LINKS, "nccl")
-OTHER_VARIABLES = {"KFCOMM_JOB", "KFCOMM_LAUNCHER", "KFCOMM_PORT", "KFCOMM_TOKEN_FILE"}
+OTHER_VARIABLES = {"KFCOMM_ETCD_PASSWORD", "KFCOMM_JOB", "KFCOMM_LAUNCHER", "KFCOMM_PORT", "KFCOMM_TOKEN_FILE"}
 """Beside those that are called like an argument."""
 MAX_DIGITS = 4
 """Of the number of a device."""

@@ -1,6 +1,7 @@
 """How requests to the store, and its answers, are signed; the token itself never travels.
 
-The server draws a nonce when it starts and gives it to anyone who asks. A request carries the client's id, a
+The server draws a nonce when it starts and gives it to anyone who asks; it begins with the identity of the job, by
+which a client knows a store that was started again from that of another job. A request carries the client's id, a
 number that the client uses once, the digest of its body and the proof over all of these and the path, so that
 it can be judged before a byte of the body is read, and works once (see `gate`). The answer is signed with the same
 number: what does not know the token cannot pass for the store either.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import secrets
 from typing import NamedTuple
 
 from kfcomm.core import auth
@@ -19,6 +21,20 @@ from kfcomm.core import auth
 REQUEST_HEADER = "X-Kfcomm-Proof"
 ANSWER_HEADER = "X-Kfcomm-Answer"
 GREETING = b"kfcomm store "
+
+
+IDENTITY_NBYTES = 16
+_FRESH_NBYTES = 16
+
+
+def nonce_of(identity: bytes) -> bytes:
+    """A fresh nonce for a store of the job with this identity (`IDENTITY_NBYTES`)."""
+    return identity + secrets.token_bytes(_FRESH_NBYTES)
+
+
+def identity_of(nonce: bytes) -> bytes:
+    """The inverse: whose store has drawn it."""
+    return nonce[:IDENTITY_NBYTES]
 
 
 class Ticket(NamedTuple):

@@ -5,7 +5,8 @@ its headers, before its body is read. Connections, bodies and what is remembered
 polls, which end when their client goes away. Who has not signed a request within seconds is hung up on, and so is the
 oldest of those who have not when there are many: see `kfcomm.core.strangers`.
 
-Requests are ``POST /v1/NAME`` with a msgpack map as body; answers are msgpack. See `signing` for the headers.
+Requests are ``POST /v1/NAME`` with a msgpack map as body; answers are msgpack. ``PUT /v1/size``, for what scales a job
+from outside, has a number in text as its body, and a line of text as its answer. See `signing` for the headers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import contextlib
 import logging
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from typing import Any
 
 import msgpack
@@ -23,16 +24,27 @@ from aiohttp import web
 
 from kfcomm.accepting import accept_all, host_of
 from kfcomm.core.strangers import Strangers
-from kfcomm.errors import LocalProtocolError, RendezvousError
-from kfcomm.rendezvous.board import MAX_BODY_NBYTES, Board, Closed, Exit, Why
-from kfcomm.rendezvous.folders import Folders
+from kfcomm.errors import ConfigError, LocalProtocolError, RendezvousError
+from kfcomm.rendezvous.backing import Backing, Lasting, Memory
+from kfcomm.rendezvous.board import BOUNDS, MAX_BODY_NBYTES, Closed, Exit, Why
+from kfcomm.rendezvous.folders import Folders, StoreClosed
 from kfcomm.rendezvous.gate import Gate
 from kfcomm.rendezvous.listening import listen, url_of
-from kfcomm.rendezvous.signing import ANSWER_HEADER, GREETING, REQUEST_HEADER, Ticket, answer_header, digest_of
+from kfcomm.rendezvous.signing import (
+    ANSWER_HEADER,
+    GREETING,
+    IDENTITY_NBYTES,
+    REQUEST_HEADER,
+    Ticket,
+    answer_header,
+    digest_of,
+    nonce_of,
+)
 from kfcomm.rendezvous.worlds import MAX_RANKS
 from kfcomm.seldom import Seldom
 from kfcomm.tls import Tls
 
+SIZE_PATH = "/v1/size"
 MAX_CONNECTIONS = 1 << 14
 MAX_WAIT_S = 20.0
 
@@ -43,6 +55,7 @@ REQUEST_WITHIN_S = 5.0
 """From connecting to a signed request, and from there to the last byte of its body."""
 
 _CLOSE_WITHIN_S = 2.0
+_MAX_SHOWN = 32
 
 
 class StoreServer(Folders):
@@ -50,13 +63,17 @@ class StoreServer(Folders):
 
     Attributes:
         url: ``http://address:port``.
-        board: what it remembers; the process that runs the store may use it directly.
+        backing: where that is kept; in memory alone, if it is not given.
+        board: what it remembers; the process that runs the store may read it directly.
     """
 
-    def __init__(self, token: bytes, tls: Tls | None = None) -> None:
+    def __init__(self, token: bytes, tls: Tls | None = None, backing: Backing | None = None) -> None:
         self.url = ""
-        self.board = Board()
-        self._gate = Gate(token, secrets.token_bytes(32))
+        self.backing = backing or Memory()
+        self.board = self.backing.board
+        self.board.later = lambda key, value: self._keep(_quietly(self.backing.claim(key, value)))
+        self._token = token
+        self._gate = Gate(token, nonce_of(self.backing.identity))
         self._http = web.Server(self._handle, handler_cancellation=True)
         self._strangers: Strangers[_Connection] = Strangers()
         self._tls = None if tls is None else tls.server
@@ -65,18 +82,22 @@ class StoreServer(Folders):
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @classmethod
-    async def start(cls, host: str, port: int = 0, *, token: bytes, tls: Tls | None = None) -> StoreServer:
+    async def start(
+        cls, host: str, port: int = 0, *, token: bytes, tls: Tls | None = None, backing: Backing | None = None
+    ) -> StoreServer:
         """Listen at ``host`` (an IP address) and ``port`` (0: any that is free), and serve.
 
         Raises:
             RendezvousError: see ``listening.listen``.
         """
-        return await cls.serve(listen(host, port), token=token, tls=tls)
+        return await cls.serve(listen(host, port), token=token, tls=tls, backing=backing)
 
     @classmethod
-    async def serve(cls, listener: socket.socket, *, token: bytes, tls: Tls | None = None) -> StoreServer:
+    async def serve(
+        cls, listener: socket.socket, *, token: bytes, tls: Tls | None = None, backing: Backing | None = None
+    ) -> StoreServer:
         """Serve whoever has connected to ``listener``, or will; it belongs to the store from now on."""
-        store = cls(token, tls)
+        store = cls(token, tls, backing)
         store.url = url_of(listener)
         listener.setblocking(False)
         store._listener = listener
@@ -86,10 +107,12 @@ class StoreServer(Folders):
 
     async def report_exit(self, end: Exit) -> None:
         """As `StoreClient.report_exit`, without a way over HTTP."""
-        self.board.report_exit(end)
+        with _closed_is_told():
+            await self.backing.report_exit(end)
 
-    async def watch_exits(self, host: int | None = None) -> AsyncIterator[Exit]:
+    async def watch_exits(self, host: int | None = None, *, lasting: bool = False) -> AsyncIterator[Exit]:
         """As `StoreClient.watch_exits`, without a way over HTTP."""
+        del lasting
         seen = 0
         with contextlib.suppress(Closed):
             while True:
@@ -99,18 +122,38 @@ class StoreServer(Folders):
 
     async def find(self, key: str) -> bytes | None:
         """See `Folders`."""
-        return await self.board.get(key, 0.0)
+        with _closed_is_told():
+            return await self.board.get(key, 0.0)
+
+    async def set(self, key: str, value: bytes) -> None:
+        """As `StoreClient.set`, without a way over HTTP."""
+        with _closed_is_told():
+            await self.backing.set(key, value)
 
     async def claim(self, key: str, value: bytes) -> bytes:
         """See `Folders`."""
-        return self.board.claim(key, value)
+        with _closed_is_told():
+            return await self.backing.claim(key, value)
 
     async def collect(self, folder: str, count: int, *, timeout_s: float) -> dict[str, bytes]:
         """See `Folders`."""
-        try:
+        with _closed_is_told():
             return await self.board.collect(folder, count, None, timeout_s)
-        except Closed as error:
-            raise RendezvousError("the store is closed") from error
+
+    async def begin_anew(self, *folders: str) -> None:
+        """Be the store of another job, which has nothing of the one before but these folders.
+
+        Those who have heard of that one hear `StoreClosed`.
+
+        Raises:
+            RendezvousError: this store cannot.
+        """
+        if not isinstance(self.backing, Lasting):
+            raise RendezvousError("a store that is in memory alone has nothing of another job")
+        with _closed_is_told():
+            await self.backing.clear(*folders)
+        self.backing.identity = secrets.token_bytes(IDENTITY_NBYTES)
+        self._gate = Gate(self._token, nonce_of(self.backing.identity))
 
     async def close(self) -> None:
         """Stop listening and end every wait; returns when nothing is open any more. May be called twice."""
@@ -164,12 +207,13 @@ class StoreServer(Folders):
         if request.method == "GET" and request.path == "/v1/hello":
             return web.Response(body=GREETING + self._gate.nonce.hex().encode())
         ticket = self._gate.admit(request.path, request.headers.get(REQUEST_HEADER, ""))
-        if ticket is None or request.method != "POST":
+        if ticket is None or request.method != ("PUT" if request.path == SIZE_PATH else "POST"):
             # the body has not been read: the connection cannot be used again
             return web.Response(status=401, text="not signed with this job's token\n", headers={"Connection": "close"})
         if isinstance(request.protocol, _Connection):
             request.protocol.is_known()
-        status, body = await self._answer(request, ticket)
+        answered = self._resize if request.method == "PUT" else self._answer
+        status, body = await answered(request, ticket)
         signature = answer_header(self._gate.nonce, ticket, status, body)
         return web.Response(status=status, body=body, headers={ANSWER_HEADER: signature})
 
@@ -184,6 +228,34 @@ class StoreServer(Folders):
             status, answer = 400, f"{type(error).__name__}: {error}"
         encoded: bytes = msgpack.packb(answer)
         return status, encoded
+
+    async def _resize(self, request: web.BaseRequest, ticket: Ticket) -> tuple[int, bytes]:
+        """Another number of ranks is wanted for an elastic job."""
+        try:
+            text = (await _body(request, ticket)).decode(errors="replace").strip()
+            size = await self.want_size(text)
+        except (StoreClosed, Closed):
+            return 503, b"the job is over\n"
+        except (ConfigError, LocalProtocolError) as error:
+            return 400, f"{error}\n".encode()
+        return 200, b"%d ranks are wanted\n" % size
+
+    async def want_size(self, text: str) -> int:
+        """Ask for so many ranks; returns the number.
+
+        Raises:
+            ConfigError: it is none, or the job does not have so many, or so few.
+            RendezvousError: the store is closed.
+        """
+        size = int(text) if text.isascii() and text.isdigit() and len(text) <= len(str(MAX_RANKS)) else 0
+        bounds = self.board.held(BOUNDS)
+        if bounds is None:
+            raise ConfigError("the ranks of this job do not change: it was not started with --elastic")
+        least, most = map(int, bounds.split(b":"))
+        if not least <= size <= most:
+            raise ConfigError(f"this job has {least} to {most} ranks: {text[:_MAX_SHOWN]!r} is not between")
+        await self.ask_size(size)
+        return size
 
     async def _call(self, name: str, fields: Mapping[str, Any]) -> Any:
         verbs: dict[str, Callable[..., Awaitable[Any]]] = {
@@ -201,10 +273,10 @@ class StoreServer(Folders):
         return await self.board.get(_text(key), _wait_s(wait_s))
 
     async def _set(self, *, key: str, value: bytes) -> None:
-        self.board.set(_text(key), _bytes(value))
+        await self.backing.set(_text(key), _bytes(value))
 
     async def _claim(self, *, key: str, value: bytes) -> bytes:
-        return self.board.claim(_text(key), _bytes(value))
+        return await self.backing.claim(_text(key), _bytes(value))
 
     async def _collect(self, *, folder: str, count: int, unless: str | None, wait_s: float) -> dict[str, bytes]:
         return await self.board.collect(_text(folder), int(count), unless, _wait_s(wait_s))
@@ -216,7 +288,7 @@ class StoreServer(Folders):
         return await self.board.meet(*asker, int(count), _text(unless), bool(heeds_ends), _wait_s(wait_s))
 
     async def _exit(self, *, rank: int, code: int, why: str) -> None:
-        self.board.report_exit(Exit(int(rank), int(code), Why(why)))
+        await self.backing.report_exit(Exit(int(rank), int(code), Why(why)))
 
     async def _exits(self, *, since: int, wait_s: float, host: int | None) -> list[Exit]:
         asking = None if host is None else int(host)
@@ -261,12 +333,33 @@ class _Connection(web.RequestHandler):
             self.transport.abort()
 
 
+@contextlib.contextmanager
+def _closed_is_told() -> Iterator[None]:
+    try:
+        yield
+    except Closed as error:
+        raise StoreClosed("the store is closed") from error
+
+
+async def _quietly(work: Awaitable[object]) -> None:
+    """Nobody waits for it."""
+    with contextlib.suppress(Closed, LocalProtocolError):
+        await work
+
+
 def _say_used_up(sock: socket.socket) -> None:
     with contextlib.suppress(OSError):
         sock.send(b"HTTP/1.1 503 No descriptors left (ulimit -n)\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
 
 
 async def _read(request: web.BaseRequest, ticket: Ticket) -> Mapping[str, Any]:
+    fields = msgpack.unpackb(await _body(request, ticket))
+    if not isinstance(fields, dict):
+        raise LocalProtocolError("a body must be a map")
+    return fields
+
+
+async def _body(request: web.BaseRequest, ticket: Ticket) -> bytes:
     nbytes = request.content_length
     if nbytes is None or nbytes > MAX_BODY_NBYTES:
         raise LocalProtocolError(f"a body needs a length of at most {MAX_BODY_NBYTES} bytes")
@@ -274,10 +367,7 @@ async def _read(request: web.BaseRequest, ticket: Ticket) -> Mapping[str, Any]:
         body = await request.content.readexactly(nbytes)
     if digest_of(body) != ticket.digest:
         raise LocalProtocolError("the body is not the one that was signed")
-    fields = msgpack.unpackb(body)
-    if not isinstance(fields, dict):
-        raise LocalProtocolError("a body must be a map")
-    return fields
+    return body
 
 
 def _text(value: object) -> str:

@@ -126,14 +126,24 @@ def user_token(environ: Mapping[str, str]) -> tuple[bytes, str]:
         ConfigError: the directory is not this user's alone, or cannot be written.
     """
     folder = _user_folder(environ)
+    return kept_token(folder), str(folder / "token")
+
+
+def kept_token(folder: Path) -> bytes:
+    """The token that lies in a folder, which is made, with a new one, if there is none.
+
+    Raises:
+        ConfigError: the folder is not this user's alone, or cannot be written.
+    """
     path = folder / "token"
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
         _make_private(folder)
         if not path.exists():
             _publish(path)
-        return read_token(path), str(path)
     except OSError as error:
         raise ConfigError(f"cannot keep a token in {str(folder)!r}: {error.strerror}; {HOW_TO_SET}") from error
+    return read_token(path)
 
 
 def _user_folder(environ: Mapping[str, str]) -> Path:

@@ -12,6 +12,7 @@ import pytest_asyncio
 
 from kfcomm.core.strangers import MAX_OF_ONE_ADDRESS
 from kfcomm.errors import RendezvousError
+from kfcomm.rendezvous.backing import Memory
 from kfcomm.rendezvous.board import Exit, Why
 from kfcomm.rendezvous.client import StoreClient, StoreClosed
 from kfcomm.rendezvous.listening import listen, url_of
@@ -243,10 +244,23 @@ async def test_a_store_that_came_back_is_greeted_anew() -> None:
     async with opened_store() as (server, client):
         await client.set("a", b"1")
         await server.close()
-        again = await StoreServer.start(*host_and_port(server.url), token=TOKEN)
+        backing = Memory()
+        backing.identity = server.backing.identity
+        again = await StoreServer.start(*host_and_port(server.url), token=TOKEN, backing=backing)
         assert await client.find("a") is None
-        await client.close()
         await again.close()
+
+
+@pytest.mark.asyncio
+async def test_the_store_of_another_job_is_not_taken_for_that_of_this_one() -> None:
+    async with opened_store() as (server, client):
+        await client.set("a", b"1")
+        await server.close()
+        another = await StoreServer.start(*host_and_port(server.url), token=TOKEN)
+        with pytest.raises(StoreClosed, match="of another job"):
+            await client.find("a")
+        assert [size async for size in client.watch_sizes()] == []
+        await another.close()
 
 
 @pytest.mark.asyncio

@@ -1,0 +1,197 @@
+"""Elastic jobs whose store is kept in a folder or in etcd, and what asks for another size over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kfcomm.rendezvous.client import StoreClient
+from tests import etcds
+from tests.launch.launched import TOKEN, environ
+from tests.launch.stores import HOW_LONG_S, LONG, Job, kfcomm, outage
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    made: list[Job] = []
+
+    def make(store: str, ranks: tuple[int, ...], options: list[str], *program: object) -> Job:
+        written = [str(one) if not isinstance(one, list) else json.dumps(one) for one in program]
+        made.append(Job(tmp_path, store, ranks, options, written))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture(params=["folder", "etcd"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "folder":
+        yield str(tmp_path / "store")
+        return
+    with etcds.running(tmp_path / "etcd") as one:
+        yield one.store()
+
+
+def test_a_job_trains_and_leaves_nothing(job: Callable[..., Job], tmp_path: Path) -> None:
+    store = tmp_path / "kept" / "store"
+    made = job(str(store), (2,), ["--elastic", "1:2"], 60, [[1, 3]], 0.05)
+    assert made.ends() == [0], made.said(0)
+    assert made.result()[0] == [1.0]
+    assert sorted(os.listdir(store)) == ["lock", "token"]
+
+
+def test_the_first_launcher_is_killed_and_started_again(store: str, job: Callable[..., Job], tmp_path: Path) -> None:
+    made = job(store, (1, 2), ["--elastic", "1:4"], LONG, [], 0.2)
+    made.until(0, lambda said: "job" in said)
+    assert kfcomm("resize", "4", made.name()).returncode == 0
+    made.until(0, lambda said: "4 ranks are wanted" in said)
+    made.launchers[0].kill()
+    made.until(1, lambda said: "is gone: nobody is replaced any more" in said)
+    made.again(0)
+    made.until(1, lambda said: "is back" in said)
+    while len(made.status()["running"]) < 4:
+        pass
+    made.hurry()
+    assert made.ends() == [0, 0], made.said(0) + made.said(1)
+    used, births, most = made.result()
+    assert (used, len(births), most) == ([1.0], 4, 4), made.said(0) + made.said(1)
+    assert 0 not in births  # it was on the first host
+    assert len(set(births)) == 4
+
+
+def test_all_are_killed_and_started_again(store: str, job: Callable[..., Job]) -> None:
+    made = job(store, (2,), ["--elastic", "2:3"], 120, [], 0.05)
+    made.until(0, lambda said: "job" in said)
+    assert kfcomm("resize", "3", made.name()).returncode == 0
+    made.until(0, lambda said: "3 ranks are wanted" in said)
+    made.launchers[0].kill()
+    made.again(0)
+    assert made.ends() == [0], made.said(0)
+    assert "of which no rank is left: it begins again" in made.said(0)
+    used, births, _ = made.result()
+    assert (used, births) == ([1.0], [0, 1, 2])  # the size that was asked for is known
+
+
+def test_another_job_and_another_launcher_are_refused(store: str, job: Callable[..., Job]) -> None:
+    made = job(store, (2,), ["--elastic", "1:2"], 1 << 20, [], 0.05)
+    made.until(0, lambda said: "job" in said)
+    second = kfcomm("run", "-n", "2", "--elastic", "1:2", "--store", store, "true")
+    assert second.returncode != 0
+    assert "is used by another launcher" in second.stderr
+    assert json.loads(kfcomm("status", made.name(), "--json").stdout)["running"] == [0, 1]
+    made.launchers[0].kill()
+    made.launchers[0].wait(HOW_LONG_S)
+    other = kfcomm("run", "-n", "3", "--elastic", "1:3", "--store", store, "true")
+    assert other.returncode != 0
+    assert "holds another job, which has not ended: hosts 127.0.0.1:2, 1 to 2 ranks" in other.stderr
+    made.again(0)
+    made.until(0, lambda said: said.count("job ") == 3)  # "holds a job of which no rank is left", and its own
+    made.launchers[0].send_signal(signal.SIGINT)
+    assert made.ends() == [128 + signal.SIGINT], made.said(0)
+
+
+def test_without_a_quorum_a_job_trains_and_a_change_waits(job: Callable[..., Job], tmp_path: Path) -> None:
+    with etcds.running(tmp_path / "etcd", 3) as three:
+        found = outage(job(three.store(), (1, 1), ["--elastic", "1:4"], LONG, [], 0.2), three, 0.0)
+        assert (found["each_sample_used"], len(found["births"]), found["most"]) == ([1.0], 4, 4), found
+        assert 1 not in found["births"]
+        assert found["keys_left"] == []
+
+
+@pytest.mark.parametrize(
+    ("store", "said"),
+    [
+        ("etcd://127.0.0.1:1/job", "etcd://127.0.0.1:1/job could not be reached within"),
+        ("etcd://127.0.0.1:1", "has no prefix"),
+        ("/proc/none", "cannot keep a token in '/proc/none'"),
+        ("/dev/full", "is not a directory of this user alone"),
+    ],
+)
+def test_a_store_that_cannot_be_is_refused_before_anything_is_started(store: str, said: str) -> None:
+    done = kfcomm("run", "-n", "2", "--timeout", "1", "--elastic", "1:2", "--store", store, "echo", "started")
+    assert done.returncode != 0
+    assert "started" not in done.stdout
+    assert said in done.stderr, done.stderr
+
+
+def test_a_store_is_for_elastic_jobs(tmp_path: Path) -> None:
+    done = kfcomm("run", "-n", "2", "--store", str(tmp_path), "true")
+    assert "--store is for a job with --elastic" in done.stderr
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs the right to mount a small disk")
+def test_a_full_disk_is_told_of_and_the_job_goes_on(job: Callable[..., Job], tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", small], check=True)
+    try:
+        made = job(str(small / "store"), (1, 1), ["--elastic", "1:3"], LONG, [], 0.2)
+        made.until(0, lambda said: "job" in said)
+        with contextlib.suppress(OSError), (small / "filler").open("wb", buffering=0) as filler:
+            while True:
+                filler.write(b"x" * 4096)
+        asyncio.run(_told(f"http://127.0.0.1:{made.port}", b"x" * 8192))
+        made.until(0, lambda said: "No space left on device; the job goes on, and what changes" in said)
+        assert kfcomm("resize", made.name(), "3").returncode == 0
+        made.until(0, lambda said: "3 ranks are wanted; 1 started" in said)
+        made.hurry()
+        assert made.ends() == [0, 0], made.said(0)
+        assert made.result()[0] == [1.0]
+        (small / "filler").unlink()
+    finally:
+        subprocess.run(["umount", "-l", small], check=True)
+
+
+async def _told(url: str, value: bytes) -> None:
+    client = StoreClient(url, TOKEN.encode())
+    await client.set("x", value)
+    await client.close()
+
+
+def test_a_second_launcher_of_another_host_is_refused(job: Callable[..., Job], tmp_path: Path) -> None:
+    made = job(str(tmp_path / "store"), (1, 1), ["--elastic", "1:2"], 400, [], 0.1)
+    made.until(0, lambda said: "job" in said)
+    port = made.port
+    hosts = ["-H", "127.0.0.1:1,127.0.0.2:1", "--port", str(port), "--elastic", "1:2"]
+    command = [sys.executable, "-m", "kfcomm", "run", "--self", "127.0.0.2", *hosts, "true"]
+    done = subprocess.run(command, env=environ(KFCOMM_TOKEN=TOKEN), capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "another launcher has come for this host before: process" in done.stderr
+    assert made.ends() == [0, 0], made.said(0) + made.said(1)
+
+
+def test_what_scales_from_outside_puts_a_size(job: Callable[..., Job], tmp_path: Path) -> None:
+    made = job(str(tmp_path / "store"), (1, 1), ["--elastic", "1:3"], 1 << 20, [], 0.05)
+    made.until(0, lambda said: "job" in said)
+    url = f"http://127.0.0.1:{made.port}"
+
+    def resize(*arguments: str, token: str = TOKEN) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "kfcomm", "resize", "--store", url, *arguments]
+        return subprocess.run(command, env=environ(KFCOMM_TOKEN=token), capture_output=True, text=True, timeout=60)
+
+    assert "refuses this process: its token is not the job's" in resize("3", token="x" + TOKEN).stderr
+    assert "this job has 1 to 3 ranks: '4' is not between" in resize("4").stderr
+    assert "'0' is no number of ranks" in resize("0").stderr
+    assert resize("3").stdout == f"{url}: 3 ranks are wanted\n"
+    made.until(0, lambda said: "3 ranks are wanted; 1 started" in said)
+    snippet = (Path(__file__).parents[2] / "docs/howto/etcd.md").read_text().split("<!-- file: scale.py -->")[1]
+    (tmp_path / "scale.py").write_text(snippet.split("```python\n")[1].split("```")[0])
+    scaled = subprocess.run(
+        [sys.executable, "scale.py", url, "1"], cwd=tmp_path, env=environ(KFCOMM_TOKEN=TOKEN), capture_output=True,
+        text=True, timeout=60,
+    )  # fmt: skip
+    assert scaled.stdout == "1 ranks are wanted\n\n", scaled.stderr
+    made.until(0, lambda said: "1 ranks are wanted" in said)
+    made.launchers[0].send_signal(signal.SIGINT)
+    made.ends()

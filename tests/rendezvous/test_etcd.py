@@ -1,0 +1,268 @@
+"""A store that is kept in etcd: what launchers see of each other's, whatever becomes of its members."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import ipaddress
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from kfcomm.errors import ConfigError, LocalProtocolError, RendezvousError
+from kfcomm.rendezvous.board import MAX_VALUE_NBYTES, Closed, Exit
+from kfcomm.rendezvous.etcd import mirror
+from kfcomm.rendezvous.etcd.address import parse
+from kfcomm.rendezvous.etcd.mirror import Mirror
+from tests import etcds
+from tests.support import free_port
+
+WITHIN_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[etcds.Etcd]:
+    with etcds.running(tmp_path_factory.mktemp("etcd")) as made:
+        yield made
+
+
+@contextlib.asynccontextmanager
+async def mirrored(store: str, *, is_first: bool = False, is_over: bool = True) -> AsyncIterator[Mirror]:
+    made = await Mirror.begin(parse(store, {}), is_first=is_first, within_s=WITHIN_S)
+    try:
+        yield made
+    finally:
+        await made.close(is_over=is_over)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110  what happens elsewhere has no event
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.asyncio
+async def test_who_claims_sees_all_that_was_claimed_before(one: etcds.Etcd) -> None:
+    async with mirrored(one.store("see")) as first, mirrored(one.store("see"), is_over=False) as second:
+        assert await first.claim("world/0/0", b"a") == b"a"
+        assert await second.claim("world/0/0", b"b") == b"a"
+        assert second.board.folder("world/0") == {"0": b"a"}
+        assert await second.claim("world/0/1", b"b") == b"b"
+        assert await first.board.collect("world/0", 2, None, 60) == {"0": b"a", "1": b"b"}
+        await first.set("world/0/0", b"")
+        await first.report_exit(Exit(3, -9))
+        await second.report_exit(Exit(3, 1))
+        assert second.board.exits == {3: Exit(3, -9)}
+        assert second.board.held("world/0/0") == b""
+
+
+@pytest.mark.asyncio
+async def test_claims_of_many_at_once_have_one_winner(one: etcds.Etcd) -> None:
+    async with mirrored(one.store("many")) as first, mirrored(one.store("many"), is_over=False) as second:
+        both = [first, second]
+        held = await asyncio.gather(*(both[at % 2].claim(f"k/{at // 8}", b"%d" % at) for at in range(160)))
+        for key in range(20):
+            assert len(set(held[8 * key : 8 * key + 8])) == 1
+        assert first.board.folder("k") == second.board.folder("k")
+
+
+@pytest.mark.asyncio
+async def test_what_is_kept_outlives_a_launcher_and_ends_with_the_job(one: etcds.Etcd) -> None:
+    store = one.store("kept")
+    async with mirrored(store, is_first=True, is_over=False) as first:
+        for at in range(mirror.PAGE + 3):
+            await first.claim(f"start/{at % 3}/{at}", b"%d" % at)
+        await first.report_exit(Exit(5, 0))
+    async with mirrored(store, is_first=True, is_over=False) as again, mirrored(store, is_over=False) as other:
+        assert dict(again.board.contents()) == dict(first.board.contents())
+        assert again.board.exits == {5: Exit(5, 0)}
+        await again.clear("start")
+        await until(lambda: not other.board.exits)
+        assert len(other.board.folder("start/1")) > mirror.PAGE // 3
+        await again.clear()
+        assert not list(again.board.contents())
+        await until(lambda: not list(other.board.contents()))
+        waiting = asyncio.ensure_future(other.board.get("x", 1e6))
+        assert all(key.startswith("kept/") for key in one.held() if "kept" in key)
+        await again.close(is_over=True)
+        with pytest.raises(Closed):
+            await waiting
+    assert not [key for key in one.held() if key.startswith("kept/")]
+
+
+@pytest.mark.asyncio
+async def test_one_job_has_one_first_launcher(one: etcds.Etcd, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = one.store("lock")
+    async with mirrored(store, is_first=True):
+        with pytest.raises(RendezvousError, match=r"is used by another launcher, process \d+ on"):
+            await Mirror.begin(parse(store, {}), is_first=True, within_s=WITHIN_S)
+    monkeypatch.setattr(mirror, "_begun", lambda pid: "another")
+    gone = await Mirror.begin(parse(store, {}), is_first=True, within_s=WITHIN_S)
+    monkeypatch.undo()  # now it is one that has ended, on this machine
+    async with mirrored(store, is_first=True):
+        pass
+    await gone.close(is_over=True)
+
+
+@pytest.mark.asyncio
+async def test_what_is_out_of_bounds_is_refused_before_it_is_sent(one: etcds.Etcd) -> None:
+    async with mirrored(one.store("bounds")) as made:
+        with pytest.raises(LocalProtocolError):
+            await made.set("a", b"x" * (MAX_VALUE_NBYTES + 1))
+        assert await made.claim("a", b"x" * MAX_VALUE_NBYTES) == b"x" * MAX_VALUE_NBYTES
+    assert not [key for key in one.held() if key.startswith("bounds/")]
+
+
+@pytest.mark.asyncio
+async def test_without_a_quorum_writes_wait_and_reads_do_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "kfcomm.etcd")
+    with etcds.running(tmp_path / "etcd", 3) as three:
+        async with mirrored(three.store()) as made:
+            await made.claim("a", b"1")
+            leader = await asyncio.to_thread(three.leader)
+            three.kill(leader)
+            assert await made.claim("b", b"2") == b"2"
+            second = await asyncio.to_thread(three.leader)
+            three.kill(second)
+            waiting = asyncio.ensure_future(made.claim("c", b"3"))
+            await until(lambda: "does not answer: training goes on, and changes wait" in caplog.text)
+            assert await made.claim("a", b"other") == b"1"
+            assert made.board.held("b") == b"2"
+            assert not waiting.done()
+            three.start(leader)
+            assert await waiting == b"3"
+            assert "answers again" in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_a_member_that_hangs_is_left_for_another(tmp_path: Path) -> None:
+    with etcds.running(tmp_path / "etcd", 3) as three:
+        async with mirrored(three.store()) as made, mirrored(three.store(), is_over=False) as other:
+            process = three.processes[0]  # both ask this one
+            assert process is not None
+            process.send_signal(19)
+            try:
+                assert await made.claim("a", b"1") == b"1"
+                assert await other.board.get("a", 1e6) == b"1"
+            finally:
+                process.send_signal(18)
+
+
+@pytest.mark.asyncio
+async def test_a_user_with_a_password(tmp_path: Path) -> None:
+    with etcds.running(tmp_path / "etcd") as one:
+        role = {"name": "jobs"}
+        one.ask("/v3/auth/user/add", {"name": "root", "password": "secret"})
+        one.ask("/v3/auth/user/add", {"name": "ann", "password": "p@ss:1"})
+        one.ask("/v3/auth/role/add", {"name": "root"})
+        one.ask("/v3/auth/role/add", role)
+        bounds = {"permType": "READWRITE", "key": "am9iLw==", "range_end": "am9iMA=="}  # job/ to job0
+        one.ask("/v3/auth/role/grant", {"name": "jobs", "perm": bounds})
+        one.ask("/v3/auth/user/grant", {"user": "root", "role": "root"})
+        one.ask("/v3/auth/user/grant", {"user": "ann", "role": "jobs"})
+        one.ask("/v3/auth/enable", {})
+        async with mirrored(one.store("job", "ann:p%40ss%3A1@")) as made:
+            assert await made.claim("a", b"1") == b"1"
+        for store, environ, said in [
+            (one.store("job"), {}, "user name is empty"),
+            (one.store("job", "ann@"), {"KFCOMM_ETCD_PASSWORD": "wrong"}, "refuses the user 'ann'"),
+            (one.store("other", "ann@"), {"KFCOMM_ETCD_PASSWORD": "p@ss:1"}, "permission denied"),
+        ]:
+            with pytest.raises(RendezvousError, match=said) as caught:
+                await Mirror.begin(parse(store, environ), is_first=True, within_s=WITHIN_S)
+            assert "wrong" not in str(caught.value)
+
+
+def certified(folder: Path) -> list[Path]:
+    """Files for a certificate of this host, its key, and who has signed it: itself."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.oid.NameOID.COMMON_NAME, "a test")])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(hours=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), True)
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False)
+        .sign(key, hashes.SHA256())
+    )
+    encoded = made.public_bytes(serialization.Encoding.PEM)
+    plain = serialization.NoEncryption()
+    (folder / "cert.pem").write_bytes(encoded)
+    (folder / "key.pem").write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
+    )
+    return [folder / "cert.pem", folder / "key.pem", folder / "cert.pem"]
+
+
+@pytest.mark.asyncio
+async def test_tls_on_both_sides(tmp_path: Path) -> None:
+    certificate, key, authority = files = certified(tmp_path)
+    with etcds.running(tmp_path / "etcd", tls=files) as one:
+        async with mirrored(f"{one.store()}?ca={authority}&cert={certificate}&key={key}") as made:
+            assert await made.claim("a", b"1") == b"1"
+        with pytest.raises(RendezvousError, match="could not be reached"):
+            await Mirror.begin(parse(f"{one.store()}?ca={authority}", {}), is_first=True, within_s=0.1)
+        with pytest.raises(RendezvousError, match="certificate verify failed"):
+            await Mirror.begin(parse(one.store(), {}), is_first=True, within_s=0.1)
+
+
+@pytest.mark.asyncio
+async def test_an_etcd_that_is_not_there_is_named_with_the_cause() -> None:
+    with pytest.raises(RendezvousError, match=r"etcd://127\.0\.0\.1:\d+/job could not be reached within 0\.2 s"):
+        await Mirror.begin(parse(f"etcd://127.0.0.1:{free_port()}/job", {}), is_first=True, within_s=0.2)
+
+
+@pytest.mark.asyncio
+async def test_another_server_is_no_etcd() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 4\r\nConnection: close\r\n\r\nnone")
+        writer.close()
+        await writer.wait_closed()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    with pytest.raises(RendezvousError, match=r"it is no etcd of version 3\.4 or later"):
+        await Mirror.begin(parse(f"etcd://127.0.0.1:{port}/job", {}), is_first=True, within_s=0.2)
+    server.close()
+    await server.wait_closed()
+
+
+@pytest.mark.parametrize(
+    ("store", "said"),
+    [
+        ("etcd://h1,h2", "no prefix"),
+        ("etcd:///prefix", "names no etcd"),
+        ("etcd://h1,,h2/prefix", "names no etcd"),
+        ("etcd://h1:0/prefix", "a port is from"),
+        ("etcd://h1:99999/prefix", "a port is from"),
+        ("etcd://ann@h1/prefix", "KFCOMM_ETCD_PASSWORD"),
+        ("etcd://h1/prefix?ca=x", "write etcds://"),
+        ("etcds://h1/prefix?cert=x", "cert and key go together"),
+        ("etcds://h1/prefix?ca=/none", "TLS cannot be used"),
+        ("etcds://h1/prefix?key_file=x", "not key_file"),
+        ("etcd://ann:hidden@h1,h2", "no prefix"),
+    ],
+)
+def test_addresses_that_do_not_work(store: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        parse(store, {})
+    assert "hidden" not in str(caught.value)
+
+
+def test_addresses() -> None:
+    found = parse("etcd://ann:s%2Fx@h1,h2:99,[fd00::1]/a/b/", {"KFCOMM_ETCD_PASSWORD": "other"})
+    assert found.endpoints == ("http://h1:2379", "http://h2:99", "http://[fd00::1]:2379")
+    assert (found.prefix, found.user, found.password) == ("a/b", "ann", "s/x")
+    assert "s/x" not in repr(found)
+    assert str(found) == "etcd://ann@h1:2379,h2:99,[fd00::1]:2379/a/b"
