@@ -54,6 +54,19 @@ class VirtualRun:
         return {rank: one for rank, one in self.results.items() if isinstance(one, BaseException)}
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """See `run_in_virtual_time`."""
+
+    main: Main
+    size: int
+    seed: int
+    events: tuple[Event, ...]
+    timing: Timing
+    within_s: float
+    options: dict[str, Any]
+
+
 def run_in_virtual_time(
     main: Main, size: int, *, seed: int = 0, events: Iterable[Event] = (), lost_after_s: float = 1.0,
     latency_s: tuple[float, float] = (2e-5, 2e-3), within_s: float = 3600.0, **options: Any,
@@ -80,9 +93,9 @@ def run_in_virtual_time(
     """
     _check_no_loop()
     loop = VirtualLoop()
+    plan = _Plan(main, size, seed, tuple(events), Timing(lost_after_s, latency_s), within_s, options)
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
-        timing = Timing(lost_after_s, latency_s)
-        return runner.run(_run(loop, main, size, Random(seed), tuple(events), timing, within_s, options))
+        return runner.run(_run(loop, plan))
 
 
 def _check_no_loop() -> None:
@@ -93,27 +106,24 @@ def _check_no_loop() -> None:
     raise RuntimeError("a world in virtual time has an event loop of its own, and one is running")
 
 
-async def _run(
-    loop: VirtualLoop, main: Main, size: int, random: Random, events: tuple[Event, ...], timing: Timing,
-    within_s: float, options: dict[str, Any],
-) -> VirtualRun:  # fmt: skip
+async def _run(loop: VirtualLoop, plan: _Plan) -> VirtualRun:
     reactor = VirtualReactor(loop)
     driver = LoopDriver(reactor, loop, looks=1)
-    model = NetworkModel(reactor, random, events, timing)
+    model = NetworkModel(reactor, Random(plan.seed), plan.events, plan.timing)
     unheard: list[str] = []
     loop.set_exception_handler(lambda _, context: unheard.append(_told(context)))
     began_s = loop.time()
     try:
-        ranks = _Ranks(main, VirtualWorld(model, size, reactor=reactor, **options))
-        happening = [loop.create_task(_happen(ranks, one, timing.lost_after_s)) for one in events]
+        ranks = _Ranks(plan.main, VirtualWorld(model, plan.size, reactor=reactor, **plan.options))
+        happening = [loop.create_task(_happen(ranks, one, plan.timing.lost_after_s)) for one in plan.events]
         try:
-            await ranks.end(began_s + within_s)
+            await ranks.end(began_s + plan.within_s)
             time_s, results = loop.time() - began_s, ranks.results()
         finally:
             await ranks.close(happening)
     finally:
         driver.close()
-    return VirtualRun(results, frozenset(ranks.world.dead), events, tuple(unheard), time_s, model.digest)
+    return VirtualRun(results, frozenset(ranks.world.dead), plan.events, tuple(unheard), time_s, model.digest)
 
 
 class _Ranks:

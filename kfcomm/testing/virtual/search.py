@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields, replace
-from functools import partial
+from dataclasses import dataclass, fields, replace
 from random import Random
 from typing import Any, TypeAlias
 
@@ -42,36 +41,42 @@ def search_in_virtual_time(
     count = 0
     for seed in seeds:
         count += 1
-        failure = partial(_failure, main, size, check, seed, options)
+        trial = _Trial(main, size, check, seed, options)
         events = list(plan(Random(seed), size))
-        error = failure(events)
+        error = trial.failure(events)
         if error is not None:
-            events, error = _shrunk(events, error, failure)
+            events, error = _shrunk(events, error, trial)
             again = f"run_in_virtual_time(main, {size}, seed={seed}, events={events!r})"
             raise AssertionError(f"{type(error).__name__}: {error}\n{again}") from error
     return count
 
 
-def _failure(
-    main: Main, size: int, check: Check, seed: int, options: dict[str, Any], events: Sequence[Event]
-) -> Exception | None:
-    """Why this run is not as it should be; None if it is."""
-    try:
-        check(run_in_virtual_time(main, size, seed=seed, events=events, **options))
-    except Exception as error:  # noqa: BLE001  whatever it is
-        return error
-    return None
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """A seed, whatever happens."""
+
+    main: Main
+    size: int
+    check: Check
+    seed: int
+    options: dict[str, Any]
+
+    def failure(self, events: Sequence[Event]) -> Exception | None:
+        """Why a run with these events is not as it should be; None if it is."""
+        try:
+            self.check(run_in_virtual_time(self.main, self.size, seed=self.seed, events=events, **self.options))
+        except Exception as error:  # noqa: BLE001  whatever it is
+            return error
+        return None
 
 
-def _shrunk(
-    events: list[Event], error: Exception, failure: Callable[[Sequence[Event]], Exception | None]
-) -> tuple[list[Event], Exception]:
+def _shrunk(events: list[Event], error: Exception, trial: _Trial) -> tuple[list[Event], Exception]:
     """The plainest events with which it fails, as far as one change at a time leads, and how."""
     is_plainer = True
     while is_plainer:
         is_plainer = False
         for plainer in _plainer(events):
-            found = failure(plainer)
+            found = trial.failure(plainer)
             if found is not None:
                 events, error, is_plainer = plainer, found, True
                 break
