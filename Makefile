@@ -6,13 +6,15 @@ PINS := $(wildcard requirements/*.txt)
 CONSTRAINTS := $(addprefix -c ,$(PINS))
 # The CPU build is the same release; a range would bring in whatever is newest.
 TORCH := torch==2.13.0
+# Backends made in Python need 2.14; its wheels bring some GB of CUDA libraries, so that it has an environment of its own.
+NEW_TORCH_PINS := requirements/newer/torch.txt
 # Processes that share the tests, by module: most tests wait more than they work.
 WORKERS ?= 4
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo demo-elastic test coverage suite search test-frameworks test-gpu compare netlab check lint format types floors docs pins clean
+.PHONY: help demo demo-elastic test coverage suite search test-frameworks test-torch test-gpu compare netlab check lint format types floors docs pins clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -32,13 +34,16 @@ coverage: $(VENV)/test/.ready ## core and strategies at 100 % of branches, by th
 	$(<D)/bin/python -m coverage report
 
 suite: $(VENV)/test/.ready
-	$(<D)/bin/python -m pytest --ignore=tests/frameworks -n $(WORKERS) --dist loadscope $(ARGS)
+	$(<D)/bin/python -m pytest --ignore=tests/frameworks --ignore=tests/torch -n $(WORKERS) --dist loadscope $(ARGS)
 
 search: $(VENV)/search/.ready ## random programs, kills, partitions, Ctrl-C, relays, fuzzing, soak (ARGS="--minutes 60 --seed 7")
 	$(<D)/bin/python -m tests.search $(ARGS)
 
 test-frameworks: $(VENV)/frameworks/.ready ## run the tests that need torch and JAX
 	$(<D)/bin/python -m pytest tests/frameworks $(ARGS)
+
+test-torch: $(VENV)/torch/.ready ## run the tests of the torch backend, torch's own shipped ones too (8 GB on disk)
+	$(<D)/bin/python -m pytest tests/torch $(ARGS)
 
 test-gpu: $(VENV)/gpu/.ready ## run the tests that need a GPU, with the CuPy, torch and JAX of PYTHON; says how many ran
 	$(<D)/bin/python -m pytest -m gpu tests/gpu $(ARGS)
@@ -100,6 +105,14 @@ $(VENV)/%/.ready: pyproject.toml $(PINS)
 	@$(find-python) && "$$python" -m venv $(@D)
 	@$(@D)/bin/python -m pip install -q $(CONSTRAINTS) editables hatchling $(first)
 	@$(@D)/bin/python -m pip install -q $(CONSTRAINTS) --no-build-isolation -e ".[$(extras)]"
+	@$(@D)/bin/python -m pip check
+	@touch $@
+
+$(VENV)/torch/.ready: pyproject.toml $(PINS) $(NEW_TORCH_PINS)
+	@echo "setting up $(@D) (test, with the torch of $(NEW_TORCH_PINS)) ..."
+	@$(find-python) && "$$python" -m venv $(@D)
+	@$(@D)/bin/python -m pip install -q $(addprefix -c ,$(filter-out %/frameworks.txt,$(PINS))) editables hatchling -r $(NEW_TORCH_PINS)
+	@$(@D)/bin/python -m pip install -q $(addprefix -c ,$(filter-out %/frameworks.txt,$(PINS))) --no-build-isolation -e ".[test]"
 	@$(@D)/bin/python -m pip check
 	@touch $@
 

@@ -22,13 +22,14 @@ import numpy as np
 from kfcomm.arrays import form_of
 from kfcomm.collectives.blobs import Blobs
 from kfcomm.collectives.generations import MAX_STRATEGIES
-from kfcomm.collectives.group import STRATEGY_KEY, Group, check_name
+from kfcomm.collectives.group import STRATEGY_KEY, UNNAMED, Group, check_name
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.mailbox import Mailbox
 from kfcomm.collectives.objects import packed, unpacked
 from kfcomm.collectives.on_device.paths import Paths
 from kfcomm.collectives.on_device.verbs import DeviceVerbs
 from kfcomm.collectives.persistent import Persistent
+from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import GroupView
 from kfcomm.devices.routes import Choice
 from kfcomm.dumps import snapshot
@@ -338,6 +339,55 @@ class Communicator(Persistent):
             return None
         members = sorted((one[1], rank) for rank, one in enumerate(said) if one[0] == color)
         return await self.group([rank for _, rank in members], f"{name}/{color}", timeout=timeout)
+
+    def set_timeout(self, timeout: Seconds) -> None:
+        """Calls of this group that follow have this timeout, unless they are given one; this rank's alone.
+
+        Args:
+            timeout: seconds, or a ``timedelta``.
+
+        Raises:
+            ConfigError: it is not above 0.
+        """
+        timeout_s = seconds_of(timeout)
+        if not timeout_s or timeout_s < 0:
+            raise ConfigError(f"timeout={timeout!r} must be a number of seconds above 0")
+        self._group.timeout_s = timeout_s
+        self._mailbox.timeout_s = timeout_s
+
+    def refuse(self, name: str | None, error: BaseException, *, steps: int = 1) -> None:
+        """This rank's next call of this name is not made; the other ranks' calls raise ``CollectiveAborted`` with why.
+
+        For what is built on a communicator, and finds out that a call cannot be made before it makes it.
+
+        Args:
+            name: of the call; None: the group's next number.
+            error: why.
+            steps: of the call: 2 where shapes are told first (``scatter``, lists in ``all_to_all``, ``concat``).
+        """
+        self._check_open()
+        check_name(name)
+        self._group.refuse(name or UNNAMED, error, steps=steps)
+
+    def mismatched(self, name: str, seq: int, message: str) -> None:
+        """One use of a name fails with ``CollectiveMismatch``, on every rank that has called it or will.
+
+        For what is built on a communicator, and finds out that the ranks' calls do not fit each other.
+
+        Args:
+            name: of the calls.
+            seq: which use of the name, from 0.
+            message: the whole story: what the ranks have called.
+        """
+        self._check_open()
+        engine, group = self._session.engine, self._group.view.id
+        cause = Cause(CauseKind.MISMATCH, self._session.rank, message)
+        for collective in engine.entered():
+            if (collective.group.id, collective.key.name, collective.seq) == (group, name, seq):
+                engine.abort(collective, cause)
+                return
+        if engine.control is not None:
+            engine.control.abort(group, name, seq, cause.to_wire())
 
     # ---------------------------------------------------------------- memory
 

@@ -14,7 +14,7 @@ from kfcomm.communicator import ARRIVED, Communicator
 from kfcomm.dumps import install_signal
 from kfcomm.epochs import settle
 from kfcomm.monitor import serving
-from kfcomm.network import Alone, SocketNetwork
+from kfcomm.network import Alone, Exchange, SocketNetwork
 from kfcomm.plugins import check
 from kfcomm.rendezvous import farewell
 from kfcomm.rendezvous.settings import Arguments, Settings, detect, misspelt
@@ -32,14 +32,16 @@ class Init:
     Args:
         settings: what was found.
         reactor: driven by whoever gives it; by the event loop, if none is given.
+        exchange: how the ranks learn of each other, if not by a store of kfcomm's.
 
     Attributes:
         settings: what was found.
     """
 
-    def __init__(self, settings: Settings, reactor: Reactor | None = None) -> None:
+    def __init__(self, settings: Settings, reactor: Reactor | None = None, exchange: Exchange | None = None) -> None:
         self.settings = settings
         self._reactor = reactor
+        self._exchange = exchange
         self._made: Communicator | None = None
 
     def __await__(self) -> Generator[Any, None, Communicator]:
@@ -81,8 +83,13 @@ class Init:
 
     async def _join(self, own: accelerator.Accelerator) -> Communicator:
         settings = self.settings
-        alone = settings.size == 1
-        network = Alone(settings, own.report) if alone else await SocketNetwork.join(settings, own.report)
+        network: Alone | SocketNetwork
+        if settings.size == 1:
+            network = Alone(settings, own.report)
+        elif self._exchange is None:
+            network = await SocketNetwork.join(settings, own.report)
+        else:
+            network = await SocketNetwork.meet(settings, own.report, self._exchange)
         loop = asyncio.get_running_loop()
         reactor, closed = self._reactor, _nothing
         if reactor is None:

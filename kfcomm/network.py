@@ -10,9 +10,9 @@ import asyncio
 import hashlib
 import logging
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import msgpack
 
@@ -23,7 +23,7 @@ from kfcomm.errors import ConfigError, RemoteProtocolError, RendezvousError
 from kfcomm.rendezvous.board import BOUNDS, ENTRY, GIVEN_UP, JOINING, Why
 from kfcomm.rendezvous.identity import PeerInfo, host_id, process_uid
 from kfcomm.rendezvous.interfaces import choose_address
-from kfcomm.rendezvous.join import close_store, join, leave_store, open_store
+from kfcomm.rendezvous.join import check_protocols, close_store, join, leave_store, open_store
 from kfcomm.rendezvous.settings import Settings, host_and_port
 from kfcomm.transports.connection import Connection
 from kfcomm.transports.sealed import Seals
@@ -51,6 +51,9 @@ WORD_WITHIN_S = 2.0
 LAUNCHER_WORD_S = 0.1
 """How long a launcher on this host is given to say how a process ended; it takes some milliseconds."""
 DIAL_TIMEOUT_S = 30.0
+
+Exchange: TypeAlias = "Callable[[PeerInfo], Awaitable[Sequence[PeerInfo]]]"
+"""Tells the other ranks of this process, and gives those of all ranks, by rank; without a store of kfcomm's."""
 
 
 class Alone:
@@ -166,7 +169,8 @@ class Meeting(NamedTuple):
     Attributes:
         settings: of this rank in the first epoch.
         me: what the others were told of this process then.
-        client: of the job's store.
+        mark: tells apart the worlds of one process, in the names of their sockets.
+        rendezvous: of the job's store; None where the ranks found each other by other means.
         server: the store, where this rank serves it.
         tls: what connections are secured with.
         ended: births of the processes that are known to have ended, of whatever epoch.
@@ -174,10 +178,22 @@ class Meeting(NamedTuple):
 
     settings: Settings
     me: PeerInfo
-    client: StoreClient
+    mark: str
+    rendezvous: StoreClient | None
     server: StoreServer | None
     tls: Tls | None
     ended: set[int]
+
+    @property
+    def client(self) -> StoreClient:
+        """Of the job's store.
+
+        Raises:
+            RendezvousError: it has none.
+        """
+        if self.rendezvous is None:
+            raise RendezvousError("these ranks found each other without a store of kfcomm's")
+        return self.rendezvous
 
 
 class SocketNetwork:
@@ -245,28 +261,15 @@ class SocketNetwork:
                 memory cannot go as they ask.
             RendezvousError: see ``rendezvous.join``.
         """
-        if settings.store is None:
-            raise ConfigError("a world of one has no network")
-        if settings.links == "shm" and (unsupported := why_unsupported()) is not None:
-            raise ConfigError(f"transport 'shm' cannot work here: {unsupported}; use 'auto'")
-        tls = None
-        if settings.tls is not None:
-            from kfcomm.tls import load
-
-            tls = load(settings.tls)
+        tls = _tls_of(settings)
         client, server = await open_store(settings, tls)
         listener: Listener | None = None
         try:
-            towards = host_and_port(settings.store)
-            address = await asyncio.to_thread(choose_address, settings.interface, towards)
-            unix = None if settings.links == "tcp" else f"@kfcomm-{process_uid(settings.rank)}-{id(client):x}"
-            listener = Listener(address, 0, unix=unix)
-            me = PeerInfo.here(
-                rank=settings.rank, address=address, port=listener.port, unix=unix, transport=settings.transport,
-                checksum=settings.checksum, device=device,
-            )  # fmt: skip
+            mark = secrets.token_hex(4)
+            listener, me = await _listen(settings, device, mark)
+            meeting = Meeting(settings, me, mark, client, server, tls, set())
             if settings.join:
-                return await cls._enter(Meeting(settings, me, client, server, tls, set()), listener)
+                return await cls._enter(meeting, listener)
             peers = await join(settings, me, client)
             if settings.links in ("unix", "shm"):
                 _check_one_host(peers, settings.links)
@@ -277,11 +280,42 @@ class SocketNetwork:
                 # all ranks find out the same, but some need the store for it yet: it stays until they have left, too
                 await leave_store(settings, me, client, server)
                 raise
-            return cls(Meeting(settings, me, client, server, tls, set()), peers, listener, range(settings.size))
+            return cls(meeting, peers, listener, range(settings.size))
         except BaseException:
             if listener is not None:
                 listener.close()
             await close_store(client, server)
+            raise
+
+    @classmethod
+    async def meet(cls, settings: Settings, device: DeviceReport, exchange: Exchange) -> SocketNetwork:
+        """Listen, and learn of all others by ``exchange``: for ranks that another library has brought together.
+
+        What asks the store later (``resize``, newcomers) is not to be had then, and of two halves of a world none has
+        the right to go on without the other.
+
+        Args:
+            settings: of this rank; ``store`` says towards which host the others are.
+            device: what the others are told of its device.
+            exchange: gives what all ranks tell of themselves.
+
+        Raises:
+            ConfigError: see ``join``.
+            RendezvousError: they speak another protocol; and what ``exchange`` raises.
+        """
+        tls = _tls_of(settings)
+        mark = secrets.token_hex(4)
+        listener, me = await _listen(settings, device, mark)
+        try:
+            peers = await exchange(me)
+            check_protocols(me, peers)
+            if settings.links in ("unix", "shm"):
+                _check_one_host(peers, settings.links)
+            _check_checksums(peers)
+            _check_devices(peers)
+            return cls(Meeting(settings, me, mark, None, None, tls, set()), peers, listener, range(settings.size))
+        except BaseException:
+            listener.close()
             raise
 
     @classmethod
@@ -469,6 +503,8 @@ class SocketNetwork:
     async def leave(self) -> None:
         """See ``session.Network``."""
         meeting = self._meeting
+        if meeting.rendezvous is None:
+            return
         is_gone = meeting.server is None and self._watcher is not None and bool(meeting.client.trouble)
         await leave_store(
             meeting.settings, meeting.me, meeting.client, meeting.server, count=len(self.peers),
@@ -482,8 +518,8 @@ class SocketNetwork:
             await asyncio.gather(self._watcher, return_exceptions=True)
         if self._sharing is not None:
             await self._sharing.close()
-        if not self._is_over:
-            await close_store(self._meeting.client, self._meeting.server)
+        if not self._is_over and self._meeting.rendezvous is not None:
+            await close_store(self._meeting.rendezvous, self._meeting.server)
 
     def _link(self, connection: Connection, peer: int) -> StreamLink:
         """Nothing can come between the ends of a Unix socket, which the kernel moves."""
@@ -545,8 +581,32 @@ class SocketDoor:
         self._listener.close()
 
 
+def _tls_of(settings: Settings) -> Tls | None:
+    if settings.tls is None:
+        return None
+    from kfcomm.tls import load
+
+    return load(settings.tls)
+
+
+async def _listen(settings: Settings, device: DeviceReport, mark: str) -> tuple[Listener, PeerInfo]:
+    """Open the port of this rank, and say what the others need to know of it."""
+    if settings.store is None:
+        raise ConfigError("a world of one has no network")
+    if settings.links == "shm" and (unsupported := why_unsupported()) is not None:
+        raise ConfigError(f"transport 'shm' cannot work here: {unsupported}; use 'auto'")
+    address = await asyncio.to_thread(choose_address, settings.interface, host_and_port(settings.store))
+    unix = None if settings.links == "tcp" else f"@kfcomm-{process_uid(settings.rank)}-{mark}"
+    listener = Listener(address, 0, unix=unix)
+    me = PeerInfo.here(
+        rank=settings.rank, address=address, port=listener.port, unix=unix, transport=settings.transport,
+        checksum=settings.checksum, device=device,
+    )  # fmt: skip
+    return listener, me
+
+
 def _unix_name(meeting: Meeting, epoch: int) -> str:
-    return f"@kfcomm-{meeting.me.uid}-{id(meeting.client):x}-{epoch}"
+    return f"@kfcomm-{meeting.me.uid}-{meeting.mark}-{epoch}"
 
 
 def _check_one_host(peers: Sequence[PeerInfo], transport: str) -> None:

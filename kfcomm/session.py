@@ -180,6 +180,7 @@ class Session:
         devices: those of the world; this rank's is closed with the session.
         agreements: with all ranks of the epoch.
         door: where this rank listens for the next epoch, while that is being agreed.
+        where: says at which line the program is, if that is known; asked on any thread.
     """
 
     def __init__(
@@ -221,6 +222,7 @@ class Session:
         self._lag_s = 0.0
         self._lag_seen_s = math.inf  # for ever up to date where nobody measures: in a world of one
         self._lag_timer: asyncio.TimerHandle | None = None
+        self.where: Callable[[], str] = str
         self.engine.control = network.start(self.engine.receiver, reactor, self, self)
         if self.engine.control is not None:
             self._measure_lag(loop.time())
@@ -335,7 +337,8 @@ class Session:
         """What this rank did last; asked on the control thread."""
         behind_s = self.blocked_s()
         blocked = f" (its event loop has been blocked for {behind_s:.1f} s)" if behind_s > 1.0 else ""
-        return self.engine.recorder.last() + blocked
+        line = self.where()
+        return self.engine.recorder.last() + blocked + (f", at {line}" if line else "")
 
     def blocked_s(self) -> float:
         """For how long the event loop has not had a turn, in seconds; asked on any thread."""
@@ -416,6 +419,7 @@ class Session:
         follower.services, self.services = self.services, []
         follower._former = [*self._former, self]
         follower.engine.tracer = tracer
+        follower.where = self.where
         if tracer is not None:
             tracer.instant("epoch", number=follower.epoch, rank=follower.rank, size=follower.layout.size)
         self._follower = follower

@@ -14,7 +14,7 @@ import numpy as np
 from kfcomm.arrays import HostArray, OutArray, adapt, adapt_out, holds_arrays, is_list
 from kfcomm.collectives.adasum import ADASUM, combine
 from kfcomm.collectives.compiled import ALL_REDUCE, GATHER, REDUCE
-from kfcomm.collectives.group import UNNAMED, check_name, check_priority
+from kfcomm.collectives.group import UNNAMED, check_name, check_priority, may_overlap
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.on_device.calls import Order
 from kfcomm.collectives.packing import Batch, Item, list_key, many_key, post_units
@@ -108,7 +108,7 @@ def of_list(
             orders = [
                 Order(
                     verb, list_key(key, place), one.dtype, one.shape,
-                    checked_op(op, one.dtype) if verb in FOLDING else None, to, overlapping=name is None,
+                    checked_op(op, one.dtype) if verb in FOLDING else None, to, overlapping=may_overlap(name),
                 )
                 for place, one in enumerate(read)
             ]  # fmt: skip
@@ -136,7 +136,7 @@ def of_list(
 
     group.in_order(
         lambda: post_units(
-            group, batch, whole, gathered, timeout_s=timeout_s, priority=priority, overlapping=name is None
+            group, batch, whole, gathered, timeout_s=timeout_s, priority=priority, overlapping=may_overlap(name)
         )
     )
     return whole
@@ -190,7 +190,9 @@ def _reduce_scatter(
             devices.check(wire_dtype)
             if not is_even:
                 raise ConfigError("the arrays of a list are of one shape, where they are on a device")
-            order = Order(Verb.REDUCE_SCATTER, name or UNNAMED, dtype, whole_shape, chosen, overlapping=name is None)
+            order = Order(
+                Verb.REDUCE_SCATTER, name or UNNAMED, dtype, whole_shape, chosen, overlapping=may_overlap(name)
+            )
             return devices.one(order, devices.stacked(read), shape, out, seconds_of(timeout), priority)
         arrays = [adapt(one) for one in read]
         wire = None if wire_dtype is None else wire_dtype_of(wire_dtype, dtype)

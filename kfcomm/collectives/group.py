@@ -29,6 +29,9 @@ Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 Shape: TypeAlias = tuple[int, ...]
 
 UNNAMED = ""
+IN_ORDER = "~"
+"""How names begin that a skin gives to calls which its library matches by their order: as with calls without a name,
+further ones may begin before earlier ones are complete."""
 STRATEGY_KEY = "\0strategy"
 MAX_NAME_NBYTES = 1024
 LEAST_URGENT, MOST_URGENT = -(1 << 15), (1 << 15) - 1
@@ -195,6 +198,11 @@ class Group:
 def later_key(key: str) -> str:
     """The key of the second step of a call; its n-th use belongs to the n-th of ``key``."""
     return key + "\0data"
+
+
+def may_overlap(name: str | None) -> bool:
+    """Whether a call may begin while another of its name is under way."""
+    return name is None or name.startswith(IN_ORDER)
 
 
 def check_name(name: Any) -> None:

@@ -77,7 +77,7 @@ class Mailbox:
     def __init__(self, engine: Engine, view: GroupView, timeout_s: float) -> None:
         self._engine = engine
         self._view = view
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._pairs: dict[tuple[int, int], GroupView] = {}
         self._wanted: list[Wanted] = []
         self._services: dict[str, Service] = {}
@@ -118,7 +118,7 @@ class Mailbox:
     ) -> Handle[Message]:  # fmt: skip
         """The next message of ``source`` (None: of any rank) with this tag; an array of this kind, if not ``out``."""
         handle: Handle[Message] = Handle(loop=self._engine.loop)
-        wanted = Wanted(source, tag, out, handle, self._timeout_s if timeout_s is None else timeout_s, priority, kind)
+        wanted = Wanted(source, tag, out, handle, self.timeout_s if timeout_s is None else timeout_s, priority, kind)
         lost = self._lost_source(source)
         if lost is not None:
             handle.set_exception(error_of(lost, tag))
@@ -250,7 +250,7 @@ class Mailbox:
         self._engine.post(
             pair, tag, _signature(dtype, shape), programs.send(pair.rank, math.prod(shape), chunk_elements(dtype)),
             ItemSizes(dtype.itemsize, dtype.itemsize), operation,
-            timeout_s=self._timeout_s if timeout_s is None else timeout_s, overlapping=True,
+            timeout_s=self.timeout_s if timeout_s is None else timeout_s, overlapping=True,
         )  # fmt: skip
         handle.seq = self._engine.router.num_uses(pair.id, tag) - 1
         if not operation.is_over:

@@ -28,7 +28,7 @@ from kfcomm.collectives.compiled import (
     REDUCE_SCATTER,
     Arguments,
 )
-from kfcomm.collectives.group import UNNAMED, Group, check_name, check_priority
+from kfcomm.collectives.group import UNNAMED, Group, check_name, check_priority, may_overlap
 from kfcomm.collectives.handle import Handle, named
 from kfcomm.collectives.on_device.calls import Order
 from kfcomm.collectives.on_device.through_host import Out
@@ -311,7 +311,7 @@ class Verbs:
             array = devices.read(x, stream)
             chosen = checked_op(op, array.dtype) if verb in FOLDING else None
             shape = _result_shape(verb, array.shape, self._group.view, to)
-            order = Order(verb, name or UNNAMED, array.dtype, array.shape, chosen, to, overlapping=name is None)
+            order = Order(verb, name or UNNAMED, array.dtype, array.shape, chosen, to, overlapping=may_overlap(name))
             return devices.one(order, array, shape, out, seconds_of(timeout), priority, handle)
 
     def _on_host(
@@ -443,7 +443,7 @@ class Verbs:
                 made.set_exception(error)
                 return
             group.post(
-                chosen, key, overlapping=name is None, source=None if array is None else array.flat, result=result,
+                chosen, key, overlapping=may_overlap(name), source=None if array is None else array.flat, result=result,
                 value=value, outcome=outcome, timeout_s=timeout_s, priority=priority, handle=made, seq=seq,
                 generation=plans.generation,
             )  # fmt: skip

@@ -32,6 +32,16 @@ def threads() -> list[dict[str, Any]]:
     ]
 
 
+def program_line() -> str:
+    """The user's own line at which the main thread is; empty if it is at none. On any thread."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(OTHERS):
+            return _words(frame.f_code, frame.f_lineno or 0)
+        frame = frame.f_back
+    return ""
+
+
 def tasks(loop: asyncio.AbstractEventLoop) -> list[dict[str, Any]]:
     """The tasks of a loop that run the user's own code; see ``threads``."""
     found = []

@@ -113,7 +113,7 @@ async def join(
             f"missing {_abridged(missing)}; joined {_abridged(sorted(world))}"
         )
     peers = tuple(world[rank] for rank in range(settings.size))
-    _check_protocols(me, peers)
+    check_protocols(me, peers)
     return peers
 
 
@@ -293,7 +293,12 @@ def _told(fault: str) -> RendezvousError:
     return RendezvousError(fault)
 
 
-def _check_protocols(me: PeerInfo, peers: Sequence[PeerInfo]) -> None:
+def check_protocols(me: PeerInfo, peers: Sequence[PeerInfo]) -> None:
+    """Refuse to join peers that speak another protocol.
+
+    Raises:
+        RendezvousError: one of them does; shows both versions.
+    """
     for peer in peers:
         if peer.versions[1] != me.versions[1]:
             raise RendezvousError(

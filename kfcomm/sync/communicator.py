@@ -20,6 +20,7 @@ from kfcomm.collectives.blobs import as_array
 from kfcomm.collectives.messages import Queue as AsyncQueue
 from kfcomm.communicator import Communicator as Async
 from kfcomm.devices.routes import Choice
+from kfcomm.dumps.whereabouts import program_line
 from kfcomm.errors import KfcommError, SessionClosed
 from kfcomm.joining import Init, prepare
 from kfcomm.rendezvous import farewell
@@ -35,6 +36,8 @@ from kfcomm.types import Layout, Seconds, Verb
 
 if TYPE_CHECKING:
     from kfcomm.monitor import Statistics
+    from kfcomm.network import Exchange
+    from kfcomm.rendezvous.settings import Settings
 
 
 class Communicator(Skin[Async]):
@@ -237,6 +240,19 @@ class Communicator(Skin[Async]):
         inner = self._io.wait_for(lambda: self._inner.split(color, key, name, timeout=timeout))
         return None if inner is None else Communicator(self._driver, inner)
 
+    def set_timeout(self, timeout: Seconds) -> None:
+        """Calls of this group that follow have this timeout. See ``kfcomm.Communicator.set_timeout``."""
+        self._inner.set_timeout(timeout)
+
+    def refuse(self, name: str | None, error: BaseException, *, steps: int = 1) -> None:
+        """This rank's next call of this name is not made. See ``kfcomm.Communicator.refuse``."""
+        self._check_open()
+        self._driver.run(lambda: self._inner.refuse(name, error, steps=steps), self._session)
+
+    def mismatched(self, name: str, seq: int, message: str) -> None:
+        """One use of a name fails, on every rank. See ``kfcomm.Communicator.mismatched``."""
+        self._driver.run(lambda: self._inner.mismatched(name, seq, message), self._session)
+
     # ---------------------------------------------------------------- who and where
 
     @property
@@ -392,10 +408,15 @@ def init(**arguments: Unpack[Arguments]) -> Communicator:
         ConfigError: the settings cannot work.
         RendezvousError: the peers do not find or accept each other.
     """
-    settings = prepare(**arguments)
+    return join(prepare(**arguments))
+
+
+def join(settings: Settings, exchange: Exchange | None = None) -> Communicator:
+    """As ``init``, with settings that are there; by ``exchange`` the ranks learn of each other, if it is given."""
     driver = Driver(IoThread(), is_terse=settings.traceback == "short")
     try:
-        inner = driver.io.wait_for(lambda: Init(settings, driver.reactor))
+        inner = driver.io.wait_for(lambda: Init(settings, driver.reactor, exchange))
+        inner._session.where = program_line  # blocking calls are made at the lines at which their threads stay
         if not settings.elastic:
             return Communicator(driver, inner, owns_io=True)
         from kfcomm.sync.elastic import ElasticCommunicator  # which others do without

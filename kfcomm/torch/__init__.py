@@ -1,6 +1,7 @@
-"""For programs written with torch: gradients that are averaged while the program computes, and state for all ranks.
+"""For programs written with torch: gradients that travel while the program computes, and kfcomm below torch.distributed.
 
-Everything is imported when it is first used, torch with it.
+``init_process_group("kfcomm")`` needs no import: torch finds the backend by the entry point group
+``torch.distributed.backends``. What is behind a name is imported when it is first used, torch with it.
 """
 
 from typing import TYPE_CHECKING
@@ -9,7 +10,9 @@ from kfcomm.lazy import imported_when_used
 
 if TYPE_CHECKING:
     from kfcomm.torch.attached import Attached, attach
+    from kfcomm.torch.naming import named
     from kfcomm.torch.objects import all_gather_object, broadcast_object
+    from kfcomm.torch.registration import communicator, register
     from kfcomm.torch.state import broadcast_optimizer_state, broadcast_parameters
 else:  # type checkers would take any name for one that is there
     __getattr__ = imported_when_used(
@@ -21,6 +24,9 @@ else:  # type checkers would take any name for one that is there
             "broadcast_object": "kfcomm.torch.objects",
             "broadcast_optimizer_state": "kfcomm.torch.state",
             "broadcast_parameters": "kfcomm.torch.state",
+            "communicator": "kfcomm.torch.registration",
+            "named": "kfcomm.torch.naming",
+            "register": "kfcomm.torch.registration",
         },
     )
 
@@ -31,4 +37,12 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "communicator",
+    "named",
+    "register",
 ]
+
+
+def __dir__() -> list[str]:
+    """All public names, imported or not."""
+    return __all__

@@ -1,0 +1,337 @@
+"""The collectives of ``torch.distributed``, each as one of kfcomm's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import AllgatherOptions
+
+from kfcomm.errors import ConfigError, KfcommError
+from kfcomm.sync.communicator import Communicator
+from kfcomm.torch import sparse
+from kfcomm.torch.errors import as_torch
+from kfcomm.torch.naming import next_name
+from kfcomm.torch.ops import meaning_of
+from kfcomm.torch.order import Calls
+from kfcomm.torch.tensors import place, places, read, together
+from kfcomm.torch.work import NOTHING, Ending, Work
+
+UNSET = timedelta(0)
+"""Times that are not above this mean the group's."""
+
+
+class Collectives:
+    """The collectives of one process group; torch calls them, with lists of tensors and a record of options."""
+
+    _comm: Communicator
+    _calls: Calls
+    _completers: ThreadPoolExecutor
+
+    # ---------------------------------------------------------------- the same shape on all ranks
+
+    def allreduce(self, tensors: Sequence[Any], opts: Any) -> Any:
+        """See ``dist.all_reduce``."""
+        (tensor,) = tensors
+        if tensor.layout is torch.sparse_coo:
+            return self.allreduce_sparse(tensors, opts)
+        with _Told(self):
+            op, factor = meaning_of(opts.reduceOp, tensor.dtype)
+            x, finish = place(tensor)
+            source = x if factor is None else read(tensor * factor)
+        return self._run("all_reduce", source, opts, tensors, finish, op=op, out=x)
+
+    def allreduce_coalesced(self, tensors: Sequence[Any], opts: Any) -> Any:
+        """See ``dist.all_reduce_coalesced``: all tensors together, in few messages."""
+        with _Told(self):
+            op, factor = meaning_of(opts.reduceOp, tensors[0].dtype)
+            xs, finish = places(tensors)
+            sources = xs if factor is None else [read(tensor * factor) for tensor in tensors]
+        return self._run("all_reduce", sources, opts, tensors, finish, op=op, out=xs)
+
+    def allreduce_sparse(self, tensors: Sequence[Any], opts: Any) -> Any:
+        """See ``dist.all_reduce``: the indices and values of all ranks are gathered, and added up on each."""
+        (tensor,) = tensors
+        with _Told(self, steps=2):
+            indices, values = sparse.parts(tensor, opts.reduceOp)
+        found: dict[str, Any] = {}
+        also = AllgatherOptions()
+        also.timeout = opts.timeout
+        first = self._run("all_gather", indices, also, (), concat=True, take=partial(found.__setitem__, "indices"))
+
+        def finish() -> None:
+            first.wait()
+            sparse.add_up(tensor, **found)
+
+        take = partial(found.__setitem__, "values")
+        return self._run("all_gather", values, opts, tensors, finish, concat=True, take=take)
+
+    def reduce(self, tensors: Sequence[Any], opts: Any) -> Any:
+        """See ``dist.reduce``."""
+        (tensor,) = tensors
+        root = opts.rootRank
+        with _Told(self):
+            op, factor = meaning_of(opts.reduceOp, tensor.dtype)
+            x, finish = place(tensor)
+            source = x if factor is None else read(tensor * factor)
+        if root != self._comm.rank:
+            return self._run("reduce", source, opts, tensors, root=root, op=op)
+        return self._run("reduce", source, opts, tensors, finish, root=root, op=op, out=x)
+
+    def broadcast(self, tensors: Sequence[Any], opts: Any) -> Any:
+        """See ``dist.broadcast``."""
+        (tensor,) = tensors
+        with _Told(self):
+            x, finish = place(tensor, as_bytes=True)
+        return self._run("broadcast", x, opts, tensors, finish, root=opts.rootRank, out=x)
+
+    def barrier(self, opts: Any) -> Any:
+        """See ``dist.barrier``."""
+        return self._run("barrier", None, opts, ())
+
+    # ---------------------------------------------------------------- gather
+
+    def allgather(self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any) -> Any:
+        """See ``dist.all_gather``."""
+        (into,), (tensor,) = outputs, inputs
+        with _Told(self):
+            outs, finish = places(into, as_bytes=True)
+            x = read(tensor, as_bytes=True)
+        return self._run("all_gather", x, opts, [into], finish, out=outs)
+
+    def all_gather_single(self, output: Any, source: Any, opts: Any) -> Any:
+        """See ``dist.all_gather_into_tensor``."""
+        with _Told(self):
+            (out, finish), x = self._rows(output), read(source, as_bytes=True)
+        return self._run("all_gather", x, opts, [output], finish, out=out)
+
+    def allgather_coalesced(self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any) -> Any:
+        """See ``dist.all_gather_coalesced``: ``outputs[r][i]`` is what rank r gave as ``inputs[i]``."""
+        with _Told(self):
+            xs = [read(one, as_bytes=True) for one in inputs]
+            made = [torch.empty((self._comm.size, *one.shape), dtype=one.dtype) for one in inputs]
+            outs = [self._rows(whole)[0] for whole in made]
+
+        def finish() -> None:
+            for rank, row in enumerate(outputs):
+                for target, whole in zip(row, made, strict=True):
+                    target.detach().copy_(whole[rank].view(target.shape))
+
+        return self._run("all_gather", xs, opts, list(outputs), finish, out=outs)
+
+    def all_gather_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any) -> Any:
+        """Several of ``all_gather_single``, in few messages."""
+        with _Told(self):
+            found = [self._rows(output) for output in outputs]
+            xs = [read(one, as_bytes=True) for one in inputs]
+        finish = together(step for _, step in found)
+        return self._run("all_gather", xs, opts, outputs, finish, out=[out for out, _ in found])
+
+    def gather(self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any) -> Any:
+        """See ``dist.gather``."""
+        (tensor,), root = inputs, opts.rootRank
+        with _Told(self):
+            x = read(tensor, as_bytes=True)
+            into = outputs[0] if root == self._comm.rank else []
+            outs, finish = places(into, as_bytes=True)
+        return self._run("gather", x, opts, [into], finish, root=root, out=outs or None)
+
+    def gather_single(self, output: Any, source: Any, opts: Any) -> Any:
+        """Rank ``opts.rootRank`` gets the tensors of all ranks, one after the other."""
+        with _Told(self):
+            x = read(source, as_bytes=True)
+            out, finish = self._rows(output) if opts.rootRank == self._comm.rank else (None, None)
+        return self._run("gather", x, opts, [output], finish, root=opts.rootRank, out=out)
+
+    # ---------------------------------------------------------------- scatter
+
+    def scatter(self, outputs: Sequence[Any], inputs: Sequence[Sequence[Any]], opts: Any) -> Any:
+        """See ``dist.scatter``."""
+        (tensor,), root = outputs, opts.rootRank
+        with _Told(self, steps=2):
+            out, finish = place(tensor, as_bytes=True)
+            parts = None
+            if root == self._comm.rank:
+                (given,) = inputs
+                parts = [read(one, as_bytes=True) for one in given]
+        return self._run("scatter", parts, opts, outputs, finish, root=root, out=out)
+
+    def reduce_scatter(self, outputs: Sequence[Any], inputs: Sequence[Sequence[Any]], opts: Any) -> Any:
+        """See ``dist.reduce_scatter``."""
+        (tensor,), (given,) = outputs, inputs
+        with _Told(self):
+            op, factor = meaning_of(opts.reduceOp, tensor.dtype)
+            out, finish = place(tensor)
+            xs = [read(one if factor is None else one * factor) for one in given]
+        return self._run("reduce_scatter", xs, opts, outputs, finish, op=op, out=out)
+
+    def reduce_scatter_single(self, output: Any, source: Any, opts: Any) -> Any:
+        """See ``dist.reduce_scatter_tensor``."""
+        with _Told(self):
+            op, factor = meaning_of(opts.reduceOp, output.dtype)
+            out, finish = place(output)
+            x = read(source if factor is None else source * factor)
+        rows = x.reshape(self._comm.size, -1)
+        return self._run("reduce_scatter", rows, opts, [output], finish, op=op, out=out.reshape(1, -1))
+
+    def reduce_scatter_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any) -> Any:
+        """Several of ``reduce_scatter_single``, at once."""
+        works = [self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)]
+        return Several(works) if opts.asyncOp and works else NOTHING
+
+    # ---------------------------------------------------------------- all to all
+
+    def alltoall(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any) -> Any:
+        """See ``dist.all_to_all``."""
+        with _Told(self, steps=2):
+            outs, finish = places(outputs, as_bytes=True)
+            xs = [read(one, as_bytes=True) for one in inputs]
+        return self._run("all_to_all", xs, opts, outputs, finish, out=outs)
+
+    def all_to_all_single(
+        self, output: Any, source: Any, output_rows: Sequence[int], input_rows: Sequence[int], opts: Any
+    ) -> Any:
+        """See ``dist.all_to_all_single``."""
+        size = self._comm.size
+        with _Told(self, steps=2 if output_rows or input_rows else 1):
+            (out, finish), x = place(output, as_bytes=True), read(source, as_bytes=True)
+            if not output_rows and not input_rows:
+                if x.size % size:
+                    raise ConfigError(f"all_to_all_single shares {x.size} elements evenly among {size} ranks")
+                shape = (size, x.size // size)
+                x, out = x.reshape(shape), out.reshape(shape)
+            else:
+                x, out = _cut(x, source, input_rows, size), _cut(out, output, output_rows, size)
+        return self._run("all_to_all", x, opts, [output], finish, out=out)
+
+    # ---------------------------------------------------------------- shared by them
+
+    def _refuse(self, error: Exception, steps: int) -> None:
+        """The call that this rank was to make now is not made."""
+        name = next_name()
+        if name is None:
+            self._calls.refused(error)
+        else:
+            self._comm.refuse(name, error, steps=steps)
+
+    def _rows(self, output: Any) -> tuple[Any, Callable[[], object] | None]:
+        """A place with a row for each rank."""
+        array, finish = place(output, as_bytes=True)
+        return array.reshape(self._comm.size, -1), finish
+
+    def _run(
+        self, verb: str, x: Any, opts: Any, gives: Sequence[Any], finish: Callable[[], object] | None = None, *,
+        take: Callable[[Any], object] | None = None, **options: Any,
+    ) -> Any:  # fmt: skip
+        """Call a verb of the communicator, in the way that ``opts`` says.
+
+        Args:
+            verb: its name.
+            x: what this rank gives; None where the verb takes nothing.
+            opts: torch's options of the call.
+            gives: what its future will hold.
+            finish: what is left to do when the result is there.
+            take: gets the result before.
+            options: of the verb.
+        """
+        timeout = opts.timeout
+        if timeout > UNSET:
+            options["timeout"] = timeout
+        name = next_name()
+        call = None
+        if name is None:
+            call = self._calls.begin(verb, x, options)
+            name = call.name
+        given = () if verb == "barrier" else (x,)
+        if opts.asyncOp:
+            handle = getattr(self._comm, f"{verb}_async")(*given, name=name, **options)
+            if call is not None:
+                call.handle = handle
+            if take is not None:
+                finish = partial(_taken, handle, take, finish)
+            return Work(handle, Ending(gives, finish, self._completers))
+        try:
+            result = getattr(self._comm, verb)(*given, name=name, **options)
+        except KfcommError as error:
+            raise as_torch(error) from None
+        finally:
+            if call is not None:
+                self._calls.end(call)
+        if take is not None:
+            take(result)
+        if finish is not None:
+            finish()
+        return NOTHING
+
+
+class _Told:
+    """The block of this is about a call that is not made yet: what fails in it fails the other ranks' calls, too.
+
+    Args:
+        of: whose call it is.
+        steps: that the call would have.
+    """
+
+    __slots__ = ("_of", "_steps")
+
+    def __init__(self, of: Collectives, steps: int = 1) -> None:
+        self._of = of
+        self._steps = steps
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            self._of._refuse(error, self._steps)
+            if isinstance(error, KfcommError):
+                as_torch(error)
+
+
+class Several(Work):
+    """Several works that go together, of which none has to be waited for by itself.
+
+    Args:
+        works: at least one.
+    """
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        *self._before, last = works
+        super().__init__(last._handle, last._ending._replace(tensors=[one._ending.tensors[0] for one in works]))
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """See ``Work.wait``."""
+        for work in self._before:
+            work.wait(timeout)
+        return super().wait(timeout)
+
+    def is_completed(self) -> bool:
+        """Whether all are over."""
+        return super().is_completed() and all(work.is_completed() for work in self._before)
+
+
+def _taken(handle: Any, take: Callable[[Any], object], finish: Callable[[], object] | None) -> None:
+    take(handle.wait())
+    if finish is not None:
+        finish()
+
+
+def _cut(array: Any, tensor: Any, rows: Sequence[int], size: int) -> list[Any]:
+    """The parts of a flat array, so many rows of the tensor for each rank; even ones where no number is given."""
+    length = tensor.shape[0] if tensor.dim() else 1
+    if not rows:
+        if length % size:
+            raise ConfigError(f"{length} rows cannot be shared evenly among {size} ranks")
+        rows = [length // size] * size
+    if len(rows) != size or sum(rows) != length:
+        raise ConfigError(f"the split sizes {list(rows)} are not those of {size} ranks that make {length} rows")
+    width = array.size // length if length else 0
+    parts, at = [], 0
+    for count in rows:
+        parts.append(array[at : at + count * width])
+        at += count * width
+    return parts

@@ -1,0 +1,64 @@
+"""What torch's ``ReduceOp`` means here."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from kfcomm.errors import ConfigError
+from kfcomm.types import Op
+
+Kind = dist.ReduceOp.RedOpType
+
+OPS = {
+    Kind.SUM: Op.SUM,
+    Kind.AVG: Op.AVG,
+    Kind.PRODUCT: Op.PROD,
+    Kind.MIN: Op.MIN,
+    Kind.MAX: Op.MAX,
+    Kind.BAND: Op.AND,
+    Kind.BOR: Op.OR,
+    Kind.BXOR: Op.XOR,
+    Kind.PREMUL_SUM: Op.SUM,
+}
+# An enum of C++: two that are equal need not be the same object.
+BY_NUMBER = {int(kind): op for kind, op in OPS.items()}
+PLAIN_SUM, PREMULTIPLIED = int(Kind.SUM), int(Kind.PREMUL_SUM)
+FOR_BOOL = {Op.SUM: Op.OR, Op.PROD: Op.AND, Op.MAX: Op.OR, Op.MIN: Op.AND}
+"""A bool cannot hold a count: any true one makes a sum that is true."""
+
+
+class Meaning(NamedTuple):
+    """What is done with the tensors of all ranks.
+
+    Attributes:
+        op: with which they are combined.
+        factor: by which each is multiplied before; None for none.
+    """
+
+    op: Op
+    factor: Any = None
+
+
+SUM = Meaning(Op.SUM)
+
+
+def meaning_of(reduce_op: Any, dtype: Any) -> Meaning:
+    """What a ``ReduceOp`` means for tensors of this dtype.
+
+    Raises:
+        ConfigError: it means nothing.
+    """
+    kind = reduce_op.op if isinstance(reduce_op, dist.ReduceOp) else reduce_op
+    number = int(kind)
+    if number == PLAIN_SUM and dtype is not torch.bool:
+        return SUM
+    op = BY_NUMBER.get(number)
+    if op is None:
+        raise ConfigError(f"op {kind} is not supported; supported are {', '.join(one.name for one in OPS)}")
+    if dtype is torch.bool:
+        op = FOR_BOOL.get(op, op)
+    factor = reduce_op.__getstate__()[1] if number == PREMULTIPLIED else None
+    return Meaning(op, factor)

@@ -1,0 +1,99 @@
+"""Tensors as kfcomm takes them: flat NumPy views of their memory, without a copy where that can be.
+
+Ranks may give tensors of unlike shapes with as many elements, as with torch's other backends: all are exchanged flat.
+What is not contiguous is copied, and copied back. Tensors on a device stay tensors, which kfcomm takes as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from kfcomm.arrays.dtypes import dtype_of, unsupported
+
+BFLOAT16 = torch.bfloat16
+
+
+class Place(NamedTuple):
+    """Where a result goes.
+
+    Attributes:
+        array: flat, to be written to.
+        finish: brings it to the tensor; None where it is the tensor's memory.
+    """
+
+    array: Any
+    finish: Callable[[], object] | None
+
+
+def read(tensor: Any, *, as_bytes: bool = False) -> Any:
+    """A flat array of the tensor's elements: its own memory where that is contiguous, else a copy.
+
+    Args:
+        tensor: strided, of any shape.
+        as_bytes: kfcomm only has to move it, so that types are taken which it cannot add.
+
+    Raises:
+        ConfigError: it cannot add numbers of this type.
+    """
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if not is_plain(tensor):
+        tensor = tensor.contiguous().resolve_conj().resolve_neg()
+    return _flat(tensor, as_bytes)
+
+
+def place(tensor: Any, *, as_bytes: bool = False) -> Place:
+    """Where a result goes that is to be in the tensor; its content is in the array before, too."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if is_plain(tensor):
+        return Place(_flat(tensor, as_bytes), None)
+    scratch = tensor.contiguous().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return Place(_flat(scratch, as_bytes), lambda: tensor.copy_(scratch))
+
+
+def places(tensors: Sequence[Any], *, as_bytes: bool = False) -> tuple[list[Any], Callable[[], object] | None]:
+    """The same of several."""
+    found = [place(tensor, as_bytes=as_bytes) for tensor in tensors]
+    return [one.array for one in found], together(one.finish for one in found)
+
+
+def together(steps: Any) -> Callable[[], object] | None:
+    """All of the steps that there are, as one; None without any."""
+    needed = [step for step in steps if step is not None]
+    if len(needed) < 2:
+        return needed[0] if needed else None
+    return lambda: [step() for step in needed]
+
+
+def is_plain(tensor: Any) -> bool:
+    """Whether the elements lie one after the other as they are."""
+    return bool(tensor.is_contiguous()) and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _flat(tensor: Any, as_bytes: bool) -> Any:
+    """Of a plain tensor."""
+    dtype = tensor.dtype
+    if not tensor.is_cpu:
+        return tensor.view(-1)
+    if dtype is BFLOAT16:
+        return tensor.view(torch.uint16).numpy().reshape(-1).view(dtype_of("bfloat16"))
+    if dtype not in NATIVE:
+        if not as_bytes:
+            raise unsupported(str(dtype).removeprefix("torch."))
+        return tensor.view(-1).view(torch.uint8).numpy()
+    array = tensor.numpy()
+    return array if array.ndim == 1 else array.reshape(-1)
+
+
+NATIVE = frozenset(
+    getattr(torch, name)
+    for name in (
+        "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32",
+        "float64", "complex64", "complex128", "bfloat16",
+    )
+)  # fmt: skip
+"""What kfcomm exchanges as it is."""

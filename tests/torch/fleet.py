@@ -1,0 +1,88 @@
+"""Ranks in processes of their own that live through many tests: torch takes seconds to be imported.
+
+`Fleet.run` calls a function of a test module on every rank, in a process group of its own.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+GROUP_TIMEOUT = timedelta(seconds=60)
+"""Every wait ends by itself, so that a test that fails on one rank fails on all."""
+
+
+class Fleet:
+    """So many processes; started when they are first needed."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._ranks: list[tuple[Any, Connection]] = []
+
+    def run(self, function: Callable[..., Any], *arguments: Any, backend: str = "kfcomm") -> list[Any]:
+        """What the function returns on each rank; it is called with its arguments, in a group of this backend."""
+        self.start()
+        with tempfile.TemporaryDirectory() as folder:
+            for _, pipe in self._ranks:
+                pipe.send((function, arguments, backend, f"file://{Path(folder) / 'meeting'}"))
+            answers = [pipe.recv() for _, pipe in self._ranks]
+        failed = [f"--- rank {rank}\n{told}" for rank, (is_well, told) in enumerate(answers) if not is_well]
+        if failed:
+            raise AssertionError("\n".join(failed))
+        return [told for _, told in answers]
+
+    def start(self) -> None:
+        """Start the processes, unless they are there."""
+        if self._ranks:
+            return
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.size, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+        for _, pipe in self._ranks:
+            assert pipe.recv() == "ready"
+
+    def stop(self) -> None:
+        """End them."""
+        for process, pipe in self._ranks:
+            pipe.send(None)
+            process.join()
+            pipe.close()
+            process.close()
+        self._ranks.clear()
+
+
+def _serve(rank: int, size: int, pipe: Connection) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    torch.set_num_threads(1)
+    pipe.send("ready")
+    while (asked := pipe.recv()) is not None:
+        try:
+            pipe.send((True, _called(rank, size, *asked)))
+        except BaseException:  # noqa: BLE001  the test is told
+            pipe.send((False, traceback.format_exc()))
+
+
+def _called(
+    rank: int, size: int, function: Callable[..., Any], arguments: tuple[Any, ...], backend: str, meeting: str
+) -> Any:
+    import torch.distributed as dist
+
+    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
+    try:
+        return function(*arguments)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

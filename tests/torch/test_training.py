@@ -1,0 +1,218 @@
+"""What people train with, unmodified: each against a single process on the same data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.torch.fleet import Fleet
+
+STEPS = 20
+BATCH = 6
+
+
+class Net(nn.Module):
+    """Two ways through it, of which one may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.last = nn.Linear(16, 4)
+        self.other = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor, way: int = 0) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        if way == 2:
+            return self.last(hidden) + self.other(hidden)
+        return (self.other if way else self.last)(hidden)
+
+
+def data(step: int) -> torch.Tensor:
+    """The batch of all ranks."""
+    torch.manual_seed(step)
+    return torch.randn(BATCH * dist.get_world_size(), 8)
+
+
+def mine(whole: torch.Tensor) -> torch.Tensor:
+    return whole[BATCH * dist.get_rank() :][:BATCH]
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def trained(model: nn.Module, optimizer: Any, part: Callable[[torch.Tensor], torch.Tensor], **ways: int) -> list[Any]:
+    """The parameters after some steps."""
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(part(data(step)), **ways).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def alone(**ways: int) -> list[torch.Tensor]:
+    model = net()
+    return trained(model, sgd(model), lambda whole: whole, **ways)
+
+
+def assert_close(found: list[Any], expected: list[Any]) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def parallel(model: nn.Module, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(model, bucket_cap_mb=0.0005, **options)
+
+
+def ddp() -> list[Any]:
+    model = parallel(net())
+    found = trained(model, sgd(model), mine, way=2)
+    assert_close(found, alone(way=2))
+    static = parallel(net(), static_graph=True, gradient_as_bucket_view=True)
+    assert_close(trained(static, sgd(static), mine, way=2), found)
+    unused = parallel(net(), find_unused_parameters=True)
+    assert_close(trained(unused, sgd(unused), mine, way=1), alone(way=1))
+    return [one.tolist() for one in found]
+
+
+def test_ddp(fleet: Fleet) -> None:
+    """The same bits on all ranks, and in a rerun."""
+    first = fleet.run(ddp)
+    assert first[0] == first[1] == first[2]
+    assert fleet.run(ddp) == first
+
+
+def accumulated() -> None:
+    model, single = parallel(net()), net()
+    whole = data(0)
+    with model.no_sync():
+        model(mine(whole), way=2).square().mean().backward()
+    model(mine(whole), way=2).square().mean().backward()
+    (2 * single(whole, way=2).square().mean()).backward()
+    assert_close([model.module.last.weight.grad], [single.last.weight.grad])
+
+
+def test_gradients_that_are_accumulated(fleet: Fleet) -> None:
+    fleet.run(accumulated)
+
+
+def hooked() -> None:
+    plain = parallel(net())
+    expected = trained(plain, sgd(plain), mine, way=2)
+    half = parallel(net())
+    half.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    found = trained(half, sgd(half), mine, way=2)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.1, atol=0.05)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    low_rank = parallel(net())
+    low_rank.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    after = trained(low_rank, sgd(low_rank), mine, way=2)
+    assert all(bool(torch.isfinite(one).all()) for one in after)
+    same = [one.clone() for one in after]
+    for one in same:
+        dist.broadcast(one, 0)
+    assert all(map(torch.equal, same, after))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_communication_hooks(fleet: Fleet) -> None:
+    """Those of torch; PowerSGD waits for a collective in the callback of another."""
+    fleet.run(hooked)
+
+
+def broken() -> str:
+    """A failure in a backward pass reaches the program, and does not end the process."""
+    model = parallel(net())
+    model(mine(data(0)), way=2).square().mean().backward()
+    if dist.get_rank() == 1:
+        with pytest.raises(RuntimeError) as caught:
+            dist.barrier()
+    else:
+        with pytest.raises(RuntimeError) as caught:
+            model(mine(data(1)), way=2).square().mean().backward()
+    return str(caught.value)
+
+
+def test_a_failure_in_a_backward_pass(fleet: Fleet) -> None:
+    for told in fleet.run(broken):
+        assert "not the same on all ranks" in told
+        assert "barrier, at " in told
+
+
+def zero() -> None:
+    model = parallel(net())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    assert_close(trained(model, optimizer, mine, way=2), alone(way=2))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_zero(fleet: Fleet) -> None:
+    fleet.run(zero)
+
+
+def sharded() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = net()
+    for layer in (model.first, model.last, model.other):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    found = trained(model, sgd(model), mine, way=2)
+    assert_close([one.full_tensor() for one in found], alone(way=2))
+
+
+def test_fsdp(fleet: Fleet) -> None:
+    fleet.run(sharded)
+
+
+def distributed_tensors() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.arange(36.0).reshape(6, 6)
+    rows = distribute_tensor(whole, mesh, [Shard(0)])
+    assert isinstance(rows, DTensor)
+    columns = rows.redistribute(mesh, [Shard(1)])
+    assert torch.equal(columns.full_tensor(), whole)
+    assert torch.equal((rows @ columns.redistribute(mesh, [Replicate()])).full_tensor(), whole @ whole)
+    assert float(rows.sum().full_tensor()) == float(whole.sum())
+
+
+def test_distributed_tensors(fleet: Fleet) -> None:
+    fleet.run(distributed_tensors)
+
+
+def functionally() -> None:
+    group = dist.group.WORLD
+    x = torch.full((6,), float(dist.get_rank()))
+    assert functional.all_reduce(x, "sum", group).tolist() == [3.0] * 6
+    assert functional.all_gather_single(x[:1], 0, group).tolist() == [0.0, 1.0, 2.0]
+    assert functional.reduce_scatter_single(torch.ones(6), "avg", 0, group).tolist() == [1.0] * 2
+    assert functional.all_to_all_single(torch.arange(3.0), None, None, group).tolist() == [float(dist.get_rank())] * 3
+    assert functional.broadcast(x, 2, group).tolist() == [2.0] * 6
+    summed = torch.compile(lambda one: functional.all_reduce(one * 2, "sum", group) + 1, backend="aot_eager")
+    assert summed(x).tolist() == [7.0] * 6
+    model = DistributedDataParallel(net())
+    compiled = torch.compile(model, backend="aot_eager")
+    assert_close(trained(compiled, sgd(model), mine, way=2), alone(way=2))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_functional_collectives_and_compiled_programs(fleet: Fleet) -> None:
+    fleet.run(functionally)
