@@ -85,7 +85,7 @@ class Backend(Collectives, Messages, Base):  # type: ignore[misc]
     def split(self, store: Any, ranks: Sequence[int], opts: Any) -> Backend:
         """The backend of some of this group's ranks, which alone call it."""
         timeout = opts._timeout
-        made = self._comm.group(ranks, opts.group_name or "split", timeout=timeout)
+        made = self._comm.group(ranks, opts.group_name or "split")
         return Backend(made, store, timeout, self._closed)
 
     # ---------------------------------------------------------------- the end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -250,7 +251,7 @@ class Collectives:
         if opts.asyncOp:
             handle = getattr(self._comm, f"{verb}_async")(*given, name=name, **options)
             if call is not None:
-                call.handle = handle
+                call.handle = weakref.ref(handle)
             if take is not None:
                 finish = partial(_taken, handle, take, finish)
             return Work(handle, Ending(gives, finish, self._completers))

@@ -45,7 +45,7 @@ class Messages:
             CollectiveTimeout: on rank 0, which names those that have not come: the first, or all if it is to wait for
                 all; and on those that have come, as soon as rank 0 knows.
         """
-        timeout_s = (opts.timeout if opts.timeout > timedelta(0) else self._timeout).total_seconds()
+        timeout_s = (opts.timeout if opts.timeout >= timedelta(0) else self._timeout).total_seconds()
         tag = f"monitored_barrier/{self._num_monitored}"
         self._num_monitored += 1
         try:
@@ -67,6 +67,10 @@ class Messages:
 
     def _attend(self, tag: str, timeout_s: float, wait_all_ranks: bool) -> None:
         """On rank 0: wait for all, then let them go."""
+        if timeout_s <= 0:
+            raise CollectiveTimeout(
+                "[Rank 0]: Rank 0 timed out in monitoredBarrier after 0 ms", key="monitored_barrier"
+            )
         others = range(1, self._comm.size)
         come = {rank: self._comm.recv_async(rank, tag, timeout=timeout_s) for rank in others}
         missing = []
@@ -94,8 +98,12 @@ class Messages:
 
     def _late(self, missing: list[int], timeout_s: float) -> CollectiveTimeout:
         ranks = f"Rank {missing[0]}" if len(missing) == 1 else f"Ranks {', '.join(map(str, missing))}"
-        arrived = [rank for rank in range(self._comm.size) if rank not in missing]
-        return CollectiveTimeout(
-            f"[Rank {self._comm.rank}]: {ranks} failed to pass monitoredBarrier in {1e3 * timeout_s:.0f} ms",
-            key="monitored_barrier", arrived=arrived, missing=missing,
-        )  # fmt: skip
+        rank = self._comm.rank
+        text = f"[Rank {rank}]: {ranks} failed to pass monitoredBarrier in {1e3 * timeout_s:.0f} ms"
+        if rank:
+            reached = (
+                "successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0"
+            )
+            text = f"[Rank {rank}]: Rank {rank} {reached}: {ranks} failed to pass it in {1e3 * timeout_s:.0f} ms"
+        arrived = [one for one in range(self._comm.size) if one not in missing]
+        return CollectiveTimeout(text, key="monitored_barrier", arrived=arrived, missing=missing)

@@ -15,6 +15,7 @@ import json
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Hashable
 from types import CodeType
 from typing import Any
@@ -41,7 +42,7 @@ class Call:
         seq: which use of the name.
         what: it is, in words.
         begun_s: monotonic time.
-        handle: of it, if its caller does not wait.
+        handle: of it, weakly (its result is the caller's to keep), if its caller does not wait.
     """
 
     __slots__ = ("_code", "_line", "begun_s", "handle", "name", "number", "seq", "what")
@@ -52,8 +53,15 @@ class Call:
         self.seq = seq
         self.what = what
         self.begun_s = time.monotonic()
-        self.handle: Any = None
+        self.handle: weakref.ref[Any] | None = None
         self._code, self._line = _caller()
+
+    def is_under_way(self) -> bool:
+        """Whether it is not over."""
+        if self.handle is None:
+            return True
+        handle = self.handle()
+        return handle is not None and not handle.done()
 
     def __str__(self) -> str:
         if self._code is None:
@@ -136,7 +144,7 @@ class Calls:
     def _oldest(self) -> Call | None:
         """The first call that is not over."""
         for number, call in list(self._in_flight.items()):
-            if call.handle is None or not call.handle.done():
+            if call.is_under_way():
                 return call
             self._in_flight.pop(number, None)
         return None

@@ -79,7 +79,7 @@ class Worlds:
     ) -> Backend:
         """See ``create``; ``members`` is empty for the default group."""
         if members and self._default is not None:
-            comm = self._default.communicator.group(members, name, timeout=timeout)
+            comm = self._default.communicator.group(members, name)  # its own timeout may be short for that
         else:
             comm = make_world(store, rank, size, timeout)
         made = Backend(comm, store, timeout, self._forget)

@@ -25,6 +25,7 @@ class Fleet:
     def __init__(self, size: int) -> None:
         self.size = size
         self._ranks: list[tuple[Any, Connection]] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, function: Callable[..., Any], *arguments: Any, backend: str = "kfcomm") -> list[Any]:
         """What the function returns on each rank; it is called with its arguments, in a group of this backend."""
@@ -42,10 +43,11 @@ class Fleet:
         """Start the processes, unless they are there."""
         if self._ranks:
             return
+        self._folder = tempfile.TemporaryDirectory()  # where torch keeps compiled code
         context = multiprocessing.get_context("spawn")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.size, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self.size, theirs, self._folder.name), daemon=True)
             process.start()
             theirs.close()
             self._ranks.append((process, ours))
@@ -60,10 +62,13 @@ class Fleet:
             pipe.close()
             process.close()
         self._ranks.clear()
+        if self._folder is not None:
+            self._folder.cleanup()
 
 
-def _serve(rank: int, size: int, pipe: Connection) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
+def _serve(rank: int, size: int, pipe: Connection, folder: str) -> None:
+    os.environ.update(OMP_NUM_THREADS="1", TMPDIR=folder)
+    tempfile.tempdir = folder
     import torch
 
     torch.set_num_threads(1)

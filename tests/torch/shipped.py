@@ -149,8 +149,8 @@ def outcomes(backend: str, wanted: str) -> Iterator[Outcome]:
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
         tests = load(backend, folder)
-        for name in names_of(tests, wanted):
-            yield run(tests, name, folder)
+        for test in names_of(tests, wanted):
+            yield run(tests, test, folder)
 
 
 def main() -> int:

@@ -30,7 +30,8 @@ if __name__ == "__main__":
 
 
 def finished(*command: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": str(folder)}
+    # torchrun leaves a folder, and optimizers make one for compiled code
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
     return subprocess.run(
         [sys.executable, *command], env=env | variables, cwd=folder, capture_output=True, text=True,
         stdin=subprocess.DEVNULL,

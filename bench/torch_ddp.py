@@ -1,0 +1,94 @@
+"""An unmodified DistributedDataParallel step over kfcomm's backend, beside the same over Gloo.
+
+    torchrun --nproc-per-node 2 bench/torch_ddp.py
+
+The perceptron of ``bench/torch_step.py``, 12.6 million parameters in float32, one thread a rank. Both take turns in the
+same processes; a round's figure is that of the slowest rank, the ratio the median over rounds. Then ``dist.all_reduce``
+of 1 KiB beside the same through ``kfcomm.sync``, in the median of calls. Needs torch 2.14.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import kfcomm.torch
+from bench.torch_step import WIDTHS, perceptron, turn
+
+CALLS = 2000
+
+
+def nothing() -> None:
+    """DDP has waited in the backward pass."""
+
+
+def slowest(seconds: float) -> float:
+    """Of all ranks."""
+    took = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(took, op=dist.ReduceOp.MAX)
+    return float(took)
+
+
+def call_us(call: Callable[[], object]) -> float:
+    """Median microseconds of a call, after a few."""
+    took = []
+    for _ in range(CALLS):
+        begun = time.perf_counter()
+        call()
+        took.append(time.perf_counter() - begun)
+    return 1e6 * statistics.median(took[CALLS // 10 :])
+
+
+def steps(rounds: int, batch: int) -> dict[str, list[float]]:
+    """Seconds of a step, of each round."""
+    gloo = dist.new_group(backend="gloo")
+    models: dict[str, nn.Module] = {
+        "kfcomm": DistributedDataParallel(perceptron()),
+        "gloo": DistributedDataParallel(perceptron(), process_group=gloo),
+        "alone": perceptron(),
+    }
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(batch, WIDTHS[0])
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+    for number in range(rounds + 1):
+        for name, model in models.items():
+            dist.barrier()
+            took = slowest(turn(model, x, nothing))
+            if number:
+                seconds[name].append(took)
+    return seconds
+
+
+def main() -> None:
+    """Measure on every rank; rank 0 prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--batch", type=int, default=16, help="samples of each rank")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("kfcomm")
+    seconds = steps(arguments.rounds, arguments.batch)
+    comm, x = kfcomm.torch.communicator(), torch.ones(256)
+    array = x.numpy()
+    ours = call_us(lambda: dist.all_reduce(x))
+    below = call_us(lambda: comm.all_reduce(array, "x", op="sum", out=array))
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    if rank:
+        return
+    for name, each in seconds.items():
+        print(f"{name:7} {1e3 * statistics.median(each):7.1f} ms a step")
+    ratio = statistics.median(b / a for a, b in zip(seconds["kfcomm"], seconds["gloo"], strict=True))
+    print(f"{ratio:.2f} times as fast as Gloo")
+    print(f"all_reduce of 1 KiB: {ours:.0f} us by torch.distributed, {below:.0f} us by kfcomm.sync")
+
+
+if __name__ == "__main__":
+    main()
