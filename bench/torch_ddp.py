@@ -16,17 +16,12 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import kfcomm.torch
-from bench.torch_step import WIDTHS, perceptron, turn
+from bench.torch_step import WIDTHS, Turns, perceptron
 
 CALLS = 2000
-
-
-def nothing() -> None:
-    """DDP has waited in the backward pass."""
 
 
 def slowest(seconds: float) -> float:
@@ -49,18 +44,18 @@ def call_us(call: Callable[[], object]) -> float:
 def steps(rounds: int, batch: int) -> dict[str, list[float]]:
     """Seconds of a step, of each round."""
     gloo = dist.new_group(backend="gloo")
-    models: dict[str, nn.Module] = {
-        "kfcomm": DistributedDataParallel(perceptron()),
-        "gloo": DistributedDataParallel(perceptron(), process_group=gloo),
-        "alone": perceptron(),
-    }
     torch.manual_seed(dist.get_rank())
     x = torch.randn(batch, WIDTHS[0])
-    seconds: dict[str, list[float]] = {name: [] for name in models}
+    turns = {
+        "kfcomm": Turns(DistributedDataParallel(perceptron()), x),
+        "gloo": Turns(DistributedDataParallel(perceptron(), process_group=gloo), x),
+        "alone": Turns(perceptron(), x),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in turns}
     for number in range(rounds + 1):
-        for name, model in models.items():
+        for name, one in turns.items():
             dist.barrier()
-            took = slowest(turn(model, x, nothing))
+            took = slowest(one.take())
             if number:
                 seconds[name].append(took)
     return seconds

@@ -1,4 +1,4 @@
-"""For programs written with torch: gradients that travel while the program computes, and kfcomm below torch.distributed.
+"""For programs written with torch: gradients that travel while it computes, and kfcomm below torch.distributed.
 
 ``init_process_group("kfcomm")`` needs no import: torch finds the backend by the entry point group
 ``torch.distributed.backends``. What is behind a name is imported when it is first used, torch with it.
