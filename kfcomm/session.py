@@ -293,6 +293,7 @@ class Session:
     def on_peer_lost(self, rank: int, reason: str) -> None:
         """A rank is gone without a goodbye."""
         if self._over is not None:
+            self.agreements.lost(rank, has_ended=False)  # whoever has not heard what was decided hears it from here
             return
         if rank == self.rank:
             reason = f"the others have given this rank up: {reason}"

@@ -10,6 +10,7 @@ import pytest
 
 import kfcomm
 from kfcomm import strategies
+from kfcomm.core.membership import Tag
 from kfcomm.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, EpochChanged, PeerLost, SessionClosed
 from kfcomm.testing import run_ranks, run_threads, sync_world, world
 
@@ -205,3 +206,17 @@ def test_blocking() -> None:
             return after.births
 
         assert run_threads(comms, main) == [(0, 2), (), (0, 2)]
+
+
+@pytest.mark.asyncio
+async def test_who_has_gone_on_tells_the_decision_when_others_are_lost() -> None:
+    """Whoever has not heard it may have lost all others that know it."""
+    async with world(3) as comms:
+        former = comms[0]._session
+        await asyncio.gather(*(comm.shrink() for comm in comms))
+        told: list[Any] = []
+        former.agreements._tell = lambda _, message: told.append(message)
+        former.on_peer_lost(2, "silent")
+        ((tag, value),) = told
+        assert tag is Tag.DECIDED
+        assert [rank for rank, _ in value] == [0, 1, 2]
