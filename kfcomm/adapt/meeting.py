@@ -133,7 +133,7 @@ class Meetings:
         if bad:
             await self._switch_off(bad, signs, before)
         asking = [runner for runner, of_ranks in signs.items() if runner not in bad and of_ranks[0] != NOTHING]
-        lost = overrule(self._host, asking)
+        lost = overrule(self._host, asking) if len(asking) > 1 else set()
         done = {}
         for runner in asking:
             done[runner] = self._host.held

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import median
 from typing import Any
 
 from kfcomm.adapt.metrics import StepMetrics
@@ -92,8 +92,9 @@ class PolluxGoodput(Policy):
             return
         self._gradients.update(metrics)
         self._note(ctx, metrics)
-        if batch % ctx.size:  # it was made for other ranks
-            local = min(max(round(batch / ctx.size), self._bounds[0]), self._bounds[1])
+        least, most = self._bounds
+        local = min(max(round(batch / ctx.size), least), most)
+        if local * ctx.size != batch:  # it was made for other ranks
             ctx.set_batch_size(local * ctx.size, ranks=ctx.size)
             return
         here = Shape(ctx.layout.num_hosts, ctx.size, batch // ctx.size)
@@ -150,6 +151,9 @@ class PolluxGoodput(Policy):
         }  # fmt: skip
         if chosen.ranks != ctx.size:
             self._asked_size = chosen.ranks
+            fits = self._bounds[1] * chosen.ranks // ctx.size * ctx.size
+            if fits < here.samples:  # fewer ranks could not hold it
+                ctx.set_batch_size(max(fits, ctx.size), **evidence)
             ctx.resize(chosen.ranks, **evidence)
         else:
             ctx.set_batch_size(int(chosen.batch) * ctx.size, **evidence)
@@ -165,7 +169,7 @@ class PolluxGoodput(Policy):
         return max([present, *worth], key=view.goodput) if worth else None
 
     def _observations(self) -> list[Observation]:
-        return [Observation(Shape(*key), fmean(times)) for key, times in sorted(self._seen.items())]
+        return [Observation(Shape(*key), median(times)) for key, times in sorted(self._seen.items())]
 
     def _shapes(self, ctx: Context, ranks: int) -> list[Shape]:
         """With batches of a rank up to twice the largest that was seen, in steps of a quarter."""
