@@ -9,6 +9,9 @@ threads in collectives that the others cannot begin. Therefore callbacks are *or
 the program, which is the same on every rank that traces the same function. What shall travel together goes into one
 tree.
 
+Ranks that are threads of one process cannot use these functions inside ``jit``: computations with ordered callbacks
+follow each other on a device, whichever thread has begun them.
+
 Invariants: a collective inside ``jit`` runs once for each time that the program says so; it is never left out, though
 nobody uses its result.
 """
@@ -47,7 +50,7 @@ def all_reduce(tree: Tree, comm: Any, *, name: str = "tree", op: str = "sum") ->
 
     Raises:
         ConfigError: ``comm`` does not block; or a gradient is asked for of another op than sum and avg.
-        CollectiveError: it failed. Inside ``jit`` JAX raises an error of its own, with that one in its text.
+        CollectiveError: it failed. Inside ``jit`` JAX logs that one, and raises an error of its own.
 
     Cost: an ``all_reduce_many``; inside ``jit`` also a copy of the results.
     """
