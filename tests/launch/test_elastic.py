@@ -13,6 +13,7 @@ import pytest
 
 from kfcomm.errors import ConfigError
 from kfcomm.launch.elastic import Elasticity, parse
+from kfcomm.rendezvous.board import Exit
 from tests.launch.launched import environ
 
 TRAIN = """
@@ -141,6 +142,17 @@ def test_others_are_started_where_the_fewest_are_and_not_where_they_keep_failing
     assert job.next_place_s() is None
 
 
+def test_a_launcher_that_is_started_again_goes_on_where_the_job_stands() -> None:
+    job = of(size=4, most=6, hosts=2)  # 0 and 1, 2 and 3
+    starts = {0: 0, 1: 0, 2: 1, 3: 1, 4: 0, 5: 1}
+    ended = {one.rank: one for one in (Exit(0, -9), Exit(1, -9), Exit(3, 0), Exit(4, -9))}
+    job.goes_on(starts, ended, 5)
+    assert (job.running, job.next_birth, job.size, job.owed, job.is_ending) == ({2, 5}, 6, 5, 3, False)
+    assert sorted(started(job)) == [(6, 0), (7, 0), (8, 0)]
+    job.ended(2, 0)
+    assert job.is_ending
+
+
 @pytest.mark.parametrize("text", ["", "x", "3", "0", "1:", ":4", "2:1", "1:1", "-1:3", "1:999999", "1:2:3"])
 def test_bounds_that_do_not_fit_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--elastic"):
@@ -175,6 +187,13 @@ def test_a_job_outlives_those_that_began(tmp_path: Path) -> None:
 def test_a_job_fails_when_too_few_are_left(tmp_path: Path) -> None:
     victims = json.dumps([[0, 3], [1, 6]])
     done = run(tmp_path, "-n", "3", "--elastic", "2", sys.executable, "train.py", "900", victims, "0.02")
+    assert done.returncode == 128 + 9, done.stdout + done.stderr
+    assert "failed first: SIGKILL" in done.stderr
+
+
+def test_a_job_ends_when_nobody_is_left_to_let_others_in(tmp_path: Path) -> None:
+    victims = json.dumps([[0, 3], [1, 3]])
+    done = run(tmp_path, "-n", "2", "--elastic", "1:2", sys.executable, "train.py", "900", victims, "0.02")
     assert done.returncode == 128 + 9, done.stdout + done.stderr
     assert "failed first: SIGKILL" in done.stderr
 

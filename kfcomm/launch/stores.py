@@ -1,0 +1,198 @@
+"""The store of a job, as the launcher of each host has it.
+
+On the first host it is served: from memory, or, with ``--store``, from what is kept in a folder or in etcd. Those of
+other hosts are its clients; if it is in etcd each serves one of its own, which mirrors that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from socket import socket
+from typing import TYPE_CHECKING, NamedTuple
+
+from kfcomm.errors import RendezvousError
+from kfcomm.launch.elastic import Elasticity
+from kfcomm.launch.hosts_heard import Claims, arrive, company, watch_hosts, who_launches
+from kfcomm.launch.job import Job, tls_of
+from kfcomm.launch.supervisor import Exits
+from kfcomm.rendezvous.board import BOUNDS, LAUNCHERS
+from kfcomm.rendezvous.client import StoreClient
+from kfcomm.rendezvous.etcd.address import is_etcd, parse
+from kfcomm.rendezvous.folders import AGAIN_S
+from kfcomm.rendezvous.settings import Settings, store_url
+
+if TYPE_CHECKING:
+    from kfcomm.rendezvous.backing import Lasting
+    from kfcomm.rendezvous.store import StoreServer
+
+_FAREWELL_S = 5.0
+_LEAST_LOST_AFTER_S = 3.0
+"""Launchers ask the store once a second."""
+_REACH_WITHIN_S = 15.0
+"""For which an etcd is tried before the job begins."""
+_AGAIN_WITHIN_S = 20.0
+"""What a first launcher takes to be started again, beyond the time for which it waits for the others."""
+
+
+class Store(NamedTuple):
+    """A store, towards which ranks are started.
+
+    Attributes:
+        url: of it.
+        entered: once they have been; told of signals.
+        first: by which the first launcher is known to be there; None on its host.
+        let_go: ends what waits in it.
+        ended: if the job runs already, the return codes of those that have ended; else None.
+    """
+
+    url: str
+    entered: Callable[[asyncio.Event], AbstractAsyncContextManager[Exits]]
+    first: StoreClient | None = None
+    let_go: Callable[[], None] = lambda: None
+    ended: Mapping[int, int] | None = None
+
+
+@contextlib.asynccontextmanager
+async def served(job: Job, listener: socket, settings: Settings, interrupted: asyncio.Event) -> AsyncIterator[Exits]:
+    """The store, on the first host, in the memory of this process."""
+    from kfcomm.rendezvous.store import StoreServer  # and the library of HTTP: the ranks have been started by now
+
+    server = await StoreServer.serve(listener, token=job.token, tls=tls_of(settings))
+    if job.elastic is not None:
+        await _set_bounds(server, job.elastic)
+    async with _watched(job, server, settings, interrupted):
+        yield server
+
+
+@contextlib.asynccontextmanager
+async def kept_store(
+    job: Job, elastic: Elasticity, store: str, listener: socket, settings: Settings
+) -> AsyncIterator[Store]:
+    """The store, on the first host, kept where it outlives this process; ranks are started when it has been read.
+
+    Raises:
+        ConfigError: it cannot be, or is another job's.
+        RendezvousError: it cannot be reached, or is another launcher's.
+    """
+    from kfcomm.launch import again
+    from kfcomm.rendezvous.store import StoreServer
+
+    backing = await _backing(job, store, settings, is_first=True)
+    server, has_begun = None, False
+    try:
+        if (there := again.Record.found(backing.board)) is not None:
+            backing.identity = there.identity
+        server = await StoreServer.serve(listener, token=job.token, tls=tls_of(settings), backing=backing)
+        goes_on = await again.begin(server, store, job.plan, elastic, _lost_after_s(settings))
+        has_begun = True
+        await _set_bounds(server, elastic)
+        ended = {end.rank: end.code for end in server.board.exits.values()} if goes_on else None
+        yield Store(server.url, functools.partial(_watched, job, server, settings, goes_on=goes_on), ended=ended)
+    finally:
+        if server is not None:
+            await server.close()
+        await backing.close(is_over=has_begun)
+
+
+async def _set_bounds(server: StoreServer, elastic: Elasticity) -> None:
+    await server.set(BOUNDS, b"%d:%d" % (elastic.least, elastic.most))
+
+
+async def _backing(job: Job, store: str, settings: Settings, *, is_first: bool) -> Lasting:
+    if is_etcd(store):
+        from kfcomm.rendezvous.etcd.mirror import Mirror  # and the library of HTTP
+
+        within_s = min(settings.timeout_s, _REACH_WITHIN_S)
+        return await Mirror.begin(parse(store, job.environ), is_first=is_first, within_s=within_s)
+    from kfcomm.rendezvous.journal import Journal
+
+    return Journal(Path(store))
+
+
+@contextlib.asynccontextmanager
+async def _watched(
+    job: Job, server: StoreServer, settings: Settings, interrupted: asyncio.Event, *, goes_on: bool = False
+) -> AsyncIterator[Exits]:
+    """The store of the first host, and by it the launchers of the others; closed in the end."""
+    lost_after_s = _lost_after_s(settings)
+    watching = asyncio.create_task(
+        watch_hosts(
+            job.plan, server.board, server, job.ranks_of, lost_after_s=lost_after_s,
+            come_within_s=lost_after_s if goes_on else settings.timeout_s,
+        )
+    )  # fmt: skip
+    try:
+        yield server
+        # the launchers of the other hosts still have to learn how it ended
+        others, wait_s = len(company(job.plan, server.board, job.ranks_of)), job.options.grace_s + _FAREWELL_S
+        learnt = asyncio.ensure_future(server.board.collect(LAUNCHERS, others, None, wait_s))
+        hurried = asyncio.ensure_future(interrupted.wait())
+        await asyncio.wait((learnt, hurried), return_when=asyncio.FIRST_COMPLETED)
+        for waiting in (learnt, hurried):
+            waiting.cancel()
+        await asyncio.gather(learnt, hurried, return_exceptions=True)
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await server.close()
+
+
+def _lost_after_s(settings: Settings) -> float:
+    return max(settings.lost_after_s, _LEAST_LOST_AFTER_S)
+
+
+@contextlib.asynccontextmanager
+async def joined(job: Job, settings: Settings) -> AsyncIterator[Store]:
+    """The store, on the other hosts, once that of the first answers: that one, or, in etcd, a part of it here."""
+    url = store_url(job.plan.hosts[0].address, job.options.store_port())
+    client = StoreClient(url, job.token, timeout_s=settings.timeout_s, tls=tls_of(settings))
+    kept = job.options.store
+    # who was ended with all others is started again with them, and waits until the first knows it
+    within_s = 0.0 if kept is None else _lost_after_s(settings) + _AGAIN_WITHIN_S
+    try:
+        if kept is None or not is_etcd(kept):
+            await arrive(client, client, job.plan.here, who_launches(), within_s)
+            store = Store(client.url, lambda _: contextlib.nullcontext(client), client)
+            yield store
+            await _say_farewell(job, client)
+        else:
+            async with _mirrored(job, kept, client, settings, within_s) as (store, server):
+                yield store
+                await _say_farewell(job, server)
+    finally:
+        await client.close()
+
+
+@contextlib.asynccontextmanager
+async def _mirrored(
+    job: Job, kept: str, client: StoreClient, settings: Settings, within_s: float
+) -> AsyncIterator[tuple[Store, StoreServer]]:
+    """The store of this host, kept in etcd as that of the first is; its ranks know no other."""
+    from kfcomm.launch.again import Record
+    from kfcomm.rendezvous.store import StoreServer
+
+    backing = await _backing(job, kept, settings, is_first=False)
+    server = await StoreServer.start(job.plan.address, token=job.token, tls=tls_of(settings), backing=backing)
+    try:
+        me = who_launches()
+        while True:
+            await arrive(client, server, job.plan.here, me, within_s)
+            there = Record.found(backing.board)
+            if there is not None and there.identity == client.identity:
+                break
+            await asyncio.sleep(AGAIN_S)
+        yield Store(server.url, lambda _: contextlib.nullcontext(server), client, backing.board.close), server
+    finally:
+        await server.close()
+        await backing.close(is_over=False)
+
+
+async def _say_farewell(job: Job, store: Claims) -> None:
+    with contextlib.suppress(RendezvousError, TimeoutError):
+        async with asyncio.timeout(_FAREWELL_S):
+            await store.claim(f"{LAUNCHERS}/{job.plan.here}", b"")
