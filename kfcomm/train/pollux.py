@@ -22,6 +22,10 @@ GAMMA_WEIGHT = 1e-4
 """Of the preference for γ = 1, where the observations cannot tell it."""
 STARTS = (1.0, 1.5, 2.5, 5.0)
 """Of γ, from each of which a minimum is searched."""
+LEAST, MOST = (0.0,) * 6 + (1.0,), (math.inf,) * 6 + (MOST_GAMMA,)
+"""What the parameters may be."""
+FTOL = 1e-8
+"""The search ends when it gains less than this part."""
 ACROSS_HOSTS = 1.1
 """A network between hosts that nobody has seen is taken for so many times as slow as the one inside them."""
 
@@ -194,10 +198,6 @@ def fit(observations: Sequence[Observation]) -> Throughput:
 
     Cost: some milliseconds for tens of observations.
     """
-    import numpy as np
-
-    from kfcomm.train.least_squares import LeastSquares
-
     if not observations:
         raise ConfigError("a throughput model is fitted to at least one observation")
     for one in observations:
@@ -205,18 +205,35 @@ def fit(observations: Sequence[Observation]) -> Throughput:
         if not all(0 < time_s < math.inf for time_s in times):
             raise ConfigError(f"times are above 0 s, not {times}")
     free = _free(observations)
-    problem = LeastSquares(
-        residuals=lambda values: _residuals(values.tolist(), observations),
-        lower=np.array([0.0] * 6 + [1.0]),
-        upper=np.array([math.inf] * 6 + [MOST_GAMMA]),
-        free=np.array(free),
-    )
-    found = [problem.minimize(_start(observations, gamma)) for gamma in STARTS]
-    values = min(found, key=lambda one: one.cost).values.tolist()
+    _, values = min(_minimum(observations, free, gamma) for gamma in STARTS)
     for across, inside in ((2, 4), (3, 5)):
         if not free[across]:
             values[across] = ACROSS_HOSTS * values[inside]
     return Throughput(*values)
+
+
+def _minimum(observations: Sequence[Observation], free: Sequence[bool], gamma: float) -> tuple[float, list[float]]:
+    """A local minimum, of those parameters that are free: its cost, and all parameters.
+
+    Raises:
+        ConfigError: SciPy is not installed.
+    """
+    try:
+        from scipy.optimize import least_squares
+    except ImportError as error:
+        raise ConfigError("fitting a throughput model needs SciPy: pip install 'kfcomm[train]'") from error
+    values = _start(observations, gamma)
+    places = [place for place, is_free in enumerate(free) if is_free]
+
+    def residuals(found: Sequence[float]) -> list[float]:
+        for place, value in zip(places, found, strict=True):
+            values[place] = float(value)
+        return _residuals(values, observations)
+
+    bounds = [LEAST[place] for place in places], [MOST[place] for place in places]
+    found = least_squares(residuals, [values[place] for place in places], bounds=bounds, x_scale="jac", ftol=FTOL)
+    residuals(found.x)
+    return float(found.cost), values
 
 
 def _check(hosts: int, ranks: int, batch: float, accumulations: int) -> None:
