@@ -67,6 +67,11 @@ class VirtualHub(MemoryHub):
         road = self._births[source], self._births[target]
         self._model.carry(*road, "news", self._arrived, source, deliver, arguments)
 
+    def ended(self, birth: int) -> None:
+        """A rank of the beginning that has not entered this epoch by now never will: nobody listens there."""
+        if birth in self._births and self._births.index(birth) in self._early:
+            self.declare_lost(self._births.index(birth), "its process has ended", has_ended=True)
+
     def lose(self, one: int, other: int, *, stopped: int | None = None) -> None:
         """Each of two ranks of the beginning finds out that it has lost the other; one that was stopped, of itself."""
         if one in self._births and other in self._births:

@@ -137,7 +137,7 @@ class _Ranks:
         self.world = world
         self._main = main
         self._outside: set[int] = set()
-        self._tasks = {rank: asyncio.ensure_future(self._live(comm)) for rank, comm in enumerate(world)}
+        self._tasks = {rank: asyncio.ensure_future(self._live(rank, comm)) for rank, comm in enumerate(world)}
 
     @property
     def living(self) -> list[int]:
@@ -180,14 +180,17 @@ class _Ranks:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.world.close()
 
-    async def _live(self, comm: Communicator) -> Any:
-        async with comm:
-            return await self._main(comm)
+    async def _live(self, rank: int, comm: Communicator) -> Any:
+        try:
+            async with comm:
+                return await self._main(comm)
+        finally:
+            self.world.ended(rank)
 
     async def _come(self, rank: int) -> Any:
         comm = await self.world.join(rank)
         self._outside.discard(rank)
-        return await self._live(comm)
+        return await self._live(rank, comm)
 
 
 def _result(task: asyncio.Future[Any]) -> Any:

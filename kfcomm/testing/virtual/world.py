@@ -23,6 +23,7 @@ class VirtualWorld(MemoryWorld):
         self._model = model
         self._links: list[VirtualLinks] = []
         self._hubs: list[VirtualHub] = []
+        self._ended: set[int] = set()
         super().__init__(size, reactor=reactor, num_cpus=NUM_CPUS, **options)
 
     def new_links(self, births: tuple[int, ...]) -> VirtualLinks:
@@ -33,11 +34,19 @@ class VirtualWorld(MemoryWorld):
     def new_hub(self, births: tuple[int, ...]) -> VirtualHub:
         """See `MemoryWorld.new_hub`."""
         self._hubs.append(VirtualHub(self._model, births))
+        for birth in sorted(self._ended):
+            self._hubs[-1].ended(birth)
         return self._hubs[-1]
 
     def new_store(self) -> VirtualStore:
         """See `MemoryWorld.new_store`."""
         return VirtualStore(self._model)
+
+    def ended(self, rank: int) -> None:
+        """The program of ``rank`` is at its end: it enters no epoch any more, whoever counts on it there."""
+        self._ended.add(rank)
+        for hub in self._hubs:
+            hub.ended(rank)
 
     def lose(self, one: int, other: int, *, stopped: int | None = None) -> None:
         """These two have heard nothing of each other for too long, in whatever epochs they are."""
