@@ -26,7 +26,7 @@ from kfcomm.types import Candidate
 logger = logging.getLogger("kfcomm")
 
 NUM_TELLERS = 2
-"""So many of the first ranks tell the store who has come and who is lost: one may die."""
+"""So many of the first ranks tell the store who has come and who is lost."""
 
 
 class Plan(NamedTuple):
@@ -114,13 +114,15 @@ async def next_epoch(session: Session, part: bytes, timeout_s: float, plan: Plan
 async def tell_store(session: Session, former: Collection[int], plan: Plan, strategy: str) -> None:
     """Tell it who has come to this epoch, and who is lost. If it is gone: those are lost soon, or stay.
 
+    It falls to the first ranks; to the others when these are lost. Whoever tells it again says nothing new.
+
     Args:
         session: of the epoch.
         former: births of the ranks of the one before.
         plan: that was carried out.
         strategy: its name.
     """
-    if session.rank >= NUM_TELLERS:
+    if session.rank >= NUM_TELLERS and not session.engine.router.lost.keys() >= set(range(NUM_TELLERS)):
         return
     network = session.network
     lost = set(former) - set(network.births) - set(plan.leavers)

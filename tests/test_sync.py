@@ -24,8 +24,13 @@ from kfcomm.transports.reactor import Reactor
 from tests.launch.launched import environ
 from tests.stubs import Broken, broken
 
-NOT_VERBS = {"close", "dump", "empty", "group", "queue", "save", "shrink", "split", "statistics"}
-PROPERTIES = {"births", "epoch", "layout", "local_rank", "local_size", "name", "rank", "route", "size", "strategy"}
+NOT_VERBS = {
+    "close", "dump", "empty", "group", "mismatched", "queue", "refuse", "save", "set_timeout", "shrink", "split",
+    "statistics",
+}  # fmt: skip
+PROPERTIES = {
+    "births", "epoch", "layout", "local_rank", "local_size", "name", "outlives", "rank", "route", "size", "strategy",
+}  # fmt: skip
 
 
 def public(kind: type) -> set[str]:

@@ -31,7 +31,7 @@ from kfcomm.collectives.handle import Handle, looked_at
 from kfcomm.communicator import Communicator
 from kfcomm.elastic.calls import GIVEN_AS_ARRAYS, Call, frozen, plain, restored, written
 from kfcomm.elastic.verdicts import Key, Row, Standing, Verdict, decide
-from kfcomm.epochs import NO_PLAN, Plan, Released, tell_store
+from kfcomm.epochs import NO_PLAN, NUM_TELLERS, Plan, Released, tell_store
 from kfcomm.errors import (
     CollectiveAborted,
     CollectiveError,
@@ -132,6 +132,8 @@ class Ledger:
         self._scratch: dict[tuple[tuple[int, ...], str], list[Array]] = {}
         self._is_closed = False
         self._telling: set[asyncio.Task[None]] = set()
+        self._news: tuple[tuple[int, ...], Plan] | None = None
+        """What the store is to be told of this epoch, unless this rank has."""
         self._watch()
         if self._has_lost():
             self._start_change()
@@ -446,6 +448,7 @@ class Ledger:
         self._unwatch()
         # what was said of calls that have not begun here, or not ended: whoever was to give it may be gone
         self._gifts.clear()
+        self._tell_store()  # so may be those who were to do it: whom it lets in then takes part in what follows
         plan = self.plan
         try:
             comm, said, is_planned = await self.comm._succeed(self._digest(), plan=plan)
@@ -458,10 +461,8 @@ class Ledger:
         former, self.comm = self.comm.births, comm
         self._watch()
         self._moved(comm)
-        telling = tell_store(comm._session, former, plan if is_planned else NO_PLAN, comm.strategy.name)
-        task = comm._session.engine.loop.create_task(telling, name="kfcomm tells the store")
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
+        self._news = former, plan if is_planned else NO_PLAN
+        self._tell_store()
         if is_planned:
             self.plan = NO_PLAN
             self._begin_anew()
@@ -515,6 +516,17 @@ class Ledger:
     def _digest(self) -> bytes:
         rows = [row for row in self._standings() if row[2] != Standing.HELD]
         return hashlib.blake2b(msgpack.packb(rows), digest_size=DIGEST_NBYTES).digest()
+
+    def _tell_store(self) -> None:
+        """In the background, as far as it falls to this rank."""
+        if self._news is None:
+            return
+        telling = tell_store(self.comm._session, *self._news, self.comm.strategy.name)
+        if self.comm.rank < NUM_TELLERS:
+            self._news = None
+        task = self.comm._session.engine.loop.create_task(telling, name="kfcomm tells the store")
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
 
     async def _compare(self) -> None:
         """Tell each other how the calls stand; from that follows what becomes of each, the same on all."""

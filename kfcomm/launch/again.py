@@ -24,7 +24,7 @@ from kfcomm.rendezvous.store import StoreServer
 LOOK_EVERY_S = 0.05
 KILLED = -9
 
-logger = logging.getLogger("kfcomm.store")
+logger = logging.getLogger("kfcomm")
 
 
 class Record(NamedTuple):

@@ -36,7 +36,7 @@ AGAIN_S = 5.0
 _HEAD = struct.Struct("<II")
 _STORE, _LOCK, _DRAFT = "store", "lock", "store.new"
 
-logger = logging.getLogger("kfcomm.store")
+logger = logging.getLogger("kfcomm")
 
 
 class Journal(Lasting):

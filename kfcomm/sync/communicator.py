@@ -296,6 +296,11 @@ class Communicator(Skin[Async]):
         return self._inner.births
 
     @property
+    def outlives(self) -> bool:
+        """Whether collectives outlive a rank that is lost: while an ``Elastic`` is open."""
+        return self._inner.outlives
+
+    @property
     def strategy(self) -> AnyStrategy:
         """The strategy in force in this group."""
         return self._inner.strategy

@@ -7,11 +7,12 @@ import logging
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kfcomm.elastic import Elastic, ElasticCommunicator, ElasticSampler, State
 from kfcomm.errors import CollectiveTimeout
-from kfcomm.testing import Join, Kill, Partition, Stop, run_in_virtual_time
+from kfcomm.testing import Join, Kill, LostStore, Partition, Stop, run_in_virtual_time
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +48,16 @@ async def train(comm: Any) -> None:
             await asyncio.sleep(0.001)
 
 
+async def long_train(comm: Any) -> tuple[int, ...]:
+    """The same, for long enough that others come; who took part in the end."""
+    elastic_comm = ElasticCommunicator(comm)
+    async with Elastic(elastic_comm, State()) as elastic:
+        async for _ in elastic.steps(ElasticSampler(240, 4)):
+            await elastic_comm.all_reduce(np.ones(2), "x")
+            await asyncio.sleep(0.01)
+    return elastic_comm.births
+
+
 def test_nobody_waits_for_a_rank_that_never_came_to_the_epoch() -> None:
     """The store's word lets one of two go on with a newcomer; the other has ended by then."""
     for seed in range(15):
@@ -54,3 +65,17 @@ def test_nobody_waits_for_a_rank_that_never_came_to_the_epoch() -> None:
         events: list[Any] = [Join(2, 0.0), Partition(((1,),), random.uniform(0.005, 0.03), 3.0)]
         run = run_in_virtual_time(train, 2, seed=seed, events=events, strategy="star", timeout=30.0)
         assert not any(isinstance(error, CollectiveTimeout) for error in run.failed.values())
+
+
+def test_a_newcomer_is_let_in_although_both_that_were_to_tell_the_store_are_lost() -> None:
+    """The others tell it then: else they wait for a rank of their epoch that has never heard of it."""
+    for seed in range(5):
+        for lost_s, killed_s in ((0.006, 0.042), (0.008, 0.04), (0.01, 0.042)):
+            events: list[Any] = [
+                Join(4, 0.004),
+                LostStore(lost_s, 0.5),
+                Kill(0, killed_s),
+                Kill(1, killed_s),
+            ]
+            run = run_in_virtual_time(long_train, 4, seed=seed, events=events, strategy="chain_star", timeout=20.0)
+            assert run.failed == {}

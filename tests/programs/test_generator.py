@@ -21,9 +21,12 @@ from tests.programs.walker import Awaiting, Plan, Report, Walker, blocking, wors
 SEEDS = st.integers(0, 1 << 31)
 SIZES = st.integers(1, 5)
 NOT_CALLED = {
-    "agree", "close", "dump", "empty", "group", "probe", "queue", "shrink", "split", "statistics", "synchronize",
+    "agree", "close", "dump", "empty", "group", "mismatched", "probe", "queue", "refuse", "set_timeout", "shrink",
+    "split", "statistics", "synchronize",
 }  # fmt: skip
-PROPERTIES = {"births", "epoch", "layout", "local_rank", "local_size", "name", "rank", "route", "size", "strategy"}
+PROPERTIES = {
+    "births", "epoch", "layout", "local_rank", "local_size", "name", "outlives", "rank", "route", "size", "strategy",
+}  # fmt: skip
 
 
 def calls_of(step: Step) -> Sequence[Do]:

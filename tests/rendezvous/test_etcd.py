@@ -56,6 +56,7 @@ async def test_who_claims_sees_all_that_was_claimed_before(one: etcds.Etcd) -> N
         assert await first.board.collect("world/0", 2, None, 60) == {"0": b"a", "1": b"b"}
         await first.set("world/0/0", b"")
         await first.report_exit(Exit(3, -9))
+        assert await second.board.exits_since(0, 60, None) == [Exit(3, -9)]
         await second.report_exit(Exit(3, 1))
         assert second.board.exits == {3: Exit(3, -9)}
         assert second.board.held("world/0/0") == b""

@@ -135,7 +135,7 @@ async def test_what_is_out_of_bounds_is_refused(tmp_path: Path) -> None:
 async def test_a_disk_that_is_full_is_told_of_and_written_anew_when_it_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING, "kfcomm.store")
+    caplog.set_level(logging.WARNING, "kfcomm")
     monkeypatch.setattr(journal, "AGAIN_S", 0.0)
     made = Journal(tmp_path)
     await made.set("before", b"1")
