@@ -18,10 +18,8 @@ from typing import Any
 import click
 import numpy as np
 
-from kfcomm.testing.faults import FaultPlan
-from kfcomm.testing.process_world import process_world
+from tests.search.in_processes import in_processes
 
-RANKS = 3
 HELD_S = 20.0
 
 
@@ -53,16 +51,9 @@ def main() -> int:
     parser.add_argument("--transport", choices=("shm", "unix", "tcp"))
     given = parser.parse_args()
     transport = given.transport or Random(given.seed).choice(["shm", "unix", "tcp"])
-    with process_world(RANKS, FaultPlan(), is_blocking=True, transport=transport) as world:
-        from tests.search.held import work  # of the module as the ranks import it
+    from tests.search.held import work  # of the module as the ranks import it
 
-        for rank in range(RANKS):
-            world.outcome(rank)  # it has joined
-        world.begin(work, (given.seconds, given.seed, HELD_S))
-        said = [world.outcome(rank) for rank in range(RANKS)]
-    for found in said:
-        if isinstance(found, BaseException):
-            raise found
+    said = in_processes(work, given.seconds, given.seed, HELD_S, transport=transport)
     click.echo(f"held: {said[0]} times for {HELD_S:g} s over {transport}, nobody was lost")
     return 0
 

@@ -20,10 +20,8 @@ from typing import Any
 import click
 import numpy as np
 
-from kfcomm.testing.faults import FaultPlan
-from kfcomm.testing.process_world import process_world
+from tests.search.in_processes import in_processes
 
-RANKS = 3
 STRATEGIES = ("auto", "ring", "star", "clique", "binary_tree")
 GROWTH_NBYTES_S = 1e6 / 3600
 WARM_UP_S = 600.0
@@ -86,17 +84,11 @@ def main() -> int:
     parser.add_argument("--transport", choices=("shm", "unix", "tcp"))
     given = parser.parse_args()
     transport = given.transport or Random(given.seed).choice(["shm", "unix", "tcp"])
-    with process_world(RANKS, FaultPlan(), is_blocking=True, transport=transport) as world:
-        from tests.search.soak import work  # of the module as the ranks import it
+    from tests.search.soak import work  # of the module as the ranks import it
 
-        for rank in range(RANKS):
-            world.outcome(rank)  # it has joined
-        world.begin(work, (given.seconds, given.seed))
-        said = [world.outcome(rank) for rank in range(RANKS)]
+    said = in_processes(work, given.seconds, given.seed, transport=transport)
     is_level = True
     for rank, samples in enumerate(said):
-        if isinstance(samples, BaseException):
-            raise samples
         (from_s, before, opened), (to_s, after, still) = samples[len(samples) // 2], samples[-1]
         growth = after - before
         allowed = LEAP_NBYTES if from_s < WARM_UP_S else BY_CHANCE_NBYTES + GROWTH_NBYTES_S * (to_s - from_s)
