@@ -605,6 +605,8 @@ class Ledger:
         """Whether all ranks take part no more, from now on; False if the epoch has to change first."""
         try:
             await self.settled()
+            if self._error is not None:
+                raise self._error
             await self.comm._session.agreements.decide(AgreementKind.AGREE, b"end", self.comm._session.timeout_s)
         except CollectiveMismatch:
             self._start_change()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kfcomm.elastic import Elastic, ElasticCommunicator, ElasticSampler, State
-from kfcomm.errors import CollectiveTimeout
+from kfcomm.errors import CollectiveTimeout, Partitioned
 from kfcomm.testing import Join, Kill, LostStore, Partition, Stop, run_in_virtual_time
 
 
@@ -79,3 +79,17 @@ def test_a_newcomer_is_let_in_although_both_that_were_to_tell_the_store_are_lost
             ]
             run = run_in_virtual_time(long_train, 4, seed=seed, events=events, strategy="chain_star", timeout=20.0)
             assert run.failed == {}
+
+
+async def idle(comm: Any) -> None:
+    """No steps: all leave after a while."""
+    async with Elastic(ElasticCommunicator(comm), State()):
+        await asyncio.sleep(0.05)
+
+
+def test_who_leaves_after_a_change_that_failed_hears_why_it_failed() -> None:
+    """It heard that the agreement of that change was still under way."""
+    for seed in range(5):
+        events: list[Any] = [Kill(0, 0.04), Stop(1, 0.04, 3.0)]
+        run = run_in_virtual_time(idle, 3, seed=seed, events=events, timeout=30.0)
+        assert isinstance(run.failed[2], Partitioned)
