@@ -126,7 +126,7 @@ class PersistentCollective(Generic[T]):
 
 def _used(verb: str, given: dict[str, Any]) -> tuple[Any, Arguments, Any] | None:
     """What a compiled name has to be asked for; None if the verb itself is always called."""
-    if verb not in COMPILABLE or given["priority"] or given.get("concat"):
+    if verb not in COMPILABLE or given["priority"] or given.get("concat") or given.get("shared"):
         return None
     if any(given.get(option) is not None for option in ("timeout", "wire_dtype", "weight", "stream")):
         return None

@@ -66,6 +66,7 @@ CASES = {
     "all_reduce, urgent": Case("all_reduce", priority=5),
     "all_reduce, timeout": Case("all_reduce", timeout=50),
     "all_reduce, strided": Case("all_reduce", lambda rank: filled(rank).T),
+    "all_reduce, shared": Case("all_reduce", shared=True),
     "all_reduce, a list": Case("all_reduce", lambda rank: [1.0, rank]),
     "monitored": Case("monitored_all_reduce"),
     "many": Case("all_reduce_many", lambda rank: {"a": filled(rank), "b": filled(rank, (20000,))}),
@@ -231,6 +232,17 @@ async def test_another_call_under_the_name_does_not_take_its_place() -> None:
             await everywhere(comms, lambda comm: comm.barrier("x"))
             for each in prepared:
                 each._call = _never
+
+
+@pytest.mark.asyncio
+async def test_a_plain_call_under_the_name_does_not_take_the_place_of_a_shared_one() -> None:
+    async with world(SIZE) as comms:
+        prepared = [comm.all_reduce_init(np.ones(1), "x", shared=True) for comm in comms]
+        for _ in range(3):
+            await everywhere(comms, lambda comm: comm.all_reduce(np.ones(1), "x"))
+            results = await everywhere(comms, lambda comm: prepared[comm.rank].start())
+            assert_usable(results, SIZE)
+            assert not any(result.flags.writeable for result in results)
 
 
 # ---------------------------------------------------------------- its life
