@@ -6,21 +6,24 @@
 Each round is a job of ``kfcomm run --elastic``. For a death: how much longer the call of 64 MiB took in which a rank
 was killed than the median of the others, on the slowest of those that live. For other sizes: how much longer the ranks
 that stay spent between two steps, with 100 MB of state for those that come; and how long these
-take to travel in stripes, beside a broadcast. With ``--seconds`` two jobs of four run for
-that long, in one of which a rank is killed, and replaced, every five seconds: how many steps either has done.
+take to travel in stripes, beside a broadcast. With ``--seconds`` two jobs of four train on digits for that long,
+beside each other, in one of which a rank is killed every five seconds and a spare takes its place: how many steps
+either has done, and how well it has learned.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,35 +64,51 @@ with kfcomm.sync.init(elastic=True) as comm:
 FAILING = """
 import os, signal, sys, time
 import numpy as np
+import threadpoolctl
 import kfcomm
+from digits import LEARNING_RATE, MOMENTUM, Model, load_data
+from elastic import gradients_of
 from kfcomm.elastic import Elastic, ElasticSampler, State
 
 seconds, every_s, step_s = map(float, sys.argv[1:])
-state = State(until_s=time.time() + seconds, passes=0, used=np.zeros(4000), steps=0, changes=[])
-with kfcomm.sync.init(elastic=True) as comm:
+(images, labels), (others, wanted) = load_data(seed=0)
+model = Model(seed=0)
+values = {one.name: one.value for one in model.parameters()}
+state = State(
+    values=values, velocity={name: np.zeros_like(value) for name, value in values.items()},
+    until_s=time.time() + seconds, used=np.zeros(len(labels)), steps=0, changes=[],
+)
+with threadpoolctl.threadpool_limits(1), kfcomm.sync.init(elastic=True) as comm:
     slot = time.time() // every_s
     with Elastic(comm, state) as elastic:
-        for step in elastic.steps(ElasticSampler(4000, 64, seed=None), passes=1 << 30, used_in="g"):
+        for step in elastic.steps(ElasticSampler(len(labels), 64), passes=1 << 30, used_in="step"):
             now = time.time() // every_s
             if now != slot and comm.size == 4 and now % 4 == comm.rank:
                 os.kill(os.getpid(), signal.SIGKILL)
             slot = now
             time.sleep(step_s)
-            told = np.zeros(4001)
-            told[step.indices] = 1
-            told[-1] = time.time() > state.until_s
-            told = comm.all_reduce(told, name="g")
-            state.used += told[:-1]
+            _, gradients = gradients_of(model, images[step.indices], labels[step.indices])
+            used = np.zeros(len(labels) + 1)
+            used[step.indices] = 1
+            used[-1] = time.time() > state.until_s
+            total = comm.all_reduce_many({"used": used, **gradients}, name="step")
+            for name, value in state.values.items():
+                state.velocity[name] *= MOMENTUM
+                state.velocity[name] -= np.float32(LEARNING_RATE / total["used"][:-1].sum()) * total[name]
+                value += state.velocity[name]
+            state.used += total["used"][:-1]
             state.steps += 1
             if not state.changes or state.changes[-1] != list(comm.births):
                 state.changes = [*state.changes, list(comm.births)]
-            if told[-1]:
+            if total["used"][-1]:
                 break
     if comm.rank == 0:
+        accuracy = (model.logits(others).argmax(axis=1) == wanted).mean()
         spread = state.used.max() - state.used.min()
-        print(state.steps, len(state.changes) - 1, int(spread), flush=True)
+        print(state.steps, len(state.changes) - 1, int(spread), float(accuracy), flush=True)
 """
 KILL_EVERY_S, STEP_S = 5.0, 0.05
+EXAMPLES = Path(__file__).parents[1] / "examples"
 
 TRANSFER = """
 import asyncio, statistics, sys, time
@@ -195,23 +214,47 @@ def transfer(nbytes: int, rounds: int, folder: Path) -> tuple[float, float]:
     return float(broadcast_s), float(stripes_s)
 
 
-def failing(seconds: float, every_s: float, folder: Path) -> tuple[int, int]:
-    """A job of four that runs for so long, in which a rank is killed so often; steps that it did, and changes.
+@dataclass(frozen=True)
+class Trained:
+    """What a job that ran for some time has done.
+
+    Attributes:
+        steps: of training.
+        changes: of its ranks.
+        accuracy: of what it has learned, on digits that it has not seen.
+    """
+
+    steps: int
+    changes: int
+    accuracy: float
+
+
+def failing(seconds: float, every_s: float, folder: Path) -> Trained:
+    """A job of four that trains on digits for so long, in which a rank is killed so often, and spares take their place.
 
     Raises:
-        RuntimeError: the job failed, or a sample was used less often than another that had come before it.
+        RuntimeError: the job failed, or a sample was used more often than another beyond the pass that was cut short.
     """
     program = folder / "failing.py"
     program.write_text(FAILING)
-    command = [sys.executable, "-m", "kfcomm", "run", "-n", "4", "--elastic", "2:4", "--restart-limit", "1000"]
+    command = [sys.executable, "-m", "kfcomm", "run", "-n", "4", "--elastic", "2:4"]
+    arguments = map(str, (seconds, every_s, STEP_S))
     done = subprocess.run(
-        [*command, sys.executable, str(program), str(seconds), str(every_s), str(STEP_S)],
-        capture_output=True, text=True, timeout=seconds + 120,
+        [*command, "--restart-limit", "1000", "--spares", "1", sys.executable, str(program), *arguments],
+        capture_output=True, text=True, timeout=seconds + 120, env=os.environ | {"PYTHONPATH": str(EXAMPLES)},
     )  # fmt: skip
     said = [line.partition("] ")[2].split() for line in done.stdout.splitlines() if line.startswith("[")]
     if done.returncode or len(said) != 1 or int(said[0][2]) > 1:
         raise RuntimeError(f"a job failed:\n{done.stdout}\n{done.stderr}")
-    return int(said[0][0]), int(said[0][1])
+    steps, changes, _, accuracy = said[0]
+    return Trained(int(steps), int(changes), float(accuracy))
+
+
+def beside(seconds: float, folder: Path) -> tuple[Trained, Trained]:
+    """Such a job without failures and one with them, at the same time, so that both have the same machine."""
+    with ThreadPoolExecutor(2) as pool:
+        without, with_them = pool.map(lambda every_s: failing(seconds, every_s, folder), (1e9, KILL_EVERY_S))
+    return without, with_them
 
 
 def main() -> int:
@@ -222,7 +265,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     found: list[dict[str, Any]] = []
-    failures: dict[str, float] = {}
+    failures: dict[str, Any] = {}
     moved: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         for case in CASES if given.rounds else ():
@@ -242,14 +285,14 @@ def main() -> int:
             )
             moved = {"nbytes": nbytes, "broadcast_s": broadcast_s, "stripes_s": stripes_s}
         if given.seconds:
-            (without, _), (steps, changes) = (
-                failing(given.seconds, every_s, Path(folder)) for every_s in (1e9, KILL_EVERY_S)
-            )
+            without, found_with = beside(given.seconds, Path(folder))
             click.echo(
-                f"a failure every {KILL_EVERY_S:g} s for {given.seconds:g} s: {steps} steps and {changes} changes, "
-                f"{without} steps without: {100 * steps / without:.1f} %, to reach 95 %"
+                f"a failure every {KILL_EVERY_S:g} s for {given.seconds:g} s: {found_with.steps} steps and "
+                f"{found_with.changes} changes, {without.steps} steps without: "
+                f"{100 * found_with.steps / without.steps:.1f} %, to reach 95 %; accuracy {found_with.accuracy:.3f}, "
+                f"{without.accuracy:.3f} without, to reach 0.95"
             )
-            failures = {"seconds": given.seconds, "steps": steps, "changes": changes, "steps_without": without}
+            failures = {"seconds": given.seconds, "without": asdict(without), "with": asdict(found_with)}
     if given.output is not None:
         record = {"python": platform.python_version(), "rounds": given.rounds, "cases": found, "transfer": moved}
         record["failures"] = failures
