@@ -26,7 +26,7 @@ demo: $(VENV)/demo/.ready ## four processes: train on real data; change the stra
 demo-elastic: $(VENV)/demo/.ready ## train while ranks die, join and leave (ARGS="--html elastic.html" draws it)
 	PATH="$(CURDIR)/$(<D)/bin:$$PATH" kfcomm run -n 4 --elastic 2:6 python examples/elastic.py $(ARGS)
 
-test: coverage suite ## run the tests (NumPy alone: neither torch nor JAX)
+test: $(if $(ALL),coverage) suite ## run the tests (NumPy alone: neither torch nor JAX); ALL=1: slow ones, coverage
 
 coverage: $(VENV)/test/.ready ## core and strategies at 100 % of branches, by their own tests alone
 	@mkdir -p build/coverage
@@ -34,7 +34,7 @@ coverage: $(VENV)/test/.ready ## core and strategies at 100 % of branches, by th
 	$(<D)/bin/python -m coverage report
 
 suite: $(VENV)/test/.ready
-	$(<D)/bin/python -m pytest --ignore=tests/frameworks --ignore=tests/torch -n $(WORKERS) --dist loadscope $(ARGS)
+	$(<D)/bin/python -m pytest --ignore=tests/frameworks --ignore=tests/torch -n $(WORKERS) --dist loadscope $(if $(ALL),,-m "not slow") $(ARGS)
 
 search: $(VENV)/search/.ready ## random programs, kills, partitions, Ctrl-C, relays, fuzzing, soak (ARGS="--minutes 60 --seed 7")
 	$(<D)/bin/python -m tests.search $(ARGS)

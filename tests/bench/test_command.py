@@ -15,6 +15,8 @@ from kfcomm.rendezvous.settings import LINKS
 from tests.launch.launched import ROOT, environ, finished
 from tests.support import free_port
 
+pytestmark = pytest.mark.slow
+
 TINY = ("--sizes", "64B,4KiB", "--iterations", "2", "--warmup", "1")
 INSIDE = (sys.executable, "-m", "kfcomm", "bench")
 

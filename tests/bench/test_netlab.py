@@ -38,6 +38,8 @@ from bench.netlab.steps import Step, bound_s, rounds
 from kfcomm.errors import ConfigError
 from tests.launch.launched import ROOT, environ
 
+pytestmark = pytest.mark.slow
+
 NETNS = pytest.mark.netns
 IN_A_BED = "import subprocess, sys; from bench.netlab import *\nwith Netlab(even(2)) as bed:\n"
 PROGRAM = "with bed.start(['sh', '-c', 'echo up; exec sleep 1000'], collect=False) as program:\n    program.wait()"

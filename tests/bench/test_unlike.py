@@ -14,6 +14,8 @@ from bench.netlab.unlike import PACKED, Figure, bandwidth_of, table, verdict
 from kfcomm.probe import Probe
 from tests.launch.launched import ROOT
 
+pytestmark = pytest.mark.slow
+
 PROBING = """
 import asyncio, sys, kfcomm
 

@@ -9,6 +9,8 @@ import pytest
 
 from bench.netlab import Netlab, even, vanishing
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.netns
 def test_those_that_are_left_have_their_result(tmp_path: Path) -> None:

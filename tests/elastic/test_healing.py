@@ -13,6 +13,8 @@ from bench.netlab import Host, Netlab, even
 from tests.launch.launched import TOKEN, environ
 from tests.support import free_port
 
+pytestmark = pytest.mark.slow
+
 HOW_LONG_S = 120
 PROGRAM = """
 import json, sys, time

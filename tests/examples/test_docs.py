@@ -37,6 +37,8 @@ import kfcomm.testing
 from tests.launch.launched import ROOT, environ
 from tests.support import free_port
 
+pytestmark = pytest.mark.slow
+
 NEEDS = re.compile(r"^<!-- needs: \w+ -->$", re.MULTILINE)
 ALL_PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 PAGES_OF_FRAMEWORKS = [page for page in ALL_PAGES if NEEDS.search(page.read_text("utf-8"))]

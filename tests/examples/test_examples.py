@@ -9,6 +9,8 @@ import pytest
 
 from tests.launch.launched import ROOT, environ, finished
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = ROOT / "examples"
 
 

@@ -16,6 +16,8 @@ from kfcomm.launch.elastic import Elasticity, parse
 from kfcomm.rendezvous.board import Exit
 from tests.launch.launched import environ
 
+pytestmark = pytest.mark.slow
+
 TRAIN = """
 import os, signal, sys, time
 import numpy as np

@@ -17,6 +17,8 @@ from tests.launch.launched import TOKEN, environ
 from tests.launch.test_elastic import TRAIN
 from tests.support import free_port
 
+pytestmark = pytest.mark.slow
+
 HOSTS = ("127.0.0.1", "127.0.0.2")
 HOW_LONG_S = 120
 

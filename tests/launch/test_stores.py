@@ -19,6 +19,8 @@ from tests import etcds
 from tests.launch.launched import TOKEN, environ
 from tests.launch.stores import HOW_LONG_S, LONG, Job, kfcomm, outage
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:

@@ -10,6 +10,8 @@ import pytest
 from tests.programs.interruptible import UNNAMED
 from tests.programs.interrupts import CLOSED, MISSED, Nursery, Targets, interrupted, nursery, verbs, world
 
+pytestmark = pytest.mark.slow
+
 TRANSPORTS = ("shm", "unix", "tcp")
 SAMPLE = 40
 """Places of each verb."""

@@ -13,6 +13,8 @@ from tests.programs import roles
 from tests.programs.running import Outcome, Setting, run_world
 from tests.programs.walker import Plan, Report, worst
 
+pytestmark = pytest.mark.slow
+
 TRANSPORTS = ("shm", "unix", "tcp")
 SIZES = {"shm": 4, "unix": 3, "tcp": 2}
 PROGRAMS, CALLS = 6, 100

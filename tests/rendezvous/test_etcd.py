@@ -23,6 +23,8 @@ from kfcomm.rendezvous.etcd.mirror import Mirror
 from tests import etcds
 from tests.support import free_port
 
+pytestmark = pytest.mark.slow
+
 WITHIN_S = 30.0
 
 

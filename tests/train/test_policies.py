@@ -19,6 +19,8 @@ from kfcomm.train.pollux import Throughput
 from tests.conformance.worlds import world
 from tests.train.simulated import Cluster, Simulation
 
+pytestmark = pytest.mark.slow
+
 TIMES = Throughput(0.121, 0.00568, 0.236, 0.0118, 0.117, 0.0195, 1.78)
 """Those of adaptdl's tests."""
 SIGNAL, VARIANCE, INITIAL = 0.00136, 0.000502, 128
