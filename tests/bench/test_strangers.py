@@ -1,0 +1,19 @@
+"""Strangers at the ports of a job that works: the benchmark runs, and a rank joins beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench import strangers
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_job_works_on_beside_strangers_and_a_rank_joins(tmp_path: Path) -> None:
+    found = strangers.measure(50, 10, 0.5, tmp_path)
+    assert found["ports"] >= 4
+    assert found["before_s"] > 0
+    assert found["during_s"] > 0
+    assert found["joined_s"] > 0
