@@ -18,7 +18,8 @@ import numpy as np
 
 from kfcomm.arrays import adapt, dtype_of
 from kfcomm.elastic.communicator import ElasticCommunicator
-from kfcomm.elastic.ledger import Births, Ledger
+from kfcomm.elastic.entry import Births
+from kfcomm.elastic.ledger import Ledger
 from kfcomm.elastic.state import State, arrays_of, described, load, plan_of, rebuilt, small_of
 from kfcomm.elastic.stripes import Array, checksum
 from kfcomm.errors import ConfigError, KfcommError

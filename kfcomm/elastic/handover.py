@@ -21,7 +21,8 @@ import numpy as np
 
 from kfcomm.arrays import adapt
 from kfcomm.elastic.communicator import ElasticCommunicator
-from kfcomm.elastic.ledger import Births, Ledger
+from kfcomm.elastic.entry import Births
+from kfcomm.elastic.ledger import Ledger
 from kfcomm.elastic.state import State, arrays_of, difference, load, places_of, plan_of, small_of
 from kfcomm.elastic.stripes import Array, spread
 from kfcomm.errors import CollectiveError, ConfigError, KfcommError, PeerLost

@@ -16,8 +16,9 @@ from kfcomm.elastic.asked import Asked
 from kfcomm.elastic.buddies import Buddies
 from kfcomm.elastic.checkpoint import Checkpoint
 from kfcomm.elastic.communicator import ElasticCommunicator
+from kfcomm.elastic.entry import BOUNDARY, Births
 from kfcomm.elastic.handover import Handover, program_digest
-from kfcomm.elastic.ledger import BOUNDARY, Births, Ledger
+from kfcomm.elastic.ledger import Ledger
 from kfcomm.elastic.sampler import ElasticSampler, Indices, share
 from kfcomm.elastic.state import Kept, State
 from kfcomm.epochs import NO_PLAN, Plan

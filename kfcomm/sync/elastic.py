@@ -13,7 +13,8 @@ import numpy as np
 
 from kfcomm.elastic.calls import KINDS
 from kfcomm.elastic.communicator import ElasticCommunicator as Async
-from kfcomm.elastic.ledger import Entry, Ledger
+from kfcomm.elastic.entry import Entry
+from kfcomm.elastic.ledger import Ledger
 from kfcomm.elastic.loop import Elastic as AsyncElastic
 from kfcomm.elastic.loop import Step
 from kfcomm.elastic.sampler import ElasticSampler

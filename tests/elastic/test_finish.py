@@ -12,7 +12,8 @@ import pytest
 
 import kfcomm
 from kfcomm.elastic import Elastic, ElasticCommunicator, ElasticSampler, State
-from kfcomm.elastic.ledger import Entry, Ledger
+from kfcomm.elastic.entry import Entry
+from kfcomm.elastic.ledger import Ledger
 from kfcomm.elastic.verdicts import Standing
 from kfcomm.errors import CollectiveMismatch, ConfigError, EpochChanged, PeerLost, SessionClosed
 from kfcomm.testing import run_ranks, world
