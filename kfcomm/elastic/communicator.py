@@ -15,7 +15,8 @@ from kfcomm.collectives.handle import Handle
 from kfcomm.communicator import Communicator
 from kfcomm.elastic.calls import KINDS
 from kfcomm.elastic.ledger import Ledger
-from kfcomm.epochs import NO_PLAN, Plan, Released, tell_store
+from kfcomm.elastic.telling import Telling
+from kfcomm.epochs import NO_PLAN, Plan, Released
 from kfcomm.errors import CollectiveTimeout, ConfigError, RendezvousError
 from kfcomm.types import Candidate
 
@@ -38,6 +39,7 @@ class ElasticCommunicator:
     def __init__(self, comm: Communicator) -> None:
         self.current = comm
         self._ledger: Ledger | None = None
+        self._telling = Telling()
         self._by_births = {comm.births: comm}
 
     def __repr__(self) -> str:
@@ -106,7 +108,10 @@ class ElasticCommunicator:
             ConfigError: an ``Elastic`` is open, which does it by itself.
         """
         self._check_not_open("shrink")
-        self._move(await self.current.shrink(timeout=timeout))
+        former = self.current
+        self._telling.tell(former)  # whom it lets in takes part in what follows
+        self._move(await former.shrink(timeout=timeout))
+        self._telling.begin(self.current, former.births, NO_PLAN)
         return self
 
     async def agree(self, value: Any, *, timeout: Any = None) -> Any:
@@ -156,7 +161,7 @@ class ElasticCommunicator:
             except Released:
                 return False
             self._move(made)
-            await tell_store(made._session, comm.births, plan if is_planned else NO_PLAN, made.strategy.name)
+            self._telling.begin(made, comm.births, plan if is_planned else NO_PLAN)
         return True
 
     async def propose_size(self, size: int) -> None:
@@ -180,6 +185,7 @@ class ElasticCommunicator:
         """See ``kfcomm.Communicator.close``."""
         if self._ledger is not None:
             await self.end()
+        await self._telling.close()
         await self.current.close()
 
     async def __aenter__(self) -> Self:
@@ -205,7 +211,7 @@ class ElasticCommunicator:
             raise ConfigError("an Elastic is open on this communicator already")
         self.current._check_open()
         self._by_births = {self.current.births: self.current}
-        self._ledger = Ledger(self.current, self._move, finishes=finishes)
+        self._ledger = Ledger(self.current, self._move, self._telling, finishes=finishes)
         return self._ledger
 
     async def end(self) -> None:

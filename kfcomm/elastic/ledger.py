@@ -45,6 +45,7 @@ class Ledger(Posting):
     Args:
         comm: of the epoch.
         moved: told of the communicator of each new epoch.
+        telling: tells the store of each.
         finishes: what no rank has finished when one is lost is done again by the others; else it fails on all.
 
     Attributes:
@@ -55,7 +56,9 @@ class Ledger(Posting):
         paused_s: for how long calls have waited for these.
     """
 
-    def __init__(self, comm: Communicator, moved: Callable[[Communicator], None], *, finishes: bool = True) -> None:
+    def __init__(
+        self, comm: Communicator, moved: Callable[[Communicator], None], telling: Telling, *, finishes: bool = True
+    ) -> None:
         super().__init__(comm, finishes=finishes)
         self.plan = NO_PLAN
         self.is_released = False
@@ -67,7 +70,7 @@ class Ledger(Posting):
         self._uses: dict[str, int] = {}
         self._error: BaseException | None = None
         self._is_closed = False
-        self._telling = Telling()
+        self._telling = telling
         self._watch()
         if self._has_lost():
             self._start_change()

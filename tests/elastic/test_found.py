@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kfcomm.elastic import Elastic, ElasticCommunicator, ElasticSampler, State
-from kfcomm.errors import CollectiveTimeout, Partitioned
+from kfcomm.errors import CollectiveTimeout, EpochChanged, Partitioned, PeerLost
 from kfcomm.testing import Join, Kill, LostStore, Partition, Stop, run_in_virtual_time
 
 
@@ -58,6 +58,22 @@ async def long_train(comm: Any) -> tuple[int, ...]:
     return elastic_comm.births
 
 
+async def resized(comm: Any) -> tuple[int, ...]:
+    """Grow to five by a call of all, without an ``Elastic``, and go on with those that live; who takes part then."""
+    elastic_comm = ElasticCommunicator(comm)
+    is_asked = comm.epoch > 0
+    while elastic_comm.size != 3:
+        try:
+            if not is_asked:
+                is_asked = True
+                await elastic_comm.resize(5)
+            await elastic_comm.all_reduce(np.ones(2))
+        except (PeerLost, EpochChanged):
+            await elastic_comm.shrink()
+        await asyncio.sleep(0.001)
+    return elastic_comm.births
+
+
 def test_nobody_waits_for_a_rank_that_never_came_to_the_epoch() -> None:
     """The store's word lets one of two go on with a newcomer; the other has ended by then."""
     for seed in range(15):
@@ -93,3 +109,12 @@ def test_who_leaves_after_a_change_that_failed_hears_why_it_failed() -> None:
         events: list[Any] = [Kill(0, 0.04), Stop(1, 0.04, 3.0)]
         run = run_in_virtual_time(idle, 3, seed=seed, events=events, timeout=30.0)
         assert isinstance(run.failed[2], Partitioned)
+
+
+def test_a_newcomer_comes_by_resize_although_both_that_were_to_tell_the_store_are_lost() -> None:
+    for seed in range(2):
+        for killed_s in (0.02, 0.025, 0.03):
+            events: list[Any] = [Join(4, 0.004), LostStore(0.008, 0.5), Kill(0, killed_s), Kill(1, killed_s)]
+            run = run_in_virtual_time(resized, 4, seed=seed, events=events, strategy="chain_star", timeout=20.0)
+            assert run.failed == {}
+            assert set(run.results.values()) == {(2, 3, 4)}

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from kfcomm.errors import ConfigError, LocalProtocolError, RendezvousError
 from kfcomm.rendezvous.board import MAX_VALUE_NBYTES, Closed, Exit
-from kfcomm.rendezvous.etcd import mirror
+from kfcomm.rendezvous.etcd import gateway, mirror
 from kfcomm.rendezvous.etcd.address import parse
 from kfcomm.rendezvous.etcd.mirror import Mirror
 from tests import etcds
@@ -140,6 +140,18 @@ async def test_without_a_quorum_writes_wait_and_reads_do_not(tmp_path: Path, cap
             three.start(leader)
             assert await waiting == b"3"
             assert "answers again" in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_before_a_job_begins_nothing_is_said_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "kfcomm.etcd")
+    monkeypatch.setattr(gateway, "SAID_AFTER_S", 0.0)
+    with pytest.raises(RendezvousError, match="could not be reached within"):
+        await Mirror.begin(parse("etcd://127.0.0.1:1/job", {}), is_first=True, within_s=0.3)
+    assert "does not answer: nothing is started before it does" in caplog.text
+    assert "training goes on" not in caplog.text
 
 
 @pytest.mark.asyncio

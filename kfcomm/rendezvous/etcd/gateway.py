@@ -64,11 +64,13 @@ class Gateway:
 
     Attributes:
         trouble: why the last attempt failed; empty if it did not.
+        is_in_use: whether a job runs that needs it for changes alone; before, nothing begins without it.
     """
 
     def __init__(self, address: Address) -> None:
         self.address = address
         self.trouble = ""
+        self.is_in_use = False
         self._at = 0
         self._token = ""
         self._since_s: float | None = None
@@ -196,7 +198,8 @@ class Gateway:
         self._since_s = _now_s() if self._since_s is None else self._since_s
         if not self._is_said and _now_s() - self._since_s > SAID_AFTER_S:
             self._is_said = True
-            _LOG.warning("%s does not answer: training goes on, and changes wait (%s)", self.address, cause)
+            meanwhile = "training goes on, and changes wait" if self.is_in_use else "nothing is started before it does"
+            _LOG.warning("%s does not answer: %s (%s)", self.address, meanwhile, cause)
         self.next_member()
 
     def _has_answered(self) -> None:

@@ -83,6 +83,7 @@ class Mirror(Lasting):
             await made._revoke(made._lock)
             await made._gateway.close()
             raise
+        made._gateway.is_in_use = True
         loop = asyncio.get_running_loop()
         made._tasks = [loop.create_task(made._follow()), loop.create_task(made._keep_alive())]
         return made
