@@ -32,7 +32,7 @@ from kfcomm.transports.shm.segment import SharingRefused, why_unsupported
 from kfcomm.transports.shm.sharing import Sharing
 from kfcomm.transports.sockets import Address, Listener
 from kfcomm.transports.stream import StreamLink
-from kfcomm.types import Candidate, Costs, Layout
+from kfcomm.types import Candidate, Costs, Layout, Wanted
 
 if TYPE_CHECKING:
     from kfcomm.control.base import ControlEvents, ControlPlane, StatusSource
@@ -128,7 +128,7 @@ class Alone:
     async def give_up(self, births: Collection[int]) -> None:
         """There is nobody."""
 
-    async def wanted_size(self, known: int) -> int:
+    async def wanted(self, known: Wanted) -> Wanted:
         """Nobody asks."""
         return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
@@ -471,13 +471,13 @@ class SocketNetwork:
         for birth in births:
             await self._meeting.client.claim(f"{GIVEN_UP}/{birth}", b"")
 
-    async def wanted_size(self, known: int) -> int:
+    async def wanted(self, known: Wanted) -> Wanted:
         """See ``session.Network``."""
         from kfcomm.rendezvous.folders import StoreClosed
 
-        async for size in self._meeting.client.watch_sizes():
-            if size != known:
-                return size
+        async for wanted in self._meeting.client.watch_wanted():
+            if wanted != known:
+                return wanted
         raise StoreClosed("the store is gone")
 
     async def want_size(self, size: int) -> None:

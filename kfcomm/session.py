@@ -41,7 +41,7 @@ from kfcomm.transports.connection import Connection
 from kfcomm.transports.device_setup import DeviceSetup
 from kfcomm.transports.reactor import Reactor
 from kfcomm.transports.shm.heap import Array
-from kfcomm.types import Candidate, Layout
+from kfcomm.types import Candidate, Layout, Wanted
 
 logger = logging.getLogger("kfcomm")
 
@@ -119,8 +119,8 @@ class Network(Protocol):
     async def give_up(self, births: Collection[int]) -> None:
         """Tell the launcher that the processes of these births were given up."""
 
-    async def wanted_size(self, known: int) -> int:
-        """Wait until somebody asks for another number of ranks than ``known``; that number."""
+    async def wanted(self, known: Wanted) -> Wanted:
+        """Wait until somebody asks for anything but what is ``known``; that."""
 
     async def want_size(self, size: int) -> None:
         """Ask for so many ranks."""

@@ -29,6 +29,22 @@ class Candidate(NamedTuple):
     about: bytes
 
 
+ANY_SIZE = -1
+"""Nobody has asked for a number of ranks."""
+
+
+class Wanted(NamedTuple):
+    """What is asked of the ranks of a running job.
+
+    Attributes:
+        size: how many there are to be.
+        leavers: births of those that are to go, whatever the size.
+    """
+
+    size: int = ANY_SIZE
+    leavers: tuple[int, ...] = ()
+
+
 class Op(StrEnum):
     """How the contributions of the ranks are combined."""
 

@@ -11,12 +11,9 @@ from kfcomm.communicator import Communicator
 from kfcomm.epochs import NO_PLAN, Plan
 from kfcomm.errors import RendezvousError
 from kfcomm.rendezvous.folders import AGAIN_S, StoreClosed
-from kfcomm.types import Candidate
+from kfcomm.types import ANY_SIZE, Candidate, Wanted
 
 logger = logging.getLogger("kfcomm")
-
-ANY = -1
-"""Nobody has asked for a size."""
 
 
 class Asked:
@@ -25,7 +22,7 @@ class Asked:
     def __init__(self) -> None:
         self._candidates: dict[int, Candidate] = {}
         self._known: set[int] = set()
-        self._size = ANY
+        self._wanted = Wanted()
         self._tasks: list[asyncio.Task[None]] = []
 
     def look(self, comm: Communicator) -> None:
@@ -39,18 +36,24 @@ class Asked:
                     self._known.add(one.birth)
                     self._candidates[one.birth] = one
 
-            async def hear_sizes() -> None:
-                self._size = await network.wanted_size(self._size)
+            async def hear_wishes() -> None:
+                self._wanted = await network.wanted(self._wanted)
 
-            for hear in (hear_candidates, hear_sizes):
+            for hear in (hear_candidates, hear_wishes):
                 self._tasks.append(loop.create_task(_until_over(hear), name="kfcomm hears what is asked"))
 
     def plan(self, comm: Communicator) -> Plan:
-        """What is to be done about it: who waits is let in, as long as the size allows it; the last ones go."""
-        room = len(self._candidates) if self._size == ANY else max(0, self._size - comm.size)
-        joiners = tuple(sorted(self._candidates.values())[:room])
-        excess = 0 if self._size == ANY else max(0, comm.size - self._size)
-        return Plan(joiners, comm.births[comm.size - excess :])
+        """What is to be done about it: who waits is let in, as long as the size allows it; who is asked to goes.
+
+        If there are too many besides, the last ones go. One rank that has the state stays in any case.
+        """
+        size, leavers = self._wanted
+        staying = [birth for birth in comm.births if birth not in leavers] or [comm.births[0]]
+        waiting = sorted(self._candidates.values())
+        if size != ANY_SIZE:
+            staying = staying[: max(1, size)]
+            waiting = waiting[: max(0, size - len(staying))]
+        return Plan(tuple(waiting), tuple(birth for birth in comm.births if birth not in staying))
 
     def is_wanted(self, comm: Communicator) -> bool:
         """Whether this rank is the first, and something is to be done."""

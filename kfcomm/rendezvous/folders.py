@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 
 from kfcomm.errors import RendezvousError
 from kfcomm.rendezvous.board import ENTRY, SIZES
+from kfcomm.types import Wanted
 
 _WAIT_S = 20.0
 AGAIN_S = 1.0
@@ -50,12 +51,28 @@ class Folders(ABC):
                 yield int(name), found[name]
 
     async def watch_sizes(self) -> AsyncIterator[int]:
-        """Each number of ranks that is asked for; those that others have followed already are left out."""
-        count = 1
-        while (found := await self._found(SIZES, count)) is not None:
-            if len(found) >= count:
-                count = len(found) + 1
-                yield int(found[str(count - 1)])
+        """Each number of ranks that is asked for; those that others have followed already are left out.
+
+        What the launcher makes of it, by `hold`, is none.
+        """
+        async for told in self._told():
+            sizes = [wanted.size for wanted, is_held in told if not is_held]
+            if sizes:
+                yield sizes[-1]
+
+    async def watch_wanted(self) -> AsyncIterator[Wanted]:
+        """What is asked of the ranks, by whomever: each that no other has followed already."""
+        async for told in self._told():
+            yield told[-1][0]
+
+    async def _told(self) -> AsyncIterator[list[tuple[Wanted, bool]]]:
+        """What comes together of what is asked, and whether the launcher has said it."""
+        count = 0
+        while (found := await self._found(SIZES, count + 1)) is not None:
+            new = [read_wanted(found[str(number)]) for number in range(count + 1, len(found) + 1)]
+            count = len(found)
+            if new:
+                yield new
 
     async def _found(self, folder: str, count: int) -> dict[str, bytes] | None:
         """As `collect`, for as long as there is a store, or may be again; None if there is none any more."""
@@ -69,7 +86,14 @@ class Folders(ABC):
 
     async def ask_size(self, size: int) -> None:
         """Ask for so many ranks."""
-        mine, is_told = b"%d" % size, False
+        await self._ask_for(b"%d" % size)
+
+    async def hold(self, wanted: Wanted) -> None:
+        """Have the ranks keep to this: said by the launcher of the first host, which knows what there is room for."""
+        await self._ask_for(b"%d %s" % (wanted.size, b",".join(b"%d" % birth for birth in wanted.leavers)))
+
+    async def _ask_for(self, mine: bytes) -> None:
+        is_told = False
         while not is_told:
             number = 1 + len(await self.collect(SIZES, 0, timeout_s=0.0))
             is_told = await self.claim(f"{SIZES}/{number}", mine) == mine
@@ -77,3 +101,9 @@ class Folders(ABC):
     async def was_let_in(self, birth: int) -> bool:
         """Whether a process that was started later is a rank of the job, or was."""
         return await self.find(f"{ENTRY}/{birth}") is not None
+
+
+def read_wanted(told: bytes) -> tuple[Wanted, bool]:
+    """What lies in the folder of sizes, and whether the launcher has said it."""
+    size, is_held, leavers = told.partition(b" ")
+    return Wanted(int(size), tuple(int(birth) for birth in leavers.split(b",") if birth)), bool(is_held)

@@ -6,13 +6,10 @@ import asyncio
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from kfcomm.types import Candidate
+from kfcomm.types import Candidate, Wanted
 
 if TYPE_CHECKING:
     from kfcomm.testing.worlds import Epoch
-
-ANY_SIZE = -1
-"""Nobody has asked for a size."""
 
 
 class Welcome(NamedTuple):
@@ -34,7 +31,7 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self._waiting: dict[int, asyncio.Future[Welcome]] = {}
-        self._size = ANY_SIZE
+        self._wanted = Wanted()
         self._changed = asyncio.Event()
 
     async def ask_in(self, birth: int) -> Welcome:
@@ -56,19 +53,19 @@ class MemoryStore:
             if waiting is not None and not waiting.done():
                 waiting.set_result(said)
 
-    async def wanted_size(self, known: int) -> int:
-        """The size that was asked for last, as soon as it is another."""
-        while self._size in (ANY_SIZE, known):
+    async def wanted(self, known: Wanted) -> Wanted:
+        """What was asked last, as soon as it is something else."""
+        while self._wanted in (Wanted(), known):
             await self.changed()
-        return self._size
+        return self._wanted
 
     async def want_size(self, size: int) -> None:
         """Ask for so many ranks."""
         self.set_size(size)
 
-    def set_size(self, size: int) -> None:
-        """Somebody outside of the world asks for so many."""
-        self._size = size
+    def set_size(self, size: int, leavers: tuple[int, ...] = ()) -> None:
+        """Somebody outside of the world asks for so many, and for these to go."""
+        self._wanted = Wanted(size, leavers)
         self._tell()
 
     async def has_word(self, birth: int, living: Sequence[int], epoch: int) -> bool:

@@ -29,7 +29,7 @@ from kfcomm.transports.device_setup import DeviceSetup
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor
 from kfcomm.transports.shm.heap import Array
-from kfcomm.types import Candidate, Layout, Seconds
+from kfcomm.types import Candidate, Layout, Seconds, Wanted
 
 T = TypeVar("T")
 
@@ -151,9 +151,9 @@ class _Way:
     async def give_up(self, births: Collection[int]) -> None:
         """There is no launcher."""
 
-    async def wanted_size(self, known: int) -> int:
+    async def wanted(self, known: Wanted) -> Wanted:
         """See ``session.Network``."""
-        return await self._store.wanted_size(known)
+        return await self._store.wanted(known)
 
     async def want_size(self, size: int) -> None:
         """See ``session.Network``."""

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from kfcomm.errors import RendezvousError
 from kfcomm.testing.store import MemoryStore, Welcome
 from kfcomm.testing.virtual.network import NetworkModel
-from kfcomm.types import Candidate
+from kfcomm.types import Candidate, Wanted
 
 WORD_WITHIN_S = 2.0
 """So long whoever asks for the store's word waits for it."""
@@ -60,14 +60,14 @@ class VirtualStore(MemoryStore):
         await self._reached()
         await super().welcome(births, said)
 
-    async def wanted_size(self, known: int) -> int:
+    async def wanted(self, known: Wanted) -> Wanted:
         """See `MemoryStore`.
 
         Raises:
             RendezvousError: it is lost.
         """
         await self._latency()
-        return await super().wanted_size(known)
+        return await super().wanted(known)
 
     async def want_size(self, size: int) -> None:
         """See `MemoryStore`."""
