@@ -243,6 +243,7 @@ class SocketNetwork:
         self._inbound: Waiter
         self._reactor: Reactor
         self._sharing: Sharing | None = None
+        self._former: Sharing | None = None
         self._fallback_said = False
         self._unshared: set[int] = set()
         self._control: ControlThread | None = None
@@ -354,7 +355,10 @@ class SocketNetwork:
         local = [peer for peer in range(len(self.peers)) if self._is_here(peer)]
         if self._settings.links in ("auto", "shm") and len(local) > 1:
             has_far = len(local) < len(self.peers)
-            self._sharing = Sharing(self._loop, reactor, inbound, local, self._me.rank, has_far=has_far)
+            self._sharing = Sharing(
+                self._loop, reactor, inbound, local, self._me.rank, has_far=has_far, former=self._former
+            )
+            self._former = None
             inbound.tell_waits(self._sharing.hub.wake)
         self._control = ControlThread(self._world, self._listener, reactor, events, status)
         self._control.start()
@@ -425,7 +429,7 @@ class SocketNetwork:
     def next(
         self, listener: Listener, doors: Mapping[int, tuple[int, str | None]], epoch: int, joiners: Sequence[Candidate]
     ) -> SocketNetwork:
-        """The network of those that go on, where port and Unix socket of each are these. The store goes with it."""
+        """The network of those that go on, given port and Unix socket of each. The store and memory go with it."""
         self._is_over = True
         peers = [
             replace(self.peers[old], rank=rank, port=port, unix=unix)
@@ -433,7 +437,9 @@ class SocketNetwork:
         ]
         peers += [replace(PeerInfo.from_wire(one.about), rank=len(doors) + place) for place, one in enumerate(joiners)]
         births = [*(self.births[old] for old in doors), *(one.birth for one in joiners)]
-        return SocketNetwork(self._meeting, peers, listener, births, epoch)
+        made = SocketNetwork(self._meeting, peers, listener, births, epoch)
+        made._former = self._sharing
+        return made
 
     async def candidates(self, known: Collection[int]) -> list[Candidate]:
         """See ``session.Network``; whom this version of kfcomm does not understand is left out."""

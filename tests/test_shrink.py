@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,45 @@ async def test_who_lives_goes_on(transport: Any, victims: tuple[int, ...]) -> No
                 await comm.shrink()
             again = await after.shrink()
             assert (again.epoch, await total(again)) == (2, len(births))
+
+        await run_ranks(comms, main)
+
+
+def shown_by(comm: Any) -> Any:
+    """From which memory this rank shows things to others."""
+    network = comm._session.network
+    return network._links._ranks[network._rank]._arena
+
+
+def arena_of(comm: Any) -> int:
+    """What tells it from all others."""
+    return os.fstat(shown_by(comm).descriptor).st_ino
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+@pytest.mark.asyncio
+async def test_memory_goes_on_to_the_next_epoch_unless_the_lost_may_read_there(is_over: bool) -> None:
+    async with world(3, transport="shm") as comms:
+        all_have_it = asyncio.Barrier(3)
+
+        async def main(comm: kfcomm.Communicator) -> None:
+            x = np.full(1 << 20, comm.rank + 1.0)
+            assert (await comm.all_reduce(x, name="x"))[-1] == 6
+            before = arena_of(comm)
+            if not is_over:
+                shown_by(comm).is_doubtful = True
+            await all_have_it.wait()
+            if comm.rank == 2:
+                comms.kill(2)
+                return
+            await until_lost(comm)
+            after = await comm.shrink()
+            for _ in range(4):
+                assert (await after.all_reduce(x, name="x"))[-1] == 3
+            assert (arena_of(after) == before) == is_over
+            once_more = await after.shrink()
+            assert (await once_more.all_reduce(x, name="x"))[-1] == 3
+            assert (arena_of(once_more) == before) == is_over
 
         await run_ranks(comms, main)
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import socket
+from collections.abc import Sequence
 from typing import Protocol
 
 from kfcomm.errors import TransportError
@@ -89,18 +90,31 @@ class InMemory:
 
 
 class InSharedMemory:
-    """Everything as between processes: arenas, rings, and socket pairs in place of dialled connections."""
+    """Everything as between processes: arenas, rings, and socket pairs in place of dialled connections.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, reactor: Reactor, size: int) -> None:
+    Args:
+        loop: where links are agreed on.
+        reactor: who drives them then.
+        births: of the ranks of this epoch.
+        latest: what each rank shared last, by birth: it goes over into this epoch, and is replaced.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, reactor: Reactor, births: Sequence[int], latest: dict[int, Sharing]
+    ) -> None:
         self._loop = loop
         self._reactor = reactor
-        self._size = size
+        self._births = births
+        self._latest = latest
         self._ranks: dict[int, Sharing] = {}
         self._cut: set[int] = set()
 
     def add(self, rank: int, waiter: Waiter) -> None:
         """See `Links.add`."""
-        sharing = self._ranks[rank] = Sharing(self._loop, self._reactor, waiter, range(self._size), rank)
+        birth, ranks = self._births[rank], range(len(self._births))
+        former = self._latest.get(birth)
+        sharing = Sharing(self._loop, self._reactor, waiter, ranks, rank, former=former)
+        self._ranks[rank] = self._latest[birth] = sharing
         waiter.tell_waits(sharing.hub.wake)
 
     async def connect(self, rank: int, peer: int) -> Link:

@@ -29,6 +29,7 @@ from kfcomm.transports.device_setup import DeviceSetup
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor
 from kfcomm.transports.shm.heap import Array
+from kfcomm.transports.shm.sharing import Sharing
 from kfcomm.types import Candidate, Layout, Seconds, Wanted
 
 T = TypeVar("T")
@@ -258,6 +259,7 @@ class MemoryWorld(Sequence[Communicator]):
             reactor = Reactor()
             self._driver = LoopDriver(reactor, loop, looks=1)
         self.dead: set[int] = set()
+        self._latest: dict[int, Sharing] = {}
         self.store = self.new_store()
         self.reports = {rank: setup.reports[rank] for rank, setup in enumerate(setups)}
         self._settings = (limit_s, stall_s, monitor)
@@ -330,7 +332,7 @@ class MemoryWorld(Sequence[Communicator]):
     def new_links(self, births: tuple[int, ...]) -> Links:
         """What joins the ranks of an epoch."""
         if self._transport == "shm":
-            return InSharedMemory(self._loop, self._reactor, len(births))
+            return InSharedMemory(self._loop, self._reactor, births, self._latest)
         return InMemory(self._reactor)
 
     def new_hub(self, births: tuple[int, ...]) -> MemoryHub:

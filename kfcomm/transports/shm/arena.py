@@ -32,15 +32,22 @@ def pieces_in(mapping: mmap.mmap) -> memoryview:
 class Arena:
     """Pieces of ``num_slabs`` MiB.
 
+    Args:
+        num_slabs: how many.
+        segment: descriptor and mapping of a segment for so many, if it is not to be made.
+
     Attributes:
-        descriptor: of the segment, to be passed to peers.
+        num_slabs: see above.
+        descriptor: of the segment, to be passed to peers; -1 when it is closed or handed on.
         nbytes: the size of the segment.
         num_freed: pieces that ever came free.
+        is_doubtful: a piece was taken back from a reader that has not given it back: it may read there yet.
     """
 
-    def __init__(self, num_slabs: int) -> None:
+    def __init__(self, num_slabs: int, segment: tuple[int, mmap.mmap] | None = None) -> None:
+        self.num_slabs = num_slabs
         self.nbytes = num_slabs * SLAB_NBYTES + 2 * SKEW_NBYTES
-        self.descriptor, self._mapping = create("kfcomm-arena", self.nbytes)
+        self.descriptor, self._mapping = segment or create("kfcomm-arena", self.nbytes)
         self._view = pieces_in(self._mapping)
         self._idle_slabs = list(range(num_slabs - 1, -1, -1))
         self._free: tuple[list[int], ...] = tuple([] for _ in PIECE_NBYTES)
@@ -48,6 +55,7 @@ class Arena:
         self._used_of_slab = [0] * num_slabs
         self._readers: dict[int, int] = {}
         self.num_freed = 0
+        self.is_doubtful = False
         self._last: weakref.ref[memoryview] | None = None
         self._last_piece = 0
 
@@ -123,6 +131,22 @@ class Arena:
         slab = piece // SLAB_NBYTES
         self._used_of_slab[slab] -= 1
         self._free[self._size_of_slab[slab]].append(piece)
+
+    def handed_on(self) -> Arena | None:
+        """The same memory for other links, of which all is free; for these here there is none any more.
+
+        So its pages, which the system takes longer to give than a copy takes, are used again. None, and nothing has
+        changed, where anybody may still read in it, or makes something there.
+        """
+        if self._readers or self.is_doubtful or self.descriptor < 0:
+            return None
+        made = Arena(self.num_slabs, (self.descriptor, self._mapping))
+        self.descriptor = -1
+        self._idle_slabs, self._size_of_slab, self._used_of_slab = [], [], []
+        self._free = tuple([] for _ in PIECE_NBYTES)
+        with contextlib.suppress(BufferError):
+            self._view.release()
+        return made
 
     def close(self) -> None:
         """Nothing more is published; peers keep what they have mapped, and so does who holds a view of a piece."""

@@ -300,7 +300,9 @@ class ShmSender(ShmLink):
         return not self._pieces or bool(self._words[Word.CLOSED] == 1)
 
     def free_pieces(self) -> None:
-        """The peer reads them no more: it has said so, or it is gone."""
+        """The peer reads them no more: it has said so, or it is gone, as far as is known."""
+        if not self.may_reuse():
+            self._arena.is_doubtful = True
         for piece in self._pieces:
             self._arena.release(piece)
         self._pieces.clear()

@@ -43,6 +43,7 @@ class Sharing:
         ranks: world ranks on this host.
         rank: of this process.
         has_far: there are ranks on other hosts.
+        former: that of the epoch before. Its arena is taken over, if nobody reads in it any more.
 
     Attributes:
         hub: looks after the links.
@@ -51,7 +52,7 @@ class Sharing:
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, reactor: Reactor, inbound: Waiter, ranks: Sequence[int], rank: int, *,
-        has_far: bool = False,
+        has_far: bool = False, former: Sharing | None = None,
     ) -> None:  # fmt: skip
         num_peers = len(ranks) - 1
         self.hub = Hub(reactor, inbound.is_waiting, inbound.slots, has_far=has_far)
@@ -64,7 +65,7 @@ class Sharing:
         # Each piece lent may hold a slab: half of them must always come back at once.
         self._max_lent = self._num_slabs // (2 * max(1, num_peers))
         self._large_window_nbytes = self._num_slabs * SLAB_NBYTES // (num_peers + 1)
-        self._arena: Arena | None = None
+        self._arena = None if former is None else former._handed_on(self._num_slabs)
         self._slots: SlotMemory | None = None
         self._greetings: set[asyncio.Task[None]] = set()
 
@@ -117,6 +118,10 @@ class Sharing:
         if self._slots is not None:
             self._slots.close()
         self.heaps.close()
+
+    def _handed_on(self, num_slabs: int) -> Arena | None:
+        arena = self._arena
+        return arena.handed_on() if arena is not None and arena.num_slabs == num_slabs else None
 
     def _greeted(self, task: asyncio.Task[None], sock: socket.socket) -> None:
         self._greetings.discard(task)

@@ -1,4 +1,5 @@
 import gc
+import os
 
 import pytest
 from hypothesis import given, settings
@@ -199,3 +200,49 @@ def test_closing_gives_back_the_memory_but_not_what_a_peer_has_mapped():
     assert mapped[piece : piece + 5000] == NOISE[:5000]
     arena.release(piece)
     assert arena.pieces_in_use == 0
+
+
+# To the next epoch
+
+
+def inode(arena):
+    return os.fstat(arena.descriptor).st_ino
+
+
+def test_what_nobody_reads_goes_on_and_is_free():
+    arena = Arena(1)
+    pieces = [arena.publish(NOISE[start : start + 5000]) for start in range(3)]
+    for piece in pieces:
+        arena.release(piece)
+    where = inode(arena)
+    after = arena.handed_on()
+    assert (arena.descriptor, inode(after), after.num_slabs, after.nbytes) == (-1, where, 1, arena.nbytes)
+    assert arena.publish(NOISE[:5000]) is None  # for the links of the former epoch
+    assert arena.reserve(SLAB_NBYTES) is None
+    assert arena.handed_on() is None
+    arena.close()
+    whole = after.publish(NOISE[:SLAB_NBYTES])
+    assert read(after, whole, SLAB_NBYTES) == NOISE[:SLAB_NBYTES]
+    assert read(after, whole, 5000) == NOISE[:5000]
+    after.release(whole)
+    after.close()
+
+
+@pytest.mark.parametrize("keep", ["publish", "reserve"])
+def test_what_is_read_or_made_keeps_an_arena_where_it_is(arena, keep):
+    kept = getattr(arena, keep)(NOISE[:5000] if keep == "publish" else 5000)
+    assert arena.handed_on() is None
+    assert arena.descriptor >= 0
+    other = arena.publish(NOISE[1:5001])
+    assert read(arena, other, 5000) == NOISE[1:5001]
+    arena.release(other)
+    arena.release(kept) if keep == "publish" else kept.release()
+    after = arena.handed_on()
+    assert after is not None
+    after.close()
+
+
+def test_where_a_reader_may_be_that_is_given_up_nothing_is_written_again(arena):
+    arena.is_doubtful = True
+    assert arena.handed_on() is None
+    assert arena.descriptor >= 0

@@ -534,6 +534,7 @@ async def test_a_piece_is_not_used_again_after_a_broken_link_until_the_peer_says
         hub.reclaim()
         assert arena.pieces_in_use == 0
         assert not hub._ended
+        assert not arena.is_doubtful
 
 
 @pytest.mark.asyncio
@@ -553,6 +554,7 @@ async def test_what_is_kept_for_a_peer_that_is_gone_is_free_at_once_and_later_to
         assert here.arena.pieces_in_use == 1
         two.link.abort()  # noticed only now
         assert here.arena.pieces_in_use == 0
+        assert here.arena.is_doubtful  # it may live all the same, and read
         await one.close()
         await two.close()
 
