@@ -1,6 +1,6 @@
 """What a policy's context stands on: what holds, and how what all ranks ask for is done.
 
-Two things are hosts: a running ``Adaptation``, and a replay of what one has recorded.
+Two things are hosts: a running ``Adaptation``, and a `GivenHost`, on which a replay of what one has recorded stands.
 """
 
 from __future__ import annotations
@@ -150,6 +150,51 @@ class Host(ABC):
             self.holders.pop(subject, None)
         else:
             self.holders[subject] = runner
+
+
+class GivenHost(Host):
+    """A host without ranks: what holds is what it is told, as rank 0 sees it.
+
+    Attributes:
+        can_change: whether the ranks can.
+    """
+
+    can_change = True
+    _layout: Layout
+    _strategy: AnyStrategy
+
+    @property
+    def size(self) -> int:
+        """Of the layout."""
+        return self._layout.size
+
+    @property
+    def rank(self) -> int:
+        """The first."""
+        return 0
+
+    @property
+    def layout(self) -> Layout:
+        """As it was told."""
+        return self._layout
+
+    @property
+    def strategy(self) -> AnyStrategy:
+        """The one that was told, or asked for, last."""
+        return self._strategy
+
+    async def change_strategy(self, chosen: AnyStrategy, runner: Named | None) -> None:
+        """It is in force."""
+        self._strategy = chosen
+        self._held_by(STRATEGY, runner)
+
+    def check_size(self, size: int) -> int:
+        """See `checked_size`."""
+        return checked_size(size, can_change=self.can_change)
+
+    async def change_size(self, size: int, runner: Named) -> None:
+        """It is asked for; the layout stays."""
+        self._held_by(SIZE, runner)
 
 
 def checked_size(size: Any, *, can_change: bool) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kfcomm.adapt.decision import Decision
-from kfcomm.adapt.host import SIZE, STRATEGY, Host, Named, checked_size
+from kfcomm.adapt.host import SIZE, STRATEGY, GivenHost, Named
 from kfcomm.adapt.hyperparameters import Hyperparameters
 from kfcomm.adapt.meeting import MAX_ROUNDS, raised
 from kfcomm.adapt.metrics import StepMetrics
@@ -64,7 +64,7 @@ class _Unknown:
     digest: bytes
 
 
-class _ReplayHost(Host):
+class _ReplayHost(GivenHost):
     """What held in the run."""
 
     def __init__(self) -> None:
@@ -73,29 +73,12 @@ class _ReplayHost(Host):
         self.lacking: ConfigError | None = None
         self._layout = Layout.even(1)
         self._known: dict[bytes, AnyStrategy] = {}
-        self._can_change = False
-
-    @property
-    def size(self) -> int:
-        return self._layout.size
-
-    @property
-    def rank(self) -> int:
-        return 0
-
-    @property
-    def layout(self) -> Layout:
-        return self._layout
-
-    @property
-    def strategy(self) -> AnyStrategy:
-        return self._strategy
 
     def start(self, line: Line) -> None:
         """The ranks are these from now on."""
         layout = line["layout"]
         self._layout = Layout(tuple(layout["hosts"]), layout["num_cpus"], Costs(*layout["costs"]))
-        self._can_change = line["can_change"]
+        self.can_change = line["can_change"]
         self.num_steps = line["begins"]
         self.hyperparameters = Hyperparameters.from_json(line["hyperparameters"])
         self.see(line["strategy"])
@@ -115,14 +98,8 @@ class _ReplayHost(Host):
         )
 
     async def change_strategy(self, chosen: AnyStrategy, runner: Named | None) -> None:
-        self._known[chosen.digest] = self._strategy = chosen
-        self._held_by(STRATEGY, runner)
-
-    def check_size(self, size: int) -> int:
-        return checked_size(size, can_change=self._can_change)
-
-    async def change_size(self, size: int, runner: Named) -> None:
-        self._held_by(SIZE, runner)
+        self._known[chosen.digest] = chosen
+        await super().change_strategy(chosen, runner)
 
     async def together(self, what: str, call: Callable[[Communicator], Awaitable[T]], runner: Runner) -> T:
         found = next((one for one in self.results if one["together"] == what), None)

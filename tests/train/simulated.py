@@ -10,10 +10,10 @@ from random import Random
 from typing import Any
 
 from kfcomm.adapt import Decision, Hyperparameters, Policy, StepMetrics
-from kfcomm.adapt.host import SIZE, STRATEGY, Host, Named, checked_size
+from kfcomm.adapt.host import GivenHost, Named
 from kfcomm.adapt.meeting import overrule
 from kfcomm.adapt.runner import Runner
-from kfcomm.strategies import AnyStrategy, build
+from kfcomm.strategies import build
 from kfcomm.train.pollux import GradientStatistics, Shape, Throughput, efficiency
 from kfcomm.types import Layout
 
@@ -65,7 +65,7 @@ class Cluster:
         return Shape(self.hosts(ranks), ranks, batch / ranks)
 
 
-class SimulatedHost(Host):
+class SimulatedHost(GivenHost):
     """Where policies run: what they ask for is so from the next step on."""
 
     def __init__(self, cluster: Cluster, ranks: int, given: Hyperparameters) -> None:
@@ -78,32 +78,9 @@ class SimulatedHost(Host):
         self._layout = Layout.even(ranks, self.cluster.hosts(ranks))
         self._strategy = build("ring", self._layout)
 
-    @property
-    def size(self) -> int:
-        return self._layout.size
-
-    @property
-    def rank(self) -> int:
-        return 0
-
-    @property
-    def layout(self) -> Layout:
-        return self._layout
-
-    @property
-    def strategy(self) -> AnyStrategy:
-        return self._strategy
-
-    async def change_strategy(self, chosen: AnyStrategy, runner: Named | None) -> None:
-        self._strategy = chosen
-        self._held_by(STRATEGY, runner)
-
-    def check_size(self, size: int) -> int:
-        return checked_size(size, can_change=True)
-
     async def change_size(self, size: int, runner: Named) -> None:
         self.wanted = size
-        self._held_by(SIZE, runner)
+        await super().change_size(size, runner)
 
     async def together(self, what: str, call: Callable[[Any], Awaitable[Any]], runner: Runner) -> Any:
         raise NotImplementedError
