@@ -1,8 +1,12 @@
 """What gradients tell while they are averaged: sums that travel with them, and what follows from these.
 
-One array of two numbers goes along with the gradients of a rank: |g_i|² and one over its batch. Their means over the
-ranks, and |ḡ|² of the mean gradient that every rank gets anyway, are enough for the noise scale, the variance and the
-cosine. So no further collective is made, and no further vector travels.
+One array of three numbers goes along with the gradients of a rank: |g_i|², one over its batch, and its share of |ḡ|² of
+the step before. The mean gradient ḡ is the same on all ranks, so that each squares a part of it only, and the sum of
+the parts comes with the next step. Their means over the ranks are enough for the noise scale, the variance and the
+cosine of that step. So no further collective is made, and no further vector travels.
+
+Invariant: what is learned of a step is learned from sums of that step alone, at the end of the next one, by all ranks
+from the same bits.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,7 +23,7 @@ from kfcomm.errors import ConfigError
 from kfcomm.train.agreement import count_problem
 from kfcomm.train.averages import MovingAverage
 from kfcomm.train.noise_scale import DECAY, NoiseScale
-from kfcomm.train.norms import squared_norm
+from kfcomm.train.norms import share, squared_norm
 from kfcomm.train.pollux import GradientStatistics, efficiency
 from kfcomm.train.procedure import Comm
 from kfcomm.train.reporting import report
@@ -29,6 +33,22 @@ SUMS = "/sums"
 """The name of what travels with the gradients; no array of a tree has it, but one under an empty key."""
 
 UNITS = {"noise_scale": "samples", "throughput": "samples/s", "goodput": "samples/s"}
+
+
+class _Seen(NamedTuple):
+    """What is known of a step whose |ḡ|² is still to come.
+
+    Attributes:
+        own_sq_norm: |g_i|² of this rank.
+        local_sq_norm: the mean of all ranks'.
+        small_batch: samples of one rank's gradient, the harmonic mean.
+        size: number of ranks.
+    """
+
+    own_sq_norm: float
+    local_sq_norm: float
+    small_batch: float
+    size: int
 
 
 class GradientMonitor:
@@ -51,14 +71,15 @@ class GradientMonitor:
     Attributes:
         batch: as given; may be changed between steps.
         noise_scale: see `NoiseScale`.
-        values: the figures by name, the latest ones: ``local_norm``, ``gradient_norm``, ``gradient_variance``,
-            ``gradient_cosine``, ``noise_scale`` (in samples), ``throughput`` (samples a second), ``goodput``. What is
-            unknown is left out.
+        every: as given.
+        values: the latest figures by name: ``local_norm``, ``gradient_norm``, ``gradient_variance``,
+            ``gradient_cosine``, ``noise_scale`` (in samples), all of the step before the last; ``throughput`` (samples
+            a second), ``goodput``. What is unknown is left out.
 
     Raises:
         ConfigError: a number is out of its range.
 
-    Cost: two passes over the gradients, the local ones and the mean, at every ``every``-th step; 8 bytes in a
+    Cost: a pass over the local gradients and over one n-th of the mean, at every ``every``-th step; 12 bytes in a
         collective that is made anyway.
     """
 
@@ -76,38 +97,48 @@ class GradientMonitor:
         self.batch = batch
         self.noise_scale = NoiseScale(decay)
         self.values: dict[str, float] = {}
+        self.every = every
         self._initial_batch = initial_batch
-        self._every = every
         self._num_steps = 0
+        self._own_sq_norm = 0.0
+        self._own_share = 0.0
+        """Of the |ḡ|² of the step before; 0 if that was not looked at."""
+        self._seen: _Seen | None = None
         self._step_s = MovingAverage(decay)
         self._clock = clock
         self._updated_s: float | None = None
 
     def sums(self, gradients: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[Any]]:
         """What travels with this rank's gradients, by ``op="avg"``: in float64 if all of them are, else in float32."""
-        sq_norm = 0.0
         self._num_steps += 1
         if self._looks:
-            sq_norm = squared_norm(gradients.values())
-            self.values["local_norm"] = math.sqrt(sq_norm)
+            self._own_sq_norm = squared_norm(gradients.values())
         is_double = all(adapt(x).dtype == np.float64 for x in gradients.values())
-        return np.array([sq_norm, 1 / self.batch], np.float64 if is_double else np.float32)
+        told = [self._own_sq_norm, 1 / self.batch, self._own_share]
+        return np.array(told, np.float64 if is_double else np.float32)
 
     def update(self, sums: Any, gradients: Mapping[str, Any]) -> None:
         """Take what a step has brought: the means of the ranks' sums, and the mean gradient."""
-        local_sq_norm, of_batch = (float(one) for one in sums)
+        local_sq_norm, of_batch, of_shares = (float(one) for one in sums)
+        size, seen = self.comm.size, self._seen
+        if seen is not None and seen.size == size:  # else a share is missing
+            self._learn(seen, size * of_shares)
+        self._seen, self._own_share = None, 0.0
         if self._looks:
-            self._learn(local_sq_norm, squared_norm(gradients.values()), 1 / of_batch)
-        self._count(self.comm.size / of_batch)
+            self._seen = _Seen(self._own_sq_norm, local_sq_norm, 1 / of_batch, size)
+            in_order = [gradients[name] for name in sorted(gradients)]
+            self._own_share = squared_norm(share(in_order, self.comm.rank, size))
+        self._count(size / of_batch)
         report(self.comm, self.values, UNITS)
 
     @property
     def _looks(self) -> bool:
         """Whether the gradients of the step that is under way are looked at: of the first, and every so many."""
-        return (self._num_steps - 1) % self._every == 0
+        return (self._num_steps - 1) % self.every == 0
 
-    def _learn(self, local_sq_norm: float, global_sq_norm: float, small_batch: float) -> None:
-        size = self.comm.size
+    def _learn(self, seen: _Seen, global_sq_norm: float) -> None:
+        own_sq_norm, local_sq_norm, small_batch, size = seen
+        self._note("local_norm", math.sqrt(own_sq_norm))
         if size > 1:
             self.noise_scale.update(local_sq_norm, global_sq_norm, small_batch, size * small_batch)
         if math.isfinite(local_sq_norm) and math.isfinite(global_sq_norm):

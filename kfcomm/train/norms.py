@@ -21,6 +21,20 @@ def squared_norm(arrays: Iterable[Any]) -> float:
     return float(sum(_of_one(adapt(x).flat) for x in arrays))
 
 
+def share(arrays: Iterable[Any], part: int, parts: int) -> list[np.ndarray[Any, Any]]:
+    """One of ``parts`` shares of all elements, end to end: views of the arrays that it touches. Sizes differ by one."""
+    flats = [adapt(x).flat for x in arrays]
+    total = sum(flat.size for flat in flats)
+    first, end, at = part * total // parts, (part + 1) * total // parts, 0
+    found = []
+    for flat in flats:
+        low, high = max(first - at, 0), min(end - at, flat.size)
+        if low < high:
+            found.append(flat[low:high])
+        at += flat.size
+    return found
+
+
 def _of_one(flat: np.ndarray[Any, Any]) -> float:
     if flat.dtype not in (np.float32, np.float64):
         return float(sum(_of_block(flat[at : at + BLOCK].astype(np.float32)) for at in range(0, flat.size, BLOCK)))

@@ -24,13 +24,13 @@ class SynchronousSGD(Agreement):
     Args:
         comm: whose ranks agree.
         op: how gradients are combined: ``avg``, or ``adasum`` (see ``all_reduce``).
-        monitor: learns from the gradients, all ranks' or none's; with ``avg`` only.
+        monitor: learns from the gradients, all ranks' (with the same ``every``) or none's; with ``avg`` only.
         name: see `Agreement`.
 
     Raises:
         ConfigError: ``op`` is another, or ``adasum`` is to be monitored.
 
-    Cost: an ``all_reduce`` of the gradients, S bytes, at each step; with a monitor 8 more.
+    Cost: an ``all_reduce`` of the gradients, S bytes, at each step; with a monitor 12 more.
     """
 
     default_name = "ssgd"
@@ -43,7 +43,8 @@ class SynchronousSGD(Agreement):
             problem = "a monitor learns from gradients that are averaged, by op='avg'"
         self._op = op
         self._monitor = monitor
-        super().__init__(comm, name, {"op": op, "is_monitored": monitor is not None}, problem)
+        every = None if monitor is None else monitor.every
+        super().__init__(comm, name, {"op": op, "monitored_every": every}, problem)
 
     def _gradients(self, tree: Tree) -> Procedure[Tree]:
         monitor, given = self._monitor, leaves(tree)

@@ -12,8 +12,8 @@ from kfcomm import Communicator, Statistics
 from kfcomm.errors import CollectiveMismatch, ConfigError
 from kfcomm.monitor.metrics import _of_training
 from kfcomm.testing import run_ranks, run_threads, sync_world, world
-from kfcomm.train import GradientMonitor, SynchronousSGD
-from kfcomm.train.norms import squared_norm
+from kfcomm.train import GradientMonitor, NoiseScale, SynchronousSGD
+from kfcomm.train.norms import share, squared_norm
 
 
 class Ticks:
@@ -60,6 +60,56 @@ async def test_one_step_by_hand() -> None:
         assert Statistics.from_json(json.loads(json.dumps(statistics.as_json()))) == statistics
     shown = {sample.labels["quantity"]: sample.value for one in _of_training(found[0][1]) for sample in one.samples}
     assert shown == found[0][0].values
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("size", [1, 3])
+async def test_shares_of_the_norm_give_what_the_whole_gives_one_step_later(size: int) -> None:
+    """Each rank squares a part of the mean gradient; arrays come in another order on each rank."""
+    shapes = {"a": (5,), "b": (), "c": (3, 7), "d": (0, 2), "e": (65537,)}
+    steps = 6
+    drawn = np.random.default_rng(3).standard_normal((steps, size, 5 + 1 + 21 + 65537)) + 0.1
+
+    def tree(step: int, rank: int) -> dict[str, Any]:
+        ends = np.cumsum([int(np.prod(shape)) for shape in shapes.values()])[:-1]
+        parts = zip(shapes.items(), np.split(drawn[step, rank], ends), strict=True)
+        found = {name: part.reshape(shape) for (name, shape), part in parts}
+        return dict(sorted(found.items(), reverse=bool(rank % 2)))
+
+    async def main(comm: Communicator) -> list[dict[str, float]]:
+        monitor = GradientMonitor(comm, 4)
+        way = SynchronousSGD(comm, monitor=monitor)
+        seen = []
+        for step in range(steps):
+            await way.gradients(tree(step, comm.rank))
+            seen.append({name: x for name, x in monitor.values.items() if name not in ("throughput", "goodput")})
+        return seen
+
+    async with world(size) as comms:
+        found = await run_ranks(comms, main)
+    scale = NoiseScale()
+    assert found[0][0] == {}
+    for step in range(steps - 1):
+        local, both = float((drawn[step] ** 2).sum() / size), float((drawn[step].mean(axis=0) ** 2).sum())
+        expected = {"gradient_norm": both**0.5, "gradient_variance": local - both}
+        if size > 1:
+            scale.update(local, both, 4, 4 * size)
+            expected["gradient_cosine"] = (size * both - local) / ((size - 1) * local)
+        if scale.value is not None:
+            expected["noise_scale"] = scale.value
+        for rank in range(size):
+            own = {"local_norm": float(np.linalg.norm(drawn[step, rank]))}
+            assert found[rank][step + 1] == pytest.approx(expected | own, rel=1e-9, abs=1e-9)
+            assert found[rank][step + 1] | own == found[0][step + 1] | own, "the same bits on every rank"
+
+
+def test_shares_are_all_elements_once() -> None:
+    arrays = [np.arange(5.0), np.float64(5), np.arange(6, 6), np.arange(6.0, 13).reshape(7, 1)]
+    for parts in (1, 2, 3, 13, 20):
+        found = [share(arrays, part, parts) for part in range(parts)]
+        assert np.concatenate([one for part in found for one in part]).tolist() == list(range(13))
+        sizes = [sum(one.size for one in part) for part in found]
+        assert max(sizes) - min(sizes) <= 1
 
 
 @pytest.mark.asyncio
@@ -125,11 +175,13 @@ async def test_a_step_that_overflowed_leaves_the_figures_as_they_were() -> None:
         async def main(comm: Communicator) -> None:
             monitor = GradientMonitor(comm, 50)
             way = SynchronousSGD(comm, monitor=monitor)
-            await way.gradients([np.array([3.0 + (-1) ** comm.rank])])
+            for _ in range(2):
+                await way.gradients([np.array([3.0 + (-1) ** comm.rank])])
             before = dict(monitor.values)
             with np.errstate(all="ignore"):
                 await way.gradients([np.array([np.inf if comm.rank else 1.0])])
-            assert monitor.noise_scale.num_left_out == 1
+                await way.gradients([np.array([1.0])])
+            assert (monitor.noise_scale.num_updates, monitor.noise_scale.num_left_out) == (2, 1)
             assert monitor.values["noise_scale"] == before["noise_scale"]
             assert monitor.values["gradient_norm"] == before["gradient_norm"]
 
@@ -148,7 +200,7 @@ async def test_gradients_are_looked_at_in_every_third_step() -> None:
 
     async with world(2) as comms:
         for seen in await run_ranks(comms, main):
-            assert [count for count, _ in seen] == [1, 1, 1, 2, 2, 2, 3]
+            assert [count for count, _ in seen] == [0, 1, 1, 1, 2, 2, 2], "one step after"
             assert [rate for _, rate in seen] == [None, *[pytest.approx(32.0)] * 6]
 
 
@@ -161,8 +213,11 @@ async def test_bad_arguments() -> None:
 
         async def main(comm: Communicator) -> None:
             monitor = GradientMonitor(comm, 8) if comm.rank else None
-            with pytest.raises(CollectiveMismatch, match=r"is_monitored=False.*is_monitored=True"):
+            with pytest.raises(CollectiveMismatch, match=r"monitored_every=None.*monitored_every=1"):
                 await SynchronousSGD(comm, monitor=monitor).gradients(gradient(comm.rank))
+            monitor = GradientMonitor(comm, 8, every=2 + comm.rank)
+            with pytest.raises(CollectiveMismatch, match=r"monitored_every=2.*monitored_every=3"):
+                await SynchronousSGD(comm, monitor=monitor, name="rarer").gradients(gradient(comm.rank))
             with pytest.raises(ConfigError, match="averaged"):
                 SynchronousSGD(comm, op="adasum", monitor=GradientMonitor(comm, 8), name="other")
 
