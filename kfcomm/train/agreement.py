@@ -19,12 +19,15 @@ differs, or was given numbers that cannot be, is an error on every rank.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from kfcomm.collectives.handle import looked_at
 from kfcomm.errors import CollectiveMismatch, ConfigError
 from kfcomm.train.procedure import Comm, Procedure, call, carried
 from kfcomm.train.tree import Tree, leaves, rebuilt
+
+MEETS_AS = "agreement"
+"""Under this name ways without one introduce themselves, whatever they are: ranks that go different ways must meet."""
 
 
 class Agreement:
@@ -32,7 +35,7 @@ class Agreement:
 
     Attributes:
         comm: whose ranks agree.
-        name: of this way; its collectives begin with it.
+        name: of this way; its collectives begin with it. Ways that are in use at once on one communicator need some.
         num_steps: how often the model was given, by this rank.
 
     Raises:
@@ -45,14 +48,12 @@ class Agreement:
         self.comm = comm
         self.name = self.default_name if name is None else name
         self.num_steps = 0
+        self._meets_as = MEETS_AS if name is None else name
         given = ", ".join(f"{one}={value!r}" for one, value in numbers.items())
         self._said = f"{type(self).__name__}({given})"
         self._introduced: set[str] = set()
         if problem is not None:
-            tell = getattr(comm, "all_gather_object_async", comm.all_gather_object)
-            for method in ("gradients", "parameters"):
-                tell([self._said, problem], self._introduction(method)).add_done_callback(looked_at)
-            raise ConfigError(f"{self._said}: {problem}")
+            refuse(comm, self._said, problem, *(self._introduction(one) for one in ("gradients", "parameters")))
 
     def __repr__(self) -> str:
         return f"<{self._said} of rank {self.comm.rank} of {self.comm.size}>"
@@ -91,7 +92,7 @@ class Agreement:
         return tree
 
     def _introduction(self, method: str) -> str:
-        return f"{self.name}/introduction of {method}"
+        return f"{self._meets_as}/introduction of {method}"
 
     def _introduce(self, method: str) -> Procedure[None]:
         """See that all ranks agree in the same way. The two methods may be under way together, so each does."""
@@ -104,6 +105,18 @@ class Agreement:
         """A tree like ``tree`` of what all ranks' arrays are together."""
         found = yield call("all_reduce_many", leaves(tree), f"{self.name}/{what}", op=op)
         return rebuilt(tree, found)
+
+
+def refuse(comm: Comm, said: str, problem: str, *names: str) -> NoReturn:
+    """Raise what is wrong with a rank's numbers, and tell the others in the introductions that they will come to.
+
+    Raises:
+        ConfigError: always.
+    """
+    tell = getattr(comm, "all_gather_object_async", comm.all_gather_object)
+    for name in names:
+        tell([said, problem], name).add_done_callback(looked_at)
+    raise ConfigError(f"{said}: {problem}")
 
 
 def introduction(rank: int, said: str, name: str) -> Procedure[None]:

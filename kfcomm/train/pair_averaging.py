@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kfcomm.train.agreement import Agreement
 from kfcomm.train.averaging import towards
 from kfcomm.train.packed import Packing
-from kfcomm.train.peers import Peers
+from kfcomm.train.peers import Peers, weights_problem
 from kfcomm.train.procedure import Comm, Procedure, call
 from kfcomm.train.reporting import report
 from kfcomm.train.tree import Tree, mapped
@@ -55,7 +55,11 @@ class PairAveraging(Agreement):
         self.staleness = 0.0
         self.num_left_out = 0
         self._max_staleness = max_staleness
-        problem = None if max_staleness > 0 else f"max_staleness is above 0, not {max_staleness!r}"
+        problem = None
+        if not max_staleness > 0:
+            problem = f"max_staleness is above 0, not {max_staleness!r}"
+        elif weights is not None and comm.size > 1:
+            problem = weights_problem(comm.rank, comm.size, weights)
         super().__init__(comm, name, {"max_staleness": max_staleness}, problem)
         self._peers = Peers(comm.rank, comm.size, seed=seed, weights=weights) if comm.size > 1 else None
         self._packing = Packing(model, num_head=1)

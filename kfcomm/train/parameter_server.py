@@ -15,8 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kfcomm.arrays import adapt
-from kfcomm.errors import ConfigError
-from kfcomm.train.agreement import count_problem, introduction
+from kfcomm.train.agreement import count_problem, introduction, refuse
 from kfcomm.train.packed import Packing
 from kfcomm.train.procedure import Call, Comm, Procedure, call, carried, together
 from kfcomm.train.reporting import report
@@ -71,17 +70,18 @@ class ParameterServer:
             one of the gauges of ``statistics()``.
 
     Raises:
-        ConfigError: ``staleness`` is not a whole number, at least 1.
+        ConfigError: ``staleness`` is not a whole number, at least 1; on the other ranks ``serve`` raises it.
 
     Cost: for each push and pull S bytes, spread over the owners, of which each sends and receives S/n for every rank.
     """
 
     def __init__(self, comm: Comm, model: Tree, apply: Apply, *, staleness: int = 4, name: str = "server") -> None:
-        problem = count_problem("staleness", staleness)
-        if problem is not None:
-            raise ConfigError(problem)
         self.comm = comm
         self.name = name
+        self._said = f"ParameterServer(staleness={staleness!r})"
+        problem = count_problem("staleness", staleness)
+        if problem is not None:
+            refuse(comm, self._said, problem, self._introduction)
         self.num_applied = 0
         self.staleness = 0
         self._like = model
@@ -99,7 +99,6 @@ class ParameterServer:
         self._parts = {rank: part for rank, part in enumerate(parts) if part}
         self._blobs = {rank: Packing(part, num_head=comm.size) for rank, part in self._parts.items()}
         self._pushes = {rank: Packing(part) for rank, part in self._parts.items()}
-        self._said = f"ParameterServer(staleness={staleness})"
         self._own = self._parts.get(comm.rank)
         self._save()
 
@@ -149,9 +148,10 @@ class ParameterServer:
 
         Raises:
             CollectiveMismatch: the ranks have servers that differ, or another model was pushed.
+            ConfigError: another rank was given numbers that cannot be.
             CollectiveTimeout: nothing was pushed for longer than the communicator's timeout.
         """
-        yield from introduction(self.comm.rank, self._said, f"{self.name}/introduction")
+        yield from introduction(self.comm.rank, self._said, self._introduction)
         num_working = self.comm.size - 1
         while num_working:
             blob, source = yield call("recv_any", tag=self._tag)
@@ -173,6 +173,10 @@ class ParameterServer:
         nothing = np.empty(0, np.uint8)
         others = [rank for rank in range(self.comm.size) if rank != self.comm.rank]
         yield from together(self._message(nothing, rank) for rank in others)
+
+    @property
+    def _introduction(self) -> str:
+        return f"{self.name}/introduction"
 
     @property
     def _tag(self) -> str:

@@ -34,11 +34,10 @@ class Peers:
         self._draws = np.random.default_rng((seed, rank))
         self._bounds: list[float] | None = None
         if weights is not None:
-            if len(weights) != size:
-                raise ConfigError(f"{size} ranks have {size} weights, not {len(weights)}")
+            problem = weights_problem(rank, size, weights)
+            if problem is not None:
+                raise ConfigError(problem)
             own = np.array([weights[peer] for peer in self._others], np.float64)
-            if not (np.isfinite(own).all() and (own >= 0).all() and own.sum() > 0):
-                raise ConfigError(f"weights are at least 0, and not all 0, not {list(weights)!r}")
             self._bounds = (np.cumsum(own) / own.sum()).tolist()
 
     def draw(self) -> int:
@@ -46,3 +45,13 @@ class Peers:
         if self._bounds is None:
             return self._others[int(self._draws.integers(len(self._others)))]
         return self._others[bisect_right(self._bounds, self._draws.random())]
+
+
+def weights_problem(rank: int, size: int, weights: Sequence[float]) -> str | None:
+    """What is wrong with the weights of a rank's peers; None if nothing is."""
+    if len(weights) != size:
+        return f"{size} ranks have {size} weights, not {len(weights)}"
+    own = np.array([*weights[:rank], *weights[rank + 1 :]], np.float64)
+    if not (np.isfinite(own).all() and (own >= 0).all() and own.sum() > 0):
+        return f"weights are at least 0, and not all 0, not {list(weights)!r}"
+    return None

@@ -13,7 +13,17 @@ import pytest
 from kfcomm import Communicator, sync
 from kfcomm.errors import CollectiveError, CollectiveMismatch, ConfigError, KfcommError
 from kfcomm.testing import run_ranks, run_threads, sync_world, world
-from kfcomm.train import SMA, AdaSGD, Agreement, DiLoCo, ElasticAveraging, LocalAdaAlter, LocalSGD, SynchronousSGD
+from kfcomm.train import (
+    SMA,
+    AdaSGD,
+    Agreement,
+    DiLoCo,
+    ElasticAveraging,
+    LocalAdaAlter,
+    LocalSGD,
+    PairAveraging,
+    SynchronousSGD,
+)
 
 TREE = {"weight": np.zeros((3, 4), np.float32), "bias": [np.zeros(4, np.float32)]}
 
@@ -104,8 +114,10 @@ def test_numbers_out_of_range_on_one_blocking_rank_are_an_error_on_all() -> None
 
 @pytest.mark.asyncio
 async def test_ranks_that_go_different_ways_see_both_sides() -> None:
+    """Also without a name: what a way is called by itself is no place to meet."""
+
     async def main(comm: Communicator) -> str:
-        way = SMA(comm, 0.1, name="way") if comm.rank else LocalSGD(comm, 3, name="way")
+        way = SMA(comm, 0.1) if comm.rank else LocalSGD(comm, 3)
         with pytest.raises(CollectiveMismatch) as caught:
             await way.parameters(TREE)
         return str(caught.value)
@@ -114,6 +126,48 @@ async def test_ranks_that_go_different_ways_see_both_sides() -> None:
         said = await run_ranks(comms, main)
     assert len(set(said)) == 1
     assert "rank 0 has LocalSGD(every=3); rank 1 has SMA(alpha=0.1)" in said[0]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda comm, bad: ElasticAveraging(comm, TREE, 0.6 if bad else 0.5), r"at most 0.5, not 0.6"),
+        (lambda comm, bad: PairAveraging(comm, TREE, weights=[0.0, 0.0] if bad else None), r"weights are .* not all 0"),
+        (lambda comm, bad: PairAveraging(comm, TREE, weights=[1.0] if bad else None), r"2 ranks have 2 weights"),
+        (lambda comm, bad: PairAveraging(comm, TREE, max_staleness=0.0 if bad else 9.0), r"max_staleness is above 0"),
+        (lambda comm, bad: DiLoCo(comm, TREE, momentum=1.5 if bad else 0.9), r"momentum is .* not 1.5"),
+        (lambda comm, bad: AdaSGD(comm, after=0 if bad else 3), r"after is a whole number"),
+    ],
+)
+async def test_what_one_rank_was_given_and_cannot_be_is_told_to_all(
+    make: Callable[[Any, bool], Agreement], says: str
+) -> None:
+    async def main(comm: Communicator) -> str:
+        with pytest.raises(ConfigError, match=says) as caught:
+            await make(comm, comm.rank == 1).parameters(TREE)
+        return str(caught.value)
+
+    async with world(2) as comms:
+        other, bad = await run_ranks(comms, main)
+    assert other.startswith(f"rank 1 has {bad}; rank 0 has ")
+
+
+@pytest.mark.asyncio
+async def test_ranks_that_go_different_ways_whatever_they_call_first() -> None:
+    async def main(comm: Communicator) -> str:
+        way: Agreement = SynchronousSGD(comm) if comm.rank else AdaSGD(comm, 0.1)
+        pending = way.parameters(TREE)
+        with pytest.raises(CollectiveMismatch):
+            await way.gradients(TREE)
+        with pytest.raises(CollectiveMismatch) as caught:
+            await pending
+        return str(caught.value)
+
+    async with world(2) as comms:
+        said = await run_ranks(comms, main)
+    assert "rank 0 has AdaSGD(alpha=0.1, after=None); rank 1 has SynchronousSGD(op='avg'" in said[0]
+    assert said[0] == said[1]
 
 
 @pytest.mark.asyncio

@@ -114,5 +114,16 @@ async def test_servers_that_differ_see_both_sides() -> None:
 
     async with world(2) as comms:
         await run_ranks(comms, main)
-        with pytest.raises(ConfigError, match="staleness"):
-            ParameterServer(comms[0], MODEL, descend, staleness=0)
+
+
+@pytest.mark.asyncio
+async def test_a_number_that_cannot_be_is_an_error_on_all_ranks() -> None:
+    async def main(comm: Communicator) -> str:
+        with pytest.raises(ConfigError) as caught:
+            await ParameterServer(comm, MODEL, descend, staleness=0 if comm.rank else 3).serve()
+        return str(caught.value)
+
+    async with world(2) as comms:
+        other, bad = await run_ranks(comms, main)
+    assert bad == "ParameterServer(staleness=0): staleness is a whole number, at least 1, not 0"
+    assert other == f"rank 1 has {bad}; rank 0 has ParameterServer(staleness=3)"
