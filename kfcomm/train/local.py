@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from kfcomm.train.adaalter import accumulate, direction
@@ -122,6 +123,8 @@ class LocalAdaAlter(Agreement):
     ) -> None:  # fmt: skip
         self._shared = mapped(lambda x: 0 * x + initial, like)
         self._own = self._shared
+        self._meanwhile: Tree | None = None
+        """g∘g of what came while the ranks meet: it is in nobody's mean yet."""
         self._every = every
         self._epsilon = epsilon
         self._num_local = 0
@@ -135,13 +138,19 @@ class LocalAdaAlter(Agreement):
     def _gradients(self, tree: Tree) -> Procedure[Tree]:
         yield from ()
         self._num_local += 1
-        self._own = mapped(accumulate, self._own, tree)
+        if self._meanwhile is None:
+            self._own = mapped(accumulate, self._own, tree)
+        else:
+            self._meanwhile = mapped(accumulate, self._meanwhile, tree)
         return mapped(lambda g, shared: direction(g, shared, self._num_local, self._epsilon), tree, self._shared)
 
     def _parameters(self, tree: Tree) -> Procedure[Tree]:
         if self.num_steps % self._every:
             return tree
+        num_told, self._meanwhile = self._num_local, mapped(lambda x: 0 * x, self._own)
         mean = yield from self._reduced({"model": tree, "accumulators": self._own}, "model")
-        self._own = self._shared = mean["accumulators"]
-        self._num_local = 0
+        self._shared = mean["accumulators"]
+        self._own = mapped(operator.add, self._shared, self._meanwhile)
+        self._meanwhile = None
+        self._num_local -= num_told
         return mean["model"]

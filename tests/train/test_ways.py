@@ -113,6 +113,31 @@ def test_local_adaalter_by_hand() -> None:
     assert np.concatenate(third) == pytest.approx([1 / 16.25**0.5, 2 / 16.25**0.5])
 
 
+def test_local_adaalter_keeps_a_gradient_that_comes_while_the_ranks_meet() -> None:
+    """The order of the loop: the model is begun first. H = 1, ε = 1, accumulators from 1."""
+    ranks = ways(lambda comm: LocalAdaAlter(comm, model(0), every=1), 2)
+    meetings = [raw(way.parameters)(model(0)) for way in ranks]
+
+    def advance(rank: int, answer: Any) -> Any:
+        try:
+            return meetings[rank].send(answer)
+        except StopIteration as end:
+            return end.value
+
+    told = [advance(rank, None) for rank in range(2)]
+    told = [advance(rank, [one.args[0] for one in told]) for rank in range(2)]  # the introduction
+    assert [float(one.args[0]["accumulators"][0]) for one in told] == [1, 1]
+    first = gradients(ranks, [model(3), model(4)])
+    assert np.concatenate(first) == pytest.approx([3 / 2**0.5, 4 / 2**0.5])
+    mean = {name: (told[0].args[0][name] + told[1].args[0][name]) / 2 for name in told[0].args[0]}
+    for rank in range(2):
+        advance(rank, mean)
+    assert parameters(ranks, [model(0), model(0)]) == [model(0), model(0)]
+    # accumulators: 1 + 9 and 1 + 16, so 13.5 on average
+    third = gradients(ranks, [model(1), model(2)])
+    assert np.concatenate(third) == pytest.approx([1 / 14.5**0.5, 2 / 14.5**0.5])
+
+
 @pytest.mark.parametrize("is_told", [False, True])
 def test_adasgd_changes_at_one_step_on_all_ranks(is_told: bool) -> None:
     ranks = ways(lambda comm: AdaSGD(comm, 0.1, after=None if is_told else 2), 4)
