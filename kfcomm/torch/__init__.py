@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kfcomm.lazy import imported_when_used
 
 if TYPE_CHECKING:
+    from kfcomm.torch import optimizers
     from kfcomm.torch.attached import Attached, attach
     from kfcomm.torch.naming import named
     from kfcomm.torch.objects import all_gather_object, broadcast_object
@@ -26,6 +27,7 @@ else:  # type checkers would take any name for one that is there
             "broadcast_parameters": "kfcomm.torch.state",
             "communicator": "kfcomm.torch.registration",
             "named": "kfcomm.torch.naming",
+            "optimizers": "kfcomm.torch.optimizers",
             "register": "kfcomm.torch.registration",
         },
     )
@@ -39,6 +41,7 @@ __all__ = [
     "broadcast_parameters",
     "communicator",
     "named",
+    "optimizers",
     "register",
 ]
 

@@ -29,6 +29,8 @@ from kfcomm.train.tree import Tree, leaves, rebuilt
 MEETS_AS = "agreement"
 """Under this name ways without one introduce themselves, whatever they are: ranks that go different ways must meet."""
 
+METHODS = ("gradients", "parameters")
+
 
 class Agreement:
     """A way to agree, on one rank. Made alike on every rank; a class of its own says what travels, and when.
@@ -43,6 +45,8 @@ class Agreement:
     """
 
     default_name: ClassVar[str]
+    shares_gradients = False
+    """Whether all ranks go on with the same gradients."""
 
     def __init__(self, comm: Comm, name: str | None, numbers: Mapping[str, Any], problem: str | None = None) -> None:
         self.comm = comm
@@ -53,10 +57,20 @@ class Agreement:
         self._said = f"{type(self).__name__}({given})"
         self._introduced: set[str] = set()
         if problem is not None:
-            refuse(comm, self._said, problem, *(self._introduction(one) for one in ("gradients", "parameters")))
+            refuse(comm, self._said, problem, *map(self._introduction, METHODS))
 
     def __repr__(self) -> str:
         return f"<{self._said} of rank {self.comm.rank} of {self.comm.size}>"
+
+    @carried
+    def introduce(self) -> Procedure[None]:
+        """See now, not at the first exchange, that all ranks agree in the same way. Every rank calls it, or none.
+
+        Raises:
+            CollectiveMismatch, ConfigError: see ``gradients``.
+        """
+        for method in METHODS:
+            yield from self._introduce(method)
 
     @carried
     def gradients(self, tree: Tree) -> Procedure[Tree]:
@@ -119,8 +133,8 @@ def refuse(comm: Comm, said: str, problem: str, *names: str) -> NoReturn:
     raise ConfigError(f"{said}: {problem}")
 
 
-def introduction(rank: int, said: str, name: str) -> Procedure[None]:
-    """See that all ranks say the same of the way they agree.
+def introduction(rank: int, said: str, name: str, wrong: str = "the ranks agree in different ways") -> Procedure[None]:
+    """See that all ranks say the same: of the way they agree, or of what ``wrong`` is about.
 
     Raises:
         ConfigError: a rank was given what cannot be.
@@ -132,9 +146,7 @@ def introduction(rank: int, said: str, name: str) -> Procedure[None]:
             raise ConfigError(f"rank {other} has {way}: {problem}; rank {rank} has {said}")
     unlike = next((other for other, one in enumerate(told) if one != told[0]), None)
     if unlike is not None:
-        raise CollectiveMismatch(
-            f"the ranks agree in different ways: rank 0 has {told[0][0]}; rank {unlike} has {told[unlike][0]}", key=name
-        )
+        raise CollectiveMismatch(f"{wrong}: rank 0 has {told[0][0]}; rank {unlike} has {told[unlike][0]}", key=name)
 
 
 def alpha_problem(alpha: Any, most: float = 1.0) -> str | None:

@@ -34,6 +34,7 @@ class SynchronousSGD(Agreement):
     """
 
     default_name = "ssgd"
+    shares_gradients = True
 
     def __init__(
         self, comm: Comm, *, op: str = "avg", monitor: GradientMonitor | None = None, name: str | None = None
@@ -175,7 +176,8 @@ class AdaSGD(Agreement):
         if self.is_synchronous:
             return tree
         if self._is_agreed or (self._after is not None and self.num_steps > self._after):
-            self.is_synchronous = True  # before anything is waited for: the gradients of this step are everybody's
+            # before anything is waited for: the gradients of this step are everybody's
+            self.is_synchronous = self.shares_gradients = True
             return (yield from self._reduced(tree, "model"))
         wish: Any = np.array([self._wants_change], np.float32)
         found = yield call("all_reduce_many", {**leaves(tree), WISH: wish}, f"{self.name}/model", op="avg")
