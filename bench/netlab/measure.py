@@ -87,8 +87,28 @@ def conduct(
         with lab.start([*command, *map(str, steps)], env=env) as program:
             _conduct(listener, program, steps, before_step)
             program.wait(PATIENCE_S).check()
-        size = sum(host.spec.ranks for host in lab.hosts)
-        return [json.loads((Path(folder) / f"rank-{rank}.json").read_text()) for rank in range(size)]
+        return _written(lab, Path(folder))
+
+
+def records_of(
+    lab: Netlab, module: str, arguments: Sequence[str], *, env: Mapping[str, str] | None = None
+) -> list[dict[str, Any]]:
+    """Run a program that nobody conducts to its end: what its ranks have written, by rank.
+
+    Args:
+        lab: a bed that stands.
+        module: the program; it gets ``--output`` and a folder, where each rank writes ``rank-R.json``.
+        arguments: before that.
+        env: see `measure`, also for what is raised.
+    """
+    with tempfile.TemporaryDirectory(prefix="netlab") as folder:
+        lab.run([sys.executable, "-m", module, *arguments, "--output", folder], env=env, timeout_s=PATIENCE_S).check()
+        return _written(lab, Path(folder))
+
+
+def _written(lab: Netlab, folder: Path) -> list[dict[str, Any]]:
+    size = sum(host.spec.ranks for host in lab.hosts)
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(size)]
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ into it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,34 +66,42 @@ class HybridGradients:
         self.name = name
 
     @carried
-    def average(self, gradients: dict[str, Any]) -> Procedure[dict[str, Any]]:
+    def average(self, gradients: dict[str, Any], *, out: Mapping[str, Any] | None = None) -> Procedure[dict[str, Any]]:
         """The mean of all ranks' gradients by name; a `Pending` mapping of arrays.
 
         Args:
             gradients: arrays, and `Factors` of two NumPy arrays; the same names and shapes on every rank. So each rank
                 chooses the same way for each layer.
+            out: where the results go, by the same names; an array may be its own. What is kept from step to step
+                spares new memory, whose first use takes about as long as the product itself.
 
         Raises:
-            ConfigError: factors do not fit together.
+            ConfigError: factors do not fit together, or not to ``out``.
             CollectiveError: from waiting: an exchange failed.
         """
         size, found = self.comm.size, dict.fromkeys(gradients)
         factored = {name: _checked(name, one) for name, one in gradients.items() if isinstance(one, Factors)}
+        room = dict.fromkeys(gradients) if out is None else _room(out, gradients)
         by_factors = {
             name: one
             for name, one in factored.items()
             if takes_factors(one.outer.shape[1], one.inner.shape[1], len(one.outer), size)
         }
         whole = {name: one for name, one in gradients.items() if name not in factored}
-        whole |= {name: one.outer.T @ one.inner for name, one in factored.items() if name not in by_factors}
+        whole |= {
+            name: np.matmul(one.outer.T, one.inner, out=room[name])
+            for name, one in factored.items()
+            if name not in by_factors
+        }
         rows = [np.concatenate([one.outer, one.inner], axis=1) for one in by_factors.values()]
-        calls = [call("all_reduce_many", whole, f"{self.name}/gradients", op="avg")]
+        into = None if out is None else {name: room[name] for name in whole}
+        calls = [call("all_reduce_many", whole, f"{self.name}/gradients", op="avg", out=into)]
         if rows:
             calls.append(call("all_gather", rows, f"{self.name}/factors"))
         means, *told = yield from together(calls)
         found.update(means)
         for (name, one), everybody in zip(by_factors.items(), told[0] if told else (), strict=True):
-            found[name] = _product(everybody, one.outer.shape[1], size)
+            found[name] = _product(everybody, one.outer.shape[1], size, room[name])
         return found
 
 
@@ -106,7 +115,20 @@ def _checked(name: str, factors: Factors) -> Factors:
     return factors
 
 
-def _product(rows: Any, num_outer: int, size: int) -> Any:
+def _room(out: Mapping[str, Any], gradients: Mapping[str, Any]) -> dict[str, Any]:
+    """Where each result goes."""
+    if out.keys() != gradients.keys():
+        raise ConfigError(f"out has the names of the gradients, {sorted(gradients)}, and not {sorted(out)}")
+    for name, one in gradients.items():
+        if isinstance(one, Factors):
+            wanted, room = (one.outer.shape[1], one.inner.shape[1]), out[name]
+            if room.shape != wanted or room.dtype != one.outer.dtype:
+                raise ConfigError(f"out of {name!r} is {one.outer.dtype} {wanted}, not {room.dtype} {room.shape}")
+    return {**out}
+
+
+def _product(rows: Any, num_outer: int, size: int, room: Any) -> Any:
     """The mean over the ranks of AᵀB, of everybody's rows of both."""
     joined = rows.reshape(-1, rows.shape[-1])
-    return (joined[:, :num_outer].T @ joined[:, num_outer:]) / joined.dtype.type(size)
+    outer = joined[:, :num_outer] / joined.dtype.type(size)  # the smaller array: no pass over the gradient
+    return np.matmul(outer.T, joined[:, num_outer:], out=room)

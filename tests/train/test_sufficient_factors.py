@@ -97,3 +97,24 @@ async def test_what_is_sent_is_what_the_formula_says() -> None:
     async with world(size, strategy="ring") as comms:
         sent = await run_ranks(comms, main)
     assert sum(sent) / size == pytest.approx(8 * factor_numbers(rows, columns, samples, size), rel=0.02)
+
+
+@pytest.mark.asyncio
+async def test_results_go_where_they_are_wanted() -> None:
+    async def main(comm: Communicator) -> None:
+        room = {name: np.zeros_like(one) for name, one in expected(3).items()}
+        found = await HybridGradients(comm).average(gradients(comm.rank), out=room)
+        for name, truth in expected(3).items():
+            assert found[name] is room[name]
+            np.testing.assert_allclose(room[name], truth, rtol=1e-12, atol=1e-12)
+
+    async with world(3) as comms:
+        await run_ranks(comms, main)
+        hybrid, given = HybridGradients(comms[0]), gradients(0)
+        for out, said in (
+            ({"large": np.zeros((60, 40))}, "has the names of the gradients"),
+            ({**expected(1), "large": np.zeros((40, 60))}, r"float64 \(60, 40\), not float64 \(40, 60\)"),
+            ({**expected(1), "small": np.zeros((8, 6), np.float32)}, r"float64 \(8, 6\), not float32 \(8, 6\)"),
+        ):
+            with pytest.raises(ConfigError, match=said):
+                hybrid.average(given, out=out)
