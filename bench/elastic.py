@@ -5,10 +5,10 @@
 
 Each round is a job of ``kfcomm run --elastic``. For a death: how much longer the call of 64 MiB took in which a rank
 was killed than the median of the others, on the slowest of those that live. For other sizes: how much longer the ranks
-that stay spent between two steps, with 100 MB of state for those that come; and how long these
-take to travel in stripes, beside a broadcast. With ``--seconds`` two jobs of four train on digits for that long,
-beside each other, in one of which a rank is killed every five seconds and a spare takes its place: how many steps
-either has done, and how well it has learned.
+that stay spent between two steps, with 100 MB of state for those that come; and how long these take to travel in
+stripes, beside a broadcast. Then what a step in which nothing happens takes more in an ``Elastic``. With ``--seconds``
+two jobs of four train on digits for that long, beside each other, in one of which a rank is killed every five seconds
+and a spare takes its place: how many steps either has done, and how well it has learned.
 """
 
 from __future__ import annotations
@@ -138,6 +138,36 @@ asyncio.run(main())
 """
 
 
+CALM = """
+import json, statistics, sys, time
+import numpy as np
+import kfcomm
+from kfcomm.elastic import Elastic, ElasticSampler, State
+
+num_rounds, num_steps = 5, 40
+pieces = [np.ones(1 << 18, np.float32) for _ in range(25)]
+
+def step(comm):
+    return [comm.all_reduce(piece, name=f"g{n}") for n, piece in enumerate(pieces)]
+
+def timed(comm, steps):
+    comm.barrier("begin")
+    begun_s = time.perf_counter()
+    for _ in steps:
+        results = step(comm)
+    return (time.perf_counter() - begun_s) / num_steps
+
+found = []
+with kfcomm.sync.init(elastic=True) as comm:
+    for _ in range(num_rounds):
+        plainly_s = timed(comm, range(num_steps))
+        with Elastic(comm, State(step=0)) as elastic:
+            found.append([plainly_s, timed(comm, elastic.steps(ElasticSampler(num_steps, 1, seed=None)))])
+    if comm.rank == 0:
+        print(json.dumps([*map(statistics.median, zip(*found[1:]))]))
+"""
+
+
 @dataclass(frozen=True)
 class Case:
     """One kind of change.
@@ -214,6 +244,24 @@ def transfer(nbytes: int, rounds: int, folder: Path) -> tuple[float, float]:
     return float(broadcast_s), float(stripes_s)
 
 
+def calm(folder: Path) -> tuple[float, float]:
+    """Seconds of a step of 25 blocking all_reduces of 1 MiB by four ranks, plainly and in an ``Elastic``, by turns.
+
+    Raises:
+        RuntimeError: the job failed.
+    """
+    program = folder / "calm.py"
+    program.write_text(CALM)
+    done = subprocess.run(
+        [sys.executable, "-m", "kfcomm", "run", "-n", "4", "--elastic", "4", sys.executable, str(program)],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"a job failed:\n{done.stdout}\n{done.stderr}")
+    plainly_s, elastic_s = json.loads(done.stdout.partition("] ")[2])
+    return plainly_s, elastic_s
+
+
 @dataclass(frozen=True)
 class Trained:
     """What a job that ran for some time has done.
@@ -267,6 +315,7 @@ def main() -> int:
     found: list[dict[str, Any]] = []
     failures: dict[str, Any] = {}
     moved: dict[str, float] = {}
+    quiet: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         for case in CASES if given.rounds else ():
             costs = sorted(once(case, Path(folder)) for _ in range(given.rounds))
@@ -284,6 +333,12 @@ def main() -> int:
                 f"{100 * broadcast_s / stripes_s:.0f} % of its rate, to reach 80 %"
             )
             moved = {"nbytes": nbytes, "broadcast_s": broadcast_s, "stripes_s": stripes_s}
+            plainly_s, elastic_s = calm(Path(folder))
+            click.echo(
+                f"a step in which nothing happens: {1e3 * plainly_s:.2f} ms plainly, {1e3 * elastic_s:.2f} ms in an "
+                f"Elastic: {100 * (elastic_s / plainly_s - 1):+.1f} %, to reach 1 %"
+            )
+            quiet = {"plainly_s": plainly_s, "elastic_s": elastic_s}
         if given.seconds:
             without, found_with = beside(given.seconds, Path(folder))
             click.echo(
@@ -295,7 +350,7 @@ def main() -> int:
             failures = {"seconds": given.seconds, "without": asdict(without), "with": asdict(found_with)}
     if given.output is not None:
         record = {"python": platform.python_version(), "rounds": given.rounds, "cases": found, "transfer": moved}
-        record["failures"] = failures
+        record |= {"calm": quiet, "failures": failures}
         given.output.write_text(json.dumps(record, indent=1) + "\n")
     return 0
 

@@ -274,6 +274,11 @@ class Ledger(Posting):
 
     # ---------------------------------------------------------------- steps
 
+    @property
+    def is_changing(self) -> bool:
+        """Whether a change is under way."""
+        return self._change is not None
+
     async def settled(self) -> None:
         """No change is under way."""
         while self._change is not None:
@@ -300,8 +305,12 @@ class Ledger(Posting):
                 handles.append(entry.outer)
         return handles
 
-    def end_step(self, shown: Births) -> None:
-        """All calls of the step are over, and the boundary after it: that alone may still be asked for."""
+    def end_step(self) -> Births:
+        """All calls of the step are over, and the boundary after it: that alone may still be asked for.
+
+        Returns:
+            Who took part in the boundary, and so in the next step.
+        """
         for entry in self._kept:
             self._release(entry)
         last = self._entries.pop(next(key for key in self._entries if key[0] == BOUNDARY))
@@ -310,12 +319,13 @@ class Ledger(Posting):
         self._kept = [last]
         self._entries = {}
         self._uses = {name: uses for name, uses in self._uses.items() if name.startswith(OWN_NAMES)}
-        self.shown = shown
+        self.shown = last.contributors
         self.step += 1
         self._gifts = {key: gift for key, gift in self._gifts.items() if gift.step >= self.step}
         for handle, step in list(self._parts.items()):
             if step < self.step:  # whoever has not come to it does not come any more
                 handle.cancel()
+        return self.shown
 
     async def part(self) -> bool:
         """Whether all ranks take part no more, from now on; False if the epoch has to change first."""

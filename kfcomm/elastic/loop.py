@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
+from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias, TypeVar
 
 import msgpack
 import numpy as np
@@ -23,6 +24,8 @@ from kfcomm.elastic.sampler import ElasticSampler, Indices, share
 from kfcomm.elastic.state import Kept, State
 from kfcomm.epochs import NO_PLAN, Plan
 from kfcomm.errors import CollectiveMismatch, ConfigError, EpochChanged, PeerLost
+
+T = TypeVar("T")
 
 NOTHING: Indices = np.empty(0, np.int64)
 ON_LOSS = ("finish", "raise", "restart_step")
@@ -64,6 +67,11 @@ class Step:
     ) -> bool:
         self.is_void = isinstance(error, (EpochChanged, PeerLost))
         return self.is_void
+
+
+Wanted: TypeAlias = Step | np.ndarray[Any, np.dtype[Any]] | Callable[[], Awaitable[None]]
+Walk: TypeAlias = Generator[Wanted, Any, T]
+"""See ``Elastic.walk``."""
 
 
 class Elastic:
@@ -263,6 +271,22 @@ class Elastic:
             ConfigError: there is no open ``Elastic``, or the samplers differ.
             CollectiveMismatch: the ranks are not at the same step.
         """
+        walk, met = self.walk(sampler, passes=passes, used_in=used_in), None
+        while (wanted := following(walk, met)) is not None:
+            met = None
+            if isinstance(wanted, Step):
+                yield wanted
+            elif isinstance(wanted, np.ndarray):
+                met = await self._open().begin("all_reduce", (wanted, BOUNDARY), {})
+            else:
+                await wanted()
+
+    def walk(self, sampler: ElasticSampler, *, passes: int | None, used_in: str | Sequence[str] | None) -> Walk[None]:
+        """The steps, and what has to be done or waited for between them, by whoever takes the next one.
+
+        It gives a `Step`; or an array, of which the sums over all ranks under the name ``BOUNDARY`` are sent back; or
+        what is to be called and awaited. Runs where the engine does.
+        """
         ledger = self._open()
         if self.is_released:
             return
@@ -271,12 +295,13 @@ class Elastic:
         step, births, until = Step(-1, NOTHING, NOTHING), self._comm.births, passes
         kept = [Kept(one) for one in (self._state, self._own) if restarts and one is not None]
         while True:
-            await self._finish_calls(ledger)
+            if ledger.unfinished():
+                yield partial(self._finish_calls, ledger)
             if self._admitted is not None:
                 sampler.load_state_dict(self._admitted)
                 self._admitted, births = None, self._comm.births
             else:
-                births = await self._pass_boundary(ledger, sampler, step, births, names, kept)
+                births = yield from self._pass_boundary(ledger, sampler, step, births, names, kept)
                 if ledger.is_released:
                     return
             if self._checkpoint is not None and self._comm.rank == 0:
@@ -308,14 +333,14 @@ class Elastic:
         while unfinished := ledger.unfinished():
             await asyncio.wait(unfinished)
 
-    async def _pass_boundary(
+    def _pass_boundary(
         self, ledger: Ledger, sampler: ElasticSampler, step: Step, births: Births, names: Sequence[str] | None,
         kept: Sequence[Kept],
-    ) -> Births:  # fmt: skip
+    ) -> Walk[Births]:  # fmt: skip
         """What lies between a step and the next one; returns who takes part in that."""
         used = ledger.outcome(names)
         is_void = step.is_void or ledger.is_void(names)
-        births_now, is_wanted, is_void = await self._meet(ledger, sampler, is_void=is_void)
+        births_now, is_wanted, is_void = yield from self._meet(ledger, sampler, is_void=is_void)
         if is_void and kept:
             for one in kept:
                 one.restore()
@@ -327,10 +352,10 @@ class Elastic:
                     sampler.give_back(share(step.batch, rank, len(births)))
         if not (is_wanted and sampler.left):
             return births_now
-        await self._change(ledger, sampler)
+        yield partial(self._change, ledger, sampler)
         return self._comm.births
 
-    async def _meet(self, ledger: Ledger, sampler: ElasticSampler, *, is_void: bool) -> tuple[Births, bool, bool]:
+    def _meet(self, ledger: Ledger, sampler: ElasticSampler, *, is_void: bool) -> Walk[tuple[Births, bool, bool]]:
         """The boundary between two steps.
 
         Returns:
@@ -340,11 +365,10 @@ class Elastic:
         self._asked.look(self._comm.current)
         is_wanted = self._asked.is_wanted(self._comm.current)
         mine = np.array([1, where >> 16, where & 0xFFFF, is_wanted, is_void], np.int64)
-        handle = ledger.begin("all_reduce", (mine, BOUNDARY), {})
-        count, high, low, wanted, void = (int(one) for one in await handle)
-        contributors = handle.contributors or ()
-        await ledger.settled()
-        ledger.end_step(contributors)
+        count, high, low, wanted, void = (yield mine).tolist()
+        if ledger.is_changing:
+            yield ledger.settled
+        contributors = ledger.end_step()
         if (high, low) != (count * int(mine[1]), count * int(mine[2])):
             raise CollectiveMismatch(
                 f"the ranks are not at one place: this one begins step {self._number()} with {sampler!r}, another does"
@@ -381,6 +405,14 @@ class Elastic:
         await self._finish_calls(ledger)
         while not await ledger.part():
             await ledger.settled()
+
+
+def following(walk: Walk[None], met: Any) -> Wanted | None:
+    """What comes next, given the sums that were asked for; None at the end."""
+    try:
+        return walk.send(met)
+    except StopIteration:
+        return None
 
 
 def _number_of(value: Any) -> int:

@@ -19,6 +19,7 @@ from kfcomm.elastic.stripes import Array
 from kfcomm.elastic.verdicts import Key, Standing, Verdict
 from kfcomm.errors import CollectiveAborted, CollectiveError, EpochChanged, PeerLost
 
+ENDED_BY_OTHERS = (CollectiveError, CollectiveAborted)
 ABORTED_S = 0.5
 """A rank that fails ends what it has in flight, and then it leaves: so long that is waited for."""
 MAX_SCRATCH = 8
@@ -132,13 +133,13 @@ class Posting(abc.ABC):
             entry.standing = Standing.FAILED
             if entry.outer is not None:
                 entry.outer.cancel()
-        elif isinstance(error, CollectiveAborted):
-            self._reactor.call_later(ABORTED_S, self._aborted, entry, error)
+        elif type(error) in ENDED_BY_OTHERS:
+            self._reactor.call_later(ABORTED_S, self._ended_by_others, entry, error)
         else:
             entry.refuse(error)
 
-    def _aborted(self, entry: Entry, error: BaseException) -> None:
-        """Whoever has ended it may have left meanwhile: then it is done again, without that rank."""
+    def _ended_by_others(self, entry: Entry, error: BaseException) -> None:
+        """Whoever has ended it, or closed a link, may have left meanwhile: then it is done again, without that rank."""
         if entry.standing in (Standing.POSTED, Standing.HELD) and entry.inner is None and self._change is None:
             if self._has_lost():
                 self._start_change()
@@ -169,7 +170,7 @@ class Posting(abc.ABC):
         """
         if isinstance(error, (PeerLost, EpochChanged)):
             return True
-        return type(error) in (CollectiveError, CollectiveAborted) and self._has_lost()
+        return type(error) in ENDED_BY_OTHERS and self._has_lost()
 
     def _has_lost(self) -> bool:
         return bool(self.comm._session.engine.router.lost)

@@ -76,9 +76,14 @@ class Mortal(Supervisor):
             self._follow_too(birth, child)
 
     async def _watch_given_up(self, exits: Exits) -> None:
-        """A rank that the others have given up, and that is stopped or stuck, is of no use to anybody."""
+        """A rank that the others have given up, and that is stopped or stuck, is of no use to anybody.
+
+        One that has said why it fails is on its way out, and may say so to its user, too.
+        """
         async for birth, _ in exits.watch(GIVEN_UP):
-            self._signal(birth, signal.SIGKILL)
+            self.listen()
+            due_s = 0.0 if self.blame.said(birth) is None else self.grace_s
+            asyncio.get_running_loop().call_later(due_s, self._signal, birth, signal.SIGKILL)
 
     def _signal(self, birth: int, number: int) -> None:
         if birth in self.children and birth not in self.ended:

@@ -13,10 +13,10 @@ import numpy as np
 
 from kfcomm.elastic.calls import KINDS
 from kfcomm.elastic.communicator import ElasticCommunicator as Async
-from kfcomm.elastic.entry import Entry
+from kfcomm.elastic.entry import BOUNDARY, Entry
 from kfcomm.elastic.ledger import Ledger
 from kfcomm.elastic.loop import Elastic as AsyncElastic
-from kfcomm.elastic.loop import Step
+from kfcomm.elastic.loop import Step, Walk, following
 from kfcomm.elastic.sampler import ElasticSampler
 from kfcomm.elastic.state import State
 from kfcomm.elastic.verdicts import Standing
@@ -225,10 +225,17 @@ class Elastic:
         self, sampler: ElasticSampler, *, passes: int | None = None, used_in: str | Sequence[str] | None = None
     ) -> Iterator[Step]:
         """The steps of one pass, or of several. See ``kfcomm.elastic.Elastic.steps``."""
-        found = self._inner.steps(sampler, passes=passes, used_in=used_in)
-        while True:
-            self._end_interrupted()
-            try:
-                yield self._io.wait_for(found.__anext__)
-            except StopAsyncIteration:
-                return
+        walk, met = self._inner.walk(sampler, passes=passes, used_in=used_in), None
+        while (wanted := self._following(walk, met)) is not None:
+            met = None
+            if isinstance(wanted, Step):
+                yield wanted
+            elif isinstance(wanted, np.ndarray):
+                met = self._comm.all_reduce(wanted, name=BOUNDARY)
+            else:
+                self._io.wait_for(wanted)
+
+    @outermost
+    def _following(self, walk: Walk[None], met: Any) -> Any:
+        self._end_interrupted()
+        return self._comm._driver.run(partial(following, walk, met), self._comm._session)

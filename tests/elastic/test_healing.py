@@ -39,12 +39,12 @@ def train(comm):
                 (folder / f"{rank} trains").touch()
             if comm.size == 3:
                 (folder / f"{rank} goes on").touch()
-            state.healed += comm.births == (0, 1, 2, 8, 9)
+            state.healed += {*comm.births} == {0, 1, 2, 8, 9}
             if state.healed and sampler.left == 0:
                 break
             time.sleep(0.01)
         # since a pass began with all hosts, each sample was used as often as any other
-        return comm.births, sorted(set(state.used.tolist()))
+        return sorted(comm.births), sorted(set(state.used.tolist()))
 
 
 try:
