@@ -93,6 +93,11 @@ from kfcomm.rendezvous.settings import TRANSPORTS, misspelt
     help="How many processes of an elastic job wait to take the place of others at once.",
 )
 @click.option(
+    "--discover",
+    metavar="SCRIPT",
+    help="Prints the hosts that an elastic job may use, HOST:SLOTS a line; run again every second.",
+)
+@click.option(
     "--store",
     metavar="DIR|etcd://H1,H2,H3/PREFIX",
     help="Where an elastic job's store is kept, so that a launcher that is started again goes on with the job.",
@@ -136,6 +141,7 @@ def run(command: tuple[str, ...], **given: Any) -> None:
         elastic=given["elastic"],
         restart_limit=given["restart_limit"],
         spares=given["spares"],
+        discover=given["discover"],
         store=given["store"],
         log_dir=given["log_dir"],
         stdin=given["stdin"],

@@ -29,8 +29,12 @@ def status(job: str | None, as_json: bool) -> None:
         f"job {told['job']}: {len(told['running'])} of {told['size']} ranks run, {told['least']} to {told['most']} may"
     )
     for address, running in told["hosts"]:
-        where = f"  on {address}" if len(told["hosts"]) > 1 else ""
-        click.echo(f"  running{where}   {', '.join(map(str, running)) or 'none'}")
+        where = f"  on {address}" if len(told["hosts"]) > 1 or told["slots"] else ""
+        slots = f" of {told['slots'].get(address, 0)} slots" if told["slots"] else ""
+        click.echo(f"  running{where}   {', '.join(map(str, running)) or 'none'}{slots}")
+    for address in told["slots"] or ():
+        if address not in dict(told["hosts"]):
+            click.echo(f"  no launcher has come on {address}")
     for birth, code in told["ended"]:
         click.echo(f"  rank {birth:<4} {'ended well' if code == 0 else f'ended: {describe_exit(code)}'}")
     click.echo(f"  {told['restarts']} more may be replaced")

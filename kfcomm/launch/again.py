@@ -16,9 +16,11 @@ from typing import NamedTuple
 import msgpack
 
 from kfcomm.errors import ConfigError
+from kfcomm.launch.coming import expect_those_admitted
 from kfcomm.launch.elastic import Elasticity
 from kfcomm.launch.hosts import Plan
 from kfcomm.rendezvous.board import JOB_RECORD, LAUNCHED, LAUNCHERS, LEAVING, SIZES, START, Board, Exit
+from kfcomm.rendezvous.folders import read_wanted
 from kfcomm.rendezvous.store import StoreServer
 
 LOOK_EVERY_S = 0.05
@@ -93,6 +95,7 @@ async def begin(server: StoreServer, store: str, plan: Plan, elastic: Elasticity
         RendezvousError: the store has ended.
     """
     board, backing = server.board, server.backing
+    expect_those_admitted(board, plan, elastic)
     mine = Record.of(backing.identity, plan, elastic)
     there = Record.found(board)
     if there is not None:
@@ -101,10 +104,20 @@ async def begin(server: StoreServer, store: str, plan: Plan, elastic: Elasticity
         if survivors and await _is_any_heard(board, survivors, heard_within_s):
             await _go_on(server, elastic, survivors)
             return True
-        await server.begin_anew(SIZES)
+        asked = _asked_last(board)
+        await server.begin_anew(*([] if asked is None else [SIZES]))
+        if asked is not None:
+            await server.ask_size(asked)  # what was held since was of the ranks that are gone
+        del elastic.places[plan.num_first :]
         logger.warning("--store %s holds a job of which no rank is left: it begins again", store)
     await server.claim(JOB_RECORD, mine._replace(identity=backing.identity).to_wire())
     return False
+
+
+def _asked_last(board: Board) -> int | None:
+    """How many ranks somebody has asked for, other than the launcher by what there is room for."""
+    told = [read_wanted(one) for _, one in sorted(board.folder(SIZES).items(), key=lambda item: int(item[0]))]
+    return next((wanted.size for wanted, is_held in told[::-1] if not is_held), None)
 
 
 def _starts(board: Board, elastic: Elasticity) -> Mapping[int, int]:
@@ -141,7 +154,6 @@ async def _go_on(server: StoreServer, elastic: Elasticity, survivors: Mapping[in
     living = {birth for births in survivors.values() for birth in births}
     for birth in sorted(starts.keys() - living - board.exits.keys()):
         await server.report_exit(Exit(birth, KILLED))
-    sizes = board.folder(SIZES)
-    elastic.goes_on(starts, board.exits, int(sizes[str(len(sizes))]) if sizes else elastic.size)
-    for host in {*range(1, len(elastic.places))} - survivors.keys():
-        elastic.places[host].is_gone = True
+    for host in range(1, len(elastic.places)):
+        elastic.places[host].is_gone = host not in survivors
+    elastic.goes_on(starts, board.exits, _asked_last(board) or elastic.asked)

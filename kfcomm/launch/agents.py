@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,20 +29,16 @@ import msgpack
 
 from kfcomm.errors import KfcommError, RendezvousError
 from kfcomm.launch.blame import Failure
-from kfcomm.launch.elastic import Elasticity
 from kfcomm.launch.process import Child, CommandError
-from kfcomm.launch.supervisor import Exits, Supervisor, Verdict, now_s
+from kfcomm.launch.supervisor import Exits, Supervisor, now_s
 from kfcomm.rendezvous.board import (
     DISMISSED,
     GIVEN_UP,
-    LAUNCHERS,
     LEAVING,
     OUTCOME,
-    SIZES,
     START,
     Exit,
     Why,
-    describe_exit,
 )  # fmt: skip
 from kfcomm.rendezvous.client import StoreClient
 from kfcomm.rendezvous.folders import AGAIN_S, StoreClosed
@@ -91,176 +87,6 @@ class Mortal(Supervisor):
 
 
 @dataclass(slots=True)
-class First(Mortal):
-    """On the first host, or the only one: decides who is replaced, and where.
-
-    Attributes:
-        elastic: how many ranks there may be.
-    """
-
-    elastic: Elasticity = field(kw_only=True)
-    _exits: Exits = field(init=False)
-    _dismissed: set[int] = field(default_factory=set)
-    _starting: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    _later: asyncio.TimerHandle | None = None
-    _last: Failure | None = None
-    _is_told: bool = False
-    _is_alone: bool = False
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
-
-    def _begin(self, exits: Exits) -> list[Coroutine[Any, Any, None]]:
-        self._exits = exits
-        self._start_owed()
-        return [
-            self._ask_for_spares(exits), self._watch_sizes(exits), self._watch_given_up(exits),
-            self._watch_leaving(exits), self._watch_launchers(exits),
-        ]  # fmt: skip
-
-    def _is_over(self, watcher: asyncio.Task[None]) -> bool:
-        del watcher
-        is_quiet = self.ended.keys() >= self.children.keys() and not self._starting
-        is_over = is_quiet and not (self.verdict.is_open and self.elastic.running)
-        if is_over and self._later is not None:
-            self._later.cancel()
-        if is_over and self._is_told:
-            for task in self._tasks:  # what a store that does not answer keeps waiting
-                task.cancel()
-        return is_over and self._is_told
-
-    async def _look(self, exits: Exits) -> None:
-        if self.elastic.is_ending or not self.verdict.is_open:
-            self._give_up_starting()
-        if self.elastic.is_ending:  # nobody is left to let them in
-            self._dismiss(await self._waiting(exits))
-        else:
-            await self._fail_if_nobody_lets_in(exits)
-        if not self._is_told and not (self.verdict.is_open and self.elastic.running):
-            self._is_told = True
-            await _claimed(exits, f"{OUTCOME}/0", _outcome(self.verdict))
-
-    async def _fail_if_nobody_lets_in(self, exits: Exits) -> None:
-        """All ranks are gone, and those that wait to be let in would wait for ever."""
-        running = self.elastic.running - self._dismissed
-        if not running or min(running) < self.blame.size or not self.verdict.is_open:
-            return
-        if running <= set(await self._waiting(exits)) and self._last is not None:
-            self.verdict.failed = self._last
-            self.say("no rank is left to let others in")
-            self._give_up_starting()
-            self._dismiss(running)
-            self._end(signal.SIGTERM)
-
-    def _has_ended(self, end: Exit) -> None:
-        elastic = self.elastic
-        elastic.ended(end.rank, end.code, now_s())
-        if end.why in (Why.SILENT, Why.ABSENT):
-            elastic.places[elastic.where[end.rank]].is_gone = True
-        if not self.verdict.is_open or end.code == 0 or end.rank in self._dismissed:
-            return
-        said = self.blame.said(end.rank)
-        self._last = Failure(end.rank, end.code, now_s(), summary="" if said is None else said.summary)
-        if elastic.has_failed:
-            self.verdict.failed = self._last
-            self._end(signal.SIGTERM)
-            return
-        elastic.replace()
-        how, num_left = _how(end), len(elastic.running)
-        count = self._start_owed()
-        instead = f"; {count} started in its place" if count else ""
-        if elastic.owed and (due_s := elastic.next_place_s()) is not None:
-            instead = f"; another is started in {max(0.0, due_s - now_s()):.0f} s"
-        self.say(f"rank {end.rank} ended ({how}); {num_left} go on{instead}")
-
-    def _start_owed(self) -> int:
-        """Start those for whom there is a place, and the others when there is one; returns how many were started."""
-        count = 0
-        self._later = None
-        while self.verdict.is_open and not self._is_alone and (found := self.elastic.start(now_s())) is not None:
-            birth, host = found
-            self._starting[birth] = self._do(self._start_at(host, birth))
-            count += 1
-        if self.elastic.owed and (due_s := self.elastic.next_place_s()) is not None:
-            self._later = asyncio.get_running_loop().call_at(due_s, self._start_owed)
-        return count
-
-    def ask_size(self, size: int) -> asyncio.Task[None]:
-        """Ask for so many ranks; it is done when the store keeps that, which may take until it answers again."""
-        return self._do(_asked(self._exits, size))
-
-    async def _start_at(self, host: int, birth: int) -> None:
-        """Have the launcher of a host start a process, once the store keeps that: a number is used once."""
-        try:
-            await self._exits.claim(f"{START}/{host}/{birth}", b"")
-        except (asyncio.CancelledError, KfcommError):
-            self.elastic.running.discard(birth)
-            return
-        finally:
-            del self._starting[birth]
-        if host == (self.host or 0):
-            await self._launch(birth, self._exits)
-
-    async def _ask_for_spares(self, exits: Exits) -> None:
-        """Who waits beside the others is let in only where a number is asked for."""
-        if self.elastic.spares and await exits.find(f"{SIZES}/1") is None:
-            await exits.ask_size(self.elastic.size)
-
-    def _store_is_gone(self) -> None:
-        """What is kept of the job is lost: those that run do not need it."""
-        if self.verdict.is_open and not self._is_told:
-            self._is_alone = True
-            self._give_up_starting()
-            self.say("the store is gone: nobody is replaced any more")
-
-    def _give_up_starting(self) -> None:
-        for task in list(self._starting.values()):
-            task.cancel()
-
-    def _do(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return task
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        self._changed.set()
-
-    async def _watch_sizes(self, exits: Exits) -> None:
-        """Another number of ranks is asked for."""
-        elastic = self.elastic
-        async for size in exits.watch_sizes():
-            if self.verdict.is_open and not elastic.is_ending and size != elastic.size:
-                self._dismiss(elastic.resize(size, await self._waiting(exits)))
-                count = self._start_owed()
-                self.say(f"{elastic.size} ranks are wanted" + (f"; {count} started" if count else ""))
-
-    async def _watch_leaving(self, exits: Exits) -> None:
-        async for host, _ in exits.watch(LEAVING):
-            self.elastic.places[host].is_gone = True
-
-    async def _watch_launchers(self, exits: Exits) -> None:
-        """A launcher that has ended has reported what it had: what it was to start besides, it has not."""
-        async for host, _ in exits.watch(LAUNCHERS):
-            self.elastic.places[host].is_gone = True
-            for birth in self.elastic.births_at(host):
-                if birth not in self.ended:
-                    self._note(Exit(birth, NOT_STARTED, Why.ITSELF))
-
-    async def _waiting(self, exits: Exits) -> list[int]:
-        """Births of those that were started to join, and have not been let in."""
-        later = [birth for birth in sorted(self.elastic.running - self._dismissed) if birth >= self.blame.size]
-        return [birth for birth in later if not await exits.was_let_in(birth)]
-
-    def _dismiss(self, births: Iterable[int]) -> None:
-        """These are not wanted any more, and nobody is to miss them."""
-        for birth in births:
-            self._dismissed.add(birth)
-            self._signal(birth, signal.SIGTERM)
-            if birth not in self.children:
-                self._do(_claimed(self._exits, f"{DISMISSED}/{birth}"))
-
-
-@dataclass(slots=True)
 class Agent(Mortal):
     """On any other host: does what the first host's launcher says.
 
@@ -289,7 +115,7 @@ class Agent(Mortal):
     async def _look(self, exits: Exits) -> None:
         if self.verdict.signal is not None and not self._has_left:
             self._has_left = True
-            await _claimed(exits, f"{LEAVING}/{self.host}")
+            await claimed(exits, f"{LEAVING}/{self.host}")
         if self._is_alone and any(code == 0 for code in self.ended.values()):
             # the program has come to its end: nobody is left to let others in
             for birth in self.children.keys() - self.ended.keys():
@@ -371,26 +197,8 @@ class Agent(Mortal):
             self._changed.set()
 
 
-async def _claimed(exits: Exits, key: str, value: bytes = b"") -> None:
+async def claimed(exits: Exits, key: str, value: bytes = b"") -> None:
     """Say it; if the store is gone, nobody is left to hear it, and no end waits for that."""
     with contextlib.suppress(KfcommError, TimeoutError):
         async with asyncio.timeout(_SAID_WITHIN_S):
             await exits.claim(key, value)
-
-
-async def _asked(exits: Exits, size: int) -> None:
-    with contextlib.suppress(KfcommError):
-        await exits.ask_size(size)
-
-
-def _outcome(verdict: Verdict) -> bytes:
-    failed = verdict.failed
-    rank, code, summary = (-1, 0, "") if failed is None else (failed.rank, failed.code, failed.summary)
-    said: bytes = msgpack.packb([verdict.signal or 0, rank, code, summary])
-    return said
-
-
-def _how(end: Exit) -> str:
-    if end.why in (Why.SILENT, Why.ABSENT):
-        return "its host is not heard of any more"
-    return describe_exit(end.code)

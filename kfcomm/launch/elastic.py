@@ -18,19 +18,30 @@ LONGEST_REST_S = 60.0
 
 @dataclass(slots=True)
 class Place:
-    """A host of the job.
+    """A host of the job, as long as one launcher lives there; the next one of that host has a place of its own.
 
     Attributes:
+        address: of the host.
         num_ranks: with which the job began there.
-        failures: how many that were started there later ended early, one after the other.
-        rests_until_s: until then nobody is started there.
-        is_gone: nor at all.
+        is_gone: nobody is started there, since the launcher is not there any more, or not yet.
     """
 
+    address: str
     num_ranks: int = 1
+    is_gone: bool = False
+
+
+@dataclass(slots=True)
+class Health:
+    """Of a host, whichever launcher it has.
+
+    Attributes:
+        failures: how many that were started there later ended early, one after the other.
+        rests_until_s: until then nobody is started there.
+    """
+
     failures: int = 0
     rests_until_s: float = 0.0
-    is_gone: bool = False
 
 
 @dataclass(slots=True)
@@ -40,31 +51,38 @@ class Elasticity:
     Attributes:
         least: with fewer that run, or have ended well, the job has failed.
         most: more are never started, but for spares.
-        size: so many are wanted now.
+        asked: so many were asked for last.
+        size: so many are wanted now: as many as were asked for, as far as there are slots for them.
         restarts: so many that died may be replaced yet.
         spares: so many more run, and wait to be let in.
         places: the hosts, by position.
+        slots: how many processes may run on each host, by address; None if nobody says.
         owed: so many are to be started, as soon as there is a place.
         next_birth: the number of the next process.
         where: the host of each process that was ever started, by birth.
         running: births of those that run.
         well: how many have ended with 0.
         released: how many of these were taken away by a change of size.
+        leaving: who is to go since it is not wanted where it is; it is replaced before it ends, and not missed.
     """
 
     least: int
     most: int
+    asked: int
     size: int
     restarts: int
     spares: int = 0
-    places: list[Place] = field(default_factory=lambda: [Place()])
+    places: list[Place] = field(default_factory=list)
+    slots: Mapping[str, int] | None = None
     owed: int = 0
     next_birth: int = 0
     where: dict[int, int] = field(default_factory=dict)
     running: set[int] = field(default_factory=set)
     well: int = 0
     released: int = 0
+    leaving: set[int] = field(default_factory=set)
     _later: dict[int, float] = field(default_factory=dict)
+    _health: dict[str, Health] = field(default_factory=dict)
 
     @property
     def has_failed(self) -> bool:
@@ -76,9 +94,33 @@ class Elasticity:
         """Whether ranks have come to the end of the program: then nobody is replaced."""
         return self.well > self.released
 
+    @property
+    def staying(self) -> set[int]:
+        """Births of those that run and are not to go."""
+        return self.running - self.leaving
+
+    @property
+    def capacity(self) -> int:
+        """How many processes may run on the hosts whose launchers are there."""
+        if self.slots is None:
+            return self.most + self.spares
+        return sum(self.slots.get(address, 0) for address in {one.address for one in self.places if not one.is_gone})
+
     def births_at(self, host: int) -> list[int]:
         """All that were ever started on a host."""
         return [birth for birth, place in self.where.items() if place == host]
+
+    def by_host(self) -> list[tuple[str, list[int]]]:
+        """The address of each host whose launcher is or was there, and who runs on it."""
+        addresses = dict.fromkeys(one.address for one in self.places if one.address)
+        return [(address, sorted(self._at(address, self.running))) for address in addresses]
+
+    def expect(self, position: int, address: str) -> None:
+        """A launcher of this host is to come, for this position; nobody is started there before."""
+        while len(self.places) <= position:
+            self.places.append(Place("", is_gone=True))  # which others have asked for
+        num_ranks = next((one.num_ranks for one in self.places if one.address == address), 1)
+        self.places[position] = Place(address, num_ranks, is_gone=True)
 
     def begun(self, birth: int, host: int = 0) -> None:
         """A process with which the job begins runs."""
@@ -103,14 +145,14 @@ class Elasticity:
     def ended(self, birth: int, code: int, now_s: float = 0.0) -> None:
         """A process has ended. A host on which they keep failing is left alone for 1 s, then for 2, and so on."""
         self.running.discard(birth)
-        self.well += code == 0
+        self.well += code == 0 and birth not in self.leaving
         begun_s = self._later.pop(birth, None)
         if begun_s is None:
             return
-        place = self.places[self.where[birth]]
-        place.failures = place.failures + 1 if code and now_s - begun_s < FLEDGED_S else 0
-        if place.failures > 1:
-            place.rests_until_s = now_s + min(2.0 ** (place.failures - 2), LONGEST_REST_S)
+        health = self._health_of(self.places[self.where[birth]])
+        health.failures = health.failures + 1 if code and now_s - begun_s < FLEDGED_S else 0
+        if health.failures > 1:
+            health.rests_until_s = now_s + min(2.0 ** (health.failures - 2), LONGEST_REST_S)
 
     def resize(self, size: int, waiting: Collection[int] = ()) -> list[int]:
         """So many are asked for, within the bounds.
@@ -122,20 +164,51 @@ class Elasticity:
         Returns:
             Which of those that wait are not wanted any more. What else is too much the ranks release themselves.
         """
-        self.size = max(self.least, min(size, self.most))
-        wanted = self.size + self.spares
-        excess = max(0, len(self.running) - wanted)
-        unwanted = sorted(waiting)[::-1][:excess]
-        self.released = self.well + max(0, len(self.running) - len(waiting) - self.size)
-        self.owed = max(0, wanted - len(self.running))
+        self.asked = max(self.least, min(size, self.most))
+        return self.fit(waiting)
+
+    def fit(self, waiting: Collection[int] = ()) -> list[int]:
+        """There is room for more, or for fewer, of those that were asked for; see `resize`."""
+        self.size = max(self.least, min(self.asked, self.capacity - self.spares))
+        wanted, staying = self.size + self.spares, self.staying
+        idle = staying.intersection(waiting)
+        unwanted = sorted(idle)[::-1][: max(0, len(staying) - wanted)]
+        self.released = self.well + max(0, len(staying) - len(idle) - self.size)
+        self.owed = max(0, wanted - len(staying))
+        self.leaving.update(unwanted)
         return unwanted
+
+    def vacate(self, waiting: Collection[int] = ()) -> list[int]:
+        """Have those go for whom their hosts have no slots any more, as long as enough stay: they are `leaving`.
+
+        Args:
+            waiting: births of those that run and have not been let in yet.
+
+        Returns:
+            Which of them wait.
+        """
+        found: list[int] = []
+        if self.slots is None:
+            return found
+        spare = len(self.staying.difference(waiting)) - self.least
+        for address in {one.address for one in self.places}:
+            here = sorted(self._at(address, self.staying), key=lambda birth: (birth in waiting, birth))
+            for birth in here[self.slots.get(address, 0) :][::-1]:
+                if birth in waiting:
+                    found.append(birth)
+                elif spare <= 0:
+                    continue
+                else:
+                    spare -= 1
+                self.leaving.add(birth)
+        return found
 
     def replace(self) -> None:
         """Somebody has died: from now on others are owed, unless the job comes to its end, or there were too many."""
         if self.is_ending or self.has_failed:
             self.owed = 0
             return
-        missing = self.size + self.spares - len(self.running) - self.owed
+        missing = self.size + self.spares - len(self.staying) - self.owed
         count = max(0, min(missing, self.restarts))
         self.restarts -= count
         self.owed += count
@@ -143,13 +216,12 @@ class Elasticity:
     def start(self, now_s: float = 0.0) -> tuple[int, int] | None:
         """The next process that is to be started: its birth and its host; None if none is owed, or there is no place.
 
-        Where the fewest are, for what the host began with, of those that do not rest.
+        Where the fewest are, for the slots of the host or what it began with, of those that do not rest.
         """
-        free = [host for host, one in enumerate(self.places) if not one.is_gone and one.rests_until_s <= now_s]
+        free = [host for host in self._open() if self._health_of(self.places[host]).rests_until_s <= now_s]
         if not self.owed or not free:
             return None
-        counts = [sum(self.where[birth] == host for birth in self.running) for host in range(len(self.places))]
-        host = min(free, key=lambda one: (counts[one] / self.places[one].num_ranks, one))
+        host = min(free, key=lambda one: (self._fullness(self.places[one]), one))
         birth = self.next_birth
         self.begun(birth, host)
         self._later[birth] = now_s
@@ -158,10 +230,27 @@ class Elasticity:
 
     def next_place_s(self) -> float | None:
         """When a host has rested; None if there is no other."""
-        return min((one.rests_until_s for one in self.places if not one.is_gone), default=None)
+        return min((self._health_of(self.places[host]).rests_until_s for host in self._open()), default=None)
+
+    def _open(self) -> list[int]:
+        """The hosts on which others may be started, once they have rested."""
+        found = [host for host, one in enumerate(self.places) if not one.is_gone]
+        if self.slots is None:
+            return found
+        return [host for host in found if self._fullness(self.places[host]) < 1]
+
+    def _fullness(self, place: Place) -> float:
+        weight = place.num_ranks if self.slots is None else self.slots.get(place.address, 0)
+        return len(self._at(place.address, self.running)) / weight if weight else 1.0
+
+    def _at(self, address: str, births: Collection[int]) -> list[int]:
+        return [birth for birth in births if self.places[self.where[birth]].address == address]
+
+    def _health_of(self, place: Place) -> Health:
+        return self._health.setdefault(place.address, Health())
 
 
-def parse(text: str, ranks: Sequence[int], restarts: int, spares: int = 0) -> Elasticity:
+def parse(text: str, ranks: Sequence[int], restarts: int, spares: int = 0, addresses: Sequence[str] = ()) -> Elasticity:
     """``MIN`` or ``MIN:MAX``; ``MIN`` alone starts nobody in the place of others.
 
     Args:
@@ -169,6 +258,7 @@ def parse(text: str, ranks: Sequence[int], restarts: int, spares: int = 0) -> El
         ranks: with how many the job begins, by host.
         restarts: how many may be replaced.
         spares: how many wait beside them.
+        addresses: of the hosts; their positions, if left out.
 
     Raises:
         ConfigError: it is neither, or a job of this size does not fit.
@@ -183,9 +273,9 @@ def parse(text: str, ranks: Sequence[int], restarts: int, spares: int = 0) -> El
         raise ConfigError(f"--elastic {text!r} does not fit {size} ranks: it takes 1 <= MIN <= {size} <= MAX")
     if size < 2:
         raise ConfigError("an elastic job begins with two ranks or more")
-    found = Elasticity(low, high, size, restarts if colon else 0, spares, [], owed=spares)
+    found = Elasticity(low, high, size, size, restarts if colon else 0, spares, owed=spares)
     for host, count in enumerate(ranks):
-        found.places.append(Place(count))
+        found.places.append(Place(addresses[host] if addresses else str(host), count))
         for _ in range(count):
             found.begun(found.next_birth, host)
     return found

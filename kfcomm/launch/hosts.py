@@ -15,6 +15,8 @@ from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.interfaces import LOOPBACK, interfaces
 from kfcomm.rendezvous.worlds import MAX_RANKS
 
+_MAX_SHOWN = 80
+
 
 @dataclass(frozen=True, slots=True)
 class Host:
@@ -35,6 +37,20 @@ class Plan:
 
     hosts: tuple[Host, ...]
     here: int = 0
+
+    def with_late(self, address: str) -> Plan:
+        """The plan of a host that comes later: as seen there, it is one more, with no rank at the beginning."""
+        return Plan((*self.hosts[: self.num_first], Host(address, 0)), self.num_first)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the job begins without this host."""
+        return self.hosts[self.here].num_ranks == 0
+
+    @property
+    def num_first(self) -> int:
+        """With how many hosts it begins."""
+        return len(self.hosts) - self.is_late
 
     @classmethod
     def single(cls, num_ranks: int) -> Plan:
@@ -72,7 +88,10 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     Raises:
         ConfigError: an entry is malformed, cannot be resolved, or stands there twice.
     """
-    hosts = tuple(_parse_host(entry.strip()) for entry in text.split(","))
+    try:
+        hosts = tuple(parse_host(entry.strip()) for entry in text.split(","))
+    except ConfigError as error:
+        raise ConfigError(f"-H: {error}") from error
     seen: set[str] = set()
     for host in hosts:
         if host.address in seen:
@@ -90,7 +109,7 @@ def plan_for(hosts: tuple[Host, ...], own: str | None = None) -> Plan:
         ConfigError: no entry, or more than one, is this host's.
     """
     listed = ", ".join(host.address for host in hosts)
-    mine = {_resolved(own)} if own is not None else {each.address for each in interfaces()}
+    mine = {resolved(own)} if own is not None else {each.address for each in interfaces()}
     found = [at for at, host in enumerate(hosts) if host.address in mine]
     match found:
         case [here]:
@@ -101,15 +120,26 @@ def plan_for(hosts: tuple[Host, ...], own: str | None = None) -> Plan:
             raise ConfigError(f"more than one of the hosts {listed} is this one; say which with --self")
 
 
-def _parse_host(entry: str) -> Host:
+def parse_host(entry: str, least: int = 1) -> Host:
+    """One host, ``address`` or ``address:ranks``, where that is ``least`` or more.
+
+    Raises:
+        ConfigError: it is malformed, or cannot be resolved.
+    """
     match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:\s]+))(?::([0-9]{1,6}))?", entry)
-    num_ranks = int(match[3] or 1) if match else 0
-    if match is None or not 1 <= num_ranks <= MAX_RANKS:
-        raise ConfigError(f"-H: {entry!r} must look like 10.0.0.1:4 or [fd00::1]:4, with at least one rank")
-    return Host(_resolved(match[1] or match[2]), num_ranks)
+    num_ranks = int(match[3] or 1) if match else -1
+    if match is None or not least <= num_ranks <= MAX_RANKS:
+        need = ", with at least one rank" if least else ""
+        raise ConfigError(f"{entry[:_MAX_SHOWN]!r} must look like 10.0.0.1:4 or [fd00::1]:4{need}")
+    return Host(resolved(match[1] or match[2]), num_ranks)
 
 
-def _resolved(name: str) -> str:
+def resolved(name: str) -> str:
+    """The IP address of a host.
+
+    Raises:
+        ConfigError: it has none.
+    """
     try:
         return str(ipaddress.ip_address(name))
     except ValueError:

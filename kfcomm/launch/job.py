@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+from kfcomm.launch.coming import who_launches
+from kfcomm.launch.discovery import Discovery
 from kfcomm.launch.elastic import Elasticity
 from kfcomm.launch.hosts import Plan
-from kfcomm.launch.options import LAUNCHER, RunOptions, rank_environ
+from kfcomm.launch.options import JOB, LAUNCHER, RunOptions, rank_environ
 from kfcomm.monitor import serving
 from kfcomm.plugins import check
 from kfcomm.rendezvous.interfaces import choose_address
@@ -28,6 +31,9 @@ class Job:
         token: the secret of the job.
         mark: the name of the job on this host.
         environ: of the launcher.
+        launcher: which one this is, as it tells others.
+        discovery: says which hosts there are; None if that does not change, or this is not the first host.
+        arrivals: addresses of other hosts whose launchers have come after the beginning.
     """
 
     options: RunOptions
@@ -37,6 +43,27 @@ class Job:
     token: bytes
     mark: str
     environ: Mapping[str, str]
+    launcher: bytes = field(default_factory=who_launches)
+    discovery: Discovery | None = None
+    arrivals: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
+
+    def at(self, position: int) -> Job:
+        """As it is on a host that has this position: one that it had not at the beginning has no ranks of that."""
+        is_first = position == self.plan.here and not self.plan.is_late
+        return self if is_first else replace(self, plan=self.plan.with_late(self.plan.address))
+
+    async def discovered(self) -> Job:
+        """With the hosts that a program says there are, if it is to; on the first host.
+
+        Raises:
+            ConfigError: it cannot be run, or gives no answer that can be understood.
+        """
+        if self.options.discover is None or self.elastic is None:
+            return self
+        discovery = Discovery.of(self.options.discover, {**self.environ, JOB: self.mark})
+        self.elastic.slots = await discovery.first()
+        self.elastic.asked = self.elastic.most
+        return replace(self, discovery=discovery)
 
     def environ_of(self, rank: int, place: int, store: str, launcher: str = "") -> dict[str, str]:
         """The environment of a rank, which has this place on its host."""

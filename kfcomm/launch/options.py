@@ -8,8 +8,9 @@ from pathlib import Path
 
 from kfcomm.errors import ConfigError
 from kfcomm.launch.elastic import Elasticity, parse
-from kfcomm.launch.hosts import Plan, parse_hosts, plan_for
+from kfcomm.launch.hosts import Host, Plan, parse_hosts, plan_for, resolved
 from kfcomm.rendezvous.etcd.address import PASSWORD, is_etcd
+from kfcomm.rendezvous.interfaces import choose_address, interfaces
 from kfcomm.rendezvous.token import HOW_TO_SET, as_text, given_token, kept_token, new_token, read_token
 from kfcomm.rendezvous.worlds import DEFAULT_PORT
 
@@ -36,6 +37,7 @@ class RunOptions:
         elastic: ``MIN`` or ``MIN:MAX`` for a job whose ranks may change; None for another.
         restart_limit: how many ranks of such a job are replaced.
         spares: how many processes of such a job wait to take the place of others.
+        discover: a command that says which hosts such a job may use; None if these do not change.
         store: where the store of such a job is kept: a folder, or an etcd (see ``rendezvous.etcd.address``); None for
             the memory of the first launcher.
         log_dir: where the unprefixed output of each rank is kept as well.
@@ -55,6 +57,7 @@ class RunOptions:
     elastic: str | None = None
     restart_limit: int = 100
     spares: int = 0
+    discover: str | None = None
     store: str | None = None
     log_dir: Path | None = None
     stdin: str = "none"
@@ -71,10 +74,20 @@ class RunOptions:
             if self.num_ranks is None:
                 raise ConfigError("say how many ranks to start: -n 4, or -H 10.0.0.1:4,10.0.0.2:4")
             return Plan.single(self.num_ranks)
-        plan = plan_for(parse_hosts(self.hosts), self.own)
+        plan = self._plan_for(parse_hosts(self.hosts))
         if self.num_ranks not in (None, plan.size):
             raise ConfigError(f"-n {self.num_ranks} contradicts -H {self.hosts!r}, which has {plan.size} ranks")
         return plan
+
+    def _plan_for(self, hosts: tuple[Host, ...]) -> Plan:
+        """That of this host, which may be none of these if others come later."""
+        if self.discover is None:
+            return plan_for(hosts, self.own)
+        mine = {resolved(self.own)} if self.own is not None else {one.address for one in interfaces()}
+        if not mine.isdisjoint(host.address for host in hosts):
+            return plan_for(hosts, self.own)
+        towards = hosts[0].address, self.store_port()
+        return Plan(hosts).with_late(min(mine) if self.own is not None else choose_address(None, towards))
 
     def elasticity(self, plan: Plan) -> Elasticity | None:
         """How many ranks the job may have; None if they do not change.
@@ -83,11 +96,18 @@ class RunOptions:
             ConfigError: it does not fit.
         """
         if self.elastic is None:
-            for option, is_given in (("--spares", self.spares), ("--store", self.store)):
+            given = (("--spares", self.spares), ("--discover", self.discover), ("--store", self.store))
+            for option, is_given in given:
                 if is_given:
                     raise ConfigError(f"{option} is for a job with --elastic")
             return None
-        return parse(self.elastic, [host.num_ranks for host in plan.hosts], self.restart_limit, self.spares)
+        if self.discover is not None and self.hosts is None:
+            raise ConfigError("--discover needs -H with the hosts at the beginning: the others have to reach the first")
+        if self.discover is not None and ":" not in self.elastic:
+            raise ConfigError(f"--discover starts others: it needs --elastic MIN:MAX, not {self.elastic!r}")
+        hosts = plan.hosts[: plan.num_first]
+        ranks, addresses = [host.num_ranks for host in hosts], [host.address for host in hosts]
+        return parse(self.elastic, ranks, self.restart_limit, self.spares, addresses)
 
     def readers(self, plan: Plan) -> range:
         """The ranks of this host that get what the launcher reads.
@@ -148,7 +168,7 @@ def rank_environ(
     elastic = {} if options.elastic is None else {"KFCOMM_ELASTIC": "1"}
     local_size = len(plan.ranks)
     if rank not in plan.ranks:
-        elastic, rank = elastic | {"KFCOMM_JOIN": str(rank)}, plan.ranks.start
+        elastic, rank = elastic | {"KFCOMM_JOIN": str(rank)}, plan.ranks.start if plan.ranks else 0
         local_size = max(local_size, place + 1)
     return {
         "PYTHONUNBUFFERED": "1",

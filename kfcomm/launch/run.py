@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import logging
 import os
 import secrets
 import shutil
@@ -19,10 +20,12 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any
 
 from kfcomm.errors import ConfigError
-from kfcomm.launch.agents import Agent, First, Mortal
+from kfcomm.launch.agents import Agent, Mortal
 from kfcomm.launch.blame import Blame
+from kfcomm.launch.coming import NotNeeded
 from kfcomm.launch.farewells import Farewells
 from kfcomm.launch.feeding import Feed
+from kfcomm.launch.first import First
 from kfcomm.launch.job import Job
 from kfcomm.launch.options import RunOptions
 from kfcomm.launch.output import Log, Output, Pump
@@ -34,6 +37,8 @@ from kfcomm.launch.streams import Display, Streams
 from kfcomm.launch.supervisor import Supervisor, Verdict
 from kfcomm.rendezvous.board import Why, describe_exit
 from kfcomm.rendezvous.listening import listen, url_of
+
+logger = logging.getLogger("kfcomm")
 
 _DESCRIPTORS = {Stream.OUT: 1, Stream.ERR: 2}
 _MAX_SUMMARY = 160
@@ -61,8 +66,13 @@ async def run(options: RunOptions, environ: Mapping[str, str], display: Display 
     )
     settings = job.check()
     if job.plan.here:
-        async with joined(job, settings) as store:
-            return await _run_ranks(job, store, display)
+        try:
+            async with joined(job, settings) as (job_here, store):
+                return await _run_ranks(job_here, store, display)
+        except NotNeeded as over:
+            logger.warning("%s", over)
+            return 0
+    job = await job.discovered()
     with listen(job.plan.address, options.store_port()) as listener:
         if job.elastic is None or options.store is None:
             store = Store(url_of(listener), functools.partial(served, job, listener, settings))
@@ -142,13 +152,13 @@ async def _run_ranks(job: Job, store: Store, display: Display | None) -> int:
 
 
 def _supervisor(job: Job, children: dict[int, Child], store: Store) -> Supervisor:
-    host = job.plan.here if len(job.plan.hosts) > 1 else None
+    host = store.position if len(job.plan.hosts) > 1 else None
     watched = (Blame(job.plan.size), children, job.options.grace_s, job.options.keep_going, host)
     if job.elastic is None:
         return Supervisor(*watched)
     if store.first is not None:
         return Agent(*watched, first=store.first, let_go=store.let_go)
-    first = First(*watched, elastic=job.elastic)
+    first = First(*watched, elastic=job.elastic, discovery=job.discovery, arrivals=job.arrivals)
     first.ended = dict(store.ended or {})
     return first
 
@@ -175,10 +185,7 @@ async def _answer(job: Job, supervisor: First, line: str) -> dict[str, Any]:
         "job": job.mark, "size": size, "least": elastic.least, "most": elastic.most, "restarts": elastic.restarts,
         "running": sorted(elastic.running), "ended": sorted(supervisor.ended.items()), "spares": elastic.spares,
         "is_kept": is_kept,
-        "hosts": [
-            [host.address, sorted(elastic.running.intersection(elastic.births_at(at)))]
-            for at, host in enumerate(job.plan.hosts)
-        ],
+        "hosts": elastic.by_host(), "slots": elastic.slots, "leaving": sorted(elastic.leaving & elastic.running),
     }  # fmt: skip
 
 
@@ -242,7 +249,7 @@ def _summary(verdict: Verdict, job: Job, children: Mapping[int, Child]) -> str |
         return None
     failed = verdict.failed
     if failed.why in (Why.SILENT, Why.ABSENT):
-        return _missed(failed.why, job.plan.address_of(failed.rank))
+        return _missed(failed.why, job.plan.address if failed.rank in children else job.plan.address_of(failed.rank))
     where = f"pid {children[failed.rank].pid}" if failed.rank in children else "on another host"
     rest = "" if job.plan.size == 1 else "; the others ran on" if job.options.keep_going else "; the others were ended"
     why = f" ({textwrap.shorten(failed.summary, _MAX_SUMMARY)})" if failed.summary else ""

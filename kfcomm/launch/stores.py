@@ -16,14 +16,15 @@ from socket import socket
 from typing import TYPE_CHECKING, NamedTuple
 
 from kfcomm.errors import RendezvousError
+from kfcomm.launch.coming import admit, arrive
 from kfcomm.launch.elastic import Elasticity
-from kfcomm.launch.hosts_heard import Claims, arrive, company, watch_hosts, who_launches
+from kfcomm.launch.hosts_heard import all_know, watch_hosts
 from kfcomm.launch.job import Job, tls_of
 from kfcomm.launch.supervisor import Exits
 from kfcomm.rendezvous.board import BOUNDS, LAUNCHERS
 from kfcomm.rendezvous.client import StoreClient
 from kfcomm.rendezvous.etcd.address import is_etcd, parse
-from kfcomm.rendezvous.folders import AGAIN_S
+from kfcomm.rendezvous.folders import AGAIN_S, Folders
 from kfcomm.rendezvous.settings import Settings, store_url
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class Store(NamedTuple):
         first: by which the first launcher is known to be there; None on its host.
         let_go: ends what waits in it.
         ended: if the job runs already, the return codes of those that have ended; else None.
+        position: of this host among those of the job.
     """
 
     url: str
@@ -55,6 +57,7 @@ class Store(NamedTuple):
     first: StoreClient | None = None
     let_go: Callable[[], None] = lambda: None
     ended: Mapping[int, int] | None = None
+    position: int = 0
 
 
 @contextlib.asynccontextmanager
@@ -123,23 +126,30 @@ async def _watched(
     watching = asyncio.create_task(
         watch_hosts(
             job.plan, server.board, server, job.ranks_of, lost_after_s=lost_after_s,
-            come_within_s=lost_after_s if goes_on else settings.timeout_s,
+            come_within_s=lost_after_s if goes_on else settings.timeout_s, is_elastic=job.elastic is not None,
         )
     )  # fmt: skip
+    admitting = asyncio.create_task(_admitting(job, server))
     try:
         yield server
         # the launchers of the other hosts still have to learn how it ended
-        others, wait_s = len(company(job.plan, server.board, job.ranks_of)), job.options.grace_s + _FAREWELL_S
-        learnt = asyncio.ensure_future(server.board.collect(LAUNCHERS, others, None, wait_s))
+        learnt = asyncio.ensure_future(all_know(job.plan, server.board, job.options.grace_s + _FAREWELL_S))
         hurried = asyncio.ensure_future(interrupted.wait())
         await asyncio.wait((learnt, hurried), return_when=asyncio.FIRST_COMPLETED)
         for waiting in (learnt, hurried):
             waiting.cancel()
         await asyncio.gather(learnt, hurried, return_exceptions=True)
     finally:
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
+        for task in (watching, admitting):
+            task.cancel()
+        await asyncio.gather(watching, admitting, return_exceptions=True)
         await server.close()
+
+
+async def _admitting(job: Job, server: StoreServer) -> None:
+    if job.elastic is not None:
+        with contextlib.suppress(RendezvousError):
+            await admit(server.board, server, job.plan, job.elastic, job.arrivals.put_nowait)
 
 
 def _lost_after_s(settings: Settings) -> float:
@@ -147,8 +157,15 @@ def _lost_after_s(settings: Settings) -> float:
 
 
 @contextlib.asynccontextmanager
-async def joined(job: Job, settings: Settings) -> AsyncIterator[Store]:
-    """The store, on the other hosts, once that of the first answers: that one, or, in etcd, a part of it here."""
+async def joined(job: Job, settings: Settings) -> AsyncIterator[tuple[Job, Store]]:
+    """The store, on the other hosts, once that of the first answers: that one, or, in etcd, a part of it here.
+
+    Also the job as it is here: without ranks at the beginning, if this launcher comes later.
+
+    Raises:
+        NotNeeded: the job has ended before this host had a part in it.
+        RendezvousError: another launcher runs on this host; or the store cannot be reached.
+    """
     url = store_url(job.plan.hosts[0].address, job.options.store_port())
     client = StoreClient(url, job.token, timeout_s=settings.timeout_s, tls=tls_of(settings))
     kept = job.options.store
@@ -156,14 +173,14 @@ async def joined(job: Job, settings: Settings) -> AsyncIterator[Store]:
     within_s = 0.0 if kept is None else _lost_after_s(settings) + _AGAIN_WITHIN_S
     try:
         if kept is None or not is_etcd(kept):
-            await arrive(client, client, job.plan.here, who_launches(), within_s)
-            store = Store(client.url, lambda _: contextlib.nullcontext(client), client)
-            yield store
-            await _say_farewell(job, client)
+            position = await _arrive(job, client, client, within_s)
+            store = Store(client.url, lambda _: contextlib.nullcontext(client), client, position=position)
+            yield job.at(position), store
+            await _say_farewell(position, client)
         else:
             async with _mirrored(job, kept, client, settings, within_s) as (store, server):
-                yield store
-                await _say_farewell(job, server)
+                yield job.at(store.position), store
+                await _say_farewell(store.position, server)
     finally:
         await client.close()
 
@@ -179,20 +196,24 @@ async def _mirrored(
     backing = await _backing(job, kept, settings, is_first=False)
     server = await StoreServer.start(job.plan.address, token=job.token, tls=tls_of(settings), backing=backing)
     try:
-        me = who_launches()
         while True:
-            await arrive(client, server, job.plan.here, me, within_s)
+            position = await _arrive(job, client, server, within_s)
             there = Record.found(backing.board)
             if there is not None and there.identity == client.identity:
                 break
             await asyncio.sleep(AGAIN_S)
-        yield Store(server.url, lambda _: contextlib.nullcontext(server), client, backing.board.close), server
+        entered, let_go = lambda _: contextlib.nullcontext(server), backing.board.close
+        yield Store(server.url, entered, client, let_go, position=position), server
     finally:
         await server.close()
         await backing.close(is_over=False)
 
 
-async def _say_farewell(job: Job, store: Claims) -> None:
+async def _arrive(job: Job, client: StoreClient, store: Folders, within_s: float) -> int:
+    return await arrive(client, store, job.plan, job.launcher, within_s, is_elastic=job.elastic is not None)
+
+
+async def _say_farewell(position: int, store: Folders) -> None:
     with contextlib.suppress(RendezvousError, TimeoutError):
         async with asyncio.timeout(_FAREWELL_S):
-            await store.claim(f"{LAUNCHERS}/{job.plan.here}", b"")
+            await store.claim(f"{LAUNCHERS}/{position}", b"")

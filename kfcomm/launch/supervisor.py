@@ -22,6 +22,7 @@ from kfcomm.errors import RendezvousError
 from kfcomm.launch.blame import Blame, Failure
 from kfcomm.launch.process import Child, shell_code
 from kfcomm.rendezvous.board import Exit, Why
+from kfcomm.types import Wanted
 
 _REPORT_WITHIN_S = 5.0
 _HURRIED_REPORT_WITHIN_S = 1.0
@@ -55,6 +56,9 @@ class Exits(Protocol):
 
     async def ask_size(self, size: int) -> None:
         """Ask for so many ranks."""
+
+    async def hold(self, wanted: Wanted) -> None:
+        """Have the ranks keep to this."""
 
     def watch_sizes(self) -> AsyncIterator[int]:
         """Each number of ranks that is asked for."""

@@ -1,0 +1,277 @@
+"""The launcher of the first host of a job whose ranks may change: it decides who is replaced, where, and who is to go.
+
+What it tells those of the other hosts, and hears of them: see `agents`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+
+from kfcomm.errors import KfcommError
+from kfcomm.launch.agents import NOT_STARTED, Mortal, claimed
+from kfcomm.launch.blame import Failure
+from kfcomm.launch.discovery import Discovery, difference
+from kfcomm.launch.elastic import Elasticity
+from kfcomm.launch.supervisor import Exits, Verdict, now_s
+from kfcomm.rendezvous.board import (
+    DISMISSED,
+    LAUNCHERS,
+    LEAVING,
+    OUTCOME,
+    SIZES,
+    START,
+    Exit,
+    Why,
+    describe_exit,
+)  # fmt: skip
+from kfcomm.types import Wanted
+
+
+@dataclass(slots=True)
+class First(Mortal):
+    """On the first host, or the only one: decides who is replaced, and where.
+
+    Attributes:
+        elastic: how many ranks there may be.
+        discovery: says which hosts there are; None if that does not change.
+        arrivals: addresses of other hosts whose launchers have come after the beginning.
+    """
+
+    elastic: Elasticity = field(kw_only=True)
+    discovery: Discovery | None = None
+    arrivals: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
+    _exits: Exits = field(init=False)
+    _dismissed: set[int] = field(default_factory=set)
+    _starting: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    _later: asyncio.TimerHandle | None = None
+    _last: Failure | None = None
+    _held: Wanted | None = None
+    _fitted: tuple[Any, ...] = ()
+    _is_told: bool = False
+    _is_alone: bool = False
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def _begin(self, exits: Exits) -> list[Coroutine[Any, Any, None]]:
+        self._exits = exits
+        self._start_owed()
+        return [
+            self._ask_for_spares(exits), self._watch_sizes(exits), self._watch_given_up(exits),
+            self._watch_leaving(exits), self._watch_launchers(exits), self._watch_arrivals(),
+            self._watch_slots(exits),
+        ]  # fmt: skip
+
+    def _is_over(self, watcher: asyncio.Task[None]) -> bool:
+        del watcher
+        is_quiet = self.ended.keys() >= self.children.keys() and not self._starting
+        is_over = is_quiet and not (self.verdict.is_open and self.elastic.running)
+        if is_over and self._later is not None:
+            self._later.cancel()
+        if is_over and self._is_told:
+            for task in self._tasks:  # what a store that does not answer keeps waiting
+                task.cancel()
+        return is_over and self._is_told
+
+    async def _look(self, exits: Exits) -> None:
+        if self.elastic.is_ending or not self.verdict.is_open:
+            self._give_up_starting()
+        if self.elastic.is_ending:  # nobody is left to let them in
+            self._dismiss(await self._waiting(exits))
+        else:
+            await self._fail_if_nobody_lets_in(exits)
+        if not self._is_told and not (self.verdict.is_open and self.elastic.running):
+            self._is_told = True
+            await claimed(exits, f"{OUTCOME}/0", _outcome(self.verdict))
+
+    async def _fail_if_nobody_lets_in(self, exits: Exits) -> None:
+        """All ranks are gone, and those that wait to be let in would wait for ever."""
+        running = self.elastic.running - self._dismissed
+        if not running or min(running) < self.blame.size or not self.verdict.is_open:
+            return
+        if running <= set(await self._waiting(exits)) and self._last is not None:
+            self.verdict.failed = self._last
+            self.say("no rank is left to let others in")
+            self._give_up_starting()
+            self._dismiss(running)
+            self._end(signal.SIGTERM)
+
+    def _has_ended(self, end: Exit) -> None:
+        elastic = self.elastic
+        elastic.ended(end.rank, end.code, now_s())
+        if end.why in (Why.SILENT, Why.ABSENT):
+            elastic.places[elastic.where[end.rank]].is_gone = True
+        if not self.verdict.is_open or end.code == 0 or end.rank in self._dismissed:
+            return
+        said = self.blame.said(end.rank)
+        self._last = Failure(end.rank, end.code, now_s(), summary="" if said is None else said.summary)
+        if elastic.has_failed:
+            self.verdict.failed = self._last
+            self._end(signal.SIGTERM)
+            return
+        elastic.replace()
+        how, num_left = _how(end), len(elastic.running)
+        count = self._start_owed()
+        instead = f"; {count} started in its place" if count else ""
+        if elastic.owed and (due_s := elastic.next_place_s()) is not None:
+            instead = f"; another is started in {max(0.0, due_s - now_s()):.0f} s"
+        self.say(f"rank {end.rank} ended ({how}); {num_left} go on{instead}")
+
+    def _start_owed(self) -> int:
+        """Start those for whom there is a place, and the others when there is one; returns how many were started."""
+        count = 0
+        self._later = None
+        while self.verdict.is_open and not self._is_alone and (found := self.elastic.start(now_s())) is not None:
+            birth, host = found
+            self._starting[birth] = self._do(self._start_at(host, birth))
+            count += 1
+        if self.elastic.owed and (due_s := self.elastic.next_place_s()) is not None:
+            self._later = asyncio.get_running_loop().call_at(due_s, self._start_owed)
+        return count
+
+    def ask_size(self, size: int) -> asyncio.Task[None]:
+        """Ask for so many ranks; it is done when the store keeps that, which may take until it answers again."""
+        return self._do(_asked(self._exits, size))
+
+    async def _start_at(self, host: int, birth: int) -> None:
+        """Have the launcher of a host start a process, once the store keeps that: a number is used once."""
+        try:
+            await self._exits.claim(f"{START}/{host}/{birth}", b"")
+        except (asyncio.CancelledError, KfcommError):
+            self.elastic.running.discard(birth)
+            return
+        finally:
+            del self._starting[birth]
+        if host == (self.host or 0):
+            await self._launch(birth, self._exits)
+
+    async def _ask_for_spares(self, exits: Exits) -> None:
+        """Who waits beside the others is let in only where a number is asked for."""
+        if self.discovery is None and self.elastic.spares and await exits.find(f"{SIZES}/1") is None:
+            await exits.ask_size(self.elastic.size)
+
+    def _store_is_gone(self) -> None:
+        """What is kept of the job is lost: those that run do not need it."""
+        if self.verdict.is_open and not self._is_told:
+            self._is_alone = True
+            self._give_up_starting()
+            self.say("the store is gone: nobody is replaced any more")
+
+    def _give_up_starting(self) -> None:
+        for task in list(self._starting.values()):
+            task.cancel()
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._changed.set()
+
+    async def _watch_sizes(self, exits: Exits) -> None:
+        """Another number of ranks is asked for."""
+        elastic = self.elastic
+        async for size in exits.watch_sizes():
+            self._held = None  # what the ranks keep to now is what was asked
+            if self.verdict.is_open and not elastic.is_ending and size != elastic.asked:
+                self._dismiss(elastic.resize(size, await self._waiting(exits)))
+                self._say_size(self._start_owed())
+
+    def _say_size(self, count: int) -> None:
+        self.say(f"{self.elastic.size} ranks are wanted" + (f"; {count} started" if count else ""))
+
+    async def _watch_slots(self, exits: Exits) -> None:
+        """Other hosts are there, or fewer slots: the job grows with them, and who has no slot any more is to go."""
+        if self.discovery is None or (known := self.elastic.slots) is None:
+            return
+        async for slots in self.discovery.answers(known, self.say):
+            for line in difference(known, slots):
+                self.say(f"--discover: {line}")
+            self.elastic.slots = known = slots
+            waiting = await self._waiting(exits)
+            if self._is_told or not self.verdict.is_open or self.elastic.is_ending:
+                return
+            self._make_fit(waiting)
+            await self._hold(exits)
+
+    def _make_fit(self, waiting: list[int]) -> None:
+        elastic, before = self.elastic, self.elastic.size
+        self._dismiss(elastic.vacate(waiting))
+        now = (elastic.capacity, elastic.asked, *sorted(elastic.leaving))
+        if now != self._fitted:
+            self._fitted = now
+            self._dismiss(elastic.fit(waiting))
+        count = self._start_owed()
+        if count or elastic.size != before:
+            self._say_size(count)
+
+    async def _hold(self, exits: Exits) -> None:
+        """Tell the ranks, as soon as the store can keep it, for how many there is room, and which of them are to go."""
+        going = sorted((self.elastic.leaving & self.elastic.running) - self._dismissed)
+        wanted = Wanted(self.elastic.size, tuple(going))
+        if wanted == self._held:
+            return
+        if going and (self._held is None or going != list(self._held.leavers)):
+            self.say(f"there is no slot any more for ranks {', '.join(map(str, going))}: they are to go")
+        self._held = wanted
+        with contextlib.suppress(KfcommError):
+            await exits.hold(wanted)
+
+    async def _watch_arrivals(self) -> None:
+        """The launcher of a host comes later, or comes back: others may be started there."""
+        while True:
+            address = await self.arrivals.get()
+            if self.verdict.is_open and not self._is_told:
+                self.say(f"a launcher has come on {address}")
+                self._start_owed()
+
+    async def _watch_leaving(self, exits: Exits) -> None:
+        async for host, _ in exits.watch(LEAVING):
+            self.elastic.places[host].is_gone = True
+
+    async def _watch_launchers(self, exits: Exits) -> None:
+        """A launcher that has ended has reported what it had: what it was to start besides, it has not."""
+        async for host, _ in exits.watch(LAUNCHERS):
+            self.elastic.places[host].is_gone = True
+            for birth in self.elastic.births_at(host):
+                if birth not in self.ended:
+                    self._note(Exit(birth, NOT_STARTED, Why.ITSELF))
+
+    async def _waiting(self, exits: Exits) -> list[int]:
+        """Births of those that were started to join, and have not been let in."""
+        later = [birth for birth in sorted(self.elastic.running - self._dismissed) if birth >= self.blame.size]
+        return [birth for birth in later if not await exits.was_let_in(birth)]
+
+    def _dismiss(self, births: Iterable[int]) -> None:
+        """These are not wanted any more, and nobody is to miss them."""
+        for birth in births:
+            self._dismissed.add(birth)
+            self._signal(birth, signal.SIGTERM)
+            if birth not in self.children:
+                self._do(claimed(self._exits, f"{DISMISSED}/{birth}"))
+
+
+async def _asked(exits: Exits, size: int) -> None:
+    with contextlib.suppress(KfcommError):
+        await exits.ask_size(size)
+
+
+def _outcome(verdict: Verdict) -> bytes:
+    failed = verdict.failed
+    rank, code, summary = (-1, 0, "") if failed is None else (failed.rank, failed.code, failed.summary)
+    said: bytes = msgpack.packb([verdict.signal or 0, rank, code, summary])
+    return said
+
+
+def _how(end: Exit) -> str:
+    if end.why in (Why.SILENT, Why.ABSENT):
+        return "its host is not heard of any more"
+    return describe_exit(end.code)

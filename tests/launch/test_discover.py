@@ -1,0 +1,324 @@
+"""Elastic jobs whose hosts come and go, as a program says, or as their launchers are started again."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kfcomm.errors import ConfigError
+from kfcomm.launch import discovery
+from kfcomm.launch.discovery import Discovery, difference, read
+from kfcomm.launch.elastic import Elasticity, parse
+from tests.launch.launched import TOKEN, environ
+from tests.launch.test_elastic import TRAIN
+from tests.support import free_port
+
+HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
+HOW_LONG_S = 120
+LONG = 4_000
+PAUSE = "            time.sleep(PAUSE_S)\n"
+TELLING = """
+            if comm.rank == 0 and state.births[-2:-1] != state.births[-1:]:
+                print("now", *comm.births, flush=True)
+            time.sleep(0 if os.path.exists("hurry") else PAUSE_S)
+"""
+LIST = "cat hosts"
+
+
+class Job:
+    """A job whose first host is the first address; launchers on others are started when a test wants them.
+
+    Args:
+        folder: for its program, and what its launchers print; ``hosts`` there says which there are.
+        first: the hosts with which it begins.
+        options: of all launchers.
+        slots: what is said at the beginning.
+        lost_after_s: of all.
+    """
+
+    def __init__(
+        self, folder: Path, first: str, options: list[str], slots: str | None, lost_after_s: float = 30.0
+    ) -> None:
+        (folder / "train.py").write_text("import json\n" + TRAIN.replace(PAUSE, TELLING))
+        self._folder, self._lost_after_s = folder, lost_after_s
+        options = [*options, "--discover", LIST] if slots is not None else options
+        if slots is not None:
+            self.name_hosts(slots)
+        self._command = ["--port", str(free_port()), "-H", first, *options]
+        self.launchers: dict[int, subprocess.Popen[bytes]] = {}
+        self._all: list[subprocess.Popen[bytes]] = []
+
+    def name_hosts(self, text: str) -> None:
+        """From now on the program says this."""
+        draft = self._folder / "draft"
+        draft.write_text(text)
+        draft.rename(self._folder / "hosts")
+
+    def start(self, *hosts: int) -> None:
+        """Start the launchers of these hosts."""
+        for host in hosts:
+            command = [
+                sys.executable, "-m", "kfcomm", "run", "--self", HOSTS[host], *self._command, sys.executable,
+                "train.py", str(LONG), "[]", "0.3",
+            ]  # fmt: skip
+            env = environ(KFCOMM_TOKEN=TOKEN, KFCOMM_LOST_AFTER=str(self._lost_after_s))
+            with (self._folder / HOSTS[host]).open("ab") as out:
+                self.launchers[host] = subprocess.Popen(
+                    command, cwd=self._folder, env=env, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+                )
+            self._all.append(self.launchers[host])
+
+    def said(self, host: int) -> str:
+        """All that the launchers of a host have printed."""
+        return (self._folder / HOSTS[host]).read_text()
+
+    def until(self, host: int, *words: str) -> None:
+        """Wait until the launchers of a host have printed these."""
+        while not all(word in self.said(host) for word in words):
+            assert self.launchers[host].poll() is None, self.everything()
+
+    def everything(self) -> str:
+        """What all launchers have printed."""
+        return "".join(f"--- {host}\n{self.said(host)}" for host in self.launchers)
+
+    def result(self) -> list[Any]:
+        """Have it come to its end without pauses; what the first rank has printed then."""
+        (self._folder / "hurry").touch()
+        for launcher in self.launchers.values():
+            launcher.wait(HOW_LONG_S)
+        found = [line for host in self.launchers for line in self.said(host).splitlines() if "] [[" in line]
+        assert len(found) == 1, self.everything()
+        told: list[Any] = json.loads(found[0].partition(" ")[2])
+        return told
+
+    def close(self) -> None:
+        """Nothing is left of it."""
+        for launcher in self._all:
+            if launcher.poll() is None:
+                launcher.kill()
+            launcher.wait(HOW_LONG_S)
+
+
+@pytest.fixture
+def job(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., Job]:
+    def make(first: str, options: list[str], slots: str | None = None, lost_after_s: float = 30.0) -> Job:
+        made = Job(tmp_path, first, options, slots, lost_after_s)
+        request.addfinalizer(made.close)
+        return made
+
+    return make
+
+
+def test_hosts_come_and_go_as_a_program_says(job: Callable[..., Job]) -> None:
+    made = job("127.0.0.1:2", ["--elastic", "2:8"], "127.0.0.1:2\n127.0.0.2:2\n")
+    made.start(0)
+    made.until(0, "job ")
+    made.start(1, 2)
+    made.until(0, "a launcher has come on 127.0.0.2", "4 ranks are wanted; 2 started", "now 0 1 2 3\n")
+    made.until(2, "this host, as 127.0.0.3, waits until --discover names it")
+    made.name_hosts("127.0.0.1:2\n127.0.0.3:1\n")
+    made.until(0, "--discover: 127.0.0.3 has 1 slot\n", "--discover: 127.0.0.2 is not named any more")
+    made.until(0, "there is no slot any more for ranks 2, 3: they are to go", "now 0 1 4\n")
+    used, births, most = made.result()
+    assert (used, births) == ([1.0], [0, 1, 4])
+    assert most in (4, 5)
+    assert [launcher.poll() for launcher in made.launchers.values()] == [0, 0, 0], made.everything()
+    assert "ended (" not in made.said(0)  # nobody was killed
+
+
+def status(name: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "kfcomm", "status", name, "--json"]
+    told: dict[str, Any] = json.loads(subprocess.run(command, env=environ(), capture_output=True, check=True).stdout)
+    return told
+
+
+def test_a_launcher_comes_back_to_a_running_job(job: Callable[..., Job]) -> None:
+    made = job("127.0.0.1:2,127.0.0.2:1", ["--elastic", "2:5"], lost_after_s=5.0)
+    made.start(0, 1)
+    made.until(0, "now 0 1 2\n")
+    made.launchers[1].kill()
+    made.launchers[1].wait(HOW_LONG_S)
+    made.start(1)  # before anybody has missed the one before
+    made.until(0, "rank 2 ended", "a launcher has come on 127.0.0.2", "now 0 1 3\n")
+    name = made.said(0).split("job ")[1].split()[0]
+    subprocess.run([sys.executable, "-m", "kfcomm", "resize", name, "4"], env=environ(), check=True)
+    made.until(0, "4 ranks are wanted; 1 started", "now 0 1 3 4\n")
+    assert dict(status(name)["hosts"])["127.0.0.2"] == [4]
+    made.launchers[1].send_signal(signal.SIGTERM)  # and again, as after maintenance
+    assert made.launchers[1].wait(HOW_LONG_S) == 128 + signal.SIGTERM
+    made.start(1)
+    made.until(0, "now 0 1 3 5\n")
+    while made.said(0).count("a launcher has come on 127.0.0.2") < 2:
+        assert made.launchers[0].poll() is None, made.everything()
+    used, births, _ = made.result()
+    assert (used, births) == ([1.0], [0, 1, 3, 5])
+    assert [launcher.poll() for launcher in made.launchers.values()] == [0, 0], made.everything()
+
+
+def test_a_host_that_was_never_needed_ends_well(job: Callable[..., Job]) -> None:
+    made = job("127.0.0.1:2", ["--elastic", "2:4"], "127.0.0.1:2")
+    made.start(0, 1)
+    made.until(1, "this host, as 127.0.0.2, waits until --discover names it")
+    made.until(0, "job ")
+    assert made.result()[:2] == [[1.0], [0, 1]]
+    assert "the job ended before it had a use for this host" in made.said(1)
+    assert [launcher.poll() for launcher in made.launchers.values()] == [0, 0], made.everything()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["-n", "2", "--discover", "true"], "--discover is for a job with --elastic"),
+        (["-n", "2", "--elastic", "1:4", "--discover", "true"], "--discover needs -H"),
+        (["-H", "127.0.0.1:2", "--elastic", "1", "--discover", "true"], "it needs --elastic MIN:MAX, not '1'"),
+        (["-H", "127.0.0.1:2", "--elastic", "1:4", "--discover", "no-such-program"], "command not found"),
+        (["-H", "127.0.0.1:2", "--elastic", "1:4", "--discover", "'"], "is no command"),
+        (["-H", "127.0.0.1:2", "--elastic", "1:4", "--discover", ""], "is no command"),
+        (["-H", "127.0.0.1:2", "--elastic", "1:4", "--discover", "true"], "it names no host"),
+        (["-H", "127.0.0.1:2", "--elastic", "1:4", "--discover", "ls /none"], "it failed (exit code 2): "),
+        (["-H", "127.0.0.1:2", "--elastic", "1:4", "--discover", "echo a b"], "line 1: 'a b' must look like"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_started(options: list[str], said: str) -> None:
+    command = [sys.executable, "-m", "kfcomm", "run", "--port", str(free_port()), *options, "echo", "started"]
+    done = subprocess.run(command, env=environ(KFCOMM_TOKEN=TOKEN), capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert said in done.stderr
+    assert "started" not in done.stdout
+
+
+def test_an_answer() -> None:
+    assert read("127.0.0.1:4\n\n  [::1]:2 \n127.0.0.2\nlocalhost:0\n".replace("localhost", "127.0.0.9")) == {
+        "127.0.0.1": 4, "::1": 2, "127.0.0.2": 1, "127.0.0.9": 0,
+    }  # fmt: skip
+    for text, said in [
+        ("127.0.0.1\nx:y:z\n", "line 2: 'x:y:z' must look like"),
+        ("127.0.0.1:-1", "line 1: "),
+        ("127.0.0.1:2\n127.0.0.1:2", "line 2: 127.0.0.1 stands there twice"),
+        ("no-such-host.invalid:2", "line 1: host 'no-such-host.invalid' cannot be resolved"),
+        ("\n \n", "it names no host"),
+    ]:
+        with pytest.raises(ConfigError, match="^" + said.replace(".", r"\.")):
+            read(text)
+
+
+def test_what_is_new_in_an_answer() -> None:
+    assert difference({"a": 1, "b": 2}, {"b": 1, "c": 3}) == [
+        "b has 1 slot", "c has 3 slots", "a is not named any more",
+    ]  # fmt: skip
+
+
+def program(folder: Path, text: str) -> Discovery:
+    script = folder / "discover"
+    script.write_text(f"#!/bin/sh\n{text}\n")
+    script.chmod(0o755)
+    return Discovery.of(str(script), environ(KFCOMM_TOKEN=TOKEN))
+
+
+@pytest.mark.asyncio
+async def test_what_fails_is_told_once_and_the_last_answer_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "EVERY_S", 0.0)
+    asked = program(tmp_path, "echo 127.0.0.1:1; echo no way >&2; exit 3")
+    said: list[str] = []
+    answers = asked.answers({"127.0.0.9": 1}, said.append)
+    for _ in range(3):
+        assert await anext(answers) == {"127.0.0.9": 1}
+    assert said == [f"--discover {asked.command!r}: it failed (exit code 3): no way; what it said last holds"]
+    program(tmp_path, 'test -z "$KFCOMM_TOKEN" && echo 127.0.0.1:1')
+    assert await anext(answers) == {"127.0.0.1": 1}
+    assert said[1:] == [f"--discover {asked.command!r} answers again"]
+    (tmp_path / "discover").unlink()
+    assert await anext(answers) == {"127.0.0.1": 1}
+    assert "could not be started" in said[-1]
+    await answers.aclose()
+
+
+@pytest.mark.asyncio
+async def test_what_takes_too_long_or_says_too_much_is_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "MAX_ANSWER_NBYTES", 1000)
+    with pytest.raises(ConfigError, match="it says more than 1000 bytes"):
+        await program(tmp_path, "yes 127.0.0.1 | head -c 100000").first()
+    monkeypatch.setattr(discovery, "WITHIN_S", 0.2)
+    with pytest.raises(ConfigError, match=r"no answer within 0.2 s"):
+        await program(tmp_path, "cat /dev/zero | sleep 1000").first()
+
+
+def of(slots: dict[str, int], ranks: list[int], least: int = 2, most: int = 8, spares: int = 0) -> Elasticity:
+    made = parse(f"{least}:{most}", ranks, 10, spares, ["a", "b", "c"][: len(ranks)])
+    made.slots, made.asked = slots, most
+    return made
+
+
+def started(made: Elasticity) -> list[tuple[int, int]]:
+    found = []
+    while (one := made.start()) is not None:
+        found.append(one)
+    return found
+
+
+def test_as_many_are_wanted_as_there_are_slots_where_launchers_are() -> None:
+    made = of({"a": 3, "b": 2, "c": 9}, [1, 1])
+    assert made.fit() == []
+    assert (made.size, started(made)) == (5, [(2, 0), (3, 1), (4, 0)])
+    assert made.resize(3, waiting=[2, 3, 4]) == [4, 3]
+    made.slots = {"a": 1, "b": 1, "c": 9}
+    assert made.fit() == []
+    assert made.size == 2
+    made.expect(3, "c")
+    assert (made.capacity, [one.address for one in made.places]) == (2, ["a", "b", "", "c"])
+    made.places[3].is_gone = False
+    made.fit()
+    assert (made.capacity, made.size) == (11, 3)
+
+
+def test_who_has_no_slot_any_more_goes_as_far_as_enough_stay() -> None:
+    made = of({"a": 2, "b": 2}, [2, 2])
+    assert (made.vacate(), made.fit(), made.leaving) == ([], [], set())
+    made.slots = {"a": 1}
+    assert (made.vacate(), made.leaving) == ([], {3, 2})
+    made.fit()
+    assert (made.size, made.owed) == (2, 0)
+    assert (made.vacate(), made.leaving) == ([], {3, 2})  # the other one of "a" is needed
+    made.slots = {"a": 1, "c": 2}
+    made.expect(2, "c")
+    made.places[2].is_gone = False
+    made.vacate()
+    made.fit()
+    assert started(made) == [(4, 2)]
+    assert (made.vacate([4]), made.leaving) == ([], {3, 2})  # who waits is not there yet
+    assert (made.vacate(), made.leaving) == ([], {3, 2, 1})
+    for birth in (1, 2, 3):
+        made.ended(birth, 0)
+    assert not made.is_ending
+    assert not made.has_failed
+    made.fit()
+    assert started(made) == [(5, 2)]
+    made.slots = {"a": 1, "b": 1}
+    assert made.vacate([5]) == [5]  # who has not been let in goes first, and at once
+
+
+def test_a_host_that_comes_back_keeps_what_is_known_of_it() -> None:
+    made = parse("1:8", [1, 1], 10, 0, ["a", "b"])
+    made.places[0].is_gone = True
+    for now_s in (1.0, 2.0):
+        made.resize(3)
+        ((birth, _),) = [one] if (one := made.start(now_s)) else []
+        made.ended(birth, 1, now_s)
+    made.places[1].is_gone = True
+    made.expect(2, "b")
+    assert made.next_place_s() is None
+    made.places[2].is_gone = False
+    made.resize(3)
+    assert (made.start(2.5), made.next_place_s()) == (None, 3.0)
+    assert made.start(3.0) == (4, 2)
