@@ -322,3 +322,20 @@ def test_a_host_that_comes_back_keeps_what_is_known_of_it() -> None:
     made.resize(3)
     assert (made.start(2.5), made.next_place_s()) == (None, 3.0)
     assert made.start(3.0) == (4, 2)
+
+
+def test_a_first_launcher_that_is_started_again_knows_who_has_come_later(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    options = ["--elastic", "1:8", "--store", str(tmp_path / "store")]
+    made = job("127.0.0.1:2", options, "127.0.0.1:2\n127.0.0.2:2\n", lost_after_s=20.0)
+    made.start(0, 1)
+    made.until(0, "now 0 1 2 3\n")
+    made.launchers[0].kill()
+    made.launchers[0].wait(HOW_LONG_S)
+    made.until(1, "is gone: nobody is replaced any more", "now 2 3\n")
+    made.start(0)
+    made.until(1, "is back", "now 2 3 4 5\n")
+    used, births, _ = made.result()
+    assert (used, births) == ([1.0], [2, 3, 4, 5])
+    assert made.launchers[0].poll() == made.launchers[1].poll() == 0, made.everything()
