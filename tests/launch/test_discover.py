@@ -116,6 +116,7 @@ def job(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., Job]:
     return make
 
 
+@pytest.mark.slow
 def test_hosts_come_and_go_as_a_program_says(job: Callable[..., Job]) -> None:
     made = job("127.0.0.1:2", ["--elastic", "2:8"], "127.0.0.1:2\n127.0.0.2:2\n")
     made.start(0)
@@ -139,6 +140,7 @@ def status(name: str) -> dict[str, Any]:
     return told
 
 
+@pytest.mark.slow
 def test_a_launcher_comes_back_to_a_running_job(job: Callable[..., Job]) -> None:
     made = job("127.0.0.1:2,127.0.0.2:1", ["--elastic", "2:5"], lost_after_s=5.0)
     made.start(0, 1)
@@ -162,6 +164,7 @@ def test_a_launcher_comes_back_to_a_running_job(job: Callable[..., Job]) -> None
     assert [launcher.poll() for launcher in made.launchers.values()] == [0, 0], made.everything()
 
 
+@pytest.mark.slow
 def test_a_host_that_was_never_needed_ends_well(job: Callable[..., Job]) -> None:
     made = job("127.0.0.1:2", ["--elastic", "2:4"], "127.0.0.1:2")
     made.start(0, 1)
@@ -324,6 +327,7 @@ def test_a_host_that_comes_back_keeps_what_is_known_of_it() -> None:
     assert made.start(3.0) == (4, 2)
 
 
+@pytest.mark.slow
 def test_a_first_launcher_that_is_started_again_knows_who_has_come_later(
     job: Callable[..., Job], tmp_path: Path
 ) -> None:
