@@ -7,14 +7,13 @@ import logging
 import os
 from collections.abc import Generator
 from types import TracebackType
-from typing import Any, NoReturn, Unpack, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack, cast
 
 from kfcomm import accelerator
 from kfcomm.communicator import ARRIVED, Communicator
 from kfcomm.dumps import install_signal
 from kfcomm.epochs import settle
 from kfcomm.monitor import serving
-from kfcomm.network import Alone, Exchange, SocketNetwork
 from kfcomm.plugins import check
 from kfcomm.rendezvous import farewell
 from kfcomm.rendezvous.settings import Arguments, Settings, detect, misspelt
@@ -22,6 +21,10 @@ from kfcomm.rendezvous.token import conceal
 from kfcomm.session import Session
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor
+
+if TYPE_CHECKING:
+    from kfcomm.alone import Alone
+    from kfcomm.network import Exchange, SocketNetwork
 
 AWAIT = "write comm = await kfcomm.init(), or async with kfcomm.init() as comm; kfcomm.sync.init() needs neither"
 
@@ -83,13 +86,7 @@ class Init:
 
     async def _join(self, own: accelerator.Accelerator) -> Communicator:
         settings = self.settings
-        network: Alone | SocketNetwork
-        if settings.size == 1:
-            network = Alone(settings, own.report)
-        elif self._exchange is None:
-            network = await SocketNetwork.join(settings, own.report)
-        else:
-            network = await SocketNetwork.meet(settings, own.report, self._exchange)
+        network = await _network(settings, own, self._exchange)
         loop = asyncio.get_running_loop()
         reactor, closed = self._reactor, _nothing
         if reactor is None:
@@ -121,6 +118,21 @@ class Init:
         if settings.store is not None and settings.token is not None:
             conceal(os.environ, settings.store, settings.token)
         return comm
+
+
+async def _network(
+    settings: Settings, own: accelerator.Accelerator, exchange: Exchange | None
+) -> Alone | SocketNetwork:
+    """The ways to the other ranks; a process alone has none, and does not import what makes them."""
+    if settings.size == 1:
+        from kfcomm.alone import Alone
+
+        return Alone(settings, own.report)
+    from kfcomm.network import SocketNetwork
+
+    if exchange is None:
+        return await SocketNetwork.join(settings, own.report)
+    return await SocketNetwork.meet(settings, own.report, exchange)
 
 
 def _nothing() -> None:
