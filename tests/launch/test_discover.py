@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from kfcomm.errors import ConfigError
 from kfcomm.launch import discovery
 from kfcomm.launch.discovery import Discovery, difference, read
 from kfcomm.launch.elastic import Elasticity, parse
+from tests import etcds
 from tests.launch.launched import TOKEN, environ
 from tests.launch.test_elastic import TRAIN
 from tests.support import free_port
@@ -114,6 +115,15 @@ def job(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., Job]:
         return made
 
     return make
+
+
+@pytest.fixture(params=["folder", "etcd"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "folder":
+        yield str(tmp_path / "store")
+        return
+    with etcds.running(tmp_path / "etcd") as one:
+        yield one.store()
 
 
 @pytest.mark.slow
@@ -328,10 +338,8 @@ def test_a_host_that_comes_back_keeps_what_is_known_of_it() -> None:
 
 
 @pytest.mark.slow
-def test_a_first_launcher_that_is_started_again_knows_who_has_come_later(
-    job: Callable[..., Job], tmp_path: Path
-) -> None:
-    options = ["--elastic", "1:8", "--store", str(tmp_path / "store")]
+def test_a_first_launcher_that_is_started_again_knows_who_has_come_later(job: Callable[..., Job], store: str) -> None:
+    options = ["--elastic", "1:8", "--store", store]
     made = job("127.0.0.1:2", options, "127.0.0.1:2\n127.0.0.2:2\n", lost_after_s=20.0)
     made.start(0, 1)
     made.until(0, "now 0 1 2 3\n")
