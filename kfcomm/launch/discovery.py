@@ -116,9 +116,12 @@ class Discovery:
         if len(out) > MAX_ANSWER_NBYTES:
             raise Failed(f"it says more than {MAX_ANSWER_NBYTES} bytes")
         try:
-            return await asyncio.to_thread(read, out.decode(errors="replace"))
+            async with asyncio.timeout(WITHIN_S):
+                return await asyncio.to_thread(read, out.decode(errors="replace"))
         except ConfigError as error:
             raise Failed(str(error)) from error
+        except TimeoutError:
+            raise Failed(f"the names of its hosts were not resolved within {WITHIN_S:g} s") from None
 
 
 async def _all_of(descriptor: int) -> bytes:

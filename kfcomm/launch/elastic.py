@@ -181,6 +181,8 @@ class Elasticity:
     def vacate(self, waiting: Collection[int] = ()) -> list[int]:
         """Have those go for whom their hosts have no slots any more, as long as enough stay: they are `leaving`.
 
+        Those of hosts without any slot go first, and of these the last.
+
         Args:
             waiting: births of those that run and have not been let in yet.
 
@@ -190,10 +192,11 @@ class Elasticity:
         found: list[int] = []
         if self.slots is None:
             return found
-        spare = len(self.staying.difference(waiting)) - self.least
-        for address in {one.address for one in self.places}:
+        slots, spare = self.slots, len(self.staying.difference(waiting)) - self.least
+        addresses = dict.fromkeys(one.address for one in self.places[::-1])
+        for address in sorted(addresses, key=lambda one: slots.get(one, 0) > 0):
             here = sorted(self._at(address, self.staying), key=lambda birth: (birth in waiting, birth))
-            for birth in here[self.slots.get(address, 0) :][::-1]:
+            for birth in here[slots.get(address, 0) :][::-1]:
                 if birth in waiting:
                     found.append(birth)
                 elif spare <= 0:

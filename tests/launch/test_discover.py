@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,14 @@ async def test_what_takes_too_long_or_says_too_much_is_no_answer(
     monkeypatch.setattr(discovery, "WITHIN_S", 0.2)
     with pytest.raises(ConfigError, match=r"no answer within 0.2 s"):
         await program(tmp_path, "cat /dev/zero | sleep 1000").first()
+    is_over = threading.Event()
+    monkeypatch.setattr(discovery, "read", lambda _: is_over.wait())
+    monkeypatch.setattr(discovery, "WITHIN_S", 1.0)
+    try:
+        with pytest.raises(ConfigError, match=r"names of its hosts were not resolved within 1 s"):
+            await program(tmp_path, "echo some-host").first()
+    finally:
+        is_over.set()
 
 
 def of(slots: dict[str, int], ranks: list[int], least: int = 2, most: int = 8, spares: int = 0) -> Elasticity:
