@@ -28,6 +28,8 @@ logger = logging.getLogger("kfcomm")
 
 NUM_TELLERS = 2
 """So many of the first ranks tell the store who has come and who is lost."""
+RETIRE_AFTER_S = 0.25
+"""So long what is left of an epoch stays: to close it takes a rank some milliseconds, in which others wait for it."""
 
 
 class Plan(NamedTuple):
@@ -142,9 +144,13 @@ def settle(session: Session, arrived: Handle[None]) -> None:
     the next change, or the end.
     """
 
+    def retire() -> None:
+        if not session.is_changing:
+            session.retire_former()
+
     def done(_: Handle[None]) -> None:
         looked_at(arrived)
         if not arrived.cancelled() and arrived.exception() is None:
-            session.retire_former()
+            session.engine.reactor.call_later(RETIRE_AFTER_S, retire)
 
     arrived.when_done(session.engine.reactor, done)

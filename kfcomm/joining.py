@@ -72,6 +72,11 @@ class Init:
             await self._made.__aexit__(kind, error, trace)
 
     async def _begin(self) -> Communicator:
+        if self.settings.elastic and self.settings.join is not None:
+            # while the others train; whatever this process does once it is let in, they wait for
+            from kfcomm.elastic.state import make_ready
+
+            await asyncio.to_thread(make_ready)
         own = await accelerator.find(self.settings)
         try:
             comm = await self._join(own)

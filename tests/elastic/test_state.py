@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from kfcomm.elastic.state import State, arrays_of, difference, load, plan_of, small_of
+from kfcomm.elastic.state import State, arrays_of, difference, load, make_ready, plan_of, small_of
 from kfcomm.errors import ConfigError
 
 
@@ -103,3 +104,19 @@ def test_differences_are_told_with_names_and_shapes() -> None:
     assert "this rank's state has a where that of rank 1 has b" in str(
         difference(plan_of(State(a=np.zeros(2))), plan_of(State(b=np.zeros(2))), "rank 1")
     )
+
+
+def test_the_memory_of_a_newcomer_is_there_before_it_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("kfcomm.elastic.state.populate", lambda x: asked.append(x.__array_interface__["data"][0]))
+    frozen = np.zeros(3)
+    frozen.flags.writeable = False
+    one = State(a=np.zeros(4), deep={"b": np.zeros((2, 2))}, turned=np.zeros((2, 3)).T, frozen=frozen, step=1)
+    make_ready()
+    for array, is_asked in ((one.a, True), (one.deep["b"], True), (one.turned, False), (one.frozen, False)):
+        assert (array.__array_interface__["data"][0] in asked) == is_asked
+    del one
+    gc.collect()
+    asked.clear()
+    make_ready()
+    assert not asked
