@@ -225,7 +225,7 @@ class Communicator(Persistent):
         is_one = len({one[:DIGEST_NBYTES] for one in said.values()}) == 1
         made = Communicator(session, session.world, strategy if is_one else "auto", self.name)
         self._follower = made
-        settle(session, made.barrier(ARRIVED, timeout=timeout))
+        settle(session, made.barrier(ARRIVED, timeout=timeout), plan)
         return made, {rank: one[DIGEST_NBYTES:] for rank, one in said.items()}, is_planned
 
     def _check_whole(self, verb: str) -> None:

@@ -29,7 +29,7 @@ logger = logging.getLogger("kfcomm")
 NUM_TELLERS = 2
 """So many of the first ranks tell the store who has come and who is lost."""
 RETIRE_AFTER_S = 0.25
-"""So long what is left of an epoch stays: to close it takes a rank some milliseconds, in which others wait for it."""
+"""So long what is left of an epoch stays: to close it takes a rank some milliseconds, in which others would wait."""
 
 
 class Plan(NamedTuple):
@@ -137,11 +137,12 @@ async def tell_store(session: Session, former: Collection[int], plan: Plan, stra
             await network.welcome(len(network.births) - len(joiners), joiners, strategy)
 
 
-def settle(session: Session, arrived: Handle[None]) -> None:
+def settle(session: Session, arrived: Handle[None], plan: Plan = NO_PLAN) -> None:
     """All ranks are in the epoch of this session once ``arrived`` is done: what came before is not needed any more.
 
-    If one of them is lost before, those that live find it out by their next call; the old control planes stay until
-    the next change, or the end.
+    It is closed a moment later, or at once where ranks have left by ``plan``, which end with it. If one of them is lost
+    before, those that live find it out by their next call; the old control planes stay until the next change, or the
+    end.
     """
 
     def retire() -> None:
@@ -151,6 +152,6 @@ def settle(session: Session, arrived: Handle[None]) -> None:
     def done(_: Handle[None]) -> None:
         looked_at(arrived)
         if not arrived.cancelled() and arrived.exception() is None:
-            session.engine.reactor.call_later(RETIRE_AFTER_S, retire)
+            session.engine.reactor.call_later(0.0 if plan.leavers else RETIRE_AFTER_S, retire)
 
     arrived.when_done(session.engine.reactor, done)
