@@ -72,22 +72,23 @@ class Init:
             await self._made.__aexit__(kind, error, trace)
 
     async def _begin(self) -> Communicator:
-        if self.settings.elastic and self.settings.join is not None:
-            # while the others train; whatever this process does once it is let in, they wait for
-            from kfcomm.elastic.state import make_ready
+        if not self.settings.elastic:
+            return await self._connected()
+        # a newcomer does what it can before it is let in: the others train now, and wait then
+        from kfcomm.elastic.communicator import ElasticCommunicator
+        from kfcomm.elastic.state import make_ready
 
+        if self.settings.join is not None:
             await asyncio.to_thread(make_ready)
+        return cast("Communicator", ElasticCommunicator(await self._connected()))  # it has all that one has
+
+    async def _connected(self) -> Communicator:
         own = await accelerator.find(self.settings)
         try:
-            comm = await self._join(own)
+            return await self._join(own)
         except BaseException:
             await own.close()
             raise
-        if not self.settings.elastic:
-            return comm
-        from kfcomm.elastic.communicator import ElasticCommunicator  # which others do without
-
-        return cast("Communicator", ElasticCommunicator(comm))  # it has all that one has
 
     async def _join(self, own: accelerator.Accelerator) -> Communicator:
         settings = self.settings

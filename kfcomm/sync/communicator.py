@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, Unpack, cast
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import numpy as np
 
@@ -418,16 +418,17 @@ def init(**arguments: Unpack[Arguments]) -> Communicator:
 
 def join(settings: Settings, exchange: Exchange | None = None) -> Communicator:
     """As ``init``, with settings that are there; by ``exchange`` the ranks learn of each other, if it is given."""
+    kind: Any = Communicator
+    if settings.elastic:
+        from kfcomm.sync.elastic import ElasticCommunicator  # which others do without, and newcomers need at once
+
+        kind = ElasticCommunicator  # it has all that one has
     driver = Driver(IoThread(), is_terse=settings.traceback == "short")
     try:
         inner = driver.io.wait_for(lambda: Init(settings, driver.reactor, exchange))
         inner._session.where = program_line  # blocking calls are made at the lines at which their threads stay
-        if not settings.elastic:
-            return Communicator(driver, inner, owns_io=True)
-        from kfcomm.sync.elastic import ElasticCommunicator  # which others do without
-
-        elastic: Any = ElasticCommunicator(driver, cast("Any", inner), owns_io=True)
-        return cast("Communicator", elastic)  # it has all that one has
+        made: Communicator = kind(driver, inner, owns_io=True)
+        return made
     except BaseException:
         driver.stop()
         raise
