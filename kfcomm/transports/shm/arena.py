@@ -58,6 +58,9 @@ class Arena:
         self.is_doubtful = False
         self._last: weakref.ref[memoryview] | None = None
         self._last_piece = 0
+        self._shown: dict[int, tuple[int, weakref.ref[memoryview]]] = {}
+        """Payloads by their identity, which may be another's by now: the piece, and what is there."""
+        self._payload_of: dict[int, int] = {}
 
     @property
     def pieces_in_use(self) -> int:
@@ -70,15 +73,18 @@ class Arena:
         The same view shown again while the piece is in use is not copied again: it gets one more reader. So until
         then it must show the same bytes. It is not kept.
         """
-        if self._last is not None and self._last() is payload:
-            self._readers[self._last_piece] += 1
-            return self._last_piece
+        piece = self._piece_of(payload)
+        if piece is not None:
+            self._readers[piece] += 1
+            return piece
         piece = self._take(len(payload))
         if piece is None:
             return None
         self._view[piece : piece + len(payload)] = payload
         self._readers[piece] = 1
         self._last, self._last_piece = weakref.ref(payload), piece
+        self._shown[id(payload)] = piece, self._last
+        self._payload_of[piece] = id(payload)
         return piece
 
     def reserve(self, nbytes: int) -> memoryview | None:
@@ -96,11 +102,12 @@ class Arena:
 
     def is_there(self, payload: memoryview) -> bool:
         """Whether this view would not be copied if it was published now."""
-        return self._last is not None and self._last() is payload
+        return self._piece_of(payload) is not None
 
     def is_reserved(self, payload: memoryview) -> bool:
         """Whether this view is a piece that was not published yet."""
-        return self.is_there(payload) and not self._readers[self._last_piece]
+        piece = self._piece_of(payload)
+        return piece is not None and not self._readers[piece]
 
     def release(self, piece: int) -> None:
         """One reader less."""
@@ -110,6 +117,13 @@ class Arena:
             readers[piece] = left
         else:
             self._put_back(piece)
+
+    def _piece_of(self, payload: memoryview) -> int | None:
+        """Where it is. Links with little room show a payload long after others have, between which others came."""
+        if self._last is not None and self._last() is payload:
+            return self._last_piece
+        shown = self._shown.get(id(payload))
+        return shown[0] if shown is not None and shown[1]() is payload else None
 
     def _take(self, nbytes: int) -> int | None:
         """A piece of at least so many bytes, in use from now on."""
@@ -128,6 +142,9 @@ class Arena:
         self.num_freed += 1
         if piece == self._last_piece:
             self._last = None
+        payload = self._payload_of.pop(piece, None)
+        if payload is not None and self._shown.get(payload, (-1,))[0] == piece:
+            del self._shown[payload]
         slab = piece // SLAB_NBYTES
         self._used_of_slab[slab] -= 1
         self._free[self._size_of_slab[slab]].append(piece)

@@ -202,6 +202,38 @@ def test_closing_gives_back_the_memory_but_not_what_a_peer_has_mapped():
     assert arena.pieces_in_use == 0
 
 
+def test_what_is_in_use_is_not_copied_again_whatever_came_in_between(arena):
+    one, other = NOISE[:5000], NOISE[1:5001]
+    piece, between = arena.publish(one), arena.publish(other)
+    assert arena.is_there(one)
+    assert not arena.is_reserved(one)
+    assert arena.publish(one) == piece  # for a second reader
+    arena.release(piece)
+    assert arena.publish(other) == between
+    arena.release(piece)
+    assert not arena.is_there(one)  # both have read it
+    arena.release(between)
+    assert arena.is_there(other)
+    arena.release(between)
+    assert arena.pieces_in_use == 0
+    assert not arena._shown
+    assert not arena._payload_of
+
+
+def test_a_payload_is_told_from_another_that_was_at_its_place(arena):
+    pieces = []
+    for start in range(50):  # each view is gone, and its identity free, when the next one is made
+        pieces.append(arena.publish(NOISE[start : start + 5000]))
+        gc.collect()
+        assert read(arena, pieces[-1], 5000) == NOISE[start : start + 5000]
+    assert len(set(pieces)) == 50
+    for piece in (*pieces[::2], *reversed(pieces[1::2])):
+        arena.release(piece)
+    assert arena.pieces_in_use == 0
+    assert not arena._shown
+    assert not arena._payload_of
+
+
 # To the next epoch
 
 
