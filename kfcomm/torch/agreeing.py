@@ -15,7 +15,7 @@ import torch
 
 from kfcomm.errors import ConfigError
 from kfcomm.sync.skin import Skin
-from kfcomm.torch.state import broadcast_parameters
+from kfcomm.torch.state import broadcast_optimizer_state, broadcast_parameters
 from kfcomm.train.agreement import Agreement, introduction
 from kfcomm.train.procedure import Comm, Pending
 
@@ -74,6 +74,7 @@ class Exchange:
         self.agreement = agreement
         self.hook: RemovableHandle = optimizer.register_step_pre_hook(self.before_step)
         self._is_done = False
+        self._is_shared = agreement.shares_gradients
 
     def agree(self, optimizer: torch.optim.Optimizer) -> None:
         """Models and gradients, now."""
@@ -108,6 +109,9 @@ class Exchange:
             for name, found in model.wait().items():
                 if found.data_ptr() != parameters[name].data_ptr():
                     parameters[name].copy_(found)
+        if self.agreement.shares_gradients and not self._is_shared:
+            self._is_shared = True  # models are equal now, and stay so if what is done with gradients is
+            broadcast_optimizer_state(optimizer, self.agreement.comm, name=f"{self.agreement.name}/state")
 
     def _agreeing(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure whose gradients are agreed on, each time; the model is, at the first."""

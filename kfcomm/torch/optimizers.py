@@ -76,7 +76,11 @@ def elastic_averaging(
 def adasgd(
     optimizer: torch.optim.Optimizer, comm: Any, alpha: float = 0.1, *, after: int | None = None, name: str = NAME
 ) -> Agreeing:
-    """SMA, and S-SGD later: `kfcomm.train.AdaSGD`. See ``synchronous_sgd``; ``optimizer.agreement.change()``."""
+    """SMA, and S-SGD later: `kfcomm.train.AdaSGD`. See ``synchronous_sgd``; ``optimizer.agreement.change()``.
+
+    At the change all ranks get rank 0's state of the optimizer, too (momenta, rates): else equal gradients would lead
+    equal models apart.
+    """
     return agreeing(optimizer, comm, name, lambda *_: AdaSGD(comm, alpha, after=after, name=name))
 
 

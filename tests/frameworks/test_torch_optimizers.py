@@ -288,12 +288,12 @@ def test_a_scaler_leaves_out_a_step_on_all_ranks_where_one_has_overflowed() -> N
 def test_adasgd_changes_when_a_rank_says_so_and_a_monitor_learns() -> None:
     def main(comm: Any) -> Any:
         model, other = Model(), Model()
-        optimizer = optimizers.adasgd(torch.optim.SGD(model.parameters(), lr=LR), comm)
+        optimizer = optimizers.adasgd(torch.optim.Adam(model.parameters(), lr=LR), comm)
         monitor = GradientMonitor(comm, 8)
         watched = optimizers.synchronous_sgd(
             torch.optim.Adam(other.parameters(), lr=LR), comm, monitor=monitor, name="watched"
         )
-        for step in range(4):
+        for step in range(6):
             if step == 1 and comm.rank == 1:
                 optimizer.agreement.change()
             for one, whose in ((model, optimizer), (other, watched)):
@@ -301,7 +301,7 @@ def test_adasgd_changes_when_a_rank_says_so_and_a_monitor_learns() -> None:
                 one(float(comm.rank + step)).backward()
                 whose.step()
         assert optimizer.agreement.is_synchronous
-        assert monitor.noise_scale.num_updates == 3
+        assert monitor.noise_scale.num_updates == 5
         return values(model), values(other)
 
     first, second = on_ranks(main)
