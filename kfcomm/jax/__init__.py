@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING
 from kfcomm.lazy import imported_when_used
 
 if TYPE_CHECKING:
+    from kfcomm.jax import optimizers
     from kfcomm.jax.collectives import all_gather, all_reduce, broadcast
 else:  # type checkers would take any name for one that is there
     __getattr__ = imported_when_used(
-        __name__, dict.fromkeys(("all_gather", "all_reduce", "broadcast"), "kfcomm.jax.collectives")
+        __name__,
+        dict.fromkeys(("all_gather", "all_reduce", "broadcast"), "kfcomm.jax.collectives")
+        | {"optimizers": "kfcomm.jax.optimizers"},
     )
 
-__all__ = ["all_gather", "all_reduce", "broadcast"]
+__all__ = ["all_gather", "all_reduce", "broadcast", "optimizers"]

@@ -95,7 +95,7 @@ def _apply(verb: Callable[..., list[Any]], tree: Any, comm: Any, name: str, opti
     return jax.tree.unflatten(structure, verb(comm, name, option, [jnp.asarray(leaf) for leaf in leaves]))
 
 
-def _run(call: Callable[[list[Any]], list[Any]], leaves: list[Any], ranks: int | None = None) -> list[Any]:
+def called(call: Callable[[list[Any]], list[Any]], leaves: list[Any], ranks: int | None = None) -> list[Any]:
     """The call itself if these are arrays; a callback that makes it, where they will be there later.
 
     Args:
@@ -133,7 +133,7 @@ def _all_reduce(comm: Any, name: str, op: str, leaves: list[Any]) -> list[Any]:
         found = comm.all_reduce_many(named, op=op)
         return [found[one] for one in named]
 
-    return _run(call, leaves)
+    return called(call, leaves)
 
 
 def _all_reduce_forward(comm: Any, name: str, op: str, leaves: list[Any]) -> tuple[list[Any], None]:
@@ -151,7 +151,7 @@ _all_reduce.defvjp(_all_reduce_forward, _all_reduce_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _broadcast(comm: Any, name: str, root: int, leaves: list[Any]) -> list[Any]:
-    return _run(lambda given: list(comm.broadcast(given, root, name=name)), leaves)
+    return called(lambda given: list(comm.broadcast(given, root, name=name)), leaves)
 
 
 def _broadcast_forward(comm: Any, name: str, root: int, leaves: list[Any]) -> tuple[list[Any], None]:
@@ -171,7 +171,7 @@ _broadcast.defvjp(_broadcast_forward, _broadcast_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _all_gather(comm: Any, name: str, _: None, leaves: list[Any]) -> list[Any]:
-    return _run(lambda given: list(comm.all_gather(given, name=name)), leaves, comm.size)
+    return called(lambda given: list(comm.all_gather(given, name=name)), leaves, comm.size)
 
 
 def _all_gather_forward(comm: Any, name: str, _: None, leaves: list[Any]) -> tuple[list[Any], None]:

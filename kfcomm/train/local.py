@@ -75,11 +75,7 @@ class DiLoCo(Agreement):
         self._every = every
         self._lr = lr
         self._momentum = momentum
-        problem = count_problem("every", every)
-        if not lr > 0:
-            problem = f"lr is above 0, not {lr!r}"
-        elif not 0 <= momentum < 1:
-            problem = f"momentum is at least 0 and below 1, not {momentum!r}"
+        problem = outer_problem(every, lr, momentum)
         super().__init__(comm, name, {"every": every, "lr": lr, "momentum": momentum}, problem)
 
     def _parameters(self, tree: Tree) -> Procedure[Tree]:
@@ -128,11 +124,7 @@ class LocalAdaAlter(Agreement):
         self._every = every
         self._epsilon = epsilon
         self._num_local = 0
-        problem = count_problem("every", every)
-        if not epsilon > 0:
-            problem = f"epsilon is above 0, not {epsilon!r}"
-        elif not initial >= 0:
-            problem = f"initial is at least 0, not {initial!r}"
+        problem = accumulator_problem(every, epsilon, initial)
         super().__init__(comm, name, {"every": every, "epsilon": epsilon, "initial": initial}, problem)
 
     def _gradients(self, tree: Tree) -> Procedure[Tree]:
@@ -154,3 +146,21 @@ class LocalAdaAlter(Agreement):
         self._meanwhile = None
         self._num_local -= num_told
         return mean["model"]
+
+
+def outer_problem(every: Any, lr: float, momentum: float) -> str | None:
+    """What is wrong with the numbers of DiLoCo; None if nothing is."""
+    if not lr > 0:
+        return f"lr is above 0, not {lr!r}"
+    if not 0 <= momentum < 1:
+        return f"momentum is at least 0 and below 1, not {momentum!r}"
+    return count_problem("every", every)
+
+
+def accumulator_problem(every: Any, epsilon: float, initial: float) -> str | None:
+    """What is wrong with the numbers of Local AdaAlter; None if nothing is."""
+    if not epsilon > 0:
+        return f"epsilon is above 0, not {epsilon!r}"
+    if not initial >= 0:
+        return f"initial is at least 0, not {initial!r}"
+    return count_problem("every", every)

@@ -55,11 +55,7 @@ class PairAveraging(Agreement):
         self.staleness = 0.0
         self.num_left_out = 0
         self._max_staleness = max_staleness
-        problem = None
-        if not max_staleness > 0:
-            problem = f"max_staleness is above 0, not {max_staleness!r}"
-        elif weights is not None and comm.size > 1:
-            problem = weights_problem(comm.rank, comm.size, weights)
+        problem = pairs_problem(comm, weights, max_staleness)
         super().__init__(comm, name, {"max_staleness": max_staleness}, problem)
         self._peers = Peers(comm.rank, comm.size, seed=seed, weights=weights) if comm.size > 1 else None
         self._packing = Packing(model, num_head=1)
@@ -84,3 +80,12 @@ class PairAveraging(Agreement):
             return tree
         self.age = (self.age + age) / 2
         return mapped(lambda x, other: towards(x, other, 0.5), tree, theirs)
+
+
+def pairs_problem(comm: Comm, weights: Sequence[float] | None, max_staleness: float) -> str | None:
+    """What is wrong with the numbers of PairAveraging; None if nothing is."""
+    if not max_staleness > 0:
+        return f"max_staleness is above 0, not {max_staleness!r}"
+    if weights is None or comm.size == 1:
+        return None
+    return weights_problem(comm.rank, comm.size, weights)

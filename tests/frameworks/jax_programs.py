@@ -17,6 +17,8 @@ from jax import numpy as jnp
 
 import kfcomm.jax
 import kfcomm.sync
+from kfcomm.jax import optimizers
+from kfcomm.train import SMA, AdaSGD, Agreement, DiLoCo, ElasticAveraging, LocalSGD, SynchronousSGD
 
 
 def tree_of(rank: int) -> dict[str, Any]:
@@ -110,7 +112,141 @@ def errors(comm: Any, wrap: Callable[[Any], Any]) -> None:
         jax.block_until_ready(wrap(lambda x: kfcomm.jax.all_reduce(x, comm))(jnp.ones(2 + comm.rank)))
 
 
-PROGRAMS = {one.__name__: one for one in (trees, gradients, other_gradients, many, loops, errors)}
+RATE = np.float32(0.2)
+SGD = optimizers.Transformation(
+    lambda params: (), lambda updates, state, params=None: (jax.tree.map(lambda g: -RATE * g, updates), state)
+)
+
+
+def chained(*parts: Any) -> optimizers.Transformation:
+    """What ``optax.chain`` does."""
+
+    def update(updates: Any, states: Any, params: Any = None) -> Any:
+        found = []
+        for part, state in zip(parts, states, strict=True):
+            updates, after = part.update(updates, state, params)
+            found.append(after)
+        return updates, tuple(found)
+
+    return optimizers.Transformation(lambda params: tuple(part.init(params) for part in parts), update)
+
+
+AGREEMENTS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Agreement]]] = {
+    "synchronous": (
+        lambda comm: chained(optimizers.synchronous_sgd(comm, name="ssgd"), SGD),
+        lambda comm, _: SynchronousSGD(comm),
+    ),
+    "adasum": (
+        lambda comm: chained(optimizers.synchronous_sgd(comm, op="adasum", name="adasum"), SGD),
+        lambda comm, _: SynchronousSGD(comm, op="adasum"),
+    ),
+    "sma": (lambda comm: chained(SGD, optimizers.sma(comm, 0.3, name="sma")), lambda comm, _: SMA(comm, 0.3)),
+    "elastic": (
+        lambda comm: chained(SGD, optimizers.elastic_averaging(comm, 0.2, every=2, name="elastic")),
+        lambda comm, tree: ElasticAveraging(comm, tree, 0.2, every=2),
+    ),
+    "local": (
+        lambda comm: chained(SGD, optimizers.local_sgd(comm, 3, name="local")),
+        lambda comm, _: LocalSGD(comm, 3),
+    ),
+    "diloco": (
+        lambda comm: chained(SGD, optimizers.diloco(comm, every=2, lr=0.5, name="diloco")),
+        lambda comm, tree: DiLoCo(comm, tree, every=2, lr=0.5),
+    ),
+    "adasgd": (
+        lambda comm: optimizers.adasgd(comm, SGD, 0.3, after=3, name="adasgd"),
+        lambda comm, _: AdaSGD(comm, 0.3, after=3),
+    ),
+}
+
+
+def trained(comm: Any, wrap: Callable[[Any], Any], optimizer: Any, num_steps: int = 6) -> tuple[Any, Any]:
+    """The model in the end, and the last state; a gradient is x minus the number of the rank and of the step."""
+    model = {"w": jnp.ones((3, 2)), "b": [-jnp.ones(2)]}
+    state = optimizer.init(model)
+
+    def step(model: Any, state: Any, target: Any) -> Any:
+        updates, state = optimizer.update(jax.tree.map(lambda x: x - target, model), state, model)
+        return jax.tree.map(lambda x, u: x + u, model, updates), state
+
+    compiled = wrap(step)
+    for number in range(num_steps):
+        model, state = compiled(model, state, jnp.float32(comm.rank + number))
+    return model, state
+
+
+def agreements(comm: Any, wrap: Callable[[Any], Any]) -> None:
+    """Transformations come to what the loop of `kfcomm.train` comes to."""
+    for make, way_of in AGREEMENTS.values():
+        found, _ = trained(comm, wrap, make(comm))
+        model = {"w": np.ones((3, 2), np.float32), "b": [-np.ones(2, np.float32)]}
+        way = way_of(comm, model)
+        for number in range(6):
+            pending = way.parameters(model)
+            given = {
+                "w": model["w"] - np.float32(comm.rank + number),
+                "b": [model["b"][0] - np.float32(comm.rank + number)],
+            }
+            agreed, model = way.gradients(given).wait(), pending.wait()
+            model = {"w": model["w"] - RATE * agreed["w"], "b": [model["b"][0] - RATE * agreed["b"][0]]}
+        np.testing.assert_allclose(found["w"], model["w"], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(found["b"][0], model["b"][0], rtol=1e-4, atol=1e-5)
+
+
+def adaalter(comm: Any, wrap: Callable[[Any], Any]) -> None:
+    """By hand: two local steps, a meeting, one more step."""
+    found, state = trained(comm, wrap, optimizers.local_adaalter(comm, SGD, 2, epsilon=0.5, name="adaalter"), 3)
+    xs, own = np.ones(comm.size), np.ones(comm.size)
+    shared, ranks = 1.0, np.arange(comm.size)
+    for number in range(3):
+        gradients, before = xs - (ranks + number), xs
+        step = -0.2 * gradients / np.sqrt(shared + (number % 2 + 1) * 0.25)
+        own = own + gradients**2
+        if number == 1:
+            before, shared = np.full(comm.size, xs.mean()), own.mean()
+            own = np.full(comm.size, shared)
+        xs = before + step
+    np.testing.assert_allclose(np.asarray(found["w"]), xs[comm.rank], rtol=1e-5)
+    assert int(state.count) == 3
+    np.testing.assert_allclose(np.asarray(state.own["w"]), own[comm.rank], rtol=1e-5)
+
+
+def changed(comm: Any, wrap: Callable[[Any], Any]) -> None:
+    """An optimizer with a velocity and a count of its own: models are equal when the ranks have changed to S-SGD."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        count, before = state
+        velocity = jax.tree.map(lambda v, g: 0.9 * v + g, before, updates)
+        return jax.tree.map(lambda v: -RATE * v, velocity), (count + 1, velocity)
+
+    inner = optimizers.Transformation(lambda params: (jnp.int32(0), jax.tree.map(jnp.zeros_like, params)), update)
+    for num_steps, is_equal in ((3, False), (8, True)):
+        optimizer = optimizers.adasgd(comm, inner, 0.3, after=3, name=f"changed/{num_steps}")
+        model, state = trained(comm, wrap, optimizer, num_steps)
+        for x in (model["w"], state.inner[1]["w"]):
+            spread = np.ptp(np.asarray(comm.all_gather(np.asarray(x), "spread")), axis=0).max()
+            assert (spread < 1e-5) == is_equal
+        assert int(state.inner[0]) == num_steps
+
+
+def pairs(comm: Any, wrap: Callable[[Any], Any]) -> None:
+    """Models that begin alike, and are drawn apart, come together in pairs."""
+    optimizer = optimizers.pair_averaging(comm, seed=1, name="pairs")
+    model = {"w": jnp.zeros(3)}
+    state = optimizer.init(model)
+    model = {"w": jnp.full(3, comm.rank, jnp.float32)}
+    update = wrap(optimizer.update)
+    for _ in range(40):
+        updates, state = update({"w": jnp.zeros(3)}, state, model)
+        model = {"w": model["w"] + updates["w"]}
+    spread = np.ptp(np.asarray(comm.all_gather(np.asarray(model["w"]), "spread")), axis=0)
+    assert spread.max() < 0.2
+
+
+PROGRAMS = {
+    one.__name__: one
+    for one in (trees, gradients, other_gradients, many, loops, errors, agreements, adaalter, changed, pairs)
+}
 
 if __name__ == "__main__":
     with kfcomm.sync.init() as world:

@@ -1,0 +1,365 @@
+"""Ways to agree as transformations of updates, such as optax chains; optax itself is not needed.
+
+::
+
+    optimizer = optax.chain(optax.clip(1.0), kfcomm.jax.optimizers.synchronous_sgd(comm), optax.adam(1e-3))
+    optimizer = optax.chain(optax.sgd(0.1), kfcomm.jax.optimizers.sma(comm, alpha=0.1))
+
+Those that agree on gradients come before an optimizer; those that agree on models come after it, and need ``params``;
+``adasgd`` and ``local_adaalter`` do both, and take the optimizer. What such a transformation knows is in its state,
+which is a pytree: it is saved and compiled with the rest. ``update`` works on arrays and inside ``jit``, see
+``kfcomm.jax.all_reduce``; the formulas are those of ``kfcomm.train``.
+
+Invariant: ``init`` is called by all ranks, and meets there: they agree in the same way, and begin with the same
+``params``. Whoever differs is an error on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+
+import jax
+from jax import numpy as jnp
+
+from kfcomm.errors import ConfigError
+from kfcomm.jax.collectives import all_reduce, broadcast, called
+from kfcomm.sync.skin import Skin
+from kfcomm.train.adaalter import accumulate, direction
+from kfcomm.train.agreement import alpha_problem, count_problem, introduction, refuse
+from kfcomm.train.averaging import towards
+from kfcomm.train.local import accumulator_problem, outer_problem
+from kfcomm.train.outer import nesterov, pseudo_gradient
+from kfcomm.train.pair_averaging import PairAveraging, pairs_problem
+from kfcomm.train.procedure import Pending
+
+Tree: TypeAlias = Any
+T = TypeVar("T")
+
+NAME = "optimizer"
+
+
+class Transformation(NamedTuple):
+    """A pair of functions, as optax's ``GradientTransformation`` is.
+
+    Attributes:
+        init: ``init(params)`` gives the state at the beginning.
+        update: ``update(updates, state, params)`` gives the updates to go on with, and the next state.
+    """
+
+    init: Callable[[Tree], Any]
+    update: Callable[..., tuple[Tree, Any]]
+
+
+class Optimizer(Protocol):
+    """What has these two functions: one of optax, say."""
+
+    init: Callable[[Tree], Any]
+    update: Callable[..., tuple[Tree, Any]]
+
+
+class NoState(NamedTuple):
+    """Of a transformation that knows nothing."""
+
+
+class Elastic(NamedTuple):
+    """State of elastic averaging.
+
+    Attributes:
+        count: steps so far.
+        center: z.
+    """
+
+    count: Any
+    center: Tree
+
+
+class Outer(NamedTuple):
+    """State of DiLoCo.
+
+    Attributes:
+        count: steps so far.
+        model: θ.
+        velocity: v.
+    """
+
+    count: Any
+    model: Tree
+    velocity: Tree
+
+
+class Accumulated(NamedTuple):
+    """State of Local AdaAlter.
+
+    Attributes:
+        count: steps so far.
+        shared: B².
+        own: A².
+        inner: of the optimizer.
+    """
+
+    count: Any
+    shared: Tree
+    own: Tree
+    inner: Any
+
+
+class Counted(NamedTuple):
+    """State of what counts steps.
+
+    Attributes:
+        count: so far.
+        inner: state of the optimizer, if there is one.
+    """
+
+    count: Any
+    inner: Any = NoState()
+
+
+def synchronous_sgd(comm: Any, *, op: str = "avg", name: str = NAME) -> Transformation:
+    """Gradients become their mean over all ranks, or with ``adasum`` what that makes of them: before an optimizer.
+
+    Args:
+        comm: a communicator of ``kfcomm.sync``.
+        op: ``avg`` or ``adasum``.
+        name: of the collectives; another one for each transformation of a communicator.
+
+    Raises:
+        ConfigError: ``comm`` does not block, or a number is out of its range: then ``init`` raises it on the other
+            ranks.
+        CollectiveMismatch: from ``init``, on all ranks: they agree in different ways.
+
+    Cost: an ``all_reduce`` of the gradients, S bytes, at each step.
+    """
+    problem = None if op in ("avg", "adasum") else f"op is 'avg' or 'adasum', not {op!r}"
+    way = _Way(comm, name, f"synchronous_sgd(op={op!r})", problem)
+
+    def update(updates: Tree, state: NoState, params: Tree = None) -> tuple[Tree, NoState]:
+        return way.reduced(updates, "gradients", op), state
+
+    return Transformation(way.starting(lambda _: NoState()), update)
+
+
+def sma(comm: Any, alpha: float = 0.1, *, name: str = NAME) -> Transformation:
+    """Models are drawn to their mean: after an optimizer. See ``synchronous_sgd`` and `kfcomm.train.SMA`."""
+    way = _Way(comm, name, f"sma(alpha={alpha!r})", alpha_problem(alpha))
+
+    def update(updates: Tree, state: NoState, params: Tree = None) -> tuple[Tree, NoState]:
+        mean = way.reduced(params, "model")
+        return _moved(updates, params, jax.tree.map(lambda x, m: towards(x, m, alpha), params, mean)), state
+
+    return Transformation(way.starting(lambda _: NoState()), way.on_models(update))
+
+
+def elastic_averaging(comm: Any, alpha: float, *, every: int = 1, name: str = NAME) -> Transformation:
+    """Models and a center are drawn to each other at every H-th step: after an optimizer.
+
+    See ``synchronous_sgd`` and `kfcomm.train.ElasticAveraging`. The center is in the state.
+    """
+    problem = alpha_problem(alpha, 1 / comm.size) or count_problem("every", every)
+    way = _Way(comm, name, f"elastic_averaging(alpha={alpha!r}, every={every!r})", problem)
+
+    def update(updates: Tree, state: Elastic, params: Tree = None) -> tuple[Tree, Elastic]:
+        def meet() -> tuple[Tree, Tree]:
+            mean = way.reduced(params, "model")
+            center = jax.tree.map(lambda z, m: towards(z, m, alpha * comm.size), state.center, mean)
+            return jax.tree.map(lambda x, z: towards(x, z, alpha), params, state.center), center
+
+        count = state.count + 1
+        target, center = _if(count % every == 0, meet, lambda: (params, state.center))
+        return _moved(updates, params, target), Elastic(count, center)
+
+    return Transformation(way.starting(lambda params: Elastic(_zero(), params)), way.on_models(update))
+
+
+def local_sgd(comm: Any, every: int, *, name: str = NAME) -> Transformation:
+    """Models become their mean at every H-th step: after an optimizer.
+
+    See ``synchronous_sgd`` and `kfcomm.train.LocalSGD`. The step's own update comes on top of the mean.
+    """
+    way = _Way(comm, name, f"local_sgd(every={every!r})", count_problem("every", every))
+
+    def update(updates: Tree, state: Counted, params: Tree = None) -> tuple[Tree, Counted]:
+        count = state.count + 1
+        target = _if(count % every == 0, lambda: way.reduced(params, "model"), lambda: params)
+        return _moved(updates, params, target), Counted(count)
+
+    return Transformation(way.starting(lambda _: Counted(_zero())), way.on_models(update))
+
+
+def diloco(comm: Any, *, every: int = 500, lr: float = 0.7, momentum: float = 0.9, name: str = NAME) -> Transformation:
+    """An outer step of Nesterov's momentum for H of the optimizer: after one. See `kfcomm.train.DiLoCo`."""
+    said = f"diloco(every={every!r}, lr={lr!r}, momentum={momentum!r})"
+    way = _Way(comm, name, said, outer_problem(every, lr, momentum))
+
+    def update(updates: Tree, state: Outer, params: Tree = None) -> tuple[Tree, Outer]:
+        def meet() -> tuple[Tree, Tree]:
+            mean = way.reduced(params, "model")
+            gradient = jax.tree.map(pseudo_gradient, state.model, mean)
+            both = [
+                nesterov(x, v, g, lr, momentum)
+                for x, v, g in zip(*map(jax.tree.leaves, (state.model, state.velocity, gradient)), strict=True)
+            ]
+            structure = jax.tree.structure(params)
+            return structure.unflatten(x for x, _ in both), structure.unflatten(v for _, v in both)
+
+        count = state.count + 1
+        is_met = count % every == 0
+        model, velocity = _if(is_met, meet, lambda: (state.model, state.velocity))
+        target = _if(is_met, lambda: model, lambda: params)
+        return _moved(updates, params, target), Outer(count, model, velocity)
+
+    def start(params: Tree) -> Outer:
+        return Outer(_zero(), params, jax.tree.map(jnp.zeros_like, params))
+
+    return Transformation(way.starting(start), way.on_models(update))
+
+
+def local_adaalter(
+    comm: Any, optimizer: Optimizer, every: int, *, epsilon: float = 1.0, initial: float = 1.0, name: str = NAME
+) -> Transformation:
+    """An optimizer (plain SGD) along g / √(B² + tε²), with models and accumulators averaged at every H-th step.
+
+    See ``synchronous_sgd`` and `kfcomm.train.LocalAdaAlter`.
+    """
+    said = f"local_adaalter(every={every!r}, epsilon={epsilon!r}, initial={initial!r})"
+    way = _Way(comm, name, said, accumulator_problem(every, epsilon, initial))
+
+    def update(updates: Tree, state: Accumulated, params: Tree = None) -> tuple[Tree, Accumulated]:
+        num_local = state.count % every + 1
+        along = jax.tree.map(lambda g, shared: direction(g, shared, num_local, epsilon), updates, state.shared)
+        own = jax.tree.map(accumulate, state.own, updates)
+        steps, inner = optimizer.update(along, state.inner, params)
+
+        def meet() -> tuple[Tree, Tree, Tree]:
+            model, accumulators = way.reduced((params, own), "model")
+            return model, accumulators, accumulators
+
+        target, next_own, shared = _if(num_local == every, meet, lambda: (params, own, state.shared))
+        return _moved(steps, params, target), Accumulated(state.count + 1, shared, next_own, inner)
+
+    def start(params: Tree) -> Accumulated:
+        full = jax.tree.map(lambda x: jnp.full_like(x, initial), params)
+        return Accumulated(_zero(), full, full, optimizer.init(params))
+
+    return Transformation(way.starting(start), way.on_models(update))
+
+
+def adasgd(comm: Any, optimizer: Optimizer, alpha: float = 0.1, *, after: int, name: str = NAME) -> Transformation:
+    """An optimizer with SMA for so many steps, and with the mean of all gradients from then on.
+
+    See ``synchronous_sgd`` and `kfcomm.train.AdaSGD`. At the change all ranks get rank 0's state of the optimizer: else
+    equal gradients would lead equal models apart. Updates are differences, so that the models with which the second
+    part begins are equal to rounding; ``kfcomm.jax.broadcast`` makes them so to the bit.
+    """
+    problem = alpha_problem(alpha) or count_problem("after", after)
+    way = _Way(comm, name, f"adasgd(alpha={alpha!r}, after={after!r})", problem)
+
+    def update(updates: Tree, state: Counted, params: Tree = None) -> tuple[Tree, Counted]:
+        count = state.count + 1
+        share = jnp.where(count <= after, alpha, 1.0)
+
+        def draw() -> Tree:
+            mean = way.reduced(params, "model")
+            return jax.tree.map(lambda x, m: towards(x, m, share.astype(x.dtype)), params, mean)
+
+        target = _if(count <= after + 1, draw, lambda: params)
+        gradients = _if(count > after, lambda: way.reduced(updates, "gradients"), lambda: updates)
+        before = _if(count == after + 1, lambda: way.of_first(state.inner, "state"), lambda: state.inner)
+        steps, inner = optimizer.update(gradients, before, params)
+        return _moved(steps, params, target), Counted(count, inner)
+
+    return Transformation(way.starting(lambda params: Counted(_zero(), optimizer.init(params))), way.on_models(update))
+
+
+def pair_averaging(
+    comm: Any, *, weights: Sequence[float] | None = None, max_staleness: float = 100.0, seed: int = 0,
+    name: str = NAME,
+) -> Transformation:  # fmt: skip
+    """The mean with one peer's model at each step, and no barrier: after an optimizer.
+
+    See ``synchronous_sgd`` and `kfcomm.train.PairAveraging`, which this calls: what it knows is in the process, and not
+    in the state. Ranks meet once at the end, as each may be asked until then.
+    """
+    problem = pairs_problem(comm, weights, max_staleness)
+    way = _Way(comm, name, f"pair_averaging(max_staleness={max_staleness!r})", problem)
+    begun: list[PairAveraging] = []
+
+    def call(model: list[Any]) -> list[Any]:
+        if not begun:
+            options: dict[str, Any] = {"weights": weights, "max_staleness": max_staleness, "seed": seed}
+            begun.append(PairAveraging(comm, model, name=name, **options))
+        return list(begun[0].parameters(model).wait())
+
+    def update(updates: Tree, state: NoState, params: Tree = None) -> tuple[Tree, NoState]:
+        leaves, structure = jax.tree.flatten(params)
+        return _moved(updates, params, structure.unflatten(called(call, leaves))), state
+
+    return Transformation(way.starting(lambda _: NoState()), way.on_models(update))
+
+
+class _Way:
+    """A way to agree on this rank: what it is called, and how it meets the others."""
+
+    def __init__(self, comm: Any, name: str, said: str, problem: str | None) -> None:
+        if not isinstance(comm, Skin):
+            raise ConfigError(f"optimizers of JAX need a communicator of kfcomm.sync, not a {type(comm).__name__}")
+        self._comm: Any = comm
+        self._name = name
+        self._said = said
+        if problem is not None:
+            refuse(comm, said, problem, self._introduction)
+
+    @property
+    def _introduction(self) -> str:
+        return f"{self._name}/introduction"
+
+    def starting(self, start: Callable[[Tree], T]) -> Callable[[Tree], T]:
+        """An ``init`` that meets the other ranks first."""
+
+        def init(params: Tree) -> T:
+            Pending(self._comm, introduction(self._comm.rank, self._said, self._introduction)).wait()
+            leaves = jax.tree.leaves(params)
+            is_there = not any(isinstance(x, jax.core.Tracer) for x in leaves)
+            if is_there and not self._comm.consensus(leaves, name=f"{self._name}/params"):
+                raise ConfigError(
+                    f"{self._said} begins with the same params on all ranks, and these differ: kfcomm.jax.broadcast"
+                )
+            return start(params)
+
+        return init
+
+    def on_models(self, update: Callable[..., Any]) -> Callable[..., Any]:
+        """An ``update`` that needs ``params``."""
+
+        def checked(updates: Tree, state: Any, params: Tree = None) -> Any:
+            if params is None:
+                raise ConfigError(f"{self._said} agrees on models: update(updates, state, params) needs params")
+            return update(updates, state, params)
+
+        return checked
+
+    def reduced(self, tree: Tree, what: str, op: str = "avg") -> Tree:
+        """What all ranks' arrays are together."""
+        return all_reduce(tree, self._comm, name=f"{self._name}/{what}", op=op)
+
+    def of_first(self, tree: Tree, what: str) -> Tree:
+        """What rank 0 has."""
+        return broadcast(tree, self._comm, name=f"{self._name}/{what}")
+
+
+def _moved(updates: Tree, params: Tree, target: Tree) -> Tree:
+    """Updates that take ``params`` to ``target``, and from there on."""
+    return jax.tree.map(lambda u, x, to: u + (to - x), updates, params, target)
+
+
+def _if(condition: Any, then: Callable[[], T], otherwise: Callable[[], T]) -> T:
+    """One of two, also where it is not known yet which."""
+    if isinstance(condition, jax.core.Tracer):
+        found: T = jax.lax.cond(condition, then, otherwise)
+        return found
+    return then() if condition else otherwise()
+
+
+def _zero() -> Any:
+    return jnp.zeros((), jnp.int32)
