@@ -101,6 +101,10 @@ class Alone:
         """It stays alone."""
         raise ConfigError("a world of one has no store, by which others could come")
 
+    async def want_replaced(self, birth: int) -> None:
+        """There is nobody else."""
+        raise ConfigError("a world of one has no store, by which others could come")
+
     async def has_word(self, living: Sequence[int]) -> bool:
         """Never called: one is more than half of one."""
         return True

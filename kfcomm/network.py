@@ -20,7 +20,7 @@ from kfcomm.control import ControlThread, World, addresses_of
 from kfcomm.core.hello import Purpose
 from kfcomm.devices.routes import agree, choose
 from kfcomm.errors import ConfigError, RemoteProtocolError, RendezvousError
-from kfcomm.rendezvous.board import BOUNDS, ENTRY, GIVEN_UP, JOINING, Why
+from kfcomm.rendezvous.board import BOUNDS, ENTRY, GIVEN_UP, JOINING, REPLACED, Why
 from kfcomm.rendezvous.identity import PeerInfo, host_id, process_uid
 from kfcomm.rendezvous.interfaces import choose_address
 from kfcomm.rendezvous.join import check_protocols, close_store, join, leave_store, open_store
@@ -388,6 +388,12 @@ class SocketNetwork:
             if not least <= size <= most:
                 raise ConfigError(f"this job has {least} to {most} ranks: {size} is not between")
         await client.ask_size(size)
+
+    async def want_replaced(self, birth: int) -> None:
+        """See ``session.Network``; the launcher hears it first, so that the end of that process is none of the job."""
+        client = self._meeting.client
+        await client.claim(f"{REPLACED}/{birth}", b"")
+        await client.ask_to_go(birth)
 
     async def has_word(self, living: Sequence[int]) -> bool:
         """See ``session.Network``; a store that cannot be reached has no word to give."""

@@ -125,6 +125,9 @@ class Network(Protocol):
     async def want_size(self, size: int) -> None:
         """Ask for so many ranks."""
 
+    async def want_replaced(self, birth: int) -> None:
+        """Ask that another process come in the place of this one, which is to go."""
+
     async def has_word(self, living: Sequence[int]) -> bool:
         """Whether these ranks, half of all, may go on and the other half may not: whoever asks the store first may."""
 

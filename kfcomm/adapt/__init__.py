@@ -19,6 +19,7 @@ from kfcomm.adapt.hyperparameters import Hyperparameters
 from kfcomm.adapt.measuring import StepMeter
 from kfcomm.adapt.metrics import Reading, StepMetrics
 from kfcomm.adapt.policy import Context, Policy
+from kfcomm.adapt.replacing import ReplaceStragglers
 from kfcomm.adapt.replay import replay
 from kfcomm.adapt.requests import Request
 from kfcomm.adapt.slow_links import AvoidSlowLinks
@@ -35,6 +36,7 @@ __all__ = [
     "MarginalUtility",
     "Policy",
     "Reading",
+    "ReplaceStragglers",
     "Request",
     "Step",
     "StepMeter",

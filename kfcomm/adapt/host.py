@@ -120,6 +120,18 @@ class Host(ABC):
         """Ask for so many ranks; they are there at a later step."""
 
     @abstractmethod
+    def check_rank(self, rank: int) -> int:
+        """A rank in whose place another may be asked for.
+
+        Raises:
+            ConfigError: it may not, or the ranks cannot change.
+        """
+
+    @abstractmethod
+    async def replace_rank(self, rank: int) -> None:
+        """Ask that another come in its place."""
+
+    @abstractmethod
     async def together(self, what: str, call: Callable[[Communicator], Awaitable[T]], runner: Runner) -> T:
         """What all ranks do at this place."""
 
@@ -196,6 +208,13 @@ class GivenHost(Host):
         """It is asked for; the layout stays."""
         self._held_by(SIZE, runner)
 
+    def check_rank(self, rank: int) -> int:
+        """See `checked_rank`."""
+        return checked_rank(rank, self.size, can_change=self.can_change)
+
+    async def replace_rank(self, rank: int) -> None:
+        """It is asked for; the layout stays."""
+
 
 def checked_size(size: Any, *, can_change: bool) -> int:
     """A number of ranks that may be asked for.
@@ -208,3 +227,16 @@ def checked_size(size: Any, *, can_change: bool) -> int:
     if not can_change:
         raise ConfigError(f"{size} ranks were asked for, but these cannot change: that needs an open Elastic")
     return size
+
+
+def checked_rank(rank: Any, size: int, *, can_change: bool) -> int:
+    """A rank in whose place another may be asked for.
+
+    Raises:
+        ConfigError: it may not, or the ranks cannot change.
+    """
+    if type(rank) is not int or not 0 <= rank < size:
+        raise ConfigError(f"a rank is a whole number from 0 to {size - 1}, not {rank!r}")
+    if not can_change:
+        raise ConfigError(f"another was asked for in place of rank {rank}, but these cannot change: open an Elastic")
+    return rank

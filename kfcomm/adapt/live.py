@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kfcomm.adapt.decision import Decision
-from kfcomm.adapt.host import SIZE, STRATEGY, Host, Named, checked_size
+from kfcomm.adapt.host import SIZE, STRATEGY, Host, Named, checked_rank, checked_size
 from kfcomm.adapt.hyperparameters import Hyperparameters
 from kfcomm.adapt.recording import strategy_as_json
 from kfcomm.errors import ConfigError
@@ -88,19 +88,30 @@ class LiveHost(Host):
         return checked_size(size, can_change=self.comm.outlives)
 
     async def change_size(self, size: int, runner: Named) -> None:
-        """See `Host`; the first rank asks, and all hear what came of it."""
-        world: Any = self.comm  # an elastic one: see check_size
+        """See `Host`."""
+        await self._ask(lambda world: world.propose_size(size))
+        self._held_by(SIZE, runner)
+        self._note(SIZE, runner, value=size)
+
+    def check_rank(self, rank: int) -> int:
+        """See `Host`."""
+        return checked_rank(rank, self.size, can_change=self.comm.outlives)
+
+    async def replace_rank(self, rank: int) -> None:
+        """See `Host`."""
+        await self._ask(lambda world: world.propose_replacement(rank))
+
+    async def _ask(self, call: Callable[[Any], Awaitable[None]]) -> None:
+        """The first rank asks something of the job, and all hear what came of it; the world is an elastic one."""
         wrong = None
         if self.rank == 0:
             try:
-                await world.propose_size(size)
+                await call(self.comm)
             except ConfigError as error:
                 wrong = str(error)
         wrong = await self.comm.broadcast_object(wrong, 0, "kfcomm/adaptation/size")
         if wrong is not None:
             raise ConfigError(wrong)
-        self._held_by(SIZE, runner)
-        self._note(SIZE, runner, value=size)
 
     async def together(self, what: str, call: Callable[[Communicator], Awaitable[T]], runner: Runner) -> T:
         """See `Host`."""

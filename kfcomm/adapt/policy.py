@@ -188,6 +188,23 @@ class Context:
 
         return self._runner.ask(Request(f"{wanted} ranks", change, SIZE))
 
+    def replace(self, rank: int, **evidence: Any) -> Request[bool]:
+        """Ask for another process in the place of a rank, in a program with an open ``Elastic``; see ``resize``.
+
+        The rank goes between two steps from then on, as one that is released; the other is let in when it is there.
+
+        Raises:
+            ConfigError: there is no such rank, or the ranks of this program cannot change.
+        """
+        checked = self._host.check_rank(rank)
+
+        async def change() -> bool:
+            await self._host.replace_rank(checked)
+            self.decide(f"asks for another in place of rank {checked}", **evidence)
+            return True
+
+        return self._runner.ask(Request(f"another in place of rank {checked}", change))
+
     def together(self, what: str, call: Callable[[Communicator], Awaitable[T]]) -> Request[T]:
         """Ask for something that all ranks do together, such as a probe: ``call(comm)``, on every rank.
 

@@ -177,6 +177,24 @@ class ElasticCommunicator:
         _check_size(size)
         await self.current._session.network.want_size(size)
 
+    async def propose_replacement(self, rank: int) -> None:
+        """Ask that another process come in the place of a rank, from any rank: of one that is slow, say.
+
+        It goes at the next boundary of an ``Elastic``, as one that is released; the others go on. ``kfcomm run
+        --elastic MIN:MAX`` starts another at once, or lets in one that waits (``--spares``); it counts for the
+        ``--restart-limit``. With ``--elastic MIN`` nobody comes. The last rank that has the state stays.
+
+        Args:
+            rank: of this step.
+
+        Raises:
+            ConfigError: there is no such rank; or there is no store.
+            RendezvousError: the store cannot be reached.
+        """
+        if type(rank) is not int or not 0 <= rank < self.size:
+            raise ConfigError(f"a rank is a whole number from 0 to {self.size - 1}, not {rank!r}")
+        await self.current._session.network.want_replaced(self.births[rank])
+
     def _check_not_open(self, verb: str) -> None:
         if self._ledger is not None:
             raise ConfigError(f"{verb} is for programs that handle losses themselves: while an Elastic is open it does")

@@ -25,6 +25,7 @@ from kfcomm.rendezvous.board import (
     LAUNCHERS,
     LEAVING,
     OUTCOME,
+    REPLACED,
     SIZES,
     START,
     Exit,
@@ -64,7 +65,7 @@ class First(Mortal):
         return [
             self._ask_for_spares(exits), self._watch_sizes(exits), self._watch_given_up(exits),
             self._watch_leaving(exits), self._watch_launchers(exits), self._watch_arrivals(),
-            self._watch_slots(exits),
+            self._watch_slots(exits), self._watch_replaced(exits),
         ]  # fmt: skip
 
     def _is_over(self, watcher: asyncio.Task[None]) -> bool:
@@ -220,7 +221,7 @@ class First(Mortal):
         if wanted == self._held:
             return
         if going and (self._held is None or going != list(self._held.leavers)):
-            self.say(f"there is no slot any more for ranks {', '.join(map(str, going))}: they are to go")
+            self.say(f"these are to go: ranks {', '.join(map(str, going))}")
         self._held = wanted
         with contextlib.suppress(KfcommError):
             await exits.hold(wanted)
@@ -232,6 +233,15 @@ class First(Mortal):
             if self.verdict.is_open and not self._is_told:
                 self.say(f"a launcher has come on {address}")
                 self._start_owed()
+
+    async def _watch_replaced(self, exits: Exits) -> None:
+        """The ranks want another in the place of one of them, which goes."""
+        elastic = self.elastic
+        async for birth, _ in exits.watch(REPLACED):
+            if birth in elastic.staying and self.verdict.is_open and not elastic.is_ending:
+                elastic.leaving.add(birth)
+                elastic.replace()
+                self.say(f"rank {birth} is to be replaced; {self._start_owed()} started in its place")
 
     async def _watch_leaving(self, exits: Exits) -> None:
         async for host, _ in exits.watch(LEAVING):

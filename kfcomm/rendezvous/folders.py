@@ -90,7 +90,16 @@ class Folders(ABC):
 
     async def hold(self, wanted: Wanted) -> None:
         """Have the ranks keep to this: said by the launcher of the first host, which knows what there is room for."""
-        await self._ask_for(b"%d %s" % (wanted.size, b",".join(b"%d" % birth for birth in wanted.leavers)))
+        await self._ask_for(_written(wanted))
+
+    async def ask_to_go(self, birth: int) -> None:
+        """Ask a rank to go, whatever else was asked; the launcher hears of it by other ways."""
+        is_told = False
+        while not is_told:
+            found = await self.collect(SIZES, 0, timeout_s=0.0)
+            size, leavers = read_wanted(found[str(len(found))])[0] if found else Wanted()
+            mine = _written(Wanted(size, (*leavers, birth)))
+            is_told = await self.claim(f"{SIZES}/{1 + len(found)}", mine) == mine
 
     async def _ask_for(self, mine: bytes) -> None:
         is_told = False
@@ -101,6 +110,10 @@ class Folders(ABC):
     async def was_let_in(self, birth: int) -> bool:
         """Whether a process that was started later is a rank of the job, or was."""
         return await self.find(f"{ENTRY}/{birth}") is not None
+
+
+def _written(wanted: Wanted) -> bytes:
+    return b"%d %s" % (wanted.size, b",".join(b"%d" % birth for birth in wanted.leavers))
 
 
 def read_wanted(told: bytes) -> tuple[Wanted, bool]:

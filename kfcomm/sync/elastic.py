@@ -97,6 +97,11 @@ class ElasticCommunicator(Skin[Async]):
         self._io.wait_for(lambda: self._inner.propose_size(size))
 
     @outermost
+    def propose_replacement(self, rank: int) -> None:
+        """Ask for another in the place of a rank. See ``kfcomm.elastic.ElasticCommunicator.propose_replacement``."""
+        self._io.wait_for(lambda: self._inner.propose_replacement(rank))
+
+    @outermost
     def _gone_on(self, ledger: Ledger, entry: Entry, error: Exception) -> Any:
         """What a call that has failed gives, once it is known who goes on."""
         return self._driver.call(partial(ledger.gone_on, entry, error), self._session)

@@ -63,6 +63,10 @@ class MemoryStore:
         """Ask for so many ranks."""
         self.set_size(size)
 
+    async def want_replaced(self, birth: int) -> None:
+        """Ask that this one go; whoever waits may come."""
+        self.set_size(self._wanted.size, (*self._wanted.leavers, birth))
+
     def set_size(self, size: int, leavers: tuple[int, ...] = ()) -> None:
         """Somebody outside of the world asks for so many, and for these to go."""
         self._wanted = Wanted(size, leavers)

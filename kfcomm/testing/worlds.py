@@ -160,6 +160,10 @@ class _Way:
         """See ``session.Network``."""
         await self._store.want_size(size)
 
+    async def want_replaced(self, birth: int) -> None:
+        """See ``session.Network``."""
+        await self._store.want_replaced(birth)
+
     async def has_word(self, living: Sequence[int]) -> bool:
         """See ``session.Network``."""
         births = [self.births[rank] for rank in living]

@@ -32,6 +32,8 @@ with kfcomm.sync.init(elastic=True) as comm:
     me = comm.births[comm.rank]
     with Elastic(comm, state) as elastic:
         for step in elastic.steps(ElasticSampler(LENGTH, 10), used_in="used"):
+            if sys.argv[4:] == [str(step.number)] and comm.rank == 0:
+                comm.propose_replacement(1)
             if [me, step.number] in VICTIMS:
                 os.kill(os.getpid(), signal.SIGKILL)
             mask = np.zeros(LENGTH)
@@ -106,6 +108,18 @@ def test_who_waits_to_join_is_not_wanted_before_ranks_are_released() -> None:
     assert job.released == 0  # nobody has gone yet, and nobody has to any more
 
 
+def test_who_goes_for_another_is_replaced_before_and_not_missed() -> None:
+    job = of(restarts=1)
+    job.leaving.add(1)
+    job.replace()
+    assert (started(job), job.staying, job.restarts) == ([(3, 0)], {0, 2, 3}, 0)
+    assert job.resize(3, waiting=[3]) == []
+    job.ended(1, 0)
+    assert (job.is_ending, job.has_failed, job.owed) == (False, False, 0)
+    job.ended(0, 0)
+    assert job.is_ending
+
+
 def test_spares_run_beside_those_that_are_wanted() -> None:
     job = of(least=1, spares=2)
     assert started(job) == [(3, 0), (4, 0)]
@@ -174,6 +188,18 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text("import json\n" + TRAIN)
     command = [sys.executable, "-m", "kfcomm", "run", *arguments]
     return subprocess.run(command, cwd=folder, env=environ(), capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+def test_a_rank_is_replaced_by_one_that_is_started_or_waits(tmp_path: Path, spares: int) -> None:
+    more = ("--spares", "1") if spares else ()
+    program = (sys.executable, "train.py", "900", "[[1, 80]]", "0.03", "5")
+    done = run(tmp_path, "-n", "3", "--elastic", "2:3", *more, *program)
+    assert done.returncode == 0, done.stdout + done.stderr
+    used, births, most = json.loads(re.sub(r"^\[\d+\] ", "", done.stdout.strip().splitlines()[-1]))
+    assert used == [1.0]
+    assert (births, most) == ([0, 2, 3], 3)
+    assert "rank 1 is to be replaced; 1 started in its place" in done.stderr
 
 
 def test_a_job_outlives_those_that_began(tmp_path: Path) -> None:

@@ -74,6 +74,11 @@ class VirtualStore(MemoryStore):
         await self._reached()
         await super().want_size(size)
 
+    async def want_replaced(self, birth: int) -> None:
+        """See `MemoryStore`."""
+        await self._reached()
+        await super().want_replaced(birth)
+
     async def has_word(self, birth: int, living: Sequence[int], epoch: int) -> bool:
         """Whether these were the first to ask for this epoch."""
         try:
