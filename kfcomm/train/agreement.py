@@ -18,18 +18,19 @@ differs, or was given numbers that cannot be, is an error on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 from kfcomm.collectives.handle import looked_at
 from kfcomm.errors import CollectiveMismatch, ConfigError
-from kfcomm.train.procedure import Comm, Procedure, call, carried
+from kfcomm.train.procedure import Comm, Procedure, call, carried, together
 from kfcomm.train.tree import Tree, leaves, rebuilt
 
 MEETS_AS = "agreement"
 """Under this name ways without one introduce themselves, whatever they are: ranks that go different ways must meet."""
 
 METHODS = ("gradients", "parameters")
+DIFFERENT = "the ranks agree in different ways"
 
 
 class Agreement:
@@ -69,8 +70,11 @@ class Agreement:
         Raises:
             CollectiveMismatch, ConfigError: see ``gradients``.
         """
-        for method in METHODS:
-            yield from self._introduce(method)
+        names = [self._introduction(method) for method in METHODS]
+        self._introduced.update(METHODS)
+        rows = yield from together(call("all_gather_object", [self._said, None], name) for name in names)
+        for name, told in zip(names, rows, strict=True):  # after both: what one rank has told is heard by all
+            check_alike(self.comm.rank, self._said, told, name)
 
     @carried
     def gradients(self, tree: Tree) -> Procedure[Tree]:
@@ -137,10 +141,19 @@ def introduction(rank: int, said: str, name: str, wrong: str = "the ranks agree 
     """See that all ranks say the same: of the way they agree, or of what ``wrong`` is about.
 
     Raises:
+        ConfigError, CollectiveMismatch: see ``check_alike``.
+    """
+    told = yield call("all_gather_object", [said, None], name)
+    check_alike(rank, said, told, name, wrong)
+
+
+def check_alike(rank: int, said: str, told: Sequence[Any], name: str, wrong: str = DIFFERENT) -> None:
+    """Compare what each rank has told: what it has, and what is wrong with that.
+
+    Raises:
         ConfigError: a rank was given what cannot be.
         CollectiveMismatch: two ranks say something else.
     """
-    told = yield call("all_gather_object", [said, None], name)
     for other, (way, problem) in enumerate(told):
         if problem is not None:
             raise ConfigError(f"rank {other} has {way}: {problem}; rank {rank} has {said}")

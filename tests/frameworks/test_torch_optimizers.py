@@ -348,10 +348,17 @@ def test_ranks_that_agree_in_different_ways_see_both_sides() -> None:
 
 
 def test_a_number_out_of_range_on_one_rank_is_an_error_on_all() -> None:
-    def make(comm: Any, model: Any) -> None:
-        optimizers.sma(torch.optim.SGD(model.parameters(), lr=0.1), comm, 0.1 if comm.rank else -1.0)
+    """And then another one of this name works."""
 
-    _, other = refused(make, ConfigError, r"SMA\(alpha=-1.0\): alpha is above 0 and at most 1, not -1.0")
+    def main(comm: Any) -> str:
+        optimizer = torch.optim.SGD(Model().parameters(), lr=0.1)
+        with pytest.raises(ConfigError, match=r"SMA\(alpha=-1.0\): alpha is above 0 and at most 1, not -1") as caught:
+            optimizers.sma(optimizer, comm, 0.1 if comm.rank else -1.0)
+        assert type(optimizer) is torch.optim.SGD
+        optimizers.local_sgd(optimizer, comm, 1)
+        return str(caught.value)
+
+    _, other = on_ranks(main)
     assert other.endswith("; rank 1 has SMA(alpha=0.1)")
 
 
