@@ -11,6 +11,7 @@ from kfcomm.lazy import imported_when_used
 if TYPE_CHECKING:
     from kfcomm.torch import optimizers
     from kfcomm.torch.attached import Attached, attach
+    from kfcomm.torch.membership import get_reconfigure_handle, reconfigure, shrink
     from kfcomm.torch.naming import named
     from kfcomm.torch.objects import all_gather_object, broadcast_object
     from kfcomm.torch.registration import communicator, register
@@ -26,9 +27,12 @@ else:  # type checkers would take any name for one that is there
             "broadcast_optimizer_state": "kfcomm.torch.state",
             "broadcast_parameters": "kfcomm.torch.state",
             "communicator": "kfcomm.torch.registration",
+            "get_reconfigure_handle": "kfcomm.torch.membership",
             "named": "kfcomm.torch.naming",
             "optimizers": "kfcomm.torch.optimizers",
+            "reconfigure": "kfcomm.torch.membership",
             "register": "kfcomm.torch.registration",
+            "shrink": "kfcomm.torch.membership",
         },
     )
 
@@ -40,9 +44,12 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "communicator",
+    "get_reconfigure_handle",
     "named",
     "optimizers",
+    "reconfigure",
     "register",
+    "shrink",
 ]
 
 

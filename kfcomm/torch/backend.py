@@ -3,22 +3,40 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn, Protocol
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import Backend as TorchBackend
 
-from kfcomm.errors import KfcommError
+from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.sync.communicator import Communicator
+from kfcomm.torch import shrinking
 from kfcomm.torch.collectives import Collectives
+from kfcomm.torch.errors import as_torch
+from kfcomm.torch.handles import Handle, in_order, own
+from kfcomm.torch.meeting import address_of, make_world
 from kfcomm.torch.messages import Messages
 from kfcomm.torch.order import Calls
-from kfcomm.torch.work import MAX_COMPLETERS
+from kfcomm.torch.work import MAX_COMPLETERS, NOTHING
 
 NAME = "kfcomm"
 Base: Any = TorchBackend
+
+
+class Keeper(Protocol):
+    """Whoever keeps the backends of this process."""
+
+    def keep(self, backend: Backend) -> None:
+        """It is open."""
+
+    def follow(self, backend: Backend, follower: Backend) -> None:
+        """Another one is open, and will take the place of this one."""
+
+    def forget(self, backend: Backend) -> None:
+        """It is closed."""
 
 
 class Backend(Collectives, Messages, Base):  # type: ignore[misc]
@@ -28,18 +46,26 @@ class Backend(Collectives, Messages, Base):  # type: ignore[misc]
         comm: of the ranks of the group; closed with it.
         store: of this group alone.
         timeout: of its calls.
-        closed: called with it when it is closed.
+        keeper: told when it is closed, and of those made of it.
     """
 
-    def __init__(self, comm: Communicator, store: Any, timeout: timedelta, closed: Callable[[Backend], object]) -> None:
+    def __init__(self, comm: Communicator, store: Any, timeout: timedelta, keeper: Keeper) -> None:
         Base.__init__(self, comm.rank, comm.size)
-        self._comm = comm
-        self._store = store
-        self._calls = Calls(store, comm.rank, comm.mismatched)
         self._completers = ThreadPoolExecutor(MAX_COMPLETERS, "kfcomm-torch")
         self._options = Base.Options(NAME, timeout)
-        self._closed = closed
+        self._keeper = keeper
+        self._enter(comm, store)
         self.set_timeout(timeout)
+
+    def _enter(self, comm: Communicator, store: Any) -> None:
+        """Work on this communicator from now on."""
+        self._comm = comm
+        self._owned: list[Communicator] = [comm]
+        """Closed with this backend, in this order."""
+        self._latest = comm
+        """Of the ranks that are left, while the group is being shrunk."""
+        self._store = store
+        self._calls = Calls(store, comm.rank, comm.mismatched)
 
     @property
     def communicator(self) -> Communicator:
@@ -61,7 +87,8 @@ class Backend(Collectives, Messages, Base):  # type: ignore[misc]
         self._comm.set_timeout(timeout)
 
     # torch looks these up on the class, and would ask itself for ever for those that it does not find there.
-    supports_coalescing = supports_shrinking = supports_reconfigure = supports_window = False
+    supports_coalescing = supports_window = False
+    supports_splitting = supports_shrinking = supports_reconfigure = True
     _supports_time_estimate = False
 
     def supports_tensor_alloc(self, device: int) -> bool:
@@ -74,32 +101,135 @@ class Backend(Collectives, Messages, Base):  # type: ignore[misc]
 
     # ---------------------------------------------------------------- groups made of this one
 
-    @property
-    def supports_splitting(self) -> bool:
-        """See ``dist.split_group``."""
-        return True
-
     def eager_connect_single_device(self, device: Any) -> None:
         """Links are opened when they are used."""
 
     def split(self, store: Any, ranks: Sequence[int], opts: Any) -> Backend:
-        """The backend of some of this group's ranks, which alone call it."""
-        timeout = opts._timeout
-        made = self._comm.group(ranks, opts.group_name or "split")
-        return Backend(made, store, timeout, self._closed)
+        """The backend of some of this group's ranks, which alone call it; see ``dist.split_group``."""
+        made = Backend(self._comm.group(ranks, opts.group_name or "split"), store, opts._timeout, self._keeper)
+        self._keeper.keep(made)
+        return made
+
+    def shrink(self, ranks_to_exclude: Sequence[int], shrink_flags: int = 0, opts_override: Any = None) -> Backend:
+        """The backend of the others of this group, which alone call it; see ``dist.shrink_group``.
+
+        Those that are left out may have died, or live. What is in flight need not be aborted (``shrink_flags``): calls
+        match by name, so it holds up nothing.
+
+        Raises:
+            CollectiveTimeout: not all that are left have called it alike.
+            PeerLost: more ranks are lost than those: leave them out, too, and call it again.
+        """
+        births = [birth for rank, birth in enumerate(self._comm.births) if rank not in ranks_to_exclude]
+        try:
+            self._latest = shrinking.without_others(self._latest, births, self._timeout.total_seconds())
+            shrinking.check_births(self._latest, births)
+        except KfcommError as error:
+            raise as_torch(error) from None
+        timeout = self._timeout if opts_override is None else opts_override._timeout
+        # the calls of a group are counted anew, and each one made of it by these means is smaller
+        store = dist.PrefixStore(f"{shrinking.NAME}/{len(births)}", self._store)
+        made = Backend(self._latest, store, timeout, self._keeper)
+        made._owned += self._owned
+        self._owned = []
+        self._keeper.follow(self, made)
+        return made
+
+    def find_lost(self, timeout_s: float | None) -> list[int]:
+        """Which of this group's ranks are lost; the others, which agree on that, have gone on to the next epoch then.
+
+        Raises:
+            ConfigError: this is not the group of all ranks.
+            CollectiveError: see ``Communicator.shrink``.
+        """
+        seconds = self._timeout.total_seconds() if timeout_s is None else timeout_s
+        self._latest = shrinking.of_those_that_live(self._latest, seconds)
+        return [rank for rank, birth in enumerate(self._comm.births) if birth not in self._latest.births]
+
+    # ---------------------------------------------------------------- other processes
+
+    def get_reconfigure_handle(self) -> str:
+        """By which the other processes find this one in ``reconfigure``."""
+        return str(own.handle(self.rank(), address_of(self._store)))
+
+    def reconfigure(self, opts: Any) -> Any:
+        """Go on with these processes; see ``dist._reconfigure``. Over when it returns.
+
+        Raises:
+            ConfigError: their number, or this one's rank among them, is not the group's.
+            RendezvousError: some are missing in the end, all named.
+        """
+        timeout = self._timeout if opts.timeout is None else opts.timeout
+        try:
+            self._check_ranks(in_order(opts.handles))
+            store, rank = own.meet(opts.handles, opts.uuid, timeout)
+            self._abort()
+            unmet: Any = Unmet(rank, self.size())
+            self._enter(unmet, store)
+            self._enter(make_world(store, rank, self.size(), timeout), store)
+        except KfcommError as error:
+            raise as_torch(error) from None
+        self.set_timeout(self._timeout)
+        return NOTHING
+
+    def _check_ranks(self, handles: Sequence[Handle]) -> None:
+        """Refuse what torch could not be told: its C++ keeps rank and size of a backend for good."""
+        moved = [(rank, one.rank) for rank, one in enumerate(handles) if one.rank != rank]
+        if moved or len(handles) != self.size():
+            why = f"process {moved[0][1]} would be rank {moved[0][0]}" if moved else f"{len(handles)} processes came"
+            raise ConfigError(
+                f"a group of {self.size()} ranks keeps its size and its ranks when it is reconfigured, and {why}: "
+                "call kfcomm.torch.reconfigure, which makes the group anew"
+            )
 
     # ---------------------------------------------------------------- the end
 
     def shutdown(self) -> None:
         """Close the communicator. May be called again."""
-        self._closed(self)
+        self._keeper.forget(self)
         self._calls.close()
         self._completers.shutdown(wait=False)
-        with contextlib.suppress(KfcommError):
-            self._comm.close()
+        for comm in self._owned:
+            with contextlib.suppress(KfcommError):
+                comm.close()
 
     def abort(self) -> None:
         """The same, without waiting for what the others may still need of this rank."""
-        with contextlib.suppress(KfcommError):
-            self._comm.__exit__(KfcommError, KfcommError("the process group is aborted"), None)
+        self._abort()
         self.shutdown()
+
+    def _abort(self) -> None:
+        self._calls.close()
+        for comm in self._owned:
+            with contextlib.suppress(KfcommError):
+                comm.__exit__(KfcommError, KfcommError("the process group is aborted"), None)
+
+
+class Unmet:
+    """In the place of a communicator, until ``reconfigure`` makes one.
+
+    Args:
+        rank: in the group.
+        size: of the group.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(name, name=name, obj=self)
+        raise ConfigError(f"{name}: the ranks of this process group have not met: call dist._reconfigure first")
+
+    def mismatched(self, name: str, seq: int, message: str) -> None:
+        """There is no call."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """It is the backend's."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def __exit__(self, *_: object) -> None:
+        """The same."""

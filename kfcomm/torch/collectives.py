@@ -17,7 +17,7 @@ from kfcomm.sync.communicator import Communicator
 from kfcomm.torch import sparse
 from kfcomm.torch.errors import as_torch
 from kfcomm.torch.naming import next_name
-from kfcomm.torch.ops import meaning_of
+from kfcomm.torch.ops import meaning_of, whole_mean
 from kfcomm.torch.order import Calls
 from kfcomm.torch.tensors import place, places, read, together
 from kfcomm.torch.work import NOTHING, Ending, Work
@@ -44,6 +44,7 @@ class Collectives:
             op, factor = meaning_of(opts.reduceOp, tensor.dtype)
             x, finish = place(tensor)
             source = x if factor is None else read(tensor * factor)
+            op, finish = whole_mean(op, finish, tensor, self._comm.size)
         return self._run("all_reduce", source, opts, tensors, finish, op=op, out=x)
 
     def allreduce_coalesced(self, tensors: Sequence[Any], opts: Any) -> Any:

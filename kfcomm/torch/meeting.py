@@ -80,7 +80,7 @@ class Board:
         """
         if self._size == 1:
             return prepare(rank=0, size=1, timeout=self._timeout_s, elastic=False)
-        url = store_url(*_address_of(self._store))
+        url = store_url(*address_of(self._store))
         token = None
         if given_token(os.environ, None) is None and concealed_token(url) is None:
             token = self._token()
@@ -147,8 +147,8 @@ class Board:
             raise RendezvousError(f"torch's store does not answer: {error}") from error
 
 
-def _address_of(store: Any) -> tuple[str, int]:
-    """Host and port behind which the other ranks are; of a file those of this host."""
+def address_of(store: Any) -> tuple[str, int]:
+    """Host and port behind which the other ranks are; of a file, or where there is no store, those of this host."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     host, port = getattr(store, "host", None), getattr(store, "port", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -62,3 +63,23 @@ def meaning_of(reduce_op: Any, dtype: Any) -> Meaning:
         op = FOR_BOOL.get(op, op)
     factor = reduce_op.__getstate__()[1] if number == PREMULTIPLIED else None
     return Meaning(op, factor)
+
+
+def whole_mean(op: Op, finish: Callable[[], object] | None, tensor: Any, size: int) -> tuple[Op, Any]:
+    """An average of integers is the integer part of it, as with NCCL: a sum, and a division when it is there.
+
+    Args:
+        op: of the call; any other one stays as it is.
+        finish: what is left to do before.
+        tensor: the result's.
+        size: number of ranks.
+    """
+    if op is not Op.AVG or tensor.is_floating_point() or tensor.is_complex():
+        return op, finish
+
+    def divide() -> None:
+        if finish is not None:
+            finish()
+        tensor.detach().div_(size, rounding_mode="trunc")
+
+    return Op.SUM, divide

@@ -12,8 +12,9 @@ from torch._C._distributed_c10d import Backend as TorchBackend
 
 from kfcomm.errors import ConfigError
 from kfcomm.sync.communicator import Communicator
-from kfcomm.torch.backend import NAME, Backend
+from kfcomm.torch.backend import NAME, Backend, Unmet
 from kfcomm.torch.meeting import make_world
+from kfcomm.torch.patches import patch
 from kfcomm.torch.work import forward
 
 DEVICES = ("cpu", "cuda")
@@ -28,6 +29,7 @@ def register() -> None:
     if not hasattr(TorchBackend, "all_gather_single"):
         raise ConfigError(f"the backend kfcomm needs torch 2.14 or later; this is torch {torch.__version__}")
     forward()
+    patch()
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=list(DEVICES))
 
 
@@ -35,13 +37,16 @@ def create(opts: Any, backend_options: Any = None) -> Backend:
     """The backend of one process group; all of its ranks call it.
 
     The default group makes a world. Groups of its ranks are groups of that world's communicator, which share its links
-    and memory; where the default group is another library's, each makes a world of its own.
+    and memory; where the default group is another library's, each makes a world of its own. With ``enable_reconfigure``
+    there is no world before ``reconfigure`` makes one.
 
     Raises:
         ConfigError: the settings cannot work.
         RendezvousError: ranks are missing in the end (all named), or do not accept each other.
         CollectiveTimeout: of a group: not all members made it alike.
     """
+    if getattr(opts, "enable_reconfigure", False):  # torch 2.15
+        return _worlds.unmet(opts)
     return _worlds.backend(
         opts.store, opts.group_rank, opts.group_size, opts.timeout, list(opts.global_ranks_in_group), opts.group_id
     )
@@ -53,6 +58,15 @@ def communicator(group: Any = None) -> Communicator:
     Raises:
         ConfigError: the group has no backend ``kfcomm``.
     """
+    return backend_of(group).communicator
+
+
+def backend_of(group: Any = None) -> Backend:
+    """The backend of a process group.
+
+    Raises:
+        ConfigError: it is not ``kfcomm``.
+    """
     found = group or dist.group.WORLD
     for device in DEVICES:
         try:
@@ -60,12 +74,12 @@ def communicator(group: Any = None) -> Communicator:
         except (AttributeError, RuntimeError):
             continue
         if isinstance(backend, Backend):
-            return backend.communicator
+            return backend
     raise ConfigError("this process group is not one of backend kfcomm")
 
 
 class Worlds:
-    """The backends of this process, and the world of torch's default group.
+    """The backends of this process, and that of torch's default group; implements ``backend.Keeper``.
 
     torch keeps what is C++ of a backend, and would find nothing of ours in it once Python has let it go.
     """
@@ -82,16 +96,36 @@ class Worlds:
             comm = self._default.communicator.group(members, name)  # its own timeout may be short for that
         else:
             comm = make_world(store, rank, size, timeout)
-        made = Backend(comm, store, timeout, self._forget)
-        self._open.add(made)
-        if not members:
-            self._default = made
-        return made
+        return self._made(Backend(comm, store, timeout, self), is_default=not members)
 
-    def _forget(self, backend: Backend) -> None:
+    def unmet(self, opts: Any) -> Backend:
+        """A backend whose world is to be made by ``reconfigure``."""
+        comm: Any = Unmet(opts.group_rank, opts.group_size)
+        return self._made(
+            Backend(comm, opts.store, opts.timeout, self), is_default=not list(opts.global_ranks_in_group)
+        )
+
+    def keep(self, backend: Backend) -> None:
+        """See ``Keeper``."""
+        self._open.add(backend)
+
+    def follow(self, backend: Backend, follower: Backend) -> None:
+        """See ``Keeper``."""
+        self.keep(follower)
+        if self._default is backend:
+            self._default = follower
+
+    def forget(self, backend: Backend) -> None:
+        """See ``Keeper``."""
         self._open.discard(backend)
         if self._default is backend:
             self._default = None
+
+    def _made(self, backend: Backend, *, is_default: bool) -> Backend:
+        self.keep(backend)
+        if is_default:
+            self._default = backend
+        return backend
 
 
 _worlds = Worlds()

@@ -84,6 +84,12 @@ def scaled() -> None:
     x = part(rank)
     dist.all_reduce(x, op=dist.ReduceOp.AVG)
     assert torch.equal(x, sum(parts()) / 3)
+    for whole in (torch.tensor([rank, -rank]), torch.zeros(2, 2, dtype=torch.int32).t() - rank):
+        dist.all_reduce(whole, op=dist.ReduceOp.AVG)
+        assert whole.flatten()[-1] == -1
+        later = torch.tensor([rank + 1])
+        assert dist.all_reduce(later, op=dist.ReduceOp.AVG, async_op=True).wait()
+        assert later.tolist() == [2]
     y = part(rank)
     dist.all_reduce(y, op=dist._make_nccl_premul_sum(0.5))
     assert torch.equal(y, sum(parts()) / 2)
