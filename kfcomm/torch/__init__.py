@@ -11,6 +11,8 @@ from kfcomm.lazy import imported_when_used
 if TYPE_CHECKING:
     from kfcomm.torch import optimizers
     from kfcomm.torch.attached import Attached, attach
+    from kfcomm.torch.compression import Compression
+    from kfcomm.torch.hooks import CompressionState, compression_hook
     from kfcomm.torch.membership import get_reconfigure_handle, reconfigure, shrink
     from kfcomm.torch.naming import named
     from kfcomm.torch.objects import all_gather_object, broadcast_object
@@ -21,12 +23,15 @@ else:  # type checkers would take any name for one that is there
         __name__,
         {
             "Attached": "kfcomm.torch.attached",
+            "Compression": "kfcomm.torch.compression",
+            "CompressionState": "kfcomm.torch.hooks",
             "all_gather_object": "kfcomm.torch.objects",
             "attach": "kfcomm.torch.attached",
             "broadcast_object": "kfcomm.torch.objects",
             "broadcast_optimizer_state": "kfcomm.torch.state",
             "broadcast_parameters": "kfcomm.torch.state",
             "communicator": "kfcomm.torch.registration",
+            "compression_hook": "kfcomm.torch.hooks",
             "get_reconfigure_handle": "kfcomm.torch.membership",
             "named": "kfcomm.torch.naming",
             "optimizers": "kfcomm.torch.optimizers",
@@ -38,12 +43,15 @@ else:  # type checkers would take any name for one that is there
 
 __all__ = [
     "Attached",
+    "Compression",
+    "CompressionState",
     "all_gather_object",
     "attach",
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "communicator",
+    "compression_hook",
     "get_reconfigure_handle",
     "named",
     "optimizers",

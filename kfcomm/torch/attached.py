@@ -25,7 +25,9 @@ import torch
 
 from kfcomm.errors import ConfigError
 from kfcomm.sync import Communicator
-from kfcomm.torch.buckets import Bucket, Marks, Place, share_out
+from kfcomm.torch.buckets import Bucket, Marks, Place
+from kfcomm.torch.compressed import bucket_of, share_out_by
+from kfcomm.torch.compression import Given, by_parameter
 from kfcomm.torch.needs import Needs
 from kfcomm.torch.profile import Profile
 from kfcomm.torch.state import broadcast_parameters
@@ -40,7 +42,7 @@ MAX_URGENCY = 1 << 12
 
 def attach(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, comm: Communicator, *, name: str = "grad",
-    defer: bool = True, bucket_nbytes: int = BUCKET_NBYTES, wire_dtype: Any = None,
+    defer: bool = True, bucket_nbytes: int = BUCKET_NBYTES, wire_dtype: Any = None, compression: Given = None,
 ) -> Attached:  # fmt: skip
     """Average the gradients of a model over all ranks from now on, by hooks; the training loop stays as it is.
 
@@ -56,13 +58,16 @@ def attach(
             parameters.
         bucket_nbytes: gradients smaller than this travel together up to so many bytes; larger ones by themselves.
         wire_dtype: see ``Communicator.all_reduce``.
+        compression: a kind by name, or a ``Compression`` with options, for all gradients; or by patterns of parameters'
+            names, of which the first that matches holds: ``{"*.bias": None, "*": "powersgd"}``.
 
     Returns:
         What is attached, until ``detach`` is called. See there for what reads gradients or parameters by itself:
         clipping, checkpoints, and micro-batches.
 
     Raises:
-        ConfigError: on all ranks, if their models differ; or the optimizer has nothing of the model, or more.
+        ConfigError: on all ranks, if their models differ; or the optimizer has nothing of the model, or more; or a
+            compression is not known, or for names that no parameter has.
 
     Cost: memory for one gradient of each parameter; a broadcast of the model. In a step 2(n−1)/n times the bytes of the
         gradients, a byte for each, and a copy of those that share a bucket within the rank's own memory. A gradient
@@ -72,12 +77,15 @@ def attach(
     if not isinstance(comm, Communicator):
         raise ConfigError(f"attach needs a communicator of kfcomm.sync, not a {type(comm).__name__}")
     parameters = _parameters(model, optimizer)
-    about = [f"{one} {tuple(parameter.shape)} {parameter.dtype}" for one, parameter in parameters]
+    chosen = by_parameter(compression, [one for one, _ in parameters])
+    about = [f"{one} {tuple(parameter.shape)} {parameter.dtype} {chosen[one]}" for one, parameter in parameters]
     if not comm.consensus([*about, bucket_nbytes, str(wire_dtype)], name=f"{name}/model"):
-        raise ConfigError(f"the ranks do not attach the same model as {name!r}: names, shapes or dtypes differ")
+        raise ConfigError(
+            f"the ranks do not attach the same model as {name!r}: names, shapes, dtypes or compressions differ"
+        )
     broadcast_parameters(model.state_dict(), comm, name=f"{name}/state")
-    shared = share_out(reversed(parameters), bucket_nbytes)
-    buckets = [Bucket(comm, part, _title(name, part), wire_dtype=wire_dtype) for part in shared]
+    shared = share_out_by(chosen, parameters[::-1], bucket_nbytes)
+    buckets = [bucket_of(comm, part, _title(name, part), chosen[part[0][0]], wire_dtype) for part in shared]
     return Attached(model, optimizer, buckets, Marks(comm, buckets, f"{name}/marks"), Profile(comm, name), defer=defer)
 
 
