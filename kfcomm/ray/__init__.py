@@ -1,0 +1,16 @@
+"""For programs written with Ray: ``ray.util.collective`` over kfcomm.
+
+``register()`` makes the backend known to a process; Ray asks for that in every actor, and on drivers that make groups.
+Ray Train needs none of it: ``TorchConfig(backend="kfcomm")``. Everything is imported when it is used, Ray with it.
+"""
+
+from typing import TYPE_CHECKING
+
+from kfcomm.lazy import imported_when_used
+
+if TYPE_CHECKING:
+    from kfcomm.ray.group import communicator, register
+else:  # type checkers would take any name for one that is there
+    __getattr__ = imported_when_used(__name__, dict.fromkeys(("communicator", "register"), "kfcomm.ray.group"))
+
+__all__ = ["communicator", "register"]

@@ -1,0 +1,120 @@
+"""A group of ``ray.util.collective`` over one communicator."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from ray.util.collective import collective
+from ray.util.collective.backend_registry import register_collective_backend
+from ray.util.collective.collective_group.base_collective_group import BaseGroup
+from ray.util.collective.types import (
+    AllGatherOptions,
+    AllReduceOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    RecvOptions,
+    ReduceOp,
+    ReduceOptions,
+    ReduceScatterOptions,
+    SendOptions,
+)
+
+from kfcomm.errors import ConfigError
+from kfcomm.ray.meeting import meet
+from kfcomm.sync.communicator import Communicator
+from kfcomm.types import Op
+
+NAME = "KFCOMM"
+OPS = {ReduceOp.SUM: Op.SUM, ReduceOp.PRODUCT: Op.PROD, ReduceOp.MIN: Op.MIN, ReduceOp.MAX: Op.MAX}
+Base: Any = BaseGroup
+
+
+def register() -> None:
+    """Make the backend ``KFCOMM`` known to this process; on the driver and in every actor. May be called again."""
+    with contextlib.suppress(ValueError):  # it is known
+        register_collective_backend(NAME, Group)
+
+
+def communicator(group_name: str = "default") -> Communicator:
+    """The communicator of a group that this actor is in: for its strategy, statistics and dumps.
+
+    Raises:
+        ConfigError: it is in no such group of this backend.
+    """
+    found = collective._group_mgr._name_group_map.get(group_name)
+    if not isinstance(found, Group):
+        raise ConfigError(f"this actor is in no group {group_name!r} of backend kfcomm")
+    return found.communicator
+
+
+class Group(Base):  # type: ignore[misc]
+    """What Ray calls, with lists of one array each: of NumPy, torch, CuPy or JAX, which is changed in place.
+
+    Args:
+        world_size: number of actors.
+        rank: of this one.
+        group_name: of the group.
+    """
+
+    def __init__(self, world_size: int, rank: int, group_name: str) -> None:
+        super().__init__(world_size, rank, group_name)
+        self.communicator = meet(group_name, rank, world_size)
+
+    @classmethod
+    def backend(cls) -> str:
+        """Its name."""
+        return NAME
+
+    @classmethod
+    def check_backend_availability(cls) -> bool:
+        """It is there."""
+        return True
+
+    def destroy_group(self) -> None:
+        """Close the communicator."""
+        self.communicator.close()
+
+    def allreduce(self, tensor: list[Any], allreduce_options: Any = AllReduceOptions) -> None:
+        """See ``ray.util.collective.allreduce``."""
+        (x,) = tensor
+        self.communicator.all_reduce(x, op=OPS[allreduce_options.reduceOp], out=x)
+
+    def barrier(self, barrier_options: Any = BarrierOptions) -> None:
+        """See ``ray.util.collective.barrier``."""
+        self.communicator.barrier()
+
+    def reduce(self, tensor: list[Any], reduce_options: Any = ReduceOptions) -> None:
+        """See ``ray.util.collective.reduce``."""
+        (x,), root = tensor, reduce_options.root_rank
+        out = {"out": x} if root == self.rank else {}
+        self.communicator.reduce(x, root, op=OPS[reduce_options.reduceOp], **out)
+
+    def allgather(
+        self, tensor_list: list[list[Any]], tensor: list[Any], allgather_options: Any = AllGatherOptions
+    ) -> None:
+        """See ``ray.util.collective.allgather``."""
+        (into,), (x,) = tensor_list, tensor
+        self.communicator.all_gather(x, out=into)
+
+    def broadcast(self, tensor: list[Any], broadcast_options: Any = BroadcastOptions) -> None:
+        """See ``ray.util.collective.broadcast``."""
+        (x,) = tensor
+        self.communicator.broadcast(x, broadcast_options.root_rank, out=x)
+
+    def reducescatter(
+        self, tensor: list[Any], tensor_list: list[list[Any]], reducescatter_options: Any = ReduceScatterOptions
+    ) -> None:
+        """See ``ray.util.collective.reducescatter``."""
+        (out,), (given,) = tensor, tensor_list
+        self.communicator.reduce_scatter(given, op=OPS[reducescatter_options.reduceOp], out=out)
+
+    def send(self, tensor: list[Any], send_options: SendOptions) -> None:
+        """See ``ray.util.collective.send``."""
+        (x,) = tensor
+        self.communicator.send(x, send_options.dst_rank)
+
+    def recv(self, tensor: list[Any], recv_options: RecvOptions) -> None:
+        """See ``ray.util.collective.recv``."""
+        (x,) = tensor
+        self.communicator.recv(recv_options.src_rank, out=x)
