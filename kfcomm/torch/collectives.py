@@ -202,9 +202,10 @@ class Collectives:
         with _Told(self, steps=2 if output_rows or input_rows else 1):
             (out, finish), x = place(output, as_bytes=True), read(source, as_bytes=True)
             if not output_rows and not input_rows:
-                if x.size % size:
-                    raise ConfigError(f"all_to_all_single shares {x.size} elements evenly among {size} ranks")
-                shape = (size, x.size // size)
+                count = _count(x)
+                if count % size:
+                    raise ConfigError(f"all_to_all_single shares {count} elements evenly among {size} ranks")
+                shape = (size, count // size)
                 x, out = x.reshape(shape), out.reshape(shape)
             else:
                 x, out = _cut(x, source, input_rows, size), _cut(out, output, output_rows, size)
@@ -331,9 +332,14 @@ def _cut(array: Any, tensor: Any, rows: Sequence[int], size: int) -> list[Any]:
         rows = [length // size] * size
     if len(rows) != size or sum(rows) != length:
         raise ConfigError(f"the split sizes {list(rows)} are not those of {size} ranks that make {length} rows")
-    width = array.size // length if length else 0
+    width = _count(array) // length if length else 0
     parts, at = [], 0
     for count in rows:
         parts.append(array[at : at + count * width])
         at += count * width
     return parts
+
+
+def _count(array: Any) -> int:
+    """Elements of an array, or of a tensor that stays where it is, on a device."""
+    return int(array.numel() if isinstance(array, torch.Tensor) else array.size)
