@@ -15,6 +15,9 @@ from kfcomm.torch.errors import as_torch
 from kfcomm.torch.tensors import place, read
 from kfcomm.torch.work import Ending, Work
 
+VERDICT_WITHIN_S = 1.0
+"""For which a rank waits after its own timeout: rank 0 may have come later, and tells all who is missing."""
+
 
 class Messages:
     """Messages between the ranks of one process group."""
@@ -90,7 +93,7 @@ class Messages:
 
     def _arrive(self, tag: str, timeout_s: float) -> None:
         """On the others: say so, and wait for what rank 0 says."""
-        said = self._comm.recv_async(0, f"{tag}/verdict", timeout=timeout_s)
+        said = self._comm.recv_async(0, f"{tag}/verdict", timeout=timeout_s + min(timeout_s, VERDICT_WITHIN_S))
         self._comm.send(np.zeros(0, np.int64), 0, tag)
         missing = said.wait()
         if len(missing):
