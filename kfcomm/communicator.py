@@ -391,6 +391,11 @@ class Communicator(Persistent):
 
     # ---------------------------------------------------------------- memory
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether there are several ranks in this group, on one host, that share the memory in which ``empty`` is."""
+        return 1 < self.size == self.local_size and self._session.network.room(1) is not None
+
     def empty(self, shape: int | Sequence[int], dtype: Any = np.float32) -> Array:
         """An array of unknown content that the other ranks of this host can read where it is (*symmetric memory*).
 

@@ -29,7 +29,8 @@ NOT_VERBS = {
     "statistics",
 }  # fmt: skip
 PROPERTIES = {
-    "births", "epoch", "layout", "local_rank", "local_size", "name", "outlives", "rank", "route", "size", "strategy",
+    "births", "epoch", "layout", "local_rank", "local_size", "name", "outlives", "rank", "route", "shares_memory",
+    "size", "strategy",
 }  # fmt: skip
 
 

@@ -322,6 +322,11 @@ class Communicator(Skin[Async]):
     probe_async = begun(Async.probe)
     """Begin a ``probe``."""
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether ``empty`` gives memory that the other ranks can read. See ``kfcomm.Communicator.shares_memory``."""
+        return self._inner.shares_memory
+
     def empty(self, shape: int | Sequence[int], dtype: Any = np.float32) -> Array:
         """An array that the other ranks of this host can read where it is. See ``kfcomm.Communicator.empty``."""
         return self._inner.empty(shape, dtype)

@@ -230,6 +230,7 @@ async def test_who_stops_in_the_midst_is_named(stopped: str, way: str, monkeypat
 async def test_it_is_an_array_as_any_other(caplog: pytest.LogCaptureFixture) -> None:
     async with world(2) as comms:
         comm = comms[0]
+        assert comm.shares_memory == is_shared()
         for shape, dtype in ((5, "float32"), ((2, 3), np.int64), ((), "complex128"), ((0, 4), bool), ([3], "f2")):
             x = comm.empty(shape, dtype)
             assert x.shape == np.empty(shape).shape
@@ -281,6 +282,7 @@ async def test_bad_shapes_and_dtypes(shape: Any, dtype: Any, said: str) -> None:
 @pytest.mark.asyncio
 async def test_alone_it_is_ordinary_memory(caplog: pytest.LogCaptureFixture) -> None:
     async with world(1) as comms:
+        assert not comms[0].shares_memory
         assert comms[0].empty((2, 2)).shape == (2, 2)
     assert not caplog.records
 

@@ -25,7 +25,8 @@ NOT_CALLED = {
     "split", "statistics", "synchronize",
 }  # fmt: skip
 PROPERTIES = {
-    "births", "epoch", "layout", "local_rank", "local_size", "name", "outlives", "rank", "route", "size", "strategy",
+    "births", "epoch", "layout", "local_rank", "local_size", "name", "outlives", "rank", "route", "shares_memory",
+    "size", "strategy",
 }  # fmt: skip
 
 

@@ -32,7 +32,8 @@ logger = logging.getLogger("kfcomm")
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 KEPT_NBYTES = 1 << 28
-"""Of arrays that are no more, kept to be used again: the system takes half as long as a copy for each new page."""
+"""Of arrays that are no more, kept to be used again; more, where as much is in use. The system takes half as long as a
+copy for each new page."""
 NOWHERE = -1
 MAX_LOANS = 1 << 10
 """Arrays that are lent to peers at a time."""
@@ -168,7 +169,7 @@ class Heap:
         self.used_nbytes -= room
         self._kept.append((at, room))
         self._kept_nbytes += room
-        while self._kept_nbytes > KEPT_NBYTES:
+        while self._kept_nbytes > max(KEPT_NBYTES, self.used_nbytes):
             at, room = self._kept.popleft()
             self._kept_nbytes -= room
             if self._mapping is not None:

@@ -143,6 +143,20 @@ def test_more_than_is_kept_goes_back_to_the_system(heap: Heap, monkeypatch: pyte
     )
 
 
+def test_as_much_as_is_in_use_is_kept(heap: Heap, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else two sets of arrays that take turns would give all their pages back each time."""
+    monkeypatch.setattr(heaps, "KEPT_NBYTES", PAGE)
+    held = [taken(heap, 20 * PAGE) for _ in range(4)]
+    others = [taken(heap, 20 * PAGE) for _ in range(4)]
+    for block in held + others:
+        block[:] = 1
+    del block
+    others.clear()
+    assert os.fstat(heap.descriptor).st_blocks * 512 == 160 * PAGE
+    held.clear()
+    assert os.fstat(heap.descriptor).st_blocks * 512 <= PAGE
+
+
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 9)), max_size=60), st.integers(0, 8))
 def test_no_two_arrays_are_in_the_same_memory(steps: list[tuple[int, int]], kept: int) -> None:
     heap = Heap()
