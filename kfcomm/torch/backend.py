@@ -20,6 +20,7 @@ from kfcomm.torch.handles import Handle, in_order, own
 from kfcomm.torch.meeting import address_of, make_world
 from kfcomm.torch.messages import Messages
 from kfcomm.torch.order import Calls
+from kfcomm.torch.reducer import Rooms
 from kfcomm.torch.work import MAX_COMPLETERS, NOTHING
 
 NAME = "kfcomm"
@@ -66,6 +67,7 @@ class Backend(Collectives, Messages, Base):  # type: ignore[misc]
         """Of the ranks that are left, while the group is being shrunk."""
         self._store = store
         self._calls = Calls(store, comm.rank, comm.mismatched)
+        self._rooms = Rooms(comm) if comm.shares_memory else None
 
     @property
     def communicator(self) -> Communicator:

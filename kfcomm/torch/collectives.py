@@ -18,7 +18,8 @@ from kfcomm.torch import sparse
 from kfcomm.torch.errors import as_torch
 from kfcomm.torch.naming import next_name
 from kfcomm.torch.ops import meaning_of, whole_mean
-from kfcomm.torch.order import Calls
+from kfcomm.torch.order import Call, Calls
+from kfcomm.torch.reducer import Bucket, Rooms, is_bucket
 from kfcomm.torch.tensors import place, places, read, together
 from kfcomm.torch.work import NOTHING, Ending, Work
 
@@ -32,6 +33,7 @@ class Collectives:
     _comm: Communicator
     _calls: Calls
     _completers: ThreadPoolExecutor
+    _rooms: Rooms | None
 
     # ---------------------------------------------------------------- the same shape on all ranks
 
@@ -45,6 +47,11 @@ class Collectives:
             x, finish = place(tensor)
             source = x if factor is None else read(tensor * factor)
             op, finish = whole_mean(op, finish, tensor, self._comm.size)
+            is_shared = opts.asyncOp and tensor.is_cpu and finish is None and is_bucket(tensor)
+            rooms = self._rooms if is_shared else None
+            room = None if rooms is None else rooms.filled(source)
+        if rooms is not None:
+            return self._reduce_bucket(rooms, room, opts, tensors, op)
         return self._run("all_reduce", source, opts, tensors, finish, op=op, out=x)
 
     def allreduce_coalesced(self, tensors: Sequence[Any], opts: Any) -> Any:
@@ -241,14 +248,7 @@ class Collectives:
             take: gets the result before.
             options: of the verb.
         """
-        timeout = opts.timeout
-        if timeout > UNSET:
-            options["timeout"] = timeout
-        name = next_name()
-        call = None
-        if name is None:
-            call = self._calls.begin(verb, x, options)
-            name = call.name
+        name, call = self._named(verb, x, opts, options)
         given = () if verb == "barrier" else (x,)
         if opts.asyncOp:
             handle = getattr(self._comm, f"{verb}_async")(*given, name=name, **options)
@@ -269,6 +269,27 @@ class Collectives:
         if finish is not None:
             finish()
         return NOTHING
+
+    def _reduce_bucket(self, rooms: Rooms, room: Any, opts: Any, gives: Sequence[Any], op: Any) -> Bucket:
+        """All-reduce what a reducer has given, which is in one of the rooms; see ``reducer``."""
+        options: dict[str, Any] = {"op": op, "shared": True}
+        name, call = self._named("all_reduce", room, opts, options)
+        handle = self._comm.all_reduce_async(room, name, **options)
+        if call is not None:
+            call.handle = weakref.ref(handle)
+        rooms.lend(room, handle)
+        return Bucket(handle, Ending(gives, None, self._completers))
+
+    def _named(self, verb: str, x: Any, opts: Any, options: dict[str, Any]) -> tuple[str, Call | None]:
+        """The name of a call that is made now, and what is kept of one without a name; sets its timeout."""
+        timeout = opts.timeout
+        if timeout > UNSET:
+            options["timeout"] = timeout
+        name = next_name()
+        if name is not None:
+            return name, None
+        call = self._calls.begin(verb, x, options)
+        return call.name, call
 
 
 class _Told:

@@ -70,15 +70,7 @@ class Work(BaseWork):  # type: ignore[misc]
             CollectiveTimeout: it is not done by then.
             CollectiveError: it failed.
         """
-        timeout_s = timeout.total_seconds() if timeout else 0.0
-        try:
-            self._handle.wait(timeout_s if timeout_s > 0 else None)
-        except KfcommError as error:
-            raise as_torch(error) from None
-        except TimeoutError:
-            if self._handle.done():
-                raise
-            raise as_torch(CollectiveTimeout(f"not done within {timeout_s:g} s; it goes on")) from None
+        self._await(timeout)
         self._finish()
         return True
 
@@ -131,6 +123,18 @@ class Work(BaseWork):  # type: ignore[misc]
     def get_future_result(self) -> Any:
         """See ``get_future``."""
         return self.get_future()
+
+    def _await(self, timeout: timedelta | None) -> None:
+        """Wait until it is over; what is left to do then is not done."""
+        timeout_s = timeout.total_seconds() if timeout else 0.0
+        try:
+            self._handle.wait(timeout_s if timeout_s > 0 else None)
+        except KfcommError as error:
+            raise as_torch(error) from None
+        except TimeoutError:
+            if self._handle.done():
+                raise
+            raise as_torch(CollectiveTimeout(f"not done within {timeout_s:g} s; it goes on")) from None
 
     def _complete(self, begun: Any) -> None:
         try:

@@ -17,6 +17,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from kfcomm.torch import communicator
 from tests.torch.fleet import Fleet
 
 STEPS = 20
@@ -98,6 +99,76 @@ def test_ddp(fleet: Fleet) -> None:
     first = fleet.run(ddp)
     assert first[0] == first[1] == first[2]
     assert fleet.run(ddp) == first
+
+
+class Wide(nn.Module):
+    """Its buckets are long enough for a result that all ranks see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(8, 600), nn.Tanh(), nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 500))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layers(x)
+        return found
+
+
+def wide(**options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(Wide(), bucket_cap_mb=1.2, **options)
+
+
+def shared() -> list[Any]:
+    comm = communicator()
+    before = comm.statistics().symmetric_nbytes
+    model = wide()
+    found = trained(model, sgd(model), mine)
+    gradients = sum(one.numel() * one.element_size() for one in found)
+    assert comm.statistics().symmetric_nbytes - before > gradients / 2
+    single = Wide()
+    assert_close(found, trained(single, sgd(single), lambda whole: whole))
+    viewed = wide(gradient_as_bucket_view=True, static_graph=True)
+    assert_close(trained(viewed, sgd(viewed), mine), found)
+    return [float(one.double().sum()) for one in found]
+
+
+def test_buckets_in_shared_memory(fleet: Fleet) -> None:
+    """The same bits on all ranks."""
+    first, *others = fleet.run(shared)
+    assert all(one == first for one in others)
+
+
+def uneven() -> None:
+    """Rank r has r + 1 batches; who has none left gives zeros for the others' buckets."""
+    model = wide()
+    with model.join(divide_by_initial_world_size=True):
+        for step in range(dist.get_rank() + 1):
+            model.zero_grad()
+            model(mine(data(step))).square().mean().backward()
+    single = Wide()
+    single(mine(data(dist.get_world_size() - 1))).square().mean().backward()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        expected = [one.grad / dist.get_world_size() for one in single.parameters() if one.grad is not None]
+        assert_close([one.grad for one in model.parameters()], expected)
+
+
+def test_uneven_inputs_of_shared_buckets(fleet: Fleet) -> None:
+    fleet.run(uneven)
+
+
+def broken_wide() -> str:
+    model = wide()
+    for step in range(3):
+        model(mine(data(step))).square().mean().backward()
+    loss = model(mine(data(3))).square().mean()
+    with pytest.raises(RuntimeError) as caught:
+        (dist.barrier if dist.get_rank() == 1 else loss.backward)()
+    return str(caught.value)
+
+
+def test_a_failure_of_shared_buckets(fleet: Fleet) -> None:
+    for told in fleet.run(broken_wide):
+        assert "not the same on all ranks" in told
 
 
 def accumulated() -> None:
