@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 2 bench/torch_ddp.py
 
 The perceptron of ``bench/torch_step.py``, 12.6 million parameters in float32, one thread a rank. Both take turns in the
-same processes; a round's figure is that of the slowest rank, the ratio the median over rounds. Then ``dist.all_reduce``
-of 1 KiB beside the same through ``kfcomm.sync``, in the median of calls. Needs torch 2.14.
+same processes; a round's time is that of the slowest rank, its processor time that of all threads of all ranks, the
+ratio the median over rounds. Then ``dist.all_reduce`` of 1 KiB beside the same through ``kfcomm.sync``, in the median
+of calls. Needs torch 2.14.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import kfcomm.torch
-from bench.torch_step import WIDTHS, Turns, perceptron
+from bench.torch_step import STEPS, WIDTHS, Turns, perceptron
 
 CALLS = 2000
 
@@ -41,8 +42,15 @@ def call_us(call: Callable[[], object]) -> float:
     return 1e6 * statistics.median(took[CALLS // 10 :])
 
 
-def steps(rounds: int, batch: int) -> dict[str, list[float]]:
-    """Seconds of a step, of each round."""
+def of_all(seconds: float) -> float:
+    """Of all ranks together."""
+    took = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(took)
+    return float(took)
+
+
+def steps(rounds: int, batch: int) -> dict[str, list[tuple[float, float]]]:
+    """Seconds of a step, and of processors on all ranks, of each round."""
     gloo = dist.new_group(backend="gloo")
     torch.manual_seed(dist.get_rank())
     x = torch.randn(batch, WIDTHS[0])
@@ -51,13 +59,15 @@ def steps(rounds: int, batch: int) -> dict[str, list[float]]:
         "gloo": Turns(DistributedDataParallel(perceptron(), process_group=gloo), x),
         "alone": Turns(perceptron(), x),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in turns}
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in turns}
     for number in range(rounds + 1):
         for name, one in turns.items():
             dist.barrier()
+            begun = time.process_time()
             took = slowest(one.take())
+            busy = of_all(time.process_time() - begun) / STEPS
             if number:
-                seconds[name].append(took)
+                seconds[name].append((took, busy))
     return seconds
 
 
@@ -79,8 +89,9 @@ def main() -> None:
     if rank:
         return
     for name, each in seconds.items():
-        print(f"{name:7} {1e3 * statistics.median(each):7.1f} ms a step")
-    ratio = statistics.median(b / a for a, b in zip(seconds["kfcomm"], seconds["gloo"], strict=True))
+        took, busy = (1e3 * statistics.median(one) for one in zip(*each, strict=True))
+        print(f"{name:7} {took:7.1f} ms a step, {busy:7.1f} ms of processors")
+    ratio = statistics.median(b / a for (a, _), (b, _) in zip(seconds["kfcomm"], seconds["gloo"], strict=True))
     print(f"{ratio:.2f} times as fast as Gloo")
     print(f"all_reduce of 1 KiB: {ours:.0f} us by torch.distributed, {below:.0f} us by kfcomm.sync")
 

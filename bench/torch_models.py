@@ -4,9 +4,10 @@
     KFCOMM_TRANSPORT=tcp torchrun --nproc-per-node 4 bench/torch_models.py
 
 The tensors have the shapes of the models; computing a gradient is one addition to what it was, so that a step is next
-to nothing but DDP's own copies and the exchange. One thread a rank. Both take turns in the same processes, with a DDP
-made anew whose first steps are not counted. A turn's time is that of the slowest rank, its processor time that of all
-threads of all ranks; the ratio is the median over rounds. VGG-16 takes 2 GB a rank. Needs torch 2.14.
+to nothing but DDP's own copies and the exchange; *alone* is a DDP whose hook exchanges nothing. One thread a rank. All
+take turns in the same processes, with a DDP made anew whose first steps are not counted. A turn's time is that of the
+slowest rank, its processor time that of all threads of all ranks; the ratio is the median over rounds. VGG-16 takes
+3 GB a rank. Needs torch 2.14.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.torch_ddp import slowest
+from bench.torch_ddp import of_all, slowest
 from kfcomm.bench.workloads import WORKLOADS
 
-FIRST_STEPS = 3
-"""Of a DDP, in which it makes its buckets, and kfcomm finds their names."""
+FIRST_STEPS = 5
+"""Of a DDP, in which it makes its buckets, and kfcomm finds their names and takes its memory."""
 NAMES = ("resnet50", "vgg16")
+BACKENDS = ("kfcomm", "gloo", "alone")
 
 
 class Touch(torch.autograd.Function):  # type: ignore[misc]
@@ -64,9 +66,19 @@ class Shapes(nn.Module):  # type: ignore[misc]
         return total
 
 
-def turn(model: Shapes, group: Any, steps: int) -> tuple[float, float]:
+def kept(bucket: Any) -> Any:
+    """What a communication hook gives that exchanges nothing."""
+    found = torch.futures.Future()
+    found.set_result(bucket.buffer())
+    return found
+
+
+def turn(model: Shapes, backend: str, gloo: Any, steps: int) -> tuple[float, float]:
     """Seconds of a step on the slowest rank, and of processors on all ranks."""
+    group = gloo if backend == "gloo" else None
     parallel = DistributedDataParallel(model, process_group=group, init_sync=False)
+    if backend == "alone":
+        parallel.register_comm_hook(None, lambda _, bucket: kept(bucket))  # an annotation has to be torch's own type
     for _ in range(FIRST_STEPS):
         parallel().backward()
     dist.barrier()
@@ -74,11 +86,9 @@ def turn(model: Shapes, group: Any, steps: int) -> tuple[float, float]:
     for _ in range(steps):
         parallel().backward()
     took, took_cpu = time.perf_counter() - begun, time.process_time() - begun_cpu
-    busy = torch.tensor([took_cpu / steps], dtype=torch.float64)
-    dist.all_reduce(busy)
     del parallel
     gc.collect()
-    return slowest(took / steps), float(busy)
+    return slowest(took / steps), of_all(took_cpu / steps)
 
 
 def main() -> None:
@@ -90,13 +100,13 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("kfcomm")
-    groups = {"kfcomm": None, "gloo": dist.new_group(backend="gloo")}
+    gloo = dist.new_group(backend="gloo")
     for name in arguments.models:
         model = Shapes(name)
-        found: dict[str, list[tuple[float, float]]] = {backend: [] for backend in groups}
+        found: dict[str, list[tuple[float, float]]] = {backend: [] for backend in BACKENDS}
         for _ in range(arguments.rounds):
-            for backend, group in groups.items():
-                found[backend].append(turn(model, group, arguments.steps))
+            for backend in BACKENDS:
+                found[backend].append(turn(model, backend, gloo, arguments.steps))
         if dist.get_rank():
             continue
         for backend, turns in found.items():

@@ -59,9 +59,13 @@ class Rooms:
         def vacate(over: Any) -> None:
             if over.cancelled() or over.exception() is not None:
                 return
+            kind = room.dtype.name, room.size
+            if kind in self._vacant:
+                self._vacant[kind].append(room)
+                return
             if len(self._vacant) >= MAX_ROOMS:
                 self._vacant.clear()
-            self._vacant.setdefault((room.dtype.name, room.size), []).append(room)
+            self._vacant[kind] = []  # it may not come again: after its first step the reducer makes its buckets anew
 
         handle.add_done_callback(vacate)
 
