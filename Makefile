@@ -14,7 +14,7 @@ WORKERS ?= 4
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo demo-elastic test coverage suite search test-frameworks test-torch test-gpu compare netlab check lint format types floors docs pins clean
+.PHONY: help demo demo-elastic demo-adaptive test coverage suite search test-frameworks test-torch test-gpu compare netlab check lint format types floors docs pins clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -25,6 +25,10 @@ demo: $(VENV)/demo/.ready ## four processes: train on real data; change the stra
 
 demo-elastic: $(VENV)/demo/.ready ## train while ranks die, join and leave (ARGS="--html elastic.html" draws it)
 	PATH="$(CURDIR)/$(<D)/bin:$$PATH" kfcomm run -n 4 --elastic 2:6 python examples/elastic.py $(ARGS)
+
+demo-adaptive: $(VENV)/demo/.ready ## train while batch, workers and graphs adapt; a minute or two (ARGS="--html adaptive.html" draws it)
+	PATH="$(CURDIR)/$(<D)/bin:$$PATH" kfcomm run -n 3 --elastic 2:4 --transport tcp --strategy star \
+	  python examples/adaptive_training.py $(ARGS)
 
 test: $(if $(ALL),coverage) suite ## run the tests (NumPy alone: neither torch nor JAX); ALL=1: slow ones, coverage
 

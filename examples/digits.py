@@ -60,12 +60,12 @@ class Parameter:
 class Layer:
     """A dense layer; all but the last one end in a ReLU."""
 
-    def __init__(self, index: int, is_last: bool, random: np.random.Generator) -> None:
-        inputs, outputs = LAYER_SIZES[index : index + 2]
+    def __init__(self, index: int, sizes: tuple[int, ...], random: np.random.Generator) -> None:
+        inputs, outputs = sizes[index : index + 2]
         weight = random.normal(0, np.sqrt(2 / inputs), (inputs, outputs)).astype(np.float32)
         self.weight = Parameter(f"layer{index}/weight", weight)
         self.bias = Parameter(f"layer{index}/bias", np.zeros(outputs, np.float32))
-        self.is_last = is_last
+        self.is_last = index == len(sizes) - 2
 
     def forward(self, x: Array) -> Array:
         """What the layer makes of a batch."""
@@ -84,10 +84,9 @@ class Layer:
 class Model:
     """Dense layers, and a softmax with cross-entropy loss on top."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, sizes: tuple[int, ...] = LAYER_SIZES) -> None:
         random = np.random.default_rng(seed)
-        last = len(LAYER_SIZES) - 2
-        self.layers = [Layer(index, index == last, random) for index in range(last + 1)]
+        self.layers = [Layer(index, sizes, random) for index in range(len(sizes) - 1)]
 
     def parameters(self) -> list[Parameter]:
         """Everything that is learned, in a fixed order."""

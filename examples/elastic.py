@@ -12,7 +12,6 @@ happened is told in the end by the first rank, and drawn: members, throughput, p
 from __future__ import annotations
 
 import argparse
-import io
 import os
 import signal
 import sys
@@ -24,6 +23,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import threadpoolctl
 from digits import ACCURACY_WANTED, LEARNING_RATE, MOMENTUM, Model, load_data
+from pages import panels, write_page
 
 import kfcomm
 from kfcomm.elastic import Elastic, ElasticSampler, State
@@ -102,31 +102,21 @@ def tell(state: State, model: Model) -> bool:
 
 def draw(state: State, path: Path) -> None:
     """Members, throughput, pauses and loss over time, as a page."""
-    from matplotlib.figure import Figure
-
     numbers, times, births, counts, losses = zip(*state.rows, strict=True)
     at_s = np.array(times) - times[0]
     lengths_s = np.diff(at_s, prepend=at_s[0] - COMPUTING_S)
     usual_s = float(np.median(lengths_s))
-    figure = Figure(figsize=(9, 8), layout="constrained")
-    members, throughput, pauses, loss = figure.subplots(4, sharex=True)
-    for birth in sorted({one for each in births for one in each}):
-        there = [at for at, each in zip(at_s, births, strict=True) if birth in each]
-        members.barh(birth, there[-1] - there[0], left=there[0], height=0.6)
-    members.set_ylabel("rank at birth")
-    throughput.plot(at_s, np.array(counts) / lengths_s, linewidth=0.8)
-    throughput.set_ylabel("samples / s")
-    pauses.bar(at_s, 1e3 * np.maximum(lengths_s - usual_s, 0), width=0.03)
-    pauses.set_ylabel("ms beyond\nthe usual step")
-    loss.semilogy(at_s, losses, linewidth=0.8)
-    loss.set_ylabel("loss")
-    loss.set_xlabel("seconds")
-    members.set_title(f"{len(numbers)} steps while ranks die, join and leave")
-    drawing = io.StringIO()
-    figure.savefig(drawing, format="svg")
-    svg = drawing.getvalue()
-    head = '<!doctype html><html lang="en"><meta charset="utf-8"><title>Elastic training</title>'
-    path.write_text(head + svg[svg.index("<svg") :], encoding="utf-8")
+    heights = dict.fromkeys(("rank at birth", "samples / s", "ms beyond\nthe usual step", "loss"), 1.8)
+    with panels(heights, salt="elastic") as figure:
+        members, throughput, pauses, loss = figure.axes.values()
+        for birth in sorted({one for each in births for one in each}):
+            there = [at for at, each in zip(at_s, births, strict=True) if birth in each]
+            members.barh(birth, there[-1] - there[0], left=there[0], height=0.6)
+        throughput.plot(at_s, np.array(counts) / lengths_s, linewidth=0.8)
+        pauses.bar(at_s, 1e3 * np.maximum(lengths_s - usual_s, 0), width=0.03)
+        loss.semilogy(at_s, losses, linewidth=0.8)
+    lead = f"{len(numbers)} steps while ranks die, join and leave"
+    write_page(path, "Elastic training", [lead], "", [("Over time", figure.svg)])
 
 
 def main(options: argparse.Namespace) -> bool:

@@ -23,6 +23,8 @@ STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.size": 10.0,
+    "figure.facecolor": "none",  # that of the page, light or dark
+    "axes.facecolor": "none",
     "axes.grid": True,
     "axes.spines.top": False,
     "axes.spines.right": False,

@@ -34,9 +34,19 @@ th { font-weight: 600; }
 thead th { border-bottom: 1px solid #b9c0c8; }
 th small { font-weight: 400; color: #5b636d; }
 .word { text-align: left; }
+td.word:last-child { white-space: normal; min-width: 14rem; }
 tbody tr:nth-child(even) { background: #f6f7f9; }
 .quiet { color: #5b636d; }
 pre { white-space: pre-wrap; font-size: .85rem; margin: 0; }
+@media (max-width: 44rem) { svg { max-width: none; width: 44rem; } }
+@media (prefers-color-scheme: dark) {
+  body { color: #dde1e6; background: #101214; }
+  section { background: #191c20; border-color: #333940; }
+  svg { filter: invert(.88) hue-rotate(180deg); }
+  thead th { border-color: #4b535c; }
+  th small, .quiet { color: #9aa3ad; }
+  tbody tr:nth-child(even) { background: #202429; }
+}
 </style>
 </head>
 <body>

@@ -1,9 +1,11 @@
 """Every example as its reader starts it: real processes, and what they print."""
 
+import importlib
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -80,6 +82,64 @@ def test_elastic(tmp_path: Path) -> None:
     assert re.fullmatch(r"\d+ steps; each of 1437 samples was used \[20\] times", said[-2])
     assert re.fullmatch(r"test accuracy: 0\.9\d+ \(wanted: at least 0\.95\)", said[-1])
     assert "samples / s" in page.read_text()
+
+
+def test_adaptive_training(tmp_path: Path) -> None:
+    """The noise scale raises the batch, a fourth worker comes, the link becomes slow; how slow all is matters not."""
+    page = tmp_path / "adaptive.html"
+    program = (sys.executable, "-W", "error", str(EXAMPLES / "adaptive_training.py"), "--alone", "--html", str(page))
+    options = ("-n", "3", "--elastic", "2:4", "--transport", "tcp", "--strategy", "star")
+    done = finished("run", *options, *program)
+    said = [line.removeprefix("[0] ") for line in done.stdout.splitlines()]
+    assert done.returncode == 0, done
+    assert any(re.match(r"step \d+: NoiseScaleBatch: batch size 24 -> 48 \(noise scale ", line) for line in said)
+    assert any(re.match(r"step \d+: AskForWorkers: asks for 4 ranks instead of 3 ", line) for line in said)
+    raised, workers, link, adaptive = said[-4:]
+    assert re.fullmatch(r"the noise scale raised the batch: 24 -> \d+ samples", raised)
+    assert workers == "workers: 3 -> 4"
+    assert re.fullmatch(
+        r"a link was slow from second [\d.]+ on; (strategy \w+ -> \w+|the graphs did not need it)", link
+    )
+    assert any(re.match(r"step \d+: AvoidSlowLinks: strategy \w+ -> ", line) for line in said)
+    assert re.fullmatch(r"adaptive: loss [\d.]+ after [\d.]+ s; below [\d.]+ from second [\d.]+ on", adaptive)
+    drawn = page.read_text("utf-8")
+    assert all(label in drawn for label in ("loss", "noise scale", "samples / s", "workers", "AskForWorkers"))
+
+
+@pytest.fixture
+def adaptive_page(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module("adaptive_page")
+
+
+def test_decisions_that_are_near_have_one_mark(adaptive_page: ModuleType) -> None:
+    decisions = [(1, 0.0), (3, 0.9), (4, 1.0), (9, 1.5)]
+    assert adaptive_page.marks(decisions, 1.0) == [decisions[:2], decisions[2:]]
+    shown = [adaptive_page.numbers(one) for one in ([7], [7, 8, 9], [7, 9], [7, 9, 12])]
+    assert shown == ["7", "7–9", "7, 9", "7 … 12"]
+
+
+def test_runs_stand_beside_each_other(
+    adaptive_page: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The one that adapts first; without an answer to the slow link it is no success."""
+    rows = [adaptive_page.Row(n, 4 - n, 50.0 + n, 24 << n, 100.0, 3 + n // 2) for n in range(4)]
+    adaptive = adaptive_page.Run("adaptive", rows, slow_s=1.0)
+    rows = [adaptive_page.Row(n, 4.0, 60.0, 24, 50.0, 3) for n in range(4)]
+    static = adaptive_page.Run("batch of 24", rows)
+    assert not adaptive_page.tell([adaptive, static])
+    adaptive.decisions.append(adaptive_page.Decided(2.0, "AvoidSlowLinks", "strategy star -> ring", "<slow>"))
+    assert adaptive_page.tell([adaptive, static])
+    said = capsys.readouterr().out.splitlines()[-5:]
+    assert said[:3] == [
+        "the noise scale raised the batch: 24 -> 192 samples", "workers: 3 -> 4",
+        "a link was slow from second 1.0 on; strategy star -> ring",
+    ]  # fmt: skip
+    assert said[4] == "batch of 24: loss 4.000 after 3.0 s; below 4.000 from second 0.0 on"
+    adaptive_page.draw([adaptive, static], tmp_path / "page.html")
+    drawn = (tmp_path / "page.html").read_text("utf-8")
+    assert "batch of 24" in drawn
+    assert "&lt;slow&gt;" in drawn
 
 
 @pytest.mark.parametrize("name", ["hello_async.py", "hello_sync.py", "two_groups.py"])

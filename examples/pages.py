@@ -1,0 +1,60 @@
+"""What the examples' pages have in common: panels over one axis of seconds, and a page around them.
+
+Needs matplotlib, as ``kfcomm bench --html`` does, and has its looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kfcomm.bench.html import Section, document, table_html
+from kfcomm.bench.table import Column, Table
+
+
+@dataclass
+class Panels:
+    """Axes one above the other, by name, and what is drawn into them as an SVG element once that is done."""
+
+    axes: dict[str, Any] = field(default_factory=dict)
+    svg: str = ""
+
+
+@contextmanager
+def panels(heights: dict[str, float], *, salt: str) -> Iterator[Panels]:
+    """Draw into them inside the block.
+
+    Args:
+        heights: of each panel, in inches, by the label of its axis.
+        salt: names the figure.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    from kfcomm.bench.drawing import STYLE, as_svg
+
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(11, sum(heights.values()) + 0.6), layout="constrained")
+        drawn = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=list(heights.values()))[:, 0]
+        found = Panels(dict(zip(heights, drawn, strict=True)))
+        for label, axes in found.axes.items():
+            axes.set_ylabel(label)
+        yield found
+        drawn[-1].set_xlabel("seconds")
+        figure.align_ylabels()
+        found.svg = as_svg(figure, salt)
+
+
+def write_page(path: Path, title: str, lead: Sequence[str], quiet: str, sections: Sequence[tuple[str, str]]) -> None:
+    """A page that needs nothing else; each section has a title and HTML."""
+    boxes = [Section(title, content) for title, content in sections]
+    path.write_text(document(title, lead, quiet, boxes), encoding="utf-8")
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """As HTML, of words."""
+    columns = tuple(Column(head, "", str, is_word=True) for head in heads)
+    return table_html(Table((), columns, tuple(map(tuple, rows))))
