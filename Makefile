@@ -61,6 +61,8 @@ netlab: $(VENV)/test/.ready ## strategies on eight hosts with 200 Mbit/s links; 
 	$(<D)/bin/python -m bench.netlab.unlike
 	$(<D)/bin/python -m bench.netlab.adaptation
 	$(<D)/bin/python -m bench.netlab.vanishing
+	$(<D)/bin/python -m bench.netlab.hybrid
+	$(<D)/bin/python -m bench.netlab.batches
 
 check: lint format types floors ## lint, format, types, public API, floors of the house
 

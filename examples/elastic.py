@@ -106,7 +106,7 @@ def draw(state: State, path: Path) -> None:
     at_s = np.array(times) - times[0]
     lengths_s = np.diff(at_s, prepend=at_s[0] - COMPUTING_S)
     usual_s = float(np.median(lengths_s))
-    heights = dict.fromkeys(("rank at birth", "samples / s", "ms beyond\nthe usual step", "loss"), 1.8)
+    heights = {"rank at birth": 1.8, "samples / s": 1.8, "ms beyond\nthe usual step": 1.8, "loss": 1.8}
     with panels(heights, salt="elastic") as figure:
         members, throughput, pauses, loss = figure.axes.values()
         for birth in sorted({one for each in births for one in each}):

@@ -5,7 +5,7 @@ Needs matplotlib, as ``kfcomm bench --html`` does, and has its looks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ class Panels:
 
 
 @contextmanager
-def panels(heights: dict[str, float], *, salt: str) -> Iterator[Panels]:
+def panels(heights: Mapping[str, float], *, salt: str) -> Iterator[Panels]:
     """Draw into them inside the block.
 
     Args:

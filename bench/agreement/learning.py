@@ -54,13 +54,13 @@ def _harder(images: Array, labels: Array, random: np.random.Generator) -> tuple[
     return (np.stack(moved) + noise).astype(np.float32), np.tile(labels, COPIES)
 
 
-def beginning(seed: int) -> Model:
+def beginning(seed: int, hidden: int = HIDDEN) -> Model:
     """The model before the first step."""
     random = np.random.default_rng(seed)
     return {
-        "w1": random.normal(0, (2 / 64) ** 0.5, (64, HIDDEN)).astype(np.float32),
-        "b1": np.zeros(HIDDEN, np.float32),
-        "w2": random.normal(0, (2 / HIDDEN) ** 0.5, (HIDDEN, 10)).astype(np.float32),
+        "w1": random.normal(0, (2 / 64) ** 0.5, (64, hidden)).astype(np.float32),
+        "b1": np.zeros(hidden, np.float32),
+        "w2": random.normal(0, (2 / hidden) ** 0.5, (hidden, 10)).astype(np.float32),
         "b2": np.zeros(10, np.float32),
     }
 
