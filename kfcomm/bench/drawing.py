@@ -26,6 +26,7 @@ STYLE: dict[Any, Any] = {
     "figure.facecolor": "none",  # that of the page, light or dark
     "axes.facecolor": "none",
     "axes.grid": True,
+    "axes.axisbelow": True,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "grid.color": "#e3e6ea",
