@@ -67,6 +67,7 @@ async def test_all_ranks_learn_with_the_same_batches() -> None:
         assert figure(run, 0.65).is_reached
 
 
+@pytest.mark.slow
 @pytest.mark.netns
 def test_it_runs_across_hosts() -> None:
     with Netlab(even(2, 200e6), network="10.80.4.0/24") as lab:

@@ -30,6 +30,7 @@ def test_what_is_wanted(whole_s: float, sent_nbytes: int, reached: bool) -> None
     assert len({len(line) for line in table(found).splitlines()}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.netns
 def test_a_small_case_sends_what_the_formula_says() -> None:
     with Netlab(even(3, 1e9), network="10.80.2.0/24") as lab:
