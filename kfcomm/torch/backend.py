@@ -215,6 +215,8 @@ class Unmet:
         size: of the group.
     """
 
+    shares_memory = False
+
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size

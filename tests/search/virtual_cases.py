@@ -11,7 +11,7 @@ from random import Random
 from typing import Any, NamedTuple, Protocol
 
 from kfcomm.errors import CollectiveTimeout, EpochChanged, KfcommError, Partitioned, PeerLost, SessionClosed
-from kfcomm.testing import Join, Kill, Partition, Resize, Stop, VirtualRun, random_events
+from kfcomm.testing import Join, Kill, Partition, Release, Resize, Stop, VirtualRun, random_events
 from kfcomm.testing.virtual.events import Event
 from kfcomm.testing.virtual.network import side_of
 from tests.elastic import programs
@@ -61,7 +61,7 @@ def check_ends(run: VirtualRun, size: int) -> None:
 
 def ending_well(events: Sequence[Event], size: int) -> set[int]:
     """The greater part of the ranks, if they were never cut off: they have to come to their end, unless killed."""
-    if any(isinstance(one, (Join, Resize)) for one in events):
+    if any(isinstance(one, (Join, Release, Resize)) for one in events):
         return set()  # who was more than half then?
     cuts = [one for one in events if isinstance(one, (Stop, Partition)) and one.for_s > LOST_AFTER_S]
     killed = {one.rank for one in events if isinstance(one, Kill)}

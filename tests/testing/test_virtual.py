@@ -21,6 +21,7 @@ from kfcomm.testing import (
     Kill,
     LostStore,
     Partition,
+    Release,
     Resize,
     SlowLink,
     Stop,
@@ -155,6 +156,11 @@ def test_another_size_can_be_asked_for() -> None:
     assert run.results[0] == run.results[1] == ([1.0] * LENGTH, (0, 1))
 
 
+def test_a_rank_can_be_asked_to_go_for_another() -> None:
+    run = run_in_virtual_time(training, 3, events=[Release(0, 0.02), Join(3, 0.02)])
+    assert run.results[1] == run.results[2] == run.results[3] == ([1.0] * LENGTH, (1, 2, 3))
+
+
 def test_training_needs_no_store_and_hears_what_was_asked_for_when_it_is_back() -> None:
     events = [LostStore(0.0, 0.05), LostStore(0.02, 0.5), Resize(2, 0.1), Join(3, 0.1)]
     run = run_in_virtual_time(slow_training, 3, events=events)
@@ -245,7 +251,7 @@ def test_one_rank_is_left_alone() -> None:
         kinds |= {type(one) for one in events}
         assert len({one.rank for one in events if isinstance(one, (Kill, Stop)) and one.rank < size}) < size
         assert all(len(set().union(*one.sides)) < size for one in events if isinstance(one, Partition))
-    assert kinds == {Delay, Join, Kill, LostStore, Partition, Resize, SlowLink, Stop}
+    assert kinds == {Delay, Join, Kill, LostStore, Partition, Release, Resize, SlowLink, Stop}
 
 
 def test_who_was_let_in_does_not_ask_again() -> None:

@@ -85,7 +85,15 @@ class Resize:
     at_s: float
 
 
-Event: TypeAlias = Kill | Stop | Partition | Delay | SlowLink | LostStore | Join | Resize
+@dataclass(frozen=True, slots=True)
+class Release:
+    """``rank`` is asked to go, whatever number is asked for; an ``Elastic`` heeds it, and lets in who waits."""
+
+    rank: int
+    at_s: float
+
+
+Event: TypeAlias = Kill | Stop | Partition | Delay | SlowLink | LostStore | Join | Resize | Release
 
 
 def random_events(random: Random, size: int, *, horizon_s: float = 0.2, elastic: bool = False) -> list[Event]:
@@ -95,7 +103,7 @@ def random_events(random: Random, size: int, *, horizon_s: float = 0.2, elastic:
         random: where chance comes from.
         size: number of ranks in the beginning.
         horizon_s: all begin within this time.
-        elastic: processes may come, sizes be asked for, and the store be lost, too.
+        elastic: processes may come, sizes be asked for, ranks be asked to go, and the store be lost, too.
     """
 
     def when() -> float:
@@ -122,6 +130,8 @@ def random_events(random: Random, size: int, *, horizon_s: float = 0.2, elastic:
         events += [Resize(random.randrange(1, size + 3), when()) for _ in range(random.randrange(3))]
         if random.random() < 0.2:
             events.append(LostStore(when(), how_long()))
+        if random.random() < 0.3:
+            events.append(Release(random.randrange(size + 1), when()))
     return events
 
 

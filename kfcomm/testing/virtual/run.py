@@ -16,6 +16,7 @@ from kfcomm.testing.virtual.events import (
     Kill,
     LostStore,
     Partition,
+    Release,
     Resize,
     SlowLink,
     Stop,
@@ -219,6 +220,8 @@ async def _happen(ranks: _Ranks, event: Event, lost_after_s: float) -> None:
             ranks.join(rank)
         case Resize(size):
             ranks.world.store.set_size(size)
+        case Release(rank):
+            await ranks.world.store.want_replaced(rank)
         case LostStore():
             await ranks.world.store.lose(event.for_s)
         case Delay() | SlowLink():
