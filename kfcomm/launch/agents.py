@@ -77,9 +77,13 @@ class Mortal(Supervisor):
         One that has said why it fails is on its way out, and may say so to its user, too.
         """
         async for birth, _ in exits.watch(GIVEN_UP):
+            self._is_given_up(birth)
             self.listen()
             due_s = 0.0 if self.blame.said(birth) is None else self.grace_s
             asyncio.get_running_loop().call_later(due_s, self._signal, birth, signal.SIGKILL)
+
+    def _is_given_up(self, birth: int) -> None:
+        """The ranks go on without this one."""
 
     def _signal(self, birth: int, number: int) -> None:
         if birth in self.children and birth not in self.ended:

@@ -142,6 +142,11 @@ class Elasticity:
         self.well = self.released = sum(end.code == 0 for end in exits.values())
         self.resize(size)
 
+    def given_up(self, birth: int) -> None:
+        """The others do without this one, whose process may not have ended yet: they release one less."""
+        self.running.discard(birth)
+        self.released = min(self.released, self.well + max(0, len(self.running) - self.size))
+
     def ended(self, birth: int, code: int, now_s: float = 0.0) -> None:
         """A process has ended. A host on which they keep failing is left alone for 1 s, then for 2, and so on."""
         self.running.discard(birth)

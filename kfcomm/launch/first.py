@@ -102,6 +102,9 @@ class First(Mortal):
             self._dismiss(running)
             self._end(signal.SIGTERM)
 
+    def _is_given_up(self, birth: int) -> None:
+        self.elastic.given_up(birth)
+
     def _has_ended(self, end: Exit) -> None:
         elastic = self.elastic
         elastic.ended(end.rank, end.code, now_s())

@@ -98,6 +98,17 @@ def test_sizes_are_within_bounds_and_who_is_released_is_not_missed() -> None:
     assert job.is_ending
 
 
+def test_who_is_given_up_goes_in_the_place_of_one_that_was_to_be_released() -> None:
+    job = of()
+    assert job.resize(2) == []
+    job.given_up(1)  # halted, and killed when the others have come to the end
+    job.ended(0, 0)
+    assert job.is_ending
+    job.ended(2, 0)
+    job.ended(1, -9)
+    assert not job.has_failed
+
+
 def test_who_waits_to_join_is_not_wanted_before_ranks_are_released() -> None:
     job = of(least=1)
     assert job.resize(2, waiting=[2]) == [2]
