@@ -314,6 +314,9 @@ class Ledger(Posting):
         for entry in self._kept:
             self._release(entry)
         last = self._entries.pop(next(key for key in self._entries if key[0] == BOUNDARY))
+        if any(one.is_void for one in self._entries.values()):
+            for entry in self._entries.values():
+                entry.heard()  # whoever has heard from one call that the step is void has left the others
         for entry in self._entries.values():
             self._release(entry)
         self._kept = [last]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -498,3 +499,30 @@ async def test_it_is_a_communicator_in_all_else() -> None:
         sent = comms[0].send(np.ones(2), 1)
         assert (await comms[1].recv(0)).sum() == 2
         await sent
+
+
+@pytest.mark.asyncio
+async def test_whoever_leaves_a_void_step_need_not_wait_for_its_other_calls() -> None:
+    async with world(3, elastic=True) as comms:
+
+        async def main(comm: Any) -> int:
+            num_left = 0
+            with contextlib.suppress(Died):
+                async with Elastic(comm, State(x=np.zeros(2)), on_loss="raise") as elastic:
+                    async for step in elastic.steps(ElasticSampler(8, 4)):
+                        with contextlib.suppress(EpochChanged):
+                            left = comm.all_reduce(np.ones(1 + comm.rank), "differs") if step.number == 0 else None
+                            if left is not None:
+                                await asyncio.wait([left])
+                            if comm.births[comm.rank] == 2:
+                                if left is not None:
+                                    left.exception()
+                                die(comms, comm)
+                            await comm.all_reduce(np.ones(3))
+                            left = None
+                        num_left += left is not None
+                        del left
+                        gc.collect()
+            return num_left
+
+        assert (await run_ranks(comms, main))[:2] == [1, 1]
