@@ -109,7 +109,6 @@ class ElasticCommunicator:
         """
         self._check_not_open("shrink")
         former = self.current
-        self._telling.tell(former)  # whom it lets in takes part in what follows
         self._move(await former.shrink(timeout=timeout))
         self._telling.begin(self.current, former.births, NO_PLAN)
         return self

@@ -193,8 +193,6 @@ class Ledger(Posting):
         self._unwatch()
         # what was said of calls that have not begun here, or not ended: whoever was to give it may be gone
         self._gifts.clear()
-        # so may be those who were to tell the store; whom it lets in takes part in what follows
-        self._telling.tell(self.comm)
         plan = self.plan
         try:
             comm, said, is_planned = await self.comm._succeed(self._digest(), plan=plan)

@@ -1,12 +1,13 @@
 """What the store is told of each epoch: who has come, and who is lost. In the background, by the first ranks.
 
-Newcomers wait until they are let in by it, and take part in the next change. So before one begins, whoever is left sees
-to it that this was done, where those that were to do it are lost.
+Newcomers wait until they are let in by it, and take part in the next change, which does not end without them. So who is
+left sees to it that this is done as soon as those that were to do it are lost, also in the midst of a change.
 """
 
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from kfcomm.communicator import Communicator
 from kfcomm.epochs import NUM_TELLERS, Plan, tell_store
@@ -22,15 +23,17 @@ class Telling:
         self._tasks: set[asyncio.Task[None]] = set()
         self._news: tuple[tuple[int, ...], Plan] | None = None
         """Of this epoch, unless this rank has told it."""
+        self._comm: Communicator | None = None
 
     def begin(self, comm: Communicator, former: tuple[int, ...], plan: Plan) -> None:
         """An epoch has begun, after one of the ranks ``former``, by this plan."""
-        self._news = former, plan
-        self.tell(comm)
+        self._news, self._comm = (former, plan), comm
+        comm._session.engine.loss_listeners.append(partial(self._tell, comm))
+        self._tell(comm)
 
-    def tell(self, comm: Communicator) -> None:
+    def _tell(self, comm: Communicator) -> None:
         """Tell what there is of the epoch of ``comm``, as far as it falls to this rank by now."""
-        if self._news is None:
+        if self._news is None or comm is not self._comm:
             return
         telling = tell_store(comm._session, *self._news, comm.strategy.name)
         if comm.rank < NUM_TELLERS:
@@ -40,7 +43,8 @@ class Telling:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Wait a moment for what is being told."""
+        """Wait a moment for what is being told; nothing more is."""
+        self._news = None
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=TELL_WITHIN_S)
         for task in self._tasks:

@@ -151,6 +151,17 @@ def test_training_goes_on_without_the_dead_and_with_the_new() -> None:
     assert run.results[0] == run.results[2] == run.results[3] == ([1.0] * LENGTH, (0, 2, 3))
 
 
+@pytest.mark.parametrize("second_s", [0.045, 0.06, 0.1, 0.3])
+def test_whom_lost_ranks_were_to_let_in_comes_although_the_second_died_amid_a_change(
+    second_s: float,
+) -> None:
+    events = [Join(3, 0.0), LostStore(0.02, 3.0), Kill(1, 0.04), Kill(0, second_s)]
+    for seed in range(20):
+        run = run_in_virtual_time(training, 3, seed=seed, events=events)
+        assert not run.failed
+        assert run.results[2][1] in ((2,), (2, 3))
+
+
 def test_another_size_can_be_asked_for() -> None:
     run = run_in_virtual_time(training, 4, events=[Resize(2, 0.05)])
     assert run.results[0] == run.results[1] == ([1.0] * LENGTH, (0, 1))
