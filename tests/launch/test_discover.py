@@ -181,7 +181,7 @@ def test_a_host_that_was_never_needed_ends_well(job: Callable[..., Job]) -> None
     made.start(0, 1)
     made.until(1, "this host, as 127.0.0.2, waits until --discover names it")
     made.until(0, "job ")
-    assert made.result()[:2] == [[1.0], [0, 1]]
+    assert made.result()[:2] == ([1.0], [0, 1])
     assert "the job ended before it had a use for this host" in made.said(1)
     assert [launcher.poll() for launcher in made.launchers.values()] == [0, 0], made.everything()
 
