@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,19 @@ def from_record(record: Mapping[str, Any]) -> Results:
         case = results.setdefault((line["ranks"], line["work"]), {})
         case[Entry(line["contender"], Mode(line["mode"]))] = Figures(**values)
     return results
+
+
+def dated(figures: Mapping[str, Any], machine: Mapping[str, Any], began_s: float) -> dict[str, Any]:
+    """The record of what was measured just now.
+
+    Args:
+        figures: what was measured, and of what.
+        machine: what `machine.describe` said before.
+        began_s: the monotonic time of the beginning.
+    """
+    took_s = round(time.monotonic() - began_s)
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"format": FORMAT, "date": date, "took_s": took_s, "machine": machine, **figures}
 
 
 def write(record: Mapping[str, Any], path: Path) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 import click
 
 from bench.compare.machine import describe
-from bench.compare.record import write
+from bench.compare.record import dated, write
 from bench.compare.world import ROOT
 from bench.netlab.__main__ import reported
 from bench.netlab.batching import ADAPTIVE, COMPUTING_S, FIRST_BATCH, HIDDEN, RATE
@@ -34,7 +34,6 @@ from bench.netlab.lab import Netlab
 from bench.netlab.measure import records_of
 from bench.netlab.rates import parse_rate
 
-FORMAT = 1
 FIXED = (16, 64, 256, 1024)
 ORDER = (64, 256, ADAPTIVE, 1024, 16)
 WANTED, MOST_S = 0.82, 90.0
@@ -138,11 +137,7 @@ def main(hosts: int, rate: str, wanted: float, most_s: float, output: Path | Non
     print(
         f"by noise scale {aim['ratio']:.2f} times as quick as a batch of {aim['worst']}, the worst; the best: {beyond}"
     )
-    record = {
-        "format": FORMAT,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "took_s": round(time.monotonic() - began),
-        "machine": machine,
+    figures = {
         "hosts": hosts,
         "rate": rate,
         "wanted": wanted,
@@ -152,7 +147,7 @@ def main(hosts: int, rate: str, wanted: float, most_s: float, output: Path | Non
         "figures": [asdict(one) for one in found],
     }
     path = output or ROOT / f"bench/results/batches-{datetime.now(UTC):%Y-%m-%d}.json"
-    write(record, path)
+    write(dated(figures, machine, began), path)
     print(f"netlab: written: {path}", file=sys.stderr)
     sys.exit(0 if aim["reached"] else 1)
 

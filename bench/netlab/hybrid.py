@@ -28,7 +28,7 @@ from typing import Any
 import click
 
 from bench.compare.machine import describe
-from bench.compare.record import write
+from bench.compare.record import dated, write
 from bench.compare.world import ROOT
 from bench.netlab.__main__ import reported
 from bench.netlab.factoring import HYBRID, TOLD, WAYS, WHOLE, layers_of
@@ -38,7 +38,6 @@ from bench.netlab.measure import records_of
 from bench.netlab.rates import parse_rate
 from kfcomm.train import all_reduce_numbers, factor_numbers, takes_factors
 
-FORMAT = 1
 LEAST_RATIO = 1.5
 MOST_BEYOND = 0.02
 """Of the formula's bytes: headers, and what announces a collective."""
@@ -139,11 +138,7 @@ def main(hosts: int, rate: str, samples: int, divisor: int, num_rounds: int, out
         f"a step {aim['ratio']:.2f} times as quick, factors {aim['network_ratio']:.1f} times as quick as an all_reduce "
         f"of the gradients; bytes {aim['beyond']:.2%} off the formula"
     )
-    record = {
-        "format": FORMAT,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "took_s": round(time.monotonic() - began),
-        "machine": machine,
+    figures = {
         "hosts": hosts,
         "rate": rate,
         "samples": samples,
@@ -152,7 +147,7 @@ def main(hosts: int, rate: str, samples: int, divisor: int, num_rounds: int, out
         "figures": [asdict(one) for one in found.values()],
     }
     path = output or ROOT / f"bench/results/hybrid-{datetime.now(UTC):%Y-%m-%d}.json"
-    write(record, path)
+    write(dated(figures, machine, began), path)
     print(f"netlab: written: {path}", file=sys.stderr)
     sys.exit(0 if aim["reached"] else 1)
 
