@@ -131,10 +131,17 @@ def refuse(comm: Comm, said: str, problem: str, *names: str) -> NoReturn:
     Raises:
         ConfigError: always.
     """
-    tell = getattr(comm, "all_gather_object_async", comm.all_gather_object)
     for name in names:
-        tell([said, problem], name).add_done_callback(looked_at)
+        introduce(comm, said, name, problem)
     raise ConfigError(f"{said}: {problem}")
+
+
+def introduce(comm: Comm, said: str, name: str, problem: str | None = None) -> Any:
+    """Begin to tell the others what this rank has; a handle of what each tells, for `check_alike`."""
+    tell = getattr(comm, "all_gather_object_async", comm.all_gather_object)
+    told = tell([said, problem], name)
+    told.add_done_callback(looked_at)
+    return told
 
 
 def introduction(rank: int, said: str, name: str, wrong: str = "the ranks agree in different ways") -> Procedure[None]:

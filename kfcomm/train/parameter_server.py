@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kfcomm.arrays import adapt
-from kfcomm.train.agreement import count_problem, introduction, refuse
+from kfcomm.train.agreement import check_alike, count_problem, introduce, refuse
 from kfcomm.train.packed import Packing
 from kfcomm.train.procedure import Call, Comm, Procedure, call, carried, together
 from kfcomm.train.reporting import report
@@ -101,6 +101,7 @@ class ParameterServer:
         self._pushes = {rank: Packing(part) for rank, part in self._parts.items()}
         self._own = self._parts.get(comm.rank)
         self._save()
+        self._met = introduce(comm, self._said, self._introduction)
 
     @carried
     def push(self, gradients: Tree) -> Procedure[None]:
@@ -129,7 +130,9 @@ class ParameterServer:
 
         Raises:
             CollectiveError: from waiting: an owner is gone.
+            CollectiveMismatch, ConfigError: see ``serve``.
         """
+        yield from self._meet()
         ranks = [rank for rank in self._parts if rank != self.comm.rank]
         blobs = yield from together(call("request", self._blob, rank) for rank in ranks)
         found: Arrays = {} if self._own is None else dict(self._own)
@@ -151,7 +154,7 @@ class ParameterServer:
             ConfigError: another rank was given numbers that cannot be.
             CollectiveTimeout: nothing was pushed for longer than the communicator's timeout.
         """
-        yield from introduction(self.comm.rank, self._said, self._introduction)
+        yield from self._meet()
         num_working = self.comm.size - 1
         while num_working:
             blob, source = yield call("recv_any", tag=self._tag)
@@ -185,6 +188,10 @@ class ParameterServer:
     @property
     def _blob(self) -> str:
         return f"{self.name}/part"
+
+    def _meet(self) -> Procedure[None]:
+        """See that all ranks have made the same server. No part can be asked for before its owner has saved it."""
+        check_alike(self.comm.rank, self._said, (yield self._met), self._introduction)
 
     def _message(self, x: Any, rank: int) -> Call:
         return call("send", x, rank, self._tag, synchronous=True)._replace(is_begun=True)

@@ -85,6 +85,19 @@ def test_blocking_ranks_serve_on_a_thread() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_model_can_be_pulled_before_the_other_ranks_have_made_their_servers() -> None:
+    async with world(2) as comms:
+        early = ParameterServer(comms[0], MODEL, descend)
+        pulled = early.pull()
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert not pulled.done(), "rank 1 has saved nothing yet"
+        late = ParameterServer(comms[1], MODEL, descend)
+        for model in (await pulled, await late.pull()):
+            assert model["a"] == pytest.approx(MODEL["a"])
+
+
+@pytest.mark.asyncio
 async def test_a_worker_is_so_many_pushes_ahead_of_an_owner_and_no_more() -> None:
     async with world(2) as comms:
         ahead, owner = (ParameterServer(comm, MODEL, descend, staleness=2) for comm in comms)
