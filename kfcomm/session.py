@@ -502,6 +502,7 @@ class Session:
         control = self.engine.control
         if control is not None:
             awaited = partial(_awaited, control)
+            self.agreements.leave()
             await closing.wait(control.leave(LEAVE_WITHIN_S), LEAVE_WITHIN_S, awaited)
         if self._lag_timer is not None:
             self._lag_timer.cancel()

@@ -108,6 +108,10 @@ class Decision:
         self._pass_on(said)
         return self._lead(said)
 
+    def leave(self) -> list[Message]:
+        """This rank is about to leave. Who knows that it has, counts it no more: it must have heard what it decided."""
+        return [] if self.value is None else [(Tag.DECIDED, self.value)]
+
     # ---------------------------------------------------------------- what is said and heard
 
     def _say(self, said: list[Message], message: Message) -> list[Message]:

@@ -72,6 +72,12 @@ class Agreements:
         self._error = self._error or error
         self._wake()
 
+    def leave(self) -> None:
+        """This rank is about to leave: the others hear what was decided last, before they hear that it has left."""
+        for number in (self._number - 1, self._number):  # whoever entered the last one knows those before
+            if number in self._decisions:
+                self._say(number, self._decisions[number].leave())
+
     def _begin(self, number: int) -> Decision:
         """The decision of that number; what is so long over that nobody can ask for it is forgotten."""
         self._decisions.pop(number - 3, None)

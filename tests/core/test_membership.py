@@ -16,24 +16,29 @@ from kfcomm.core import membership
 from kfcomm.core.membership import MAX_PART_NBYTES, Decision, Tag, fault, from_wire, to_wire
 
 Action = tuple[Any, ...]
+BY_CHANCE = ("die", "suspect", "leave")
+"""What need not happen."""
 
 
 @dataclass
 class World:
     """The decisions of all ranks, joined by links that keep their order and lose the end of what a rank says on dying.
 
-    A rank that is suspected falsely goes on until it hears that it is given up.
+    A rank that is suspected falsely goes on until it hears that it is given up. One that knows the decision may leave:
+    the others hear that after all that it said, and it hears nothing more.
     """
 
     size: int
     deaths: int
     suspicions: int
+    leaves: int = 0
     ranks: list[Decision] = field(default_factory=list)
     links: dict[tuple[int, int], list[list[Any]]] = field(default_factory=dict)
     news: dict[int, list[tuple[int, bool]]] = field(default_factory=dict)
     entered: set[int] = field(default_factory=set)
     dead: set[int] = field(default_factory=set)
     suspected: set[int] = field(default_factory=set)
+    left: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.ranks = [Decision(rank, self.size) for rank in range(self.size)]
@@ -41,7 +46,7 @@ class World:
         self.news = {rank: [] for rank in range(self.size)}
 
     def living(self) -> list[int]:
-        return [rank for rank in range(self.size) if rank not in self.dead]
+        return [rank for rank in range(self.size) if rank not in self.dead | self.left]
 
     def actions(self) -> Iterator[Action]:
         for rank in self.living():
@@ -50,11 +55,13 @@ class World:
             if self.news[rank]:
                 yield "news", rank
             if self.deaths and len(self.living()) > 1:
-                yield from (("die", rank, lost) for lost in (0, 1))
+                yield from (("die", rank, lost) for lost in (0, 1, 2))
             if self.suspicions and len(self.living()) > 1:
                 yield "suspect", rank
+            if self.leaves and self.ranks[rank].value is not None:
+                yield "leave", rank
         for (source, target), frames in self.links.items():
-            if frames and target not in self.dead:
+            if frames and target not in self.dead | self.left:
                 yield "receive", source, target
 
     def do(self, action: Action) -> None:
@@ -74,7 +81,11 @@ class World:
         self.say(rank, self.ranks[rank].enter(b"part %d" % rank))
 
     def receive(self, source: int, target: int) -> None:
-        message = from_wire(self.links[source, target].pop(0))
+        fields = self.links[source, target].pop(0)
+        if not fields:
+            self.hear(target, source, True)
+            return
+        message = from_wire(fields)
         self.say(target, self.ranks[target].receive(source, message))
 
     def hear(self, rank: int, lost: int, has_ended: bool) -> None:
@@ -84,15 +95,24 @@ class World:
             self.say(rank, self.ranks[rank].lost([lost], have_ended=has_ended))
 
     def die(self, rank: int, num_lost: int) -> None:
-        """The last of what it said is lost, on every other link."""
+        """The last that it said, so many messages, is lost on every other link."""
         self.deaths -= 1
         self.dead.add(rank)
         for other in range(self.size):
             if other != rank:
                 frames = self.links[rank, other]
-                if num_lost and frames and (other - rank) % 2:
-                    frames.pop()
+                if (other - rank) % 2:
+                    del frames[max(0, len(frames) - num_lost) :]
                 self.news[other].append((rank, True))
+
+    def leave(self, rank: int) -> None:
+        """It says so last of all."""
+        self.leaves -= 1
+        self.say(rank, self.ranks[rank].leave())
+        self.left.add(rank)
+        for other in range(self.size):
+            if other != rank:
+                self.links[rank, other].append([])
 
     def suspect(self, rank: int) -> None:
         self.suspicions -= 1
@@ -102,11 +122,12 @@ class World:
 
     def check(self) -> None:
         """What has to hold at any moment."""
-        values = {self.ranks[rank].value for rank in self.living()} - {None}
+        told = [*self.living(), *self.left]
+        values = {self.ranks[rank].value for rank in told} - {None}
         assert len(values) <= 1
         for value in values:
             assert value == tuple(sorted(value))
-            for rank in self.living():
+            for rank in told:
                 if self.ranks[rank].value is not None and rank not in self.suspected:
                     assert dict(value)[rank] == b"part %d" % rank
 
@@ -127,16 +148,16 @@ def step(world: World, action: Action) -> None:
         world.do(action)
 
 
-def explore(size: int, deaths: int, suspicions: int, limit: int) -> int:
+def explore(size: int, deaths: int, suspicions: int, leaves: int, limit: int) -> int:
     """All that can happen in all orders, up to so many states; returns how many there were."""
-    first = pickle.dumps(World(size, deaths, suspicions))
+    first = pickle.dumps(World(size, deaths, suspicions, leaves))
     seen, stack = {first}, [first]
     while stack and len(seen) < limit:
         state = stack.pop()
         world = pickle.loads(state)
         world.check()
         actions = list(world.actions())
-        if not [one for one in actions if one[0] not in ("die", "suspect")]:
+        if not [one for one in actions if one[0] not in BY_CHANCE]:
             world.check_end()
         for action in actions:
             then = pickle.loads(state)
@@ -151,9 +172,9 @@ def explore(size: int, deaths: int, suspicions: int, limit: int) -> int:
 def walk(seed: int, size: int) -> World:
     """One way through it, at random."""
     random = Random(seed)
-    world = World(size, random.randrange(size), random.choice([0, 0, size // 3 + 1]))
+    world = World(size, random.randrange(size), random.choice([0, 0, size // 3 + 1]), random.choice([0, size]))
     while actions := list(world.actions()):
-        calm = [one for one in actions if one[0] not in ("die", "suspect")]
+        calm = [one for one in actions if one[0] not in BY_CHANCE]
         if not calm:
             world.check_end()
         step(world, random.choice(calm * 3 + actions if calm else actions))
@@ -163,10 +184,18 @@ def walk(seed: int, size: int) -> World:
 
 
 @pytest.mark.parametrize(
-    ("size", "deaths", "suspicions", "limit"), [(1, 0, 0, 100), (2, 1, 0, 4_000), (2, 0, 1, 4_000), (3, 1, 0, 6_000)]
+    ("size", "deaths", "suspicions", "leaves", "limit"),
+    [
+        (1, 0, 0, 0, 100),
+        (2, 1, 0, 0, 4_000),
+        (2, 0, 1, 0, 4_000),
+        (2, 1, 0, 1, 4_000),
+        (3, 1, 0, 0, 6_000),
+        (3, 1, 0, 1, 6_000),
+    ],
 )
-def test_every_order_up_to_a_bound(size: int, deaths: int, suspicions: int, limit: int) -> None:
-    assert explore(size, deaths, suspicions, limit) > size
+def test_every_order_up_to_a_bound(size: int, deaths: int, suspicions: int, leaves: int, limit: int) -> None:
+    assert explore(size, deaths, suspicions, leaves, limit) > size
 
 
 @given(st.integers(0, 1 << 31), st.integers(1, 6))
@@ -234,6 +263,23 @@ def test_half_of_the_ranks_are_cut_off_until_the_others_are_known_to_have_ended(
     said = one.lost([1], have_ended=True)
     assert [message[0] for message in said] == [Tag.PREPARE, Tag.PROMISE, Tag.ACCEPT, Tag.ACCEPTED, Tag.DECIDED]
     assert one.value == ((0, b""),)
+
+
+def test_who_leaves_has_said_what_was_decided_with_one_that_dies() -> None:
+    one, two, three = (Decision(rank, 3) for rank in range(3))
+    entered = [rank.enter(b"")[0] for rank in (one, two, three)]
+    for rank in (1, 2):
+        said = one.receive(rank, entered[rank])
+        three.receive(2 - rank, entered[2 - rank])
+        two.receive(2 * rank - 2, entered[2 * rank - 2])
+    for message in said:  # to the third alone: then the first dies
+        three.receive(0, message)
+    assert three.value is not None
+    for message in three.leave():
+        two.receive(2, message)
+    two.lost([2], have_ended=True)
+    two.lost([0], have_ended=True)
+    assert two.value == three.value
 
 
 def test_a_vote_for_what_is_not_known_yet_counts_when_it_is() -> None:

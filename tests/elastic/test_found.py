@@ -118,3 +118,15 @@ def test_a_newcomer_comes_by_resize_although_both_that_were_to_tell_the_store_ar
             run = run_in_virtual_time(resized, 4, seed=seed, events=events, strategy="chain_star", timeout=20.0)
             assert run.failed == {}
             assert set(run.results.values()) == {(2, 3, 4)}
+
+
+async def agree_and_leave(comm: Any) -> list[bool]:
+    """Agree some times, and end."""
+    return [await comm.agree(True) for _ in range(3)]
+
+
+def test_who_leaves_has_told_what_was_decided() -> None:
+    """Who had not heard it from the first, which was stopped, was alone, and did not know how the others had ended."""
+    for seed, at_s in ((584, 0.0076447), (1181, 0.0073677), (1427, 0.0076658), (1495, 0.0078817), (2938, 0.0064288)):
+        run = run_in_virtual_time(agree_and_leave, 3, seed=seed, events=[Stop(0, at_s, 3.0)], timeout=30.0)
+        assert run.results[1] == run.results[2] == 3 * [True]
