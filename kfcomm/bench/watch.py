@@ -26,6 +26,8 @@ class Watch:
         """Take in an event."""
         self._report.note(event)
         self._progress.show(event)
+        if self.has_failed:  # now: a launcher ends this process, too, once another rank has ended by it
+            self._tell()
 
     def say(self, text: str) -> None:
         """A line of somebody else."""
@@ -37,12 +39,16 @@ class Watch:
         Raises:
             ConfigError: a file cannot be written.
         """
-        self._progress.close()
-        sys.stdout.write(self._report.as_text())
-        sys.stdout.flush()
-        if self._report.failure is not None:
-            self.say(f"kfcomm: error: {self._report.failure}")
+        if self.has_failed:
             return exit_code or 1
+        self._tell()
         if exit_code == 0:
             self._files.write(self._report)
         return exit_code
+
+    def _tell(self) -> None:
+        self._progress.close()
+        sys.stdout.write(self._report.as_text())
+        sys.stdout.flush()
+        if self.has_failed:
+            self.say(f"kfcomm: error: {self._report.failure}")

@@ -18,6 +18,7 @@ from kfcomm.bench.progress import Progress
 from kfcomm.bench.report import Files, Report
 from kfcomm.bench.suite import Suite
 from kfcomm.bench.table import COLUMNS, Table
+from kfcomm.bench.watch import Watch
 from kfcomm.errors import ConfigError
 from kfcomm.types import Verb
 
@@ -243,3 +244,17 @@ def test_without_what_draws_only_the_page_is_refused(tmp_path: Path, monkeypatch
     Files(json=tmp_path / "x.json").check()
     with pytest.raises(ConfigError, match=r"kfcomm\[bench\]"):
         Files(html=tmp_path / "x.html").check()
+
+
+def test_a_wrong_result_is_told_at_once_with_what_was_measured_before(capsys: pytest.CaptureFixture[str]) -> None:
+    """A rank that ends by it may make the launcher end this process before it comes to its end."""
+    watch = Watch(Report(SUITE), Files())
+    watch.note(Begun(2, 4, ()))
+    for result in results():
+        watch.note(Measured(result))
+    watch.note(Failed("wrong result of all_reduce"))
+    told = capsys.readouterr()
+    assert "kfcomm: error: wrong result of all_reduce" in told.err
+    assert "1 KiB" in told.out
+    assert watch.finish(0) == 1
+    assert capsys.readouterr() == ("", "")

@@ -121,7 +121,10 @@ class Sharing:
 
     def _handed_on(self, num_slabs: int) -> Arena | None:
         arena = self._arena
-        return arena.handed_on() if arena is not None and arena.num_slabs == num_slabs else None
+        made = arena.handed_on() if arena is not None and arena.num_slabs == num_slabs else None
+        if made is not None:
+            self._arena = None  # a link that is being made here as the epoch ends has another one
+        return made
 
     def _greeted(self, task: asyncio.Task[None], sock: socket.socket) -> None:
         self._greetings.discard(task)

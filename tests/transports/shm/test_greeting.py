@@ -353,6 +353,29 @@ async def test_greetings_under_way_end_with_the_sharing():
 
 
 @pytest.mark.asyncio
+async def test_a_link_that_is_made_after_its_memory_was_handed_on_has_other_memory():
+    async with two() as ((here, there), (_, heard), (near, far)):
+        there.adopt(far, 0)
+        await here.connect(near, 1)
+        handed = here._arena.descriptor
+        reactor = Reactor()
+        following = Sharing(asyncio.get_running_loop(), reactor, Inbound(), BOTH, 0, former=here)
+        assert following.descriptors() == [handed]
+        near, far = socket.socketpair()
+        for sock in (near, far):
+            sock.setblocking(False)
+        there.adopt(far, 0)
+        link = await here.connect(near, 1)
+        payload = noise(MIB)
+        link.send(chunk(1), memoryview(payload))
+        link.flush()
+        await heard.until(lambda heard: heard.frames)
+        assert heard.frames == [(chunk(1), bytes(payload))]
+        await following.close()
+        reactor.close()
+
+
+@pytest.mark.asyncio
 async def test_the_more_peers_the_more_memory_and_the_less_is_lent():
     loop = asyncio.get_running_loop()
     for peers in (0, 1, 3, 7, 31, 32, 63):
