@@ -257,7 +257,7 @@ class Mailbox:
             handle.operation = operation
 
     def _expire(self, wanted: Wanted) -> None:
-        message = f"no message with {wanted.tag} came from {wanted.whom} within {wanted.timeout_s:.1f} s"
+        message = f"no message with {wanted.tag} came from {self._senders(wanted)} within {wanted.timeout_s:.1f} s"
         missing = () if wanted.source is None else (wanted.source,)
         error = CollectiveTimeout(message, key=wanted.tag, arrived=(self._view.rank,), missing=missing)
         if not wanted.handle.done():
@@ -266,8 +266,14 @@ class Mailbox:
     def _report(self, wanted: Wanted) -> None:
         logger.warning(
             "rank %d has waited %.1f s for a message with %s from %s",
-            self._view.rank, self._engine.deadlines.stall_after_s, wanted.tag, wanted.whom,
+            self._view.rank, self._engine.deadlines.stall_after_s, wanted.tag, self._senders(wanted),
         )  # fmt: skip
+
+    def _senders(self, wanted: Wanted) -> str:
+        """From whom it may come; of those who can send nothing more it is said why."""
+        lost = self._engine.router.lost
+        gone = [lost[member].message for member in self._view.members if member in lost]
+        return f"{wanted.whom} ({'; '.join(gone)})" if gone and wanted.source is None else wanted.whom
 
     def _forget(self, wanted: Wanted) -> None:
         """It waits no longer: its message is here, or it was given up."""

@@ -59,7 +59,7 @@ class Messages(Exchange):
         """The next message with this tag from rank ``source``, or from any rank.
 
         Args:
-            source: rank in the group, not this one; None: any.
+            source: rank in the group, not this one; None: any, which waits for as long as one of the others is left.
             tag: see ``send``.
             src: another name of ``source``.
             out: where the message goes.
