@@ -48,7 +48,8 @@ def test_one_line_tells_who_is_missing_and_what_it_did_last() -> None:
             (line,) = [line for line in world[rank].logged() if "has waited" in line and "'grad/7' (#" in line]
             assert line.startswith(f"rank {rank} has waited ")
             assert "arrived ranks [0, 1, 2], missing ranks [3]; rank 3 last completed 'grad/6'" in line
-        assert not [line for line in world[3].logged() if "'grad/7'" in line]
+        # on a busy machine it may have waited long for the others to join; it has said nothing else
+        assert not [line for line in world[3].logged() if " to join: missing " not in line]
         world[3].do(roles.all_reduce, name="grad/7").failure(CollectiveTimeout)
         assert len(set(world.do(roles.all_reduce, name="grad/7"))) == 1
         world.finish()

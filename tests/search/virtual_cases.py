@@ -213,7 +213,8 @@ class Losing(Walking):
             if report is not None:
                 told = "" if isinstance(report, BaseException) else report.text.partition(":")[0]
                 # what may come from anybody is waited for as long as anybody is left
-                is_told = told in TOLD_OF_LOSS or "came from any rank (rank" in str(report)
+                is_from_any = told == CollectiveTimeout.__name__ and " came from any rank (rank " in report.text
+                is_told = told in TOLD_OF_LOSS or is_from_any
                 assert is_told, f"rank {rank}: {report}"
 
 

@@ -89,16 +89,21 @@ def arena():
     made.close()
 
 
+async def carries(link, heard):
+    """What is sent over the link arrives whole."""
+    payload = noise(MIB)
+    link.send(chunk(1), memoryview(payload))
+    link.flush()
+    await heard.until(lambda heard: heard.frames)
+    assert heard.frames == [(chunk(1), bytes(payload))]
+
+
 @pytest.mark.asyncio
 async def test_a_link_comes_about_and_works():
     async with two() as ((here, there), (notes, heard), (near, far)):
         there.adopt(far, 0)
         link = await here.connect(near, 1)
-        payload = noise(MIB)
-        link.send(chunk(1), memoryview(payload))
-        link.flush()
-        await heard.until(lambda heard: heard.frames)
-        assert heard.frames == [(chunk(1), bytes(payload))]
+        await carries(link, heard)
         assert (link.peer, heard.links[0].peer) == (1, 0)
         assert repr(link) == "<ShmSender to rank 1, open>"
         link.close()
@@ -366,11 +371,7 @@ async def test_a_link_that_is_made_after_its_memory_was_handed_on_has_other_memo
             sock.setblocking(False)
         there.adopt(far, 0)
         link = await here.connect(near, 1)
-        payload = noise(MIB)
-        link.send(chunk(1), memoryview(payload))
-        link.flush()
-        await heard.until(lambda heard: heard.frames)
-        assert heard.frames == [(chunk(1), bytes(payload))]
+        await carries(link, heard)
         await following.close()
         reactor.close()
 
