@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -19,6 +20,9 @@ import psutil
 # A thread that has been told to end is joined, however slow the machine; the bound only turns a thread that never ends
 # into a report instead of a hang.
 PATIENCE_S = 60.0
+# A thread that stays, such as a store's for all tests of a module, closes its connections in its own time.
+CLOSING_S = 10.0
+LOOK_S = 0.02
 
 WATCHED = ("socket:", "pipe:", "/memfd:", "anon_inode:")
 
@@ -87,7 +91,9 @@ def left_since(before: Snapshot, folder: Path) -> list[str]:
         gc.collect()
         for thread in threads() - before.threads:
             thread.join(PATIENCE_S)
-        now = Snapshot.take(folder)
+        until_s = time.monotonic() + CLOSING_S
+        while (now := Snapshot.take(folder)).descriptors - before.descriptors and time.monotonic() < until_s:
+            time.sleep(LOOK_S)
     return [*_differences(before, now)]
 
 

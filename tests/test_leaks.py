@@ -21,14 +21,39 @@ def test_nothing_is_left_by_a_test_that_does_nothing(tmp_path: Path) -> None:
     assert left_since(Snapshot.take(tmp_path), tmp_path) == []
 
 
-def test_sees_an_open_socket(tmp_path: Path) -> None:
+def test_sees_an_open_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.leaks.CLOSING_S", 0.0)
     before = Snapshot.take(tmp_path)
     with socket.socket():
         assert [line.split(":")[0] for line in left_since(before, tmp_path)] == ["descriptor socket"]
     assert left_since(before, tmp_path) == []
 
 
-def test_sees_a_memory_file_opened_twice(tmp_path: Path) -> None:
+def test_waits_for_a_socket_that_a_lasting_thread_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closing, ending = threading.Event(), threading.Event()
+    opened: list[socket.socket] = []
+
+    def last() -> None:
+        closing.wait()
+        opened.pop().close()
+        ending.wait()
+
+    def sleep(_: float) -> None:  # it is closed only once somebody waits for it
+        closing.set()
+
+    thread = threading.Thread(target=last)
+    thread.start()
+    before = Snapshot.take(tmp_path)
+    opened.append(socket.socket())
+    monkeypatch.setattr("tests.leaks.time.sleep", sleep)
+    assert left_since(before, tmp_path) == []
+    monkeypatch.undo()
+    ending.set()
+    thread.join()
+
+
+def test_sees_a_memory_file_opened_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.leaks.CLOSING_S", 0.0)
     one = os.memfd_create("arena")
     before = Snapshot.take(tmp_path)
     other = os.dup(one)

@@ -7,6 +7,7 @@ slowest rank.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -191,7 +192,9 @@ class ParameterServer:
 
     def _meet(self) -> Procedure[None]:
         """See that all ranks have made the same server. No part can be asked for before its owner has saved it."""
-        check_alike(self.comm.rank, self._said, (yield self._met), self._introduction)
+        # All calls wait for the one meeting: a task that is cancelled in its first pull must not end it for all ranks.
+        met = asyncio.shield(self._met) if asyncio.isfuture(self._met) else self._met
+        check_alike(self.comm.rank, self._said, (yield met), self._introduction)
 
     def _message(self, x: Any, rank: int) -> Call:
         return call("send", x, rank, self._tag, synchronous=True)._replace(is_begun=True)

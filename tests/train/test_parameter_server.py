@@ -98,6 +98,17 @@ async def test_a_model_can_be_pulled_before_the_other_ranks_have_made_their_serv
 
 
 @pytest.mark.asyncio
+async def test_giving_up_a_pull_leaves_the_servers_to_meet() -> None:
+    async with world(2) as comms:
+        first = ParameterServer(comms[0], MODEL, descend)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(first.pull(), 0.01)  # the other has no server to pull from
+        second = ParameterServer(comms[1], MODEL, descend)
+        for pulled in await asyncio.gather(first.pull(), second.pull()):
+            np.testing.assert_array_equal(pulled["a"], MODEL["a"])
+
+
+@pytest.mark.asyncio
 async def test_a_worker_is_so_many_pushes_ahead_of_an_owner_and_no_more() -> None:
     async with world(2) as comms:
         ahead, owner = (ParameterServer(comm, MODEL, descend, staleness=2) for comm in comms)
