@@ -13,6 +13,7 @@ import errno
 import os
 import select
 from collections.abc import Awaitable, Callable, Mapping
+from io import FileIO
 from pathlib import Path
 
 from kfcomm.launch.screen import Screen, Stream, Writes
@@ -124,26 +125,38 @@ class Dropped:
 
 
 class Log:
-    """The file that keeps what one rank writes."""
+    """The file that keeps what one rank writes; made anew when it is opened, at the latest when it is written to."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("wb", buffering=0)
         self.dropped = Dropped(str(path))
+        self._path = path
+        self._file: FileIO | None = None
+
+    def open(self) -> FileIO:
+        """The file, which can be written now.
+
+        Raises:
+            OSError: it cannot.
+        """
+        if self._file is None:
+            self._file = self._path.open("wb", buffering=0)
+        return self._file
 
     def write(self, data: bytes) -> str | None:
         """Write it; what cannot be is dropped. Returns what is to be told of that, the first time."""
         view = memoryview(data)
         try:
             while view:
-                view = view[self._file.write(view) :]
+                view = view[self.open().write(view) :]
         except OSError as error:
             return self.dropped.add(len(view), error)
         return None
 
     def close(self) -> None:
         """Close the file."""
-        with contextlib.suppress(OSError):
-            self._file.close()
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
 
 
 def open_standard_descriptors() -> None:

@@ -16,7 +16,8 @@ import secrets
 import shutil
 import signal
 import textwrap
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from kfcomm.errors import ConfigError
@@ -92,8 +93,11 @@ async def _run_ranks(job: Job, store: Store, display: Display | None) -> int:
     children: dict[int, Child] = {}
     supervisor = _supervisor(job, children, store)
     output = Output(_screen(job), lambda: supervisor.interrupt(signal.SIGPIPE), _DESCRIPTORS)
+    beginning = job.plan.ranks if store.ended is None else range(0)
+    folder = job.options.log_dir
+    logs = {} if folder is None else _logs(folder, beginning)
     with contextlib.ExitStack() as stack:
-        streams = stack.enter_context(contextlib.closing(Streams(display or output, _logs(job), supervisor)))
+        streams = stack.enter_context(contextlib.closing(Streams(display or output, logs, supervisor)))
         farewells = stack.enter_context(
             contextlib.closing(Farewells(job.plan.ranks, streams.heard, is_elastic=job.elastic is not None))
         )
@@ -105,6 +109,8 @@ async def _run_ranks(job: Job, store: Store, display: Display | None) -> int:
         places: dict[int, int] = {}
 
         def start(rank: int) -> Child:
+            if folder is not None:
+                logs.setdefault(rank, _log(folder, rank))
             taken = {place for other, place in places.items() if other not in supervisor.ended}
             places[rank] = next(place for place in itertools.count() if place not in taken)
             environ = job.environ_of(rank, places[rank], store.url, farewells.address)
@@ -117,7 +123,7 @@ async def _run_ranks(job: Job, store: Store, display: Display | None) -> int:
             return child
 
         try:
-            for rank in job.plan.ranks if store.ended is None else ():
+            for rank in beginning:
                 start(rank)
             async with contextlib.AsyncExitStack() as rooms, store.entered(interrupted) as exits:
                 async with asyncio.TaskGroup() as tasks:
@@ -193,16 +199,24 @@ def _spawn(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> None:
     tasks.create_task(work)
 
 
-def _logs(job: Job) -> dict[int, Log]:
-    """The log files of the ranks; none without a folder."""
-    folder = job.options.log_dir
-    if folder is None:
-        return {}
+def _logs(folder: Path, ranks: Iterable[int]) -> dict[int, Log]:
+    """The log files of the ranks with which a job begins. Those of later ones are opened when they are written to.
+
+    Raises:
+        ConfigError: they cannot be written.
+    """
+    logs = {rank: _log(folder, rank) for rank in ranks}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return {rank: Log(folder / f"rank-{rank}.log") for rank in job.plan.ranks}
+        for log in logs.values():
+            log.open()
     except OSError as error:
         raise ConfigError(f"--log-dir {str(folder)!r} cannot be written: {error.strerror}") from error
+    return logs
+
+
+def _log(folder: Path, rank: int) -> Log:
+    return Log(folder / f"rank-{rank}.log")
 
 
 @contextlib.contextmanager

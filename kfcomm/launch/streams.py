@@ -37,7 +37,7 @@ class Streams:
 
     Args:
         display: where it is shown.
-        logs: by rank; empty without.
+        logs: by rank, of all that were started so far; empty without.
         supervisor: knows what has become of the job.
 
     Attributes:

@@ -215,12 +215,15 @@ def test_a_rank_is_replaced_by_one_that_is_started_or_waits(tmp_path: Path, spar
 
 def test_a_job_outlives_those_that_began(tmp_path: Path) -> None:
     victims = json.dumps([[0, 5], [1, 15], [2, 30]])
-    done = run(tmp_path, "-n", "3", "--elastic", "2:3", sys.executable, "train.py", "900", victims, "0.03")
+    options = ("-n", "3", "--elastic", "2:3", "--log-dir", str(tmp_path / "logs"))
+    done = run(tmp_path, *options, sys.executable, "train.py", "900", victims, "0.03")
     assert done.returncode == 0, done.stdout + done.stderr
-    used, births, _ = json.loads(re.sub(r"^\[\d+\] ", "", done.stdout.strip().splitlines()[-1]))
+    result = re.sub(r"^\[\d+\] ", "", done.stdout.strip().splitlines()[-1])
+    used, births, _ = json.loads(result)
     assert used == [1.0]
     assert not set(births) & {0, 1, 2}
     assert done.stderr.count("started in its place") == 3
+    assert (tmp_path / "logs" / f"rank-{births[0]}.log").read_text().splitlines()[-1] == result
 
 
 def test_a_job_fails_when_too_few_are_left(tmp_path: Path) -> None:

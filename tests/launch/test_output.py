@@ -91,6 +91,16 @@ def test_a_log_that_cannot_be_written_says_so_once(tmp_path: Path) -> None:
     log.close()
 
 
+def test_a_log_that_cannot_be_made_says_so_once(tmp_path: Path) -> None:
+    log = Log(tmp_path / "taken" / "log")
+    assert log.write(b"") is None
+    assert "No such file or directory" in str(log.write(b"12345"))
+    (tmp_path / "taken").mkdir()
+    assert log.write(b"678") is None
+    log.close()
+    assert (log.dropped.nbytes, (tmp_path / "taken" / "log").read_bytes()) == (5, b"678")
+
+
 def test_what_is_dropped_is_told_the_first_time() -> None:
     dropped = Dropped("standard output")
     assert dropped.add(1, OSError(5, "Input/output error")) is not None
