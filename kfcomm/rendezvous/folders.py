@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from kfcomm.errors import RendezvousError
 from kfcomm.rendezvous.board import ENTRY, SIZES
@@ -85,38 +85,37 @@ class Folders(ABC):
                 await asyncio.sleep(AGAIN_S)
 
     async def ask_size(self, size: int) -> None:
-        """Ask for so many ranks."""
-        await self._ask_for(b"%d" % size)
+        """Ask for so many ranks; who was asked to go is still to go."""
+        await self._ask_for(lambda last: _written(Wanted(size, last.leavers), is_held=False))
 
     async def hold(self, wanted: Wanted) -> None:
         """Have the ranks keep to this: said by the launcher of the first host, which knows what there is room for."""
-        await self._ask_for(_written(wanted))
+        await self._ask_for(lambda _: _written(wanted, is_held=True))
 
     async def ask_to_go(self, birth: int) -> None:
         """Ask a rank to go, whatever else was asked; the launcher hears of it by other ways."""
+        await self._ask_for(lambda last: _written(Wanted(last.size, (*last.leavers, birth)), is_held=True))
+
+    async def _ask_for(self, following: Callable[[Wanted], bytes]) -> None:
+        """Ask for what follows from what was asked last, whoever asks meanwhile."""
         is_told = False
         while not is_told:
             found = await self.collect(SIZES, 0, timeout_s=0.0)
-            size, leavers = read_wanted(found[str(len(found))])[0] if found else Wanted()
-            mine = _written(Wanted(size, (*leavers, birth)))
+            mine = following(read_wanted(found[str(len(found))])[0] if found else Wanted())
             is_told = await self.claim(f"{SIZES}/{1 + len(found)}", mine) == mine
-
-    async def _ask_for(self, mine: bytes) -> None:
-        is_told = False
-        while not is_told:
-            number = 1 + len(await self.collect(SIZES, 0, timeout_s=0.0))
-            is_told = await self.claim(f"{SIZES}/{number}", mine) == mine
 
     async def was_let_in(self, birth: int) -> bool:
         """Whether a process that was started later is a rank of the job, or was."""
         return await self.find(f"{ENTRY}/{birth}") is not None
 
 
-def _written(wanted: Wanted) -> bytes:
-    return b"%d %s" % (wanted.size, b",".join(b"%d" % birth for birth in wanted.leavers))
+def _written(wanted: Wanted, *, is_held: bool) -> bytes:
+    """The number, a colon or a space, the births."""
+    return b"%d%s%s" % (wanted.size, b" " if is_held else b":", b",".join(b"%d" % birth for birth in wanted.leavers))
 
 
 def read_wanted(told: bytes) -> tuple[Wanted, bool]:
     """What lies in the folder of sizes, and whether the launcher has said it."""
-    size, is_held, leavers = told.partition(b" ")
-    return Wanted(int(size), tuple(int(birth) for birth in leavers.split(b",") if birth)), bool(is_held)
+    is_held = b" " in told
+    size, _, leavers = told.partition(b" " if is_held else b":")
+    return Wanted(int(size), tuple(int(birth) for birth in leavers.split(b",") if birth)), is_held

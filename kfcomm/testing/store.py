@@ -60,8 +60,8 @@ class MemoryStore:
         return self._wanted
 
     async def want_size(self, size: int) -> None:
-        """Ask for so many ranks."""
-        self.set_size(size)
+        """Ask for so many ranks; who was asked to go is still to go."""
+        self.set_size(size, self._wanted.leavers)
 
     async def want_replaced(self, birth: int) -> None:
         """Ask that this one go; whoever waits may come."""

@@ -19,6 +19,7 @@ from kfcomm.rendezvous.listening import listen, url_of
 from kfcomm.rendezvous.settings import host_and_port
 from kfcomm.rendezvous.signing import GREETING
 from kfcomm.rendezvous.store import StoreServer
+from kfcomm.types import Wanted
 from tests.support import free_port
 
 TOKEN = b"the token of the job"
@@ -237,6 +238,26 @@ async def test_who_connects_before_the_store_serves_is_answered_by_it() -> None:
     writer.close()
     await writer.wait_closed()
     await server.close()
+
+
+@pytest.mark.asyncio
+async def test_who_was_asked_to_go_goes_whatever_size_is_asked_next(server: StoreServer, client: StoreClient) -> None:
+    asked, sizes = client.watch_wanted(), client.watch_sizes()
+    await client.ask_to_go(3)
+    assert await anext(asked) == Wanted(leavers=(3,))
+    await client.ask_size(4)
+    assert await anext(asked) == Wanted(4, (3,))
+    assert await anext(sizes) == 4
+    await client.ask_to_go(1)
+    await server.ask_size(5)
+    assert await anext(asked) == Wanted(5, (3, 1))
+    await client.hold(Wanted(2, (1,)))
+    assert await anext(asked) == Wanted(2, (1,))
+    await client.ask_size(6)
+    assert await anext(asked) == Wanted(6, (1,))
+    assert await anext(sizes) == 6
+    await asked.aclose()
+    await sizes.aclose()
 
 
 @pytest.mark.asyncio
