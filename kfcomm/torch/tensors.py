@@ -7,13 +7,13 @@ What is not contiguous is copied, and copied back. Tensors on a device stay tens
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from ctypes import c_char
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from kfcomm.arrays.dtypes import dtype_of, unsupported
-
-BFLOAT16 = torch.bfloat16
+from kfcomm.arrays.dtypes import SUPPORTED_NAMES, dtype_of, unsupported
 
 
 class Place(NamedTuple):
@@ -75,25 +75,19 @@ def is_plain(tensor: Any) -> bool:
 
 
 def _flat(tensor: Any, as_bytes: bool) -> Any:
-    """Of a plain tensor."""
-    dtype = tensor.dtype
+    """Of a plain tensor. After `Tensor.numpy` it could not be resized any more, which is how FSDP frees its memory."""
     if not tensor.is_cpu:
         return tensor.view(-1)
-    if dtype is BFLOAT16:
-        return tensor.view(torch.uint16).numpy().reshape(-1).view(dtype_of("bfloat16"))
-    if dtype not in NATIVE:
-        if not as_bytes:
-            raise unsupported(str(dtype).removeprefix("torch."))
-        return tensor.view(-1).view(torch.uint8).numpy()
-    array = tensor.numpy()
-    return array if array.ndim == 1 else array.reshape(-1)
+    name = _NAMES.get(tensor.dtype)
+    if name is None and not as_bytes:
+        raise unsupported(str(tensor.dtype).removeprefix("torch."))
+    dtype = dtype_of(name or "uint8")
+    nbytes = tensor.nbytes
+    if not nbytes:
+        return np.empty(0, dtype)
+    memory = (c_char * nbytes).from_address(tensor.data_ptr())
+    memory.tensor = tensor  # lives as long as the array does
+    return np.frombuffer(memory, dtype)
 
 
-NATIVE = frozenset(
-    getattr(torch, name)
-    for name in (
-        "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32",
-        "float64", "complex64", "complex128", "bfloat16",
-    )
-)  # fmt: skip
-"""What kfcomm exchanges as it is."""
+_NAMES = {getattr(torch, name): name for name in SUPPORTED_NAMES}

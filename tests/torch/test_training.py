@@ -12,7 +12,7 @@ import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -252,6 +252,19 @@ def sharded() -> None:
 
 def test_fsdp(fleet: Fleet) -> None:
     fleet.run(sharded)
+
+
+def sharded_flat() -> None:
+    """Its first kind frees what it has gathered by resizing it."""
+    model = FullyShardedDataParallel(net(), device_id=torch.device("cpu"), use_orig_params=True)
+    trained(model, sgd(model), mine, way=2)
+    with FullyShardedDataParallel.summon_full_params(model):
+        assert_close([one.detach() for one in model.parameters()], alone(way=2))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_flat_fsdp(fleet: Fleet) -> None:
+    fleet.run(sharded_flat)
 
 
 def distributed_tensors() -> None:
