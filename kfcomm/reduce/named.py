@@ -54,7 +54,7 @@ def op_of(given: Any, dtype: np.dtype[Any] | None = None) -> Op:
     if word == "adasum":
         raise ConfigError("adasum combines whole arrays: it is an op of all_reduce and all_reduce_many alone")
     if op is None:
-        raise ConfigError(f"op {given!r:.60} is unknown; known are {', '.join(Op)}")
+        raise ConfigError(f"op {given!r:.60} is unknown; known are {', '.join(Op)}, and of all_reduce adasum")
     if dtype is not None and dtype.kind != "b":
         raise ConfigError(f"op {given!r:.60} is for bool, not for {dtype}: op {op} combines bits")
     return op
