@@ -1,4 +1,8 @@
-"""What an ``Elastic`` costs while nothing happens: no memory for another copy of what is given or comes out."""
+"""What an ``Elastic`` costs while nothing happens: no memory for another copy of what is given or comes out.
+
+What comes from the other rank before a call is kept until it is made; the least of several steps is that of one in
+which nothing was.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from kfcomm.testing import run_ranks, run_threads, sync_world, world
 
 COUNT = 1 << 20
 SIZE = 2
-WARM, MEASURED = 2, 4
+WARM, MEASURED = 2, 10
 
 
 class Peak:
@@ -45,26 +49,29 @@ async def test_no_copy_out_of_place() -> None:
             await comm.all_reduce(x, "g")
 
         async def steps(comm: Any) -> int:
-            nbytes = 0
+            nbytes = []
             async with Elastic(comm, State(step=0)) as elastic:
-                async for step in elastic.steps(ElasticSampler(MEASURED, 1, seed=None)):
-                    if comm.rank == 0 and step.number == WARM:
+                async for step in elastic.steps(ElasticSampler(WARM + MEASURED, 1, seed=None)):
+                    if comm.rank == 0 and step.number >= WARM:
                         tracemalloc.start(1)
                     await comm.barrier("begun")
                     await comm.all_reduce(x, "g")
                     await comm.barrier("ended")
-                    if comm.rank == 0 and step.number == WARM:
-                        nbytes = tracemalloc.get_traced_memory()[1]
+                    if comm.rank == 0 and step.number >= WARM:
+                        nbytes.append(tracemalloc.get_traced_memory()[1])
                         tracemalloc.stop()
-            return nbytes
+            return min(nbytes, default=0)
 
         for _ in range(WARM):
             await run_ranks(comms, plainly)
-        with peak() as bare:
-            await run_ranks(comms, plainly)
+        bare = []
+        for _ in range(MEASURED):
+            with peak() as found:
+                await run_ranks(comms, plainly)
+            bare.append(found.nbytes)
         nbytes, _ = await run_ranks(comms, steps)
-    assert bare.nbytes >= SIZE * x.nbytes  # the results themselves
-    assert nbytes < bare.nbytes + x.nbytes // 4
+    assert min(bare) >= SIZE * x.nbytes  # the results themselves
+    assert nbytes < min(bare) + x.nbytes // 4
 
 
 def test_no_copy_out_of_place_in_a_blocking_call() -> None:
@@ -72,23 +79,26 @@ def test_no_copy_out_of_place_in_a_blocking_call() -> None:
         x = np.ones(COUNT)
 
         def steps(comm: Any) -> int:
-            nbytes = 0
+            nbytes = []
             with Elastic(comm, State(step=0)) as elastic:
-                for step in elastic.steps(ElasticSampler(MEASURED, 1, seed=None)):
-                    if comm.rank == 0 and step.number == WARM:
+                for step in elastic.steps(ElasticSampler(WARM + MEASURED, 1, seed=None)):
+                    if comm.rank == 0 and step.number >= WARM:
                         tracemalloc.start(1)
                     comm.barrier("begun")
                     comm.all_reduce(x, name="g")
                     comm.barrier("ended")
-                    if comm.rank == 0 and step.number == WARM:
-                        nbytes = tracemalloc.get_traced_memory()[1]
+                    if comm.rank == 0 and step.number >= WARM:
+                        nbytes.append(tracemalloc.get_traced_memory()[1])
                         tracemalloc.stop()
-            return nbytes
+            return min(nbytes, default=0)
 
         for _ in range(WARM):
             run_threads(comms, lambda comm: comm.all_reduce(x, name="g"))
-        with peak() as bare:
-            run_threads(comms, lambda comm: comm.all_reduce(x, name="g"))
+        bare = []
+        for _ in range(MEASURED):
+            with peak() as found:
+                run_threads(comms, lambda comm: comm.all_reduce(x, name="g"))
+            bare.append(found.nbytes)
         nbytes, _ = run_threads(comms, steps)
-    assert bare.nbytes >= SIZE * x.nbytes
-    assert nbytes < bare.nbytes + x.nbytes // 4
+    assert min(bare) >= SIZE * x.nbytes
+    assert nbytes < min(bare) + x.nbytes // 4

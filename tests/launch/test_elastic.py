@@ -34,13 +34,15 @@ with kfcomm.sync.init(elastic=True) as comm:
         for step in elastic.steps(ElasticSampler(LENGTH, 10), used_in="used"):
             if sys.argv[4:] == [str(step.number)] and comm.rank == 0:
                 comm.propose_replacement(1)
-            if [me, step.number] in VICTIMS:
-                os.kill(os.getpid(), signal.SIGKILL)
+            for birth, number, *size in VICTIMS:  # from a step on; where a size is said, once there are so many
+                if me == birth and step.number >= number and (not size or comm.size == size[0]):
+                    os.kill(os.getpid(), signal.SIGKILL)
             mask = np.zeros(LENGTH)
             mask[step.indices] = 1
             state.used += comm.all_reduce(mask, name="used")
             state.births = [*state.births, list(comm.births)]
-            time.sleep(PAUSE_S)
+            if not VICTIMS or len(VICTIMS[0]) < 3 or {one[0] for one in VICTIMS} & set(comm.births):
+                time.sleep(PAUSE_S)
     if not elastic.is_released and comm.rank == 0:
         print(json.dumps([sorted(set(state.used.tolist())), state.births[-1], max(map(len, state.births))]))
 """
@@ -214,9 +216,9 @@ def test_a_rank_is_replaced_by_one_that_is_started_or_waits(tmp_path: Path, spar
 
 
 def test_a_job_outlives_those_that_began(tmp_path: Path) -> None:
-    victims = json.dumps([[0, 5], [1, 15], [2, 30]])
+    victims = json.dumps([[0, 5, 3], [1, 15, 3], [2, 30, 3]])
     options = ("-n", "3", "--elastic", "2:3", "--log-dir", str(tmp_path / "logs"))
-    done = run(tmp_path, *options, sys.executable, "train.py", "900", victims, "0.03")
+    done = run(tmp_path, *options, sys.executable, "train.py", "9000", victims, "0.03")
     assert done.returncode == 0, done.stdout + done.stderr
     result = re.sub(r"^\[\d+\] ", "", done.stdout.strip().splitlines()[-1])
     used, births, _ = json.loads(result)

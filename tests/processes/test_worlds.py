@@ -61,9 +61,10 @@ def test_a_thousand_names_in_different_orders_at_once(world: World) -> None:
     assert world.do(roles.show, seed=1, names=names, elements=elements) == [0] * SIZE
     early = (SIZE - 1) * credit_of(SIZE).nbytes
     inputs_and_results = 2 * names * elements * 4
+    out_of_turn = (SIZE - 2) * names * elements * 4  # what others give is added in their order, and waits for it
     for rank, after in enumerate(world.do(roles.memory)):
         grown = after["peak"] - before[rank]["now"]
-        assert grown < inputs_and_results + early + BOOKS_NBYTES, rank
+        assert grown < inputs_and_results + early + out_of_turn + BOOKS_NBYTES, rank
 
 
 async def sums_in_memory(elements: int) -> list[str]:

@@ -63,5 +63,5 @@ def add(a: Any, b: Any) -> Any:
 
 @pytest.mark.parametrize("bad", [None, "", "total", 0, ["sum"], np.subtract, add, Mine.SUM, np.zeros(2), {}])
 def test_what_means_no_op(bad: Any) -> None:
-    with pytest.raises(ConfigError, match="is unknown; known are sum.*, and of all_reduce adasum"):
+    with pytest.raises(ConfigError, match=r"is unknown; known are sum.*, and of all_reduce adasum"):
         op_of(bad)
