@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from kfcomm.arrays.dtypes import SUPPORTED_NAMES, dtype_of, unsupported
+from kfcomm.errors import ConfigError
 
 
 class Place(NamedTuple):
@@ -36,7 +37,7 @@ def read(tensor: Any, *, as_bytes: bool = False) -> Any:
         as_bytes: kfcomm only has to move it, so that types are taken which it cannot add.
 
     Raises:
-        ConfigError: it cannot add numbers of this type.
+        ConfigError: it cannot add numbers of this type, or there are none in memory.
     """
     if tensor.requires_grad:
         tensor = tensor.detach()
@@ -85,7 +86,10 @@ def _flat(tensor: Any, as_bytes: bool) -> Any:
     nbytes = tensor.nbytes
     if not nbytes:
         return np.empty(0, dtype)
-    memory = (c_char * nbytes).from_address(tensor.data_ptr())
+    address = tensor.data_ptr()
+    if not address:  # torch's zeros that are no numbers yet, its fake tensors
+        raise ConfigError("a tensor without memory cannot be exchanged: pass tensor.clone()")
+    memory = (c_char * nbytes).from_address(address)
     memory.tensor = tensor  # lives as long as the array does
     return np.frombuffer(memory, dtype)
 

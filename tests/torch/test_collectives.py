@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import kfcomm.torch
+from kfcomm.torch import tensors
 from tests.torch.fleet import Fleet
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8", "complex64")
@@ -121,6 +122,11 @@ def laid_out() -> None:
     assert float(number) == 3.0
     nothing = torch.zeros(0)
     dist.all_reduce(nothing)
+    freed = torch.ones(6)
+    dist.all_reduce(freed)
+    freed.resize_(0)  # as Tensor.numpy() would forbid
+    with pytest.raises(kfcomm.ConfigError, match="without memory"):
+        tensors.read(torch._efficientzerotensor(6))
 
 
 def test_layouts(fleet: Fleet) -> None:
