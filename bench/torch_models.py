@@ -7,7 +7,7 @@ The tensors have the shapes of the models; computing a gradient is one addition 
 to nothing but DDP's own copies and the exchange; *alone* is a DDP whose hook exchanges nothing. One thread a rank. All
 take turns in the same processes, with a DDP made anew whose first steps are not counted. A turn's time is that of the
 slowest rank, its processor time that of all threads of all ranks; the ratio is the median over rounds. VGG-16 takes
-3 GB a rank. Needs torch 2.14.
+5 GB a rank, a third of it shared. Needs torch 2.14.
 """
 
 from __future__ import annotations
