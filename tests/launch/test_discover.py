@@ -25,12 +25,6 @@ from tests.support import free_port
 HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
 HOW_LONG_S = 120
 LONG = 4_000
-PAUSE = "            time.sleep(PAUSE_S)\n"
-TELLING = """
-            if comm.rank == 0 and state.births[-2:-1] != state.births[-1:]:
-                print("now", *sorted(comm.births), flush=True)
-            time.sleep(0 if os.path.exists("hurry") else PAUSE_S)
-"""
 LIST = "cat hosts"
 
 
@@ -48,7 +42,7 @@ class Job:
     def __init__(
         self, folder: Path, first: str, options: list[str], slots: str | None, lost_after_s: float = 30.0
     ) -> None:
-        (folder / "train.py").write_text("import json\n" + TRAIN.replace(PAUSE, TELLING))
+        (folder / "train.py").write_text(TRAIN)
         self._folder, self._lost_after_s = folder, lost_after_s
         options = [*options, "--discover", LIST] if slots is not None else options
         if slots is not None:

@@ -34,7 +34,7 @@ class Job:
     """
 
     def __init__(self, folder: Path, ranks: tuple[int, int], options: list[str], program: list[str]) -> None:
-        (folder / "train.py").write_text("import json\n" + TRAIN)
+        (folder / "train.py").write_text(TRAIN)
         self._folder = folder
         hosts = ",".join(f"{host}:{count}" for host, count in zip(HOSTS, ranks, strict=True))
         port = str(free_port())
