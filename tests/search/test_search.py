@@ -8,7 +8,7 @@ import pytest
 
 from bench.netlab import Netlab, even
 from tests.programs.__main__ import read_arguments
-from tests.search import ctrl_c, decoders, partitions
+from tests.search import ctrl_c, decoders, partitions, soak
 from tests.search.__main__ import PARTS
 from tests.search.kills import once
 
@@ -46,6 +46,15 @@ def test_nothing_of_a_job_that_was_interrupted_is_left(seed: int) -> None:
     whom, seconds = ctrl_c.once(Random(seed))
     assert whom in ("all", "launcher", "rank")
     assert seconds >= 0
+
+
+def test_what_goes_up_and_down_is_level_and_what_is_kept_is_not() -> None:
+    random = Random(1)
+    for kept in (0, 50):  # bytes a second
+        samples = [(float(s), 60_000_000 + kept * s + random.choice([0, 25_000_000]), 9) for s in range(600, 7200, 14)]
+        floors = [min(part, key=lambda one: one[1]) for part in soak.parts(samples)]
+        assert len(floors) == soak.NUM_PARTS
+        assert soak.slope(floors) == pytest.approx(kept, abs=1)
 
 
 @pytest.mark.netns
