@@ -59,6 +59,7 @@ def test_the_table_has_every_step_and_every_strategy() -> None:
 
 
 @pytest.mark.netns
+@pytest.mark.slow
 def test_the_program_adapts_across_hosts() -> None:
     """Whatever it decides there, all ranks decide it, and the results are right."""
     with Netlab(even(2, 400e6)) as lab:

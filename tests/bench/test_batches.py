@@ -50,6 +50,7 @@ def test_a_step_that_was_disturbed_counts_in_one_of_the_two_times() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.slow
 async def test_all_ranks_learn_with_the_same_batches() -> None:
     """One that is fixed from its second step on, and one that follows; it ends when the accuracy is there."""
 

@@ -22,6 +22,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["bench", "topologies", *arguments])
 
 
+@pytest.mark.slow
 def test_all_strategies_are_measured_and_everything_is_written(tmp_path: Path) -> None:
     data, page = tmp_path / "x.json", tmp_path / "x.html"
     done = finished("bench", "topologies", "-n", "2", *TINY, "--json", str(data), "--html", str(page))

@@ -22,7 +22,7 @@ def test_each_sample_is_used_once_in_each_pass(length: int, batch: int, seed: in
     for number in range(3):
         used: list[int] = []
         while len(taken := sampler.take()):
-            assert len(taken) == min(batch, batch) or not sampler.left or len(taken) < batch
+            assert len(taken) == batch or (len(taken) < batch and not sampler.left)
             size = random.randrange(1, 6)
             shares = [share(taken, rank, size) for rank in range(size)]
             assert np.concatenate(shares).tolist() == taken.tolist()
@@ -33,10 +33,11 @@ def test_each_sample_is_used_once_in_each_pass(length: int, batch: int, seed: in
                     sampler.give_back(one)
                 else:
                     used += one.tolist()
-            copy = ElasticSampler(length, batch, seed)
-            copy.load_state_dict(msgpack.unpackb(msgpack.packb(sampler.state_dict())))
-            assert copy.state_dict() == sampler.state_dict()
-            sampler = copy
+            if random.random() < 0.2:  # another takes over
+                copy = ElasticSampler(length, batch, seed)
+                copy.load_state_dict(msgpack.unpackb(msgpack.packb(sampler.state_dict())))
+                assert copy.state_dict() == sampler.state_dict()
+                sampler = copy
         assert sorted(used) == list(range(length))
         assert sampler.passes == number
         sampler.end_pass()

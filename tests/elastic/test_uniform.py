@@ -24,6 +24,7 @@ async def test_one_story(transport: Any, grows: bool, first: int, caplog: pytest
 @pytest.mark.parametrize("transport", ["memory", "shm"])
 @pytest.mark.parametrize("grows", [False, True])
 @pytest.mark.asyncio
+@pytest.mark.slow
 async def test_one_story_of_steps_that_come_to_nothing(
     on_loss: str, transport: Any, grows: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

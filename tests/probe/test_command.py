@@ -17,6 +17,7 @@ INSIDE = (sys.executable, "-m", "kfcomm", "probe")
 QUICK = ("--nbytes", "64KiB", "--rounds", "1")
 
 
+@pytest.mark.slow
 def test_ranks_are_started_and_everything_is_written(tmp_path: Path) -> None:
     data, page = tmp_path / "x.json", tmp_path / "x.html"
     done = finished("probe", "-n", "3", *QUICK, "--transport", "tcp", "--json", str(data), "--html", str(page))
@@ -40,6 +41,7 @@ def test_the_ranks_of_a_job_are_used(tmp_path: Path) -> None:
 SHOW_COSTS = "import kfcomm.sync\nwith kfcomm.sync.init() as comm: print(*comm.layout.costs)"
 
 
+@pytest.mark.slow
 def test_what_is_kept_counts_in_the_next_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     done = finished("probe", "-n", "2", *QUICK, "--keep")

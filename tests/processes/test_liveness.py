@@ -90,6 +90,7 @@ def test_a_child_can_join_a_world_of_its_own() -> None:
         world.finish()
 
 
+@pytest.mark.slow
 def test_many_collectives_in_a_row_leave_nothing_behind() -> None:
     with joined(2, strategy="ring") as world:
         world.do(roles.many, count=3000)

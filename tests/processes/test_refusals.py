@@ -53,6 +53,7 @@ def test_what_cannot_join_is_told_and_may_try_again() -> None:
             call.result()
 
 
+@pytest.mark.slow
 def test_ten_thousand_strangers_at_the_door_of_a_job_that_works() -> None:
     with joined(3) as world:
         for _ in range(3):

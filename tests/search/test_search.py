@@ -58,6 +58,7 @@ def test_what_goes_up_and_down_is_level_and_what_is_kept_is_not() -> None:
 
 
 @pytest.mark.netns
+@pytest.mark.slow
 def test_hosts_that_are_cut_off_are_found_lost_by_all_ranks() -> None:
     with Netlab(even(partitions.HOSTS), network="10.77.9.0/24") as lab:
         assert partitions.once(lab, Random(1)) >= 0

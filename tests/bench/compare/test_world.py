@@ -22,6 +22,7 @@ from bench.compare.world import World, WorldError
         ("kfcomm-tcp", [Mode.ONE, Mode.ALL, Mode.MANY]),
     ],
 )
+@pytest.mark.slow
 def test_turns_are_taken(name: str, modes: list[Mode], tmp_path: Path) -> None:
     with World(LAUNCHES[name], 2, Pythons(), tmp_path / "world") as world:
         assert world.versions
