@@ -170,7 +170,7 @@ class Elastic:
 
     def __init__(self, comm: ElasticCommunicator, state: State, **options: Any) -> None:
         self._comm = comm
-        self._io = comm._io
+        self._driver, self._io = comm._driver, comm._io
         self._inner: AsyncElastic = AsyncElastic(comm._inner, state, **options)
 
     @property
@@ -224,7 +224,7 @@ class Elastic:
         """Calls of this thread that an interrupt has left, and another one before they could be ended."""
         ledger = self._comm._inner._ledger
         if ledger is not None:
-            self._comm._driver.run(partial(ledger.given_up, get_ident()), self._comm._session)
+            self._driver.run(partial(ledger.given_up, get_ident()), self._comm._session)
 
     def steps(
         self, sampler: ElasticSampler, *, passes: int | None = None, used_in: str | Sequence[str] | None = None
@@ -243,4 +243,4 @@ class Elastic:
     @outermost
     def _following(self, walk: Walk[None], met: Any) -> Any:
         self._end_interrupted()
-        return self._comm._driver.run(partial(following, walk, met), self._comm._session)
+        return self._driver.run(partial(following, walk, met), self._comm._session)

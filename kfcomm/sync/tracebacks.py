@@ -10,12 +10,23 @@ from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from types import TracebackType
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 import kfcomm
 from kfcomm.errors import InternalError, KfcommError
 
+if TYPE_CHECKING:
+    from kfcomm.sync.driver import Driver
+
+
+class Driven(Protocol):
+    """What works by a driver."""
+
+    _driver: Driver
+
+
 E = TypeVar("E", bound=KfcommError)
+S = TypeVar("S", bound=Driven)
 T = TypeVar("T")
 P = ParamSpec("P")
 
@@ -33,18 +44,18 @@ def terse(error: E) -> E:
     return error.with_traceback(None)
 
 
-def outermost(method: Callable[P, T]) -> Callable[P, T]:
+def outermost(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
     """A method that callers call, of something with a driver: its errors look as `Driver.shown` has them.
 
     What is called often has the same in its own lines.
     """
 
     @wraps(method)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+    def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            return method(*args, **kwargs)
+            return method(self, *args, **kwargs)
         except KfcommError as error:
-            raise args[0]._driver.shown(error)  # type: ignore[attr-defined]
+            raise self._driver.shown(error)
 
     return call
 

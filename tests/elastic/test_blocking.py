@@ -15,13 +15,45 @@ import pytest
 import kfcomm
 from kfcomm.elastic import Elastic, ElasticSampler, State
 from kfcomm.elastic.verdicts import Standing
-from kfcomm.errors import ConfigError, PeerLost
+from kfcomm.errors import CollectiveMismatch, ConfigError, PeerLost
 from kfcomm.sync.elastic import Elastic as Blocking
 from kfcomm.testing import run_threads, sync_world
 
 
 class Died(Exception):
     """This rank was killed: it does nothing more."""
+
+
+def test_what_goes_wrong_in_it_is_raised_as_itself_at_the_line_of_the_caller() -> None:
+    def differing(comm: Any) -> None:
+        with Elastic(comm, State(x=np.zeros(3 + comm.rank))):
+            pytest.fail("the states are not alike")
+
+    def without_own(comm: Any) -> None:
+        with Elastic(comm, State(x=np.zeros(3))) as elastic:
+            elastic.commit()
+
+    def not_open(comm: Any) -> None:
+        next(iter(Elastic(comm, State(x=np.zeros(3))).steps(ElasticSampler(3, 1))))
+
+    def with_other_samplers(comm: Any) -> None:
+        with Elastic(comm, State(x=np.zeros(3))) as elastic:
+            next(elastic.steps(ElasticSampler(30 + comm.rank, 3)))
+
+    wrong = {
+        differing: (ConfigError, "states are not alike"), without_own: (ConfigError, "nothing is this rank's own"),
+        not_open: (ConfigError, "it is not open"), with_other_samplers: (CollectiveMismatch, "equal samplers"),
+    }  # fmt: skip
+    for program, (kind, words) in wrong.items():
+        with sync_world(2, elastic=True) as comms:
+
+            def caught(comm: Any, program: Any = program, kind: Any = kind, words: str = words) -> list[str]:
+                with pytest.raises(kind, match=words) as error:
+                    program(comm)
+                return [frame.name for frame in error.traceback if "/kfcomm/" in str(frame.path)]
+
+            for frames in run_threads(list(comms), caught):
+                assert "__aenter__" not in frames
 
 
 def test_a_rank_dies_and_another_joins() -> None:

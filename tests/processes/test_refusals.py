@@ -6,6 +6,8 @@ import contextlib
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from kfcomm.errors import ConfigError, RendezvousError
 from tests.processes import roles, strangers
 from tests.processes.stage import joined, start, unjoined

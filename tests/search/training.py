@@ -90,8 +90,8 @@ def main() -> int:
                 on_loss = random.choice(["finish", "finish", "raise", "restart_step"])
                 asyncio.run(programs.run(seed, transport, grows=random.random() < 0.5, on_loss=on_loss))
                 seeds += 1
-            processes(random, Path(folder))
             jobs += 1
+            click.echo(f"job {jobs}: {processes(random, Path(folder))}")
     click.echo(f"{seeds} worlds in memory, {jobs} jobs")
     return 0
 
