@@ -3,9 +3,9 @@
     python -m tests.search.soak --seconds 7200 --transport tcp
 
 Memory is the proportional set size (``smaps_rollup`` in proc(5)) but for files. What is under way at a moment makes it
-go up and down by tens of MB; what is kept is the least of each part of the time. The slope of these after the first ten
-minutes, the median of those between any two (Theil and Sen), is compared with 1 MB an hour, and with what an allocator
-may add by chance.
+go up and down by tens of MB; what is kept is the least of each part of the time. What that grows by after the first
+half is compared with 1 MB an hour, and with what an allocator may add by chance. Told is the slope, the median of those
+between any two (Theil and Sen), to which a step near the end is little.
 """
 
 from __future__ import annotations
@@ -109,17 +109,12 @@ def main() -> int:
     is_level = True
     for rank, samples in enumerate(said):
         floors = [min(part, key=lambda one: one[1]) for part in parts(samples)]
-        level = [one for one in floors if one[0] >= WARM_UP_S]
+        later = floors[len(floors) // 2 :]
+        (from_s, before, _), (to_s, after, _) = later[0], later[-1]
         opened, still = samples[len(samples) // 2][2], samples[-1][2]
-        if len(level) >= NUM_PARTS // 2:
-            rate = slope(level)
-            is_level &= rate <= GROWTH_NBYTES_S + BY_CHANCE_NBYTES / (level[-1][0] - level[0][0])
-        else:
-            (from_s, before, _), (to_s, after, _) = floors[len(floors) // 2], floors[-1]
-            rate = (after - before) / max(to_s - from_s, 1)
-            is_level &= after - before <= LEAP_NBYTES
-        is_level &= still <= opened + 1
-        now, hourly = floors[-1][1] / 1e6, rate * 3600 / 1e6
+        allowed = LEAP_NBYTES if from_s < WARM_UP_S else BY_CHANCE_NBYTES + GROWTH_NBYTES_S * (to_s - from_s)
+        is_level &= after - before <= allowed and still <= opened + 1
+        now, hourly = after / 1e6, slope(later) * 3600 / 1e6
         click.echo(f"{transport} rank {rank}: {now:.1f} MB, {hourly:+.2f} MB an hour, {still} descriptors")
         click.echo("    " + " ".join(f"{nbytes / 1e6:.1f}" for _, nbytes, _ in floors))
     return int(not is_level)
