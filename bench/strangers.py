@@ -4,9 +4,11 @@
 
 A job of three ranks over TCP (``kfcomm run --elastic 3:4``) makes all_reduces of 1 KiB all the time. So many
 connections are made at the launcher's port and at each of the ranks' ports (Prometheus's among them): the idle ones
-say nothing, the slow ones a byte every half second. Those that the job cuts off are not made again, so that what is
-measured is the coming of that many and the staying of those that are let stay. Told are the 99th percentile of the
-calls, the memory of the ranks before and during it, and how long a fourth rank takes to come in amid it.
+say nothing, the slow ones a byte every half second. Those that the job cuts off are not made again. Told are the 99th
+percentile of the calls before, while they come (a flood), and from then on; the memory of the ranks before and at the
+most; how many came; and how long a fourth rank takes to come in while as many come once more.
+
+Strangers are other hosts' programs: here they get of the processors what the job leaves (SCHED_IDLE of sched(7)).
 
 Bounds: 1.5 times the percentile before, 20 MB more in no rank; the rank comes in.
 """
@@ -24,9 +26,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +81,7 @@ class Job:
             if line.startswith("["):
                 self.rows.append(tuple(json.loads(line.partition("] ")[2])))
 
-    def until(self, condition: Any, seconds: float = 60) -> None:
+    def until(self, condition: Callable[[], bool], seconds: float = 240) -> None:
         """Wait for it.
 
         Raises:
@@ -104,15 +107,14 @@ class Job:
         ]
         return sorted(set(listening))
 
-    def percentile_s(self, seconds: float) -> float:
-        """Median of the 99th percentiles of the windows of so long a time from now on, of three on each rank at least.
+    def percentile_s(self, over: Callable[[], bool]) -> float:
+        """Median of the 99th percentiles of the windows from now on until then, of three on each rank at least.
 
         Raises:
             RuntimeError: they did not come about, or the job has ended.
         """
         began = time.time()
-        time.sleep(seconds)
-        self.until(lambda: len(self._windows(began)) >= WINDOWS)
+        self.until(lambda: over() and len(self._windows(began)) >= WINDOWS)
         return statistics.median(row[4] for row in self._windows(began))
 
     def _windows(self, began: float) -> list[tuple[float, float, int, int, float]]:
@@ -145,69 +147,104 @@ def job(folder: Path) -> Iterator[Job]:
             listener.join()
 
 
-async def knock(ports: list[int], number: int, is_slow: bool, until_s: float) -> None:
-    """So many connections at each port, held until then or until they are cut off."""
+async def knock(ports: list[int], idle: int, slow: int) -> None:
+    """So many of both kinds at each port, held until they are cut off; says how many came once all have tried."""
     gate = asyncio.Semaphore(MANY_AT_ONCE)
+    came: list[bool] = []
+    all_tried = asyncio.Event()
 
-    async def one(port: int) -> None:
+    def tried(with_success: bool) -> None:
+        came.append(with_success)
+        if len(came) == (idle + slow) * len(ports):
+            all_tried.set()
+
+    async def one(port: int, is_slow: bool) -> None:
         async with gate:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            try:
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            except OSError as error:
+                tried(isinstance(error, ConnectionError))  # reset by the job; all else is a limit of this host
+                return
+        tried(True)
         try:
-            while (left_s := until_s - time.monotonic()) > 0:
-                waiting_s = min(SLOW_PAUSE_S, left_s) if is_slow else left_s
+            while True:
                 try:
-                    if not await asyncio.wait_for(reader.read(1 << 10), waiting_s):
+                    if not await asyncio.wait_for(reader.read(1 << 10), SLOW_PAUSE_S if is_slow else None):
                         return
                 except TimeoutError:
-                    if is_slow:
-                        writer.write(b"G")
+                    writer.write(b"G")
+        except ConnectionError:
+            return  # cut off with a reset
         finally:
             writer.close()
 
-    # those that are refused, or cut off with a reset, are what is expected
-    await asyncio.gather(*(one(port) for _ in range(number) for port in ports), return_exceptions=True)
+    each = [is_slow for pair in zip_longest([False] * idle, [True] * slow) for is_slow in pair if is_slow is not None]
+    async with asyncio.TaskGroup() as group:
+        for is_slow in each:
+            for port in ports:
+                group.create_task(one(port, is_slow))
+        await all_tried.wait()
+        print(sum(came), flush=True)
 
 
-def strangers(ports: list[int], idle: int, slow: int, seconds: float) -> None:
-    """Both kinds at once, from this process, for so long."""
-
-    async def both() -> None:
-        until_s = time.monotonic() + seconds
-        await asyncio.gather(knock(ports, idle, False, until_s), knock(ports, slow, True, until_s))
-
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+def strangers(ports: list[int], idle: int, slow: int) -> None:
+    """Both kinds at once, from this process, until all are cut off."""
+    wanted, (_, most) = (idle + slow) * len(ports) + 100, resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError):  # only root gets more than the most; fewer are said to have come then
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, max(wanted, most)))
+    with suppress(AttributeError):  # Linux alone has it
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(both())
+        runner.run(knock(ports, idle, slow))
 
 
 @contextmanager
-def knocked(ports: list[int], idle: int, slow: int) -> Iterator[None]:
-    """Strangers at these ports, from a process of their own."""
-    options = ["--idle", str(idle), "--slow", str(slow), "--seconds", "600", "--at", json.dumps(ports)]
-    command = [sys.executable, "-m", "bench.strangers", *options]
-    with subprocess.Popen(command, cwd=Path(__file__).parents[1]) as knocking:
+def knocked(ports: list[int], idle: int, slow: int) -> Iterator[Callable[[], int | None]]:
+    """Strangers at these ports, from a process of their own; how many have come is known when all have tried."""
+    command = [sys.executable, "-m", "bench.strangers", "--idle", str(idle), "--slow", str(slow)]
+    command += ["--at", json.dumps(ports)]
+    said: list[int] = []
+
+    def came() -> int | None:
+        return said[0] if said else None
+
+    with subprocess.Popen(command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True) as knocking:
+        listener = threading.Thread(target=lambda: said.extend(map(int, knocking.stdout or ())))
+        listener.start()
         try:
-            yield
+            yield came
         finally:
             knocking.terminate()
+            listener.join()
+
+
+def after(seconds: float) -> Callable[[], bool]:
+    """Whether so long a time has passed from now on."""
+    until_s = time.monotonic() + seconds
+    return lambda: time.monotonic() >= until_s
 
 
 def measure(idle: int, slow: int, seconds: float, folder: Path) -> dict[str, Any]:
-    """A job left alone for so long, then beside strangers for as long, in which a rank joins."""
+    """A job left alone for so long, then while strangers come, then for as long; a rank joins while more come."""
     with job(folder) as made:
-        made.percentile_s(seconds / 4)  # what a job needs once is done
-        before, ports, memory = made.percentile_s(seconds), made.ports(), made.nbytes()
+        made.percentile_s(after(seconds / 4))  # what a job needs once is done
+        before, ports, memory = made.percentile_s(after(seconds)), made.ports(), made.nbytes()
+        began = time.monotonic()
+        with knocked(ports, idle, slow) as came:
+            coming, coming_s = made.percentile_s(lambda: came() is not None), time.monotonic() - began
+            grown = [nbytes - memory[pid] for pid, nbytes in made.nbytes().items()]
+            there = made.percentile_s(after(seconds))
+            grown += [nbytes - memory[pid] for pid, nbytes in made.nbytes().items()]
+            number = came()
         with knocked(ports, idle, slow):
-            during = made.percentile_s(seconds)
-            grown = {pid: nbytes - memory[pid] for pid, nbytes in made.nbytes().items()}
             asked = time.time()
             Path(f"{made.flag}.join").touch()
             made.until(lambda: any(row[2] == 4 for row in made.rows))
             joined_s = next(row[1] for row in made.rows if row[2] == 4) - asked
         return {
-            "ports": len(ports), "idle": idle, "slow": slow, "before_s": before, "during_s": during,
-            "grown_nbytes": max(grown.values()), "joined_s": joined_s,
+            "ports": len(ports), "idle": idle, "slow": slow, "came": number, "coming_for_s": coming_s,
+            "before_s": before, "coming_s": coming, "there_s": there,
+            "grown_nbytes": max(grown), "joined_s": joined_s,
         }  # fmt: skip
 
 
@@ -217,21 +254,22 @@ def main() -> int:
     parser.add_argument("--idle", type=int, default=10_000, help="connections at each port that say nothing")
     parser.add_argument("--slow", type=int, default=1_000, help="connections at each port that say a byte now and then")
     parser.add_argument(
-        "--seconds", type=float, default=20, help="of calls without strangers, and of calls beside them"
+        "--seconds", type=float, default=20, help="of calls without strangers, and of calls once they have come"
     )
     parser.add_argument("--at", type=json.loads, metavar="PORTS", help="only be the strangers, at these ports")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     if given.at is not None:
-        strangers(given.at, given.idle, given.slow, given.seconds)
+        strangers(given.at, given.idle, given.slow)
         return 0
     with tempfile.TemporaryDirectory() as folder:
         found = measure(given.idle, given.slow, given.seconds, Path(folder))
-    ratio = found["during_s"] / found["before_s"]
+    coming, there = (found[name] / found["before_s"] for name in ("coming_s", "there_s"))
     click.echo(
-        f"{found['idle']} idle and {found['slow']} slow connections at each of {found['ports']} ports: "
-        f"99th percentile {1e6 * found['before_s']:.0f} us before, {1e6 * found['during_s']:.0f} us during: "
-        f"{ratio:.2f}x, to reach {REACH_RATIO}x; memory +{found['grown_nbytes'] / 1e6:.1f} MB, to reach "
+        f"{found['idle']} idle and {found['slow']} slow connections at each of {found['ports']} ports, "
+        f"{found['came']} came within {found['coming_for_s']:.1f} s: "
+        f"99th percentile {1e6 * found['before_s']:.0f} us before, {coming:.2f}x while they came, "
+        f"{there:.2f}x from then on, to reach {REACH_RATIO}x; memory +{found['grown_nbytes'] / 1e6:.1f} MB, to reach "
         f"{REACH_NBYTES / 1e6:.0f} MB; a rank was asked for and at work after {found['joined_s']:.2f} s"
     )
     if given.output is not None:

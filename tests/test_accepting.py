@@ -39,14 +39,17 @@ async def test_who_cannot_be_served_for_want_of_a_descriptor_is_told_so() -> Non
     loop = asyncio.get_running_loop()
     accepted: asyncio.Queue[socket.socket] = asyncio.Queue()
     errors: list[OSError] = []
+
+    def begin(sock: socket.socket) -> bool:
+        accepted.put_nowait(sock)
+        return False
+
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as early, socket.socket() as late:
         listener.setblocking(False)
         for sock in (early, late):
             sock.setblocking(False)
         task = loop.create_task(
-            accept_all(
-                listener, accepted.put_nowait, turn_away=lambda sock: sock.send(b"used up"), failed=errors.append
-            )
+            accept_all(listener, begin, turn_away=lambda sock: sock.send(b"used up"), failed=errors.append)
         )
         await loop.sock_connect(early, listener.getsockname())
         (await accepted.get()).close()

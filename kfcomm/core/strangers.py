@@ -2,6 +2,9 @@
 
 A newcomer is always let in: whoever belongs here proves it within milliseconds. Who is cut instead is the oldest of the
 address that has most of them open, so that one address cannot keep the others out.
+
+While some are cut there is a flood, and whoever accepts connections does so slower: what a flood may take is little of
+the processor, and every connection has the longer to prove itself.
 """
 
 from __future__ import annotations
@@ -22,12 +25,16 @@ class Strangers(Generic[K]):
     Args:
         limit: how many there may be.
         of_one: how many of one address.
+
+    Attributes:
+        is_flood: the last one who came had another one cut.
     """
 
     def __init__(self, limit: int = MAX_STRANGERS, of_one: int = MAX_OF_ONE_ADDRESS) -> None:
         self._limit = limit
         self._of_one = of_one
         self._here: dict[K, Hashable] = {}  # in the order in which they came
+        self.is_flood = False
 
     def __len__(self) -> int:
         return len(self._here)
@@ -40,6 +47,7 @@ class Strangers(Generic[K]):
             victim = self._oldest_of(address)
         elif len(self._here) >= self._limit:
             victim = self._oldest_of(counts.most_common(1)[0][0])
+        self.is_flood = victim is not None
         if victim is not None:
             del self._here[victim]
         self._here[who] = address

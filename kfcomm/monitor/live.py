@@ -117,7 +117,7 @@ def attend(job: str, rank: int, statistics: Callable[[], Statistics]) -> Attenda
         return None
 
     def serve(sock: socket.socket) -> None:
-        if _is_mine(sock):
+        if _is_mine(sock) and sock.recv(1):
             with contextlib.suppress(ConfigError):  # the program has turned its meter off meanwhile
                 sock.sendall(json.dumps(statistics().as_json()).encode() + b"\n")
 
@@ -133,6 +133,7 @@ def _ask(name: str) -> Statistics | None:
             sock.connect("\0" + name)
             if not _is_mine(sock):
                 return None
+            sock.sendall(b"?")
             return Statistics.from_json(json.loads(_all_of(sock)))
         except (OSError, ValueError, TypeError, KeyError) as error:
             logger.debug("no statistics from %s: %s", name, error)

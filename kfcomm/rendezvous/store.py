@@ -167,12 +167,13 @@ class StoreServer(Folders):
             await self._http.shutdown(_CLOSE_WITHIN_S)
             self._listener = None
 
-    def _begin(self, sock: socket.socket) -> None:
+    def _begin(self, sock: socket.socket) -> bool:
         if len(self._http.connections) >= MAX_CONNECTIONS:
             sock.close()
-        else:
-            sock.setblocking(False)
-            self._keep(self._connect(sock))
+            return True
+        sock.setblocking(False)
+        self._keep(self._connect(sock))
+        return self._strangers.is_flood or self._greeted.is_flood
 
     async def _connect(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()

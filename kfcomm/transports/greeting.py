@@ -163,13 +163,14 @@ async def serve(
             else:
                 welcome(connection, hello)
 
-        def begin(sock: socket.socket) -> None:
+        def begin(sock: socket.socket) -> bool:
             task = group.create_task(shake(sock))
             cut = strangers.came(task, host_of(sock))
             task.add_done_callback(lambda done: forget(done, sock))
             if cut is not None:
                 cut.cancel()
                 refused(TransportError("there were too many handshakes at once: the oldest was dropped"))
+            return strangers.is_flood
 
         def forget(task: asyncio.Task[None], sock: socket.socket) -> None:
             strangers.gone(task)
