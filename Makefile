@@ -10,6 +10,8 @@ TORCH := torch==2.13.0
 NEW_TORCH_PINS := requirements/newer/torch.txt
 # Processes that share the tests, by module: most tests wait more than they work.
 WORKERS ?= 4
+# Where this is set, as in many images, each of a thousand processes would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

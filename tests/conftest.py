@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import random
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -29,6 +30,9 @@ settings.register_profile("coverage", settings.get_profile("kfcomm"), max_exampl
 settings.register_profile("search", settings.get_profile("kfcomm"), derandomize=False, max_examples=1000)
 settings.load_profile("kfcomm")
 
+QUICK_CASES = 3
+"""Of each test, which `make test` runs; CI runs all."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The loop of all tests of coroutines that choose none themselves."""
@@ -44,6 +48,21 @@ def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> M
         return factories
     chosen = config.getoption("--event-loop")
     return {chosen: factories[chosen]}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test with many cases all but some are slow: always the same ones, chosen by chance."""
+    cases: dict[tuple[pytest.Item | pytest.Collector | None, str], list[pytest.Item]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("slow") is None:
+            cases.setdefault((item.parent, item.originalname), []).append(item)
+    for (_, name), same in cases.items():
+        if len(same) > QUICK_CASES:
+            quick = set(random.Random(name).sample(range(len(same)), QUICK_CASES))
+            for number, item in enumerate(same):
+                if number not in quick:
+                    item.add_marker("slow")
 
 
 def pytest_configure() -> None:

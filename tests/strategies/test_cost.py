@@ -155,6 +155,7 @@ def test_a_sized_strategy_is_predicted_by_its_choice() -> None:
     assert predict_seconds(sized, layout, 101) == predict_seconds(ring, layout, 101)
 
 
+@pytest.mark.slow
 @given(LAYOUTS)
 def test_auto_is_never_slower_by_the_model_than_another_choice(layout: Layout) -> None:
     chosen = auto(layout)

@@ -421,6 +421,7 @@ def with_a_timeout(comm: Communicator) -> Any:
     return comm.all_reduce_async(1, "x").wait(1e6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("follows", [False, True])
 @pytest.mark.parametrize("call", [blocking, begun_and_waited_for, with_a_timeout])
 def test_an_interrupt_at_any_moment_ends_one_call_or_all_with_that_reason(call: Any, follows: bool) -> None:

@@ -151,6 +151,7 @@ def test_training_goes_on_without_the_dead_and_with_the_new() -> None:
     assert run.results[0] == run.results[2] == run.results[3] == ([1.0] * LENGTH, (0, 2, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("second_s", [0.045, 0.06, 0.1, 0.3])
 def test_whom_lost_ranks_were_to_let_in_comes_although_the_second_died_amid_a_change(
     second_s: float,
