@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from kfcomm.accepting import USED_UP, accept_all
+from kfcomm.accepting import FLOOD_PAUSE_S, USED_UP, accept_all
 
 
 @contextmanager
@@ -64,3 +64,37 @@ async def test_who_cannot_be_served_for_want_of_a_descriptor_is_told_so() -> Non
             (await accepted.get()).close()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.asyncio
+async def test_after_each_one_too_many_is_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def slept(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(asyncio, "sleep", slept)
+    accepted: list[socket.socket] = []
+    errors: list[OSError] = []
+    loop, enough = asyncio.get_running_loop(), asyncio.Event()
+
+    def begin(sock: socket.socket) -> bool:
+        accepted.append(sock)
+        if len(accepted) == 4:
+            enough.set()
+        return len(accepted) > 2
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        came = [socket.create_connection(listener.getsockname()) for _ in range(4)]
+        task = loop.create_task(accept_all(listener, begin, turn_away=accepted.append, failed=errors.append))
+        await enough.wait()
+        await sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    for sock in (*came, *accepted):
+        sock.close()
+    assert not errors
+    assert pauses == [0, 0, FLOOD_PAUSE_S, FLOOD_PAUSE_S]

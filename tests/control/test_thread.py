@@ -298,7 +298,7 @@ async def test_a_rank_leaves_in_the_end_although_nobody_asks():
     try:
         async with planes(2, loops={1: busy}) as world:
             await world.threads[0].leave(0.01)
-            while not world.threads[1]._node.is_gone(0):  # the other thread may get no processor for longer
+            while not world.threads[1]._node.is_gone(0):  # noqa: ASYNC110  its node tells nobody
                 await asyncio.sleep(0.001)
             world.threads[0].stop()
             world.threads[1].declare_lost(0, "its process ended with code 0")  # left in good order: no loss

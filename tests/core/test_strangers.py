@@ -16,6 +16,7 @@ def test_there_are_never_too_many(steps: list[tuple[int, bool]], limit: int, of_
     here: dict[int, int] = {}
     for number, (address, leaves) in enumerate(steps):
         victim = strangers.came(number, address)
+        assert strangers.is_flood == (victim is not None)
         if victim is not None:
             same = [who for who, where in here.items() if where == here[victim]]
             assert victim == same[0]

@@ -7,6 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -192,6 +194,25 @@ def test_for_one_too_many_the_oldest_is_hung_up_on(place: tuple[str, socket.sock
     assert many[-1].recv(1) == b"!"
     attendant.stop()
     for sock in many:
+        sock.close()
+
+
+def test_who_says_nothing_has_no_thread_and_who_hangs_up_makes_room(place: tuple[str, socket.socket]) -> None:
+    path, listener = place
+    attendant = Attendant(listener, lambda sock: sock.sendall(sock.recv(1)), "silent")
+    silent = [connected(path) for _ in range(MAX_AT_ONCE - 1)]
+    while len(attendant.descriptors()) < MAX_AT_ONCE:  # the listener's, too
+        time.sleep(0.001)
+    assert [one for one in threading.enumerate() if one.name == "silent"] == [attendant._thread]
+    connected(path).close()
+    while len(attendant.descriptors()) > MAX_AT_ONCE:
+        time.sleep(0.001)
+    with connected(path) as asking:
+        asking.sendall(b"!")
+        assert asking.recv(1) == b"!"
+    attendant.stop()
+    for sock in silent:
+        assert sock.recv(1) == b""
         sock.close()
 
 
