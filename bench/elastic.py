@@ -144,7 +144,7 @@ import numpy as np
 import kfcomm
 from kfcomm.elastic import Elastic, ElasticSampler, State
 
-num_rounds, num_steps = 5, 40
+num_rounds, num_steps = 15, 40
 pieces = [np.ones(1 << 18, np.float32) for _ in range(25)]
 
 def step(comm):

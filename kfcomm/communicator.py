@@ -73,6 +73,7 @@ class Communicator(Persistent):
         self._follower: Communicator | None = None
         self._final: Statistics | None = None
         layout = session.layout_of(view)
+        self._births = tuple(session.network.births[rank] for rank in view.members)
         self._named: dict[str, AnyStrategy] = {}
         self._group = Group(session.engine, view, layout, self._build(strategy, layout), session.timeout_s)
         self._mailbox = Mailbox(session.engine, view, session.timeout_s)
@@ -121,8 +122,7 @@ class Communicator(Persistent):
     @property
     def births(self) -> tuple[int, ...]:
         """The rank that each rank of the group had in the first epoch: who it is, whatever its number is now."""
-        births = self._session.network.births
-        return tuple(births[rank] for rank in self._group.view.members)
+        return self._births
 
     @property
     def strategy(self) -> AnyStrategy:

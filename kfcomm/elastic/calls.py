@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -102,13 +102,12 @@ class Call:
 
 def frozen(result: Any) -> list[np.ndarray[Any, Any]]:
     """NumPy arrays in a result that can be written to: now they cannot. What was changed, to be undone."""
-    found = []
-    for one in (
-        result.values() if isinstance(result, dict) else result if isinstance(result, (list, tuple)) else [result]
-    ):
-        if type(one) is np.ndarray and one.flags.writeable:
-            one.flags.writeable = False
-            found.append(one)
+    parts: Iterable[Any] = (result,)
+    if isinstance(result, (list, tuple, dict)):
+        parts = result.values() if isinstance(result, dict) else result
+    found = [one for one in parts if type(one) is np.ndarray and one.flags.writeable]
+    for one in found:
+        one.setflags(write=False)
     return found
 
 

@@ -285,8 +285,8 @@ class Ledger(Posting):
     def outcome(self, names: Sequence[str] | None) -> set[int] | None:
         """Births whose contributions are in all calls of the step (of these names, if given); None without a call."""
         over = [one for one in self._entries.values() if one.standing is Standing.DONE and one.step == self.step]
-        counted = [one for one in over if one.is_counted(names)]
-        return set.intersection(*(set(one.contributors) for one in counted)) if counted else None
+        counted = {one.contributors for one in over if one.is_counted(names)}
+        return set.intersection(*map(set, counted)) if counted else None
 
     def is_void(self, names: Sequence[str] | None) -> bool:
         """Whether a call of the step (of these names, if given) has failed on this rank because ranks were lost."""

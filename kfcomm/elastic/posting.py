@@ -250,7 +250,7 @@ class Posting(abc.ABC):
 
     def _release(self, entry: Entry) -> None:
         for one in entry.unfreeze:
-            one.flags.writeable = True
+            one.setflags(write=True)
         if entry.scratch is not None:
             free = self._scratch.setdefault((entry.scratch.shape, entry.scratch.dtype.str), [])
             if len(free) < MAX_SCRATCH:

@@ -242,5 +242,10 @@ class Elastic:
 
     @outermost
     def _following(self, walk: Walk[None], met: Any) -> Any:
-        self._end_interrupted()
-        return self._driver.run(partial(following, walk, met), self._comm._session)
+        return self._driver.run(partial(self._take_up, walk, met), self._comm._session)
+
+    def _take_up(self, walk: Walk[None], met: Any) -> Any:
+        ledger = self._comm._inner._ledger
+        if ledger is not None:
+            ledger.given_up(get_ident())
+        return following(walk, met)
