@@ -42,7 +42,9 @@ def as_rank(num_elements: int, folder: Path) -> None:
                 (folder / f"{comm.rank} has joined").touch()
     except PeerLost:
         now_s = time.monotonic()
-        (folder / f"{comm.rank} has lost").write_text(str(now_s), "ascii")
+        written = folder / f"{comm.rank} writes"
+        written.write_text(str(now_s), "ascii")
+        written.rename(folder / f"{comm.rank} has lost")  # so that nobody reads it before it is whole
 
 
 def once(lab: Netlab, chance: Random) -> float:
