@@ -217,14 +217,14 @@ class Elastic:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self._io.is_stopped:
-            self._end_interrupted()
+            self._driver.run(self._give_up, self._comm._session)
             self._io.wait_for(lambda: self._inner.__aexit__(kind, error, trace))
 
-    def _end_interrupted(self) -> None:
+    def _give_up(self) -> None:
         """Calls of this thread that an interrupt has left, and another one before they could be ended."""
         ledger = self._comm._inner._ledger
         if ledger is not None:
-            self._driver.run(partial(ledger.given_up, get_ident()), self._comm._session)
+            ledger.given_up(get_ident())
 
     def steps(
         self, sampler: ElasticSampler, *, passes: int | None = None, used_in: str | Sequence[str] | None = None
@@ -245,7 +245,5 @@ class Elastic:
         return self._driver.run(partial(self._take_up, walk, met), self._comm._session)
 
     def _take_up(self, walk: Walk[None], met: Any) -> Any:
-        ledger = self._comm._inner._ledger
-        if ledger is not None:
-            ledger.given_up(get_ident())
+        self._give_up()
         return following(walk, met)
