@@ -75,6 +75,10 @@ class Alone:
         """See ``session.Network``."""
         return "itself"
 
+    def may_live(self, peer: int) -> bool:
+        """Never called: there is nobody to lose."""
+        return False
+
     def descriptors(self) -> list[int]:
         """None."""
         return []

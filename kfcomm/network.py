@@ -20,7 +20,7 @@ from kfcomm.control import ControlThread, World, addresses_of
 from kfcomm.core.hello import Purpose
 from kfcomm.devices.routes import agree, choose
 from kfcomm.errors import ConfigError, RemoteProtocolError, RendezvousError
-from kfcomm.rendezvous.board import BOUNDS, ENTRY, GIVEN_UP, JOINING, REPLACED, Why
+from kfcomm.rendezvous.board import BOUNDS, ENTRY, GIVEN_UP, JOINING, REPLACED, Exit, Why
 from kfcomm.rendezvous.identity import PeerInfo, host_id, process_uid
 from kfcomm.rendezvous.interfaces import choose_address
 from kfcomm.rendezvous.join import check_protocols, close_store, join, leave_store, open_store
@@ -66,7 +66,7 @@ class Meeting(NamedTuple):
         rendezvous: of the job's store; None where the ranks found each other by other means.
         server: the store, where this rank serves it.
         tls: what connections are secured with.
-        ended: births of the processes that are known to have ended, of whatever epoch.
+        ends: what launchers have said of processes of whatever epoch, by birth.
     """
 
     settings: Settings
@@ -75,7 +75,7 @@ class Meeting(NamedTuple):
     rendezvous: StoreClient | None
     server: StoreServer | None
     tls: Tls | None
-    ended: set[int]
+    ends: dict[int, Exit]
 
     @property
     def client(self) -> StoreClient:
@@ -161,7 +161,7 @@ class SocketNetwork:
         try:
             mark = secrets.token_hex(4)
             listener, me = await _listen(settings, device, mark)
-            meeting = Meeting(settings, me, mark, client, server, tls, set())
+            meeting = Meeting(settings, me, mark, client, server, tls, {})
             if settings.join:
                 return await cls._enter(meeting, listener)
             peers = await join(settings, me, client)
@@ -207,7 +207,7 @@ class SocketNetwork:
                 _check_one_host(peers, settings.links)
             _check_checksums(peers)
             _check_devices(peers)
-            return cls(Meeting(settings, me, mark, None, None, tls, set()), peers, listener, range(settings.size))
+            return cls(Meeting(settings, me, mark, None, None, tls, {}), peers, listener, range(settings.size))
         except BaseException:
             listener.close()
             raise
@@ -309,6 +309,11 @@ class SocketNetwork:
         nearest = self._addresses(peer)[0]
         return f"unix {nearest}" if isinstance(nearest, str) else f"tcp {nearest[0]}:{nearest[1]}"
 
+    def may_live(self, peer: int) -> bool:
+        """See ``session.Network``."""
+        end = self._meeting.ends.get(self.births[peer])
+        return end is None or not _is_certain(end)
+
     def descriptors(self) -> list[int]:
         """See ``session.Network``."""
         shared = self._sharing.descriptors() if self._sharing is not None else []
@@ -356,7 +361,7 @@ class SocketNetwork:
         except RemoteProtocolError:
             return False
         same = (peer.versions[1], peer.checksum) == (self._me.versions[1], self._me.checksum)
-        return same and candidate.birth not in self.births and candidate.birth not in self._meeting.ended
+        return same and candidate.birth not in self.births and candidate.birth not in self._meeting.ends
 
     async def welcome(self, num_old: int, births: Collection[int], strategy: str) -> None:
         """See ``session.Network``."""
@@ -421,8 +426,9 @@ class SocketNetwork:
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
-        if self._sharing is not None:
-            await self._sharing.close()
+        sharing, self._sharing = self._sharing, None
+        if sharing is not None:
+            await sharing.close()
         if not self._is_over and self._meeting.rendezvous is not None:
             await close_store(self._meeting.rendezvous, self._meeting.server)
 
@@ -459,10 +465,9 @@ class SocketNetwork:
         """The launcher sees processes end that leave their sockets open in a child of theirs."""
         try:
             async for end in self._meeting.client.watch_exits(lasting=True):
-                self._meeting.ended.add(end.rank)
+                self._meeting.ends[end.rank] = end
                 if end.rank in self.births and end.rank != self._settings.rank:
-                    has_ended = end.why not in (Why.SILENT, Why.ABSENT)
-                    control.declare_lost(self.births.index(end.rank), end.describe(), has_ended=has_ended)
+                    control.declare_lost(self.births.index(end.rank), end.describe(), has_ended=_is_certain(end))
         except RendezvousError as error:
             logger.debug("rank %d hears no more of exits: %s", self._me.rank, error)
 
@@ -508,6 +513,11 @@ async def _listen(settings: Settings, device: DeviceReport, mark: str) -> tuple[
         checksum=settings.checksum, device=device,
     )  # fmt: skip
     return listener, me
+
+
+def _is_certain(end: Exit) -> bool:
+    """Whether the process has ended. Of one on a host that is not heard of any more, or has not come, nobody knows."""
+    return end.why not in (Why.SILENT, Why.ABSENT)
 
 
 def _unix_name(meeting: Meeting, epoch: int) -> str:

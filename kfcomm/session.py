@@ -104,6 +104,9 @@ class Network(Protocol):
     def job(self) -> str:
         """The same text on all ranks of this world, and on those of no other."""
 
+    def may_live(self, peer: int) -> bool:
+        """Whether a peer that was given up may live: nobody else knows that its process has ended."""
+
     def descriptors(self) -> list[int]:
         """Descriptors that a forked child must let go of."""
 
@@ -431,11 +434,19 @@ class Session:
             self._lag_timer.cancel()
         return follower
 
-    def retire_former(self) -> None:
-        """All ranks are in this epoch: what is left of those before it is closed, in the background."""
+    def retire_former(self, *, lingers: bool = True) -> None:
+        """All ranks are in this epoch: what is left of those before it is closed, in the background.
+
+        The control plane of one that may have strays lingers, until the next change or the end. They were given up,
+        and if they live they hear it there.
+        """
         former, self._former = self._former, []
         for session in former:
-            task = self.engine.loop.create_task(session._retire(), name=f"kfcomm ends epoch {session.epoch}")
+            stays = lingers and any(map(session.network.may_live, session.agreements.strays))
+            if stays:
+                self._former.append(session)
+            retiring = session._retire(lingers=stays)
+            task = self.engine.loop.create_task(retiring, name=f"kfcomm ends epoch {session.epoch}")
             self._retiring.add(task)
             task.add_done_callback(self._retiring.discard)
 
@@ -443,17 +454,21 @@ class Session:
         """Nothing is left of the epochs before this one, nor of the way to a next one."""
         if self.door is not None:
             await self.door.close()
-        self.retire_former()
+        self.retire_former(lingers=False)
         await asyncio.gather(*self._retiring)
 
-    async def _retire(self) -> None:
+    async def _retire(self, *, lingers: bool) -> None:
         await self.engine.close(0.0)
-        if self.engine.control is not None:
-            await _in_a_thread(partial(self.engine.control.stop, 0.0))
+        control = self.engine.control
+        if control is not None and lingers:
+            control.linger()
+        elif control is not None:
+            await _in_a_thread(partial(control.stop, 0.0))
         for pool in self._pools.values():
             pool.close()
         await self.network.close()
-        _sessions.discard(self)
+        if not lingers:
+            _sessions.discard(self)
 
     def hurry(self) -> None:
         """Something is broken, here or elsewhere: closing, now or later, waits for others no longer than a moment."""

@@ -112,6 +112,13 @@ class ControlPlane(Protocol):
     def needed_by(self) -> list[int]:
         """For which ranks one that leaves has to stay."""
 
+    def linger(self) -> None:
+        """The epoch is over, and all that were not given up are in the next one: from now on this is told, and no more.
+
+        Who was given up, lives, and has not heard of it comes here for its peers. If nobody listened, it would take
+        them for dead.
+        """
+
     def stop(self, goodbye_s: float = GOODBYE_S) -> None:
         """End, without waiting for others to be done; the plane of a rank that did not `leave` is lost.
 

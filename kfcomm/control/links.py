@@ -114,7 +114,7 @@ class Links(Inbound):
 
     def reach(self, rank: int, *, delay_s: float = 0.0, suspect: bool = False) -> None:
         """Dial ``rank`` after a while, and again until it answers or is gone, as long as that is wanted."""
-        if self._closed:
+        if self._closed or not self._node.seeks:
             return
         if suspect:
             self._suspects.add(rank)
@@ -139,15 +139,19 @@ class Links(Inbound):
     async def close(self, goodbye_s: float) -> None:
         """Say goodbye on every link and wait, so long at the most, until the peers have closed theirs."""
         self._closed = True
-        for task in self._dialling.values():
-            task.cancel()
         links = self._all
-        for link in links:
-            link.close()
+        self.end_all()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(goodbye_s):
                 for link in links:
                     await link.wait_closed()
+
+    def end_all(self) -> None:
+        """Say goodbye on every link, and dial nobody any more."""
+        for task in self._dialling.values():
+            task.cancel()
+        for link in self._all:
+            link.close()
 
     def abort(self) -> None:
         """End every link at once."""
@@ -170,7 +174,7 @@ class Links(Inbound):
         try:
             await asyncio.sleep(delay_s)
             tries = 0
-            while rank in self._suspects or self._node.wants(rank):
+            while self._node.seeks and (rank in self._suspects or self._node.wants(rank)):
                 try:
                     connection = await self._dial(rank)
                 except DialRefused as error:

@@ -170,6 +170,9 @@ class MemoryControl:
         """See `ControlPlane.needed_by`."""
         return sorted(set(range(self._hub.size)) - {self.rank} - self._released - self._hub.left - self._hub.lost)
 
+    def linger(self) -> None:
+        """Nothing to do: who is given up here hears it in any case."""
+
     def stop(self, goodbye_s: float = 0.0) -> None:
         """See `ControlPlane.stop`."""
         with self._hub.lock:

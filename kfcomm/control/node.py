@@ -27,6 +27,7 @@ from kfcomm.control.questions import Question, Questions
 from kfcomm.control.upcalls import Upcalls
 from kfcomm.core.frame import Header, Kind
 from kfcomm.core.gossip import EVERYBODY, MAX_NAMED_RANKS, Body, CollectiveId, Effect, Effects, Gossip, clip
+from kfcomm.core.hello import Hello, Purpose
 from kfcomm.core.membership import Message, from_wire, to_wire
 from kfcomm.core.silence import Silence
 from kfcomm.errors import RemoteProtocolError
@@ -71,6 +72,7 @@ class ControlNode:
         self._ended: set[int] = set()
         self._left: set[int] = set()
         self._released: set[int] = set()
+        self._is_over = False
         self._is_leaving = False
         self._farewell: Question | None = None
         self._farewells: dict[int, int] = {}
@@ -141,13 +143,30 @@ class ControlNode:
         self._free()
         await self.links.close(goodbye_s)
 
-    def objection(self, rank: int) -> str | None:
-        """Why ``rank`` cannot connect to this one, or None."""
-        return f"rank {rank} has been declared lost" if rank in self._lost else None
+    def linger(self) -> None:
+        """See `ControlPlane.linger`."""
+        self._is_over = True
+        if self._next_beat is not None:
+            self._next_beat.cancel()
+        self.links.end_all()
+
+    def objection(self, hello: Hello) -> str | None:
+        """Why this dialler cannot connect to this rank, or None."""
+        is_lost = hello.rank in self._lost
+        if self._is_over:
+            # it may be right, and this rank lost, until the epoch is over; then it hears what has become of it
+            is_to_hear = is_lost and hello.purpose is Purpose.CONTROL
+            return None if is_to_hear else "this epoch is over"
+        return f"rank {hello.rank} has been declared lost" if is_lost else None
+
+    @property
+    def seeks(self) -> bool:
+        """Whether others are looked for: not by one that they have given up, nor when the epoch is over."""
+        return not self._is_over and self.rank not in self._lost
 
     def maintain(self) -> None:
         """Dial the neighbours to which there is no link."""
-        if self.rank in self._lost:
+        if not self.seeks:
             return
         for rank in self._gossip.missing:
             expected_s = 0.0 if self._gossip.is_dialler(rank) else EXPECTED_DIAL_S
@@ -159,7 +178,7 @@ class ControlNode:
         Only the neighbours are watched: each rank is one of somebody, who tells all.
         """
         loop = asyncio.get_running_loop()
-        self._silence.watch(() if self.rank in self._lost else self._gossip.neighbours, loop.time())
+        self._silence.watch(self._gossip.neighbours if self.seeks else (), loop.time())
         gone, quiet, next_s = self._silence.look(loop.time())
         for rank, silent_s in gone:
             self.declare_lost(rank, f"silent for {silent_s:.1f} s: stopped, stuck, or its host cannot be reached")
@@ -178,8 +197,8 @@ class ControlNode:
         return rank in self._lost or rank in self._left
 
     def wants(self, rank: int) -> bool:
-        """Whether a link to ``rank`` is missing. One whom the others have given up has no neighbours."""
-        return rank in self._gossip.missing and self.rank not in self._lost
+        """Whether a link to ``rank`` is missing."""
+        return rank in self._gossip.missing
 
     def link_up(self, rank: int) -> None:
         """A link to ``rank`` is there, the first one or what is left of two: it hears what it may have missed."""

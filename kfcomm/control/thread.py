@@ -201,6 +201,10 @@ class ControlThread:
         """See `ControlPlane.compare_clocks`."""
         self._call(lambda _: self._compare(self._ask_clock(rank, told)))
 
+    def linger(self) -> None:
+        """See `ControlPlane.linger`."""
+        self._call(lambda node: node.linger())
+
     async def leave(self, timeout_s: float) -> None:
         """See `ControlPlane.leave`."""
         loop = asyncio.get_running_loop()
@@ -271,7 +275,7 @@ class ControlThread:
         shake = functools.partial(
             greet,
             me=world.identity(world.rank),
-            accept=lambda hello: world.objection(hello) or node.objection(hello.rank),
+            accept=lambda hello: world.objection(hello) or node.objection(hello),
             token=world.token,
             epoch=world.epoch,
             timeout_s=min(world.handshake_timeout_s, STRANGER_S),

@@ -67,6 +67,11 @@ class Agreements:
         for number, decision in list(self._decisions.items()):
             self._say(number, decision.lost([rank], have_ended=has_ended))
 
+    @property
+    def strays(self) -> set[int]:
+        """The ranks that were given up, and may live for all that is known here."""
+        return self._gone - self._ended
+
     def fail(self, error: KfcommError) -> None:
         """This rank takes part in nothing more."""
         self._error = self._error or error

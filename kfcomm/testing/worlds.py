@@ -200,6 +200,10 @@ class _Way:
         """See ``session.Network``."""
         return "memory"
 
+    def may_live(self, peer: int) -> bool:
+        """Nobody looks for others here: see ``MemoryControl.linger``."""
+        return False
+
     def descriptors(self) -> list[int]:
         """None."""
         return []

@@ -129,6 +129,27 @@ async def test_an_exit_seen_by_the_launcher_is_a_loss():
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("unix", [False, True], ids=["tcp", "unix"])
+async def test_who_was_given_up_and_comes_when_all_is_over_hears_it(unix):
+    async with planes(4, unix=unix, started=False, lost_after_s=[1.0] * 3) as world:
+        for thread in world.threads[:3]:
+            thread.start()
+        world.threads[1].declare_lost(3, "silent")
+        await world.until(lambda: all(engine.lost == {3: 1} for engine in world.engines[:3]))
+        for thread in world.threads[:3]:
+            thread.linger()
+        for rank, purpose in ((1, Purpose.CONTROL), (3, Purpose.DATA)):
+            with pytest.raises(DialRefused, match="epoch is over") as caught:
+                await world.dial(rank, 0, purpose)
+            assert not caught.value.nobody_listens
+        world.threads[3].start()
+        await world.until(lambda: world.engines[3].lost)
+        assert (world.engines[3].lost, world.engines[3].reasons) == ({3: 1}, ["silent"])
+        assert all(engine.lost == {3: 1} for engine in world.engines)  # they need each other no more
+        assert not any(engine.ended for engine in world.engines)
+
+
+@pytest.mark.asyncio
 async def test_a_broken_link_between_living_ranks_is_dialled_again():
     async with planes(2) as world:
         await settled(world)

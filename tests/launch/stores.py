@@ -40,12 +40,14 @@ class Job:
         ranks: of each host; with one number, the job is on one.
         options: of the launchers.
         program: after ``python train.py``.
+        text: of that file.
     """
 
     def __init__(
-        self, folder: Path, store: str, ranks: tuple[int, ...], options: list[str], program: list[str]
-    ) -> None:
-        (folder / "train.py").write_text(TRAIN)
+        self, folder: Path, store: str, ranks: tuple[int, ...], options: list[str], program: list[str],
+        text: str = TRAIN,
+    ) -> None:  # fmt: skip
+        (folder / "train.py").write_text(text)
         self._folder = folder
         hosts = ",".join(f"{host}:{count}" for host, count in zip(HOSTS, ranks, strict=False))
         self.port = free_port()

@@ -9,15 +9,18 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from kfcomm.epochs import RETIRE_AFTER_S
 from kfcomm.rendezvous.client import StoreClient
 from tests import etcds
 from tests.launch.launched import TOKEN, environ
 from tests.launch.stores import HOW_LONG_S, LONG, Job, kfcomm, outage
+from tests.launch.test_elastic import TRAIN
 
 pytestmark = pytest.mark.slow
 
@@ -26,9 +29,9 @@ pytestmark = pytest.mark.slow
 def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     made: list[Job] = []
 
-    def make(store: str, ranks: tuple[int, ...], options: list[str], *program: object) -> Job:
+    def make(store: str, ranks: tuple[int, ...], options: list[str], *program: object, text: str = TRAIN) -> Job:
         written = [str(one) if not isinstance(one, list) else json.dumps(one) for one in program]
-        made.append(Job(tmp_path, store, ranks, options, written))
+        made.append(Job(tmp_path, store, ranks, options, written, text))
         return made[-1]
 
     yield make
@@ -109,6 +112,37 @@ def test_without_a_quorum_a_job_trains_and_a_change_waits(job: Callable[..., Job
         assert (found["each_sample_used"], len(found["births"]), found["most"]) == ([1.0], 4, 4), found
         assert 1 not in found["births"]
         assert found["keys_left"] == []
+
+
+LATE = """
+import asyncio, os
+from kfcomm.rendezvous.board import ENTRY
+from kfcomm.rendezvous.client import StoreClient
+
+async def late(self, key, timeout_s, get=StoreClient.get):
+    found = await get(self, key, timeout_s)
+    while key == f"{ENTRY}/2" and not os.path.exists("told"):
+        await asyncio.sleep(0.05)
+    return found
+
+StoreClient.get = late
+"""
+
+
+def test_who_hears_too_late_that_it_was_let_in_harms_nobody(job: Callable[..., Job], tmp_path: Path) -> None:
+    made = job(str(tmp_path / "store"), (2,), ["--elastic", "2:3"], LONG, [], 0.2, text=LATE + TRAIN)
+    made.until(0, lambda said: "job" in said)
+    assert kfcomm("resize", "3", made.name()).returncode == 0
+    made.until(0, lambda said: "now 0 1 2" in said and said.count("now 0 1\n") == 2)  # it was let in, and given up
+    time.sleep(2 * RETIRE_AFTER_S)  # its epoch is over, and closed as far as it ever is
+    (tmp_path / "told").touch()
+    made.until(0, lambda said: "rank 2 ended (exit code 1); 2 go on; 1 started in its place" in said)
+    made.until(0, lambda said: "now 0 1 3" in said)
+    made.hurry()
+    assert made.ends() == [0], made.said(0)
+    used, births, _ = made.result()
+    assert (used, births) == ([1.0], [0, 1, 3])
+    assert "the others have given this rank up: silent for 2." in made.said(0)
 
 
 @pytest.mark.parametrize(
