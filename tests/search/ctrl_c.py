@@ -150,6 +150,8 @@ def main() -> int:
     if given.as_rank is not None:
         as_rank(given.as_rank)
         return 0
+    # whom a shell has started in the background ignores it, and so do those whom it starts, until they listen
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     chance, until_s = random.Random(given.seed), time.monotonic() + given.seconds
     took: dict[str, list[float]] = {}
     while time.monotonic() < until_s:
