@@ -105,7 +105,7 @@ class Network(Protocol):
         """The same text on all ranks of this world, and on those of no other."""
 
     def may_live(self, peer: int) -> bool:
-        """Whether a peer that was given up may live: nobody else knows that its process has ended."""
+        """Whether a peer may live: no launcher has seen its process end."""
 
     def descriptors(self) -> list[int]:
         """Descriptors that a forked child must let go of."""

@@ -72,15 +72,13 @@ class Mortal(Supervisor):
             self._follow_too(birth, child)
 
     async def _watch_given_up(self, exits: Exits) -> None:
-        """A rank that the others have given up, and that is stopped or stuck, is of no use to anybody.
+        """A rank that the others have given up is killed, since it is of no use to anybody if it is stopped or stuck.
 
-        One that has said why it fails is on its way out, and may say so to its user, too.
+        Not before the grace is over: if it lives it hears what has become of it, and tells its user why it fails.
         """
         async for birth, _ in exits.watch(GIVEN_UP):
             self._is_given_up(birth)
-            self.listen()
-            due_s = 0.0 if self.blame.said(birth) is None else self.grace_s
-            asyncio.get_running_loop().call_later(due_s, self._signal, birth, signal.SIGKILL)
+            asyncio.get_running_loop().call_later(self.grace_s, self._signal, birth, signal.SIGKILL)
 
     def _is_given_up(self, birth: int) -> None:
         """The ranks go on without this one."""
