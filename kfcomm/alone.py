@@ -109,7 +109,7 @@ class Alone:
         """There is nobody else."""
         raise ConfigError("a world of one has no store, by which others could come")
 
-    async def has_word(self, living: Sequence[int]) -> bool:
+    async def has_word(self, living: Sequence[int], rivals: Sequence[int]) -> bool:
         """Never called: one is more than half of one."""
         return True
 

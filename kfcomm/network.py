@@ -400,15 +400,21 @@ class SocketNetwork:
         await client.claim(f"{REPLACED}/{birth}", b"")
         await client.ask_to_go(birth)
 
-    async def has_word(self, living: Sequence[int]) -> bool:
+    async def has_word(self, living: Sequence[int], rivals: Sequence[int]) -> bool:
         """See ``session.Network``; a store that cannot be reached has no word to give."""
+        client, my_birth = self._meeting.client, self.births[self._me.rank]
         mine = bytes(msgpack.packb([self.peers[rank].uid for rank in living]))
         key = f"epochs/{self.job}/{self._world.epoch + 1}"
         try:
-            held = await self._meeting.client.claim(key, mine, timeout_s=WORD_WITHIN_S)
+            if rivals and await client.find(f"{GIVEN_UP}/{my_birth}", timeout_s=WORD_WITHIN_S) is not None:
+                return False  # they have gone on, and need nobody's word
+            held = await client.claim(key, mine, timeout_s=WORD_WITHIN_S)
+            is_mine = self._me.uid in msgpack.unpackb(held)
+            for rank in rivals if is_mine else ():
+                await client.claim(f"{GIVEN_UP}/{self.births[rank]}", b"", timeout_s=WORD_WITHIN_S)
         except RendezvousError:
             return False
-        return self._me.uid in msgpack.unpackb(held)
+        return is_mine
 
     async def leave(self) -> None:
         """See ``session.Network``."""

@@ -131,8 +131,14 @@ class Network(Protocol):
     async def want_replaced(self, birth: int) -> None:
         """Ask that another process come in the place of this one, which is to go."""
 
-    async def has_word(self, living: Sequence[int]) -> bool:
-        """Whether these ranks, half of all, may go on and the other half may not: whoever asks the store first may."""
+    async def has_word(self, living: Sequence[int], rivals: Sequence[int]) -> bool:
+        """Whether these ranks may go on and the others may not: whoever asks the store first may.
+
+        Args:
+            living: ranks that hear each other.
+            rivals: ranks whose processes are to be ended first, by their launchers, since they may know what ranks that
+                have ended have agreed to. Without launchers they may go on, and these may not.
+        """
 
     async def leave(self) -> None:
         """Tell the others that this rank has ended, and wait for what they need of it. Bounded; may be cancelled."""

@@ -16,11 +16,14 @@ from kfcomm.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, Kf
 
 CUT_OFF_AFTER_S = 1.0
 """So long ranks that are too few wait to be told, by launchers and refused connections, that others have ended."""
+FENCED_WITHIN_S = 15.0
+"""So long they wait for the end of those whom the store's word does not let go on, which have the launcher's grace."""
 MAX_ALL_NBYTES = 1 << 15
 """Of all parts together: they travel in one frame."""
 
 Tell = Callable[[int, Message], None]
-Word = Callable[[Sequence[int]], Awaitable[bool]]
+Word = Callable[[Sequence[int], Sequence[int]], Awaitable[bool]]
+"""See ``session.Network.has_word``."""
 
 
 class Call(IntEnum):
@@ -107,7 +110,7 @@ class Agreements:
             call: what for.
             part: what this rank gives.
             timeout_s: how long to wait.
-            word: asked whether the ranks that are given to it may go on, where they are half of all.
+            word: asked whether the ranks that are given to it may go on, where the others cannot without being asked.
 
         Raises:
             ConfigError: the part is too long, or another call is still under way.
@@ -137,7 +140,7 @@ class Agreements:
 
     async def _wait(self, decision: Decision, call: Call, timeout_s: float, word: Word | None) -> Value:
         loop = asyncio.get_running_loop()
-        until_s, cut_off_at_s = loop.time() + timeout_s, math.inf
+        until_s, cut_off_at_s, has_asked = loop.time() + timeout_s, math.inf, False
         while decision.value is None:
             if self._error is not None:
                 raise self._error
@@ -145,7 +148,8 @@ class Agreements:
             if not decision.is_cut_off:
                 cut_off_at_s = math.inf
             elif now_s >= cut_off_at_s:
-                await self._ask(decision, word)
+                await self._ask(decision, word if not has_asked else None)
+                has_asked, cut_off_at_s = True, loop.time() + FENCED_WITHIN_S
             else:
                 cut_off_at_s = min(cut_off_at_s, now_s + CUT_OFF_AFTER_S)
             if now_s >= until_s:
@@ -160,10 +164,17 @@ class Agreements:
         return decision.value
 
     async def _ask(self, decision: Decision, word: Word | None) -> None:
-        left = decision.living()
-        if word is not None and 2 * len(left) == self._size and await word(left):
+        """The store's word, where the others cannot go on without it, either.
+
+        Of two halves the other is told no, and raises. Where some have ended, the others may know what was decided with
+        these: then they must have ended, too, before it counts.
+        """
+        left, strays = decision.living(), self.strays
+        if word is not None and 2 * len(left) == self._size and await word(left, ()):
             for rank in set(range(self._size)) - set(left):
                 self.lost(rank, has_ended=True)
+        elif word is not None and self._ended and 2 * len(strays) <= self._size and await word(left, sorted(strays)):
+            return
         elif decision.is_cut_off:
             raise Partitioned(
                 f"ranks {left} cannot go on: they are {len(left)} of {self._size}, and nobody knows whether the others "

@@ -164,8 +164,10 @@ class _Way:
         """See ``session.Network``."""
         await self._store.want_replaced(birth)
 
-    async def has_word(self, living: Sequence[int]) -> bool:
-        """See ``session.Network``."""
+    async def has_word(self, living: Sequence[int], rivals: Sequence[int]) -> bool:
+        """See ``session.Network``; there is no launcher."""
+        if rivals:
+            return False
         births = [self.births[rank] for rank in living]
         return await self._store.has_word(self.births[self._rank], births, self.epoch + 1)
 

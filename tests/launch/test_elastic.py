@@ -245,6 +245,33 @@ def test_a_job_ends_when_nobody_is_left_to_let_others_in(tmp_path: Path) -> None
     assert "failed first: SIGKILL" in done.stderr
 
 
+RIVALS = """
+import os, signal, sys
+import numpy as np
+import kfcomm
+from kfcomm.elastic import Elastic, ElasticSampler, State
+
+state = State(used=np.zeros(200))
+with kfcomm.sync.init(elastic=True) as comm, Elastic(comm, state) as elastic:
+    for step in elastic.steps(ElasticSampler(200, 10), used_in="used"):
+        if (step.number, comm.epoch) == (5, 0) and comm.rank < int(sys.argv[1]):
+            os.kill(os.getpid(), signal.SIGSTOP if comm.rank else signal.SIGKILL)
+        mask = np.zeros(200)
+        mask[step.indices] = 1
+        state.used += comm.all_reduce(mask, name="used")
+    print(sorted(set(state.used.tolist())), comm.births[0])
+"""
+
+
+@pytest.mark.parametrize(("size", "num_gone"), [(3, 2), (4, 3)])
+def test_few_go_on_when_some_have_ended_and_the_others_are_stopped(tmp_path: Path, size: int, num_gone: int) -> None:
+    (tmp_path / "rivals.py").write_text(RIVALS)
+    options = ("-n", str(size), "--elastic", f"2:{size}", "--lost-after", "5", "--grace", "1")
+    done = run(tmp_path, *options, sys.executable, "rivals.py", str(num_gone))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"[1.0] {size - 1}" in done.stdout
+
+
 def test_size_and_status_from_outside(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
 

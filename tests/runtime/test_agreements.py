@@ -90,7 +90,8 @@ async def test_half_of_the_ranks_go_on_with_a_word_and_not_without(monkeypatch: 
     monkeypatch.setattr(agreements, "CUT_OFF_AFTER_S", 0.0)
     asked: list[list[int]] = []
 
-    async def word(living: Sequence[int]) -> bool:
+    async def word(living: Sequence[int], rivals: Sequence[int]) -> bool:
+        assert not rivals
         asked.append(list(living))
         return len(asked) > 1
 
@@ -105,10 +106,51 @@ async def test_half_of_the_ranks_go_on_with_a_word_and_not_without(monkeypatch: 
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize(("size", "rivals"), [(3, [1]), (4, [1, 2]), (5, [1, 2])])
+async def test_where_some_have_ended_the_others_have_to_end_before_the_word_counts(
+    monkeypatch: pytest.MonkeyPatch, size: int, rivals: list[int]
+) -> None:
+    monkeypatch.setattr(agreements, "CUT_OFF_AFTER_S", 0.0)
+    ranks, left = Ranks(size), [rank for rank in range(1, size) if rank not in rivals]
+    ranks.lose(0, has_ended=True)
+    for rank in rivals:
+        ranks.lose(rank, has_ended=False)
+    asked: list[tuple[list[int], list[int]]] = []
+
+    async def word(living: Sequence[int], rivals: Sequence[int]) -> bool:
+        asked.append((list(living), list(rivals)))
+        for rank in rivals:  # a moment later
+            asyncio.get_running_loop().call_soon(lambda rank=rank: ranks.lose(rank, has_ended=True))
+        return True
+
+    said = await asyncio.gather(*(ranks.all[rank].decide(Call.SHRINK, b"x", LONG_S, word) for rank in left))
+    assert said == [dict.fromkeys(left, b"x")] * len(left)
+    assert asked[0] == (left, rivals)
+
+
+@pytest.mark.asyncio
+async def test_who_has_the_word_does_not_wait_for_ever_for_the_end_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreements, "CUT_OFF_AFTER_S", 0.0)
+    monkeypatch.setattr(agreements, "FENCED_WITHIN_S", 0.0)
+    asked: list[Sequence[int]] = []
+
+    async def word(_: Sequence[int], rivals: Sequence[int]) -> bool:
+        asked.append(rivals)
+        return True
+
+    ranks = Ranks(3)
+    ranks.lose(0, has_ended=True)
+    ranks.lose(1, has_ended=False)
+    with pytest.raises(Partitioned):
+        await ranks.all[2].decide(Call.SHRINK, b"", LONG_S, word)
+    assert asked == [[1]]
+
+
+@pytest.mark.asyncio
 async def test_less_than_half_do_not_even_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreements, "CUT_OFF_AFTER_S", 0.0)
 
-    async def word(_: Sequence[int]) -> bool:
+    async def word(*_: Sequence[int]) -> bool:
         raise AssertionError
 
     ranks = Ranks(3)
