@@ -402,11 +402,11 @@ class SocketNetwork:
 
     async def has_word(self, living: Sequence[int], rivals: Sequence[int]) -> bool:
         """See ``session.Network``; a store that cannot be reached has no word to give."""
-        client, my_birth = self._meeting.client, self.births[self._me.rank]
+        client = self._meeting.client
         mine = bytes(msgpack.packb([self.peers[rank].uid for rank in living]))
         key = f"epochs/{self.job}/{self._world.epoch + 1}"
         try:
-            if rivals and await client.find(f"{GIVEN_UP}/{my_birth}", timeout_s=WORD_WITHIN_S) is not None:
+            if rivals and await client.find(f"{GIVEN_UP}/{self._settings.rank}", timeout_s=WORD_WITHIN_S) is not None:
                 return False  # they have gone on, and need nobody's word
             held = await client.claim(key, mine, timeout_s=WORD_WITHIN_S)
             is_mine = self._me.uid in msgpack.unpackb(held)

@@ -170,11 +170,12 @@ class Agreements:
         these: then they must have ended, too, before it counts.
         """
         left, strays = decision.living(), self.strays
-        if word is not None and 2 * len(left) == self._size and await word(left, ()):
-            for rank in set(range(self._size)) - set(left):
-                self.lost(rank, has_ended=True)
-        elif word is not None and self._ended and 2 * len(strays) <= self._size and await word(left, sorted(strays)):
-            return
+        is_half = 2 * len(left) == self._size
+        may_ask = is_half or (self._ended and 2 * len(strays) <= self._size)
+        if word is not None and may_ask and await word(left, () if is_half else sorted(strays)):
+            if is_half:
+                for rank in set(range(self._size)) - set(left):
+                    self.lost(rank, has_ended=True)
         elif decision.is_cut_off:
             raise Partitioned(
                 f"ranks {left} cannot go on: they are {len(left)} of {self._size}, and nobody knows whether the others "
