@@ -21,6 +21,7 @@ from kfcomm.core.hello import Purpose
 from kfcomm.devices.routes import agree, choose
 from kfcomm.errors import ConfigError, RemoteProtocolError, RendezvousError
 from kfcomm.rendezvous.board import BOUNDS, ENTRY, GIVEN_UP, JOINING, REPLACED, Exit, Why
+from kfcomm.rendezvous.farewell import show_life
 from kfcomm.rendezvous.identity import PeerInfo, host_id, process_uid
 from kfcomm.rendezvous.interfaces import choose_address
 from kfcomm.rendezvous.join import check_protocols, close_store, join, leave_store, open_store
@@ -131,6 +132,7 @@ class SocketNetwork:
         self._world = World(
             self._me.rank, self.peers, settings.token or b"", epoch, lost_after_s=settings.lost_after_s,
             launcher_word_s=0.0 if settings.job is None else LAUNCHER_WORD_S, tls=meeting.tls,
+            show_life=show_life if settings.elastic else None,
         )  # fmt: skip
         self._loop = asyncio.get_running_loop()
         self._inbound: Waiter

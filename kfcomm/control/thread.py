@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 STRANGERS_A_RANK = 8
 """All ranks may come at once, each for several links."""
+SIGNS_OF_LIFE = 4
+"""So many are shown in the time after which a silent peer is lost."""
 COMPARED_WITHIN_S = 0.25
 """How long a thread that stops waits for clocks that are being compared: a millisecond, if all is well."""
 
@@ -68,6 +70,7 @@ class World(NamedTuple):
         lost_after_s: after this a peer that is silent is lost; infinite for never.
         tls: what TCP connections are secured with; None for plain ones.
         launcher_word_s: how long a launcher, which knows how a process ended, is given to say so.
+        show_life: called now and then, for whoever else is to know that this process runs; None for nobody.
     """
 
     rank: int
@@ -78,6 +81,7 @@ class World(NamedTuple):
     lost_after_s: float = math.inf
     launcher_word_s: float = 0.0
     tls: Tls | None = None
+    show_life: Callable[[], None] | None = None
 
     def identity(self, rank: int) -> Identity:
         """Who ``rank`` has to prove to be."""
@@ -252,6 +256,7 @@ class ControlThread:
                     lost_after_s=self._world.lost_after_s, launcher_word_s=self._world.launcher_word_s,
                 )  # fmt: skip
                 serving = tasks.create_task(self._serve(node))
+                self._show_life()
                 node.maintain()
                 node.beat()
                 self._ready.set()
@@ -264,6 +269,11 @@ class ControlThread:
             if self._node is not None:
                 self._node.links.abort()
             self._listener.close()
+
+    def _show_life(self) -> None:
+        if self._world.show_life is not None:
+            self._world.show_life()
+            self._loop.call_later(self._world.lost_after_s / SIGNS_OF_LIFE, self._show_life)
 
     async def _dial(self, rank: int, purpose: Purpose = Purpose.CONTROL) -> Connection:
         world = self._world

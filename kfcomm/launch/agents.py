@@ -11,6 +11,8 @@ What they tell each other lies in folders of the store::
                  asked to end
     launchers    a launcher that ends     what it was to start and did not is started elsewhere
     given-up     ranks                    the process is of no use any more, and is killed where it runs
+    silent       a launcher               which of its ranks have shown no sign of life for so long that peers who
+                                          live would have given them up
 
 If the first launcher is gone the others keep what runs until that ends, or until it is started again: then they tell it
 what has happened meanwhile.
@@ -21,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +38,7 @@ from kfcomm.rendezvous.board import (
     GIVEN_UP,
     LEAVING,
     OUTCOME,
+    SILENT,
     START,
     Exit,
     Why,
@@ -44,6 +47,8 @@ from kfcomm.rendezvous.client import StoreClient
 from kfcomm.rendezvous.folders import AGAIN_S, StoreClosed
 
 _SAID_WITHIN_S = 5.0
+_LOOKS = 4
+"""So often signs of life are looked for in the time after which a rank without any is silent."""
 NOT_STARTED = 126
 """The exit code of a process that the kernel did not run."""
 
@@ -53,12 +58,18 @@ class Mortal(Supervisor):
     """Watches ranks on one host, some of which may end before the job does.
 
     Attributes:
+        lost_after_s: after this a rank that shows no sign of life is silent.
         start: starts the process of this birth.
         say: tells of what happens.
+        lived_s: when each rank of this host showed last that it runs, of those that ever did.
+        silent: births of those that should have by now.
     """
 
+    lost_after_s: float = field(kw_only=True)
     start: Callable[[int], Child] = field(init=False)
     say: Callable[[str], None] = field(init=False)
+    lived_s: Mapping[int, float] = field(default_factory=dict)
+    silent: set[int] = field(default_factory=set)
 
     async def _launch(self, birth: int, exits: Exits) -> None:
         try:
@@ -80,6 +91,30 @@ class Mortal(Supervisor):
             self._is_given_up(birth)
             asyncio.get_running_loop().call_later(self.grace_s, self._signal, birth, signal.SIGKILL)
 
+    async def _watch_signs_of_life(self, exits: Exits) -> None:
+        """Which ranks of this host show none; a rank that leaves does not have to."""
+        heard_s = looked_s = now_s()
+        while True:
+            await asyncio.sleep(self.lost_after_s / _LOOKS)
+            if now_s() - looked_s > self.lost_after_s / 2:
+                heard_s = now_s()  # this launcher itself was stopped, and heard nobody
+            looked_s = now_s()
+            self.listen()
+            due_s = looked_s - self.lost_after_s
+            self.silent = {
+                birth
+                for birth, lived_s in self.lived_s.items()
+                if max(lived_s, heard_s) < due_s and birth not in self.ended and not self._leaves(birth)
+            }
+            await self._tell_silent(exits)
+
+    def _leaves(self, birth: int) -> bool:
+        said = self.blame.said(birth)
+        return said is not None and said.at_s is not None
+
+    async def _tell_silent(self, exits: Exits) -> None:
+        """Time has passed, and it is known who is silent."""
+
     def _is_given_up(self, birth: int) -> None:
         """The ranks go on without this one."""
 
@@ -99,6 +134,7 @@ class Agent(Mortal):
 
     first: StoreClient = field(kw_only=True)
     let_go: Callable[[], None] = lambda: None
+    _told_silent: set[int] = field(default_factory=set)
     _is_concluded: bool = False
     _is_alone: bool = False
     _has_left: bool = False
@@ -106,7 +142,7 @@ class Agent(Mortal):
     def _begin(self, exits: Exits) -> list[Coroutine[Any, Any, None]]:
         return [
             self._watch_orders(exits), self._watch_dismissed(exits), self._watch_outcome(exits),
-            self._watch_given_up(exits), self._watch_first(exits),
+            self._watch_given_up(exits), self._watch_first(exits), self._watch_signs_of_life(exits),
         ]  # fmt: skip
 
     def _is_over(self, watcher: asyncio.Task[None]) -> bool:
@@ -124,6 +160,14 @@ class Agent(Mortal):
                 with contextlib.suppress(KfcommError):
                     if birth >= self.blame.size and not await exits.was_let_in(birth):
                         self._signal(birth, signal.SIGTERM)
+
+    async def _tell_silent(self, exits: Exits) -> None:
+        if self.silent == self._told_silent:
+            return
+        with contextlib.suppress(KfcommError, TimeoutError):
+            async with asyncio.timeout(_SAID_WITHIN_S):
+                await exits.set(f"{SILENT}/{self.host}", msgpack.packb(sorted(self.silent)))
+                self._told_silent = self.silent
 
     async def _watch_first(self, exits: Exits) -> None:
         """Be heard by the first launcher, and know whether it is there."""

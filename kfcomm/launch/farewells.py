@@ -12,10 +12,13 @@ import contextlib
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable
 
-from kfcomm.rendezvous.farewell import MAX_NBYTES, Farewell, uid_of_peer
+from kfcomm.rendezvous.farewell import MAX_NBYTES, SIGN_OF_LIFE, Farewell, uid_of_peer
 from kfcomm.rendezvous.listening import BACKLOG
+
+_UNKNOWN = -1
 
 
 class Farewells:
@@ -28,6 +31,7 @@ class Farewells:
 
     Attributes:
         address: what the ranks are told, in ``KFCOMM_LAUNCHER``.
+        lived_s: when each rank showed last that it runs, of those that ever did, by the monotonic clock.
     """
 
     def __init__(self, ranks: range, heard: Callable[[Farewell], None], *, is_elastic: bool = False) -> None:
@@ -35,7 +39,8 @@ class Farewells:
         self.address = f"kfcomm-{secrets.token_hex(16)}"
         self._ranks = ranks
         self._heard = heard
-        self._lines: set[socket.socket] = set()
+        self.lived_s: dict[int, float] = {}
+        self._lines: dict[socket.socket, int] = {}
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.setblocking(False)
         self._listener.bind("\0" + self.address)
@@ -64,14 +69,18 @@ class Farewells:
                     line.close()
                     continue
                 line.setblocking(False)
-                self._lines.add(line)
+                self._lines[line] = _UNKNOWN
                 self._loop.add_reader(line, self._read, line)
 
     def _read(self, line: socket.socket) -> None:
         try:
             while data := line.recv(MAX_NBYTES):
+                if data == SIGN_OF_LIFE and self._lines[line] != _UNKNOWN:
+                    self.lived_s[self._lines[line]] = time.monotonic()
+                    continue
                 farewell = Farewell.from_wire(data)
                 if farewell is not None and self._may_speak(farewell.rank):
+                    self._lines[line] = farewell.rank
                     self._heard(farewell)
         except BlockingIOError:
             return
@@ -84,6 +93,6 @@ class Farewells:
         return rank in self._ranks or (self._is_elastic and rank >= self._ranks.stop)
 
     def _hang_up(self, line: socket.socket) -> None:
-        self._lines.discard(line)
+        self._lines.pop(line, None)
         self._loop.remove_reader(line)
         line.close()

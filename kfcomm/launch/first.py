@@ -26,6 +26,7 @@ from kfcomm.rendezvous.board import (
     LEAVING,
     OUTCOME,
     REPLACED,
+    SILENT,
     SIZES,
     START,
     Exit,
@@ -50,11 +51,13 @@ class First(Mortal):
     arrivals: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
     _exits: Exits = field(init=False)
     _dismissed: set[int] = field(default_factory=set)
+    _given_up: set[int] = field(default_factory=set)
     _starting: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     _later: asyncio.TimerHandle | None = None
     _last: Failure | None = None
     _held: Wanted | None = None
     _fitted: tuple[Any, ...] = ()
+    _is_silence_told: bool = False
     _is_told: bool = False
     _is_alone: bool = False
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -65,7 +68,7 @@ class First(Mortal):
         return [
             self._ask_for_spares(exits), self._watch_sizes(exits), self._watch_given_up(exits),
             self._watch_leaving(exits), self._watch_launchers(exits), self._watch_arrivals(),
-            self._watch_slots(exits), self._watch_replaced(exits),
+            self._watch_slots(exits), self._watch_replaced(exits), self._watch_signs_of_life(exits),
         ]  # fmt: skip
 
     def _is_over(self, watcher: asyncio.Task[None]) -> bool:
@@ -85,24 +88,54 @@ class First(Mortal):
         if self.elastic.is_ending:  # nobody is left to let them in
             self._dismiss(await self._waiting(exits))
         else:
-            await self._fail_if_nobody_lets_in(exits)
+            await self._fail_if_nobody_goes_on(exits)
         if not self._is_told and not (self.verdict.is_open and self.elastic.running):
             self._is_told = True
             await claimed(exits, f"{OUTCOME}/0", _outcome(self.verdict))
 
-    async def _fail_if_nobody_lets_in(self, exits: Exits) -> None:
-        """All ranks are gone, and those that wait to be let in would wait for ever."""
+    async def _fail_if_nobody_goes_on(self, exits: Exits) -> None:
+        """All ranks are gone, or show no sign of life; those that wait to be let in would wait for ever.
+
+        Where all of them are silent and none has failed they are only told of: somebody has stopped them, and may have
+        them go on.
+        """
         running = self.elastic.running - self._dismissed
-        if not running or min(running) < self.blame.size or not self.verdict.is_open:
+        if not running or not self.verdict.is_open:
             return
-        if running <= set(await self._waiting(exits)) and self._last is not None:
-            self.verdict.failed = self._last
-            self.say("no rank is left to let others in")
+        members = running.difference(await self._waiting(exits))
+        is_silent = bool(members) and members <= await self._silent_ones(exits)
+        if is_silent and not self._is_silence_told:
+            self.say(
+                f"no rank has shown a sign of life for {self.lost_after_s:g} s: {_these(members)} stopped or stuck"
+            )
+        self._is_silence_told = is_silent
+        failure = await self._unanswered(exits) if is_silent else self._last if not members else None
+        if failure is not None:
+            self.verdict.failed = failure
+            self.say("no rank is left to go on" if is_silent else "no rank is left to let others in")
             self._give_up_starting()
-            self._dismiss(running)
+            self._dismiss(running - members)
             self._end(signal.SIGTERM)
 
+    async def _silent_ones(self, exits: Exits) -> set[int]:
+        """Births of the ranks, of all hosts, that show no sign of life."""
+        told = await exits.collect(SILENT, 0, timeout_s=0.0)
+        return self.silent.union(*map(msgpack.unpackb, told.values()))
+
+    async def _unanswered(self, exits: Exits) -> Failure | None:
+        """A rank that failed, and that those who live would have given up by now."""
+        for birth in [birth for birth, code in self.ended.items() if code and birth not in self._given_up][::-1]:
+            if birth not in self._dismissed and (birth < self.blame.size or await exits.was_let_in(birth)):
+                is_last = self._last is not None and self._last.rank == birth
+                return self._last if is_last else Failure(birth, self.ended[birth], now_s())
+        return None
+
+    async def _tell_silent(self, exits: Exits) -> None:
+        del exits
+        self._changed.set()
+
     def _is_given_up(self, birth: int) -> None:
+        self._given_up.add(birth)
         self.elastic.given_up(birth)
 
     def _has_ended(self, end: Exit) -> None:
@@ -282,6 +315,13 @@ def _outcome(verdict: Verdict) -> bytes:
     rank, code, summary = (-1, 0, "") if failed is None else (failed.rank, failed.code, failed.summary)
     said: bytes = msgpack.packb([verdict.signal or 0, rank, code, summary])
     return said
+
+
+def _these(births: Iterable[int]) -> str:
+    numbers = sorted(births)
+    if len(numbers) == 1:
+        return f"rank {numbers[0]} is"
+    return f"ranks {', '.join(map(str, numbers))} are"
 
 
 def _how(end: Exit) -> str:

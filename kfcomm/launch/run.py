@@ -38,6 +38,7 @@ from kfcomm.launch.streams import Display, Streams
 from kfcomm.launch.supervisor import Supervisor, Verdict
 from kfcomm.rendezvous.board import Why, describe_exit
 from kfcomm.rendezvous.listening import listen, url_of
+from kfcomm.rendezvous.settings import Settings
 
 logger = logging.getLogger("kfcomm")
 
@@ -69,7 +70,7 @@ async def run(options: RunOptions, environ: Mapping[str, str], display: Display 
     if job.plan.here:
         try:
             async with joined(job, settings) as (job_here, store):
-                return await _run_ranks(job_here, store, display)
+                return await _run_ranks(job_here, store, settings, display)
         except NotNeeded as over:
             logger.warning("%s", over)
             return 0
@@ -77,21 +78,22 @@ async def run(options: RunOptions, environ: Mapping[str, str], display: Display 
     with listen(job.plan.address, options.store_port()) as listener:
         if job.elastic is None or options.store is None:
             store = Store(url_of(listener), functools.partial(served, job, listener, settings))
-            return await _run_ranks(job, store, display)
+            return await _run_ranks(job, store, settings, display)
         async with kept_store(job, job.elastic, options.store, listener, settings) as store:
-            return await _run_ranks(job, store, display)
+            return await _run_ranks(job, store, settings, display)
 
 
-async def _run_ranks(job: Job, store: Store, display: Display | None) -> int:
+async def _run_ranks(job: Job, store: Store, settings: Settings, display: Display | None) -> int:
     """Start the ranks of this host, watch them to their end, and leave nothing of them behind.
 
     Args:
         job: what they are.
         store: of the job.
+        settings: of the ranks.
         display: see `run`.
     """
     children: dict[int, Child] = {}
-    supervisor = _supervisor(job, children, store)
+    supervisor = _supervisor(job, children, store, settings.lost_after_s)
     output = Output(_screen(job), lambda: supervisor.interrupt(signal.SIGPIPE), _DESCRIPTORS)
     beginning = job.plan.ranks if store.ended is None else range(0)
     folder = job.options.log_dir
@@ -138,6 +140,7 @@ async def _run_ranks(job: Job, store: Store, display: Display | None) -> int:
                         answer = functools.partial(_answer, job, supervisor)
                         await rooms.enter_async_context(Requests(job.mark, answer))
                     if isinstance(supervisor, Mortal):
+                        supervisor.lived_s = farewells.lived_s
                         supervisor.start = start_another
                         supervisor.say = lambda text: _spawn(tasks, streams.say(text))
                     for pump in pumps:
@@ -157,14 +160,16 @@ async def _run_ranks(job: Job, store: Store, display: Display | None) -> int:
     return verdict.exit_code
 
 
-def _supervisor(job: Job, children: dict[int, Child], store: Store) -> Supervisor:
+def _supervisor(job: Job, children: dict[int, Child], store: Store, lost_after_s: float) -> Supervisor:
     host = store.position if len(job.plan.hosts) > 1 else None
     watched = (Blame(job.plan.size), children, job.options.grace_s, job.options.keep_going, host)
     if job.elastic is None:
         return Supervisor(*watched)
     if store.first is not None:
-        return Agent(*watched, first=store.first, let_go=store.let_go)
-    first = First(*watched, elastic=job.elastic, discovery=job.discovery, arrivals=job.arrivals)
+        return Agent(*watched, lost_after_s=lost_after_s, first=store.first, let_go=store.let_go)
+    first = First(
+        *watched, lost_after_s=lost_after_s, elastic=job.elastic, discovery=job.discovery, arrivals=job.arrivals
+    )
     first.ended = dict(store.ended or {})
     return first
 

@@ -46,6 +46,13 @@ class Exits(Protocol):
         """The value of ``key`` now."""
         ...
 
+    async def set(self, key: str, value: bytes) -> None:
+        """Give ``key`` a value, or another one."""
+
+    async def collect(self, folder: str, count: int, *, timeout_s: float) -> dict[str, bytes]:
+        """The values below ``folder``, by name, once there are so many; after that time, what there is."""
+        ...
+
     def watch(self, folder: str) -> AsyncIterator[tuple[int, bytes]]:
         """Each value of a folder whose names are numbers."""
         ...

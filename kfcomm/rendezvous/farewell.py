@@ -2,7 +2,8 @@
 
 The first rank to fail often takes longer to end than those that fail because of it: its interpreter has more to take
 down. So it says at once that it leaves, along a Unix socket at which the launcher listens, before the others can hear
-of it. What it says is no promise: only the end of the process tells whether it has failed.
+of it. What it says is no promise: only the end of the process tells whether it has failed. In an elastic job it shows
+along the same socket, now and then, that it runs.
 
 The launcher never writes. That the socket can be read means that the launcher is gone, and its guardian may be, too:
 the kernel then ends this process (``F_SETSIG``, fcntl(2)), whatever it does at that moment and whatever was between
@@ -31,6 +32,7 @@ import msgpack
 from kfcomm.errors import CollectiveAborted, PeerLost, RendezvousError
 
 MAX_NBYTES = 1 << 16
+SIGN_OF_LIFE = b"\0"
 MAX_TEXT_NBYTES = 48 << 10
 _MAX_SUMMARY = 400
 _MAX_CHAIN = 64
@@ -149,11 +151,17 @@ class _Line:
         told = Farewell(self.rank, at_s, code, is_elsewhere(error), _summary_of(error), text, is_printed)
         return text if self._send(told) else b""
 
+    def lives(self) -> None:
+        self._write(SIGN_OF_LIFE)
+
     def _send(self, farewell: Farewell) -> bool:
+        return self._write(farewell.to_wire())
+
+    def _write(self, data: bytes) -> bool:
         if self.pid != os.getpid():
             return False
         with contextlib.suppress(OSError):
-            self._sock.send(farewell.to_wire())
+            self._sock.send(data)
             return True
         return False
 
@@ -189,6 +197,12 @@ def join(address: str | None, rank: int) -> None:
         if sys.excepthook is not _uncaught:
             _print_before, sys.excepthook = sys.excepthook, _uncaught
     _line.joined()
+
+
+def show_life() -> None:
+    """This process runs, whatever its program does; from any thread."""
+    if _line is not None:
+        _line.lives()
 
 
 def leave() -> None:

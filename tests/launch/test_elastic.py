@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from kfcomm.errors import ConfigError
@@ -255,7 +256,7 @@ state = State(used=np.zeros(200))
 with kfcomm.sync.init(elastic=True) as comm, Elastic(comm, state) as elastic:
     for step in elastic.steps(ElasticSampler(200, 10), used_in="used"):
         if (step.number, comm.epoch) == (5, 0) and comm.rank < int(sys.argv[1]):
-            os.kill(os.getpid(), signal.SIGSTOP if comm.rank else signal.SIGKILL)
+            os.kill(os.getpid(), signal.Signals[sys.argv[2]] if comm.rank == 0 else signal.SIGSTOP)
         mask = np.zeros(200)
         mask[step.indices] = 1
         state.used += comm.all_reduce(mask, name="used")
@@ -267,9 +268,43 @@ with kfcomm.sync.init(elastic=True) as comm, Elastic(comm, state) as elastic:
 def test_few_go_on_when_some_have_ended_and_the_others_are_stopped(tmp_path: Path, size: int, num_gone: int) -> None:
     (tmp_path / "rivals.py").write_text(RIVALS)
     options = ("-n", str(size), "--elastic", f"2:{size}", "--lost-after", "5", "--grace", "1")
-    done = run(tmp_path, *options, sys.executable, "rivals.py", str(num_gone))
+    done = run(tmp_path, *options, sys.executable, "rivals.py", str(num_gone), "SIGKILL")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"[1.0] {size - 1}" in done.stdout
+
+
+@pytest.mark.parametrize("bounds", ["2", "2:4"])
+def test_a_job_ends_when_those_that_are_left_are_stopped(tmp_path: Path, bounds: str) -> None:
+    (tmp_path / "rivals.py").write_text(RIVALS)
+    options = ("-n", "3", "--elastic", bounds, "--lost-after", "2", "--grace", "1")
+    done = run(tmp_path, *options, sys.executable, "rivals.py", "2", "SIGSTOP")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "sign of life for 2 s: ranks 0, 1 are stopped or stuck" in done.stderr
+    assert "no rank is left to go on" in done.stderr
+    assert "failed first: exit code 1 (kfcomm.errors.Partitioned" in done.stderr
+
+
+def test_a_job_whose_ranks_are_all_stopped_is_told_of_and_goes_on_when_they_do(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    command = [
+        sys.executable, "-m", "kfcomm", "run", "-n", "2", "--elastic", "1:2", "--lost-after", "2",
+        sys.executable, "train.py", "300", "[]", "0.05",
+    ]  # fmt: skip
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environ(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as job:
+        assert job.stdout is not None
+        assert job.stderr is not None
+        assert "job" in job.stdout.readline()
+        ranks = [one for one in psutil.Process(job.pid).children() if "train.py" in one.cmdline()]
+        for one in ranks:
+            one.suspend()
+        assert "ranks 0, 1 are stopped or stuck" in job.stderr.readline()
+        for one in ranks:
+            one.resume()
+        out, err = job.communicate(timeout=120)
+    assert job.returncode == 0, out + err
+    assert "[[1.0], [0, 1], 2]" in out
 
 
 def test_size_and_status_from_outside(tmp_path: Path) -> None:

@@ -135,6 +135,16 @@ def test_a_host_that_is_not_heard_of_is_given_up(job: Callable[..., Job]) -> Non
     made.launchers[1].wait(HOW_LONG_S)  # with the job's exit code, if it has heard of that before it was given up
 
 
+def test_the_ranks_that_are_left_are_stopped_on_another_host(job: Callable[..., Job]) -> None:
+    made = job((1, 2), ["--elastic", "2:4", "--grace", "1"], 400, [], 0.04)
+    made.until(0, lambda said: "job" in said)
+    for one in children_of(made, 1):
+        one.suspend()
+    assert made.ends() == [1, 1], made.said(0) + made.said(1)
+    assert "sign of life for 2 s: ranks 1, 2 are stopped or stuck" in made.said(0)
+    assert "Partitioned" in made.said(0)
+
+
 def test_a_launcher_that_is_asked_to_end_gives_its_ranks_away(job: Callable[..., Job]) -> None:
     made = job((2, 2), ["--elastic", "2:4"], 150, [], 0.04)
     made.until(0, lambda said: "job" in said)
