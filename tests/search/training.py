@@ -1,5 +1,7 @@
 """Training whose ranks are killed and halted, replaced and resized: every pass ends, with each sample used once.
 
+In every third job so many at once that none may be left who can go on: then its launcher has to say so.
+
 python -m tests.search.training --seconds 60 --seed 1
 """
 
@@ -23,6 +25,10 @@ from tests.launch.launched import environ
 
 LENGTH = 600
 HANG_S = 120.0
+RATES = [(0.01, 0), (0.004, 0.002), (0, 0.004)]
+"""The shares of the ranks that are killed and halted in a step."""
+HARD_RATES = [(0.02, 0.03), (0, 0.05), (0.04, 0.01)]
+NOBODY_LEFT = ("no rank is left to ", "no rank has shown a sign of life")
 PROGRAM = """
 import json, os, random, signal, sys, time
 import numpy as np
@@ -60,18 +66,30 @@ with kfcomm.sync.init(elastic=True) as comm:
 def processes(random: Random, folder: Path) -> str:
     """One job of processes; what befell it, in words."""
     size, transport = random.choice([3, 4]), random.choice(["shm", "unix", "tcp"])
-    kills, halts = random.choice([(0.01, 0), (0.004, 0.002), (0, 0.004)])
+    is_hard = random.random() < 1 / 3
+    kills, halts = random.choice(HARD_RATES if is_hard else RATES)
     sizes = {str(random.randrange(60)): random.choice([2, 3, 5]) for _ in range(random.choice([0, 1, 2]))}
     program = folder / "train.py"
     program.write_text(PROGRAM)
     arguments = [str(LENGTH), str(kills), str(halts), json.dumps(sizes), random.choice(["3", "200000"])]
     options = ["-n", str(size), "--elastic", "2:5", "--transport", transport, "--lost-after", "2", "--timeout", "60"]
     command = [sys.executable, "-m", "kfcomm", "run", *options, sys.executable, str(program), *arguments]
-    done = subprocess.run(command, env=environ(), capture_output=True, text=True, timeout=HANG_S)
-    said = {line.partition("] ")[2] for line in done.stdout.splitlines()}  # the same on all ranks
-    if done.returncode or len(said) != 1 or not said.pop().startswith("[[1.0], "):
-        raise AssertionError(f"{' '.join(command)}\n{done.returncode}\n{done.stdout}\n{done.stderr}")
-    return f"{transport}, {done.stderr.count('started')} started"
+    code, out, err = _ended(command)
+    if is_hard and code != 0 and any(one in err for one in NOBODY_LEFT):
+        return f"{transport}, nobody left"
+    said = {line.partition("] ")[2] for line in out.splitlines()}  # the same on all ranks
+    if code != 0 or len(said) != 1 or not said.pop().startswith("[[1.0], "):
+        raise AssertionError(f"{' '.join(command)}\n{'it hangs' if code is None else code}\n{out}\n{err}")
+    return f"{transport}, {err.count('started')} started"
+
+
+def _ended(command: list[str]) -> tuple[int | None, str, str]:
+    """The exit code of a job, None if it hangs, and all that it has said."""
+    try:
+        done = subprocess.run(command, env=environ(), capture_output=True, timeout=HANG_S)
+    except subprocess.TimeoutExpired as hung:
+        return None, (hung.stdout or b"").decode(), (hung.stderr or b"").decode()
+    return done.returncode, done.stdout.decode(), done.stderr.decode()
 
 
 def main() -> int:
