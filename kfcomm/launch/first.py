@@ -105,14 +105,18 @@ class First(Mortal):
         members = running.difference(await self._waiting(exits))
         is_silent = bool(members) and members <= await self._silent_ones(exits)
         if is_silent and not self._is_silence_told:
-            self.say(
-                f"no rank has shown a sign of life for {self.lost_after_s:g} s: {_these(members)} stopped or stuck"
-            )
+            stuck = f"{_these(members)} stopped or stuck"
+            self.say(f"no rank that runs has shown a sign of life for {self.lost_after_s:g} s: {stuck}")
         self._is_silence_told = is_silent
-        failure = await self._unanswered(exits) if is_silent else self._last if not members else None
+        if is_silent:
+            failure, what = await self._unanswered(exits), "go on"
+        elif not members:
+            failure, what = self._last, "let others in"
+        else:
+            return
         if failure is not None:
             self.verdict.failed = failure
-            self.say("no rank is left to go on" if is_silent else "no rank is left to let others in")
+            self.say(f"no rank is left to {what}")
             self._give_up_starting()
             self._dismiss(running - members)
             self._end(signal.SIGTERM)

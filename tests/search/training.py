@@ -28,7 +28,7 @@ HANG_S = 120.0
 RATES = [(0.01, 0), (0.004, 0.002), (0, 0.004)]
 """The shares of the ranks that are killed and halted in a step."""
 HARD_RATES = [(0.02, 0.03), (0, 0.05), (0.04, 0.01)]
-NOBODY_LEFT = ("no rank is left to ", "no rank has shown a sign of life")
+NOBODY_LEFT = ("no rank is left to ", "no rank that runs has shown a sign of life")
 PROGRAM = """
 import json, os, random, signal, sys, time
 import numpy as np
