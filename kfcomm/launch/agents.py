@@ -63,6 +63,7 @@ class Mortal(Supervisor):
         say: tells of what happens.
         lived_s: when each rank of this host showed last that it runs, of those that ever did.
         silent: births of those that should have by now.
+        dismissed: births of those that waited, or were still to be started, and are not wanted any more.
     """
 
     lost_after_s: float = field(kw_only=True)
@@ -70,17 +71,18 @@ class Mortal(Supervisor):
     say: Callable[[str], None] = field(init=False)
     lived_s: Mapping[int, float] = field(default_factory=dict)
     silent: set[int] = field(default_factory=set)
+    dismissed: set[int] = field(default_factory=set)
 
     async def _launch(self, birth: int, exits: Exits) -> None:
-        try:
-            child = self.start(birth)
-        except CommandError as error:
-            self.say(f"rank {birth} could not be started: {error}")
-            end = Exit(birth, NOT_STARTED, Why.ITSELF)
-            self._note(end)
-            await self._report(end, exits)
-        else:
-            self._follow_too(birth, child)
+        if birth not in self.dismissed:  # while the store was told that it is to be started
+            try:
+                self._follow_too(birth, self.start(birth))
+                return
+            except CommandError as error:
+                self.say(f"rank {birth} could not be started: {error}")
+        end = Exit(birth, NOT_STARTED, Why.ITSELF)
+        self._note(end)
+        await self._report(end, exits)
 
     async def _watch_given_up(self, exits: Exits) -> None:
         """A rank that the others have given up is killed, since it is of no use to anybody if it is stopped or stuck.
@@ -89,7 +91,15 @@ class Mortal(Supervisor):
         """
         async for birth, _ in exits.watch(GIVEN_UP):
             self._is_given_up(birth)
-            asyncio.get_running_loop().call_later(self.grace_s, self._signal, birth, signal.SIGKILL)
+            self._kill_later(birth)
+
+    def _is_dismissed(self, birth: int) -> None:
+        self.dismissed.add(birth)
+        self._signal(birth, signal.SIGTERM)
+        self._kill_later(birth)
+
+    def _kill_later(self, birth: int) -> None:
+        asyncio.get_running_loop().call_later(self.grace_s, self._signal, birth, signal.SIGKILL)
 
     async def _watch_signs_of_life(self, exits: Exits) -> None:
         """Which ranks of this host show none; a rank that leaves does not have to."""
@@ -228,7 +238,7 @@ class Agent(Mortal):
 
     async def _watch_dismissed(self, exits: Exits) -> None:
         async for birth, _ in exits.watch(DISMISSED):
-            self._signal(birth, signal.SIGTERM)
+            self._is_dismissed(birth)
 
     async def _watch_outcome(self, exits: Exits) -> None:
         async for _, said in exits.watch(OUTCOME):

@@ -148,11 +148,14 @@ class Elasticity:
         self.released = min(self.released, self.well + max(0, len(self.running) - self.size))
 
     def ended(self, birth: int, code: int, now_s: float = 0.0) -> None:
-        """A process has ended. A host on which they keep failing is left alone for 1 s, then for 2, and so on."""
+        """A process has ended. A host on which they keep failing is left alone for 1 s, then for 2, and so on.
+
+        Not for those that were to go.
+        """
         self.running.discard(birth)
         self.well += code == 0 and birth not in self.leaving
         begun_s = self._later.pop(birth, None)
-        if begun_s is None:
+        if begun_s is None or birth in self.leaving:
             return
         health = self._health_of(self.places[self.where[birth]])
         health.failures = health.failures + 1 if code and now_s - begun_s < FLEDGED_S else 0

@@ -50,7 +50,6 @@ class First(Mortal):
     discovery: Discovery | None = None
     arrivals: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
     _exits: Exits = field(init=False)
-    _dismissed: set[int] = field(default_factory=set)
     _given_up: set[int] = field(default_factory=set)
     _starting: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     _later: asyncio.TimerHandle | None = None
@@ -99,7 +98,7 @@ class First(Mortal):
         Where all of them are silent and none has failed they are only told of: somebody has stopped them, and may have
         them go on.
         """
-        running = self.elastic.running - self._dismissed
+        running = self.elastic.running - self.dismissed
         if not running or not self.verdict.is_open:
             return
         members = running.difference(await self._waiting(exits))
@@ -129,7 +128,7 @@ class First(Mortal):
     async def _unanswered(self, exits: Exits) -> Failure | None:
         """A rank that failed, and that those who live would have given up by now."""
         for birth in [birth for birth, code in self.ended.items() if code and birth not in self._given_up][::-1]:
-            if birth not in self._dismissed and (birth < self.blame.size or await exits.was_let_in(birth)):
+            if birth not in self.dismissed and (birth < self.blame.size or await exits.was_let_in(birth)):
                 is_last = self._last is not None and self._last.rank == birth
                 return self._last if is_last else Failure(birth, self.ended[birth], now_s())
         return None
@@ -147,7 +146,7 @@ class First(Mortal):
         elastic.ended(end.rank, end.code, now_s())
         if end.why in (Why.SILENT, Why.ABSENT):
             elastic.places[elastic.where[end.rank]].is_gone = True
-        if not self.verdict.is_open or end.code == 0 or end.rank in self._dismissed:
+        if not self.verdict.is_open or end.code == 0 or end.rank in self.dismissed:
             return
         said = self.blame.said(end.rank)
         self._last = Failure(end.rank, end.code, now_s(), summary="" if said is None else said.summary)
@@ -256,7 +255,7 @@ class First(Mortal):
 
     async def _hold(self, exits: Exits) -> None:
         """Tell the ranks, as soon as the store can keep it, for how many there is room, and which of them are to go."""
-        going = sorted((self.elastic.leaving & self.elastic.running) - self._dismissed)
+        going = sorted((self.elastic.leaving & self.elastic.running) - self.dismissed)
         wanted = Wanted(self.elastic.size, tuple(going))
         if wanted == self._held:
             return
@@ -297,14 +296,13 @@ class First(Mortal):
 
     async def _waiting(self, exits: Exits) -> list[int]:
         """Births of those that were started to join, and have not been let in."""
-        later = [birth for birth in sorted(self.elastic.running - self._dismissed) if birth >= self.blame.size]
+        later = [birth for birth in sorted(self.elastic.running - self.dismissed) if birth >= self.blame.size]
         return [birth for birth in later if not await exits.was_let_in(birth)]
 
     def _dismiss(self, births: Iterable[int]) -> None:
         """These are not wanted any more, and nobody is to miss them."""
         for birth in births:
-            self._dismissed.add(birth)
-            self._signal(birth, signal.SIGTERM)
+            self._is_dismissed(birth)
             if birth not in self.children:
                 self._do(claimed(self._exits, f"{DISMISSED}/{birth}"))
 

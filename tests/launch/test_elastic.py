@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import psutil
 import pytest
 
 from kfcomm.errors import ConfigError
+from kfcomm.launch.blame import Blame
 from kfcomm.launch.elastic import Elasticity, parse
-from kfcomm.rendezvous.board import Exit
+from kfcomm.launch.first import First
+from kfcomm.rendezvous.board import START, Exit
 from tests.launch.launched import environ
+
+if TYPE_CHECKING:
+    from kfcomm.launch.process import Child
+    from kfcomm.launch.supervisor import Exits
 
 pytestmark = pytest.mark.slow
 
@@ -262,6 +269,41 @@ with kfcomm.sync.init(elastic=True) as comm, Elastic(comm, state) as elastic:
         state.used += comm.all_reduce(mask, name="used")
     print(sorted(set(state.used.tolist())), comm.births[0])
 """
+
+
+class SlowStore:
+    """A store that takes its time to keep who is to be started."""
+
+    def __init__(self) -> None:
+        self.is_open = asyncio.Event()
+        self.reported: list[Exit] = []
+
+    async def claim(self, key: str, value: bytes) -> bytes:
+        if key.startswith(START):
+            await self.is_open.wait()
+        return value
+
+    async def report_exit(self, end: Exit) -> None:
+        self.reported.append(end)
+
+
+@pytest.mark.asyncio
+async def test_who_is_dismissed_before_it_is_started_does_not_run() -> None:
+    store, started = SlowStore(), []
+    first = First(Blame(2), {}, 1.0, False, lost_after_s=30.0, elastic=of(size=2))
+    first._exits = cast("Exits", store)
+    first.start = lambda birth: cast("Child", started.append(birth))
+    assert first.elastic.resize(4) == []
+    assert first._start_owed() == 2
+    first._dismiss(first.elastic.resize(2, waiting=[2, 3]))
+    store.is_open.set()
+    while first._tasks:
+        await asyncio.wait(first._tasks)
+    assert started == []
+    assert sorted(end.rank for end in store.reported) == [2, 3]
+    assert first.elastic.running == {0, 1}
+    assert first.elastic.resize(3) == []
+    assert first.elastic.start() == (4, 0)  # the host has not failed
 
 
 @pytest.mark.parametrize(("size", "num_gone"), [(3, 2), (4, 3)])
