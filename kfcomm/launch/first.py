@@ -148,6 +148,8 @@ class First(Mortal):
             elastic.places[elastic.where[end.rank]].is_gone = True
         if not self.verdict.is_open or end.code == 0 or end.rank in self.dismissed:
             return
+        if elastic.is_ending and end.rank in self._given_up:  # the others have come to the end without it
+            return
         said = self.blame.said(end.rank)
         self._last = Failure(end.rank, end.code, now_s(), summary="" if said is None else said.summary)
         if elastic.has_failed:
@@ -186,7 +188,7 @@ class First(Mortal):
             self.elastic.running.discard(birth)
             return
         finally:
-            del self._starting[birth]
+            self._starting.pop(birth, None)
         if host == (self.host or 0):
             await self._launch(birth, self._exits)
 
@@ -203,7 +205,9 @@ class First(Mortal):
             self.say("the store is gone: nobody is replaced any more")
 
     def _give_up_starting(self) -> None:
-        for task in list(self._starting.values()):
+        while self._starting:
+            birth, task = self._starting.popitem()
+            self.elastic.running.discard(birth)  # here: a task that has not begun does not hear that it is cancelled
             task.cancel()
 
     def _do(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -287,12 +287,32 @@ class SlowStore:
         self.reported.append(end)
 
 
-@pytest.mark.asyncio
-async def test_who_is_dismissed_before_it_is_started_does_not_run() -> None:
-    store, started = SlowStore(), []
-    first = First(Blame(2), {}, 1.0, False, lost_after_s=30.0, elastic=of(size=2))
+def launcher(size: int, store: SlowStore, started: list[int]) -> First:
+    """Of the first host, without processes."""
+    first = First(Blame(size), {}, 1.0, False, lost_after_s=30.0, elastic=of(size=size))
     first._exits = cast("Exits", store)
     first.start = lambda birth: cast("Child", started.append(birth))
+    first.say = print
+    return first
+
+
+@pytest.mark.asyncio
+async def test_a_rank_that_was_given_up_may_end_after_the_others_have_come_to_the_end() -> None:
+    first = launcher(4, SlowStore(), [])
+    first._is_given_up(1)
+    for birth, code in ((3, -9), (2, -9), (0, 0)):
+        first._note(Exit(birth, code))
+    first._give_up_starting()
+    await asyncio.wait(first._tasks)
+    first._note(Exit(1, -9))
+    assert first.elastic.has_failed
+    assert first.verdict.is_open
+
+
+@pytest.mark.asyncio
+async def test_who_is_dismissed_before_it_is_started_does_not_run() -> None:
+    store, started = SlowStore(), list[int]()
+    first = launcher(2, store, started)
     assert first.elastic.resize(4) == []
     assert first._start_owed() == 2
     first._dismiss(first.elastic.resize(2, waiting=[2, 3]))
