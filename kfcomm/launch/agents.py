@@ -71,6 +71,7 @@ class Mortal(Supervisor):
     say: Callable[[str], None] = field(init=False)
     lived_s: Mapping[int, float] = field(default_factory=dict)
     silent: set[int] = field(default_factory=set)
+    _ran_s: dict[int, float] = field(default_factory=dict)
     dismissed: set[int] = field(default_factory=set)
 
     async def _launch(self, birth: int, exits: Exits) -> None:
@@ -102,7 +103,7 @@ class Mortal(Supervisor):
         asyncio.get_running_loop().call_later(self.grace_s, self._signal, birth, signal.SIGKILL)
 
     async def _watch_signs_of_life(self, exits: Exits) -> None:
-        """Which ranks of this host show none; a rank that leaves does not have to."""
+        """Which ranks of this host show none: their processes are stopped, or say nothing though they have joined."""
         heard_s = looked_s = now_s()
         while True:
             await asyncio.sleep(self.lost_after_s / _LOOKS)
@@ -111,16 +112,17 @@ class Mortal(Supervisor):
             looked_s = now_s()
             self.listen()
             due_s = looked_s - self.lost_after_s
-            self.silent = {
-                birth
-                for birth, lived_s in self.lived_s.items()
-                if max(lived_s, heard_s) < due_s and birth not in self.ended and not self._leaves(birth)
-            }
+            here = self.children.keys() - self.ended.keys()
+            self.silent = {birth for birth in here if max(self._seen_s(birth, looked_s), heard_s) < due_s}
             await self._tell_silent(exits)
 
-    def _leaves(self, birth: int) -> bool:
-        said = self.blame.said(birth)
-        return said is not None and said.at_s is not None
+    def _seen_s(self, birth: int, now_s: float) -> float:
+        """When a rank was last seen to live; one that has not joined yet, or leaves, does not say so itself."""
+        if not self.children[birth].is_stopped:
+            self._ran_s[birth] = now_s
+        ran_s, said = self._ran_s.setdefault(birth, now_s), self.blame.said(birth)
+        has_left = said is not None and said.at_s is not None
+        return ran_s if has_left else min(ran_s, self.lived_s.get(birth, ran_s))
 
     async def _tell_silent(self, exits: Exits) -> None:
         """Time has passed, and it is known who is silent."""

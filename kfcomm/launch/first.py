@@ -53,7 +53,8 @@ class First(Mortal):
     _given_up: set[int] = field(default_factory=set)
     _starting: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     _later: asyncio.TimerHandle | None = None
-    _last: Failure | None = None
+    _failures: dict[int, Failure] = field(default_factory=dict)
+    _victims: set[int] = field(default_factory=set)
     _held: Wanted | None = None
     _fitted: tuple[Any, ...] = ()
     _is_silence_told: bool = False
@@ -63,6 +64,7 @@ class First(Mortal):
 
     def _begin(self, exits: Exits) -> list[Coroutine[Any, Any, None]]:
         self._exits = exits
+        self._failures = {birth: Failure(birth, code, now_s()) for birth, code in self.ended.items() if code}
         self._start_owed()
         return [
             self._ask_for_spares(exits), self._watch_sizes(exits), self._watch_given_up(exits),
@@ -108,13 +110,11 @@ class First(Mortal):
             self.say(f"no rank that runs has shown a sign of life for {self.lost_after_s:g} s: {stuck}")
         self._is_silence_told = is_silent
         if is_silent:
-            failure, what = await self._unanswered(exits), "go on"
-        elif not members:
-            failure, what = self._last, "let others in"
+            is_over, what = await self._is_one_missed(exits), "go on"
         else:
-            return
-        if failure is not None:
-            self.verdict.failed = failure
+            is_over, what = not members and bool(self._failures), "let others in"
+        if is_over:
+            self.verdict.failed = self._cause()
             self.say(f"no rank is left to {what}")
             self._give_up_starting()
             self._dismiss(running - members)
@@ -125,13 +125,18 @@ class First(Mortal):
         told = await exits.collect(SILENT, 0, timeout_s=0.0)
         return self.silent.union(*map(msgpack.unpackb, told.values()))
 
-    async def _unanswered(self, exits: Exits) -> Failure | None:
-        """A rank that failed, and that those who live would have given up by now."""
-        for birth in [birth for birth, code in self.ended.items() if code and birth not in self._given_up][::-1]:
-            if birth not in self.dismissed and (birth < self.blame.size or await exits.was_let_in(birth)):
-                is_last = self._last is not None and self._last.rank == birth
-                return self._last if is_last else Failure(birth, self.ended[birth], now_s())
-        return None
+    async def _is_one_missed(self, exits: Exits) -> bool:
+        """Whether a rank has failed that those who live would have given up by now."""
+        for birth in self._failures.keys() - self._given_up:
+            if birth < self.blame.size or await exits.was_let_in(birth):
+                return True
+        return False
+
+    def _cause(self) -> Failure:
+        """Of those that nobody has given up, the last that failed and blames no other; else the last."""
+        unanswered = [one for birth, one in self._failures.items() if birth not in self._given_up]
+        causes = [one for one in unanswered if one.rank not in self._victims]
+        return (causes or unanswered or list(self._failures.values()))[-1]
 
     async def _tell_silent(self, exits: Exits) -> None:
         del exits
@@ -151,9 +156,11 @@ class First(Mortal):
         if elastic.is_ending and end.rank in self._given_up:  # the others have come to the end without it
             return
         said = self.blame.said(end.rank)
-        self._last = Failure(end.rank, end.code, now_s(), summary="" if said is None else said.summary)
+        self._failures[end.rank] = Failure(end.rank, end.code, now_s(), summary="" if said is None else said.summary)
+        if end.why == Why.ELSEWHERE:
+            self._victims.add(end.rank)
         if elastic.has_failed:
-            self.verdict.failed = self._last
+            self.verdict.failed = self._cause()
             self._end(signal.SIGTERM)
             return
         elastic.replace()

@@ -107,6 +107,16 @@ class Child:
         """Number of the process and its group."""
         return self.popen.pid
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it has been stopped, by a signal or a debugger, and does not run until it is continued."""
+        try:
+            with open(f"/proc/{self.pid}/stat", "rb") as file:
+                # after the command in parentheses
+                return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+        except OSError:
+            return False
+
     async def ended(self) -> int:
         """Wait for the end; the return code, negative for a signal."""
         await readable(self.descriptor)

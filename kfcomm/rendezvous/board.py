@@ -249,15 +249,19 @@ class Board:
     ) -> tuple[dict[str, bytes], list[Exit]]:
         """As `collect`, for a rank that joins there: also once a process has ended; and the ends, if it heeds them.
 
+        Of those that are to meet there, the first ``count``: who is started later, or spare, may end.
         A rank that goes away meanwhile, and does not ask again, is told to the others as the value named ``unless``.
         """
         self._checked(f"{folder}/{unless}")
         asker = folder, rank
         self._asked[asker] = number = self._asked.get(asker, 0) + 1
 
+        def ends() -> list[Exit]:
+            return [end for end in self._exits.values() if end.rank < count] if heeds_ends else []
+
         def enough() -> bool | None:
             values = self._folders.get(folder, {})
-            return True if len(values) >= count or unless in values or (heeds_ends and self._exits) else None
+            return True if len(values) >= count or unless in values or ends() else None
 
         try:
             await self._wait((folder, _EXITS), enough, wait_s)
@@ -265,7 +269,7 @@ class Board:
             loop = asyncio.get_running_loop()
             loop.call_later(GONE_AFTER_S, self._gone, asker, number, count, unless)
             raise
-        return dict(self._folders.get(folder, {})), list(self._exits.values()) if heeds_ends else []
+        return dict(self._folders.get(folder, {})), ends()
 
     def _gone(self, asker: tuple[str, int], number: int, count: int, unless: str) -> None:
         folder, rank = asker

@@ -271,6 +271,32 @@ with kfcomm.sync.init(elastic=True) as comm, Elastic(comm, state) as elastic:
 """
 
 
+EARLY = """
+import os, signal, sys
+import kfcomm
+
+rank = -1 if "KFCOMM_JOIN" in os.environ else int(os.environ["KFCOMM_RANK"])
+if rank == 0:
+    sys.exit(3)
+if rank == 1 and sys.argv[1] == "stops":
+    os.kill(os.getpid(), signal.SIGSTOP)
+kfcomm.sync.init(elastic=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [("raises", "no rank is left to let others in"), ("stops", "sign of life for 2 s: rank 1 is stopped or stuck")],
+)
+def test_who_fails_before_all_have_joined_is_the_cause(tmp_path: Path, how: str, told: str) -> None:
+    (tmp_path / "early.py").write_text(EARLY)
+    options = ("-n", "2", "--elastic", "1:2", "--lost-after", "2", "--grace", "1")
+    done = run(tmp_path, *options, sys.executable, "early.py", how)
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert told in done.stderr
+    assert re.search("rank 0 .*failed first: exit code 3", done.stderr), done.stderr
+
+
 class SlowStore:
     """A store that takes its time to keep who is to be started."""
 

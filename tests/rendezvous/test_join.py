@@ -232,6 +232,14 @@ async def test_an_end_among_ranks_that_the_program_numbers_itself_is_not_heeded(
 
 
 @pytest.mark.asyncio
+async def test_the_end_of_one_that_was_started_later_is_none_of_the_worlds() -> None:
+    async with opened_job() as job:
+        job.server.board.report_exit(Exit(2, -9))
+        worlds = await asyncio.gather(*(job.join(peer(rank), 2) for rank in range(2)))
+        assert len(worlds[0]) == 2
+
+
+@pytest.mark.asyncio
 async def test_a_rank_whose_connection_ends_while_it_joins_is_told_to_the_others() -> None:
     async with opened_job() as job:
         own = StoreClient(job.server.url, TOKEN)
