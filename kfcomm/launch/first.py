@@ -88,8 +88,7 @@ class First(Mortal):
             self._give_up_starting()
         if self.elastic.is_ending:  # nobody is left to let them in
             self._dismiss(await self._waiting(exits))
-        else:
-            await self._fail_if_nobody_goes_on(exits)
+        await self._fail_if_nobody_goes_on(exits)
         if not self._is_told and not (self.verdict.is_open and self.elastic.running):
             self._is_told = True
             await claimed(exits, f"{OUTCOME}/0", _outcome(self.verdict))
@@ -112,7 +111,7 @@ class First(Mortal):
         if is_silent:
             is_over, what = await self._is_one_missed(exits), "go on"
         else:
-            is_over, what = not members and bool(self._failures), "let others in"
+            is_over, what = not (members or self.elastic.is_ending) and bool(self._failures), "let others in"
         if is_over:
             self.verdict.failed = self._cause()
             self.say(f"no rank is left to {what}")

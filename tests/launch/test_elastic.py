@@ -312,6 +312,10 @@ class SlowStore:
     async def report_exit(self, end: Exit) -> None:
         self.reported.append(end)
 
+    async def collect(self, folder: str, count: int, *, timeout_s: float) -> dict[str, bytes]:
+        del folder, count, timeout_s
+        return {}
+
 
 def launcher(size: int, store: SlowStore, started: list[int]) -> First:
     """Of the first host, without processes."""
@@ -333,6 +337,23 @@ async def test_a_rank_that_was_given_up_may_end_after_the_others_have_come_to_th
     first._note(Exit(1, -9))
     assert first.elastic.has_failed
     assert first.verdict.is_open
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("has_failed", [False, True])
+async def test_ranks_that_are_stopped_when_others_are_at_the_end_are_told_of(
+    has_failed: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = SlowStore()
+    first = launcher(4, store, [])
+    first.silent = {1, 2}
+    first._note(Exit(0, 0))
+    first._note(Exit(3, 7 if has_failed else 0))
+    await first._fail_if_nobody_goes_on(cast("Exits", store))
+    assert "ranks 1, 2 are stopped or stuck" in capsys.readouterr().out
+    assert first.verdict.exit_code == (7 if has_failed else 0)
+    if first._killer is not None:
+        first._killer.cancel()
 
 
 @pytest.mark.asyncio
