@@ -47,7 +47,11 @@ async def test_a_merged_trace_of_skewed_clocks_keeps_the_order_of_things(tmp_pat
     events = json.loads((tmp_path / "merged.json").read_text("utf-8"))
     check(events)
     error_us = sum(clock.uncertainty_ns for clock in merged.clocks.values()) / 1000
-    assert _overlap(events) >= -error_us
+    # before the first sample and after the last the drift is not known: a busy machine may be late with them
+    times_us = [event["ts"] for event in _raw(traces[2].path) if event["ph"] in "be"]
+    samples_us = [sample.at_ns / 1000 for sample in merged.clocks[2].samples]
+    outside_us = max(0.0, samples_us[0] - min(times_us), max(times_us) - samples_us[-1])
+    assert _overlap(events) >= -error_us - 0.05 * outside_us
     for sample in merged.clocks[1].samples:
         assert abs(sample.offset_ns + 5 * SECOND) <= sample.uncertainty_ns
     assert merged.clocks[2].offset_at(0) > 2 * SECOND
