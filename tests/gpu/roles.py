@@ -57,7 +57,8 @@ async def verbs(me: Actor, *, elements: int) -> list[str]:
         "scatter": inputs[0][part],
         "all_to_all": np.concatenate([one[part] for one in inputs]),
     }
-    handles = {verb: getattr(comm, verb)(x, f"v/{verb}") for verb in expected}
+    kept = {"scatter": {"like": x}}  # what is given to other ranks than the root is ignored: not even its kind is known
+    handles = {verb: getattr(comm, verb)(x, name=f"v/{verb}", **kept.get(verb, {})) for verb in expected}
     wrong = []
     for verb, wanted in expected.items():
         y = await handles[verb]

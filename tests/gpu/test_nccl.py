@@ -48,6 +48,15 @@ def test_verbs(device: Device, verb: Verb) -> None:
             conforming.check(ranks, verb, name, op)
 
 
+@pytest.mark.parametrize("verb", conforming.REDUCING)
+def test_every_element_of_a_large_odd_number_is_reduced(device: Device, verb: Verb) -> None:
+    pytest.importorskip("ml_dtypes", reason="bfloat16 needs ml_dtypes")
+    maker = Nccl()
+    with conforming.group(maker, [device]) as ranks:
+        for name, op in conforming.supported(maker, verb):
+            conforming.check(ranks, verb, name, op, [(65_537,), (200_001,)])
+
+
 def test_groups_side_by_side(device: Device) -> None:
     maker = Nccl()
     with conforming.group(maker, [device]) as (one,), conforming.group(maker, [device]) as (other,):

@@ -94,10 +94,12 @@ def supported(maker: BackendMaker, verb: Verb) -> list[tuple[str, Op | None]]:
     return [(name, op) for name, op in cases if maker.supports(verb, dtype_called(name), op)]
 
 
-def check(ranks: Sequence[Rank], verb: Verb, name: str, op: Op | None) -> None:
+def check(
+    ranks: Sequence[Rank], verb: Verb, name: str, op: Op | None, all_sizes: Sequence[Sequence[int]] = SIZES
+) -> None:
     """One verb with one dtype and one op: all sizes, the first and last as root, in place where that is allowed."""
     roots = {0, len(ranks) - 1} if verb in ROOTED else {-1}
-    for sizes in SIZES:
+    for sizes in all_sizes:
         for root in roots:
             for in_place in (False, True) if verb in IN_PLACE else (False,):
                 _check_one(ranks, verb, name, op, root, sizes, in_place=in_place)

@@ -208,6 +208,10 @@ def test_ops(op: Op, number: int) -> None:
     assert Bench().launch(Verb.REDUCE, parts, op, 2) == [("reduce", 0x1000, 0, 4, 7, number, 2, 0x57)]
 
 
+def test_the_average_of_one_rank_is_its_sum() -> None:
+    assert Bench(size=1).launch(Verb.ALL_REDUCE, sum_of("f8"), Op.AVG) == [("allReduce", 0x1000, 0x2000, 4, 8, 0, 0x57)]
+
+
 @pytest.mark.parametrize(("dtype", "nbytes"), [("?", 4), ("i2", 8), ("c16", 64), ("bfloat16", 8)])
 def test_what_only_moves_is_bytes(dtype: str, nbytes: int) -> None:
     bench = Bench(rank=1)
