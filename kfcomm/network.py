@@ -19,7 +19,7 @@ import msgpack
 from kfcomm.control import ControlThread, World, addresses_of
 from kfcomm.core.hello import Purpose
 from kfcomm.devices.routes import agree, choose
-from kfcomm.errors import ConfigError, RemoteProtocolError, RendezvousError
+from kfcomm.errors import ConfigError, KfcommError, RemoteProtocolError, RendezvousError
 from kfcomm.rendezvous.board import BOUNDS, ENTRY, GIVEN_UP, JOINING, REPLACED, Exit, Why
 from kfcomm.rendezvous.farewell import show_life
 from kfcomm.rendezvous.identity import PeerInfo, host_id, process_uid
@@ -221,12 +221,14 @@ class SocketNetwork:
         Who was started by a launcher is a spare perhaps, and waits as long as there is a store.
 
         Raises:
+            ConfigError: its number is another's, or its settings are not theirs.
             RendezvousError: they do not within the timeout; or the store is gone.
         """
         from kfcomm.rendezvous.folders import NotSet  # as the client does, which a world of one does without
 
         settings, me, client = meeting.settings, meeting.me, meeting.client
-        await client.set(f"{JOINING}/{me.rank}", me.to_wire())
+        if await client.claim(f"{JOINING}/{me.rank}", me.to_wire()) != me.to_wire():
+            raise ConfigError(f"another process has joined this job as {me.rank}, or waits to: take another number")
         try:
             while True:
                 try:
@@ -237,7 +239,10 @@ class SocketNetwork:
                         raise
         except RendezvousError as error:
             raise RendezvousError(f"no rank of the job has let {me.describe()} in: {error}") from error
-        epoch, births, wires, num_old, strategy = msgpack.unpackb(entry, use_list=False)
+        told = msgpack.unpackb(entry, use_list=False)
+        if isinstance(told, str):
+            raise ConfigError(f"the ranks of the job do not let this process in: {told}")
+        epoch, births, wires, num_old, strategy = told
         made = cls(meeting, [PeerInfo.from_wire(one) for one in wires], listener, births, epoch)
         made.num_old, made.strategy = num_old, strategy
         return made
@@ -342,28 +347,35 @@ class SocketNetwork:
         return made
 
     async def candidates(self, known: Collection[int]) -> list[Candidate]:
-        """See ``session.Network``; whom this version of kfcomm does not understand is left out."""
+        """See ``session.Network``; whom these ranks cannot understand is told so, and left out."""
         count = 1
         while True:
             found = await self._meeting.client.collect(JOINING, count, unless=None, timeout_s=LOOK_S)
             count = len(found) + 1
             new = [Candidate(int(name), about) for name, about in found.items() if int(name) not in known]
-            fit = [one for one in new if self._fits(one) and not await self._was_let_in(one)]
+            fit = [one for one in new if not await self._was_let_in(one) and await self._fits(one)]
             if fit:
                 return sorted(fit)
 
     async def _was_let_in(self, candidate: Candidate) -> bool:
-        """Whether it has been let in before; it is here, or was."""
+        """Whether it has been let in before, and is here, or was; or has been refused."""
         return await self._meeting.client.find(f"{ENTRY}/{candidate.birth}") is not None
 
-    def _fits(self, candidate: Candidate) -> bool:
-        """Whether a process can be let in: it speaks as these do, and has not ended."""
+    async def _fits(self, candidate: Candidate) -> bool:
+        """Whether a process can be let in: it has not ended, and speaks as these do; else it is told."""
+        if candidate.birth in self.births or candidate.birth in self._meeting.ends:
+            return False
         try:
             peer = PeerInfo.from_wire(candidate.about)
         except RemoteProtocolError:
             return False
-        same = (peer.versions[1], peer.checksum) == (self._me.versions[1], self._me.checksum)
-        return same and candidate.birth not in self.births and candidate.birth not in self._meeting.ends
+        try:
+            check_protocols(self._me, [peer])
+            _check_checksums([self._me, peer])
+        except KfcommError as error:
+            await self._meeting.client.claim(f"{ENTRY}/{candidate.birth}", msgpack.packb(str(error)))
+            return False
+        return True
 
     async def welcome(self, num_old: int, births: Collection[int], strategy: str) -> None:
         """See ``session.Network``."""
@@ -425,7 +437,7 @@ class SocketNetwork:
             return
         is_gone = meeting.server is None and self._watcher is not None and bool(meeting.client.trouble)
         await leave_store(
-            meeting.settings, meeting.me, meeting.client, meeting.server, count=len(self.peers),
+            meeting.settings, meeting.me, meeting.client, meeting.server, ranks=self.births,
             timeout_s=0.0 if is_gone else None,
         )  # fmt: skip
 

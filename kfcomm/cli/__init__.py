@@ -27,6 +27,12 @@ class _Commands(click.Group):
     def list_commands(self, context: click.Context) -> list[str]:
         return sorted([*super().list_commands(context), *_ELSEWHERE])
 
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except KeyboardInterrupt:  # click would end with 1
+            sys.exit(130)
+
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in _ELSEWHERE:
             return super().get_command(context, name)

@@ -11,6 +11,8 @@ from kfcomm.cli.errors import reported_errors
 from kfcomm.errors import ConfigError, RendezvousError
 
 _MAX_DIGITS = 6
+_SHOWN = 40
+"""Characters of what was typed."""
 
 
 @click.command()
@@ -28,6 +30,8 @@ def resize(words: tuple[str, ...], store: str | None) -> None:
       kfcomm resize 6 --store http://10.0.0.1:29600
     """  # noqa: D301  click wants the character, not its name
     job, size = _job_and_size(words)
+    if job is not None and store is not None:
+        raise click.UsageError("a store is that of one job: say --store, or the job")
     with reported_errors():
         if store is not None:
             asyncio.run(_ask_elsewhere(store, size))
@@ -45,9 +49,14 @@ def _job_and_size(words: tuple[str, ...]) -> tuple[str | None, int]:
     if len(words) > 2:
         raise click.UsageError("say one job at the most, and its size")
     *job, size = words if words[-1].isdecimal() else words[::-1]
-    if not size.isascii() or not size.isdecimal() or int(size[:_MAX_DIGITS]) < 1:
-        raise click.BadParameter(f"{size!r} is no number of ranks: it is a whole number from 1 on", param_hint="SIZE")
-    return (job[0] if job else None), int(size[:_MAX_DIGITS])
+    if job == [""]:
+        raise click.BadParameter("it is empty", param_hint="JOB")
+    if not size.isascii() or not size.isdecimal() or len(size) > _MAX_DIGITS or int(size) < 1:
+        raise click.BadParameter(
+            f"{size[:_SHOWN]!r} is no number of ranks: it is a whole number from 1 to {10**_MAX_DIGITS - 1}",
+            param_hint="SIZE",
+        )
+    return (job[0] if job else None), int(size)
 
 
 async def _ask_elsewhere(url: str, size: int) -> None:

@@ -151,11 +151,7 @@ def run(command: tuple[str, ...], **given: Any) -> None:
     for line in misspelt(os.environ):
         click.echo(f"kfcomm: warning: {line}", err=True)
     with reported_errors():
-        try:
-            sys.exit(asyncio.run(run_job(options, os.environ)))
-        except KeyboardInterrupt:
-            # before any rank was started: from then on the job hears signals itself
-            sys.exit(130)
+        sys.exit(asyncio.run(run_job(options, os.environ)))
 
 
 def _settings(given: Mapping[str, Any]) -> dict[str, str]:

@@ -152,8 +152,8 @@ class First(Mortal):
             elastic.places[elastic.where[end.rank]].is_gone = True
         if not self.verdict.is_open or end.code == 0 or end.rank in self.dismissed:
             return
-        if elastic.is_ending and end.rank in self._given_up:  # the others have come to the end without it
-            return
+        if elastic.is_ending and end.rank in self._given_up and end.code < 0:
+            return  # the others have come to the end without it, and somebody has ended what was left of it
         said = self.blame.said(end.rank)
         self._failures[end.rank] = Failure(end.rank, end.code, now_s(), summary="" if said is None else said.summary)
         if end.why == Why.ELSEWHERE:

@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 from collections.abc import AsyncIterator, Sequence
-from ssl import SSLError
+from ssl import SSLCertVerificationError, SSLError
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgpack
@@ -284,6 +284,11 @@ def _expect(kind: type[T], value: object) -> T:
 
 def _cause(error: OSError) -> str:
     """What went wrong, without the address, which is named already."""
+    if isinstance(error, SSLCertVerificationError):
+        return f"its certificate is not valid here: {error.verify_message}"
+    if isinstance(error, SSLError):  # its number is none of errno's
+        reason = error.reason or str(error)
+        return "it does not speak TLS" if reason == "WRONG_VERSION_NUMBER" else reason.replace("_", " ").lower()
     # the numbers of failed look-ups are not errno's, and negative
     if error.errno is not None and error.errno > 0:
         return os.strerror(error.errno)

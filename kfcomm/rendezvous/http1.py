@@ -131,6 +131,8 @@ class _Connection:
         except asyncio.IncompleteReadError as error:
             if error.partial.startswith(_ALERT):
                 raise ConnectionError("it speaks TLS, and this process has no certificate: set tls") from error
+            if not error.partial and self._writer.get_extra_info("ssl_object") is None:
+                raise ConnectionError("the connection was closed without an answer: it may be for TLS") from error
             raise ConnectionError("the server closed the connection before its answer was whole") from error
         except asyncio.LimitOverrunError as error:
             raise ConnectionError(f"the head of an answer exceeds {MAX_HEAD_NBYTES} bytes") from error

@@ -198,12 +198,12 @@ async def leave(me: PeerInfo, client: StoreClient, *, timeout_s: float = 10.0) -
 
 async def leave_store(
     settings: Settings, me: PeerInfo, client: StoreClient, server: StoreServer | None, *,
-    timeout_s: float | None = None, count: int | None = None,
+    timeout_s: float | None = None, ranks: Sequence[int] | None = None,
 ) -> None:  # fmt: skip
     """Leave the world; a store that is gone already is no error.
 
-    A rank that serves the store waits until so many (``count``; all, if left out) have left, itself included, but no
-    longer than ``timeout_s`` seconds (None: `KEPT_FOR_S`), and says so if it lasts. May be cancelled.
+    A rank that serves the store waits until as many have left as these (``ranks``; all, if left out), itself included,
+    but no longer than ``timeout_s`` seconds (None: `KEPT_FOR_S`), and says so if it lasts. May be cancelled.
     """
     timeout_s = KEPT_FOR_S if timeout_s is None else timeout_s
     try:
@@ -214,15 +214,15 @@ async def leave_store(
         return
     folder = _left_folder(generation)
     soon_s = min(SAID_AFTER_S, timeout_s)
-    count = settings.size if count is None else count
-    left = await server.board.collect(folder, count, None, soon_s)
-    if len(left) < count:
-        others = _abridged([rank for rank in range(settings.size) if str(rank) not in left])
+    ranks = range(settings.size) if ranks is None else ranks
+    left = await server.board.collect(folder, len(ranks), None, soon_s)
+    if len(left) < len(ranks):
+        others = _abridged([rank for rank in ranks if str(rank) not in left])
         logger.warning(
             "rank %d: close() waits for ranks %s to close too, since it serves the store, for %.0f s more at the most",
             settings.rank, others, timeout_s - soon_s,
         )  # fmt: skip
-        await server.board.collect(folder, count, None, timeout_s - soon_s)
+        await server.board.collect(folder, len(ranks), None, timeout_s - soon_s)
 
 
 async def close_store(client: StoreClient, server: StoreServer | None) -> None:

@@ -160,7 +160,9 @@ def _make_private(folder: Path) -> None:
         folder.mkdir(mode=0o700)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise ConfigError(f"{str(folder)!r} is not a directory of this user alone; remove it, or {HOW_TO_SET}")
+        raise ConfigError(
+            f"{str(folder)!r} is not a directory of this user alone (chmod 700); remove it, or {HOW_TO_SET}"
+        )
 
 
 def _publish(path: Path) -> None:

@@ -357,6 +357,18 @@ async def test_ranks_that_are_stopped_when_others_are_at_the_end_are_told_of(
 
 
 @pytest.mark.asyncio
+async def test_a_rank_that_failed_counts_although_the_others_have_come_to_the_end_before_its_process_has() -> None:
+    for least, is_enough in ((1, True), (2, False)):
+        first = launcher(2, SlowStore(), [])
+        first.elastic.least = least
+        first._is_given_up(1)
+        first._note(Exit(0, 0))
+        first._note(Exit(1, 3))
+        assert first.verdict.is_open == is_enough
+        assert first.verdict.failed is None if is_enough else first.verdict.failed.code == 3
+
+
+@pytest.mark.asyncio
 async def test_who_is_dismissed_before_it_is_started_does_not_run() -> None:
     store, started = SlowStore(), list[int]()
     first = launcher(2, store, started)
@@ -440,6 +452,9 @@ def test_size_and_status_from_outside(tmp_path: Path) -> None:
         assert kfcomm("resize", "4", name).returncode == 2
         assert "3 ranks are wanted" in kfcomm("resize", "3", name[:12]).stdout
         assert kfcomm("resize", "3", "none of that name").returncode == 2
+        assert "it is empty" in kfcomm("resize", "", "3").stderr
+        assert "'1000000000' is no number of ranks" in kfcomm("resize", name, "1000000000").stderr
+        assert "say --store, or the job" in kfcomm("resize", name, "3", "--store", "http://127.0.0.1:1").stderr
         while status()["running"] != [0, 1, 2]:
             pass
         assert "3 of 3 ranks run" in kfcomm("status", name).stdout

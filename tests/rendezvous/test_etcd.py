@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from kfcomm.errors import ConfigError, LocalProtocolError, RendezvousError
 from kfcomm.rendezvous.board import MAX_VALUE_NBYTES, Closed, Exit
 from kfcomm.rendezvous.etcd import gateway, mirror
-from kfcomm.rendezvous.etcd.address import parse
+from kfcomm.rendezvous.etcd.address import is_etcd, parse
 from kfcomm.rendezvous.etcd.mirror import Mirror
 from tests import etcds
 from tests.support import free_port
@@ -273,6 +273,14 @@ def test_addresses_that_do_not_work(store: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
         parse(store, {})
     assert "hidden" not in str(caught.value)
+
+
+def test_a_store_is_a_folder_or_an_etcd_and_nothing_else() -> None:
+    assert all(map(is_etcd, ("etcd://h1/job", "etcds://h1/job")))
+    assert not any(map(is_etcd, ("folder", "/a/b:c")))
+    for store in ("etdc://h1/job", "http://127.0.0.1:44/"):
+        with pytest.raises(ConfigError, match=r"--store is a folder or an etcd, not (etdc|http)://"):
+            is_etcd(store)
 
 
 def test_addresses() -> None:

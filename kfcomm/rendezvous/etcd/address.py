@@ -49,8 +49,15 @@ class Address:
 
 
 def is_etcd(store: str) -> bool:
-    """Whether a store is one of these."""
-    return store.partition("://")[0] in SCHEMES and "://" in store
+    """Whether a store is one of these, and not a folder.
+
+    Raises:
+        ConfigError: it is an address of another kind.
+    """
+    scheme, mark, _ = store.partition("://")
+    if mark and scheme not in SCHEMES:
+        raise ConfigError(f"--store is a folder or an etcd, not {scheme}://: {HOW}")
+    return bool(mark)
 
 
 def parse(store: str, environ: Mapping[str, str]) -> Address:

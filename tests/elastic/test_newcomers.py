@@ -1,0 +1,70 @@
+"""Processes that join by hand, without a launcher, and cannot: each is told why, and the others go on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.launch.launched import TOKEN, environ
+from tests.support import free_port
+
+HOW_LONG_S = 120
+PROGRAM = """
+import json, sys, time
+from pathlib import Path
+import numpy as np
+import kfcomm
+from kfcomm.elastic import Elastic, ElasticSampler, State
+
+end, said = map(Path, sys.argv[1:])
+state = State(steps=0)
+try:
+    with kfcomm.sync.init(elastic=True) as comm, Elastic(comm, state) as elastic:
+        for step in elastic.steps(ElasticSampler(10, 1), passes=1 << 30):
+            if comm.all_reduce(np.array([end.exists()]), name="end", op="or")[0]:
+                break
+            if comm.size == 3:
+                Path(f"{said}.is in").touch()
+            time.sleep(0.01)
+        said.write_text(json.dumps(list(comm.births)))
+except kfcomm.ConfigError as error:
+    said.write_text(json.dumps(str(error)))
+"""
+
+
+def test_those_who_cannot_be_let_in_are_told_why(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    store, end = f"http://127.0.0.1:{free_port()}", tmp_path / "end"
+    started: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(name: str, **more: str) -> subprocess.Popen[bytes]:
+        variables = {"SIZE": "2", "RANK": "0", "STORE": store, "TOKEN": TOKEN, "TIMEOUT": str(HOW_LONG_S), **more}
+        started[name] = subprocess.Popen(
+            [sys.executable, str(tmp_path / "train.py"), str(end), str(tmp_path / name)],
+            env=environ(**{f"KFCOMM_{key}": value for key, value in variables.items()}),
+        )
+        return started[name]
+
+    def said(name: str) -> object:
+        assert started[name].wait(HOW_LONG_S) == 0
+        return json.loads((tmp_path / name).read_text())
+
+    try:
+        start("0")
+        start("1", RANK="1")
+        start("2", JOIN="2")
+        while not (tmp_path / "0.is in").exists():
+            assert started["0"].poll() is None
+        start("2 again", JOIN="2")
+        assert said("2 again") == "another process has joined this job as 2, or waits to: take another number"
+        start("3", JOIN="3", CHECKSUM="1")
+        why = "the ranks of the job do not let this process in: checksum is on for rank 3 and off for rank "
+        assert str(said("3")).startswith(why)
+        end.touch()
+        assert [said(name) for name in ("0", "1", "2")] == [[0, 1, 2]] * 3
+    finally:
+        for process in started.values():
+            process.kill()
+            process.wait()
