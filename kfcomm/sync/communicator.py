@@ -30,7 +30,7 @@ from kfcomm.sync.again import again
 from kfcomm.sync.driver import Driver
 from kfcomm.sync.skin import ARRAY, MANY, OBJECT, OBJECTS, PARTS, PLAIN, Skin, begun, blocking, plain, prepared
 from kfcomm.sync.thread import IoThread
-from kfcomm.sync.tracebacks import outermost
+from kfcomm.sync.tracebacks import bare, outermost
 from kfcomm.transports.shm.heap import Array
 from kfcomm.types import Layout, Seconds, Verb
 
@@ -418,7 +418,11 @@ def init(**arguments: Unpack[Arguments]) -> Communicator:
         ConfigError: the settings cannot work.
         RendezvousError: the peers do not find or accept each other.
     """
-    return join(prepare(**arguments))
+    settings = prepare(**arguments)
+    try:
+        return join(settings)
+    except KfcommError as error:
+        raise bare(error) if settings.traceback == "short" else error
 
 
 def join(settings: Settings, exchange: Exchange | None = None) -> Communicator:

@@ -35,12 +35,18 @@ _PACKAGE = str(Path(kfcomm.__file__).parent)
 
 def terse(error: E) -> E:
     """The same error, to be raised in the function that the caller has called. A defect of kfcomm keeps everything."""
-    if isinstance(error, InternalError):
-        return error
     cause = error.__cause__ or error.__context__
     if cause is None or not _is_foreign(cause.__traceback__):
-        error.__cause__ = None
-        error.__suppress_context__ = True
+        return bare(error)
+    return error if isinstance(error, InternalError) else error.with_traceback(None)
+
+
+def bare(error: E) -> E:
+    """As ``terse``, where no code of the caller's can have taken part, but libraries of ours."""
+    if isinstance(error, InternalError):
+        return error
+    error.__cause__ = None
+    error.__suppress_context__ = True
     return error.with_traceback(None)
 
 

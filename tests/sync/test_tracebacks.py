@@ -17,6 +17,7 @@ from kfcomm.sync.driver import Driver
 from kfcomm.sync.tracebacks import terse
 from kfcomm.testing import sync_world
 from tests.stubs import Broken, broken
+from tests.support import free_port
 
 PACKAGE = Path(kfcomm.__file__).parent
 X = np.ones(2)
@@ -84,6 +85,17 @@ def test_the_whole_story_on_demand_and_of_defects(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(kfcomm.InternalError) as defect:
         raise kfcomm.InternalError("a defect")
     assert terse(defect.value).__traceback__ is not None
+
+
+def test_who_cannot_join_reads_why_and_little_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = f"http://127.0.0.1:{free_port()}"
+    for value, has_story in (("short", False), ("full", True)):
+        monkeypatch.setenv("KFCOMM_TRACEBACK", value)
+        with pytest.raises(kfcomm.RendezvousError, match="could not be reached") as failed:
+            kfcomm.sync.init(rank=1, size=2, store=store, token="0123456789abcdef" * 4, timeout=0.1)
+        own = [one for one in traceback.extract_tb(failed.tb) if Path(one.filename).is_relative_to(PACKAGE)]
+        assert (len(own) > 1) == has_story
+        assert (sum("Traceback" in line for line in traceback.format_exception(failed.value)) > 1) == has_story
 
 
 def test_the_setting_reaches_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
