@@ -140,7 +140,7 @@ async def test_a_body_without_a_length_that_can_be_is_left_unread(answer: bytes)
         (b"HTTP/1.1 200 OK\r\nX: " + b"y" * 2 * MAX_HEAD_NBYTES + b"\r\n\r\n", "head of an answer"),
         (b"HTTP/1.1 200 OK\r\nContent-Len", "before its answer was whole"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nyes", "before its answer was whole"),
-        (b"", "before its answer was whole"),
+        (b"", "closed without an answer: it may be for TLS"),
     ],
 )
 async def test_what_is_no_answer_is_an_error_and_ends_the_connection(answer: bytes, message: str) -> None:
