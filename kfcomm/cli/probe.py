@@ -85,10 +85,7 @@ def _start(given: dict[str, Any], settings: Settings) -> int:
         for word in (f"--{names.get(name, name)}", str(given[name]))
     ]
     command = own_module("kfcomm", "probe", *options, *(["--keep"] if given["keep"] else []))
-    try:
-        return asyncio.run(run(RunOptions(command, given["num_ranks"]), os.environ, _Relay(given["num_ranks"])))
-    except KeyboardInterrupt:
-        return 130
+    return asyncio.run(run(RunOptions(command, given["num_ranks"]), os.environ, _Relay(given["num_ranks"])))
 
 
 async def _take_part(nbytes: int, given: dict[str, Any], files: Files) -> None:

@@ -54,13 +54,10 @@ def top(job: str | None, once: bool, interval: float) -> None:
         if math.isnan(interval):  # which is in no range and outside of none
             raise ConfigError("--interval nan must be a number of seconds")
         watcher = Watcher(chosen(live.jobs(), job))
-    try:
-        if once or not sys.stdout.isatty():
-            _print(watcher, interval, once=once)
-        else:
-            _show(watcher, interval)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    if once or not sys.stdout.isatty():
+        _print(watcher, interval, once=once)
+    else:
+        _show(watcher, interval)
 
 
 def chosen(jobs: Sequence[Job], asked: str | None) -> str:

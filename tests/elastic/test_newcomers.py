@@ -56,7 +56,7 @@ def test_those_who_cannot_be_let_in_are_told_why(tmp_path: Path) -> None:
         start("1", RANK="1")
         start("2", JOIN="2")
         while not (tmp_path / "0.is in").exists():
-            assert started["0"].poll() is None
+            assert [started[name].poll() for name in ("0", "1", "2")] == [None] * 3
         start("2 again", JOIN="2")
         assert said("2 again") == "another process has joined this job as 2, or waits to: take another number"
         start("3", JOIN="3", CHECKSUM="1")

@@ -2,7 +2,9 @@ import os
 import sys
 
 import pytest
+from click.testing import CliRunner
 
+from kfcomm.cli import main
 from kfcomm.devices import DeviceReport
 from kfcomm.errors import ConfigError
 from kfcomm.launch.explain import explain
@@ -16,6 +18,15 @@ def test_alone() -> None:
     assert "alone" in text
     assert "0 of 1" in text
     assert "127.0.0.1  <- chosen" in text
+
+
+def test_an_interrupt_in_a_command_ends_with_its_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kfcomm.launch.explain.explain", interrupted)
+    done = CliRunner().invoke(main, ["env"])
+    assert (done.exit_code, done.output) == (130, "")
 
 
 def test_a_launched_rank() -> None:
