@@ -34,6 +34,7 @@ from kfcomm.devices.routes import Choice
 from kfcomm.errors import EpochChanged, PeerLost, SessionClosed
 from kfcomm.runtime.agreements import Agreements
 from kfcomm.runtime.closing import Closing, Drain
+from kfcomm.runtime.earlier import with_epoch
 from kfcomm.runtime.engine import Engine
 from kfcomm.runtime.meter import Meter
 from kfcomm.transports.base import Link, Waiter
@@ -411,6 +412,10 @@ class Session:
         """This session, or the one that has followed it, or that one."""
         return self if self._follower is None else self._follower.latest
 
+    def at(self, epoch: int) -> Session:
+        """This session, or the one of a later epoch that has followed it."""
+        return self if self._follower is None or self.epoch >= epoch else self._follower.at(epoch)
+
     def end_epoch(self, cause: Cause) -> None:
         """It has been agreed who goes on: nothing can be posted any more, and what is in flight fails."""
         self._over = cause
@@ -429,6 +434,8 @@ class Session:
             monitor=self.engine.meter is not None, closed=self._when_closed,
             devices=given._replace(reports=reports),
         )  # fmt: skip
+        if self.engine.meter is not None and follower.engine.meter is not None:
+            follower.engine.meter.earlier = with_epoch(self.engine.meter, self.engine.links.traffic)
         follower.services, self.services = self.services, []
         follower._former = [*self._former, self]
         follower.engine.tracer = tracer

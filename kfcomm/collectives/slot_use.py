@@ -71,6 +71,7 @@ class SlotUse(InSlot):
             slots.told(slot, self, is_over=is_over)
         if not is_over:
             return False
+        slot.num_uses += 1
         if slot.outcome is not None:
             self.value = slot.take_outcome(self.value)
         if slots.pending:

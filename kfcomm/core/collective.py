@@ -344,6 +344,10 @@ EarlyItem = tuple[Incoming, AnySignature, Header, int, Any]
 """A chunk that came early: from where, its signature, its header, its size and its payload."""
 
 
+OWN_NAMES = "kfcomm/"
+"""What kfcomm calls itself, beside the calls of the program, has names that begin so."""
+
+
 def shown(key: str) -> str:
     """A key as people know it: keys of further steps hold a NUL, that of unnamed calls is empty."""
     name, _, step = key.partition("\0")

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from kfcomm.collectives.handle import Handle, looked_at
+from kfcomm.core.collective import OWN_NAMES
 from kfcomm.elastic.calls import Call
 from kfcomm.elastic.stripes import Array
 from kfcomm.elastic.verdicts import Key, Standing
 
-OWN_NAMES = "kfcomm/"
 BOUNDARY = f"{OWN_NAMES}boundary"
 """The name of the call between two steps."""
 

@@ -27,8 +27,9 @@ import msgpack
 
 from kfcomm.collectives.handle import Handle
 from kfcomm.communicator import Communicator
+from kfcomm.core.collective import OWN_NAMES
 from kfcomm.elastic.calls import Call, frozen
-from kfcomm.elastic.entry import BOUNDARY, OWN_NAMES, Births, Entry
+from kfcomm.elastic.entry import BOUNDARY, Births, Entry
 from kfcomm.elastic.posting import Posting
 from kfcomm.elastic.telling import Telling
 from kfcomm.elastic.verdicts import Row, Standing, decide

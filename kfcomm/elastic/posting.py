@@ -13,8 +13,9 @@ import numpy as np
 
 from kfcomm.collectives.handle import Handle, looked_at
 from kfcomm.communicator import Communicator
+from kfcomm.core.collective import OWN_NAMES
 from kfcomm.elastic.calls import GIVEN_AS_ARRAYS, frozen, plain, restored, written
-from kfcomm.elastic.entry import OWN_NAMES, Births, Entry, name_for
+from kfcomm.elastic.entry import Births, Entry, name_for
 from kfcomm.elastic.stripes import Array
 from kfcomm.elastic.verdicts import Key, Standing, Verdict
 from kfcomm.errors import CollectiveAborted, CollectiveError, EpochChanged, PeerLost

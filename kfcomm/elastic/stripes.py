@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from kfcomm.communicator import Communicator
+from kfcomm.core.collective import OWN_NAMES
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
@@ -107,7 +108,8 @@ async def _share(comm: Communicator, members: Sequence[int], pieces: Sequence[Ar
         # a giver names its own memory as well: nothing is written to it, and nothing is made for a result
         outs = [piece if piece.flags.writeable else None for piece in pieces]
         handles = [
-            group.broadcast(piece, 0, str(n), out=out) for n, (piece, out) in enumerate(zip(pieces, outs, strict=True))
+            group.broadcast(piece, 0, f"{OWN_NAMES}state/{n}", out=out)
+            for n, (piece, out) in enumerate(zip(pieces, outs, strict=True))
         ]
         await asyncio.gather(*handles)
     finally:

@@ -16,14 +16,19 @@ from typing import TYPE_CHECKING, Any
 from kfcomm.errors import ConfigError
 from kfcomm.monitor.attendant import PATIENCE_S, Attendant
 from kfcomm.monitor.records import Statistics
-from kfcomm.monitor.statistics import OTHERS, tallies_of
+from kfcomm.monitor.statistics import OTHERS, OWN, is_own, tallies_of
 from kfcomm.runtime.meter import PER_OCTAVE, Meter, Tally, bound_s
+from kfcomm.runtime.traffic import added
+from kfcomm.transports.base import Counts
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
+    from kfcomm.runtime.earlier import Earlier
+
 MAX_LABELLED_KEYS = 256
-"""Keys with series of their own, the first that were used; the others are ``(others)`` together."""
+"""Keys with series of their own, the first that were used; the others are ``(others)`` together, and those of kfcomm
+itself ``(kfcomm itself)``."""
 BOUNDS = range(-20 * PER_OCTAVE, 11 * PER_OCTAVE, 2 * PER_OCTAVE)
 """Buckets whose upper bounds are those of the histogram: from 1 µs to 17 minutes, each four times the one before."""
 
@@ -41,9 +46,9 @@ def check(port: int, monitor: bool) -> None:
 
 
 def attend(
-    address: str, port: int, local_rank: int, meter: Callable[[], Meter], statistics: Callable[[], Statistics]
+    address: str, port: int, local_rank: int, meter: Callable[[int], Meter], statistics: Callable[[], Statistics]
 ) -> Attendant:
-    """Answer Prometheus at ``port + local_rank`` of an address from now on; ``meter`` is that of the epoch.
+    """Answer Prometheus at ``port + local_rank`` of an address from now on; ``meter`` gives that of an epoch.
 
     Raises:
         ConfigError: that port is taken, is none, or may not be used; names it.
@@ -77,7 +82,7 @@ def attend(
 class _Collector:
     """What ``prometheus_client`` asks at each scrape."""
 
-    def __init__(self, meter: Callable[[], Meter], statistics: Callable[[], Statistics]) -> None:
+    def __init__(self, meter: Callable[[int], Meter], statistics: Callable[[], Statistics]) -> None:
         self._meter = meter
         self._statistics = statistics
 
@@ -88,11 +93,12 @@ class _Collector:
     def collect(self) -> Iterator[Metric]:
         """All metrics, as they are now."""
         now = self._statistics()
+        meter = self._meter(now.epoch)
         yield from _of_process(now)
-        yield from _of_peers(now)
+        yield from _of_peers(now, meter.earlier)
         yield from _of_strategies(now)
         yield from _of_training(now)
-        yield from _of_keys(*tallies_of(self._meter()))
+        yield from _of_keys(*tallies_of(meter))
 
 
 def _of_process(now: Statistics) -> Iterator[Metric]:
@@ -109,22 +115,27 @@ def _of_process(now: Statistics) -> Iterator[Metric]:
     yield GaugeMetricFamily("kfcomm_symmetric_bytes", "Of arrays in symmetric memory.", now.symmetric_nbytes)
 
 
-def _of_peers(now: Statistics) -> Iterator[Metric]:
+def _of_peers(now: Statistics, earlier: Earlier | None) -> Iterator[Metric]:
+    """What was exchanged with whoever has, or had in epochs before, the rank of a peer: so it only grows."""
     from prometheus_client.metrics_core import CounterMetricFamily
 
+    totals = {(one.rank, one.link): Counts(*(getattr(one, field) for field in Counts._fields)) for one in now.peers}
+    waited: dict[int, float] = {}
+    if earlier is not None:
+        totals = added(earlier.totals, totals)
+        waited = {rank: earlier.waited_s.get(rank, 0.0) for rank, _ in totals}
+    for peer in now.peers:
+        waited[peer.rank] = waited.get(peer.rank, 0.0) + peer.waited_s
     for name, text, field in (
         ("sent_bytes", "Bytes sent to a peer.", "sent_nbytes"),
         ("received_bytes", "Bytes received from a peer.", "received_nbytes"),
-        ("sent_messages", "Frames sent to a peer.", "sent_messages"),
-        ("received_messages", "Frames received from a peer.", "received_messages"),
+        ("sent_messages", "Messages sent to a peer.", "sent_messages"),
+        ("received_messages", "Messages received from a peer.", "received_messages"),
     ):
         family = CounterMetricFamily(f"kfcomm_{name}", text, labels=("peer", "link"))
-        for peer in now.peers:
-            family.add_metric((str(peer.rank), peer.link), getattr(peer, field))
+        for (rank, link), counts in totals.items():
+            family.add_metric((str(rank), link), getattr(counts, field))
         yield family
-    waited: dict[int, float] = {}
-    for peer in now.peers:
-        waited[peer.rank] = waited.get(peer.rank, 0.0) + peer.waited_s
     family = CounterMetricFamily("kfcomm_waited_seconds", "Waiting for a peer, of all collectives.", labels=("peer",))
     for rank, waited_s in waited.items():
         family.add_metric((str(rank),), waited_s)
@@ -157,11 +168,14 @@ def _of_training(now: Statistics) -> Iterator[Metric]:
 def _of_keys(tallies: dict[str, Tally], others: Tally | None) -> Iterator[Metric]:
     from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily
 
+    own = [tallies.pop(name) for name in [*tallies] if is_own(name)]
     names = list(tallies)
     rest = [tallies[name] for name in names[MAX_LABELLED_KEYS:]] + ([] if others is None else [others])
     shown = {name: tallies[name] for name in names[:MAX_LABELLED_KEYS]}
     if rest:
         shown[OTHERS] = Tally.sum(rest)
+    if own:
+        shown[OWN] = Tally.sum(own)
     whole = Tally.sum(shown.values())
     family = HistogramMetricFamily("kfcomm_collective_duration_seconds", "Collectives, from post to completion.")
     family.add_metric((), list(_cumulated(whole)), whole.total_s)

@@ -37,8 +37,8 @@ def attend(session: Session, settings: Settings, statistics: Callable[[], Statis
     if first is None:
         return
 
-    def meter() -> Meter:
-        return session.latest.engine.meter or first
+    def meter(epoch: int) -> Meter:
+        return session.at(epoch).engine.meter or first
 
     if settings.metrics_port is not None:
         from kfcomm.monitor import metrics

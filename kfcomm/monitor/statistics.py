@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kfcomm.core.collective import OWN_NAMES
 from kfcomm.errors import ConfigError
 from kfcomm.monitor.records import (
     KeyStatistics,
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
     from kfcomm.session import Session
 
 OTHERS = "(others)"
+OWN = "(kfcomm itself)"
+"""What kfcomm does itself, all of it together."""
+DATA = "(data)"
+"""Ends the title of the second step of calls that tell their shapes first."""
+_STEPS_ALONE = {"(strategy)", "(probe)", "(order)"}
+"""Titles of keys without a name."""
 
 
 def statistics_of(session: Session, group: Group, message_groups: Callable[[], Collection[bytes]]) -> Statistics:
@@ -81,9 +88,9 @@ def peers_of(engine: Engine, meter: Meter) -> tuple[PeerStatistics, ...]:
 
 
 def tallies_of(meter: Meter, ids: Collection[bytes] | None = None) -> tuple[dict[str, Tally], Tally | None]:
-    """What became of the calls under each name in some groups (None: in all), and of those beyond ``MAX_KEYS``.
+    """What became of the calls under each name in some groups, and of those beyond ``MAX_KEYS``.
 
-    The messages of a tag are one, whomever they are for.
+    Without groups: in all, those of epochs before included. The messages of a tag are one, whomever they are for.
     """
     tallies, others = meter.tallies()
     by_name: dict[str, list[Tally]] = {}
@@ -91,6 +98,10 @@ def tallies_of(meter: Meter, ids: Collection[bytes] | None = None) -> tuple[dict
         if ids is None or group_id in ids:
             by_name.setdefault(title(name), []).append(tally)
     rest = [tally for group_id, tally in others.items() if ids is None or group_id in ids]
+    if ids is None and meter.earlier is not None:
+        for name, tally in meter.earlier.tallies.items():
+            by_name.setdefault(title(name), []).append(tally)
+        rest += [] if meter.earlier.others is None else [meter.earlier.others]
     return {name: summed(found) for name, found in by_name.items()}, summed(rest) if rest else None
 
 
@@ -103,6 +114,12 @@ def title(name: str) -> str:
     """A key as people know it: keys of further steps hold a NUL, that of unnamed calls is empty."""
     name, _, step = name.partition("\0")
     return f"{name} ({step})".lstrip() if step else name
+
+
+def is_own(name: str) -> bool:
+    """Whether a key of this title was made by kfcomm itself, and not by a call of the program."""
+    plain = name.removeprefix("object ").removeprefix("tag ").lstrip("'")
+    return plain.startswith(OWN_NAMES) or name in _STEPS_ALONE
 
 
 def peak_memory_nbytes() -> int:

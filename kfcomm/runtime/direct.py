@@ -137,6 +137,7 @@ class SlottedOperation(InSlot, Operation):
             engine.slots.told(slot, self, is_over=is_over)
         if not is_over:
             return False
+        slot.num_uses += 1
         if slot.outcome is not None:
             self.value = slot.take_outcome(self.value)
         engine.slots.drop(self)

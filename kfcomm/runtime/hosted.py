@@ -108,5 +108,6 @@ class HubOperation(SlottedOperation):
         self._num_shown += 1
         if self._num_shown == self.program.num_slots:
             self._host_slot = None
+            slot.num_uses += 1
             if slot.share(self.word):
                 self.engine.slots.wake(slot)

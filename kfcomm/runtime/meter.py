@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
     from kfcomm.core.collective import GroupView, Key
+    from kfcomm.runtime.earlier import Earlier
     from kfcomm.runtime.operation import Operation
 
 K = TypeVar("K")
@@ -163,9 +164,10 @@ class Meter:
         steps: by group id and the name under which gradients are averaged.
         now_s: when the burst began that is being handed over; 0 between bursts.
         settle: tells of what is complete and was not told yet, see ``Recorder.settle``; set by the recorder.
+        earlier: what this rank has counted in epochs before; None in the first.
     """
 
-    __slots__ = ("_others", "_tallies", "gauges", "now_s", "settle", "steps", "throughputs", "waited_s")
+    __slots__ = ("_others", "_tallies", "earlier", "gauges", "now_s", "settle", "steps", "throughputs", "waited_s")
 
     def __init__(self, size: int) -> None:
         self.waited_s = [0.0] * size
@@ -174,6 +176,7 @@ class Meter:
         self.steps: dict[tuple[bytes, str], StepTally] = {}
         self.now_s = 0.0
         self.settle: Callable[..., None] = _nothing
+        self.earlier: Earlier | None = None
         self._tallies: Tallies = {}
         self._others: dict[bytes, Tally] = {}
 

@@ -63,20 +63,29 @@ def all_reduced(work: Work, count: int, *, is_turned: bool = False, is_shared: b
 
 def hosted(work: Work, count: int, ranks: tuple[int, ...], hub: int) -> SharedWork:
     """These ranks of one host show ``count`` elements, and the hub folds them as its program says; see ``hosted``."""
-    cut = Cut(count, work.item, len(ranks), is_whole=True, has_hub=True)
+    place = ranks.index(hub)
+    cut = Cut(
+        count, work.item, len(ranks), is_whole=True, has_hub=True,
+        gives=lambda giver, reader: count if place in (giver, reader) else 0,
+    )  # fmt: skip
     return SharedWork(work, cut, _nothing, hub, ranks)
 
 
 def reduced(work: Work, count: int, rank: int, root: int) -> SharedWork:
     """The root folds ``count`` elements of each."""
-    cut = Cut(count, work.item, work.size, is_whole=True, reads=(0, count if rank == root else 0))
+    cut = Cut(
+        count, work.item, work.size, is_whole=True, reads=(0, count if rank == root else 0),
+        gives=lambda _, reader: count if reader == root else 0,
+    )  # fmt: skip
     return SharedWork(work, cut, _folded_from(work, root) if rank == root and count else _nothing, root)
 
 
 def reduce_scattered(work: Work, counts: Sequence[int], rank: int) -> SharedWork:
     """Each folds ``counts[rank]`` elements, its part of all that each gives."""
     begin, end = _bounds(counts)[rank]
-    cut = Cut(sum(counts), work.item, work.size, is_whole=True, reads=(begin, end))
+    cut = Cut(
+        sum(counts), work.item, work.size, is_whole=True, reads=(begin, end), gives=lambda _, reader: counts[reader]
+    )
     return SharedWork(work, cut, _folded_from(work, rank) if end > begin else _nothing)
 
 
@@ -84,7 +93,10 @@ def broadcast(work: Work, counts: Sequence[int], rank: int, root: int) -> Shared
     """Each takes ``counts[rank]`` elements of what the root gives, one after the other; or all, if all take as much."""
     begin, end = _bounds(counts)[rank] if len(counts) > 1 else (0, counts[0])
     count = sum(counts)
-    cut = Cut(count, work.item, work.size, is_whole=True, shows=count if rank == root else 0, reads=(begin, end))
+    cut = Cut(
+        count, work.item, work.size, is_whole=True, shows=count if rank == root else 0, reads=(begin, end),
+        gives=lambda giver, reader: 0 if giver != root else counts[reader] if len(counts) > 1 else count,
+    )  # fmt: skip
     return SharedWork(work, cut, partial(_take, root) if end > begin else _nothing, root)
 
 
@@ -92,7 +104,10 @@ def gathered(work: Work, counts: Sequence[int], rank: int, root: int | None = No
     """The root, or each, takes what all give, ``counts[r]`` elements of rank r."""
     count = max(counts)
     is_mine = root is None or rank == root
-    cut = Cut(count, work.item, work.size, is_whole=True, shows=counts[rank], reads=(0, count if is_mine else 0))
+    cut = Cut(
+        count, work.item, work.size, is_whole=True, shows=counts[rank], reads=(0, count if is_mine else 0),
+        gives=lambda giver, reader: counts[giver] if root in (None, reader) else 0,
+    )  # fmt: skip
     return SharedWork(work, cut, _joined([(0, one) for one in counts]) if is_mine else _nothing, root or 0)
 
 
@@ -101,7 +116,10 @@ def exchanged(work: Work, counts: Sequence[Sequence[int]], rank: int) -> SharedW
     mine = [_bounds(row)[rank] for row in counts]
     reads = min(begin for begin, _ in mine), max(end for _, end in mine)
     count = max(map(sum, counts))
-    cut = Cut(count, work.item, work.size, is_whole=True, shows=sum(counts[rank]), reads=reads)
+    cut = Cut(
+        count, work.item, work.size, is_whole=True, shows=sum(counts[rank]), reads=reads,
+        gives=lambda giver, reader: counts[giver][reader],
+    )  # fmt: skip
     return SharedWork(work, cut, _joined([(begin - reads[0], end - reads[0]) for begin, end in mine]))
 
 

@@ -190,7 +190,7 @@ class SlotTable:
         if slot is None or not slot.is_dead or not slot.is_root or operation.seq >= slot.told_from:
             return
         slot.told_from = operation.seq  # of overlapping uses an earlier one may leave later
-        for peer in slot.others():
+        for peer in slot.others:
             sender = self._links.to(peer)
             for header in definitions(sender.state, operation):
                 sender.send(header)
@@ -232,6 +232,7 @@ class SlotTable:
 
     def leave(self, group_id: bytes, keys: Iterable[Key]) -> None:
         """This rank has left the group of these keys. Those that it has handed out are kept until all others have."""
+        self._links.traffic.end_slots(slot for key in keys for slot in (key.slots or {}).values())
         own = _own_slots(keys)
         if own:
             self._left[group_id] = own
@@ -260,7 +261,7 @@ class SlotTable:
             return
         del self._left[group_id]
         for slot in own:
-            for peer in slot.others():
+            for peer in slot.others:
                 sender = self._links.by_peer.get(peer)
                 if sender is not None:
                     sender.send((VACANT, slot.number))
@@ -287,6 +288,7 @@ class SlotTable:
                 if board is None:
                     board = self._boards[memory] = _Board(memory)
                 slot.board = board
+            self._links.traffic.add_slot(slot)
             self.num_taken += 1
             self.taken_nbytes += work.cut.room
         return slot

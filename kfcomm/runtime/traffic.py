@@ -1,15 +1,19 @@
-"""What the links of one rank have moved, by peer and kind of link, those that have ended included.
+"""What one rank has moved, by peer and kind of link: over its links, and in slots of shared memory.
 
-The links count for themselves; here they are only known, added up when somebody asks, and remembered as a sum when
-they end. Invariants: no sum ever falls, on whatever thread it is read.
+Links and slots count for themselves; here they are only known, added up when somebody asks, and remembered as a sum
+when they end. Invariants: no sum ever falls, on whatever thread it is read.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from kfcomm.transports.base import Counts, Link
+
+if TYPE_CHECKING:
+    from kfcomm.transports.shm.slots import Slot
 
 Totals = dict[tuple[int, str], Counts]
 """By peer (world rank) and kind of link."""
@@ -18,37 +22,50 @@ WINDOW_S = 1.0
 """Rates are those of the last one to two of these."""
 
 NOTHING = Counts(0, 0, 0, 0)
+SHARED = "shm"
+"""The kind of link that slots count as."""
 
 
 class Traffic:
-    """The links of one rank, and what they have moved.
+    """What one rank has moved.
 
-    ``add``, ``end`` and ``mark`` belong to the loop of the links, the rest to any thread: what is shared with readers
-    is never changed, but replaced as a whole.
+    ``rates`` and ``totals`` may be called on any thread, the rest on the loop of the links: what is shared with readers
+    is never changed, but replaced as a whole; slots are added to a list of which readers take a copy.
     """
 
     __slots__ = ("_marks", "_state")
 
     def __init__(self) -> None:
-        self._state: tuple[tuple[Link, ...], Totals] = ((), {})
+        self._state: tuple[tuple[Link, ...], list[Slot], Totals] = ((), [], {})
         now: tuple[float, Totals] = (time.monotonic(), {})
         self._marks = (now, now)
 
     def add(self, link: Link) -> None:
         """A link is open."""
-        links, ended = self._state
-        self._state = ((*links, link), ended)
+        links, slots, ended = self._state
+        self._state = ((*links, link), slots, ended)
 
     def end(self, link: Link) -> None:
         """A link has ended, and moves nothing more."""
-        links, ended = self._state
+        links, slots, ended = self._state
         if link in links:
-            self._state = (tuple(one for one in links if one is not link), _sums(ended, [link]))
+            self._state = (tuple(one for one in links if one is not link), slots, _sums(ended, [link], []))
+
+    def add_slot(self, slot: Slot) -> None:
+        """A slot is used from now on."""
+        self._state[1].append(slot)
+
+    def end_slots(self, slots: Iterable[Slot]) -> None:
+        """Slots are used no more."""
+        gone = dict.fromkeys(slots)
+        if gone:
+            links, known, ended = self._state
+            self._state = (links, [one for one in known if one not in gone], _sums(ended, [], gone))
 
     def totals(self) -> Totals:
-        """What was moved so far, in the order in which the links were first opened. Costs 1 µs per link."""
-        links, ended = self._state
-        return _sums(ended, links)
+        """What was moved so far, in the order in which the links were first opened. Costs 1 µs per link and slot."""
+        links, slots, ended = self._state
+        return _sums(ended, links, list(slots))
 
     def mark(self, now_s: float) -> None:
         """Begin another window of the rates, if it is time for one. To be called now and then."""
@@ -71,9 +88,50 @@ class Traffic:
         return found
 
 
-def _sums(ended: Totals, links: Iterable[Link]) -> Totals:
+def added(first: Totals, second: Totals) -> Totals:
+    """The sums of both."""
+    totals = dict(first)
+    for way, counts in second.items():
+        totals[way] = _sum(totals.get(way, NOTHING), counts)
+    return totals
+
+
+def _sums(ended: Totals, links: Iterable[Link], slots: Iterable[Slot]) -> Totals:
     totals = dict(ended)
     for link in links:
         way = (link.peer, link.kind)
-        totals[way] = Counts(*map(sum, zip(totals.get(way, NOTHING), link.counts(), strict=True)))
+        totals[way] = _sum(totals.get(way, NOTHING), link.counts())
+    for peer, counts in _in_slots(slots).items():
+        totals[peer, SHARED] = _sum(totals.get((peer, SHARED), NOTHING), counts)
     return totals
+
+
+def _in_slots(slots: Iterable[Slot]) -> dict[int, Counts]:
+    """What was read in slots, by peer. A use is a message of each to each that reads of it."""
+    alike: dict[tuple[int, ...], list[int]] = {}  # slots in which all read as much of each: most
+    moved: dict[int, list[int]] = {}
+    for slot in slots:
+        uses, nbytes = slot.num_uses, slot.nbytes_of_all
+        if nbytes is None:
+            for peer, sent_nbytes, received_nbytes in slot.moved(uses):
+                _add(moved, peer, sent_nbytes, received_nbytes, uses)
+        elif uses:
+            sums = alike.setdefault(slot.others, [0, 0])
+            sums[0] += uses * nbytes
+            sums[1] += uses
+    for others, (nbytes, uses) in alike.items():
+        for peer in others:
+            _add(moved, peer, nbytes, nbytes, uses)
+    return {peer: Counts(*sums) for peer, sums in moved.items()}
+
+
+def _add(moved: dict[int, list[int]], peer: int, sent_nbytes: int, received_nbytes: int, uses: int) -> None:
+    sums = moved.setdefault(peer, [0, 0, 0, 0])
+    for place, value in enumerate(
+        (sent_nbytes, received_nbytes, uses if sent_nbytes else 0, uses if received_nbytes else 0)
+    ):
+        sums[place] += value
+
+
+def _sum(first: Counts, second: Counts) -> Counts:
+    return Counts(*map(sum, zip(first, second, strict=True)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import socket
 import subprocess
@@ -87,7 +88,7 @@ def _bound(item: Any) -> float:
 
 
 def collected(comm: Any) -> Samples:
-    return samples(metrics._Collector(lambda: comm._session.engine.meter, comm.statistics).collect())
+    return samples(metrics._Collector(lambda epoch: comm._session.at(epoch).engine.meter, comm.statistics).collect())
 
 
 @pytest.mark.asyncio
@@ -189,3 +190,58 @@ def test_the_package_is_imported_when_it_is_asked_for() -> None:
     program = "import sys, kfcomm\nwith kfcomm.sync.init(): pass\nprint('prometheus_client' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+@pytest.mark.asyncio
+async def test_counters_never_fall_when_the_ranks_change() -> None:
+    async with world(3, transport="shm") as comms:
+
+        async def works(comm: kfcomm.Communicator) -> None:
+            for _ in range(10):
+                await comm.all_reduce(np.ones(100), "x")
+
+        async def shrinks(comm: kfcomm.Communicator) -> kfcomm.Communicator:
+            await comm.agree(True)
+            return await comm.shrink()
+
+        await asyncio.gather(*map(works, comms))
+        comms.kill(1)
+        left = [comms[0], comms[2]]
+        before = [collected(comm) for comm in left]
+        after = await asyncio.gather(*map(shrinks, left))
+        _grown(before, [collected(comm) for comm in left])
+        await asyncio.gather(*map(works, after))
+        now = [collected(comm) for comm in left]
+        _grown(before, now)
+        for old, new in zip(before, now, strict=True):
+            assert (
+                named(new, "kfcomm_collectives_total", key="x") == named(old, "kfcomm_collectives_total", key="x") + 10
+            )
+            assert named(new, "kfcomm_epoch") == 1
+        again = await asyncio.gather(*map(shrinks, after))
+        assert [comm.epoch for comm in again] == [2, 2]
+        _grown(now, [collected(comm) for comm in left])
+
+
+def _grown(before: list[Samples], now: list[Samples]) -> None:
+    for old, new in zip(before, now, strict=True):
+        fallen = {
+            key: (value, new.get(key)) for key, value in old.items() if _grows(key[0]) and new.get(key, -1) < value
+        }
+        assert fallen == {}
+
+
+def _grows(name: str) -> bool:
+    return name.endswith(("_total", "_bucket", "_count", "_sum"))
+
+
+@pytest.mark.asyncio
+async def test_what_kfcomm_does_itself_is_one_series() -> None:
+    async with world(2) as comms:
+        for name in ("kfcomm/boundary", "kfcomm/plans", "mine"):
+            await asyncio.gather(*(comm.barrier(name) for comm in comms))
+        await asyncio.gather(*(comm.set_strategy("ring") for comm in comms))
+        found = collected(comms[0])
+    keys = {dict(labels)["key"] for name, labels in found if name == "kfcomm_collectives_total"}
+    assert keys == {"mine", "(kfcomm itself)"}
+    assert named(found, "kfcomm_collectives_total", key="(kfcomm itself)") == 3

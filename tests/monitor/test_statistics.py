@@ -73,6 +73,62 @@ async def test_payloads_in_memory_are_counted_to_the_byte() -> None:
         assert all(peer(said[rank], (rank + 1) % 4).sent_nbytes == 2 * 3 * LARGE.nbytes // 4 for rank in range(4))
 
 
+SHARED = {
+    "all_reduce": (lambda comm: comm.all_reduce(X, "x"), lambda giver, reader: X.nbytes),
+    "all_reduce in parts": (
+        lambda comm: comm.all_reduce(LARGE, "x"),
+        lambda giver, reader: 4 * (PARTS[giver] + PARTS[reader]),
+    ),
+    "broadcast": (lambda comm: comm.broadcast(X, 1, "x"), lambda giver, reader: X.nbytes if giver == 1 else 0),
+    "reduce": (lambda comm: comm.reduce(X, 1, name="x"), lambda giver, reader: X.nbytes if reader == 1 else 0),
+    "gather": (lambda comm: comm.gather(X, 1, "x"), lambda giver, reader: X.nbytes if reader == 1 else 0),
+    "all_gather": (lambda comm: comm.all_gather(X, "x"), lambda giver, reader: X.nbytes),
+    "reduce_scatter": (
+        lambda comm: comm.reduce_scatter(X[:999], "x"),
+        lambda giver, reader: 999 * 4 // 3,
+    ),
+    "barrier": (lambda comm: comm.barrier("x"), lambda giver, reader: 0),
+}
+"""Calls that are carried out in slots, and the bytes that one rank reads of another in each."""
+PARTS = (21846, 21845, 21845)
+"""Elements of LARGE that each of three ranks folds."""
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("verb", SHARED)
+async def test_what_goes_through_slots_is_counted(verb: str) -> None:
+    call, nbytes = SHARED[verb]
+    async with testing.world(3, transport="shm") as comms:
+        while min(comm.statistics().slots for comm in comms) == 0:
+            await everywhere(comms, call)
+        before = [comm.statistics() for comm in comms]
+        for _ in range(10):
+            await everywhere(comms, call)
+        now = [comm.statistics() for comm in comms]
+        assert disagreements(comms) == []
+        for giver in range(3):
+            for reader in {0, 1, 2} - {giver}:
+                then, one = moved(before[giver], reader), moved(now[giver], reader)
+                assert one - then == 10 * nbytes(giver, reader), (giver, reader)
+
+
+@pytest.mark.asyncio
+async def test_what_went_through_slots_of_a_group_is_counted_when_it_is_closed() -> None:
+    async with testing.world(2, transport="shm") as comms:
+        groups = await everywhere(comms, lambda comm: comm.group([0, 1]))
+        for _ in range(10):
+            await everywhere(groups, lambda comm: comm.all_reduce(X, "x"))
+        before = [moved(comm.statistics(), 1 - comm.rank) for comm in comms]
+        assert min(before) >= 8 * X.nbytes
+        await everywhere(groups, lambda comm: comm.close())
+        assert all(moved(comm.statistics(), 1 - comm.rank) >= then for comm, then in zip(comms, before, strict=True))
+
+
+def moved(statistics: Statistics, rank: int) -> int:
+    """Bytes sent to a rank, over all links."""
+    return sum(one.sent_nbytes for one in statistics.peers if one.rank == rank)
+
+
 @pytest.mark.asyncio
 async def test_what_is_passed_on_is_counted_where_it_is_passed_on(links: str) -> None:
     chain = kfcomm.strategies.from_parents([0, 0, 1], name="chain")

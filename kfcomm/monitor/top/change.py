@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from kfcomm.monitor import live
 from kfcomm.monitor.live import Job
 from kfcomm.monitor.records import KeyStatistics, Statistics
+from kfcomm.monitor.statistics import DATA, OWN, is_own
 
 MAX_AT_ONCE = 32
 """Ranks that are asked at a time."""
@@ -79,11 +80,12 @@ class Change:
     Attributes:
         job: its name.
         size: of its world; 0 while no rank has answered.
-        ranks: those of this host, by rank.
-        gone: ranks that were here and are not any more.
+        ranks: those of this host, by rank, in the latest epoch that one knows of.
+        gone: ranks of that epoch that were here and are not any more.
         passed_s: since the last look; 0 for the first.
         keys: the busiest first.
         links: the fastest first.
+        has_ended: whether no process of it is left on this host.
     """
 
     job: str
@@ -93,16 +95,12 @@ class Change:
     passed_s: float
     keys: Sequence[KeyChange]
     links: Sequence[LinkRate]
+    has_ended: bool = False
 
     @property
     def answers(self) -> list[Statistics]:
         """What those say that answer."""
         return [change.now for change in self.ranks.values() if change.now is not None]
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether no rank of it is left on this host."""
-        return not self.ranks
 
     @property
     def waited_for(self) -> Mapping[int, float]:
@@ -138,40 +136,81 @@ class Watcher:
         self.job = job
         self._find = find
         self._read = read
-        self._before: dict[int, Statistics] = {}
-        self._size = 0
-        self._met: set[int] = set()
+        self._met: dict[str, _Process] = {}
+        self._size = self._epoch = 0
 
     def look(self) -> Change:
         """What the job has done since the last look. Takes as long as its slowest rank to answer, some 5 s at most."""
         found = next((job for job in self._find() if job.name == self.job), Job(self.job, ()))
-        said = {answer.rank: answer for answer in self._ask(found)}
-        here = set(found.ranks)
-        self._met |= here
-        self._size = max([self._size, *(answer.size for answer in said.values())])
-        ranks = {rank: self._changed(said.get(rank)) for rank in sorted(here)}
-        passed_s = max((self._passed_s(answer) for answer in said.values()), default=0.0)
+        met = self._met
+        here = {name: self._known(rank, name, said) for (rank, name), said in self._ask(found)}
+        self._epoch = max([self._epoch, *(one.now.epoch for one in here.values() if one.now is not None)])
+        in_epoch = [one for one in here.values() if one.epoch in (None, self._epoch)]
+        self._size = next((one.now.size for one in in_epoch if one.now is not None), self._size)
+        taken = {one.rank for one in in_epoch}
+        # who has not come to it yet, or does not go on, still has its rank of the epoch before
+        older = (one for one in here.values() if one.epoch not in (None, self._epoch))
+        late = [one for one in older if one.rank < self._size and one.rank not in taken]
+        shown = sorted([*in_epoch, *late], key=lambda one: one.rank)
+        changes = {one.rank: one.change() for one in shown}
+        said = [one for one in shown if one.now is not None]
+        gone = {one.rank for name, one in met.items() if name not in here and one.epoch in (None, self._epoch)}
+        answers = [one.now for one in said if one.now is not None]
         change = Change(
-            job=self.job, size=self._size, ranks=ranks, gone=sorted(self._met - here), passed_s=passed_s,
-            keys=self._keys(list(said.values())), links=_links(list(said.values())),
+            job=self.job, size=self._size, ranks=changes, gone=sorted(gone - changes.keys()),
+            passed_s=max((one.passed_s for one in said), default=0.0), keys=_keys(said), links=_links(answers),
+            has_ended=not here,
         )  # fmt: skip
-        self._before = {rank: said.get(rank) or before for rank, before in {**self._before, **said}.items()}
+        # of an epoch that is over nobody is missed: who was released, or lost, is no rank of this one
+        self._met = {name: one for name, one in met.items() if one.epoch in (None, self._epoch)} | here
         return change
 
-    def _ask(self, job: Job) -> list[Statistics]:
+    def _ask(self, job: Job) -> Iterable[tuple[tuple[int, str], Statistics | None]]:
         """All ranks at once: one that is stopped holds up no other."""
         one_by_one = [Job(job.name, (socket,)) for socket in job.sockets]
         with ThreadPoolExecutor(MAX_AT_ONCE, thread_name_prefix="kfcomm-top") as pool:
-            return [answer for answers in pool.map(self._read, one_by_one) for answer in answers]
+            said = pool.map(self._read, one_by_one)
+            return [(socket, next(iter(answers), None)) for socket, answers in zip(job.sockets, said, strict=True)]
 
-    def _passed_s(self, now: Statistics) -> float:
-        before = self._before.get(now.rank)
-        return 0.0 if before is None else max(0.0, now.time_s - before.time_s)
+    def _known(self, rank: int, name: str, now: Statistics | None) -> _Process:
+        """What is known by now of the process that answers at a socket; ``rank`` is the one that it began with."""
+        before = self._met.get(name)
+        last = None if before is None else before.last
+        if now is not None:
+            return _Process(now.rank, now, last if last is not None and last.epoch == now.epoch else None)
+        return _Process(rank if before is None else before.rank, None, last)
 
-    def _changed(self, now: Statistics | None) -> RankChange:
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """One process of the job, known by its socket: the ranks change from one epoch to the next.
+
+    Attributes:
+        rank: as it says, or said last.
+        now: what it says; None if it does not answer.
+        before: what it said last, in the same epoch.
+    """
+
+    rank: int
+    now: Statistics | None
+    before: Statistics | None
+
+    @property
+    def last(self) -> Statistics | None:
+        return self.before if self.now is None else self.now
+
+    @property
+    def epoch(self) -> int | None:
+        return None if self.last is None else self.last.epoch
+
+    @property
+    def passed_s(self) -> float:
+        return 0.0 if self.before is None or self.now is None else max(0.0, self.now.time_s - self.before.time_s)
+
+    def change(self) -> RankChange:
+        now, before, passed_s = self.now, self.before, self.passed_s
         if now is None:
             return RankChange(None)
-        before, passed_s = self._before.get(now.rank), self._passed_s(now)
         calls = _calls(now) - (0 if before is None else _calls(before))
         return RankChange(
             now=now,
@@ -181,17 +220,47 @@ class Watcher:
             waited_s=_less(_waited(now), {} if before is None else _waited(before)),
         )
 
-    def _keys(self, said: Sequence[Statistics]) -> list[KeyChange]:
-        by_name: dict[str, list[tuple[KeyStatistics, KeyStatistics | None, float]]] = {}
-        for now in said:
-            before = self._before.get(now.rank)
-            earlier = {} if before is None else {key.name: key for key in before.keys}
-            for key in now.keys:
-                by_name.setdefault(key.name, []).append((key, earlier.get(key.name), self._passed_s(now)))
-        return sorted((_key(name, found) for name, found in by_name.items()), key=lambda key: -key.busy_s)
+
+Counted = tuple[KeyStatistics, KeyStatistics | None, float]
+"""A name on one rank: now, at the last look, and the seconds between."""
 
 
-def _key(name: str, found: Sequence[tuple[KeyStatistics, KeyStatistics | None, float]]) -> KeyChange:
+def _keys(said: Sequence[_Process]) -> list[KeyChange]:
+    by_name: dict[str, list[Counted]] = {}
+    for one in said:
+        earlier = {} if one.before is None else _by_call(one.before)
+        for key in _by_call(one.now).values() if one.now is not None else ():
+            by_name.setdefault(key.name, []).append((key, earlier.get(key.name), one.passed_s))
+    return sorted((_key(name, found) for name, found in by_name.items()), key=lambda key: -key.busy_s)
+
+
+def _by_call(said: Statistics) -> dict[str, KeyStatistics]:
+    """By name, as the program knows its calls: the steps of one are it, and what kfcomm does by itself is one."""
+    found: dict[str, KeyStatistics] = {}
+    for key in said.keys:
+        name = OWN if is_own(key.name) else key.name
+        if name.endswith(DATA) and (whole := name.removesuffix(DATA).rstrip()) in found:
+            name = whole
+        known = found.get(name)
+        found[name] = replace(key, name=name) if known is None else _together(known, key, is_step=name != OWN)
+    return found
+
+
+def _together(one: KeyStatistics, other: KeyStatistics, *, is_step: bool) -> KeyStatistics:
+    """Two as one: the second is a further step of the calls of the first, or they are called each for itself."""
+    return replace(
+        one,
+        count=one.count if is_step else one.count + other.count,
+        nbytes=one.nbytes + other.nbytes,
+        p50_s=one.p50_s + other.p50_s if is_step else max(one.p50_s, other.p50_s),
+        p99_s=one.p99_s + other.p99_s if is_step else max(one.p99_s, other.p99_s),
+        max_s=one.max_s + other.max_s if is_step else max(one.max_s, other.max_s),
+        failures=one.failures + other.failures,
+        total_s=one.total_s + other.total_s,
+    )
+
+
+def _key(name: str, found: Sequence[Counted]) -> KeyChange:
     calls, nbytes, busy_s = [], [], 0.0
     for now, before, passed_s in found:
         grown_s = passed_s or float("inf")
@@ -227,7 +296,9 @@ def _links(said: Sequence[Statistics]) -> list[LinkRate]:
 
 
 def _calls(now: Statistics) -> int:
-    return sum(key.count for key in now.keys) + (now.others.count if now.others else 0)
+    """Calls of the program."""
+    own = (key.count for name, key in _by_call(now).items() if name != OWN)
+    return sum(own) + (now.others.count if now.others else 0)
 
 
 def _waited(now: Statistics) -> dict[int, float]:

@@ -119,7 +119,7 @@ class PartedSlot(Slot):
     __slots__ = (
         "_copied", "_count", "_dtype", "_first", "_folded", "_given", "_into", "_is_in_place", "_is_mapped",
         "_is_over_given", "_is_result_in_place", "_known", "_made", "_order",
-        "_parts", "_piece", "_rank", "_rows", "_shares", "_shown", "_size", "_their", "_whole",
+        "_parts", "_piece", "_rows", "_shares", "_shown", "_size", "_their", "_whole",
     )  # fmt: skip
 
     is_whole = False
@@ -130,7 +130,7 @@ class PartedSlot(Slot):
         dtype: np.dtype[Any], cut: Cut, combine: Combine,
     ) -> None:  # fmt: skip
         super().__init__(memory, number, at, places, root, rank, dtype, cut, combine)
-        self._rank, self._size = rank, len(places)
+        self._size = len(places)
         self._dtype, self._count = dtype, cut.count
         self._parts, self._piece = cut.parts, cut.piece
         after = (rank + 1) % self._size

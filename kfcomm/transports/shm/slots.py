@@ -35,7 +35,7 @@ import logging
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -55,6 +55,8 @@ Combine: TypeAlias = Callable[[Arrays, Array], object]
 """Folds what all ranks gave, some elements of it, into the result, which is none of it."""
 Words: TypeAlias = Callable[[], list[int]]
 """The words of all ranks of a group, read now."""
+Gives: TypeAlias = "int | Callable[[int, int], int]"
+"""Elements that one rank reads of another in a use: the same of all pairs, or by the rank that gives and the reader."""
 
 MAX_SLOTS = 1 << 14
 """Of one memory."""
@@ -85,25 +87,28 @@ class Cut:
         shows: elements that this rank gives, if not ``count``: those, or none.
         reads: where begins and ends what this rank reads of what each gives; only of what is not cut.
         has_hub: who hands the slot out is given all, and shows the result: see ``HubSlot``.
+        gives: see ``Gives``; by default each reads all of each, or its part of it and what each has made of its own.
 
     Attributes:
         parts: one for each rank: where it begins, and its length.
         piece: elements of a part that go at a time: all, unless it is turned. A *window* is a piece of each part.
         num_windows: each has a word.
-        count, is_turned, is_shared, is_whole, shows, reads, has_hub: see above.
+        count, is_turned, is_shared, is_whole, shows, reads, has_hub, gives: see above.
         room: bytes that a slot takes in each region.
     """
 
     __slots__ = (
-        "count", "has_hub", "is_shared", "is_turned", "is_whole", "num_windows", "parts", "piece", "reads", "room",
-        "shows",
+        "count", "gives", "has_hub", "is_shared", "is_turned", "is_whole", "num_windows", "parts", "piece", "reads",
+        "room", "shows",
     )  # fmt: skip
 
     def __init__(
         self, count: int, itemsize: int, num_ranks: int, *, is_turned: bool = False, is_shared: bool = False,
         is_whole: bool = False, shows: int | None = None, reads: tuple[int, int] | None = None, has_hub: bool = False,
+        gives: Gives | None = None,
     ) -> None:  # fmt: skip
         self.count = count
+        self.gives: Gives = count if gives is None else gives
         self.has_hub = has_hub
         self.is_turned, self.is_shared = is_turned, is_shared
         self.is_whole = is_whole or (count * itemsize <= SHOWN_WHOLE_NBYTES and not is_turned)
@@ -115,6 +120,8 @@ class Cut:
             self.room = 2 * lines(count * itemsize)
             return
         self.parts = split(count, num_ranks)
+        if gives is None:
+            self.gives = self._gives_part
         longest = max(1, self.parts[0][1])
         self.piece = longest
         if is_turned:
@@ -122,6 +129,10 @@ class Cut:
             self.piece = min(longest, max(1, max(WINDOW_NBYTES // num_ranks, least) // itemsize))
         self.num_windows = -(-longest // self.piece)
         self.room = 2 * lines(num_ranks * self.piece * itemsize) + 2 * lines(self.piece * itemsize)
+
+    def _gives_part(self, giver: int, reader: int) -> int:
+        """The part that the reader folds, and the giver's part of the result unless that is one array for all."""
+        return self.parts[reader][1] + (0 if self.is_shared else self.parts[giver][1])
 
 
 NEVER, WITHDRAWN = (1 << 63) - 1, -1
@@ -364,12 +375,13 @@ class Slot:
         memory: that it is in.
         number: in that.
         places: of the regions of its ranks.
-        members: world ranks of those.
+        members, others: world ranks of those, all and without this one.
         posted: the latest words of all ranks.
         num_words: of each use.
         combine, views, use: what folds contributions, those of even and of odd uses, and which of them the latest use
             is, of this rank; a use is complete when they are folded, if it ``is_whole``, and else see ``look``.
         is_dead: this rank uses it no more.
+        num_uses: that were completed in it by this rank.
         at, room: where in each region its buffers are, and their bytes.
         users: world ranks that may use it; kept by who has handed it out.
         told_from: all ranks have been told not to use it from this use on; kept by who has handed it out.
@@ -384,10 +396,10 @@ class Slot:
     """
 
     __slots__ = (
-        "_buffers", "_buffers_end", "_fence", "_posted_at", "_words", "at", "awaited", "board", "combine", "has_moved",
-        "has_news", "is_dead", "is_root", "late", "members", "memory", "num_words", "number", "outcome",
-        "parked", "places",
-        "posted", "room", "root", "told_from", "use", "users", "views",
+        "_buffers", "_buffers_end", "_fence", "_gives", "_itemsize", "_posted_at", "_rank", "_words", "at", "awaited",
+        "board", "combine", "has_moved", "has_news", "is_dead", "is_root", "late", "members", "memory", "num_uses",
+        "num_words", "number", "others", "outcome", "parked", "places", "posted", "room", "root", "told_from", "use",
+        "users", "views",
     )  # fmt: skip
 
     is_whole = True
@@ -404,10 +416,12 @@ class Slot:
         self.posted = memory.words(POSTED, number, places)
         self.num_words = cut.num_windows
         self.root, self.is_root = root, root == memory.heaps.rank
-        self.users = set(self.others())
+        self.others = tuple(world for world in self.members if world != memory.heaps.rank)
+        self.users = set(self.others)
         self.told_from = NEVER
         self.is_dead = self.has_news = self.has_moved = False
-        self.use = self.awaited = 0
+        self.use = self.awaited = self.num_uses = 0
+        self._gives, self._itemsize, self._rank = cut.gives, dtype.itemsize, rank
         self.late: list[int] = []
         self.outcome: Array | None = None
         self.board: Any = None
@@ -475,9 +489,21 @@ class Slot:
         """Whether what is given is sent on from here, so that a use is not over when all have given."""
         return False
 
-    def others(self) -> list[int]:
-        """World ranks of its other ranks."""
-        return [world for world in self.members if world != self.memory.heaps.rank]
+    @property
+    def nbytes_of_all(self) -> int | None:
+        """The bytes that each reads of each other in a use; None if that is not the same of all."""
+        return self._gives * self._itemsize if isinstance(self._gives, int) else None
+
+    def moved(self, uses: int) -> Iterator[tuple[int, int, int]]:
+        """By world rank of the others, the bytes that they read of this rank, and this rank of them, in so many uses.
+
+        On any thread. What is read where it lies, in symmetric memory, counts as what is copied does.
+        """
+        gives, each, own = self._gives, uses * self._itemsize, self._rank
+        given = (lambda *_: gives) if isinstance(gives, int) else gives
+        for place, world in enumerate(self.members):
+            if place != own:
+                yield world, each * given(own, place), each * given(place, own)
 
     def forget(self) -> None:
         """The latest use is over, or goes on elsewhere."""

@@ -1,0 +1,47 @@
+"""What one rank has counted in the epochs before this one, so that what only grows does so over a change of the ranks.
+
+Peers are told apart by their ranks, which mean others in another epoch: these sums are of whoever had that rank.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from kfcomm.runtime.meter import Tally
+from kfcomm.runtime.traffic import Totals, added
+
+if TYPE_CHECKING:
+    from kfcomm.runtime.meter import Meter
+    from kfcomm.runtime.traffic import Traffic
+
+
+class Earlier(NamedTuple):
+    """Sums over epochs that are over.
+
+    Attributes:
+        tallies: of the calls, by name.
+        others: of those beyond ``meter.MAX_KEYS``, or None.
+        totals: what was moved; see ``Traffic.totals``.
+        waited_s: by rank.
+    """
+
+    tallies: dict[str, Tally]
+    others: Tally | None
+    totals: Totals
+    waited_s: dict[int, float]
+
+
+def with_epoch(meter: Meter, traffic: Traffic) -> Earlier:
+    """Those of an epoch that is over, and of all before it. O(keys)."""
+    before = meter.earlier or Earlier({}, None, {}, {})
+    tallies, others = meter.tallies()
+    by_name = {name: [tally] for name, tally in before.tallies.items()}
+    for (_, name), tally in tallies.items():
+        by_name.setdefault(name, []).append(tally)
+    rest = [*([] if before.others is None else [before.others]), *others.values()]
+    return Earlier(
+        {name: found[0] if len(found) == 1 else Tally.sum(found) for name, found in by_name.items()},
+        Tally.sum(rest) if rest else None,
+        added(before.totals, traffic.totals()),
+        before.waited_s | {rank: one + before.waited_s.get(rank, 0.0) for rank, one in enumerate(meter.waited_s)},
+    )
