@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kfcomm.core.collective import shown
+from kfcomm.core.collective import OWN_NAMES, shown
 from kfcomm.doctor.records import WORLD, CollectiveKey, Event, Pending, Record
 from kfcomm.types import Verb
 
@@ -95,7 +95,8 @@ def title_of(verb: str, name: str) -> str:
     if verb == Verb.SET_STRATEGY:
         return verb
     plain, _, step = name.partition("\0")
-    return (f"{verb} {plain!r}" if plain else f"unnamed {verb}") + (step and f" ({step})")
+    whose = "kfcomm's own " if plain.startswith(OWN_NAMES) else ""
+    return whose + (f"{verb} {plain!r}" if plain else f"unnamed {verb}") + (step and f" ({step})")
 
 
 def _collective(records: dict[int, Record], one: Pending) -> Wait:

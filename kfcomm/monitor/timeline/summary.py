@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kfcomm.core.collective import OWN_NAMES
 from kfcomm.monitor.timeline.clocks import clocks_of
 from kfcomm.monitor.timeline.files import Event, TraceFile, missing_ranks
 from kfcomm.monitor.timeline.merge import aligned
@@ -132,7 +133,8 @@ def _gather(found: dict[tuple[str, str, int], Collective], rank: int, events: It
             key = (group, event["name"], seq)
             one = found.get(key)
             if one is None:
-                what = f"{args.get('verb')} {event['name']!r} #{seq}"
+                whose = "kfcomm's own " if event["name"].startswith(OWN_NAMES) else ""
+                what = f"{whose}{args.get('verb')} {event['name']!r} #{seq}"
                 one = found[key] = Collective(
                     what, args.get("bytes", 0), args.get("strategy", ""), args.get("ranks", 0)
                 )
