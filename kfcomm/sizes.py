@@ -1,9 +1,10 @@
-"""Sizes of messages as people write and read them: ``64KiB``, ``1KiB:64MiB``, and back; and times that they give."""
+"""Sizes of messages as people write and read them: ``64KiB``, ``1KiB:64MiB``, and back; times that they give; ranks."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, overload
 
 from kfcomm.errors import ConfigError
@@ -18,6 +19,17 @@ _UNITS = {
 _SIZE = re.compile(r"\s*(\d{1,18})\s*([a-z]*)\s*", re.IGNORECASE)
 _HELP = "sizes are like 64KiB, 1KiB,1MiB or 1KiB:64MiB, which doubles"
 _MAX_NBYTES = 1 << 40
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """``0, 1, 2, 5`` as ``0-2, 5``: numbers in their order."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def parse_size(word: str) -> int:

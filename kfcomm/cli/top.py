@@ -13,6 +13,7 @@ import click
 
 from kfcomm.cli.errors import reported_errors
 from kfcomm.errors import ConfigError
+from kfcomm.sizes import ranges
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,7 +69,7 @@ def chosen(jobs: Sequence[Job], asked: str | None) -> str:
     """
     if not jobs:
         raise ConfigError(NO_JOB)
-    listed = "; ".join(f"{job.name} (ranks {_ranks(job.ranks)})" for job in jobs)
+    listed = "; ".join(f"{job.name} (ranks {ranges(job.ranks)})" for job in jobs)
     names = [job.name for job in jobs if asked is None or job.name.startswith(asked)]
     if asked in names:
         return asked or names[0]
@@ -113,9 +114,3 @@ def _show(watcher: Watcher, interval_s: float) -> None:
                 break
     if change.has_ended:
         click.echo(f"job {watcher.job} has ended")
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    if list(ranks) == list(range(ranks[0], ranks[-1] + 1)) and len(ranks) > 1:
-        return f"{ranks[0]}-{ranks[-1]}"
-    return ", ".join(map(str, ranks[:16]))

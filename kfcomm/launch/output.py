@@ -12,6 +12,7 @@ import contextlib
 import errno
 import os
 import select
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from io import FileIO
 from pathlib import Path
@@ -48,7 +49,8 @@ class Output:
     async def feed(self, rank: int, stream: Stream, data: bytes) -> None:
         """Pass on what came from a rank; nothing at its end."""
         async with self._lock:
-            await self._write(self._screen.feed(rank, stream, data) if data else self._screen.end(rank, stream))
+            now_s = time.monotonic()
+            await self._write(self._screen.feed(rank, stream, data, now_s) if data else self._screen.end(rank, stream))
 
     async def say(self, text: str) -> None:
         """A line of the launcher's own."""

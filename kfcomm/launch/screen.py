@@ -2,22 +2,27 @@
 
 What arrives is cut into lines; a line is passed on when it is complete, so that lines of different ranks never
 mix. A carriage return begins a line anew, as on a terminal: of a progress bar, the last state before the
-newline is passed on. On a terminal, a line still incomplete is shown as well, at the bottom, cut to one row and
-overwritten by whatever comes next, so that a progress bar moves there.
+newline is passed on, and of one that takes longer a state every `BAR_EVERY_S`, as a line. On a terminal, a line
+still incomplete is shown instead, at the bottom, cut to one row and overwritten by whatever comes next, so that a
+progress bar moves there.
 
-Sans-IO: bytes in, bytes to write out.
+Sans-IO: bytes and times in, bytes to write out.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
-MAX_LINE_NBYTES = 1 << 16
+MAX_LINE_NBYTES = 1 << 24
+"""What is longer is cut."""
+BAR_EVERY_S = 1.0
 
 _COLORS = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91)
+_MAX_LETTER_NBYTES = 32
+"""With the escapes before it."""
 _RESET = b"\x1b[0m"
 _WIPE = b"\r\x1b[K"
 _ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x1f\x7f]")
@@ -51,29 +56,54 @@ Writes = list[tuple[Stream, bytes]]
 Source = tuple[int, Stream]
 
 
+@dataclass(slots=True)
+class _Line:
+    """A line that is not complete.
+
+    Attributes:
+        text: of it, after the last return, but for one at the end, which may belong to a newline that is still to come.
+        told_s: when a state of it was last passed on, or when it was first begun anew; None if it never was.
+    """
+
+    text: bytearray = field(default_factory=bytearray)
+    told_s: float | None = None
+
+    def begun_anew(self) -> bytes:
+        """Forget what is before the last return; returns the last state that was complete."""
+        is_open = self.text.endswith(b"\r")
+        before, _, last = bytes(self.text).rstrip(b"\r").rpartition(b"\r")
+        self.text[:] = last + (b"\r" if is_open else b"")
+        return last if is_open else _visible(before)
+
+
 class Screen:
     """Merges the output of the ranks. Memory: at most `MAX_LINE_NBYTES` for each rank and stream."""
 
     def __init__(self, look: Look) -> None:
         self._look = look
-        self._pending: dict[Source, bytes] = {}
+        self._pending: dict[Source, _Line] = {}
         self._shown: Source | None = None
 
-    def feed(self, rank: int, stream: Stream, data: bytes) -> Writes:
+    def feed(self, rank: int, stream: Stream, data: bytes, now_s: float = 0.0) -> Writes:
         """What to write, and where, now that ``data`` has come from ``rank``."""
-        *lines, rest = (self._pending.get((rank, stream), b"") + data).split(b"\n")
-        # a return at the end may belong to a newline that is still to come
-        rest = _visible(rest) + (b"\r" if rest.endswith(b"\r") else b"")
-        while len(rest) > MAX_LINE_NBYTES:
-            lines.append(rest[:MAX_LINE_NBYTES])
-            rest = rest[MAX_LINE_NBYTES:]
-        self._pending[rank, stream] = rest
+        pending = self._pending.setdefault((rank, stream), _Line())
+        *lines, rest = data.split(b"\n")
+        if lines:
+            lines[0] = bytes(pending.text) + lines[0]
+            pending.text.clear()
+            pending.told_s = None
+        pending.text += rest
+        if b"\r" in rest:
+            lines += self._bar(stream, pending, now_s)
+        while len(pending.text) > MAX_LINE_NBYTES:
+            lines.append(bytes(pending.text[:MAX_LINE_NBYTES]))
+            del pending.text[:MAX_LINE_NBYTES]
         before = self._shown
         return [*self._lines(rank, stream, lines), *self._show((rank, stream), before)]
 
     def end(self, rank: int, stream: Stream) -> Writes:
         """What to write when nothing more will come from a stream of ``rank``: its incomplete line."""
-        rest = _visible(self._pending.pop((rank, stream), b""))
+        rest = _visible(bytes(self._pending.pop((rank, stream), _Line()).text))
         return list(self._lines(rank, stream, [rest] if rest else []))
 
     def answered(self) -> None:
@@ -85,6 +115,16 @@ class Screen:
     def say(self, text: str) -> Writes:
         """A line of the launcher's own, to the error stream."""
         return [*self._wipe(), (Stream.ERR, f"kfcomm: {text}\n".encode())]
+
+    def _bar(self, stream: Stream, pending: _Line, now_s: float) -> list[bytes]:
+        """The state of a line that is begun anew, again and again, if it is time for one."""
+        state = pending.begun_anew()
+        if not state.strip() or stream in self._look.terminals:
+            return []
+        if pending.told_s is not None and now_s < pending.told_s + BAR_EVERY_S:
+            return []
+        is_first, pending.told_s = pending.told_s is None, now_s
+        return [] if is_first else [state]
 
     def _lines(self, rank: int, stream: Stream, lines: list[bytes]) -> Iterator[tuple[Stream, bytes]]:
         if not lines:
@@ -109,9 +149,10 @@ class Screen:
 
     def _incomplete(self, source: Source) -> str:
         """The incomplete line of a source, without escapes, cut to one row."""
-        text = _ESCAPE.sub("", _visible(self._pending.get(source, b"")).decode(errors="replace"))
-        room = self._look.columns - len(f"[{self._look.size - 1}] ") - 1
-        shown = text[: max(room, 0)]
+        room = max(self._look.columns - len(f"[{self._look.size - 1}] ") - 1, 0)
+        begin = bytes(self._pending.get(source, _Line()).text[: _MAX_LETTER_NBYTES * room])
+        text = _ESCAPE.sub("", _visible(begin).decode(errors="replace"))
+        shown = text[:room]
         return shown if shown.strip() else ""
 
     def _wipe(self) -> Iterator[tuple[Stream, bytes]]:

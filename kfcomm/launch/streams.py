@@ -1,7 +1,8 @@
 """What the ranks of this host write: to the logs all of it, to the display what is news.
 
 The traceback of a rank that fails because of another is held back until it is known which failed first, and then
-shortened to a line. Not for ever: where nothing comes of it (a process that does not end), it is shown whole.
+shortened to a line. Not for ever: where nothing comes of it (a process that does not end), it is shown whole. Of
+tracebacks that several ranks print alike one is shown (see `repeats`).
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from typing import Protocol
 
 from kfcomm.launch.blame import LEAVING_WITHIN_S
 from kfcomm.launch.output import Log
+from kfcomm.launch.repeats import HELD_FOR_S, Repeats
 from kfcomm.launch.screen import Stream
 from kfcomm.launch.supervisor import Supervisor, Verdict
 from kfcomm.launch.victims import Victims
 from kfcomm.rendezvous.farewell import Farewell
+from kfcomm.sizes import ranges
 
 _TRACEBACK = b"Traceback"
 _HELD_FOR_S = LEAVING_WITHIN_S + 2.0
@@ -50,13 +53,20 @@ class Streams:
         self._logs = logs
         self._supervisor = supervisor
         self._victims = Victims()
+        self._repeats = Repeats()
+        self._settling: asyncio.TimerHandle | None = None
+        self._turn = asyncio.Lock()
         self._timers: list[asyncio.TimerHandle] = []
         self._shows: set[asyncio.Task[None]] = set()
 
     def heard(self, farewell: Farewell) -> None:
         """A rank said something of its end."""
         self._supervisor.blame.heard(farewell)
-        if farewell.is_elsewhere and farewell.is_printed and farewell.text and not self._supervisor.keep_going:
+        if not farewell.is_printed or not farewell.text:
+            return
+        if not farewell.is_elsewhere or self._supervisor.keep_going:
+            self._repeats.told(farewell.rank, farewell.text)
+        else:
             self._victims.expect(farewell)
             self._timers.append(asyncio.get_running_loop().call_later(_HELD_FOR_S, self._give_up))
 
@@ -65,16 +75,47 @@ class Streams:
         log = self._logs.get(rank)
         if log is not None and (news := log.write(data)) is not None:
             await self._display.say(news)
-        shown = data
         if stream is Stream.ERR:
+            await self._relay_errors(rank, data)
+        elif data:
+            await self._display.feed(rank, stream, data)
+        if not data:
+            await self._display.feed(rank, stream, b"")
+
+    async def _relay_errors(self, rank: int, data: bytes) -> None:
+        async with self._turn:
             if _TRACEBACK in data:
                 # what it prints now it has told before
                 self.listen()
+            now_s = asyncio.get_running_loop().time()
             shown = self._victims.shown(rank, data)
-        if shown:
-            await self._display.feed(rank, stream, shown)
-        if not data:
-            await self._display.feed(rank, stream, b"")
+            shown = self._repeats.shown(rank, shown, now_s) if shown else b""
+            if not data:
+                shown += self._repeats.shown(rank, b"", now_s)
+            if shown:
+                await self._display.feed(rank, Stream.ERR, shown)
+            if self._repeats.is_waiting:
+                await self._settle()
+                if self._settling is None:
+                    self._settling = asyncio.get_running_loop().call_later(HELD_FOR_S, self._settle_soon)
+
+    async def _settle(self, *, is_over: bool = False) -> None:
+        """Show what has been held back for long enough."""
+        for rank, text in self._repeats.settle(asyncio.get_running_loop().time(), is_over=is_over):
+            await self._display.feed(rank, Stream.ERR, text)
+
+    def _settle_soon(self) -> None:
+        self._settling = None
+        self._shows.add(asyncio.get_running_loop().create_task(self._tell()))
+
+    async def _tell(self, *, is_over: bool = False) -> None:
+        """Show what was held back, and tell who has what is not shown."""
+        async with self._turn:
+            await self._settle(is_over=is_over)
+            for line in self._repeats.tell():
+                await self._display.say(line)
+            if self._repeats.is_waiting and self._settling is None:
+                self._settling = asyncio.get_running_loop().call_later(HELD_FOR_S, self._settle_soon)
 
     async def say(self, text: str) -> None:
         """A line of the launcher's own."""
@@ -85,6 +126,7 @@ class Streams:
         self._cancel_timers()
         if self._shows:
             await asyncio.wait(self._shows)
+        await self._tell(is_over=True)
         if verdict.failed is not None:
             await self._show_unprinted(verdict.failed.rank)
         await self._release(None if verdict.is_open else -1 if verdict.failed is None else verdict.failed.rank)
@@ -113,9 +155,20 @@ class Streams:
             self._shows.add(show)
 
     async def _release(self, first: int | None) -> None:
+        alike: dict[bytes, list[int]] = {}
         for rank, text in self._victims.release(first).items():
-            await self._display.feed(rank, Stream.ERR, text)
+            alike.setdefault(text, []).append(rank)
+        for text, ranks in alike.items():
+            is_line = text.count(b"\n") == 1
+            if len(ranks) == 1 or not is_line:
+                await self._display.feed(ranks[0], Stream.ERR, text)
+            if len(ranks) > 1:
+                shown = text.decode(errors="replace").strip() if is_line else f"the traceback of rank {ranks[0]}"
+                await self._display.say(f"ranks {ranges(sorted(ranks))}: {shown}")
 
     def _cancel_timers(self) -> None:
+        if self._settling is not None:
+            self._settling.cancel()
+            self._settling = None
         while self._timers:
             self._timers.pop().cancel()

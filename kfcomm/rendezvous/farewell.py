@@ -18,14 +18,16 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import io
 import os
 import signal
 import socket
 import struct
 import sys
+import threading
 import time
 from types import TracebackType, UnionType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgpack
 
@@ -222,10 +224,39 @@ def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackT
 
 
 def _text_of(error: BaseException) -> bytes:
+    """The traceback as Python prints it; empty if it is very long."""
     import traceback
 
-    text = "".join(traceback.format_exception(error)).encode(errors="backslashreplace")
+    # before 3.12 "Did you mean" is printed by the interpreter alone
+    printed = "".join(traceback.format_exception(error)) if sys.version_info >= (3, 12) else _printed(error)
+    text = printed.encode(errors="backslashreplace")
     return text if len(text) <= MAX_TEXT_NBYTES else b""
+
+
+class _Caught(io.StringIO):
+    """Standard error for one thread; what others write meanwhile goes where it would have."""
+
+    def __init__(self, others: Any) -> None:
+        super().__init__()
+        self._others = others
+        self._thread = threading.get_ident()
+
+    def write(self, text: str) -> int:
+        if threading.get_ident() == self._thread:
+            return super().write(text)
+        return 0 if self._others is None else int(self._others.write(text) or 0)
+
+
+def _printed(error: BaseException) -> str:
+    """What the interpreter prints of an error that nobody catches."""
+    before = sys.stderr
+    caught = sys.stderr = _Caught(before)
+    try:
+        sys.__excepthook__(type(error), error, error.__traceback__)
+    finally:
+        if sys.stderr is caught:
+            sys.stderr = before
+    return caught.getvalue()
 
 
 def _summary_of(error: BaseException) -> str:
@@ -235,5 +266,6 @@ def _summary_of(error: BaseException) -> str:
 
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    line = "".join(traceback.format_exception_only(error)).split("\n", 1)[0]
+    # of a SyntaxError lines of the program come first
+    line = next(one for one in traceback.format_exception_only(error) if not one.startswith(" ")).split("\n", 1)[0]
     return line.encode(errors="backslashreplace").decode()[:_MAX_SUMMARY]

@@ -11,7 +11,7 @@ from typing import Final
 
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.errors import ConfigError
-from kfcomm.sizes import show_size
+from kfcomm.sizes import ranges, show_size
 from kfcomm.strategies.base import DIRECT_NBYTES, AnyStrategy, SizedStrategy, Strategy
 from kfcomm.strategies.cost import measure
 from kfcomm.strategies.picture import as_svg
@@ -53,7 +53,7 @@ def summary(strategy: Strategy, layout: Layout) -> list[str]:
         f"{strategy.name}: {who}, {_count(len(strategy.pairs), 'graph pair')}{_WHOLE if strategy.is_whole else ''}",
         f"all_reduce: {_count(cost.steps, 'step')}; per byte of message {moved}",
     ]
-    return lines + _wrapped(f"host {host}: {_ranges(layout.ranks_of(host))}  " for host in range(layout.num_hosts))
+    return lines + _wrapped(f"host {host}: {ranges(layout.ranks_of(host))}  " for host in range(layout.num_hosts))
 
 
 def _by_size(strategy: SizedStrategy, layout: Layout, pair: int | None) -> Iterator[str]:
@@ -139,7 +139,7 @@ def _items(graph: Graph, rank: int, layout: Layout) -> list[tuple[list[int], boo
 def _others(pairs: Sequence[GraphPair]) -> str:
     """How the pairs after the first differ from it."""
     size, first = pairs[0].size, pairs[0].root
-    roots = f"root{'' if len(pairs) == 2 else 's'} {_ranges(pair.root for pair in pairs[1:])}"
+    roots = f"root{'' if len(pairs) == 2 else 's'} {ranges(pair.root for pair in pairs[1:])}"
     if all(_moved(pairs[0], pair, [(rank + pair.root - first) % size for rank in range(size)]) for pair in pairs):
         return f"the others: this one, all ranks shifted round; {roots}"
     if all(_moved(pairs[0], pair, [_turned(size, rank, pair.root) for rank in range(size)]) for pair in pairs):
@@ -161,17 +161,6 @@ def _moved(first: GraphPair, other: GraphPair, ranks: Sequence[int]) -> bool:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _ranges(ranks: Iterable[int]) -> str:
-    """``0, 1, 2, 5`` as ``0-2, 5``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _wrapped(words: Iterable[str], width: int = _WIDTH) -> list[str]:

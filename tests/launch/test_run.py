@@ -335,9 +335,49 @@ def test_the_culprits_traceback_is_shown_before_its_victims_and_logs_keep_all(tm
     done = finished("run", "-n", "3", "--log-dir", str(tmp_path), *python(WORLD.format(end)))
     kept = "".join((tmp_path / f"rank-{rank}.log").read_text() for rank in (0, 2))
     shown = done.stderr.splitlines()
-    victims = [line for line in shown if line.startswith(("[0] kfcomm.errors.PeerLost", "[2] kfcomm.errors.PeerLost"))]
-    assert len(victims) == kept.count("Traceback") == 2, done
-    assert shown.index("[1] ValueError: why") < min(map(shown.index, victims))
+    victims = [line for line in shown if line.startswith("kfcomm: ranks 0, 2: kfcomm.errors.PeerLost")]
+    assert (len(victims), kept.count("Traceback")) == (1, 2), done
+    assert shown.index("[1] ValueError: why") < shown.index(victims[0])
+
+
+def test_an_error_of_all_ranks_is_shown_once_and_logs_keep_all(tmp_path: Path) -> None:
+    program = "with kfcomm.sync.init() as comm:\n    comm.all_reduce(np.ones(4 + (comm.rank == 3)), name='a')\n"
+    done = finished("run", "-n", "8", "--keep-going", "--log-dir", str(tmp_path), *python(program))
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1, done
+    assert "kfcomm: ranks 0-7: kfcomm.errors.CollectiveMismatch: 'a' differs between ranks (shape)" in done.stderr
+    assert all((tmp_path / f"rank-{rank}.log").read_text().count("Traceback") == 1 for rank in range(8))
+
+
+def test_an_error_before_init_is_shown_once() -> None:
+    done = finished("run", "-n", "4", "--keep-going", *python("undefined_name\n"))
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1, done
+    assert "kfcomm: ranks 0-3: NameError: name 'undefined_name' is not defined" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("wrong", "suggestion"),
+    [("comm.all_redcue(1.0)", "all_reduce"), ("herald = 1; herlad", "herald"), ("np.aray", "array")],
+)
+def test_what_python_suggests_is_shown(wrong: str, suggestion: str) -> None:
+    done = finished("run", "-n", "2", *python(f"with kfcomm.sync.init() as comm:\n    {wrong}\n"))
+    assert f"Did you mean: '{suggestion}'?" in done.stderr, done
+
+
+def test_a_progress_bar_shows_where_there_is_no_terminal(tmp_path: Path) -> None:
+    program = (
+        "held = open(os.environ['HELD'], 'w')\n"
+        "while True:\n    sys.stderr.write('\\r 10%'); sys.stderr.flush(); time.sleep(0.05)\n"
+    )
+    with launched(tmp_path, "-n", "1", *python(program)) as launcher:
+        assert launcher.process.stderr is not None
+        assert [launcher.process.stderr.readline() for _ in range(2)] == ["[0]  10%\n"] * 2
+
+
+def test_a_long_line_arrives_whole() -> None:
+    done = finished("run", "-n", "2", *python("print('x' * 1_000_000)\n"))
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] " + "x" * 1_000_000 for rank in (0, 1)]
 
 
 def test_a_victim_alone_is_shown_whole() -> None:

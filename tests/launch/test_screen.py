@@ -59,6 +59,40 @@ def test_of_a_progress_bar_the_last_state_remains() -> None:
     assert screen.feed(0, OUT, b"\r100%\r\n") == [(OUT, b"[0] 100%\n")]
 
 
+@pytest.mark.parametrize("form", ["\r{}", "{}\r"], ids=["return before", "return after"])
+def test_where_there_is_no_terminal_a_progress_bar_is_a_line_a_second(form: str) -> None:
+    screen = Screen(Look(2))
+    lines = []
+    for tenth in range(55):
+        shown = joined(screen.feed(0, OUT, form.format(f"{tenth}%").encode(), now_s=tenth / 10))
+        lines += shown.decode().splitlines()
+        assert screen.feed(1, OUT, b"loss\n", now_s=tenth / 10) == [(OUT, b"[1] loss\n")]
+    lines += joined(screen.feed(0, OUT, b"\n", now_s=5.5)).decode().splitlines()
+    late = 0 if form.startswith("{") else 1  # what may not be complete is not shown
+    begin = late  # of the first second
+    assert lines == [f"[0] {begin + second * 10 - late}%" for second in range(1, 6)] + ["[0] 54%"]
+
+
+def test_a_bar_that_ends_soon_is_one_line() -> None:
+    screen = Screen(Look(1))
+    for percent in range(100):
+        assert screen.feed(0, OUT, f"\r{percent}%".encode(), now_s=percent / 200) == []
+    assert screen.end(0, OUT) == [(OUT, b"[0] 99%\n")]
+
+
+def test_lines_with_returns_before_their_newlines_are_no_bars() -> None:
+    screen = Screen(Look(1))
+    for second in range(5):
+        assert screen.feed(0, OUT, b"line\r", now_s=2.0 * second) == []
+        assert screen.feed(0, OUT, b"\n", now_s=2.0 * second + 1.5) == [(OUT, b"[0] line\n")]
+
+
+def test_on_a_terminal_a_bar_adds_no_lines() -> None:
+    screen = Screen(Look(1, terminals=BOTH))
+    terminal = b"".join(joined(screen.feed(0, OUT, f"\r{one}%".encode(), now_s=5.0 * one)) for one in range(9))
+    assert shown(terminal) == ["[0] 8%"]
+
+
 def test_on_a_terminal_a_progress_bar_moves_below_the_lines_of_others() -> None:
     screen = Screen(Look(2, terminals=BOTH))
     terminal = b""
@@ -109,6 +143,16 @@ def test_colours_tell_ranks_apart_and_do_not_leak() -> None:
 @pytest.mark.parametrize("terminals", [frozenset(), BOTH])
 def test_a_line_without_end_takes_bounded_memory(terminals: frozenset[Stream]) -> None:
     screen = Screen(Look(1, terminals=terminals))
-    written = sum(len(joined(screen.feed(0, OUT, b"x" * 50_000))) for _ in range(40))
-    assert len(screen._pending[0, OUT]) <= MAX_LINE_NBYTES
-    assert written >= 40 * 50_000 - MAX_LINE_NBYTES
+    part = b"x" * (1 << 20)
+    written = sum(len(joined(screen.feed(0, OUT, part))) for _ in range(40))
+    assert written >= 40 * len(part) - MAX_LINE_NBYTES
+    assert len(joined(screen.end(0, OUT))) <= MAX_LINE_NBYTES + len(b"\r\x1b[K[0] \n")
+
+
+def test_a_long_line_is_kept_whole() -> None:
+    screen = Screen(Look(2))
+    line = b"x" * 3_000_000
+    for at in range(0, len(line), 1 << 16):
+        assert screen.feed(0, OUT, line[at : at + (1 << 16)]) == []
+    assert screen.feed(1, OUT, b"between\n") == [(OUT, b"[1] between\n")]
+    assert joined(screen.feed(0, OUT, b"\n")) == b"[0] " + line + b"\n"

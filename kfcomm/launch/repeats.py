@@ -1,0 +1,202 @@
+"""Tracebacks that several ranks print alike: one is shown, and who has the others is told in a line.
+
+The first rank whose traceback begins is shown as it writes. While its traceback is young, that of another rank is held
+back until it is whole: the rank has told it before (see ``rendezvous.farewell``), or its stream has ended. If it leads
+through the same lines of the program, it is not shown again; if its last lines say something else, these are. Whatever
+else is held back is shown, after `HELD_FOR_S` at the latest. Sans-IO: bytes and times in, bytes out.
+
+Memory: for each rank at most `MAX_NBYTES`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import kfcomm
+from kfcomm.sizes import ranges
+
+MAX_NBYTES = 1 << 16
+HELD_FOR_S = 2.0
+ALIKE_WITHIN_S = 60.0
+"""A traceback that is shown stands for those that come so long after it."""
+MAX_SHOWN = 16
+"""Tracebacks that are remembered."""
+_BEGIN = re.compile(
+    rb"^(?:(?:  \+ Exception Group )?Traceback \(most recent call last\):"
+    rb'|  File ".+", line \d+)$',  # of a SyntaxError
+    re.MULTILINE,
+)
+_HEADING = b"Traceback (most recent call last):"
+_OF_GROUP = re.compile(rb"^  \| (\S.*)$", re.MULTILINE)
+_OWN_FILES = b'  File "' + str(Path(kfcomm.__file__).parent).encode() + b"/"
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """A traceback.
+
+    Attributes:
+        way: its lines but the last, without those in kfcomm itself: ranks meet an error there in different ones.
+        message: the last ones: class and message.
+    """
+
+    way: bytes
+    message: bytes
+
+    @classmethod
+    def of(cls, text: bytes) -> Error:
+        """What a traceback says; a text that is none is a way without a message."""
+        lines = text.splitlines()
+        headings = [number for number, line in enumerate(lines) if line == _HEADING]
+        end = headings[-1] + 1 if headings else 0
+        while end < len(lines) and lines[end].startswith(b" "):
+            end += 1
+        return cls(b"\n".join(_without_own(lines[:end])), b"\n".join(lines[end:]))
+
+    @property
+    def summary(self) -> str:
+        """Its message in a line; of a group of exceptions, which has none after it, that of the group."""
+        found = self.message.splitlines()[:1] or _OF_GROUP.findall(self.way)[:1]
+        return found[0].decode(errors="replace") if found else "the same error"
+
+
+def _without_own(lines: list[bytes]) -> list[bytes]:
+    kept, is_own = [], False
+    for line in lines:
+        if line.startswith(b"  File ") or not line.startswith(b" "):
+            is_own = line.startswith(_OWN_FILES)
+        if not is_own:
+            kept.append(line)
+    return kept
+
+
+@dataclass(slots=True)
+class _Block:
+    """The error stream of a rank from the beginning of a traceback on.
+
+    Attributes:
+        since_s: when that came.
+        is_shown: what comes is shown at once.
+        has_ended: the stream has.
+        is_whole: the traceback is.
+    """
+
+    since_s: float
+    is_shown: bool
+    text: bytes = b""
+    has_ended: bool = False
+    is_whole: bool = False
+
+    def is_due(self, now_s: float) -> bool:
+        return self.is_whole or now_s >= self.since_s + HELD_FOR_S
+
+
+@dataclass(slots=True)
+class _Shown:
+    """A traceback that is shown: of which rank, with which message, and when."""
+
+    rank: int
+    message: bytes
+    at_s: float
+    is_told: bool = False
+
+
+@dataclass(slots=True)
+class Repeats:
+    """What is held back of the error stream of each rank, and what stands for it."""
+
+    _blocks: dict[int, _Block] = field(default_factory=dict)
+    _told: dict[int, bytes] = field(default_factory=dict)
+    _shown: dict[bytes, _Shown] = field(default_factory=dict)
+    _alike: dict[Error, list[int]] = field(default_factory=dict)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something is held back, or to be told."""
+        return bool(self._blocks or self._alike)
+
+    def told(self, rank: int, text: bytes) -> None:
+        """A rank is about to print this traceback."""
+        self._told[rank] = text
+
+    def shown(self, rank: int, data: bytes, now_s: float) -> bytes:
+        """What is to be shown now of what a rank has written; at its end, of nothing."""
+        block = self._blocks.get(rank)
+        before = b""
+        if block is None:
+            begin = _BEGIN.search(data)
+            if begin is None:
+                return data
+            is_first = not any(one.is_shown for one in self._blocks.values()) and not self._fresh(now_s)
+            block = self._blocks[rank] = _Block(now_s, is_shown=is_first)
+            before, data = data[: begin.start()], data[begin.start() :]
+        block.text += data
+        block.has_ended = block.is_whole = not data
+        after = b""
+        told = self._told.get(rank)
+        if told is not None and told in block.text:
+            del self._told[rank]
+            block.is_whole = True
+            end = block.text.index(told) + len(told)
+            block.text, after = block.text[:end], block.text[end:]
+        if block.is_shown:
+            return before + data
+        if len(block.text) > MAX_NBYTES:
+            del self._blocks[rank]
+            return before + block.text + after
+        return before + after
+
+    def settle(self, now_s: float, *, is_over: bool = False) -> list[tuple[int, bytes]]:
+        """What is not held back any longer, by rank, in whole lines: nothing is if all ``is_over``."""
+        for rank, block in [(rank, block) for rank, block in self._blocks.items() if block.is_shown]:
+            if block.is_whole:
+                self._remember(rank, Error.of(block.text), now_s)
+            if is_over or block.is_due(now_s):
+                del self._blocks[rank]
+        if any(block.is_shown for block in self._blocks.values()):
+            return []
+        freed: list[tuple[int, bytes]] = []
+        for rank, block in list(self._blocks.items()):
+            if not (is_over or block.is_due(now_s)):
+                continue
+            del self._blocks[rank]
+            error = Error.of(block.text)
+            known = self._fresh(now_s).get(error.way)
+            if known is not None and block.is_whole:
+                self._alike.setdefault(error, []).append(rank)
+                continue
+            freed.append(
+                (rank, block.text if block.text.endswith(b"\n") or not block.has_ended else block.text + b"\n")
+            )
+            if block.is_whole:
+                self._remember(rank, error, now_s)
+        return freed
+
+    def tell(self) -> list[str]:
+        """Lines on those that were not shown."""
+        lines = []
+        for error, alike in self._alike.items():
+            first = self._shown[error.way]
+            is_same = error.message == first.message
+            ranks = sorted({*alike, *([first.rank] if is_same and not first.is_told else [])})
+            first.is_told = first.is_told or is_same
+            place = "the traceback of" if is_same else "at the same place as"
+            noun = "rank" if len(ranks) == 1 else "ranks"
+            lines.append(f"{noun} {ranges(ranks)}: {error.summary} ({place} rank {first.rank})")
+            lines += [] if is_same else error.message.decode(errors="replace").splitlines()[1:]
+        self._alike.clear()
+        return lines
+
+    def _fresh(self, now_s: float) -> dict[bytes, _Shown]:
+        """Those that stand for others."""
+        return {way: one for way, one in self._shown.items() if now_s <= one.at_s + ALIKE_WITHIN_S}
+
+    def _remember(self, rank: int, error: Error, now_s: float) -> None:
+        self._shown[error.way] = _Shown(rank, error.message, now_s)
+        while len(self._shown) > MAX_SHOWN:
+            unused = [one for one in self._shown if all(error.way != one for error in self._alike)]
+            if not unused:
+                break
+            del self._shown[unused[0]]
