@@ -1,4 +1,4 @@
-"""Sizes of messages as people write and read them: ``64KiB``, ``1KiB:64MiB``, and back; times that they give; ranks."""
+"""Sizes of messages as people write and read them: ``64KiB``, ``1KiB:64MiB``, and back; times, ranks, short texts."""
 
 from __future__ import annotations
 
@@ -30,6 +30,12 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             runs.append([number])
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def shortened(text: str, most: int) -> str:
+    """A text on one line, of at most so many letters."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
 def parse_size(word: str) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
+from typing import Any
 
 import click
 
@@ -17,12 +19,16 @@ _SHOWN = 40
 
 @click.command()
 @click.argument("words", nargs=-1, required=True, metavar="[JOB] SIZE")
+@click.option("--job", "named", metavar="JOB", help="The job, by its name or how that begins; as before SIZE.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask whether the job is the right one.")
 @click.option("--store", metavar="URL", help="Ask the store of a job that runs elsewhere; with the job's KFCOMM_TOKEN.")
-def resize(words: tuple[str, ...], store: str | None) -> None:
+def resize(words: tuple[str, ...], named: str | None, yes: bool, store: str | None) -> None:
     """Ask a running elastic job for SIZE ranks.
 
-    JOB is its name, or how that begins; needed if several run. New ranks are started at once and come in at the next
-    boundary between two steps; of too many the last are released there.
+    JOB is its name, or how that begins; needed if several run. A job without a name on the command line has to be of
+    this terminal, or of the directory in which it was started; of another the command asks first (--yes: it does not),
+    and refuses where it cannot ask. New ranks are started at once and come in at the next boundary between two steps;
+    of too many the last are released there.
 
     \b
       kfcomm resize 6
@@ -30,6 +36,9 @@ def resize(words: tuple[str, ...], store: str | None) -> None:
       kfcomm resize 6 --store http://10.0.0.1:29600
     """  # noqa: D301  click wants the character, not its name
     job, size = _job_and_size(words)
+    if job is not None and named is not None:
+        raise click.UsageError("the job is there twice: say JOB, or --job")
+    job = job or named
     if job is not None and store is not None:
         raise click.UsageError("a store is that of one job: say --store, or the job")
     with reported_errors():
@@ -37,11 +46,40 @@ def resize(words: tuple[str, ...], store: str | None) -> None:
             asyncio.run(_ask_elsewhere(store, size))
             click.echo(f"{store}: {size} ranks are wanted")
             return
-        from kfcomm.launch.requests import ask
+        from kfcomm.launch.requests import ask, find, titled
 
-        told = ask(job, f"size {size}")
+        found = find(job)
+        if job is None and not yes:
+            _check_is_meant(ask(found, "status"), size)
+        told = ask(found, f"size {size}")
     waits = "" if told["is_kept"] else "; the store does not answer now: that waits until it does"
-    click.echo(f"job {told['job']}: {told['size']} ranks are wanted, {len(told['running'])} run{waits}")
+    was = told.get("was", told["size"])
+    click.echo(f"{titled(told)}: {was} -> {told['size']} ranks are wanted, {len(told['running'])} run{waits}")
+
+
+def _check_is_meant(told: dict[str, Any], size: int) -> None:
+    """The only job there is may be one of which nobody thought.
+
+    Raises:
+        ConfigError: it is not of this terminal or directory, and nobody says that it is meant.
+    """
+    from kfcomm.launch.origin import Origin
+    from kfcomm.launch.requests import titled
+
+    origin = Origin.from_json(told.get("origin", {}))
+    if origin is None or origin.is_near or os.environ.get("KFCOMM_JOB") == told["job"]:
+        return
+    which = f"{titled(told)} was started at another terminal and in another directory"
+    if at_terminal():
+        if click.confirm(f"{which}.\nChange it from {told['size']} to {size} ranks?", err=True):
+            return
+        raise ConfigError("nothing was changed")
+    raise ConfigError(f"{which}: name it (kfcomm resize {told['job'][:8]} {size}), or say --yes")
+
+
+def at_terminal() -> bool:
+    """Whether somebody can be asked."""
+    return sys.stdin.isatty() and sys.stderr.isatty()
 
 
 def _job_and_size(words: tuple[str, ...]) -> tuple[str | None, int]:

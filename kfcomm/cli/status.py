@@ -11,23 +11,23 @@ from kfcomm.cli.errors import reported_errors
 
 @click.command()
 @click.argument("job", required=False)
+@click.option("--job", "named", metavar="JOB", help="The job, by its name or how that begins; as the argument.")
 @click.option("--json", "as_json", is_flag=True, help="Write it for machines.")
-def status(job: str | None, as_json: bool) -> None:
+def status(job: str | None, named: str | None, as_json: bool) -> None:
     """Show the ranks of a running elastic job: which run, which have ended and how, how many are wanted.
 
     JOB is its name, or how that begins; needed if several run.
     """
-    from kfcomm.launch.requests import ask
+    from kfcomm.launch.requests import ask, find, titled
     from kfcomm.rendezvous.board import describe_exit
 
     with reported_errors():
-        told = ask(job, "status")
+        told = ask(find(named or job), "status")
     if as_json:
         click.echo(json.dumps(told))
         return
-    click.echo(
-        f"job {told['job']}: {len(told['running'])} of {told['size']} ranks run, {told['least']} to {told['most']} may"
-    )
+    running, most = len(told["running"]), f"{told['least']} to {told['most']}"
+    click.echo(f"{titled(told)}: {running} of {told['size']} ranks run, {most} may")
     for address, running in told["hosts"]:
         where = f"  on {address}" if len(told["hosts"]) > 1 or told["slots"] else ""
         slots = f" of {told['slots'].get(address, 0)} slots" if told["slots"] else ""

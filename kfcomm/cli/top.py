@@ -29,6 +29,7 @@ NO_JOB = (
 
 @click.command()
 @click.argument("job", required=False)
+@click.option("--job", "named", metavar="JOB", help="The job, by its name or how that begins; as the argument.")
 @click.option("--once", is_flag=True, help="Print one view and end.")
 @click.option(
     "--interval",
@@ -38,7 +39,7 @@ NO_JOB = (
     metavar="S",
     help="Seconds between two looks.",
 )
-def top(job: str | None, once: bool, interval: float) -> None:
+def top(job: str | None, named: str | None, once: bool, interval: float) -> None:
     """Show what a running job is doing: rates, who is waited for, the busiest names.
 
     JOB is its name, or how that begins; needed if several run. Shown are its ranks on this host, and their links to
@@ -54,7 +55,7 @@ def top(job: str | None, once: bool, interval: float) -> None:
     with reported_errors():
         if math.isnan(interval):  # which is in no range and outside of none
             raise ConfigError("--interval nan must be a number of seconds")
-        watcher = Watcher(chosen(live.jobs(), job))
+        watcher = Watcher(chosen(live.jobs(), named or job))
     if once or not sys.stdout.isatty():
         _print(watcher, interval, once=once)
     else:
@@ -69,7 +70,7 @@ def chosen(jobs: Sequence[Job], asked: str | None) -> str:
     """
     if not jobs:
         raise ConfigError(NO_JOB)
-    listed = "; ".join(f"{job.name} (ranks {ranges(job.ranks)})" for job in jobs)
+    listed = "; ".join(map(_described, jobs))
     names = [job.name for job in jobs if asked is None or job.name.startswith(asked)]
     if asked in names:
         return asked or names[0]
@@ -78,6 +79,10 @@ def chosen(jobs: Sequence[Job], asked: str | None) -> str:
     if names:
         raise ConfigError(f"{len(names)} jobs run here, name the one that you mean: {listed}")
     raise ConfigError(f"no job {asked!r} runs here; there are: {listed}")
+
+
+def _described(job: Job) -> str:
+    return f"{job.name} (ranks {ranges(job.ranks)}{job.program and ', '}{job.program})"
 
 
 def _print(watcher: Watcher, interval_s: float, *, once: bool) -> None:

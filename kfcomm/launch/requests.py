@@ -1,7 +1,8 @@
 """What is asked of a running elastic job from outside: another size, and how it stands.
 
 Its launcher listens at an abstract Unix socket, whose name holds the user and the job. Who connects sends a line and
-gets one: ``size N``, or ``status``. Only processes of the same user are answered (SO_PEERCRED, unix(7)).
+gets one: ``size N``, or ``status``; with it comes where the job is from. Only processes of the same user are answered
+(SO_PEERCRED, unix(7)).
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import asyncio
 import json
 import os
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from kfcomm.errors import ConfigError
+from kfcomm.launch.origin import Origin
 from kfcomm.rendezvous.farewell import uid_of_peer
 
 PREFIX = "kfcomm-run"
@@ -25,10 +27,17 @@ Answer = Callable[[str], Awaitable[dict[str, Any]]]
 
 
 class Requests:
-    """Answers for one job. ``answer`` gets a line and returns what is told; ``ConfigError`` is told as such."""
+    """Answers for one job.
 
-    def __init__(self, job: str, answer: Answer) -> None:
+    Args:
+        job: its name.
+        answer: gets a line and returns what is told; ``ConfigError`` is told as such.
+        command: of its ranks.
+    """
+
+    def __init__(self, job: str, answer: Answer, command: Sequence[str] = ()) -> None:
         self._answer = answer
+        self._origin = Origin.here(command)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(f"\0{PREFIX}/{os.getuid()}/{job}")
         self._server: asyncio.Server | None = None
@@ -49,7 +58,7 @@ class Requests:
             async with asyncio.timeout(PATIENCE_S):
                 line = (await reader.readline()).decode(errors="replace").strip()
                 try:
-                    told = await self._answer(line)
+                    told = {**await self._answer(line), "origin": self._origin.as_json()}
                 except ConfigError as error:
                     told = {"error": str(error)}
                 writer.write(json.dumps(told).encode() + b"\n")
@@ -72,31 +81,60 @@ def jobs(listing: str | None = None) -> list[str]:
     return sorted({name.removeprefix(begin) for name in names if name.startswith(begin)})
 
 
-def ask(asked: str | None, line: str) -> dict[str, Any]:
-    """Ask the job that is meant.
+def find(asked: str | None) -> str:
+    """The name of the job that is meant.
 
     Args:
         asked: its name, or how that begins; None if there is but one.
-        line: what is asked.
 
     Raises:
-        ConfigError: there is no such job, or more than one, or it refuses.
+        ConfigError: there is no such job, or more than one; all are listed.
     """
-    found = [name for name in jobs() if asked is None or name.startswith(asked)]
-    if len(found) != 1:
-        which = "" if asked is None else f" {asked!r}"
-        there = f"; there are {', '.join(found)}" if found else ""
-        raise ConfigError(f"{len(found) or 'no'} elastic jobs{which} of yours run on this host{there}")
+    there = jobs()
+    found = [name for name in there if asked is None or name.startswith(asked)]
+    if len(found) == 1:
+        return found[0]
+    if not there:
+        raise ConfigError("no elastic job of yours runs on this host (kfcomm run --elastic MIN:MAX starts one)")
+    if not found:
+        raise ConfigError(f"no elastic job {asked!r} of yours runs on this host; there are: {_listed(there)}")
+    which = "" if asked is None else f" {asked!r}"
+    raise ConfigError(f"{len(found)} elastic jobs{which} of yours run on this host, name one: {_listed(found)}")
+
+
+def ask(job: str, line: str) -> dict[str, Any]:
+    """Ask a job; ``line`` is what.
+
+    Raises:
+        ConfigError: it does not answer, or refuses.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(PATIENCE_S)
         try:
-            sock.connect(f"\0{PREFIX}/{os.getuid()}/{found[0]}")
+            sock.connect(f"\0{PREFIX}/{os.getuid()}/{job}")
             if uid_of_peer(sock) != os.getuid():
-                raise ConfigError(f"job {found[0]} is another user's")
+                raise ConfigError(f"job {job} is another user's")
             sock.sendall(line.encode() + b"\n")
             told: dict[str, Any] = json.loads(sock.makefile().readline() or "{}")
         except (OSError, ValueError) as error:
-            raise ConfigError(f"job {found[0]} does not answer: {error}") from error
+            raise ConfigError(f"job {job} does not answer: {error}") from error
     if "error" in told or not told:
-        raise ConfigError(told.get("error", f"job {found[0]} has ended"))
+        raise ConfigError(told.get("error", f"job {job} has ended"))
     return told
+
+
+def titled(told: dict[str, Any]) -> str:
+    """Which job has told this: its name, and where it is from."""
+    origin = Origin.from_json(told.get("origin", {}))
+    return f"job {told['job']}" + (f" ({origin})" if origin is not None else "")
+
+
+def _listed(names: Sequence[str]) -> str:
+    found = []
+    for name in names:
+        try:
+            told = ask(name, "status")
+            found.append(f"{titled(told)}, {len(told['running'])} ranks")
+        except ConfigError:
+            found.append(f"job {name} (no answer)")
+    return "".join(f"\n  {one}" for one in found)

@@ -138,7 +138,7 @@ async def _run_ranks(job: Job, store: Store, settings: Settings, display: Displa
 
                     if isinstance(supervisor, First):
                         answer = functools.partial(_answer, job, supervisor)
-                        await rooms.enter_async_context(Requests(job.mark, answer))
+                        await rooms.enter_async_context(Requests(job.mark, answer, job.options.command))
                     if isinstance(supervisor, Mortal):
                         supervisor.lived_s = farewells.lived_s
                         supervisor.start = start_another
@@ -182,7 +182,7 @@ async def _answer(job: Job, supervisor: First, line: str) -> dict[str, Any]:
     """
     what, _, number = line.partition(" ")
     elastic = supervisor.elastic
-    size, is_kept = elastic.size, True
+    was, size, is_kept = elastic.size, elastic.size, True
     if what == "size" and number.isascii() and number.isdigit():
         size = int(number[:_MAX_DIGITS])
         if not elastic.least <= size <= elastic.most:
@@ -195,7 +195,7 @@ async def _answer(job: Job, supervisor: First, line: str) -> dict[str, Any]:
     return {
         "job": job.mark, "size": size, "least": elastic.least, "most": elastic.most, "restarts": elastic.restarts,
         "running": sorted(elastic.running), "ended": sorted(supervisor.ended.items()), "spares": elastic.spares,
-        "is_kept": is_kept,
+        "was": was, "is_kept": is_kept,
         "hosts": elastic.by_host(), "slots": elastic.slots, "leaving": sorted(elastic.leaving & elastic.running),
     }  # fmt: skip
 

@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import socket
 import struct
 import sys
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kfcomm.errors import ConfigError
 from kfcomm.monitor.attendant import PATIENCE_S, Attendant
+from kfcomm.sizes import shortened
 
 if TYPE_CHECKING:
     from kfcomm.monitor.records import Statistics
@@ -34,6 +36,7 @@ PREFIX = "kfcomm-live"
 SOCKETS = "/proc/net/unix"
 MAX_NBYTES = 1 << 26
 """Of one answer; ten thousand keys take 2 MB."""
+MAX_COMMAND = 60
 _MAX_JOB_LETTERS = 32
 _LISTENS = 0x10000  # of the flags in /proc/net/unix: __SO_ACCEPTCON
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
@@ -56,6 +59,16 @@ class Job(NamedTuple):
     def ranks(self) -> tuple[int, ...]:
         """Its ranks on this host."""
         return tuple(rank for rank, _ in self.sockets)
+
+    @property
+    def program(self) -> str:
+        """What its first process here runs, and in which directory; empty where the system does not say."""
+        try:
+            folder = Path(f"/proc/{self.pids[0]}")
+            words = folder.joinpath("cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+            return f"{shortened(shlex.join(words), MAX_COMMAND)}, in {folder.joinpath('cwd').readlink()}"
+        except (OSError, IndexError, ValueError):  # it has just ended, or is no socket of ``attend``
+            return ""
 
     @property
     def pids(self) -> tuple[int, ...]:

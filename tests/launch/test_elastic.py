@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import signal
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import psutil
 import pytest
+from click.testing import CliRunner
 
+from kfcomm.cli import main
 from kfcomm.errors import ConfigError
+from kfcomm.launch import requests
 from kfcomm.launch.blame import Blame
 from kfcomm.launch.elastic import Elasticity, parse
 from kfcomm.launch.first import First
@@ -25,6 +30,8 @@ if TYPE_CHECKING:
     from kfcomm.launch.supervisor import Exits
 
 pytestmark = pytest.mark.slow
+
+resizing: Any = import_module("kfcomm.cli.resize")
 
 TRAIN = """
 import json, os, signal, sys, time
@@ -428,6 +435,53 @@ def test_a_job_whose_ranks_are_all_stopped_is_told_of_and_goes_on_when_they_do(t
     assert "[[1.0], [0, 1], 2]" in out
 
 
+def test_a_job_from_elsewhere_is_named_and_not_changed_unless_it_is_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "other").mkdir()
+    monkeypatch.delenv("KFCOMM_JOB", raising=False)
+    command = ["-n", "2", "--elastic", "1:4", sys.executable, "train.py", "1500", "[]", "0.05"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "kfcomm", "run", *command], cwd=tmp_path, env=environ(), text=True,
+        stdout=subprocess.PIPE, start_new_session=True,
+    ) as job:  # fmt: skip
+        assert job.stdout is not None
+        name = job.stdout.readline().split()[-1]
+        monkeypatch.setattr(requests, "jobs", lambda: [name])  # whatever others run on this host
+        where = f"job {name} ({sys.executable} train.py 1500"[:70]
+
+        def kfcomm(*arguments: str, cwd: Path = tmp_path / "other", typed: str | None = None) -> tuple[int, str]:
+            monkeypatch.chdir(cwd)
+            monkeypatch.setattr(resizing, "at_terminal", lambda: typed is not None)
+            done = CliRunner().invoke(main, arguments, input=typed)
+            return done.exit_code, done.output
+
+        code, said = kfcomm("resize", "3")
+        assert (code, "or say --yes" in said, where in said, f"in {tmp_path}," in said) == (2, True, True, True), said
+        code, said = kfcomm("resize", "3", typed="n\n")
+        assert (code, "from 2 to 3 ranks?" in said, "nothing was changed" in said) == (2, True, True), said
+        code, said = kfcomm("resize", "3", typed="y\n")
+        assert (code, where in said, "2 -> 3 ranks are wanted" in said) == (0, True, True), said
+        code, said = kfcomm("resize", "4", "--yes")
+        assert (code, "3 -> 4 ranks are wanted" in said) == (0, True), said
+        code, said = kfcomm("resize", "3", cwd=tmp_path)
+        assert (code, "4 -> 3 ranks are wanted" in said) == (0, True), said
+        code, said = kfcomm("resize", "2", "--job", name[:12])
+        assert (code, "3 -> 2 ranks are wanted" in said) == (0, True), said
+        monkeypatch.setenv("KFCOMM_JOB", name)  # as in the job itself
+        code, said = kfcomm("resize", "3")
+        assert (code, "2 -> 3 ranks are wanted" in said) == (0, True), said
+        code, said = kfcomm("resize", name[:12], "2", "--job", name)
+        assert (code, "the job is there twice" in said) == (2, True), said
+        code, said = kfcomm("status", "--job", "none of that name")
+        assert (code, where in said) == (2, True), said
+        code, said = kfcomm("status")
+        assert (code, where in said) == (0, True), said
+        job.send_signal(signal.SIGINT)
+        job.communicate()
+
+
 def test_size_and_status_from_outside(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
 
@@ -457,7 +511,7 @@ def test_size_and_status_from_outside(tmp_path: Path) -> None:
         assert "say --store, or the job" in kfcomm("resize", name, "3", "--store", "http://127.0.0.1:1").stderr
         while status()["running"] != [0, 1, 2]:
             pass
-        assert "3 of 3 ranks run" in kfcomm("status", name).stdout
+        assert "3 of 3 ranks run" in kfcomm("status", "--job", name).stdout
         out, _ = job.communicate(timeout=120)
     assert job.returncode == 0
     assert "[[1.0], [0, 1, 2], 3]" in out

@@ -86,6 +86,7 @@ class Change:
         keys: the busiest first.
         links: the fastest first.
         has_ended: whether no process of it is left on this host.
+        program: what it runs, if that is known.
     """
 
     job: str
@@ -96,6 +97,7 @@ class Change:
     keys: Sequence[KeyChange]
     links: Sequence[LinkRate]
     has_ended: bool = False
+    program: str = ""
 
     @property
     def answers(self) -> list[Statistics]:
@@ -159,7 +161,7 @@ class Watcher:
         change = Change(
             job=self.job, size=self._size, ranks=changes, gone=sorted(gone - changes.keys()),
             passed_s=max((one.passed_s for one in said), default=0.0), keys=_keys(said), links=_links(answers),
-            has_ended=not here,
+            has_ended=not here, program=found.program,
         )  # fmt: skip
         # of an epoch that is over nobody is missed: who was released, or lost, is no rank of this one
         self._met = {name: one for name, one in met.items() if one.epoch in (None, self._epoch)} | here

@@ -59,7 +59,8 @@ BAR = 20
 
 def view(change: Change, width: int, height: int | None = None) -> list[Line]:
     """Lines of at most ``width`` characters, at most ``height`` of them (None: as many as there are)."""
-    lines = [Line(title(change), Style.TITLE), *map(Line, summary(change)), *alarms(change), Line("")]
+    program = [Line(change.program)] if change.program else []
+    lines = [Line(title(change), Style.TITLE), *program, *map(Line, summary(change)), *alarms(change), Line("")]
     tables = (
         (RANKS, [_rank(change, rank, one) for rank, one in change.ranks.items()]),
         (LINKS, _links(change.links)),

@@ -1,0 +1,81 @@
+"""Where a job comes from: what tells a person, and a command that may change it, which job it is."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from kfcomm.sizes import shortened
+
+_MAX_COMMAND = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The launcher of a job.
+
+    Attributes:
+        pid: of its process.
+        command: of every rank; empty where it is not known.
+        directory: in which it was started.
+        session: of processes that it belongs to, those of one terminal for example.
+        began_s: when, by the wall clock.
+    """
+
+    pid: int
+    command: tuple[str, ...]
+    directory: str
+    session: int
+    began_s: float
+
+    @classmethod
+    def here(cls, command: Sequence[str] = ()) -> Self:
+        """That of this process, which begins now."""
+        return cls(os.getpid(), tuple(command), _directory(), os.getsid(0), time.time())
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Self | None:
+        """What ``as_json`` gave, also after a way through JSON; None if it is something else."""
+        try:
+            return cls(
+                int(record["pid"]), tuple(map(str, record["command"])), str(record["directory"]),
+                int(record["session"]), float(record["began_s"]),
+            )  # fmt: skip
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as a mapping that ``json.dumps`` takes."""
+        return asdict(self)
+
+    @property
+    def is_near(self) -> bool:
+        """Whether it was started at this process's terminal (in its session), or in its working directory."""
+        return self.session == os.getsid(0) or self.directory == _directory()
+
+    def __str__(self) -> str:
+        age = _age(time.time() - self.began_s)
+        return f"{command_line(self.command)}, in {self.directory}, started {age} ago, pid {self.pid}"
+
+
+def command_line(command: Sequence[str]) -> str:
+    """A command as it may have been typed, on one line, cut if it is long."""
+    return shortened(shlex.join(command), _MAX_COMMAND)
+
+
+def _directory() -> str:
+    try:
+        return os.path.realpath(os.getcwd())
+    except OSError:  # it was removed
+        return ""
+
+
+def _age(seconds: float) -> str:
+    for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length_s:
+            return f"{seconds // length_s:.0f} {unit}"
+    return f"{max(seconds, 0.0):.0f} s"
