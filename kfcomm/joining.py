@@ -16,15 +16,19 @@ from kfcomm.epochs import settle
 from kfcomm.monitor import serving
 from kfcomm.plugins import check
 from kfcomm.rendezvous import farewell
+from kfcomm.rendezvous.kept import describe_kept
 from kfcomm.rendezvous.settings import Arguments, Settings, detect, misspelt
 from kfcomm.rendezvous.token import conceal
 from kfcomm.session import Session
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor
+from kfcomm.types import UNMEASURED
 
 if TYPE_CHECKING:
     from kfcomm.alone import Alone
     from kfcomm.network import Exchange, SocketNetwork
+
+logger = logging.getLogger("kfcomm")
 
 AWAIT = "write comm = await kfcomm.init(), or async with kfcomm.init() as comm; kfcomm.sync.init() needs neither"
 
@@ -111,6 +115,11 @@ class Init:
             raise
         try:
             comm = Communicator(session, session.world, network.strategy)
+            if session.rank == 0 and network.layout.costs != UNMEASURED:
+                logger.info(
+                    "rank 0: 'auto' counts with costs that kfcomm probe --keep measured (%s)",
+                    describe_kept() or "on other hosts",
+                )
             if settings.join is not None:
                 settle(session, comm.barrier(ARRIVED))
             if settings.timeline is not None:
@@ -170,7 +179,7 @@ def prepare(**arguments: Unpack[Arguments]) -> Settings:
     settings = detect(os.environ, **arguments)
     if settings.job is None and settings.rank == 0:  # else the launcher has said so, or rank 0 does
         for line in misspelt(os.environ):
-            logging.getLogger("kfcomm").warning("%s", line)
+            logger.warning("%s", line)
     check(settings.strategy)  # an unknown name is refused before anything is open
     if settings.timeline is not None:
         from kfcomm.monitor.timeline import check_folder

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,6 +21,13 @@ from kfcomm.errors import ConfigError
 from kfcomm.launch.screen import Look, Screen, Stream
 from kfcomm.rendezvous.settings import LINKS, Settings, detect
 from kfcomm.sizes import parse_sizes
+
+if TYPE_CHECKING:
+    from kfcomm import Communicator
+
+MOST_BUSY = 0.25
+"""Of the processors, by others, when what messages cost is measured to be kept."""
+BUSY_OVER_S = 1.0
 
 
 @click.command()
@@ -32,22 +40,36 @@ from kfcomm.sizes import parse_sizes
     "--timeout", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Seconds for each pair of ranks."
 )
 @click.option("--transport", type=click.Choice(LINKS), help="Kind of links between the ranks.")
-@click.option("--keep", is_flag=True, help="Keep what messages cost: 'auto' counts with it from the next job on.")
+@click.option(
+    "--keep",
+    is_flag=True,
+    help="Keep what messages cost: 'auto' of all your later jobs on these hosts counts with it. Refused where they "
+    "are busy.",
+)
+@click.option("--force", is_flag=True, help="With --keep: also on a busy host.")
+@click.option("--forget", is_flag=True, help="Remove what was kept on this host, and measure nothing.")
 @options.json_file("the matrices")
 @options.page_file("heat maps")
 def probe(**given: Any) -> None:
     """Measure latency and bandwidth between every two ranks.
 
     Pairs take turns, so that none measures while another uses the ports of its hosts. Ranks are started here; inside a
-    job (kfcomm run, torchrun, SLURM, MPI) those of the job are used.
+    job (kfcomm run, torchrun, SLURM, MPI) those of the job are used. Nothing but a table comes of it, unless with
+    --keep.
 
     \b
       kfcomm probe -n 4
       kfcomm probe -n 4 --json links.json --html links.html
       kfcomm probe -n 4 --keep
+      kfcomm probe --forget
       kfcomm run -H 10.0.0.1:1,10.0.0.2:1 kfcomm probe       (on both hosts)
     """  # noqa: D301  click wants the character, not its name
     with reported_errors():
+        if given["forget"]:
+            _forget(given)
+            return
+        if given["force"] and not given["keep"]:
+            raise ConfigError("--force is about --keep: leave it out, or keep what is measured")
         settings = detect(os.environ)
         files = Files(given["json_path"], given["html_path"])
         nbytes = parse_sizes(given["size"])
@@ -69,6 +91,18 @@ def probe(**given: Any) -> None:
         asyncio.run(_take_part(nbytes[0], given, files))
 
 
+def _forget(given: dict[str, Any]) -> None:
+    from kfcomm.rendezvous.kept import forget_costs, path_of_costs
+
+    if given["keep"] or given["num_ranks"] is not None:
+        raise ConfigError("--forget measures nothing: leave --keep and -n out")
+    path = forget_costs()
+    if path is None:
+        click.echo(f"nothing was kept: there is no {path_of_costs()}")
+    else:
+        click.echo(f"removed {path}: 'auto' of later jobs counts with the usual costs")
+
+
 def _start(given: dict[str, Any], settings: Settings) -> int:
     """New ranks on this host run this command; returns the exit code."""
     from kfcomm.cli.ranks import own_module
@@ -84,7 +118,8 @@ def _start(given: dict[str, Any], settings: Settings) -> int:
         if given[name] is not None
         for word in (f"--{names.get(name, name)}", str(given[name]))
     ]
-    command = own_module("kfcomm", "probe", *options, *(["--keep"] if given["keep"] else []))
+    flags = [f"--{name}" for name in ("keep", "force") if given[name]]
+    command = own_module("kfcomm", "probe", *options, *flags)
     return asyncio.run(run(RunOptions(command, given["num_ranks"]), os.environ, _Relay(given["num_ranks"])))
 
 
@@ -95,15 +130,30 @@ async def _take_part(nbytes: int, given: dict[str, Any], files: Files) -> None:
 
     arguments = {} if given["transport"] is None else {"transport": given["transport"]}
     async with kfcomm.init(**arguments) as comm:
+        busy = 0.0
+        if given["keep"]:
+            host, most, busy = await _busiest(comm)
+            if most > MOST_BUSY and not given["force"]:
+                if comm.rank != 0:
+                    return
+                raise ConfigError(
+                    f"host {host} is busy ({most:.0%} of its processors; at most {MOST_BUSY:.0%} are fine): what would "
+                    "be kept would mislead all later jobs. Nothing was measured: try again when it is idle, or say "
+                    "--force"
+                )
         found = await comm.probe(nbytes=nbytes, rounds=given["rounds"], timeout=given["timeout"])
     # the others need not wait at the end for what is done from here on
     if comm.rank == 0:
         click.echo(as_text(found), nl=False)
-    kept = found.keep() if given["keep"] and comm.local_rank == 0 else None
+    kept = found.keep(busy) if given["keep"] and comm.local_rank == 0 else None
     if comm.rank != 0:
         return
     if kept is not None:
-        click.echo(f"\nkept in {kept}, for 'auto' of the jobs to come")
+        click.echo(
+            f"\nkept in {kept}, for 'auto' of the jobs to come: all of yours that start on this host"
+            f"{'' if found.layout.num_hosts == 1 else ' (and likewise on the others)'} from now on.\n"
+            f"The processors were {busy:.0%} busy. 'kfcomm env' shows what is kept, 'kfcomm probe --forget' removes it."
+        )
     try:
         if files.json is not None:
             found.save(files.json)
@@ -113,6 +163,32 @@ async def _take_part(nbytes: int, given: dict[str, Any], files: Files) -> None:
             files.html.write_text(page(found), "utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {error.filename}: {error.strerror}") from error
+
+
+async def _busiest(comm: Communicator) -> tuple[str, float, float]:
+    """The host whose processors others use most while the ranks wait; which share of them, and of this host's."""
+    own = await busy_share() if comm.local_rank == 0 else 0.0
+    shares = await comm.all_gather_object([socket.gethostname(), own])
+    host, most = max(shares, key=lambda one: one[1])
+    return host, most, own
+
+
+async def busy_share() -> float:
+    """The share of the processors that is in use, over a second; 0 where the system does not say (proc(5))."""
+    try:
+        before = _ticks()
+        await asyncio.sleep(BUSY_OVER_S)
+        idle, whole = (now - then for now, then in zip(_ticks(), before, strict=True))
+    except OSError:
+        return 0.0
+    return max(0.0, 1.0 - idle / whole) if whole > 0 else 0.0
+
+
+def _ticks() -> tuple[int, int]:
+    """Of all processors since the system was started: idle, and all."""
+    with open("/proc/stat", encoding="ascii") as file:
+        user, nice, system, idle, waiting, *rest = map(int, file.readline().split()[1:9])
+    return idle + waiting, user + nice + system + idle + waiting + sum(rest)
 
 
 class _Relay:

@@ -15,10 +15,9 @@ from kfcomm.devices.words import backend_in_words, driver_version
 from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.rendezvous.identity import host_id, versions
 from kfcomm.rendezvous.interfaces import choose_address, interfaces
-from kfcomm.rendezvous.kept import kept_costs, path_of_costs
+from kfcomm.rendezvous.kept import describe_kept
 from kfcomm.rendezvous.settings import Settings, detect, host_and_port
 from kfcomm.transports.shm.segment import why_unsupported
-from kfcomm.types import UNMEASURED
 
 Row = tuple[str, str]
 
@@ -94,9 +93,10 @@ def _settings(settings: Settings, device: DeviceReport) -> list[Row]:
 
 def _costs() -> str:
     """What ``auto`` counts with."""
-    if kept_costs() == UNMEASURED:
+    kept = describe_kept()
+    if not kept:
         return "the usual ones (kfcomm probe --keep measures those of this host)"
-    return f"measured on this host ({path_of_costs()})"
+    return f"measured on this host ({kept}; kfcomm probe --forget removes them)"
 
 
 def _transport(asked: str, device: DeviceReport) -> str:

@@ -92,8 +92,11 @@ class Probe:
         """What messages cost here, for ``keep`` and for ``Layout.costs``: the medians of what was measured."""
         return costs_of(self.layout, *self._lists())
 
-    def keep(self) -> Path:
-        """Keep the costs for the jobs that start on this host after this: their ``auto`` counts with them.
+    def keep(self, busy: float | None = None) -> Path:
+        """Keep the costs for all jobs of this user that start on this host after this: their ``auto`` counts with them.
+
+        Args:
+            busy: the share of the processors that was in use just before (0 to 1), which is kept with them.
 
         Returns:
             The file that holds them, in the user's cache.
@@ -101,7 +104,7 @@ class Probe:
         Raises:
             ConfigError: it cannot be written.
         """
-        return keep_costs(self.costs())
+        return keep_costs(self.costs(), busy)
 
     def hosts(self) -> Layout:
         """Hosts (or racks) as the distances show them; see ``kfcomm.strategies.hosts_of``."""

@@ -30,15 +30,20 @@ def path_of_costs(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(cache) / "kfcomm" / f"costs-{socket.gethostname()}.json"
 
 
-def keep_costs(costs: Costs) -> Path:
+def keep_costs(costs: Costs, busy: float | None = None) -> Path:
     """Keep them for the jobs that start after this on this host; what they do not know stays as it was.
+
+    Args:
+        costs: that were measured.
+        busy: the share of the processors that was in use just before; None if that is not known.
 
     Raises:
         ConfigError: the file cannot be written.
     """
     path = path_of_costs()
     known = {name: value for name, value in costs._asdict().items() if value is not None}
-    record = {"format": FORMAT, "measured": time.strftime("%Y-%m-%d"), **kept_costs()._asdict(), **known}
+    about = {"format": FORMAT, "measured": time.strftime("%Y-%m-%d %H:%M"), "busy": busy, "load": os.getloadavg()[0]}
+    record = {**about, **kept_costs()._asdict(), **known}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partly = path.with_suffix(f".{os.getpid()}")
@@ -46,6 +51,22 @@ def keep_costs(costs: Costs) -> Path:
         partly.replace(path)
     except OSError as error:
         raise ConfigError(f"cannot write {error.filename}: {error.strerror}") from error
+    return path
+
+
+def forget_costs() -> Path | None:
+    """From now on jobs on this host count with the usual costs; returns the file that held others, if there was one.
+
+    Raises:
+        ConfigError: it cannot be removed.
+    """
+    path = path_of_costs()
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"cannot remove {path}: {error.strerror}") from error
     return path
 
 
@@ -66,6 +87,17 @@ def kept_costs() -> Costs:
         reason = "it holds something else"
     logger.warning("%s is left out: %s; kfcomm probe --keep makes it anew", path, reason)
     return UNMEASURED
+
+
+def describe_kept() -> str:
+    """Where the costs of this host are kept, when they were measured, and how busy it was; empty if there are none."""
+    if kept_costs() == UNMEASURED:
+        return ""
+    path = path_of_costs()
+    record = json.loads(path.read_text(encoding="utf-8"))
+    busy = record.get("busy")
+    how_busy = f", {busy:.0%} of the processors busy" if isinstance(busy, float) else ""
+    return f"{path}, measured {record.get('measured')}{how_busy}"
 
 
 def is_plausible(costs: object) -> bool:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -11,8 +18,11 @@ from click.testing import CliRunner
 from kfcomm.cli import main
 from kfcomm.probe import Probe
 from kfcomm.rendezvous.kept import kept_costs, path_of_costs
+from kfcomm.testing import world
+from kfcomm.types import UNMEASURED
 from tests.launch.launched import finished
 
+probing: Any = import_module("kfcomm.cli.probe")
 INSIDE = (sys.executable, "-m", "kfcomm", "probe")
 QUICK = ("--nbytes", "64KiB", "--rounds", "1")
 
@@ -38,20 +48,76 @@ def test_the_ranks_of_a_job_are_used(tmp_path: Path) -> None:
     assert Probe.load(data).size == 2
 
 
-SHOW_COSTS = "import kfcomm.sync\nwith kfcomm.sync.init() as comm: print(*comm.layout.costs)"
+SHOW_COSTS = (
+    "import logging, kfcomm.sync\nlogging.basicConfig(level=logging.INFO)\n"
+    "with kfcomm.sync.init() as comm: print(*comm.layout.costs)"
+)
 
 
 @pytest.mark.slow
 def test_what_is_kept_counts_in_the_next_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    done = finished("probe", "-n", "2", *QUICK, "--keep")
+    done = finished("probe", "-n", "2", *QUICK, "--keep", "--force")
     assert done.returncode == 0, done.stderr
     costs = kept_costs()
     assert None not in (costs.local_alpha_s, costs.local_beta_s_per_byte, costs.overhead_s, costs.gamma_s_per_byte)
     assert f"kept in {path_of_costs()}" in done.stdout
+    assert "all of yours that start on this host from now on" in done.stdout
+    assert "'kfcomm probe --forget' removes it" in done.stdout
+    kept = json.loads(path_of_costs().read_text())
+    assert 0.0 <= kept["busy"] <= 1.0
+    assert kept["load"] >= 0.0
     done = finished("run", "-n", "2", sys.executable, "-c", SHOW_COSTS)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(" ".join(map(str, costs))) == 2
+    said = f"rank 0: 'auto' counts with costs that kfcomm probe --keep measured ({path_of_costs()}, measured "
+    assert done.stderr.count(said) == 1
+    assert f"costs        measured on this host ({path_of_costs()}, measured " in finished("env").stdout
+    forgot = finished("probe", "--forget")
+    assert (forgot.returncode, kept_costs()) == (0, UNMEASURED)
+    assert f"removed {path_of_costs()}" in forgot.stdout
+    assert "nothing was kept" in finished("probe", "--forget").stdout
+    done = finished("run", "-n", "2", sys.executable, "-c", SHOW_COSTS)
+    assert "kfcomm probe" not in done.stderr
+
+
+@pytest.mark.slow
+def test_nothing_is_kept_of_a_busy_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with contextlib.ExitStack() as others:
+        for _ in range(os.cpu_count() or 1):
+            other = others.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+            others.callback(other.kill)
+        done = finished("probe", "-n", "2", *QUICK, "--keep")
+    assert done.returncode == 2, done
+    assert done.stderr.count("is busy (") == 2  # rank 0's line, and the launcher's
+    assert "or say --force" in done.stderr
+    assert "latency" not in done.stdout
+    assert kept_costs() == UNMEASURED
+
+
+@pytest.mark.parametrize(
+    ("shares", "host", "own"),
+    [({0: 0.1, 2: 0.5}, "of rank 2", [0.1, 0.0, 0.5, 0.0]), ({0: 0.7, 2: 0.5}, "of rank 0", [0.7, 0.0, 0.5, 0.0])],
+)
+@pytest.mark.asyncio
+async def test_the_busiest_host_counts(
+    shares: dict[int, float], host: str, own: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with world(4, hosts=2) as comms:
+
+        async def busiest(comm: Any) -> tuple[str, float, float]:
+            async def share() -> float:
+                return shares[comm.rank]
+
+            monkeypatch.setattr(probing, "busy_share", share)
+            monkeypatch.setattr(probing.socket, "gethostname", lambda: f"of rank {comm.rank}")
+            return await probing._busiest(comm)  # up to its first wait: what it asks is answered for this rank
+
+        said = await asyncio.gather(*map(busiest, comms))
+    assert [one[0] for one in said] == [host] * 4
+    assert [one[1] for one in said] == [max(shares.values())] * 4
+    assert [one[2] for one in said] == own
 
 
 def test_a_job_starts_no_further_ranks() -> None:
@@ -76,6 +142,9 @@ def test_what_no_rank_can_do() -> None:
         (("-n", "1"), "1 is not in the range x>=2"),
         (("-n", "2", "--transport", "pigeon"), "'pigeon' is not one of"),
         (("-n", "2", "--transport", "tcp", "--keep"), "leave --transport out"),
+        (("-n", "2", "--force"), "--force is about --keep"),
+        (("--forget", "--keep"), "--forget measures nothing"),
+        (("--forget", "-n", "2"), "--forget measures nothing"),
     ],
 )
 def test_what_cannot_work_is_said_before_ranks_are_started(options: tuple[str, ...], message: str) -> None:

@@ -11,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfcomm.errors import ConfigError
-from kfcomm.rendezvous.kept import LEAST, MOST, is_plausible, keep_costs, kept_costs, path_of_costs
+from kfcomm.rendezvous.kept import (
+    LEAST,
+    MOST,
+    describe_kept,
+    forget_costs,
+    is_plausible,
+    keep_costs,
+    kept_costs,
+    path_of_costs,
+)
 from kfcomm.types import UNMEASURED, Costs, Layout
 
 LOCAL = Costs(local_alpha_s=4e-5, overhead_s=8e-6)
@@ -95,3 +104,23 @@ def test_the_worst_is_the_same_in_any_order(a: Costs, b: Costs, c: Costs) -> Non
 @pytest.mark.parametrize("costs", [None, (), [None] * 6, (None,) * 5, (0.0,) + (None,) * 5, (1,) + (None,) * 5])
 def test_what_cannot_be_costs(costs: object) -> None:
     assert not is_plausible(costs)
+
+
+def test_how_busy_the_host_was_is_kept_and_told() -> None:
+    assert describe_kept() == ""
+    path = keep_costs(LOCAL, 0.031)
+    record = json.loads(path.read_text())
+    assert record["busy"] == 0.031
+    assert describe_kept() == f"{path}, measured {record['measured']}, 3% of the processors busy"
+    keep_costs(LOCAL)
+    assert describe_kept() == f"{path}, measured {json.loads(path.read_text())['measured']}"
+
+
+def test_what_is_forgotten_is_gone() -> None:
+    path = keep_costs(LOCAL)
+    assert forget_costs() == path
+    assert kept_costs() == UNMEASURED
+    assert forget_costs() is None
+    path.mkdir()
+    with pytest.raises(ConfigError, match="cannot remove"):
+        forget_costs()
