@@ -21,6 +21,7 @@ import numpy as np
 from kfcomm.arrays.device_kinds import OnStream
 from kfcomm.arrays.dtypes import Array, checked, dtype_called, dtype_name, dtype_of
 from kfcomm.arrays.kinds import NUMPY, ArrayKind, is_array_type, kind_of
+from kfcomm.arrays.shapes import check_out_shape
 from kfcomm.errors import ConfigError
 
 __all__ = [
@@ -206,7 +207,7 @@ def adapt_out(out: Any, like_shape: tuple[int, ...], like_dtype: np.dtype[Any]) 
     """The caller's ``out``, ready to take a result of ``like_shape`` and ``like_dtype``.
 
     The caller's array may have any strides and byte order; if it is not contiguous and native, the result is written
-    to scratch memory and `OutArray.finish` copies it.
+    to scratch memory and `OutArray.finish` copies it. Its shape may be any that `fits`.
 
     Raises:
         ConfigError: ``out`` has another shape or dtype, cannot be written to, or is of a kind that never can.
@@ -223,8 +224,7 @@ def adapt_out(out: Any, like_shape: tuple[int, ...], like_dtype: np.dtype[Any]) 
 
 
 def _check_like(out: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    if out.shape != shape:
-        raise ConfigError(f"out has shape {out.shape}, the result has {shape}")
+    check_out_shape(out.shape, shape)
     if checked(out.dtype) != dtype:
         raise ConfigError(f"out has dtype {out.dtype}, the result has {dtype}")
     if not out.flags.writeable:

@@ -17,6 +17,7 @@ import numpy as np
 
 from kfcomm.arrays.device_kinds import DeviceKind, OnStream, kind_on_device
 from kfcomm.arrays.dtypes import checked
+from kfcomm.arrays.shapes import check_out_shape
 from kfcomm.devices import Device, Flat, Stream
 from kfcomm.errors import ConfigError
 
@@ -136,7 +137,8 @@ def adapt_device_out(
 ) -> DeviceOut:
     """The caller's ``out``, ready to take a result of this shape and dtype.
 
-    If it is not contiguous, the result is written to scratch memory and `DeviceOut.finish` copies it.
+    If it is not contiguous, the result is written to scratch memory and `DeviceOut.finish` copies it. Its shape may be
+    any that `fits`.
 
     Raises:
         ConfigError: ``out`` has another shape or dtype, is on another device, or can never be written to; and as
@@ -145,8 +147,7 @@ def adapt_device_out(
     out, kind, own = _begin(out, device, stream)
     kind.check_writable(out)
     native, found = kind.read(out, own)
-    if tuple(native.shape) != tuple(shape):
-        raise ConfigError(f"out has shape {tuple(native.shape)}, the result has {tuple(shape)}")
+    check_out_shape(tuple(native.shape), tuple(shape))
     if found != checked(dtype):
         raise ConfigError(f"out has dtype {found}, the result has {dtype}")
     _check_own_elements(native)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
+from kfcomm.arrays.shapes import fits
 from kfcomm.collectives.slot_use import SlotUse
 from kfcomm.core.deadlines import first_due_s
 from kfcomm.core.machine import FOLD, FOLD_UP, INPUT, UP, Effects
@@ -201,6 +202,8 @@ class CompiledName(Compiled):
             value = x
         elif self._takes(x, out):
             value = None if self._gets is None else out
+            if value is not None and value.ndim != 1:
+                return self.begin(handle, x.reshape(-1), value.reshape(-1), value)
         else:
             return None
         if self._is_flat:
@@ -227,7 +230,9 @@ class CompiledName(Compiled):
         """Whether a result can be made in ``out``, which is ignored where there is none."""
         if self._gets is None:
             return True
-        if type(out) is not np.ndarray or out.dtype is not self._dtype or out.shape != self._gets:
+        if type(out) is not np.ndarray or out.dtype is not self._dtype:
+            return False
+        if out.shape != self._gets and not fits(out.shape, self._gets):
             return False
         # Two contiguous arrays share memory if their bounds do.
         return out.flags.c_contiguous and out.flags.writeable and not np.may_share_memory(x, out)

@@ -152,7 +152,7 @@ class Exchange(Verbs):
                 other ranks' is ignored.
             root: rank in the group.
             name: see ``all_reduce``, also for ``timeout``.
-            out: where the result goes.
+            out: where the result goes; see ``all_reduce``. An array of the shape of one row takes a part of one row.
             like: elsewhere than on the root, an array of the kind of which the result is to be; see ``recv``.
             timeout: see ``all_reduce``.
             priority: see ``all_reduce``.

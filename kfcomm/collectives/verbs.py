@@ -116,7 +116,8 @@ class Verbs:
                 or what others have for these: ``"mean"``, ``np.add``, ``torch.distributed.ReduceOp.SUM``, ``MPI.SUM``.
                 Or ``adasum``, for floating point numbers in host memory: the sum of gradients that are orthogonal, the
                 mean of those that are parallel, each array by itself; see "Ways to agree".
-            out: where the result goes (may be ``x``); else it is a new array of the kind of ``x``.
+            out: where the result goes (may be ``x``); else it is a new array of the kind of ``x``. Of the dtype of the
+                result, and of its shape or one that joins or splits neighbouring axes of it.
             timeout: seconds, or a ``timedelta``; None for the communicator's.
             priority: -32768 to 32767, larger is more urgent: on every link this rank's chunks of a more urgent call go
                 before those of others, also of others that were under way first. It changes no result; see "Let
@@ -261,8 +262,9 @@ class Verbs:
         """Rank r gets the r-th of ``size`` parts, along the first axis, of what ``all_reduce`` would give.
 
         Parts are as even as possible: the first ``len(x) % size`` are one row longer. A list holds one array for each
-        rank, and rank r gets the sum of all ranks' r-th; their shapes may differ, but not between ranks. See
-        ``all_reduce``; with a ``wire_dtype`` the results, which do not travel, are not rounded to it.
+        rank, and rank r gets the sum of all ranks' r-th; their shapes may differ, but not between ranks. An ``out`` of
+        the shape of one row takes a part of one row. See ``all_reduce``; with a ``wire_dtype`` the results, which do
+        not travel, are not rounded to it.
         """
         again = self._again(x, name, (REDUCE_SCATTER, op), out, timeout, priority, stream, wire_dtype)
         if again is not None:

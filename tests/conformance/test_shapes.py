@@ -186,6 +186,47 @@ async def test_out_of_any_layout(verb: str, size: int) -> None:
                 assert a is b is None or np.array_equal(a, b)
 
 
+RESHAPED: dict[str, Callable[[Any], Any]] = {
+    "axes joined": lambda like: np.zeros(like.size, like.dtype),
+    "axes joined, strided": lambda like: np.zeros(2 * like.size, like.dtype)[::2],
+    "axes of length 1": lambda like: np.zeros((1, *like.shape, 1), like.dtype),
+    "an axis split": lambda like: np.zeros((*like.shape[:-1], 2, 3), like.dtype),
+}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("verb", SHAPED)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.usefixtures("chunks")
+async def test_out_may_join_or_split_axes(verb: str, size: int) -> None:
+    xs = _xs((size, 6), size)
+    async with world(size) as comms:
+        plain = await everywhere(comms, lambda comm: SHAPED[verb](comm, xs[comm.rank], None))
+        for make in RESHAPED.values():
+            for _ in range(2):  # the second use of a name is compiled
+                outs = [None if want is None else make(want) for want in plain]
+                got = await everywhere(
+                    comms, lambda comm, outs=outs: SHAPED[verb](comm, xs[comm.rank], outs[comm.rank])
+                )
+                assert all(a is b for a, b in zip(got, outs, strict=True)), "the caller's own out comes back"
+                for a, b in zip(got, plain, strict=True):
+                    assert a is b is None or np.array_equal(a.reshape(-1), b.reshape(-1))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("verb", SHAPED)
+async def test_out_with_other_rows_is_refused_each_time(verb: str) -> None:
+    size = 3
+    xs = _xs((2 * size, 5), size)
+    async with world(size) as comms:
+        plain = await everywhere(comms, lambda comm: SHAPED[verb](comm, xs[comm.rank], None))
+        outs = [None if want is None else np.zeros(want.shape[::-1], want.dtype) for want in plain]
+        for _ in range(2):
+            outcomes = await ends(comms, lambda comm: SHAPED[verb](comm, xs[comm.rank], outs[comm.rank]))
+            assert_kinds(outcomes, *(CollectiveAborted if out is None else ConfigError for out in outs))
+        await works(comms)
+
+
 @pytest.mark.asyncio
 @pytest.mark.parametrize("verb", ["all_reduce", "reduce", "broadcast", "all_to_all"])
 @pytest.mark.parametrize("shift", [0, 1, 2])
@@ -230,7 +271,7 @@ async def test_out_of_another_shape_may_overlap_the_input(verb: str) -> None:
 
 BAD_OUTS: dict[str, Callable[[Any], Any]] = {
     "read-only": lambda like: _read_only(np.zeros_like(like)),
-    "another shape": lambda like: np.zeros((*like.shape, 1), like.dtype),
+    "another size": lambda like: np.zeros(like.size + 1, like.dtype),
     "another dtype": lambda like: np.zeros(like.shape, np.float32),
     "broadcast": lambda like: np.broadcast_to(np.zeros(1, like.dtype), like.shape),
     "bytes": lambda like: b"\0" * like.nbytes,

@@ -72,6 +72,23 @@ async def test_results_can_be_written_to_when_the_step_is_over() -> None:
 
 
 @pytest.mark.asyncio
+async def test_out_has_the_shape_that_mpi_gives_it() -> None:
+    async with world(2, elastic=True) as comms:
+
+        async def body(comm: Any, step: Any) -> None:
+            rows = np.arange(8).reshape(2, 4)
+            out, flat = np.zeros(4, np.int64), np.zeros(16, np.int64)
+            assert await comm.reduce_scatter(rows, out=out) is out
+            assert (out == 2 * rows[comm.rank]).all()
+            assert await comm.scatter(rows, out=out) is out
+            assert (out == rows[comm.rank]).all()
+            assert await comm.all_gather(rows, out=flat) is flat
+            assert (flat.reshape(2, 2, 4) == rows).all()
+
+        await train(comms, body)
+
+
+@pytest.mark.asyncio
 async def test_what_is_wanted_in_place_is_made_beside() -> None:
     async with world(3, elastic=True, strategy="ring") as comms:
 

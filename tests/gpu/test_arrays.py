@@ -125,8 +125,9 @@ def test_cupy_out_in_place(cupy: Any, device: cuda.CudaDevice) -> None:
     assert made.target is None
     assert made.flat.data.ptr == out.data.ptr
     assert made.finish() is out
-    with pytest.raises(ConfigError, match=r"out has shape \(3, 4\), the result has \(12,\)"):
-        adapt_device_out(out, (12,), np.dtype(np.float32), device)
+    assert adapt_device_out(out, (12,), np.dtype(np.float32), device).flat.data.ptr == out.data.ptr
+    with pytest.raises(ConfigError, match=r"out has shape \(3, 4\), the result has \(4, 3\)"):
+        adapt_device_out(out, (4, 3), np.dtype(np.float32), device)
     with pytest.raises(ConfigError, match="out has dtype float32, the result has int32"):
         adapt_device_out(out, (3, 4), np.dtype(np.int32), device)
     with pytest.raises(ConfigError, match="share their memory"):

@@ -31,6 +31,11 @@ CALLS: dict[str, tuple[Callable[[Communicator, Any], Any], list[Any]]] = {
     "all_to_all": (lambda comm, x: comm.all_to_all(x, "x"), [SHARED([x[:2] for x in XS]), SHARED([x[2:] for x in XS])]),
     "barrier": (lambda comm, x: comm.barrier("x"), [None, None]),
     "out": (lambda comm, x: comm.all_gather(x, "x", out=np.empty_like(STACKED)), [STACKED, STACKED]),
+    "out, axes joined": (
+        lambda comm, x: comm.all_gather(x, "x", out=np.empty(16, np.float32)),
+        [STACKED.reshape(-1)] * 2,
+    ),
+    "out, axes split": (lambda comm, x: comm.all_reduce(x.reshape(-1), "x", out=np.empty_like(x)), [SUM, SUM]),
     "in place": (lambda comm, x: comm.all_reduce(y := x.copy(), "x", out=y), [SUM, SUM]),
 }
 
@@ -63,6 +68,42 @@ def test_calls_of_all_kinds_under_one_name_and_none() -> None:
                 results = run_threads(comms, lambda comm, call=call: call(comm, XS[comm.rank]))
                 for result, one in zip(results, wanted, strict=True):
                     assert_right(result, one)
+
+
+MPI_OUTS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "scatter": (lambda comm, rows, out: comm.scatter(rows if comm.rank == 0 else None, out=out), (4,)),
+    "reduce_scatter": (lambda comm, rows, out: comm.reduce_scatter(rows, out=out), (4,)),
+    "all_to_all": (lambda comm, rows, out: comm.all_to_all(rows, out=out), (4 * SIZE,)),
+    "all_gather": (lambda comm, rows, out: comm.all_gather(rows, out=out), (4 * SIZE * SIZE,)),
+    "a group": (lambda comm, rows, out: comm.group(range(SIZE)).reduce_scatter(rows, out=out), (4,)),
+    "async": (lambda comm, rows, out: comm.reduce_scatter_async(rows, out=out).wait(), (4,)),
+    "persistent": (lambda comm, rows, out: _started_twice(comm.reduce_scatter_init(rows, out=out)), (4,)),
+    "persistent scatter": (lambda comm, rows, out: _started_twice(comm.scatter_init(rows, out=out)), (4,)),
+}
+
+
+def _started_twice(exchange: Any) -> Any:
+    exchange.run()
+    return exchange.run()
+
+
+@pytest.mark.parametrize("case", MPI_OUTS)
+def test_out_has_the_shape_that_mpi_gives_it(case: str) -> None:
+    call, shape = MPI_OUTS[case]
+    given = [np.arange(4 * SIZE, dtype=np.int64).reshape(SIZE, 4) + 100 * rank for rank in range(SIZE)]
+    wanted: dict[str, Any] = {
+        "all_to_all": [np.stack([rows[rank] for rows in given]) for rank in range(SIZE)],
+        "all_gather": [np.stack(given)] * SIZE,
+        "scatter": list(given[0]),
+        "persistent scatter": list(given[0]),
+    }
+    with sync_world(SIZE) as comms:
+        outs = [np.zeros(shape, np.int64) for _ in range(SIZE)]
+        for _ in range(3):
+            results = run_threads(comms, lambda comm: call(comm, given[comm.rank], outs[comm.rank]))
+            for result, out, one in zip(results, outs, wanted.get(case, list(sum(given))), strict=True):
+                assert result is out
+                assert np.array_equal(out, one.reshape(-1))
 
 
 def test_what_cannot_be_is_refused_each_time() -> None:

@@ -75,6 +75,31 @@ async def test_every_verb_along_every_route(verb: str, route: str) -> None:
                     np.testing.assert_array_equal(result.get(), wanted)
 
 
+INTO: dict[str, tuple[Callable[[Any, Any, Any], Any], int, list[Any]]] = {
+    "all_reduce": (lambda c, x, out: c.all_reduce(x, "k", out=out), 12, [SUM] * SIZE),
+    "all_gather": (lambda c, x, out: c.all_gather(x, "k", out=out), 12 * SIZE, [np.stack(ALL)] * SIZE),
+    "reduce_scatter": (lambda c, x, out: c.reduce_scatter(x, "k", out=out), 3, list(SUM)),
+    "scatter": (lambda c, x, out: c.scatter(x, 2, "k", out=out), 3, list(ALL[2])),
+    "all_to_all": (lambda c, x, out: c.all_to_all(x, "k", out=out), 12,
+                   [np.stack([one[rank] for one in ALL]) for rank in range(SIZE)]),
+}  # fmt: skip
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("verb", INTO)
+async def test_out_may_join_axes(verb: str, route: str) -> None:
+    call, size, expected = INTO[verb]
+    async with device_world(SIZE, **ROUTES[route]) as world:
+        outs = [world.array(comm, np.zeros(size, np.float32)) for comm in world.comms]
+        for _ in range(2):
+            results = await everywhere(world.comms, lambda c: call(c, world.array(c, ALL[c.rank]), outs[c.rank]))
+            await everywhere(world.comms, lambda c: c.synchronize())
+            for result, out, wanted in zip(results, outs, expected, strict=True):
+                assert result is out
+                np.testing.assert_array_equal(out.get(), wanted.reshape(-1))
+
+
 @pytest.mark.asyncio
 @pytest.mark.parametrize("route", ["backend", "shared"])
 async def test_lists_and_parts(route: str) -> None:
