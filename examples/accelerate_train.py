@@ -8,11 +8,14 @@ Accelerate makes Gloo's process group on processors, whatever it is told, unless
 ``Accelerator`` makes it. All else is a program for Accelerate.
 """
 
-import torch
-import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.utils import set_seed
-from torch.utils.data import DataLoader, TensorDataset
+try:
+    import torch
+    import torch.distributed as dist
+    from accelerate import Accelerator
+    from accelerate.utils import set_seed
+    from torch.utils.data import DataLoader, TensorDataset
+except ModuleNotFoundError as error:
+    raise SystemExit(f'this example needs {error.name}: pip install "kfcomm[torch]" accelerate') from None
 
 dist.init_process_group("kfcomm")
 accelerator = Accelerator(cpu=True)

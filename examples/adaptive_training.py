@@ -22,7 +22,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-import threadpoolctl
+
+try:
+    import threadpoolctl
+except ModuleNotFoundError as error:
+    raise SystemExit(f'this example needs {error.name}: pip install "kfcomm[demo]"') from None
 from adaptive_page import Decided, Row, Run, draw, tell
 from digits import Model, load_data
 from elastic import gradients_of

@@ -23,9 +23,13 @@ from hashlib import sha256
 from typing import Any, TypeAlias
 
 import numpy as np
-import threadpoolctl
-from sklearn.datasets import load_digits
-from tqdm import tqdm
+
+try:
+    import threadpoolctl
+    from sklearn.datasets import load_digits
+    from tqdm import tqdm
+except ModuleNotFoundError as error:
+    raise SystemExit(f'this example needs {error.name}: pip install "kfcomm[demo]"') from None
 
 import kfcomm
 import kfcomm.testing

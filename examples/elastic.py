@@ -21,7 +21,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-import threadpoolctl
+
+try:
+    import threadpoolctl
+except ModuleNotFoundError as error:
+    raise SystemExit(f'this example needs {error.name}: pip install "kfcomm[demo]"') from None
 from digits import ACCURACY_WANTED, LEARNING_RATE, MOMENTUM, Model, load_data
 from pages import panels, write_page
 

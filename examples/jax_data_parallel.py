@@ -13,9 +13,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import jax
+try:
+    import jax
+    from jax import numpy as jnp
+except ModuleNotFoundError as error:
+    raise SystemExit(f'this example needs {error.name}: pip install "kfcomm[jax]"') from None
 import numpy as np
-from jax import numpy as jnp
 
 import kfcomm
 import kfcomm.jax

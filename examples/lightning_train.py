@@ -7,11 +7,14 @@
 Lightning starts the second process itself.
 """
 
-import lightning
-import torch
-import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy
-from torch.utils.data import DataLoader, TensorDataset
+try:
+    import lightning
+    import torch
+    import torch.distributed as dist
+    from lightning.pytorch.strategies import DDPStrategy
+    from torch.utils.data import DataLoader, TensorDataset
+except ModuleNotFoundError as error:
+    raise SystemExit(f'this example needs {error.name}: pip install "kfcomm[torch]" lightning') from None
 
 
 class Disc(lightning.LightningModule):

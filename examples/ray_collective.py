@@ -6,8 +6,12 @@
 """
 
 import numpy as np
-import ray
-from ray.util import collective
+
+try:
+    import ray
+    from ray.util import collective
+except ModuleNotFoundError as error:
+    raise SystemExit(f"this example needs {error.name}: pip install ray") from None
 
 import kfcomm.ray
 

@@ -5,11 +5,14 @@
     python examples/ray_train.py
 """
 
-import ray
-import ray.train
-import torch
-import torch.distributed as dist
-from ray.train.torch import TorchConfig, TorchTrainer, prepare_model
+try:
+    import ray
+    import ray.train
+    import torch
+    import torch.distributed as dist
+    from ray.train.torch import TorchConfig, TorchTrainer, prepare_model
+except ModuleNotFoundError as error:
+    raise SystemExit(f'this example needs {error.name}: pip install "kfcomm[torch]" "ray[train]"') from None
 
 
 def train() -> None:

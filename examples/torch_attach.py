@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import sys
 
-import torch
-from torch import nn
+try:
+    import torch
+    from torch import nn
+except ModuleNotFoundError as error:
+    raise SystemExit(f'this example needs {error.name}: pip install "kfcomm[torch]"') from None
 
 import kfcomm
 import kfcomm.torch

@@ -14,8 +14,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import nn
+try:
+    import torch
+    from torch import nn
+except ModuleNotFoundError as error:
+    raise SystemExit(f'this example needs {error.name}: pip install "kfcomm[torch]"') from None
 
 import kfcomm
 

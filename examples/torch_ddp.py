@@ -5,9 +5,12 @@
     torchrun --nproc-per-node 4 examples/torch_ddp.py
 """
 
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+try:
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+except ModuleNotFoundError as error:
+    raise SystemExit(f'this example needs {error.name}: pip install "kfcomm[torch]"') from None
 
 dist.init_process_group("kfcomm")
 torch.manual_seed(dist.get_rank())

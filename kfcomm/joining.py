@@ -13,6 +13,8 @@ from kfcomm import accelerator
 from kfcomm.communicator import ARRIVED, Communicator
 from kfcomm.dumps import install_signal
 from kfcomm.epochs import settle
+from kfcomm.errors import ConfigError
+from kfcomm.extras import is_installed, lacking
 from kfcomm.monitor import serving
 from kfcomm.plugins import check
 from kfcomm.rendezvous import farewell
@@ -181,6 +183,8 @@ def prepare(**arguments: Unpack[Arguments]) -> Settings:
         for line in misspelt(os.environ):
             logger.warning("%s", line)
     check(settings.strategy)  # an unknown name is refused before anything is open
+    if settings.checksum and not is_installed("xxhash"):
+        raise ConfigError(lacking("checksum=True", "xxhash"))
     if settings.timeline is not None:
         from kfcomm.monitor.timeline import check_folder
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kfcomm.errors import ConfigError
+from kfcomm.extras import lacking
 
 CERTIFICATE, KEY, AUTHORITY = "cert.pem", "key.pem", "ca.pem"
 """Files in a folder that `make` has made."""
@@ -87,7 +88,7 @@ def make(folder: Path, *, days: int = DAYS) -> None:
         from cryptography import x509
         from cryptography.hazmat.primitives.asymmetric import ec
     except ModuleNotFoundError:
-        raise ConfigError("kfcomm tls make needs cryptography: pip install 'kfcomm[tls]'") from None
+        raise ConfigError(lacking("kfcomm tls make", "cryptography")) from None
     from cryptography.hazmat.primitives import hashes, serialization
 
     now = datetime.datetime.now(datetime.UTC)

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kfcomm.errors import ConfigError
+from kfcomm.extras import lacking
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
@@ -95,6 +96,6 @@ def _bfloat16() -> np.dtype[Any]:
     try:
         import ml_dtypes
     except ImportError:
-        raise ConfigError("bfloat16 needs the package ml_dtypes: install kfcomm[bfloat16]") from None
+        raise ConfigError(lacking("bfloat16", "ml_dtypes")) from None
     bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
     return bfloat16

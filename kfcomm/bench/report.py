@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +14,7 @@ from kfcomm.bench.figures import Result
 from kfcomm.bench.suite import Place, Suite
 from kfcomm.bench.table import COLUMNS, Table
 from kfcomm.errors import ConfigError
+from kfcomm.extras import is_installed, lacking
 
 _FORMAT = 1
 
@@ -108,8 +108,8 @@ class Files:
         for path in (self.json, self.html):
             if path is not None:
                 _try(path)
-        if self.html is not None and find_spec("matplotlib") is None:
-            raise ConfigError("--html draws with the package matplotlib: install kfcomm[bench]")
+        if self.html is not None and not is_installed("matplotlib"):
+            raise ConfigError(lacking("--html", "matplotlib"))
 
     def write(self, report: Shown) -> None:
         """Write a report.

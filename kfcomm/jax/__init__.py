@@ -5,7 +5,10 @@ Everything is imported when it is first used, JAX with it.
 
 from typing import TYPE_CHECKING
 
+from kfcomm.extras import require
 from kfcomm.lazy import imported_when_used
+
+require("kfcomm.jax", "jax")
 
 if TYPE_CHECKING:
     from kfcomm.jax import optimizers

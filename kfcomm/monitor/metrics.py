@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib.util
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from kfcomm.errors import ConfigError
+from kfcomm.extras import is_installed, lacking
 from kfcomm.monitor.attendant import PATIENCE_S, Attendant
 from kfcomm.monitor.records import Statistics
 from kfcomm.monitor.statistics import OTHERS, OWN, is_own, tallies_of
@@ -41,8 +41,8 @@ def check(port: int, monitor: bool) -> None:
     """
     if not monitor:
         raise ConfigError(f"metrics_port={port} needs monitoring, which is off: leave monitor=False out")
-    if importlib.util.find_spec("prometheus_client") is None:
-        raise ConfigError(f"metrics_port={port} needs prometheus-client: pip install kfcomm[metrics]")
+    if not is_installed("prometheus_client"):
+        raise ConfigError(lacking(f"metrics_port={port}", "prometheus_client"))
 
 
 def attend(

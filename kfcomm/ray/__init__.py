@@ -6,7 +6,10 @@ Ray Train needs none of it: ``TorchConfig(backend="kfcomm")``. Everything is imp
 
 from typing import TYPE_CHECKING
 
+from kfcomm.extras import require
 from kfcomm.lazy import imported_when_used
+
+require("kfcomm.ray", "ray")
 
 if TYPE_CHECKING:
     from kfcomm.ray.group import communicator, register

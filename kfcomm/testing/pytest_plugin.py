@@ -51,7 +51,8 @@ def kfcomm_world(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A world of kfcomm for one test, as its mark ``kfcomm`` says: run(), outcomes(), kill()."""
     if _is_coroutine(request.function):
         if not request.config.pluginmanager.hasplugin("kfcomm-asyncio"):
-            pytest.fail("an asynchronous test with kfcomm_world needs pytest-asyncio", pytrace=False)
+            message = "an asynchronous test with kfcomm_world needs pytest-asyncio: pip install pytest-asyncio"
+            pytest.fail(message, pytrace=False)
         yield request.getfixturevalue("kfcomm_awaited_world")
     else:
         from kfcomm.testing.directed import blocking_world

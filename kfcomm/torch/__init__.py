@@ -6,7 +6,10 @@
 
 from typing import TYPE_CHECKING
 
+from kfcomm.extras import require
 from kfcomm.lazy import imported_when_used
+
+require("kfcomm.torch", "torch")
 
 if TYPE_CHECKING:
     from kfcomm.torch import optimizers

@@ -14,6 +14,7 @@ from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
 from kfcomm.errors import ConfigError
+from kfcomm.extras import lacking
 from kfcomm.train.adascale import gain
 
 LEAST_TIME_S = 1e-8
@@ -221,7 +222,7 @@ def _minimum(observations: Sequence[Observation], free: Sequence[bool], gamma: f
     try:
         from scipy.optimize import least_squares
     except ImportError as error:
-        raise ConfigError("fitting a throughput model needs SciPy: pip install 'kfcomm[train]'") from error
+        raise ConfigError(lacking("fitting a throughput model", "scipy")) from error
     values = _start(observations, gamma)
     places = [place for place, is_free in enumerate(free) if is_free]
 

@@ -14,6 +14,7 @@ from kfcomm.core.frame import PREFIX_NBYTES, Header, decode_header, decode_prefi
 from kfcomm.core.handshake import Keys
 from kfcomm.core.seal import CHECK_NBYTES, DIGEST_NBYTES, SEAL_NBYTES, TAG_NBYTES, Seal, is_same, payload_seed
 from kfcomm.errors import ConfigError, RemoteProtocolError
+from kfcomm.extras import lacking
 from kfcomm.transports.base import Owner
 from kfcomm.transports.options import StreamOptions
 from kfcomm.transports.order import Frame
@@ -32,7 +33,7 @@ def payload_digest(key: bytes) -> Digest:
     try:
         from xxhash import xxh3_64_digest
     except ModuleNotFoundError:
-        raise ConfigError("checksum=True needs xxhash: pip install 'kfcomm[checksum]'") from None
+        raise ConfigError(lacking("checksum=True", "xxhash")) from None
     seed = payload_seed(key)
     return lambda payload: xxh3_64_digest(payload, seed=seed)
 

@@ -240,7 +240,7 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path, name: str) -> 
 
 
 def test_without_what_draws_only_the_page_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kfcomm.bench.report.find_spec", lambda _: None)
+    monkeypatch.setattr("kfcomm.bench.report.is_installed", lambda _: False)
     Files(json=tmp_path / "x.json").check()
     with pytest.raises(ConfigError, match=r"kfcomm\[bench\]"):
         Files(html=tmp_path / "x.html").check()

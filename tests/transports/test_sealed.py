@@ -138,7 +138,7 @@ def test_a_payload_where_none_is_sent_is_refused():
 
 def test_without_the_library_a_checksum_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "xxhash", None)
-    with pytest.raises(ConfigError, match=r"pip install 'kfcomm\[checksum\]'"):
+    with pytest.raises(ConfigError, match=r'pip install "kfcomm\[checksum\]"'):
         payload_digest(KEYS.outgoing)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from kfcomm.adapt.metrics import StepMetrics
 from kfcomm.adapt.policy import Context, Policy
 from kfcomm.errors import ConfigError
+from kfcomm.extras import is_installed, lacking
 from kfcomm.train.policies.gradients import GradientNoise
 from kfcomm.train.pollux import GradientStatistics, Observation, Shape, Throughput, best_shape, fit, goodput
 
@@ -51,7 +52,7 @@ class PolluxGoodput(Policy):
         least_utility: 0 to 1.
 
     Raises:
-        ConfigError: a number is out of its range.
+        ConfigError: a number is out of its range, or SciPy is not installed.
 
     Source: Qiao et al., "Pollux", OSDI 2021; see ``kfcomm.train.fit``.
     """
@@ -69,6 +70,8 @@ class PolluxGoodput(Policy):
                 f"rest is at least 2, least_gain below 1 and least_utility 0 to 1, not {rest!r}, {least_gain!r} and "
                 f"{least_utility!r}"
             )
+        if not is_installed("scipy"):
+            raise ConfigError(lacking("PolluxGoodput", "scipy"))
         self._bounds = least_local, most_local
         self._sizes = sizes
         self._rest = rest
