@@ -464,7 +464,8 @@ class Communicator(Persistent):
             CollectiveTimeout, PeerLost: a rank did not answer, or is gone; the message names it. The other ranks, which
                 do not measure with it, may get ``CollectiveAborted`` with that message.
 
-        Cost: with h hosts of p ranks (h−1)·p² + p(p−1)/2 turns, each of about rounds + 2 messages of 20 ms or of
+        Cost:
+            With h hosts of p ranks (h−1)·p² + p(p−1)/2 turns, each of about rounds + 2 messages of 20 ms or of
             ``nbytes`` bytes both ways; memory for one such message.
         """
         self._check_open()

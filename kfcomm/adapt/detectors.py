@@ -42,7 +42,7 @@ class Interference:
     The reference of a rank is the median of its first ``warmup`` throughputs. From then on it moves towards each new
     one by the part ``follow`` of the distance, and never by more than that part of itself in one step. So:
 
-    - a burst of b low steps lowers it to no less than (1 - follow)**b of what it was: 10 steps, to 82 %;
+    - a burst of b low steps lowers it to no less than ``(1 - follow)**b`` of what it was: 10 steps, to 82 %;
     - one absurdly high step raises it by 2 %;
     - a throughput that lasts becomes the reference. After a lasting drop to the part q of what was, ranks stop voting
       after ln((q / threshold - q) / (1 - q)) / ln(1 - follow) steps: for a quarter, 123; for a half, 69.

@@ -160,7 +160,7 @@ class Table:
 
     Attributes:
         rows: ``(size, 6)``: step, seconds, busy_s, nbytes, count, and 1 where the rank has observed what has no column.
-        signs: ``(size, number of policies)``: whole numbers below 2**53.
+        signs: ``(size, number of policies)``: whole numbers below ``2**53``.
         observed: ``(size, number of columns)``: nan where a rank has observed nothing.
         waited_s: ``(size,)``.
     """

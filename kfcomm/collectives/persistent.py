@@ -49,7 +49,8 @@ class PersistentCollective(Generic[T]):
     Attributes:
         name: of the collective; None for one that takes the group's next number at each start, and for messages.
 
-    Cost: a start checks no arguments and looks nothing up if ``x`` is a contiguous NumPy array, with ``out`` (if it is
+    Cost:
+        A start checks no arguments and looks nothing up if ``x`` is a contiguous NumPy array, with ``out`` (if it is
         given) another one or ``x``, and without a timeout, a priority or a ``wire_dtype``, in a verb whose shapes every
         rank knows by itself; else it costs what the verb does. With ``out`` nothing is allocated.
     """

@@ -126,7 +126,7 @@ class Verbs:
                 on every rank: what travels is rounded to it, which
                 takes half the bytes of float32. For float32, float64, and that dtype itself. Sums, averages and
                 products are accumulated in float32, and every rank gets the same bits, rounded. With n ranks and
-                u = 2**-11 for float16, 2**-8 for bfloat16, a sum is wrong by at most about
+                u = ``2**-11`` for float16, ``2**-8`` for bfloat16, a sum is wrong by at most about
                 (n + 1)·u·(abs(x[0]) + abs(x[1]) + ...), less where sums go through fewer ranks; beyond 65504 float16
                 is infinite. See "Send fewer bytes". For arrays in host memory.
             shared: the result is a NumPy array that cannot be written to: one for all ranks of a host, where the group

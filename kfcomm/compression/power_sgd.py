@@ -58,7 +58,8 @@ class PowerSGD:
     Raises:
         ConfigError: such a rank, or rate, cannot be.
 
-    Cost: of a compressed gradient (n + m)·rank numbers in two all_reduces, 2·(n−1)/n times; 4·n·m·rank operations, and
+    Cost:
+        Of a compressed gradient (n + m)·rank numbers in two all_reduces, 2·(n−1)/n times; 4·n·m·rank operations, and
         its error is kept. Ranks get the same bits where their machines calculate products of matrices alike.
     """
 

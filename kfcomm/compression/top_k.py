@@ -34,8 +34,9 @@ class TopK:
     Raises:
         ConfigError: such a share cannot be.
 
-    Cost: (n − 1)·k·(4 + the bytes of a number) are received by each rank, so it pays where k is less than a
-        (1 + 4 / bytes of a number)·n / 2-th of all; the error of each gradient is kept.
+    Cost:
+        (n − 1)·k·(4 + the bytes of a number) are received by each rank, so it pays where k is less than a (1 + 4 /
+        bytes of a number)·n / 2-th of all; the error of each gradient is kept.
     """
 
     def __init__(self, share: float = 0.01) -> None:

@@ -120,7 +120,7 @@ class Router:
         ``collective``: what is to begin; a new one if left out.
 
         Raises:
-            LocalProtocolError: 2**20 names are in flight.
+            LocalProtocolError: ``2**20`` names are in flight.
         """
         key = self.names.used(group.id, name)
         self._groups.setdefault(group.id, group)

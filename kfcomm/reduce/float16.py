@@ -42,9 +42,9 @@ def is_finite(half: Array) -> bool:
 def widen(half: Array, out: Array, *, finite: bool) -> None:
     """Writes the values of ``half`` (float16) into ``out`` (float32, contiguous, of the same length).
 
-    The exponent and fraction of a float16, moved to where those of a float32 begin, are a float32 that is 2**112 times
-    too small, subnormal numbers included (Giesen, "Half-float conversion"). Only infinities and NaN, for which every
-    exponent bit is set, do not scale: unless all of ``half`` are known to be ``finite``, those are left to NumPy.
+    The exponent and fraction of a float16, moved to where those of a float32 begin, are a float32 that is ``2**112``
+    times too small, subnormal numbers included (Giesen, "Half-float conversion"). Only infinities and NaN, for which
+    every exponent bit is set, do not scale: unless all of ``half`` are known to be ``finite``, those are left to NumPy.
 
     Cost: four passes over a block in the cache, 0.4 ns for each element; NumPy takes 1.9.
     """

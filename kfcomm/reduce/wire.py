@@ -5,8 +5,8 @@ widened without error; sums, averages and products are accumulated in float32. T
 changes nothing, so that every rank that passes a number on passes on the same bits.
 
 A number x that is rounded to a wire dtype of precision p (11 bits in float16, 8 in bfloat16) is wrong by at most
-2**-p * abs(x), or half the smallest subnormal number (2**-25 in float16, 2**-134 in bfloat16) if that is more; beyond
-the wire dtype's largest number (65504 in float16) it becomes infinite.
+``2**-p * abs(x)``, or half the smallest subnormal number (``2**-25`` in float16, ``2**-134`` in bfloat16) if that is
+more; beyond the wire dtype's largest number (65504 in float16) it becomes infinite.
 """
 
 from __future__ import annotations

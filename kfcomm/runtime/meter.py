@@ -41,9 +41,9 @@ MAX_STRATEGIES = 100
 PER_OCTAVE = 8
 """Buckets of a histogram to each doubling.
 
-Bucket b holds what took from 2**((b - 1)/8) to 2**(b/8) seconds: b is the binary exponent of the eighth power, which
-costs a fifth of a search among bounds. A quantile is the geometric middle of its bucket, so it is wrong by at most a
-factor of 2**(1/16), 4.4 %.
+Bucket b holds what took from ``2**((b - 1)/8)`` to ``2**(b/8)`` seconds: b is the binary exponent of the eighth power,
+which costs a fifth of a search among bounds. A quantile is the geometric middle of its bucket, so it is wrong by at
+most a factor of ``2**(1/16)``, 4.4 %.
 """
 
 

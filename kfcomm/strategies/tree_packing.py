@@ -79,7 +79,8 @@ def packed_trees(layout: Layout, bandwidth: Matrix, *, name: str = "packed_trees
     Raises:
         ConfigError: the matrix is not square or of another size than the layout, or an entry is not above 0 and finite.
 
-    Cost: 2 steps between hosts (3 where ports send and receive at unlike rates, 4 round a slow link) and 2 inside of
+    Cost:
+        2 steps between hosts (3 where ports send and receive at unlike rates, 4 round a slow link) and 2 inside of
         them; time ``bound_seconds`` by the model, but for latencies. Up to h trees, or if all hosts are roots h for
         each of a host's p ranks.
     """

@@ -69,7 +69,8 @@ def attach(
         ConfigError: on all ranks, if their models differ; or the optimizer has nothing of the model, or more; or a
             compression is not known, or for names that no parameter has.
 
-    Cost: memory for one gradient of each parameter; a broadcast of the model. In a step 2(n−1)/n times the bytes of the
+    Cost:
+        Memory for one gradient of each parameter; a broadcast of the model. In a step 2(n−1)/n times the bytes of the
         gradients, a byte for each, and a copy of those that share a bucket within the rank's own memory. A gradient
         alone is read where autograd has made it: with 16 MiB and two ranks on one host the exchange took 0.75 of the
         time that it takes with a copy before it.

@@ -89,7 +89,8 @@ class LayerOwnership:
     Raises:
         ConfigError: the damping is not above 0.
 
-    Cost: for an M×N layer a ``reduce`` of M² + N² numbers to its owner, there 2(M³ + N³)/3 operations and some, and a
+    Cost:
+        For an M×N layer a ``reduce`` of M² + N² numbers to its owner, there 2(M³ + N³)/3 operations and some, and a
         ``broadcast`` of MN numbers. All layers are under way at once.
     """
 

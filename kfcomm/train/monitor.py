@@ -79,7 +79,8 @@ class GradientMonitor:
     Raises:
         ConfigError: a number is out of its range.
 
-    Cost: a pass over the local gradients and over one n-th of the mean, at every ``every``-th step; 12 bytes in a
+    Cost:
+        A pass over the local gradients and over one n-th of the mean, at every ``every``-th step; 12 bytes in a
         collective that is made anyway.
     """
 

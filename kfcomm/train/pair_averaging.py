@@ -41,7 +41,8 @@ class PairAveraging(Agreement):
     Raises:
         ConfigError: a number is out of its range.
 
-    Cost: a ``request`` of S bytes and one of a peer each step on average; copies of two models are kept for others. The
+    Cost:
+        A ``request`` of S bytes and one of a peer each step on average; copies of two models are kept for others. The
         first step has one small collective, and none follows.
     """
 

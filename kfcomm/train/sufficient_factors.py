@@ -57,7 +57,8 @@ class HybridGradients:
         comm: whose ranks average.
         name: its collectives begin with it.
 
-    Cost: one all_gather of K(M+N) numbers for each layer that goes by factors, and the product of nK×M and nK×N; one
+    Cost:
+        One all_gather of K(M+N) numbers for each layer that goes by factors, and the product of nK×M and nK×N; one
         ``all_reduce`` of the rest together.
     """
 

@@ -148,8 +148,9 @@ class AdaSGD(Agreement):
     Raises:
         ConfigError: a number is out of its range.
 
-    Cost: an ``all_reduce`` of S bytes at each step: of the model and one number before the change, of the gradients
-        after it.
+    Cost:
+        An ``all_reduce`` of S bytes at each step: of the model and one number before the change, of the gradients after
+        it.
     """
 
     default_name = "adasgd"

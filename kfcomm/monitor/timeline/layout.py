@@ -76,7 +76,7 @@ def process_of(rank: int) -> int:
 
 
 def track_of(rank: int, number: int) -> int:
-    """The number of a rank's track in the trace: of no other rank, and of no process. ``number`` is below 2**15."""
+    """The number of a rank's track in the trace: of no other rank, and of no process. ``number`` is below ``2**15``."""
     return (1 << 17) + (rank << 15) + number
 
 
