@@ -104,6 +104,7 @@ class Parts:
             rows[:, place] = padded.view(np.uint8).reshape(self.size, -1)
         return rows
 
+    @np.errstate(all="ignore")
     def products(self, rows: Array) -> Array:
         """The inner products of each pair of ranks in this rank's part, by tensor; in float64."""
         found = np.zeros((len(self.items), self.size, self.size))
@@ -114,6 +115,7 @@ class Parts:
                 found[number] += block @ block.T
         return found
 
+    @np.errstate(all="ignore")
     def combined(self, rows: Array, products: Array) -> Array:
         """This rank's part of every result, end to end in bytes."""
         mine = np.zeros(self.row_nbytes(0), np.uint8)

@@ -14,7 +14,7 @@ BLOCK = 1 << 16
 
 
 def squared_norm(arrays: Iterable[Any]) -> float:
-    """Σ x² over all elements of all arrays, which are in host memory; infinite or NaN where an element is.
+    """Σ x² over all elements of all arrays, which are in host memory; infinite or NaN where an element is, without a warning.
 
     Cost: one pass over them: about 5 ms for 25 million elements of float32.
     """
@@ -35,6 +35,7 @@ def share(arrays: Iterable[Any], part: int, parts: int) -> list[np.ndarray[Any, 
     return found
 
 
+@np.errstate(all="ignore")
 def _of_one(flat: np.ndarray[Any, Any]) -> float:
     if flat.dtype not in (np.float32, np.float64):
         return float(sum(_of_block(flat[at : at + BLOCK].astype(np.float32)) for at in range(0, flat.size, BLOCK)))

@@ -205,3 +205,17 @@ async def test_a_rank_that_dies_is_an_error_on_the_others() -> None:
         for handle in handles:
             with pytest.raises(PeerLost):
                 await handle
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("value", ["inf", "nan", "largest"])
+def test_what_is_not_finite_gives_no_warning(dtype: str, value: str) -> None:
+    """Warnings are errors here: one would end the call."""
+    import ml_dtypes
+
+    kind = np.dtype(getattr(ml_dtypes, dtype) if dtype == "bfloat16" else dtype)
+    x = np.full(3000, ml_dtypes.finfo(kind).max if value == "largest" else float(value), kind)
+    with sync_world(3) as comms:
+        for found in run_threads(comms, lambda comm: comm.all_reduce(x, "g", op="adasum")):
+            is_finite = value == "largest" and dtype != "float64"  # the products of the largest float64 overflow
+            assert np.isnan(found.astype(float)).all() != is_finite

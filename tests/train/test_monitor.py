@@ -224,6 +224,11 @@ async def test_bad_arguments() -> None:
         await run_ranks(comms, main)
 
 
+@pytest.mark.parametrize("value", [np.inf, np.nan, np.finfo(np.float64).max])
+def test_squared_norm_of_what_is_not_finite_gives_no_warning(value: float) -> None:
+    assert not np.isfinite(squared_norm([np.array([value, -value])]))
+
+
 def test_squared_norms() -> None:
     rng = np.random.default_rng(1)
     x = rng.standard_normal(200_000)
