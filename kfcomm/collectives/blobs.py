@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 import msgpack
@@ -16,7 +17,7 @@ from kfcomm.arrays import HostArray, adapt
 from kfcomm.arrays.kinds import NUMPY, ArrayKind
 from kfcomm.collectives.handle import Handle, looked_at
 from kfcomm.collectives.mailbox import Mailbox, Message
-from kfcomm.errors import CollectiveError, ConfigError
+from kfcomm.errors import CollectiveError, CollectiveTimeout, ConfigError
 
 ASK_TAG = "blob question"
 KEPT_VERSIONS = 2
@@ -76,13 +77,12 @@ class Blobs:
             raise CollectiveError(refusal, key=name)
         return result
 
-    def _give_up(self, asked: Handle[None], answers: dict[str, Handle[Message]], source: int) -> None:
+    def _give_up(self, asked: Handle[None], answers: Mapping[str, Handle[Message]], source: int) -> None:
         """Nobody waits for the answer. Its tags are never used again: it must not meet a new question."""
         asked.cancel()
         for tag, answer in answers.items():
-            answer.cancel()
-            if answer.seq < 0:
-                self._mailbox.refuse(source, self._rank, tag, f"rank {self._rank} waits no longer")
+            if answer.cancel() or answer.cancelled() or isinstance(answer.exception(), CollectiveTimeout):
+                self._mailbox.drop(source, tag, f"rank {self._rank} waits no longer")
         handles: list[Handle[Any]] = [asked, *answers.values()]
         for handle in handles:
             handle.when_done(self._mailbox.reactor, looked_at)

@@ -10,6 +10,7 @@ from kfcomm.errors import ConfigError, EpochChanged, PeerLost
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
+    from kfcomm.collectives.receives import Receive
     from kfcomm.collectives.slot_use import SlotUse
     from kfcomm.runtime.operation import Operation
     from kfcomm.transports.reactor import Reactor
@@ -30,7 +31,7 @@ class Handle(asyncio.Future[T]):
     # Neither is set from the start: an ``__init__`` of its own would double the time it takes to make a future.
     __slots__ = ("_seq", "operation")
 
-    operation: Operation | SlotUse | None
+    operation: Operation | SlotUse | Receive | None
     _listeners: list[Callable[[Any], object]] | None = None
 
     contributors: tuple[int, ...] | None = None
@@ -61,6 +62,10 @@ class Handle(asyncio.Future[T]):
             operation.cancel()
         self._tell_listeners()
         return True
+
+    def give_up(self) -> None:
+        """Cancel it, for a caller who was interrupted; a message that it holds already goes to the next receive."""
+        self.cancel()
 
     def set_result(self, result: T, /) -> None:
         """See ``asyncio.Future``."""

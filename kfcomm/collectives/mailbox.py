@@ -3,7 +3,8 @@
 A message is a collective of a group of two, made of the sender and the receiver; its key is the tag. The
 receiver learns dtype and shape from the first sign of the message, and posts its half then; the sender is done
 when the receiver has it all, or at once where a small message was copied (see `eager`). Messages of one sender with
-one tag arrive in the order in which they were sent.
+one tag arrive in the order in which they were sent. Which receive gets which, also where one has ended meanwhile, is
+told in `receives`.
 """
 
 from __future__ import annotations
@@ -15,60 +16,45 @@ import math
 import struct
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from kfcomm.arrays import HostArray
-from kfcomm.arrays.dtypes import dtype_name, dtype_of
+from kfcomm.arrays.dtypes import dtype_of
 from kfcomm.arrays.kinds import NUMPY, ArrayKind
 from kfcomm.collectives.eager import Eager
 from kfcomm.collectives.handle import Handle, looked_at
 from kfcomm.collectives.on_device.through_host import Out
 from kfcomm.collectives.plans import chunk_elements
+from kfcomm.collectives.receives import Outcome, Receive, Received, Streams, Transfer, shape_of, signature_of
 from kfcomm.core import program as programs
 from kfcomm.core.cause import Cause
 from kfcomm.core.collective import GroupView, ItemSizes
+from kfcomm.core.deadlines import NEVER
 from kfcomm.core.signature import Signature, describe
 from kfcomm.errors import CollectiveAborted, CollectiveError, CollectiveTimeout, ConfigError, KfcommError, SessionClosed
 from kfcomm.runtime.engine import Engine
 from kfcomm.runtime.failures import error_of
 from kfcomm.runtime.operation import Operation, Work
-from kfcomm.transports.reactor import Reactor, Timer
-from kfcomm.types import Verb
+from kfcomm.transports.reactor import Reactor
 
 logger = logging.getLogger("kfcomm")
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 Shape: TypeAlias = tuple[int, ...]
 Message: TypeAlias = tuple[Any, int]
-"""What a receive gives: the array, and the rank that sent it."""
+"""An array, and the rank that sent it."""
 
 Service = Callable[[int, Handle[Message]], Awaitable[None]]
 MAX_ELEMENTS = 1 << 44
 MAX_DIMENSIONS = 64
 
 
-@dataclass(slots=True, eq=False)
-class Wanted:
-    """A receive that waits for its message; ``timers`` end or report the wait."""
-
-    source: int | None
-    tag: str
-    out: Out | None
-    handle: Handle[Message]
-    timeout_s: float
-    priority: int
-    kind: ArrayKind = NUMPY
-    timers: list[Timer] = field(default_factory=list)
-    since_s: float = field(default_factory=time.monotonic)
-
-    @property
-    def whom(self) -> str:
-        """The sender, in words."""
-        return "any rank" if self.source is None else f"rank {self.source}"
+def both(array: Any, source: int) -> Message:
+    """What a receive gives if nothing else is asked for."""
+    return array, source
 
 
 class Mailbox:
@@ -79,7 +65,9 @@ class Mailbox:
         self._view = view
         self.timeout_s = timeout_s
         self._pairs: dict[tuple[int, int], GroupView] = {}
-        self._wanted: list[Wanted] = []
+        self._waiting: list[Receive] = []
+        """Receives whose message has not shown up, in the order of their posts."""
+        self._streams = Streams(engine, view, self._on_free)
         self._services: dict[str, Service] = {}
         self._serving: set[asyncio.Task[None]] = set()
         self.eager = Eager(engine)
@@ -114,24 +102,33 @@ class Mailbox:
 
     def recv(
         self, source: int | None, tag: str, out: Out | None, timeout_s: float | None, priority: int = 0,
-        kind: ArrayKind = NUMPY,
-    ) -> Handle[Message]:  # fmt: skip
-        """The next message of ``source`` (None: of any rank) with this tag; an array of this kind, if not ``out``."""
-        handle: Handle[Message] = Handle(loop=self._engine.loop)
-        wanted = Wanted(source, tag, out, handle, self.timeout_s if timeout_s is None else timeout_s, priority, kind)
-        lost = self._lost_source(source)
-        if lost is not None:
-            handle.set_exception(error_of(lost, tag))
-            return handle
-        self._match_waiting(source, tag)  # those before it come first, also where their message is not yet told
-        if not self._match(wanted):
-            self._wanted.append(wanted)
-            later = self._engine.reactor.call_later
-            wanted.timers.append(later(wanted.timeout_s, self._expire, wanted))
-            if self._engine.deadlines.stall_after_s < wanted.timeout_s:
-                wanted.timers.append(later(self._engine.deadlines.stall_after_s, self._report, wanted))
-            handle.when_done(self._engine.reactor, lambda _: self._forget(wanted))
+        kind: ArrayKind = NUMPY, outcome: Outcome = both,
+    ) -> Received[Any]:  # fmt: skip
+        """The next message of ``source`` (None: of any rank) with this tag; an array of this kind, if not ``out``.
+
+        It ends ``timeout_s`` after this call, wherever its message is by then; that goes to the next one (see
+        `receives`).
+        """
+        handle: Received[Any] = Received(loop=self._engine.loop)
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        receive = Receive(source, tag, out, kind, outcome, handle, timeout_s, priority, self._on_end)
+        if self._waiting:
+            self._match_waiting(source, tag)  # those before it come first, also where their message is not yet told
+        if not self._match(receive):
+            lost = self._lost_source(source)
+            if lost is not None:
+                handle.set_exception(error_of(lost, tag))
+                return handle
+            self._waiting.append(receive)
+        if not handle.done():
+            handle.operation = receive
+            self._begin_to_wait(receive)
         return handle
+
+    def drop(self, source: int, tag: str, reason: str) -> None:
+        """No message of this rank with this tag is wanted, neither one that is under way nor the next."""
+        if not self._streams.drop(source, tag, reason):
+            self.refuse(source, self._view.rank, tag, reason)
 
     def serve(self, tag: str, service: Service) -> None:
         """Call ``service(source, message)`` for every message with this tag."""
@@ -144,11 +141,11 @@ class Mailbox:
             {
                 "group": self._view.id.hex(),
                 "members": list(members),
-                "tag": wanted.tag,
-                "source": None if wanted.source is None else members[wanted.source],
-                "waited_s": round(time.monotonic() - wanted.since_s, 3),
+                "tag": receive.tag,
+                "source": None if receive.source is None else members[receive.source],
+                "waited_s": round(time.monotonic() - receive.since_s, 3),
             }
-            for wanted in list(self._wanted)
+            for receive in list(self._waiting)
         ]
 
     def group_ids(self) -> set[bytes]:
@@ -160,9 +157,10 @@ class Mailbox:
         self._is_closed = True
         for task in self._serving:
             task.cancel()
-        for wanted in list(self._wanted):
-            if not wanted.handle.done():
-                wanted.handle.set_exception(SessionClosed(reason))
+        self._streams.close()
+        waiting, self._waiting = self._waiting, []
+        for receive in waiting:
+            receive.fail(SessionClosed(reason))
         for source in range(self._view.size):
             self._engine.early_listeners.pop(self._pair(source, self._view.rank).id, None)
         self._engine.loss_listeners.remove(self._on_peer_lost)
@@ -183,17 +181,21 @@ class Mailbox:
         service = self._services.get(tag)
         if service is not None:
             while self._engine.router.expected(self._pair(source, self._view.rank).id, tag) is not None:
-                message = self.recv(source, tag, None, None)
+                message = self.recv(source, tag, None, NEVER)
                 message.when_done(self._engine.reactor, looked_at)  # perhaps nobody else will
                 self._engine.loop.call_soon(self._start_to_serve, service, source, message)
             return
         self._match_waiting(source, tag)
 
+    def _on_free(self, transfer: Transfer) -> None:
+        """A receive has ended without this message."""
+        self._match_waiting(transfer.source, transfer.tag)
+
     def _match_waiting(self, source: int | None, tag: str) -> None:
         """Post the receives for which a message has shown up, of this source (None: of any), in their order."""
-        for wanted in list(self._wanted):
-            if wanted.tag == tag and (source is None or wanted.source in (None, source)) and self._match(wanted):
-                self._forget(wanted)
+        for receive in list(self._waiting):
+            if receive.tag == tag and (source is None or receive.source in (None, source)) and self._match(receive):
+                self._waiting.remove(receive)
 
     def _start_to_serve(self, service: Service, source: int, message: Handle[Message]) -> None:
         if not self._is_closed:
@@ -201,86 +203,112 @@ class Mailbox:
             self._serving.add(task)
             task.add_done_callback(self._serving.discard)
 
-    def _match(self, wanted: Wanted) -> bool:
-        """Post the receive if a message for it has shown up."""
-        ranks = range(self._view.size) if wanted.source is None else (wanted.source,)
+    def _match(self, receive: Receive) -> bool:
+        """Hold the first message for it, if one has shown up; of any rank: the first that is here, then the others."""
+        coming: Transfer | None = None
+        ranks = range(self._view.size) if receive.source is None else (receive.source,)
+        announced: tuple[int, GroupView, Any] | None = None
         for source in ranks:
             if source == self._view.rank:
                 continue
-            pair = self._pair(source, self._view.rank)
-            found = self._engine.router.expected(pair.id, wanted.tag)
-            if found is not None:
-                self._receive(wanted, source, pair, found)
+            free = self._streams.free(source, receive.tag) if self._streams else None
+            if free is not None and (free.is_over or receive.source is not None):
+                self._streams.hold(free, receive)
                 return True
-        return False
+            if free is not None:
+                coming = coming or free
+            elif announced is None:
+                pair = self._pair(source, self._view.rank)
+                found = self._engine.router.expected(pair.id, receive.tag)
+                if found is not None:
+                    announced = source, pair, found
+        if announced is not None:
+            self._receive(receive, *announced)
+        elif coming is not None:
+            self._streams.hold(coming, receive)
+        return announced is not None or coming is not None
 
-    def _receive(self, wanted: Wanted, source: int, pair: GroupView, found: Any) -> None:
-        shape: Shape
+    def _receive(self, receive: Receive, source: int, pair: GroupView, found: Any) -> None:
+        """Post the receive of a message that a peer announces."""
+        form = _announced(found)
         if isinstance(found, Cause):
-            dtype, shape = np.dtype(np.uint8), ()  # of no account: posting it fails with the cause
-        elif wanted.out is not None:
-            dtype, shape = wanted.out.flat.dtype, _shape_of(wanted.out)
-        else:
-            announced = _announced(found)
-            if announced is None:
-                rank = self._view.rank
-                message = f"rank {source} announced a message that rank {rank} cannot take: {describe(found)}"
-                self._engine.refuse(pair, wanted.tag, message)
-                wanted.handle.set_exception(CollectiveError(message, key=wanted.tag))
-                return
-            dtype, shape = announced
-        flat = np.empty(math.prod(shape), dtype) if wanted.out is None else wanted.out.flat
-
-        def outcome(flat: Array) -> Message:
-            return (wanted.kind.restore(flat.reshape(shape)) if wanted.out is None else wanted.out.finish()), source
-
-        self._post(
-            pair, wanted.tag, dtype, shape, wanted.handle, wanted.timeout_s, wanted.priority, result=flat,
-            outcome=outcome,
-        )  # fmt: skip
+            form = np.dtype(np.uint8), ()  # of no account: posting it fails with the cause
+        elif receive.out is not None:
+            form = receive.out.flat.dtype, shape_of(receive.out)
+        elif form is None:
+            rank = self._view.rank
+            message = f"rank {source} announced a message that rank {rank} cannot take: {describe(found)}"
+            self._engine.refuse(pair, receive.tag, message)
+            receive.fail(CollectiveError(message, key=receive.tag))
+            return
+        dtype, shape = form
+        flat = np.empty(math.prod(shape), dtype) if receive.out is None else receive.out.flat
+        transfer = receive.transfer = Transfer(self._streams, source, receive, flat, shape)
+        receive.handle.seq = transfer.seq = self._engine.router.num_uses(pair.id, receive.tag)
+        self._streams.add(transfer)
+        self._post(pair, receive.tag, dtype, shape, transfer, NEVER, receive.priority, result=flat)
 
     def _post(
-        self, pair: GroupView, tag: str, dtype: np.dtype[Any], shape: Shape, handle: Handle[Any],
+        self, pair: GroupView, tag: str, dtype: np.dtype[Any], shape: Shape, future: Handle[None] | Transfer,
         timeout_s: float | None, priority: int, *, source: Array | None = None, result: Array | None = None,
-        outcome: Callable[[Array], Message] | None = None,
     ) -> None:  # fmt: skip
-        """Post this rank's half: the ``source``, or where the ``result`` goes, and what the caller gets of that."""
-        work = Work(None, dtype, 2, in_result=False)
-        operation = Operation(handle, source, result, work, value=result, finish=outcome, priority=priority)
+        """Post this rank's half: the ``source``, or where the ``result`` goes."""
+        operation = Operation(future, source, result, Work(None, dtype, 2, in_result=False), priority=priority)
         self._engine.post(
-            pair, tag, _signature(dtype, shape), programs.send(pair.rank, math.prod(shape), chunk_elements(dtype)),
+            pair, tag, signature_of(dtype, shape), programs.send(pair.rank, math.prod(shape), chunk_elements(dtype)),
             ItemSizes(dtype.itemsize, dtype.itemsize), operation,
             timeout_s=self.timeout_s if timeout_s is None else timeout_s, overlapping=True,
         )  # fmt: skip
-        handle.seq = self._engine.router.num_uses(pair.id, tag) - 1
+        future.seq = self._engine.router.num_uses(pair.id, tag) - 1
         if not operation.is_over:
-            handle.operation = operation
+            future.operation = operation
 
-    def _expire(self, wanted: Wanted) -> None:
-        message = f"no message with {wanted.tag} came from {self._senders(wanted)} within {wanted.timeout_s:.1f} s"
-        missing = () if wanted.source is None else (wanted.source,)
-        error = CollectiveTimeout(message, key=wanted.tag, arrived=(self._view.rank,), missing=missing)
-        if not wanted.handle.done():
-            wanted.handle.set_exception(error)
+    def _begin_to_wait(self, receive: Receive) -> None:
+        """Timers: of what is here at once they would be most of the cost."""
+        if receive.timeout_s == NEVER:
+            return
+        later = self._engine.reactor.call_later
+        receive.timers.append(later(receive.timeout_s, self._expire, receive))
+        if self._engine.deadlines.stall_after_s < receive.timeout_s:
+            receive.timers.append(later(self._engine.deadlines.stall_after_s, self._report, receive))
 
-    def _report(self, wanted: Wanted) -> None:
+    def _on_end(self, receive: Receive) -> None:
+        """It waits no longer, and has no message: from this moment on it takes none."""
+        receive.stop()
+        if receive.transfer is not None:
+            self._streams.end(receive)
+        elif receive in self._waiting:
+            self._waiting.remove(receive)
+
+    def _expire(self, receive: Receive) -> None:
+        transfer, mine = receive.transfer, (self._view.rank,)
+        self._on_end(receive)
+        limit = f"within {receive.timeout_s:.1f} s"
+        if transfer is None:
+            missing = () if receive.source is None else (receive.source,)
+            message = f"no message with {receive.tag} came from {self._senders(receive)} {limit}"
+            error = CollectiveTimeout(message, key=receive.tag, arrived=mine, missing=missing)
+        else:
+            where = f"was under way from rank {transfer.source}, and not here as a whole {limit}"
+            message = f"a message with {receive.tag} {where}: the next receive gets it"
+            error = CollectiveTimeout(message, key=receive.tag, arrived=tuple(sorted((*mine, transfer.source))))
+        receive.fail(error)
+
+    def _report(self, receive: Receive) -> None:
         logger.warning(
             "rank %d has waited %.1f s for a message with %s from %s",
-            self._view.rank, self._engine.deadlines.stall_after_s, wanted.tag, self._senders(wanted),
+            self._view.rank, self._engine.deadlines.stall_after_s, receive.tag, self._senders(receive),
         )  # fmt: skip
 
-    def _senders(self, wanted: Wanted) -> str:
+    def _senders(self, receive: Receive) -> str:
         """From whom it may come; of those who can send nothing more it is said why."""
+        if receive.transfer is not None:
+            return f"rank {receive.transfer.source}, which is under way"
+        if receive.source is not None:
+            return f"rank {receive.source}"
         lost = self._engine.router.lost
         gone = [lost[member].message for member in self._view.members if member in lost]
-        return f"{wanted.whom} ({'; '.join(gone)})" if gone and wanted.source is None else wanted.whom
-
-    def _forget(self, wanted: Wanted) -> None:
-        """It waits no longer: its message is here, or it was given up."""
-        while wanted.timers:
-            wanted.timers.pop().cancel()
-        if wanted in self._wanted:
-            self._wanted.remove(wanted)
+        return f"any rank ({'; '.join(gone)})" if gone else "any rank"
 
     def _lost_source(self, source: int | None) -> Cause | None:
         lost = self._engine.router.lost
@@ -292,10 +320,11 @@ class Mailbox:
         return lost[others[0]] if others and all(member in lost for member in others) else None
 
     def _on_peer_lost(self) -> None:
-        for wanted in list(self._wanted):
-            cause = self._lost_source(wanted.source)
-            if cause is not None and not wanted.handle.done():
-                wanted.handle.set_exception(error_of(cause, wanted.tag))
+        for receive in list(self._waiting):
+            cause = self._lost_source(receive.source)
+            if cause is not None:
+                self._waiting.remove(receive)
+                receive.fail(error_of(cause, receive.tag))
 
 
 async def _served(service: Service, source: int, message: Handle[Message]) -> None:
@@ -308,14 +337,6 @@ async def _served(service: Service, source: int, message: Handle[Message]) -> No
         logger.warning("a request of rank %d could not be served: %s", source, error)
 
 
-def _signature(dtype: np.dtype[Any], shape: Shape) -> Signature:
-    return Signature(str(Verb.SEND), dtype_name(dtype), shape, chunk_elements=chunk_elements(dtype))
-
-
-def _shape_of(out: Out) -> Shape:
-    return tuple(out.original.shape) if hasattr(out.original, "shape") else tuple(np.shape(out.original))
-
-
 def _announced(signature: Any) -> tuple[np.dtype[Any], Shape] | None:
     """Dtype and shape of a message that a peer announces; None if it is none."""
     try:
@@ -323,7 +344,7 @@ def _announced(signature: Any) -> tuple[np.dtype[Any], Shape] | None:
         dtype, shape = dtype_of(announced.dtype), announced.shape
         if not all(type(length) is int and 0 <= length <= MAX_ELEMENTS for length in shape):
             return None
-        is_message = announced == _signature(dtype, shape)
+        is_message = announced == signature_of(dtype, shape)
     except (TypeError, ConfigError):
         return None
     fits = len(shape) <= MAX_DIMENSIONS and math.prod(shape) <= MAX_ELEMENTS

@@ -13,8 +13,9 @@ from kfcomm.collectives.compiled import ALL_GATHER
 from kfcomm.collectives.exchange import Exchange, Steps
 from kfcomm.collectives.group import check_name, check_priority
 from kfcomm.collectives.handle import Handle
-from kfcomm.collectives.mailbox import Mailbox
+from kfcomm.collectives.mailbox import Mailbox, both
 from kfcomm.collectives.objects import fingerprint, packed, unpacked
+from kfcomm.collectives.receives import Outcome, Received
 from kfcomm.errors import CollectiveTimeout, ConfigError
 from kfcomm.sizes import seconds_of
 from kfcomm.types import Seconds
@@ -72,10 +73,8 @@ class Messages(Exchange):
             A handle; its result is a NumPy array of the sender's shape and dtype, one of the kind of ``like``, or
             ``out``, which must have them (else ``CollectiveMismatch`` on both ranks).
         """
-        return self._mapped(
-            self.recv_any(source, tag, src=src, out=out, like=like, timeout=timeout, priority=priority, stream=stream),
-            lambda message: message[0],
-        )
+        source = _one_of("source", source, "src", src)
+        return self._recv(source, _key(tag), out, timeout, priority, stream, like, _array)
 
     def recv_any(
         self, source: int | None = None, tag: Tag = 0, *, src: int | None = None, out: Any = None, like: Any = None,
@@ -103,8 +102,8 @@ class Messages(Exchange):
         priority: int = 0,
     ) -> Handle[Any]:  # fmt: skip
         """The next object with this tag from rank ``source`` (or ``src``), or from any rank."""
-        received = self._recv(_one_of("source", source, "src", src), _key(tag, "object "), None, timeout, priority)
-        return self._mapped(received, lambda message: unpacked(message[0]))
+        source = _one_of("source", source, "src", src)
+        return self._recv(source, _key(tag, "object "), None, timeout, priority, outcome=_object)
 
     def queue(self, name: str, source: int, target: int, *, capacity: int = 16) -> Queue:
         """An ordered queue of arrays from rank ``source`` to rank ``target``; both make their end of it.
@@ -222,7 +221,8 @@ class Messages(Exchange):
         priority: int = 0,
         stream: Any = None,
         like: Any = None,
-    ) -> Handle[tuple[Any, int]]:
+        outcome: Outcome = both,
+    ) -> Received[Any]:
         self._check_open()
         timeout_s = seconds_of(timeout)
         check_priority(priority)
@@ -235,7 +235,7 @@ class Messages(Exchange):
         if out is not None:
             like = self._devices.read(out, stream)
             target = self._devices.out_of_host(out, like.shape, like.dtype, stream)
-        return self._mailbox.recv(source, key, target, timeout_s, priority, kind)
+        return self._mailbox.recv(source, key, target, timeout_s, priority, kind, outcome)
 
     def _check_other(self, what: str, rank: Any) -> int:
         number = self._check_rank(what, rank)
@@ -303,14 +303,21 @@ class Queue:
         rank = self._messages._group.view.rank
         if rank != self._target:
             raise ConfigError(f"rank {rank} cannot get: the queue's target is rank {self._target}")
-        array, _ = await self._messages._recv(self._source, self._key, out, timeout, like=like)
-        return array
+        return await self._messages._recv(self._source, self._key, out, timeout, like=like, outcome=_array)
 
     def _taken(self, sent: asyncio.Future[None]) -> None:
         error = None if sent.cancelled() else sent.exception()
         if self._failure is None:
             self._failure = error
         self._room.release()
+
+
+def _array(array: Any, _: int) -> Any:
+    return array
+
+
+def _object(array: Any, _: int) -> Any:
+    return unpacked(array)
 
 
 def _one_of(name: str, rank: int | None, other_name: str, other: int | None) -> int | None:

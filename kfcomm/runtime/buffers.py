@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kfcomm.core.machine import RESULT
+
 if TYPE_CHECKING:
     from kfcomm.transports.base import Link
 
@@ -68,6 +70,11 @@ class Payload:
         payload = cls(block[:nbytes])
         payload.home = block
         return payload
+
+    def redirect(self) -> None:
+        """Its owner has other memory for the result now."""
+        _, route, index = self.ticket
+        self.view = self.owner.bytes_of(route.lane, index, RESULT)
 
     def keep(self, pool: BlockPool) -> None:
         """Make a borrowed payload last a little: by borrowing it for longer where that can be."""

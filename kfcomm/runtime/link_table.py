@@ -149,6 +149,11 @@ class LinkTable:
         for link in self._incoming.values():
             link.disown(owner)
 
+    def redirect(self, owner: Owner) -> None:
+        """What arrives for this owner goes to its new memory."""
+        for link in self._incoming.values():
+            link.redirect(owner)
+
     def set_low_latency(self) -> None:
         """Calls differ in urgency from now on: see ``Link.set_low_latency``."""
         self.is_low_latency = True

@@ -338,6 +338,11 @@ class Operation(Collective):
             start, stop = self._bounds(lane, index)
             self._part(lane, RESULT, start, stop)[:] = self._part(lane, INPUT, start, stop)
 
+    def redirect(self, result: Array) -> None:
+        """The result goes elsewhere from now on: there is a copy of what has come so far."""
+        self._out, self._out_view, self._last = result, None, None
+        self.engine.links.redirect(self)
+
     def _bounds(self, lane: Lane, index: int) -> tuple[int, int]:
         """The elements of a chunk, counted from the beginning of its lane."""
         if lane.num_chunks == 1:

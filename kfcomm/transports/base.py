@@ -109,6 +109,10 @@ class Link(Protocol):
         """Stop writing to placements that ``Inbound.place`` gave out for this owner: the rest goes to a sink."""
         return
 
+    def redirect(self, owner: object) -> None:
+        """This owner has copied its memory elsewhere: a placement is told to ``redirect``, and filled on there."""
+        return
+
     def close(self) -> None:
         """Say goodbye after what is queued, then close. Calling it again does nothing."""
 

@@ -266,6 +266,12 @@ class StreamLink(Link):
             self._skip = len(self._rest)
             self._rest = self._placement = None
 
+    def redirect(self, owner: object) -> None:
+        """Go on writing where the placement that belongs to ``owner`` is now."""
+        if self._rest is not None and self._placement.owner is owner:
+            self._placement.redirect()
+            self._rest = self._placement.view[-len(self._rest) :]
+
     def _readable(self) -> None:
         budget = self._burst_nbytes
         try:

@@ -27,7 +27,7 @@ def _sizes(comms: Any) -> list[dict[str, int]]:
             "end listeners": len(comm._session.engine.end_listeners),
             "plans": len(comm._group.plans._plans) + len(comm._group.plans._ways),
             "turns": len(comm._group.turns),
-            "wanted": len(comm._mailbox._wanted),
+            "wanted": len(comm._mailbox._waiting),
             "serving": len(comm._mailbox._serving),
             "pairs": len(comm._mailbox._pairs),
             "slots": comm._blobs._num_slots,

@@ -1,0 +1,350 @@
+"""Receives, and the messages that come for them: a message is consumed only by a receive that returns it.
+
+The life of a message of one sender with one tag, on the rank that receives it::
+
+    state       event                                     next
+    ----------  ----------------------------------------  ------------------------------------------
+    announced   a receive matches it                      held: its data is on its way, for that one
+    held        its receive ends without it               held by the receive after that one, or free
+    free        a receive that matches is posted          held
+    held        it is here, and so are all before it      returned
+    returned    its caller is cancelled before that has   held by the receive that waits longest, or free
+                had it
+
+Of the messages of a stream the first are held, by receives in the order of their posts; the others are free, and come
+before all that is still announced. A receive that ends moves those after it up by one message. Outcomes are handed over
+in the order of the messages, so that none overtakes one that is handed back.
+
+What is free lies in memory of the library: the caller of a receive that has ended may use its ``out`` again. That is
+one message for each receive that has ended. The sender notices nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+
+from kfcomm.arrays.dtypes import dtype_name
+from kfcomm.arrays.kinds import ArrayKind
+from kfcomm.collectives.handle import Handle
+from kfcomm.collectives.on_device.through_host import Out
+from kfcomm.collectives.plans import chunk_elements
+from kfcomm.core.cause import Cause, CauseKind
+from kfcomm.core.collective import GroupView, shown
+from kfcomm.core.signature import Signature, disagreement
+from kfcomm.errors import CollectiveError, EpochChanged, PeerLost
+from kfcomm.runtime.engine import Engine
+from kfcomm.runtime.failures import error_of
+from kfcomm.runtime.operation import Operation
+from kfcomm.transports.reactor import Timer
+from kfcomm.types import Verb
+
+T = TypeVar("T")
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+Shape: TypeAlias = tuple[int, ...]
+Outcome: TypeAlias = Callable[[Any, int], Any]
+"""What the caller of a receive gets, of the array and the group rank that sent it."""
+
+
+class Received(Handle[T]):
+    """The handle of a receive. What it returned to a task that was cancelled at that moment is handed back."""
+
+    message: Transfer | None = None
+    """The message that it returned, until that has reached who awaits it."""
+    _is_handed_back = False
+
+    def __await__(self) -> Generator[Any, None, T]:
+        try:
+            result = yield from super().__await__()
+        except BaseException:
+            self.hand_back()
+            raise
+        self.message = None
+        return result
+
+    def hand_back(self) -> None:
+        """Nobody will have the message that it holds, if it holds one: the next receive gets it."""
+        message, self.message = self.message, None
+        if message is not None:
+            self._is_handed_back = True
+            message.streams.put_back(message)
+
+    def give_up(self) -> None:
+        """See ``Handle.give_up``."""
+        if not self.cancel():
+            self.hand_back()
+
+    def cancelled(self) -> bool:
+        """See ``asyncio.Future``; also of one whose message was handed back."""
+        return self._is_handed_back or super().cancelled()
+
+    def result(self) -> T:
+        """See ``asyncio.Future``."""
+        self._check_holds()
+        return super().result()
+
+    def exception(self) -> BaseException | None:
+        """See ``asyncio.Future``."""
+        self._check_holds()
+        return super().exception()
+
+    def _check_holds(self) -> None:
+        if self._is_handed_back:
+            raise asyncio.CancelledError
+
+
+@dataclass(slots=True, eq=False)
+class Receive:
+    """A receive that waits for its message, and then for the data. It stands in its handle for what can be cancelled.
+
+    Attributes:
+        source: group rank; None for any.
+        tag: of the message.
+        out: where it goes, if the caller says so; else it is an array of this ``kind``.
+        outcome: what the caller gets.
+        timeout_s: from its post on, whatever it waits for; ``NEVER`` for one that ends with its message.
+        ended: told when it waits no longer, and has no message.
+        transfer: the message that it holds.
+        timers: end or report the wait.
+    """
+
+    source: int | None
+    tag: str
+    out: Out | None
+    kind: ArrayKind
+    outcome: Outcome
+    handle: Received[Any]
+    timeout_s: float
+    priority: int
+    ended: Callable[[Receive], None]
+    transfer: Transfer | None = None
+    timers: list[Timer] = field(default_factory=list)
+    since_s: float = field(default_factory=time.monotonic)
+
+    def cancel(self) -> None:
+        """The caller has cancelled the handle."""
+        self.ended(self)
+
+    def look_at_once(self) -> None:
+        """See ``Operation``: a message is never here without anybody being told."""
+
+    def fail(self, error: BaseException) -> None:
+        """It ends with this error."""
+        self.stop()
+        if not self.handle.done():
+            self.handle.set_exception(error)
+
+    def stop(self) -> None:
+        """It waits no longer."""
+        self.handle.operation = None
+        while self.timers:
+            self.timers.pop().cancel()
+
+    def take(self, transfer: Transfer) -> None:
+        """Its message is here, or has failed."""
+        if transfer.error is not None:
+            self.fail(transfer.error)
+            return
+        self.stop()
+        try:
+            outcome = self.outcome(self._array(transfer), transfer.source)
+        except Exception as error:  # noqa: BLE001  of the caller's array library, or of the peer's data
+            if isinstance(error, CollectiveError) and not error.key:
+                error.key = self.tag
+            self.fail(error)
+        else:
+            self.handle.message = transfer
+            self.handle.set_result(outcome)
+
+    def _array(self, transfer: Transfer) -> Any:
+        if self.out is None:
+            return self.kind.restore(transfer.flat.reshape(transfer.shape))
+        if not transfer.is_lent:
+            self.out.flat[:] = transfer.flat
+        return self.out.finish()
+
+
+class Transfer:
+    """A message whose data is on its way, or here, until a receive returns it; stands for the future of its operation.
+
+    Attributes:
+        source, tag, seq: whose it is, and its number among those.
+        flat, shape: where it goes.
+        is_lent: that is the ``out`` of the receive that holds it, memory of the caller.
+        operation: what brings it, while it does.
+        error: why it does not come.
+        is_over: it is here, or does not come.
+        receive: which holds it; None while it is free, and when it was returned.
+        streams: which it is of.
+    """
+
+    __slots__ = (
+        "error", "flat", "is_lent", "is_over", "operation", "receive", "seq", "shape", "source", "streams", "tag",
+    )  # fmt: skip
+
+    def __init__(self, streams: Streams, source: int, receive: Receive, flat: Array, shape: Shape) -> None:
+        self.streams = streams
+        self.source = source
+        self.tag = receive.tag
+        self.seq = -1
+        self.flat = flat
+        self.shape = shape
+        self.is_lent = receive.out is not None
+        self.receive: Receive | None = receive
+        self.operation: Operation | None = None
+        self.error: BaseException | None = None
+        self.is_over = False
+
+    def done(self) -> bool:
+        """See ``asyncio.Future``."""
+        return self.is_over
+
+    def set_result(self, _: Any) -> None:
+        """It is here."""
+        self.is_over = True
+        self.streams.advance(self)
+
+    def set_exception(self, error: BaseException) -> None:
+        """It does not come."""
+        self.is_over, self.error = True, error
+        self.streams.advance(self)
+
+    def keep(self) -> None:
+        """Have it, and what is still to come of it, in memory of the library: the caller may use his again."""
+        if self.is_lent and self.error is None:
+            self.flat = self.flat.copy()
+            if self.operation is not None:
+                self.operation.redirect(self.flat)
+        self.is_lent = False
+
+
+class Streams:
+    """The messages of each sender and tag that have begun to come and were not returned.
+
+    Args:
+        engine: what brings them.
+        view: whose messages they are.
+        freed: told of the first message of a stream that is free, if one is when a receive has ended.
+    """
+
+    def __init__(self, engine: Engine, view: GroupView, freed: Callable[[Transfer], None]) -> None:
+        self._engine = engine
+        self._view = view
+        self._freed = freed
+        self._streams: dict[tuple[int, str], deque[Transfer]] = {}
+        self._is_closed = False
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def add(self, transfer: Transfer) -> None:
+        """The next message of its stream begins to come, for a receive."""
+        self._streams.setdefault((transfer.source, transfer.tag), deque()).append(transfer)
+
+    def free(self, source: int, tag: str) -> Transfer | None:
+        """The first message of a stream that no receive holds."""
+        stream = self._streams.get((source, tag))
+        if stream is None or stream[-1].receive is not None:
+            return None
+        return next(transfer for transfer in stream if transfer.receive is None)
+
+    def hold(self, transfer: Transfer, receive: Receive) -> None:
+        """A receive gets a message that is free."""
+        self._hold([(transfer, receive)])
+        self.advance(transfer)
+
+    def end(self, receive: Receive) -> None:
+        """A receive does without its message."""
+        transfer, receive.transfer = receive.transfer, None
+        if transfer is not None and transfer.receive is receive:
+            stream = self._streams[transfer.source, transfer.tag]
+            self._share_out(stream, [one.receive for one in stream if one.receive not in (None, receive)])
+
+    def put_back(self, transfer: Transfer) -> None:
+        """A message has not reached the caller of the receive that had returned it."""
+        transfer.keep()
+        if self._is_closed:
+            return
+        stream = self._streams.setdefault((transfer.source, transfer.tag), deque())
+        holding = [one.receive for one in stream if one.receive is not None]
+        place = next((place for place, one in enumerate(stream) if one.seq > transfer.seq), len(stream))
+        stream.insert(place, transfer)
+        self._share_out(stream, holding)
+
+    def drop(self, source: int, tag: str, reason: str) -> bool:
+        """No message of a stream is wanted; whether there were any."""
+        dropped = self._streams.pop((source, tag), None)
+        for transfer in dropped or ():
+            if transfer.operation is not None:
+                self._engine.abort(transfer.operation, Cause(CauseKind.CANCELLED, self._engine.rank, reason))
+        return dropped is not None
+
+    def close(self) -> None:
+        """What is free goes to nobody any more."""
+        self._is_closed = True
+
+    def advance(self, transfer: Transfer) -> None:
+        """Hand over what is complete, up to the first that is not, or is free."""
+        key = transfer.source, transfer.tag
+        stream = self._streams.get(key)
+        if stream is None:  # it was dropped
+            return
+        if transfer.receive is None and isinstance(transfer.error, (PeerLost, EpochChanged)):
+            stream.remove(transfer)  # every receive hears of that by itself
+        while stream and stream[0].is_over and (receive := stream[0].receive) is not None:
+            first = stream.popleft()
+            first.receive = receive.transfer = None
+            receive.take(first)
+        if not stream:
+            self._streams.pop(key, None)
+
+    def _share_out(self, stream: deque[Transfer], receives: Sequence[Receive | None]) -> None:
+        """These receives hold the first messages, in this order; the others are free."""
+        moved = [pair for pair in zip_longest(list(stream), receives) if pair[0].receive is not pair[1]]
+        for transfer, _ in moved:
+            transfer.keep()
+        self._hold(moved)
+        if stream:
+            self.advance(stream[0])
+        free = next((transfer for transfer in stream if transfer.receive is None), None)
+        if free is not None:
+            self._freed(free)
+
+    def _hold(self, pairs: Sequence[tuple[Transfer, Receive | None]]) -> None:
+        for transfer, receive in pairs:
+            transfer.receive = receive
+            if receive is not None:
+                receive.transfer = transfer
+                receive.handle.seq = transfer.seq
+        for transfer, receive in pairs:
+            out = None if receive is None or transfer.error is not None else receive.out
+            if out is not None and (out.flat.dtype, shape_of(out)) != (transfer.flat.dtype, transfer.shape):
+                self._disagree(transfer, out)
+
+    def _disagree(self, transfer: Transfer, out: Out) -> None:
+        """The message cannot go where the caller of its receive wants it."""
+        sent = transfer.source, signature_of(transfer.flat.dtype, transfer.shape), 0
+        unlike = disagreement(sent, (self._view.rank, signature_of(out.flat.dtype, shape_of(out)), 0))
+        message = f"{shown(transfer.tag)} differs between ranks{unlike}"
+        cause = Cause(CauseKind.MISMATCH, self._engine.rank, message)
+        if transfer.operation is None:
+            transfer.error = error_of(cause, transfer.tag)
+        else:
+            self._engine.abort(transfer.operation, cause)
+
+
+def shape_of(out: Out) -> Shape:
+    """The shape that a message must have to go there."""
+    return tuple(out.original.shape) if hasattr(out.original, "shape") else tuple(np.shape(out.original))
+
+
+def signature_of(dtype: np.dtype[Any], shape: Shape) -> Signature:
+    """On which sender and receiver of a message must agree."""
+    return Signature(str(Verb.SEND), dtype_name(dtype), shape, chunk_elements=chunk_elements(dtype))
