@@ -97,6 +97,9 @@ class Alone:
     async def give_up(self, births: Collection[int]) -> None:
         """There is nobody."""
 
+    async def let_go(self, births: Collection[int]) -> None:
+        """There is nobody."""
+
     async def wanted(self, known: Wanted) -> Wanted:
         """Nobody asks."""
         return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]

@@ -27,7 +27,7 @@ from kfcomm.types import Candidate
 logger = logging.getLogger("kfcomm")
 
 NUM_TELLERS = 2
-"""So many of the first ranks tell the store who has come and who is lost."""
+"""So many of the first ranks tell the store who has come, who was released and who is lost."""
 RETIRE_AFTER_S = 0.25
 """So long what is left of an epoch stays: to close it takes a rank some milliseconds, in which others would wait."""
 
@@ -109,13 +109,14 @@ async def next_epoch(session: Session, part: bytes, timeout_s: float, plan: Plan
     logger.info("rank %d: %s", session.rank, text)
     if session.rank not in members:
         await door.close()
+        await network.let_go([births[session.rank]])
         raise Released(text)
     follower = session.follow(door.enter({rank: opened[rank][0] for rank in members}, joiners))
     return Succession(follower, {rank: row[1] for rank, row in opened.items()}, is_planned)
 
 
 async def tell_store(session: Session, former: Collection[int], plan: Plan, strategy: str) -> None:
-    """Tell it who has come to this epoch, and who is lost. If it is gone: those are lost soon, or stay.
+    """Tell it who has come to this epoch, was released, or is lost. If it is gone: those are lost soon, or stay.
 
     It falls to the first ranks; to the others when these are lost. Whoever tells it again says nothing new.
 
@@ -135,6 +136,7 @@ async def tell_store(session: Session, former: Collection[int], plan: Plan, stra
             await network.give_up(lost)
         if plan != NO_PLAN:
             await network.welcome(len(network.births) - len(joiners), joiners, strategy)
+            await network.let_go(plan.leavers)
 
 
 def settle(session: Session, arrived: Handle[None], plan: Plan = NO_PLAN) -> None:

@@ -20,8 +20,8 @@ from kfcomm.control import ControlThread, World, addresses_of
 from kfcomm.core.hello import Purpose
 from kfcomm.devices.routes import agree, choose
 from kfcomm.errors import ConfigError, KfcommError, RemoteProtocolError, RendezvousError
-from kfcomm.rendezvous.board import BOUNDS, ENTRY, GIVEN_UP, JOINING, REPLACED, Exit, Why
-from kfcomm.rendezvous.farewell import show_life
+from kfcomm.rendezvous import farewell
+from kfcomm.rendezvous.board import BOUNDS, ENTRY, GIVEN_UP, JOINING, RELEASED, REPLACED, Exit, Why
 from kfcomm.rendezvous.identity import PeerInfo, host_id, process_uid
 from kfcomm.rendezvous.interfaces import choose_address
 from kfcomm.rendezvous.join import check_protocols, close_store, join, leave_store, open_store
@@ -132,7 +132,7 @@ class SocketNetwork:
         self._world = World(
             self._me.rank, self.peers, settings.token or b"", epoch, lost_after_s=settings.lost_after_s,
             launcher_word_s=0.0 if settings.job is None else LAUNCHER_WORD_S, tls=meeting.tls,
-            show_life=show_life if settings.elastic else None,
+            show_life=farewell.show_life if settings.elastic else None,
         )  # fmt: skip
         self._loop = asyncio.get_running_loop()
         self._inbound: Waiter
@@ -388,6 +388,14 @@ class SocketNetwork:
         """See ``session.Network``."""
         for birth in births:
             await self._meeting.client.claim(f"{GIVEN_UP}/{birth}", b"")
+
+    async def let_go(self, births: Collection[int]) -> None:
+        """See ``session.Network``; this process tells its launcher itself, which hears it before it sees it end."""
+        if self._settings.rank in births:
+            farewell.let_go()
+            return
+        for birth in births:
+            await self._meeting.client.claim(f"{RELEASED}/{birth}", b"")
 
     async def wanted(self, known: Wanted) -> Wanted:
         """See ``session.Network``."""

@@ -123,6 +123,9 @@ class Network(Protocol):
     async def give_up(self, births: Collection[int]) -> None:
         """Tell the launcher that the processes of these births were given up."""
 
+    async def let_go(self, births: Collection[int]) -> None:
+        """Tell the launcher that the processes of these births were released; one of these may be this process."""
+
     async def wanted(self, known: Wanted) -> Wanted:
         """Wait until somebody asks for anything but what is ``known``; that."""
 

@@ -19,7 +19,18 @@ from kfcomm.errors import ConfigError
 from kfcomm.launch.coming import expect_those_admitted
 from kfcomm.launch.elastic import Elasticity
 from kfcomm.launch.hosts import Plan
-from kfcomm.rendezvous.board import JOB_RECORD, LAUNCHED, LAUNCHERS, LEAVING, SIZES, START, Board, Exit
+from kfcomm.rendezvous.board import (
+    DISMISSED,
+    JOB_RECORD,
+    LAUNCHED,
+    LAUNCHERS,
+    LEAVING,
+    RELEASED,
+    SIZES,
+    START,
+    Board,
+    Exit,
+)  # fmt: skip
 from kfcomm.rendezvous.folders import read_wanted
 from kfcomm.rendezvous.store import StoreServer
 
@@ -157,3 +168,5 @@ async def _go_on(server: StoreServer, elastic: Elasticity, survivors: Mapping[in
     for host in range(1, len(elastic.places)):
         elastic.places[host].is_gone = host not in survivors
     elastic.goes_on(starts, board.exits, _asked_last(board) or elastic.asked)
+    for birth in map(int, board.folder(RELEASED).keys() | board.folder(DISMISSED).keys()):
+        elastic.released(birth)

@@ -11,6 +11,7 @@ What they tell each other lies in folders of the store::
                  asked to end
     launchers    a launcher that ends     what it was to start and did not is started elsewhere
     given-up     ranks                    the process is of no use any more, and is killed where it runs
+    released     ranks                    the process is not of the job any more, and ends by itself
     silent       a launcher               which of its ranks have shown no sign of life for so long that peers who
                                           live would have given them up
 
@@ -23,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,7 @@ from kfcomm.rendezvous.board import (
     GIVEN_UP,
     LEAVING,
     OUTCOME,
+    RELEASED,
     SILENT,
     START,
     Exit,
@@ -49,6 +51,8 @@ from kfcomm.rendezvous.folders import AGAIN_S, StoreClosed
 _SAID_WITHIN_S = 5.0
 _LOOKS = 4
 """So often signs of life are looked for in the time after which a rank without any is silent."""
+RELEASED_WITHIN_S = 60.0
+"""So long whoever was released has time to end when the job is over; what is stopped has none."""
 NOT_STARTED = 126
 """The exit code of a process that the kernel did not run."""
 
@@ -64,6 +68,7 @@ class Mortal(Supervisor):
         lived_s: when each rank of this host showed last that it runs, of those that ever did.
         silent: births of those that should have by now.
         dismissed: births of those that waited, or were still to be started, and are not wanted any more.
+        released: births of those that the ranks have let go.
     """
 
     lost_after_s: float = field(kw_only=True)
@@ -73,6 +78,8 @@ class Mortal(Supervisor):
     silent: set[int] = field(default_factory=set)
     _ran_s: dict[int, float] = field(default_factory=dict)
     dismissed: set[int] = field(default_factory=set)
+    released: set[int] = field(default_factory=set)
+    _patience: asyncio.TimerHandle | None = None
 
     async def _launch(self, birth: int, exits: Exits) -> None:
         if birth not in self.dismissed:  # while the store was told that it is to be started
@@ -94,6 +101,33 @@ class Mortal(Supervisor):
             self._is_given_up(birth)
             self._kill_later(birth)
 
+    async def _watch_released(self, exits: Exits) -> None:
+        """A rank that was let go says so itself; it may have been stopped before it could."""
+        async for birth, _ in exits.watch(RELEASED):
+            self.hear_released(birth)
+
+    def hear_released(self, birth: int) -> None:
+        """The ranks have let this one go: it ends by itself."""
+        self.released.add(birth)
+
+    def _why(self, rank: int) -> Why:
+        return Why.RELEASED if rank in self.released else Supervisor._why(self, rank)
+
+    def _wait_for_released(self) -> None:
+        """The job is over; those that were let go before may still have something to do, but not for ever."""
+        if self._patience is None:
+            self._patience = asyncio.get_running_loop().call_later(self.grace_s, self._wait_longer)
+
+    def _wait_longer(self) -> None:
+        late = (self.released & self.children.keys()) - self.ended.keys()
+        if late:
+            self.say(f"the job is over; {these(late)} released before, and waited for up to {RELEASED_WITHIN_S:g} s")
+        self._patience = asyncio.get_running_loop().call_later(RELEASED_WITHIN_S, self._wait_no_longer)
+
+    def _wait_no_longer(self) -> None:
+        for birth in self.released:
+            self._is_dismissed(birth)
+
     def _is_dismissed(self, birth: int) -> None:
         self.dismissed.add(birth)
         self._signal(birth, signal.SIGTERM)
@@ -114,6 +148,8 @@ class Mortal(Supervisor):
             due_s = looked_s - self.lost_after_s
             here = self.children.keys() - self.ended.keys()
             self.silent = {birth for birth in here if max(self._seen_s(birth, looked_s), heard_s) < due_s}
+            for birth in self.silent & self.released:
+                self._signal(birth, signal.SIGKILL)
             await self._tell_silent(exits)
 
     def _seen_s(self, birth: int, now_s: float) -> float:
@@ -155,6 +191,7 @@ class Agent(Mortal):
         return [
             self._watch_orders(exits), self._watch_dismissed(exits), self._watch_outcome(exits),
             self._watch_given_up(exits), self._watch_first(exits), self._watch_signs_of_life(exits),
+            self._watch_released(exits),
         ]  # fmt: skip
 
     def _is_over(self, watcher: asyncio.Task[None]) -> bool:
@@ -193,7 +230,7 @@ class Agent(Mortal):
             self._is_alone = False
             self.say("the launcher of the first host is back")
             for birth in self.children.keys() & self.ended.keys():  # it may not know of it
-                await self._report(Exit(birth, self.ended[birth]), exits)
+                await self._report(Exit(birth, self.ended[birth], self._why(birth)), exits)
 
     async def _report(self, end: Exit, exits: Exits) -> None:
         """To the first launcher itself as well, which hears of it also while the store is kept by none."""
@@ -245,6 +282,7 @@ class Agent(Mortal):
     async def _watch_outcome(self, exits: Exits) -> None:
         async for _, said in exits.watch(OUTCOME):
             self._is_concluded = True
+            self._wait_for_released()
             number, rank, code, summary = msgpack.unpackb(said)
             if self.verdict.is_open and number:
                 self.verdict.signal = number
@@ -253,6 +291,14 @@ class Agent(Mortal):
                 self.verdict.failed = Failure(rank, code, now_s(), summary=summary)
                 self._end(signal.SIGTERM)
             self._changed.set()
+
+
+def these(births: Iterable[int]) -> str:
+    """Ranks as the subject of a sentence: ``ranks 1, 2 are``."""
+    numbers = sorted(births)
+    if len(numbers) == 1:
+        return f"rank {numbers[0]} is"
+    return f"ranks {', '.join(map(str, numbers))} are"
 
 
 async def claimed(exits: Exits, key: str, value: bytes = b"") -> None:

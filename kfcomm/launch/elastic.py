@@ -1,12 +1,25 @@
 """A job whose ranks may change: how many it may have, and where others are started when some end, or more are wanted.
 
-Nothing here starts or stops a process: the supervisor does, by what is said here.
+Each process that was ever started is in one stage, and all that is decided is counted from these::
+
+    stage      what is known of it                                lives  counts   code 0 leads to  another code to
+    ---------  -------------------------------------------------  -----  -------  ---------------  ----------------
+    RUNS       it takes part, or was started to                   yes    yes      FINISHED         ENDED, replaced
+    GIVEN_UP   the others go on without it; it is killed soon     yes    yes      FINISHED         ENDED, replaced
+    LEAVING    it is to go; another was started in its place      yes    no       FINISHED         ENDED
+    RELEASED   the ranks have let it go, or never let it in       yes    no       ENDED            ENDED
+    FINISHED   it has come to the end of the program              no
+    ENDED      it is over, and nobody misses it                   no
+
+Those that *count* are as many as are wanted, or others are owed. A process holds its slot for as long as it lives, in
+whatever stage. Nothing here starts or stops a process: the supervisor does, by what is said here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.board import Exit
@@ -44,12 +57,27 @@ class Health:
     rests_until_s: float = 0.0
 
 
+class Stage(Enum):
+    """What is known of a process; see the module."""
+
+    RUNS = auto()
+    GIVEN_UP = auto()
+    LEAVING = auto()
+    RELEASED = auto()
+    FINISHED = auto()
+    ENDED = auto()
+
+
+LIVING = frozenset({Stage.RUNS, Stage.GIVEN_UP, Stage.LEAVING, Stage.RELEASED})
+COUNTED = frozenset({Stage.RUNS, Stage.GIVEN_UP})
+
+
 @dataclass(slots=True)
 class Elasticity:
     """How many ranks a job has, and may have. Times are those of one monotonic clock.
 
     Attributes:
-        least: with fewer that run, or have ended well, the job has failed.
+        least: with fewer that run, or have come to the end, the job has failed.
         most: more are never started, but for spares.
         asked: so many were asked for last.
         size: so many are wanted now: as many as were asked for, as far as there are slots for them.
@@ -57,13 +85,9 @@ class Elasticity:
         spares: so many more run, and wait to be let in.
         places: the hosts, by position.
         slots: how many processes may run on each host, by address; None if nobody says.
-        owed: so many are to be started, as soon as there is a place.
-        next_birth: the number of the next process.
+        unreplaced: so many that died have nobody in their place, since no restart was left.
         where: the host of each process that was ever started, by birth.
-        running: births of those that run.
-        well: how many have ended with 0.
-        released: how many of these were taken away by a change of size.
-        leaving: who is to go since it is not wanted where it is; it is replaced before it ends, and not missed.
+        stages: the stage of each of them.
     """
 
     least: int
@@ -74,30 +98,47 @@ class Elasticity:
     spares: int = 0
     places: list[Place] = field(default_factory=list)
     slots: Mapping[str, int] | None = None
-    owed: int = 0
-    next_birth: int = 0
+    unreplaced: int = 0
     where: dict[int, int] = field(default_factory=dict)
-    running: set[int] = field(default_factory=set)
-    well: int = 0
-    released: int = 0
-    leaving: set[int] = field(default_factory=set)
+    stages: dict[int, Stage] = field(default_factory=dict)
     _later: dict[int, float] = field(default_factory=dict)
     _health: dict[str, Health] = field(default_factory=dict)
+
+    def in_stage(self, *stages: Stage) -> set[int]:
+        """Births of the processes in one of these."""
+        return {birth for birth, stage in self.stages.items() if stage in stages}
+
+    @property
+    def running(self) -> set[int]:
+        """Births of those that take part, or were started to."""
+        return self.in_stage(Stage.RUNS, Stage.LEAVING)
+
+    @property
+    def going(self) -> set[int]:
+        """Births of those that live, and are to go or have been let go."""
+        return self.in_stage(Stage.LEAVING, Stage.RELEASED)
 
     @property
     def has_failed(self) -> bool:
         """Whether too few are left."""
-        return len(self.running) + self.well - min(self.well, self.released) < self.least
+        return len(self.in_stage(Stage.RUNS, Stage.LEAVING, Stage.FINISHED)) < self.least
 
     @property
     def is_ending(self) -> bool:
         """Whether ranks have come to the end of the program: then nobody is replaced."""
-        return self.well > self.released
+        return Stage.FINISHED in self.stages.values()
 
     @property
-    def staying(self) -> set[int]:
-        """Births of those that run and are not to go."""
-        return self.running - self.leaving
+    def owed(self) -> int:
+        """So many are to be started, as soon as there is a place."""
+        if self.is_ending or self.has_failed:
+            return 0
+        return max(0, self.size + self.spares - len(self.in_stage(*COUNTED)) - self.unreplaced)
+
+    @property
+    def next_birth(self) -> int:
+        """The number of the next process."""
+        return max(self.where, default=-1) + 1
 
     @property
     def capacity(self) -> int:
@@ -123,10 +164,9 @@ class Elasticity:
         self.places[position] = Place(address, num_ranks, is_gone=True)
 
     def begun(self, birth: int, host: int = 0) -> None:
-        """A process with which the job begins runs."""
-        self.running.add(birth)
+        """A process runs."""
+        self.stages[birth] = Stage.RUNS
         self.where[birth] = host
-        self.next_birth = max(self.next_birth, birth + 1)
 
     def goes_on(self, starts: Mapping[int, int], exits: Mapping[int, Exit], size: int) -> None:
         """All begins again at what is known of a running job.
@@ -137,30 +177,68 @@ class Elasticity:
             size: that was asked for last.
         """
         self.where = dict(starts)
-        self.running = starts.keys() - exits.keys()
-        self.next_birth = max(starts) + 1
-        self.well = self.released = sum(end.code == 0 for end in exits.values())
+        self.stages = {birth: Stage.ENDED if birth in exits else Stage.RUNS for birth in starts}
         self.resize(size)
 
     def given_up(self, birth: int) -> None:
-        """The others do without this one, whose process may not have ended yet: they release one less."""
-        self.running.discard(birth)
-        self.released = min(self.released, self.well + max(0, len(self.running) - self.size))
+        """The others do without this one, whose process may not have ended yet."""
+        match self.stages.get(birth):
+            case Stage.RUNS:
+                self.stages[birth] = Stage.GIVEN_UP
+            case Stage.LEAVING:  # another is there in its place
+                self.stages[birth] = Stage.RELEASED
 
-    def ended(self, birth: int, code: int, now_s: float = 0.0) -> None:
-        """A process has ended. A host on which they keep failing is left alone for 1 s, then for 2, and so on.
+    def released(self, birth: int) -> bool:
+        """The ranks have let this one go, or it is not to be let in; whether that is news.
 
-        Not for those that were to go.
+        It ends by itself, and is neither missed nor replaced: what is wanted besides is owed from now on.
         """
-        self.running.discard(birth)
-        self.well += code == 0 and birth not in self.leaving
+        stage = self.stages.get(birth)
+        if stage in (None, Stage.RELEASED, Stage.ENDED):
+            return False
+        self.stages[birth] = Stage.ENDED if stage is Stage.FINISHED else Stage.RELEASED
+        return True
+
+    def not_started(self, birth: int) -> None:
+        """A process that was to be started was not; its number is used up."""
+        if self.stages.get(birth) in LIVING:
+            self.stages[birth] = Stage.ENDED
+            self._later.pop(birth, None)
+
+    def ended(self, birth: int, code: int, now_s: float = 0.0) -> Stage:
+        """A process has ended; returns the stage in which it was.
+
+        A host on which they keep failing is left alone for 1 s, then for 2, and so on; not for those that were to go.
+        """
+        before = self.stages.get(birth, Stage.ENDED)
+        if before not in LIVING:
+            return before
+        is_missed = before in COUNTED
+        self._change(birth, Stage.FINISHED if code == 0 and before is not Stage.RELEASED else Stage.ENDED)
         begun_s = self._later.pop(birth, None)
-        if begun_s is None or birth in self.leaving:
-            return
-        health = self._health_of(self.places[self.where[birth]])
-        health.failures = health.failures + 1 if code and now_s - begun_s < FLEDGED_S else 0
-        if health.failures > 1:
-            health.rests_until_s = now_s + min(2.0 ** (health.failures - 2), LONGEST_REST_S)
+        if begun_s is not None and is_missed:
+            health = self._health_of(self.places[self.where[birth]])
+            health.failures = health.failures + 1 if code and now_s - begun_s < FLEDGED_S else 0
+            if health.failures > 1:
+                health.rests_until_s = now_s + min(2.0 ** (health.failures - 2), LONGEST_REST_S)
+        return before
+
+    def replace(self, birth: int) -> bool:
+        """Another is to come in the place of this one, which is to go; whether it runs, so that this can be."""
+        if self.stages.get(birth) is not Stage.RUNS:
+            return False
+        self._change(birth, Stage.LEAVING)
+        return True
+
+    def _change(self, birth: int, stage: Stage) -> None:
+        """Put a process in a stage; who is owed on account of it is one of those that may be replaced, if any."""
+        owed = self.owed
+        self.stages[birth] = stage
+        if self.owed > owed:
+            if self.restarts:
+                self.restarts -= 1
+            else:
+                self.unreplaced += 1
 
     def resize(self, size: int, waiting: Collection[int] = ()) -> list[int]:
         """So many are asked for, within the bounds.
@@ -178,16 +256,15 @@ class Elasticity:
     def fit(self, waiting: Collection[int] = ()) -> list[int]:
         """There is room for more, or for fewer, of those that were asked for; see `resize`."""
         self.size = max(self.least, min(self.asked, self.capacity - self.spares))
-        wanted, staying = self.size + self.spares, self.staying
-        idle = staying.intersection(waiting)
-        unwanted = sorted(idle)[::-1][: max(0, len(staying) - wanted)]
-        self.released = self.well + max(0, len(staying) - len(idle) - self.size)
-        self.owed = max(0, wanted - len(staying))
-        self.leaving.update(unwanted)
+        self.unreplaced = 0
+        staying = self.in_stage(Stage.RUNS)
+        idle = sorted(staying.intersection(waiting))
+        unwanted = idle[::-1][: max(0, len(staying) - self.size - self.spares)]
+        self.stages |= dict.fromkeys(unwanted, Stage.RELEASED)
         return unwanted
 
     def vacate(self, waiting: Collection[int] = ()) -> list[int]:
-        """Have those go for whom their hosts have no slots any more, as long as enough stay: they are `leaving`.
+        """Have those go for whom their hosts have no slots any more, as long as enough stay.
 
         Those of hosts without any slot go first, and of these the last.
 
@@ -200,29 +277,19 @@ class Elasticity:
         found: list[int] = []
         if self.slots is None:
             return found
-        slots, spare = self.slots, len(self.staying.difference(waiting)) - self.least
+        staying = self.in_stage(Stage.RUNS)
+        slots, spare = self.slots, len(staying.difference(waiting)) - self.least
         addresses = dict.fromkeys(one.address for one in self.places[::-1])
         for address in sorted(addresses, key=lambda one: slots.get(one, 0) > 0):
-            here = sorted(self._at(address, self.staying), key=lambda birth: (birth in waiting, birth))
+            here = sorted(self._at(address, staying), key=lambda birth: (birth in waiting, birth))
             for birth in here[slots.get(address, 0) :][::-1]:
                 if birth in waiting:
                     found.append(birth)
-                elif spare <= 0:
-                    continue
-                else:
+                    self.stages[birth] = Stage.RELEASED
+                elif spare > 0:
                     spare -= 1
-                self.leaving.add(birth)
+                    self.stages[birth] = Stage.LEAVING
         return found
-
-    def replace(self) -> None:
-        """Somebody has died: from now on others are owed, unless the job comes to its end, or there were too many."""
-        if self.is_ending or self.has_failed:
-            self.owed = 0
-            return
-        missing = self.size + self.spares - len(self.staying) - self.owed
-        count = max(0, min(missing, self.restarts))
-        self.restarts -= count
-        self.owed += count
 
     def start(self, now_s: float = 0.0) -> tuple[int, int] | None:
         """The next process that is to be started: its birth and its host; None if none is owed, or there is no place.
@@ -236,7 +303,6 @@ class Elasticity:
         birth = self.next_birth
         self.begun(birth, host)
         self._later[birth] = now_s
-        self.owed -= 1
         return birth, host
 
     def next_place_s(self) -> float | None:
@@ -252,7 +318,7 @@ class Elasticity:
 
     def _fullness(self, place: Place) -> float:
         weight = place.num_ranks if self.slots is None else self.slots.get(place.address, 0)
-        return len(self._at(place.address, self.running)) / weight if weight else 1.0
+        return len(self._at(place.address, self.in_stage(*LIVING))) / weight if weight else 1.0
 
     def _at(self, address: str, births: Collection[int]) -> list[int]:
         return [birth for birth in births if self.places[self.where[birth]].address == address]
@@ -284,7 +350,7 @@ def parse(text: str, ranks: Sequence[int], restarts: int, spares: int = 0, addre
         raise ConfigError(f"--elastic {text!r} does not fit {size} ranks: it takes 1 <= MIN <= {size} <= MAX")
     if size < 2:
         raise ConfigError("an elastic job begins with two ranks or more")
-    found = Elasticity(low, high, size, size, restarts if colon else 0, spares, owed=spares)
+    found = Elasticity(low, high, size, size, restarts if colon else 0, spares)
     for host, count in enumerate(ranks):
         found.places.append(Place(addresses[host] if addresses else str(host), count))
         for _ in range(count):

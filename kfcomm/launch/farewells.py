@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from kfcomm.rendezvous.farewell import MAX_NBYTES, SIGN_OF_LIFE, Farewell, uid_of_peer
+from kfcomm.rendezvous.farewell import LET_GO, MAX_NBYTES, SIGN_OF_LIFE, Farewell, uid_of_peer
 from kfcomm.rendezvous.listening import BACKLOG
 
 _UNKNOWN = -1
@@ -27,6 +27,7 @@ class Farewells:
     Args:
         ranks: those that may speak.
         heard: called with each thing that one says.
+        let_go: called with a rank that the others have let go.
         is_elastic: whether more may be started.
 
     Attributes:
@@ -34,8 +35,12 @@ class Farewells:
         lived_s: when each rank showed last that it runs, of those that ever did, by the monotonic clock.
     """
 
-    def __init__(self, ranks: range, heard: Callable[[Farewell], None], *, is_elastic: bool = False) -> None:
+    def __init__(
+        self, ranks: range, heard: Callable[[Farewell], None], *, let_go: Callable[[int], None] | None = None,
+        is_elastic: bool = False,
+    ) -> None:  # fmt: skip
         self._is_elastic = is_elastic
+        self._let_go = let_go
         self.address = f"kfcomm-{secrets.token_hex(16)}"
         self._ranks = ranks
         self._heard = heard
@@ -75,8 +80,8 @@ class Farewells:
     def _read(self, line: socket.socket) -> None:
         try:
             while data := line.recv(MAX_NBYTES):
-                if data == SIGN_OF_LIFE and self._lines[line] != _UNKNOWN:
-                    self.lived_s[self._lines[line]] = time.monotonic()
+                if data in (SIGN_OF_LIFE, LET_GO):
+                    self._hear_sign(self._lines[line], data)
                     continue
                 farewell = Farewell.from_wire(data)
                 if farewell is not None and self._may_speak(farewell.rank):
@@ -87,6 +92,12 @@ class Farewells:
         except OSError:
             pass
         self._hang_up(line)
+
+    def _hear_sign(self, rank: int, sign: bytes) -> None:
+        if rank != _UNKNOWN:
+            self.lived_s[rank] = time.monotonic()
+            if sign == LET_GO and self._let_go is not None:
+                self._let_go(rank)
 
     def _may_speak(self, rank: int) -> bool:
         """Those that were started later, in an elastic job, have larger numbers."""

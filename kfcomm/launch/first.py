@@ -15,10 +15,10 @@ from typing import Any
 import msgpack
 
 from kfcomm.errors import KfcommError
-from kfcomm.launch.agents import NOT_STARTED, Mortal, claimed
+from kfcomm.launch.agents import NOT_STARTED, Mortal, claimed, these
 from kfcomm.launch.blame import Failure
 from kfcomm.launch.discovery import Discovery, difference
-from kfcomm.launch.elastic import Elasticity
+from kfcomm.launch.elastic import Elasticity, Stage
 from kfcomm.launch.supervisor import Exits, Verdict, now_s
 from kfcomm.rendezvous.board import (
     DISMISSED,
@@ -70,6 +70,7 @@ class First(Mortal):
             self._ask_for_spares(exits), self._watch_sizes(exits), self._watch_given_up(exits),
             self._watch_leaving(exits), self._watch_launchers(exits), self._watch_arrivals(),
             self._watch_slots(exits), self._watch_replaced(exits), self._watch_signs_of_life(exits),
+            self._watch_released(exits),
         ]  # fmt: skip
 
     def _is_over(self, watcher: asyncio.Task[None]) -> bool:
@@ -91,6 +92,9 @@ class First(Mortal):
         await self._fail_if_nobody_goes_on(exits)
         if not self._is_told and not (self.verdict.is_open and self.elastic.running):
             self._is_told = True
+            if self.verdict.is_open and not self.elastic.is_ending:
+                self.verdict.failed = self._cause()
+            self._wait_for_released()
             await claimed(exits, f"{OUTCOME}/0", _outcome(self.verdict))
 
     async def _fail_if_nobody_goes_on(self, exits: Exits) -> None:
@@ -99,13 +103,13 @@ class First(Mortal):
         Where all of them are silent and none has failed they are only told of: somebody has stopped them, and may have
         them go on.
         """
-        running = self.elastic.running - self.dismissed
+        running = self.elastic.running
         if not running or not self.verdict.is_open:
             return
         members = running.difference(await self._waiting(exits))
         is_silent = bool(members) and members <= await self._silent_ones(exits)
         if is_silent and not self._is_silence_told:
-            stuck = f"{_these(members)} stopped or stuck"
+            stuck = f"{these(members)} stopped or stuck"
             self.say(f"no rank that runs has shown a sign of life for {self.lost_after_s:g} s: {stuck}")
         self._is_silence_told = is_silent
         if is_silent:
@@ -135,7 +139,8 @@ class First(Mortal):
         """Of those that nobody has given up, the last that failed and blames no other; else the last."""
         unanswered = [one for birth, one in self._failures.items() if birth not in self._given_up]
         causes = [one for one in unanswered if one.rank not in self._victims]
-        return (causes or unanswered or list(self._failures.values()))[-1]
+        nobody = Failure(max(self.ended, default=0), 1, now_s(), summary="no rank has come to the end of the program")
+        return (causes or unanswered or [nobody, *self._failures.values()])[-1]
 
     async def _tell_silent(self, exits: Exits) -> None:
         del exits
@@ -147,12 +152,18 @@ class First(Mortal):
 
     def _has_ended(self, end: Exit) -> None:
         elastic = self.elastic
-        elastic.ended(end.rank, end.code, now_s())
+        if end.why == Why.RELEASED:
+            elastic.released(end.rank)
+        stage = elastic.ended(end.rank, end.code, now_s())
         if end.why in (Why.SILENT, Why.ABSENT):
             elastic.places[elastic.where[end.rank]].is_gone = True
-        if not self.verdict.is_open or end.code == 0 or end.rank in self.dismissed:
+        if not self.verdict.is_open:
             return
-        if elastic.is_ending and end.rank in self._given_up and end.code < 0:
+        if end.code == 0 or stage is Stage.RELEASED:
+            self._say_end_of_released(end)
+            self._start_owed()  # there may be a slot now
+            return
+        if elastic.is_ending and stage is Stage.GIVEN_UP and end.code < 0:
             return  # the others have come to the end without it, and somebody has ended what was left of it
         said = self.blame.said(end.rank)
         self._failures[end.rank] = Failure(end.rank, end.code, now_s(), summary="" if said is None else said.summary)
@@ -162,13 +173,16 @@ class First(Mortal):
             self.verdict.failed = self._cause()
             self._end(signal.SIGTERM)
             return
-        elastic.replace()
         how, num_left = _how(end), len(elastic.running)
         count = self._start_owed()
         instead = f"; {count} started in its place" if count else ""
         if elastic.owed and (due_s := elastic.next_place_s()) is not None:
             instead = f"; another is started in {max(0.0, due_s - now_s()):.0f} s"
         self.say(f"rank {end.rank} ended ({how}); {num_left} go on{instead}")
+
+    def _say_end_of_released(self, end: Exit) -> None:
+        if end.code and end.rank not in self.dismissed:
+            self.say(f"rank {end.rank}, which was released, ended ({_how(end)})")
 
     def _start_owed(self) -> int:
         """Start those for whom there is a place, and the others when there is one; returns how many were started."""
@@ -191,7 +205,7 @@ class First(Mortal):
         try:
             await self._exits.claim(f"{START}/{host}/{birth}", b"")
         except (asyncio.CancelledError, KfcommError):
-            self.elastic.running.discard(birth)
+            self.elastic.not_started(birth)
             return
         finally:
             self._starting.pop(birth, None)
@@ -213,7 +227,7 @@ class First(Mortal):
     def _give_up_starting(self) -> None:
         while self._starting:
             birth, task = self._starting.popitem()
-            self.elastic.running.discard(birth)  # here: a task that has not begun does not hear that it is cancelled
+            self.elastic.not_started(birth)  # here: a task that has not begun does not hear that it is cancelled
             task.cancel()
 
     def _do(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -255,7 +269,7 @@ class First(Mortal):
     def _make_fit(self, waiting: list[int]) -> None:
         elastic, before = self.elastic, self.elastic.size
         self._dismiss(elastic.vacate(waiting))
-        now = (elastic.capacity, elastic.asked, *sorted(elastic.leaving))
+        now = (elastic.capacity, elastic.asked, *sorted(elastic.in_stage(Stage.LEAVING)))
         if now != self._fitted:
             self._fitted = now
             self._dismiss(elastic.fit(waiting))
@@ -265,7 +279,7 @@ class First(Mortal):
 
     async def _hold(self, exits: Exits) -> None:
         """Tell the ranks, as soon as the store can keep it, for how many there is room, and which of them are to go."""
-        going = sorted((self.elastic.leaving & self.elastic.running) - self.dismissed)
+        going = sorted(self.elastic.in_stage(Stage.LEAVING))
         wanted = Wanted(self.elastic.size, tuple(going))
         if wanted == self._held:
             return
@@ -287,9 +301,7 @@ class First(Mortal):
         """The ranks want another in the place of one of them, which goes."""
         elastic = self.elastic
         async for birth, _ in exits.watch(REPLACED):
-            if birth in elastic.staying and self.verdict.is_open and not elastic.is_ending:
-                elastic.leaving.add(birth)
-                elastic.replace()
+            if self.verdict.is_open and not elastic.is_ending and elastic.replace(birth):
                 self.say(f"rank {birth} is to be replaced; {self._start_owed()} started in its place")
 
     async def _watch_leaving(self, exits: Exits) -> None:
@@ -306,12 +318,20 @@ class First(Mortal):
 
     async def _waiting(self, exits: Exits) -> list[int]:
         """Births of those that were started to join, and have not been let in."""
-        later = [birth for birth in sorted(self.elastic.running - self.dismissed) if birth >= self.blame.size]
+        later = [birth for birth in sorted(self.elastic.running) if birth >= self.blame.size]
         return [birth for birth in later if not await exits.was_let_in(birth)]
+
+    def hear_released(self, birth: int) -> None:
+        """See `Mortal`: whoever is wanted in its place, as after another change of size, is started."""
+        Mortal.hear_released(self, birth)
+        if self.elastic.released(birth) and (count := self._start_owed()):
+            self._say_size(count)
+        self._changed.set()
 
     def _dismiss(self, births: Iterable[int]) -> None:
         """These are not wanted any more, and nobody is to miss them."""
         for birth in births:
+            self.elastic.released(birth)
             self._is_dismissed(birth)
             if birth not in self.children:
                 self._do(claimed(self._exits, f"{DISMISSED}/{birth}"))
@@ -327,13 +347,6 @@ def _outcome(verdict: Verdict) -> bytes:
     rank, code, summary = (-1, 0, "") if failed is None else (failed.rank, failed.code, failed.summary)
     said: bytes = msgpack.packb([verdict.signal or 0, rank, code, summary])
     return said
-
-
-def _these(births: Iterable[int]) -> str:
-    numbers = sorted(births)
-    if len(numbers) == 1:
-        return f"rank {numbers[0]} is"
-    return f"ranks {', '.join(map(str, numbers))} are"
 
 
 def _how(end: Exit) -> str:

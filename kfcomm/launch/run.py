@@ -101,8 +101,13 @@ async def _run_ranks(job: Job, store: Store, settings: Settings, display: Displa
     with contextlib.ExitStack() as stack:
         streams = stack.enter_context(contextlib.closing(Streams(display or output, logs, supervisor)))
         farewells = stack.enter_context(
-            contextlib.closing(Farewells(job.plan.ranks, streams.heard, is_elastic=job.elastic is not None))
-        )
+            contextlib.closing(
+                Farewells(
+                    job.plan.ranks, streams.heard, is_elastic=job.elastic is not None,
+                    let_go=supervisor.hear_released if isinstance(supervisor, Mortal) else None,
+                )
+            )
+        )  # fmt: skip
         supervisor.listen = streams.listen = farewells.drain
         interrupted = stack.enter_context(_hearing(supervisor, output.abandon))
         feed = stack.enter_context(contextlib.closing(Feed(job.options.readers(job.plan), output.answered)))
@@ -196,7 +201,7 @@ async def _answer(job: Job, supervisor: First, line: str) -> dict[str, Any]:
         "job": job.mark, "size": size, "least": elastic.least, "most": elastic.most, "restarts": elastic.restarts,
         "running": sorted(elastic.running), "ended": sorted(supervisor.ended.items()), "spares": elastic.spares,
         "was": was, "is_kept": is_kept,
-        "hosts": elastic.by_host(), "slots": elastic.slots, "leaving": sorted(elastic.leaving & elastic.running),
+        "hosts": elastic.by_host(), "slots": elastic.slots, "leaving": sorted(elastic.going),
     }  # fmt: skip
 
 

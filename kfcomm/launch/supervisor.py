@@ -189,10 +189,14 @@ class Supervisor:
     async def _follow(self, rank: int, child: Child, exits: Exits) -> None:
         code = await child.ended()
         self.listen()
+        end = Exit(rank, code, self._why(rank))
+        self._note(end)
+        await self._report(end, exits)
+
+    def _why(self, rank: int) -> Why:
+        """Why a rank of this host has ended, by what it said."""
         said = self.blame.said(rank)
-        why = Why.ELSEWHERE if said is not None and said.is_elsewhere else Why.ITSELF
-        self._note(Exit(rank, code, why))
-        await self._report(Exit(rank, code, why), exits)
+        return Why.ELSEWHERE if said is not None and said.is_elsewhere else Why.ITSELF
 
     async def _report(self, end: Exit, exits: Exits) -> None:
         with contextlib.suppress(RendezvousError):

@@ -39,6 +39,8 @@ JOINING, ENTRY = "joining", "entry"
 """Folders of a running job: who wants to be let in, by birth; what it is told then."""
 GIVEN_UP = "given-up"
 """Folder of births whose processes were given up by the others of an elastic job, whether they have ended or not."""
+RELEASED = "released"
+"""Folder of births that the ranks of an elastic job have let go, whether their processes have ended or not."""
 REPLACED = "replaced"
 """Folder of births that are to go, and for whom others are to come: the ranks of an elastic job ask for it."""
 SILENT = "silent"
@@ -71,6 +73,8 @@ class Why(StrEnum):
     """Nothing is known of the process: its launcher is not heard of any more."""
     ABSENT = "absent"
     """Its launcher never came."""
+    RELEASED = "released"
+    """The ranks of an elastic job had let it go."""
 
 
 class Exit(NamedTuple):

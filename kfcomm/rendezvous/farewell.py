@@ -3,7 +3,7 @@
 The first rank to fail often takes longer to end than those that fail because of it: its interpreter has more to take
 down. So it says at once that it leaves, along a Unix socket at which the launcher listens, before the others can hear
 of it. What it says is no promise: only the end of the process tells whether it has failed. In an elastic job it shows
-along the same socket, now and then, that it runs.
+along the same socket, now and then, that it runs, and says when the others have let it go.
 
 The launcher never writes. That the socket can be read means that the launcher is gone, and its guardian may be, too:
 the kernel then ends this process (``F_SETSIG``, fcntl(2)), whatever it does at that moment and whatever was between
@@ -34,7 +34,7 @@ import msgpack
 from kfcomm.errors import CollectiveAborted, PeerLost, RendezvousError
 
 MAX_NBYTES = 1 << 16
-SIGN_OF_LIFE = b"\0"
+SIGN_OF_LIFE, LET_GO = b"\0", b"\1"
 MAX_TEXT_NBYTES = 48 << 10
 _MAX_SUMMARY = 400
 _MAX_CHAIN = 64
@@ -156,6 +156,9 @@ class _Line:
     def lives(self) -> None:
         self._write(SIGN_OF_LIFE)
 
+    def is_let_go(self) -> None:
+        self._write(LET_GO)
+
     def _send(self, farewell: Farewell) -> bool:
         return self._write(farewell.to_wire())
 
@@ -205,6 +208,12 @@ def show_life() -> None:
     """This process runs, whatever its program does; from any thread."""
     if _line is not None:
         _line.lives()
+
+
+def let_go() -> None:
+    """The other ranks of an elastic job have let this process go."""
+    if _line is not None:
+        _line.is_let_go()
 
 
 def leave() -> None:

@@ -152,6 +152,9 @@ class _Way:
     async def give_up(self, births: Collection[int]) -> None:
         """There is no launcher."""
 
+    async def let_go(self, births: Collection[int]) -> None:
+        """There is no launcher."""
+
     async def wanted(self, known: Wanted) -> Wanted:
         """See ``session.Network``."""
         return await self._store.wanted(known)

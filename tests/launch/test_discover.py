@@ -16,7 +16,7 @@ import pytest
 from kfcomm.errors import ConfigError
 from kfcomm.launch import discovery
 from kfcomm.launch.discovery import Discovery, difference, read
-from kfcomm.launch.elastic import Elasticity, parse
+from kfcomm.launch.elastic import Elasticity, Stage, parse
 from tests import etcds
 from tests.launch.launched import TOKEN, environ
 from tests.launch.test_elastic import TRAIN
@@ -300,21 +300,22 @@ def test_as_many_are_wanted_as_there_are_slots_where_launchers_are() -> None:
 
 def test_who_has_no_slot_any_more_goes_as_far_as_enough_stay() -> None:
     made = of({"a": 2, "b": 2}, [2, 2])
-    assert (made.vacate(), made.fit(), made.leaving) == ([], [], set())
+    assert (made.vacate(), made.fit(), made.in_stage(Stage.LEAVING)) == ([], [], set())
     made.slots = {"a": 1}
-    assert (made.vacate(), made.leaving) == ([], {3, 2})
+    assert (made.vacate(), made.in_stage(Stage.LEAVING)) == ([], {3, 2})
     made.fit()
     assert (made.size, made.owed) == (2, 0)
-    assert (made.vacate(), made.leaving) == ([], {3, 2})  # the other one of "a" is needed
+    assert (made.vacate(), made.in_stage(Stage.LEAVING)) == ([], {3, 2})  # the other one of "a" is needed
     made.slots = {"a": 1, "c": 2}
     made.expect(2, "c")
     made.places[2].is_gone = False
     made.vacate()
     made.fit()
     assert started(made) == [(4, 2)]
-    assert (made.vacate([4]), made.leaving) == ([], {3, 2})  # who waits is not there yet
-    assert (made.vacate(), made.leaving) == ([], {3, 2, 1})
+    assert (made.vacate([4]), made.in_stage(Stage.LEAVING)) == ([], {3, 2})  # who waits is not there yet
+    assert (made.vacate(), made.in_stage(Stage.LEAVING)) == ([], {3, 2, 1})
     for birth in (1, 2, 3):
+        made.released(birth)
         made.ended(birth, 0)
     assert not made.is_ending
     assert not made.has_failed

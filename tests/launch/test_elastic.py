@@ -81,12 +81,10 @@ def started(job: Elasticity, now_s: float = 0.0) -> list[tuple[int, int]]:
 def test_who_dies_is_replaced_until_ranks_have_come_to_the_end() -> None:
     job = of()
     job.ended(1, -9)
-    job.replace()
     assert (started(job), job.has_failed, job.next_birth, job.restarts) == ([(3, 0)], False, 4, 9)
     job.ended(0, 0)
     assert job.is_ending
     job.ended(2, 1)
-    job.replace()
     assert (started(job), job.has_failed) == ([], False)
     job.ended(3, 1)
     assert job.has_failed
@@ -95,10 +93,8 @@ def test_who_dies_is_replaced_until_ranks_have_come_to_the_end() -> None:
 def test_restarts_come_to_an_end_and_too_few_is_a_failure() -> None:
     job = of(restarts=1)
     job.ended(0, 1)
-    job.replace()
     assert started(job) == [(3, 0)]
     job.ended(1, 1)
-    job.replace()
     assert (started(job), job.has_failed) == ([], False)
     job.ended(2, 1)
     assert job.has_failed
@@ -112,6 +108,7 @@ def test_sizes_are_within_bounds_and_who_is_released_is_not_missed() -> None:
     assert job.resize(0) == []
     assert (job.size, started(job)) == (1, [])
     for birth in (1, 2, 3):
+        assert job.released(birth)
         job.ended(birth, 0)
     assert not job.is_ending
     job.ended(0, 0)
@@ -132,19 +129,74 @@ def test_who_is_given_up_goes_in_the_place_of_one_that_was_to_be_released() -> N
 def test_who_waits_to_join_is_not_wanted_before_ranks_are_released() -> None:
     job = of(least=1)
     assert job.resize(2, waiting=[2]) == [2]
-    assert job.released == 0
     assert job.resize(1, waiting=[2]) == []  # it is going already
-    assert job.released == 1
     assert job.resize(3, waiting=[2]) == []
-    assert job.released == 0  # nobody has gone yet, and nobody has to any more
+    assert started(job) == [(3, 0)]  # in the place of the one that goes
+
+
+def test_who_is_released_and_has_not_ended_is_not_one_of_those_that_stay() -> None:
+    job = of(least=1, restarts=1)
+    job.resize(2)
+    assert job.released(2)
+    assert not job.released(2)
+    job.resize(3)
+    assert started(job) == [(3, 0)]
+    job.ended(2, 7)  # its end is none of the job's, whatever the code
+    assert (started(job), job.restarts, job.is_ending, job.has_failed) == ([], 1, False, False)
+    job.ended(1, -9)
+    assert (started(job), job.restarts) == ([(4, 0)], 0)
+
+
+def test_who_is_released_after_more_are_wanted_again_has_another_in_its_place() -> None:
+    job = of(restarts=0)
+    job.resize(2)
+    job.resize(3)
+    assert started(job) == []  # nobody has gone yet
+    assert job.released(2)  # the ranks had agreed on it before they heard of the other size
+    assert (started(job), job.restarts) == ([(3, 0)], 0)
+
+
+@pytest.mark.parametrize("is_told_before", [True, False])
+def test_a_job_whose_ranks_fail_has_not_come_to_the_end_by_those_that_were_released(is_told_before: bool) -> None:
+    job = of(size=4, restarts=0)
+    job.resize(2)
+    for birth in (2, 3):
+        if is_told_before:
+            job.released(birth)
+        job.ended(birth, 0)
+        if not is_told_before:  # where a rank cannot reach its launcher
+            job.released(birth)
+    job.resize(4)
+    assert len(started(job)) == 2
+    for birth in (0, 1, 4):
+        job.ended(birth, 9)
+    assert (job.is_ending, job.has_failed) == (False, True)
+
+
+def test_who_is_to_be_replaced_and_comes_to_the_end_first_has_come_to_the_end() -> None:
+    job = of(least=1, size=2)
+    for birth in (0, 1):
+        assert job.replace(birth)
+        assert not job.replace(birth)
+    job.ended(0, 0)
+    assert job.is_ending
+
+
+def test_restarts_that_are_used_up_leave_a_lack_until_another_size_is_asked_for() -> None:
+    job = of(least=1, size=4, restarts=1)
+    for birth in (0, 1, 2):
+        job.ended(birth, 1)
+    assert (started(job), job.owed, job.unreplaced) == ([(4, 0)], 0, 2)
+    job.resize(4)
+    assert started(job) == [(5, 0), (6, 0)]
 
 
 def test_who_goes_for_another_is_replaced_before_and_not_missed() -> None:
     job = of(restarts=1)
-    job.leaving.add(1)
-    job.replace()
-    assert (started(job), job.staying, job.restarts) == ([(3, 0)], {0, 2, 3}, 0)
+    assert job.replace(1)
+    assert (started(job), job.going, job.restarts) == ([(3, 0)], {1}, 0)
     assert job.resize(3, waiting=[3]) == []
+    job.released(1)
     job.ended(1, 0)
     assert (job.is_ending, job.has_failed, job.owed) == (False, False, 0)
     job.ended(0, 0)
@@ -155,10 +207,8 @@ def test_spares_run_beside_those_that_are_wanted() -> None:
     job = of(least=1, spares=2)
     assert started(job) == [(3, 0), (4, 0)]
     job.ended(0, -9)
-    job.replace()
     assert (started(job), job.restarts) == ([(5, 0)], 9)
     assert job.resize(2, waiting=[4, 5]) == [5]  # 3 is in the place of 0
-    assert job.released == 1
     job.ended(5, -15)
     assert job.resize(4, waiting=[4]) == []
     assert started(job) == [(6, 0), (7, 0)]
@@ -167,23 +217,19 @@ def test_spares_run_beside_those_that_are_wanted() -> None:
 def test_others_are_started_where_the_fewest_are_and_not_where_they_keep_failing() -> None:
     job = of(most=8, size=4, hosts=2)
     job.ended(0, -9, 100.0)
-    job.replace()
     assert started(job, 100.0) == [(4, 0)]
     found = []
     for now_s in (101.0, 102.0):  # the host of 4 has few, but they end as soon as they have begun
         job.ended(job.next_birth - 1, 1, now_s)
-        job.replace()
         found += started(job, now_s)
     assert found == [(5, 0), (6, 1)]
     assert job.next_place_s() == 0.0  # the other is free
     job.places[1].is_gone = True
     job.ended(6, 1, 102.0)
-    job.replace()
     assert started(job, 102.5) == []
     assert job.next_place_s() == 103.0
     assert started(job, 103.0) == [(7, 0)]
     job.ended(7, 1, 109.0)  # it has lived for long: the host is as good as any
-    job.replace()
     assert started(job, 109.0) == [(8, 0)]
     job.places[0].is_gone = True
     assert job.next_place_s() is None
@@ -258,6 +304,56 @@ def test_a_job_ends_when_nobody_is_left_to_let_others_in(tmp_path: Path) -> None
     done = run(tmp_path, "-n", "2", "--elastic", "1:2", sys.executable, "train.py", "900", victims, "0.02")
     assert done.returncode == 128 + 9, done.stdout + done.stderr
     assert "failed first: SIGKILL" in done.stderr
+
+
+BACK = """
+import os, signal, sys
+import numpy as np
+import kfcomm
+from kfcomm.elastic import Elastic, ElasticSampler, State
+
+FULL, HOW, FAILS = int(sys.argv[1]), sys.argv[2], sys.argv[3:] == ["fails"]
+state = State(sizes=[])
+with kfcomm.sync.init(elastic=True, timeout=30) as comm, Elastic(comm, state) as elastic:
+    for step in elastic.steps(ElasticSampler(10**6, batch=4)):
+        comm.all_reduce(np.ones(2), name="x")
+        if state.sizes[-1:] != [comm.size]:
+            state.sizes = [*state.sizes, comm.size]
+            if comm.rank == 0 and comm.size == FULL and len(state.sizes) == 1:
+                comm.propose_size(2)
+            if comm.rank == 0 and comm.size == 2 and len(state.sizes) == 2:
+                comm.propose_size(FULL)
+        elif comm.size == FULL and len(state.sizes) > 1:
+            break
+    is_released = elastic.is_released
+    if comm.rank == 0 and not is_released:
+        print("sizes", state.sizes, flush=True)
+if is_released:
+    if HOW == "stops":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while not os.path.exists("back"):
+        pass
+    sys.exit(int(HOW))
+open("back", "w").close()
+os._exit(9 if FAILS else 0)
+"""
+
+
+@pytest.mark.parametrize("how", ["0", "7", "stops"])
+def test_who_is_released_and_takes_its_time_to_end_keeps_no_other_from_coming(tmp_path: Path, how: str) -> None:
+    (tmp_path / "back.py").write_text(BACK)
+    options = ("-n", "3", "--elastic", "2:3", "--lost-after", "2")
+    done = run(tmp_path, *options, sys.executable, "back.py", "3", how)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "sizes [3, 2, 3]" in done.stdout
+    assert ("rank 2, which was released, ended (exit code 7)" in done.stderr) == (how == "7")
+
+
+def test_a_job_whose_ranks_fail_after_others_were_released_has_failed(tmp_path: Path) -> None:
+    (tmp_path / "back.py").write_text(BACK)
+    options = ("-n", "4", "--elastic", "2:4", "--restart-limit", "0")
+    done = run(tmp_path, *options, sys.executable, "back.py", "4", "0", "fails")
+    assert done.returncode == 9, done.stdout + done.stderr
 
 
 RIVALS = """
