@@ -140,3 +140,7 @@ class SlotUse(InSlot):
     def cancel(self) -> bool:
         """See ``Operation.cancel``."""
         return not self.is_over and self.enter().cancel()
+
+    def give_up(self) -> None:
+        """See ``Handle.give_up``."""
+        self.cancel()

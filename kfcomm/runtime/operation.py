@@ -196,6 +196,10 @@ class Operation(Collective):
         self.engine.cancel(self)
         return True
 
+    def give_up(self) -> None:
+        """See ``Handle.give_up``."""
+        self.cancel()
+
     def sent(self) -> None:
         """A link no longer reads one of this operation's payloads."""
         self.engine.sent(self)

@@ -67,8 +67,8 @@ class Awaited(Protocol[T_co]):
         """What the caller gets, once it is over."""
         ...
 
-    def cancel(self) -> bool:
-        """End it everywhere."""
+    def give_up(self) -> None:
+        """End it everywhere, for a caller who was interrupted."""
         ...
 
 
@@ -496,7 +496,7 @@ class Driver:
         if not self._is_working and handle is not None:
             self.reactor.is_driven = self._is_working = True
             try:
-                handle.cancel()
+                handle.give_up()
             except BaseException:  # a second one
                 self._give_up(session, error)
                 raise

@@ -21,7 +21,7 @@ from kfcomm.errors import (
     PeerLost,
 )
 from tests.conformance import oracle
-from tests.conformance.worlds import assert_kinds, heard_of_the_end, same_bits, turns, until, world
+from tests.conformance.worlds import assert_kinds, heard_of_the_end, same_bits, turns, world
 
 SHORT_S = 0.05
 X = np.arange(5)

@@ -72,6 +72,7 @@ PARTS: dict[str, Command] = {
     "ctrl_c": _module("ctrl_c"),
     "held": _module("held"),
     "relays": _module("relays"),
+    "receives": _module("receives"),
     "programs": _programs,
     "interrupts": _interrupts,
     "soak": _module("soak"),
