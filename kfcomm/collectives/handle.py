@@ -22,7 +22,8 @@ class Handle(asyncio.Future[T]):
     """A collective under way: ``await`` it, look at ``done()``, or ``cancel()`` it.
 
     Cancelling ends the collective on every rank where it is not complete yet; there it raises
-    ``CollectiveAborted``. Cancelling the task that awaits a handle cancels the handle.
+    ``CollectiveAborted``. A receive ends on this rank alone, and leaves its message to the next one. Cancelling the
+    task that awaits a handle cancels the handle.
 
     Attributes:
         operation: what is under way, for as long as there is something to cancel.
@@ -54,7 +55,7 @@ class Handle(asyncio.Future[T]):
         return super().__await__()
 
     def cancel(self, msg: Any | None = None) -> bool:
-        """End the collective everywhere; False if it is complete already."""
+        """End the collective everywhere, a receive here alone; False if it is complete already."""
         if not super().cancel(msg):
             return False
         operation = getattr(self, "operation", None)

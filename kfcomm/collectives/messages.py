@@ -59,19 +59,31 @@ class Messages(Exchange):
     ) -> Handle[Any]:  # fmt: skip
         """The next message with this tag from rank ``source``, or from any rank.
 
+        Messages of one sender come in the order of their ``send``, to receives in the order of their calls. One that is
+        cancelled or times out takes no message with it: the next one gets that, wherever it was.
+
         Args:
             source: rank in the group, not this one; None: any, which waits for as long as one of the others is left.
             tag: see ``send``.
             src: another name of ``source``.
             out: where the message goes.
             like: an array of the kind of which the result is to be: a tensor, say. Nothing but its kind matters.
-            timeout: see ``all_reduce``.
+            timeout: seconds until the message is here as a whole; None for the communicator's.
             priority: of what tells the sender that the message is here; see ``all_reduce``.
             stream: the caller's, where ``out`` is on a device.
 
         Returns:
             A handle; its result is a NumPy array of the sender's shape and dtype, one of the kind of ``like``, or
-            ``out``, which must have them (else ``CollectiveMismatch`` on both ranks).
+            ``out``, which must have them (else ``CollectiveMismatch`` on both ranks; only here, if the message was left
+            by a receive that had ended, and its sender is done).
+
+        Raises:
+            ConfigError: an argument cannot work; nothing is begun.
+            CollectiveTimeout: the message was not here in time; nothing is lost.
+            CollectiveAborted: the sender has cancelled it, or could not send it.
+            PeerLost: the sender is gone, or all others for any rank.
+
+        Cost: one message. What is left by receives that have ended is kept, one message for each.
         """
         source = _one_of("source", source, "src", src)
         return self._recv(source, _key(tag), out, timeout, priority, stream, like, _array)
@@ -295,7 +307,9 @@ class Queue:
             raise self._failure
 
     async def get(self, *, out: Any = None, like: Any = None, timeout: Seconds | None = None) -> Any:
-        """The next array, as NumPy's, of the kind of ``like``, or in ``out``; see ``recv``.
+        """The next array, as NumPy's, of the kind of ``like``, or in ``out``; see ``recv``, also for the errors.
+
+        One that is cancelled or times out takes no array with it: the next one gets it.
 
         Raises:
             ConfigError: this rank is not the target.

@@ -22,7 +22,7 @@ from kfcomm.errors import (
 from kfcomm.testing import FakeArray, FakeDevice, FakeFabric
 from tests.collectives.on_device.worlds import DeviceWorld, device_world
 from tests.conformance import worlds
-from tests.conformance.worlds import assert_kinds, ends, everywhere
+from tests.conformance.worlds import assert_kinds, ends, everywhere, turns
 
 SIZE = 4
 ROUTES: dict[str, dict[str, Any]] = {
@@ -141,6 +141,25 @@ async def test_messages_keep_their_order() -> None:
         assert (await other.recv(0, "t")).tolist() == [3]
         assert (await other.recv(0, "another")).tolist() == [1, 2]
         await asyncio.gather(*handles)
+
+
+@pytest.mark.asyncio
+async def test_a_receive_that_was_cancelled_leaves_its_message_and_its_out_on_the_device_alone() -> None:
+    values = np.arange(1_000_000)
+    async with device_world(2) as world:
+        one, other = world.comms
+        for when in range(0, 40, 3):
+            outs = [world.array(other, np.zeros(values.shape)) for _ in range(2)]
+            first = other.recv(0, "t", out=outs[0])
+            sent = one.send(world.array(one, values), 1, "t")
+            await turns(when)
+            was_cancelled = first.cancel()
+            got = await (other.recv(0, "t", out=outs[1]) if was_cancelled else first)
+            await sent
+            await everywhere(world.comms, lambda c: c.synchronize())
+            assert got is outs[was_cancelled]
+            assert (got.get() == values).all()
+            assert not was_cancelled or not outs[0].get().any()
 
 
 @pytest.mark.asyncio
