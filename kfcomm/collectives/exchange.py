@@ -231,7 +231,7 @@ class Exchange(Verbs):
         self, value: Any = None, root: int = 0, name: str | None = None, *, timeout: Seconds | None = None,
         priority: int = 0,
     ) -> Handle[Any]:  # fmt: skip
-        """Every rank gets the root's ``value``: anything that msgpack can carry."""
+        """Every rank gets the root's ``value``: anything that msgpack can carry. Tuples arrive as lists."""
         with self._checks(name, timeout, priority, steps=2):
             root = self._check_rank("root", root)
             mine = packed(value if self._group.view.rank == root else None)
