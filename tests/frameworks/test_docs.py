@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.test_docs import PAGES_OF_FRAMEWORKS, name_of, run_page
+from tests.examples.pages import name_of
+from tests.examples.test_docs import PAGES_OF_FRAMEWORKS, run_page
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("page", PAGES_OF_FRAMEWORKS, ids=name_of)
-async def test_page(page: Path, tmp_path: Path) -> None:
-    await run_page(page, tmp_path)
+def test_page(page: Path, tmp_path: Path) -> None:
+    run_page(page, tmp_path)
 
 
 def test_there_are_such_pages() -> None:

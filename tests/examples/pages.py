@@ -1,0 +1,54 @@
+"""The pages of the documentation: their blocks, and what they say is to be installed."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.launch.launched import ROOT
+
+ALL_PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+MARK, FENCE = r"(?:^<!-- (?P<mark>[^\n]*?) -->\n+)?", r"^```(?P<language>\w+)\n(?P<text>.*?)^```$"
+BLOCK = re.compile(MARK + FENCE, re.MULTILINE | re.DOTALL)
+TABLE = re.compile(r"^<!-- rows: (?P<size>\d+) -->\n+(?P<rows>(?:^\|.*\n)+)", re.MULTILINE)
+INSTALL = re.compile(r"\bpip install (?P<what>[^`\n#&|]+)")
+HERE = re.compile(r"\.(?=\[|$)")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page.
+
+    Attributes:
+        above: all that the page says before the end of the block.
+    """
+
+    mark: str
+    language: str
+    text: str
+    above: str
+
+
+def blocks(page: Path) -> list[Block]:
+    """All of a page, in order."""
+    text = page.read_text("utf-8")
+    return [Block(one["mark"] or "", one["language"], one["text"], text[: one.end()]) for one in BLOCK.finditer(text)]
+
+
+def tables(page: Path) -> list[tuple[int, str, str]]:
+    """Those whose rows are run, each with the number of ranks and all that the page says before its end."""
+    text = page.read_text("utf-8")
+    return [(int(one["size"]), one["rows"], text[: one.end()]) for one in TABLE.finditer(text)]
+
+
+def installed(text: str) -> list[str]:
+    """What a text says is to be installed, as requirements; kfcomm itself from a checkout is ``.``."""
+    words = [word for one in INSTALL.finditer(text) for word in shlex.split(one["what"].rstrip(".,;:)"))]
+    return sorted({HERE.sub("kfcomm", word) for word in words if not word.startswith("-")} - {"kfcomm"})
+
+
+def name_of(page: Path) -> str:
+    """As people call it."""
+    return str(page.relative_to(ROOT)) if page.is_relative_to(ROOT) else page.name

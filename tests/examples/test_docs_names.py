@@ -1,0 +1,399 @@
+"""What the documentation names exists: commands, options, settings, modules, attributes, metrics, files, targets.
+
+Nothing here imports a framework: names of `kfcomm.torch`, `kfcomm.jax` and `kfcomm.ray` are looked for in their source.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+import kfcomm
+import kfcomm.sync
+from kfcomm.cli import main
+from kfcomm.cli.bench import bench
+from kfcomm.cli.topologies import topologies
+from kfcomm.elastic import Elastic, ElasticCommunicator, State
+from tests.examples.pages import ALL_PAGES, name_of
+from tests.launch.launched import ROOT
+
+PAGES = [*ALL_PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SPAN = re.compile(r"(?<!`)`([^`\n]+(?:\n[^`\n]+)?)`(?!`)")
+FRAMEWORKS = ("kfcomm.torch", "kfcomm.jax", "kfcomm.ray")
+STARTERS = {"-m", "&&", ";", "|", "&", "kfcomm"}
+
+
+def spans(page: Path) -> list[str]:
+    """What stands between backticks outside of blocks."""
+    return [" ".join(one.split()) for one in SPAN.findall(FENCE.sub("", page.read_text("utf-8")))]
+
+
+def lines(page: Path) -> Iterator[str]:
+    """Command lines in blocks."""
+    for language, text in FENCE.findall(page.read_text("utf-8")):
+        for line in text.replace("\\\n", " ").splitlines():
+            if language == "console" and line.startswith("$ "):
+                yield line[2:]
+            elif language == "text" and re.match(r"(\w+=\S+ )*(kfcomm|python|make) ", line):
+                yield line
+
+
+def words_of(line: str) -> list[str]:
+    """As a shell would have them, operators by themselves."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    lexer.commenters = "#"
+    try:
+        return list(lexer)
+    except ValueError:  # an apostrophe in words that are no command
+        return line.split()
+
+
+def commands(words: list[str]) -> Iterator[list[str]]:
+    """Each call of kfcomm among these words, without its own name."""
+    for at, word in enumerate(words):
+        begins = at == 0 or words[at - 1] in STARTERS or re.match(r"\w+=", words[at - 1])
+        if word == "kfcomm" and begins and at + 1 < len(words):
+            rest = words[at + 1 :]
+            ends = [place for place, one in enumerate(rest) if set(one) <= set("|&;()<>")]
+            yield rest[: ends[0]] if ends else rest
+
+
+def wrong(words: list[str]) -> str | None:
+    """What is wrong with a call of kfcomm, if anything."""
+    command: click.Command = main
+    context = click.Context(main)
+    said = "kfcomm"
+    while isinstance(command, click.Group) and words:
+        found = command.get_command(context, words[0])
+        if found is None:
+            if words[0].startswith("-") or words[0].isupper() or command is not main:
+                break
+            return f"{said} has no command {words[0]}"
+        said, command, words = f"{said} {words[0]}", found, words[1:]
+    if isinstance(command, type(bench)) and words[:1] == ["topologies"]:
+        said, command, words = f"{said} topologies", topologies, words[1:]
+    context = click.Context(command, **command.context_settings)
+    try:
+        given, rest, _ = command.make_parser(context).parse_args(list(words))
+    except click.NoSuchOption as error:
+        return f"{said}: {error.message}"
+    except click.UsageError as error:
+        is_last = words[-1].startswith("-")  # the option is named, without a value
+        return None if is_last else f"{said}: {error.message}"
+    for one in command.params:
+        value = given.get(one.name or "")
+        if isinstance(one.type, click.Choice) and isinstance(value, str) and value not in one.type.choices:
+            return f"{said}: {value} is no {one.name}"
+    if said == "kfcomm run" or not rest:
+        inner = given.get("command") or ()
+        nested = list(commands(list(inner) if isinstance(inner, tuple | list) else [str(inner)]))
+        return next((fault for one in nested if (fault := wrong(one))), None)
+    return None
+
+
+@cache
+def options() -> set[str]:
+    """All options of all commands."""
+
+    def of(command: click.Command) -> Iterator[str]:
+        for one in command.params:
+            if isinstance(one, click.Option):
+                yield from (*one.opts, *one.secondary_opts)
+        if isinstance(command, click.Group):
+            context = click.Context(command)
+            for name in command.list_commands(context):
+                found = command.get_command(context, name)
+                assert found is not None
+                yield from of(found)
+
+    return {*of(main), *of(topologies), "--help", "--version"}
+
+
+@cache
+def options_of_programs() -> set[str]:
+    """Those of examples, benchmarks and tests."""
+    texts = [
+        path.read_text("utf-8") for folder in ("bench", "examples", "tests") for path in (ROOT / folder).rglob("*.py")
+    ]
+    return set(re.findall(r"\"(--[a-z][a-z-]+)\"", "\n".join(texts)))
+
+
+OTHERS_OPTIONS = {
+    "--host-discovery-script": "Horovod's",
+    "--shm-size": "Docker's",
+    "--strict": "MkDocs'",
+}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_and_options_exist(page: Path) -> None:
+    said = [*lines(page), *spans(page)]
+    faults = [(line, fault) for line in said for one in commands(words_of(line)) if (fault := wrong(one))]
+    assert faults == []
+    alone = {one.split()[0].partition("=")[0].partition("/")[0] for one in spans(page) if one.startswith("--")}
+    assert alone - options() - options_of_programs() - OTHERS_OPTIONS.keys() == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_settings_exist(page: Path) -> None:
+    named = set(re.findall(r"\bKFCOMM_[A-Z0-9_]*[A-Z0-9]\b", page.read_text("utf-8"))) - {"KFCOMM_TRANSPROT"}
+    assert named <= variables()
+
+
+@cache
+def variables() -> set[str]:
+    """Environment variables that the source knows, those of settings by the setting's name."""
+    from kfcomm.rendezvous.settings import Arguments
+
+    folders = (ROOT / "kfcomm", ROOT / "tests")
+    source = "\n".join(path.read_text("utf-8") for folder in folders for path in folder.rglob("*.py"))
+    return {*re.findall(r"KFCOMM_[A-Z0-9_]+", source), *(f"KFCOMM_{one.upper()}" for one in Arguments.__annotations__)}
+
+
+# ---------------------------------------------------------------- names of Python
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_names_of_modules_and_attributes_resolve(page: Path) -> None:
+    text = page.read_text("utf-8")
+    found = {one for span in spans(page) for one in re.findall(r"(?<![\w./@:-])kfcomm(?:\.[A-Za-z_]\w*)+", span)}
+    found |= set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
+    assert {one for one in found if not resolves(one)} == set()
+
+
+def resolves(name: str) -> bool:
+    """Whether there is such a module, or something in one."""
+    if name.startswith(FRAMEWORKS):
+        return _in_source(name)
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        try:
+            for part in parts[length:]:
+                found = getattr(found, part)
+        except AttributeError:
+            return False
+        return True
+    return False
+
+
+def _in_source(name: str) -> bool:
+    parts = name.split(".")
+    folder = ROOT.joinpath(*parts[:2])
+    if len(parts) == 2:
+        return True
+    module = folder / f"{parts[2]}.py"
+    exported = _strings_of(folder / "__init__.py", "__all__")
+    if len(parts) == 3:
+        return module.exists() or parts[2] in exported
+    if not module.exists():
+        return False
+    return bool(re.search(rf"\b{parts[3]}\b", module.read_text("utf-8")))
+
+
+def _strings_of(path: Path, name: str) -> set[str]:
+    for one in ast.parse(path.read_text("utf-8")).body:
+        if isinstance(one, ast.Assign) and any(isinstance(to, ast.Name) and to.id == name for to in one.targets):
+            return set(ast.literal_eval(one.value))
+    return set()
+
+
+OBJECTS: dict[str, tuple[Any, ...]] = {
+    "comm": (
+        kfcomm.Communicator, kfcomm.sync.Communicator, ElasticCommunicator, kfcomm.sync.ElasticCommunicator,
+        kfcomm.testing.MemoryWorld,
+    ),
+    "comms": (kfcomm.testing.MemoryWorld, kfcomm.testing.SyncWorld),
+    "elastic": (Elastic, kfcomm.sync.Elastic),
+    "adaptation": (kfcomm.adapt.Adaptation, kfcomm.sync.Adaptation),
+    "ctx": (kfcomm.adapt.Context,),
+    "handle": (kfcomm.Handle, kfcomm.sync.Handle),
+    "state": (State,),
+}  # fmt: skip
+"""What variables of these names are on the pages."""
+MPI = re.compile(r"comm\.[A-Z]\w*|comm\.(bcast|allgather|allreduce)\b")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_attributes_of_objects_exist(page: Path) -> None:
+    code = [*spans(page), *(text for language, text in FENCE.findall(page.read_text("utf-8")) if language == "python")]
+    lacking = set()
+    for one in code:
+        for variable, attribute in re.findall(r"(?<![\w.])(\w+)\.(?!html|json)([A-Za-z]\w*)", one):
+            kinds = OBJECTS.get(variable)
+            if kinds is None or MPI.fullmatch(f"{variable}.{attribute}") or variable == "state":
+                continue
+            if not any(hasattr(kind, attribute) or attribute in _attributes(kind) for kind in kinds):
+                lacking.add(f"{variable}.{attribute}")
+    assert lacking == set()
+
+
+@cache
+def _attributes(kind: type) -> set[str]:
+    """What is set on instances: not there on the class."""
+    import inspect
+
+    sources = [inspect.getsource(one) for one in kind.__mro__ if one.__module__.startswith("kfcomm")]
+    return {name for source in sources for name in re.findall(r"\bself\.(\w+)\b", source)}
+
+
+@cache
+def classes() -> set[str]:
+    """Names of all classes, type aliases and enums of kfcomm."""
+    found = set()
+    for path in (ROOT / "kfcomm").rglob("*.py"):
+        for one in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(one, ast.ClassDef):
+                found.add(one.name)
+    return found
+
+
+OTHERS_CLASSES = {
+    "Accelerator", "AdaGrad", "CancelledError", "CommunicationHook", "DDP", "DTensor", "DistBackendError",
+    "DistributedDataParallel", "DistributedOptimizer", "GiB", "GradScaler", "InitProcessGroupKwargs",
+    "JaxRuntimeError", "KeyboardInterrupt", "KiB", "LBFGS", "MiB", "ProcessGroup", "TaskGroup", "TorchConfig",
+    "TorchTrainer",
+}  # fmt: skip
+"""Of other libraries."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_classes_exist(page: Path) -> None:
+    named = {
+        one for span in spans(page) for one in re.findall(r"(?<![\w.\"'/-])[A-Z][a-z]\w*[A-Z]\w*\b", span)
+        if "(" not in span.partition(one)[0] and not span.startswith(("dist.", "MPI", "comm."))
+    }  # fmt: skip
+    assert named - classes() - OTHERS_CLASSES - set(dir(builtins)) == set()
+
+
+# ---------------------------------------------------------------- what is to be installed
+
+NEEDED = {
+    r"kfcomm tls make": "tls",
+    r"--html\b": "bench",
+    r"--checksum\b": "checksum",
+    r"--metrics-port\b": "metrics",
+    r"wire_dtype=.bfloat16|\"bfloat16\"": "bfloat16",
+    r"PolluxGoodput\b": "train",
+}
+"""Extras of what may be on a page."""
+EXAMPLE = re.compile(r"(?<!make )\bexamples/(\w+)\.py")
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=name_of)
+def test_a_page_names_the_extras_of_what_it_shows(page: Path) -> None:
+    text = page.read_text("utf-8")
+    named = {extra for one in re.findall(r"(?:kfcomm|\.)\[([\w,]+)\]", text) for extra in one.split(",")}
+    code = [*lines(page), *spans(page), *(block for language, block in FENCE.findall(text) if language == "python")]
+    shown = "\n".join(line for line in code if not line.startswith(("make ", "--")))
+    needed = {extra for pattern, extra in NEEDED.items() if re.search(pattern, shown)}
+    brings = {"torch": {"bfloat16"}}  # the extra of the one has the other
+    for extra in named:
+        needed -= brings.get(extra, set())
+    run = [line for line in [*lines(page), *spans(page)] if re.search(r"\b(python|torchrun)\b", line)]
+    for example in {one for line in run for one in EXAMPLE.findall(line)}:
+        needed |= extras_of_example(example)
+    assert needed <= named
+
+
+def extras_of_example(name: str) -> set[str]:
+    """Extras of kfcomm that an example says it needs, and those of other examples that it imports."""
+    path = ROOT / "examples" / f"{name}.py"
+    text = path.read_text("utf-8")
+    found = set(re.findall(r"kfcomm\[(\w+)\]", text))
+    for other in re.findall(r"^from (\w+) import", text, re.MULTILINE):
+        if (path.parent / f"{other}.py").exists():
+            found |= extras_of_example(other)
+    return found
+
+
+# ---------------------------------------------------------------- metrics, files, targets
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_metrics_exist(page: Path) -> None:
+    named = set(re.findall(r"\bkfcomm_[a-z_]+", page.read_text("utf-8")))
+    assert named - {"kfcomm_world"} - metrics() == set()
+
+
+def test_all_metrics_are_in_the_table() -> None:
+    text = (ROOT / "docs" / "howto" / "monitor.md").read_text("utf-8")
+    listed = {one.removesuffix("_total") for one in re.findall(r"\bkfcomm_[a-z_]+", text)}
+    assert {re.sub("_(total|count|sum|bucket)$", "", one) for one in metrics()} - {"kfcomm"} == listed
+
+
+@cache
+def metrics() -> set[str]:
+    """Names of samples that a rank shows to Prometheus after everything that has metrics was done."""
+    from kfcomm.monitor.metrics import _Collector
+
+    found = set()
+    with kfcomm.testing.sync_world(2) as comms:
+
+        def rank(comm: kfcomm.sync.Communicator) -> None:
+            comm.monitored_all_reduce([1.0], "x")
+            comm._session.engine.meter.gauges["noise_scale"] = 1.0
+
+        kfcomm.testing.run_threads(comms, rank)
+        collector = _Collector(lambda: comms[0]._session.engine.meter, comms[0].statistics)
+        for family in collector.collect():
+            found |= {sample.name for sample in family.samples} | {family.name}
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_modules_and_targets_exist(page: Path) -> None:
+    code = [*lines(page), *spans(page)]
+    paths = {
+        one for line in code for one in re.findall(r"(?<![\w./])(?:examples|tests|bench|docs|kfcomm)/[\w./-]+", line)
+    }
+    paths = {one for one in paths if not re.search(r"\b[A-Z]{3,}\b", Path(one).stem)}  # stands for a name
+    assert {one for one in paths if not (ROOT / one.rstrip("/")).exists()} == set()
+    modules = {one for line in code for one in re.findall(r"python3? -m ((?:bench|tests)[\w.]*)", line)}
+    modules |= {one for line in code for one in re.findall(r"(?<![\w./-])bench(?:\.\w+)+", line)}
+    assert {one for one in modules if not _is_module(one)} == set()
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    named = {one for line in code for one in re.findall(r"(?:^|[&|] )make ([a-z][a-z-]*)", line)}
+    assert named <= targets
+
+
+def _is_module(name: str) -> bool:
+    place = ROOT.joinpath(*name.split("."))
+    return place.with_suffix(".py").exists() or (place / "__init__.py").exists() or (place / "__main__.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("kfcomm status --store http://h", "No such option"),
+        ("kfcomm stat", "no command stat"),
+        ("KFCOMM_X=1 kfcomm run -n 2 kfcomm bench --no-such", "No such option"),
+        ("torchrun -m kfcomm bench --htm x", "No such option"),
+        ("kfcomm run -n 2 --transport ftp python train.py", "ftp is no transport"),
+    ],
+)
+def test_a_command_that_does_not_exist_is_found(line: str, words: str) -> None:
+    (fault, *_) = [fault for one in commands(words_of(line)) if (fault := wrong(one))]
+    assert words in fault
+
+
+def test_a_name_that_does_not_exist_is_found() -> None:
+    assert resolves("kfcomm.sync.init")
+    assert resolves("kfcomm.torch.optimizers.sma")
+    for name in ("kfcomm.nothing", "kfcomm.sync.initt", "kfcomm.torch.atach", "kfcomm.torch.optimizers.smaa"):
+        assert not resolves(name)
