@@ -24,6 +24,7 @@ import numpy as np
 from kfcomm.arrays import HostArray
 from kfcomm.arrays.dtypes import dtype_of
 from kfcomm.arrays.kinds import NUMPY, ArrayKind
+from kfcomm.arrays.shapes import fits
 from kfcomm.collectives.eager import Eager
 from kfcomm.collectives.handle import Handle, looked_at
 from kfcomm.collectives.on_device.through_host import Out
@@ -234,7 +235,8 @@ class Mailbox:
         if isinstance(found, Cause):
             form = np.dtype(np.uint8), ()  # of no account: posting it fails with the cause
         elif receive.out is not None:
-            form = receive.out.flat.dtype, shape_of(receive.out)
+            own = shape_of(receive.out)
+            form = receive.out.flat.dtype, own if form is None or not fits(own, form[1]) else form[1]
         elif form is None:
             rank = self._view.rank
             message = f"rank {source} announced a message that rank {rank} cannot take: {describe(found)}"

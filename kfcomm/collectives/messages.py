@@ -74,8 +74,8 @@ class Messages(Exchange):
 
         Returns:
             A handle; its result is a NumPy array of the sender's shape and dtype, one of the kind of ``like``, or
-            ``out``, which must have them (else ``CollectiveMismatch`` on both ranks; only here, if the message was left
-            by a receive that had ended, and its sender is done).
+            ``out``, which must fit them (see ``all_reduce``; else ``CollectiveMismatch`` on both ranks; only here, if
+            the message was left by a receive that had ended, and its sender is done).
 
         Raises:
             ConfigError: an argument cannot work; nothing is begun.

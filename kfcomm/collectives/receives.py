@@ -33,6 +33,7 @@ import numpy as np
 
 from kfcomm.arrays.dtypes import dtype_name
 from kfcomm.arrays.kinds import ArrayKind
+from kfcomm.arrays.shapes import fits
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.on_device.through_host import Out
 from kfcomm.collectives.plans import chunk_elements
@@ -325,8 +326,9 @@ class Streams:
                 receive.handle.seq = transfer.seq
         for transfer, receive in pairs:
             out = None if receive is None or transfer.error is not None else receive.out
-            if out is not None and (out.flat.dtype, shape_of(out)) != (transfer.flat.dtype, transfer.shape):
-                self._disagree(transfer, out)
+            if out is None or (out.flat.dtype == transfer.flat.dtype and fits(shape_of(out), transfer.shape)):
+                continue
+            self._disagree(transfer, out)
 
     def _disagree(self, transfer: Transfer, out: Out) -> None:
         """The message cannot go where the caller of its receive wants it."""
@@ -341,7 +343,7 @@ class Streams:
 
 
 def shape_of(out: Out) -> Shape:
-    """The shape that a message must have to go there."""
+    """The shape of where a message goes."""
     return tuple(out.original.shape) if hasattr(out.original, "shape") else tuple(np.shape(out.original))
 
 

@@ -135,7 +135,7 @@ async def test_a_message_larger_than_all_credit() -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("out", [np.zeros(4, int), np.zeros(5, np.float32), np.zeros((5, 1), int)], ids=str)
+@pytest.mark.parametrize("out", [np.zeros(4, int), np.zeros(5, np.float32), np.zeros((2, 3), int)], ids=str)
 async def test_an_out_that_does_not_fit(out: Any, early: bool) -> None:
     async with world(2) as comms:
         handles = []
@@ -148,6 +148,30 @@ async def test_an_out_that_does_not_fit(out: Any, early: bool) -> None:
         sent = comms[0].send(X, 1, synchronous=True)
         assert same_bits(await comms[1].recv(0, out=np.zeros(5, int)), X)
         await sent
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("shape", [(12,), (1, 4, 3), (4, 3, 1), (2, 2, 3)], ids=str)
+async def test_an_out_may_join_or_split_axes(shape: tuple[int, ...], early: bool) -> None:
+    x = np.arange(12).reshape(4, 3)
+    async with world(2) as comms:
+        for out in (np.zeros(shape, int), np.zeros((*shape, 2), int)[..., 0]):
+            for wide in (x, np.broadcast_to(x[:, :, None], (4, 3, 1)).copy()):
+                handles = []
+                for sends in (early, not early):
+                    handles.append(comms[0].send(wide, 1) if sends else comms[1].recv(0, out=out))
+                    await turns()
+                found = await asyncio.gather(*handles)
+                assert found[early] is out
+                assert np.array_equal(out.reshape(-1), x.reshape(-1))
+                out[:] = 0
+        transposed = np.zeros((3, 4), int)
+        handles = []
+        for sends in (early, not early):
+            handles.append(comms[0].send(x, 1, synchronous=True) if sends else comms[1].recv(0, out=transposed))
+            await turns()
+        assert_kinds(await asyncio.gather(*handles, return_exceptions=True), CollectiveMismatch)
 
 
 @pytest.mark.asyncio
