@@ -130,6 +130,19 @@ def options_of_programs() -> set[str]:
     return set(re.findall(r"\"(--[a-z][a-z-]+)\"", "\n".join(texts)))
 
 
+def test_all_commands_and_settings_are_in_the_reference() -> None:
+    from kfcomm.rendezvous.settings import Arguments
+
+    reference = ROOT / "docs" / "reference"
+    headings = " ".join(re.findall(r"^## (.*)$", (reference / "commands.md").read_text("utf-8"), re.MULTILINE))
+    listed = (reference / "index.md").read_text("utf-8")
+    for name in main.list_commands(click.Context(main)):
+        assert f"kfcomm {name}" in headings
+        assert re.search(rf"`(kfcomm )?{name}`", listed), name
+    settings = (reference / "settings.md").read_text("utf-8")
+    assert {name for name in Arguments.__annotations__ if f"`{name}`" not in settings} == set()
+
+
 OTHERS_OPTIONS = {
     "--host-discovery-script": "Horovod's",
     "--shm-size": "Docker's",
