@@ -26,6 +26,7 @@ from kfcomm.cli.topologies import topologies
 from kfcomm.elastic import Elastic, ElasticCommunicator, State
 from tests.examples.pages import ALL_PAGES, name_of
 from tests.launch.launched import ROOT
+from tests.monitor.test_metrics import collected
 
 PAGES = [*ALL_PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -352,10 +353,7 @@ def test_all_metrics_are_in_the_table() -> None:
 
 @cache
 def metrics() -> set[str]:
-    """Names of samples that a rank shows to Prometheus after everything that has metrics was done."""
-    from kfcomm.monitor.metrics import _Collector
-
-    found = set()
+    """Names of metrics and samples that a rank shows to Prometheus when all of them have a value."""
     with kfcomm.testing.sync_world(2) as comms:
 
         def rank(comm: kfcomm.sync.Communicator) -> None:
@@ -363,10 +361,8 @@ def metrics() -> set[str]:
             comm._session.engine.meter.gauges["noise_scale"] = 1.0
 
         kfcomm.testing.run_threads(comms, rank)
-        collector = _Collector(lambda: comms[0]._session.engine.meter, comms[0].statistics)
-        for family in collector.collect():
-            found |= {sample.name for sample in family.samples} | {family.name}
-    return found
+        found = {name for name, _ in collected(comms[0])}
+    return found | {re.sub("_(count|sum|bucket)$", "", name) for name in found}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
