@@ -28,7 +28,7 @@ def run(*arguments: str) -> Result:
 
 
 def test_every_combination_is_simulated() -> None:
-    done = run("--strategy", "ring,tree", "--strategy", "star", "--hosts", "2x2, 4x1", "--size", "1KiB,1MiB")
+    done = run("--strategy", "ring,tree", "--strategy", "star", "--hosts", "2x2, 4x1", "--sizes", "1KiB,1MiB")
     assert done.exit_code == 0, done.output
     assert len(done.stderr.splitlines()) == 3 * 2 * 2
     lines = done.stdout.splitlines()
@@ -47,7 +47,7 @@ def test_the_same_call_gives_the_same_files(tmp_path: Path) -> None:
     network.write_text(NETWORK)
     for name in ("a", "b"):
         done = run(
-            "--strategy", "ring", "--size", "1MiB:4MiB", "--network", str(network),
+            "--strategy", "ring", "--sizes", "1MiB:4MiB", "--network", str(network),
             "--json", str(tmp_path / f"{name}.json"), "--html", str(tmp_path / f"{name}.html"),
         )  # fmt: skip
         assert done.exit_code == 0, done.output
@@ -75,7 +75,7 @@ def test_the_page_shows_time_over_size_and_over_ranks(hosts: str, sizes: str, fi
 
 def test_what_takes_long_is_said_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.import_module("kfcomm.cli.simulate"), "_MANY_MESSAGES", 20)
-    done = run("--strategy", "star,ring", "--hosts", "4x1", "--size", "1MiB")
+    done = run("--strategy", "star,ring", "--hosts", "4x1", "--sizes", "1MiB")
     # star: 2 chunks; ring: 4 parts
     assert [line for line in done.stderr.splitlines() if "messages" in line] == [
         "ring, 4 ranks on 4 hosts, 1 MiB: 24 messages, about 1 minute"
@@ -83,7 +83,7 @@ def test_what_takes_long_is_said_before(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_rule_by_size_says_which_graphs_it_took() -> None:
-    done = run("--strategy", "auto", "--hosts", "4x1", "--size", "64MiB")
+    done = run("--strategy", "auto", "--hosts", "4x1", "--sizes", "64MiB")
     assert "strategy auto: " in done.stdout
 
 
@@ -95,8 +95,8 @@ def test_a_rule_by_size_says_which_graphs_it_took() -> None:
         (["--strategy", "ring", "--hosts", "8*1"], "hosts '8*1': '8*1' is no number of hosts and ranks"),
         (["--strategy", "ring", "--hosts", "4x1,0x1"], "hosts '4x1,0x1': '0x1' has no ranks"),
         (["--strategy", "ring", "--hosts", "1x1"], "one rank alone communicates nothing"),
-        (["--strategy", "ring", "--hosts", "2x1", "--size", "2B"], "has no room for one float32"),
-        (["--strategy", "ring", "--hosts", "2x1", "--size", "x"], "'x' is no size"),
+        (["--strategy", "ring", "--hosts", "2x1", "--sizes", "2B"], "has no room for one float32"),
+        (["--strategy", "ring", "--hosts", "2x1", "--sizes", "x"], "'x' is no size"),
         (["--strategy", "ring", "--hosts", "2x1", "--dtype", "float31"], "float31"),
         (["--strategy", "ring", "--hosts", "2x1", "--network", "/none.toml"], "'/none.toml' cannot be read"),
         (["--strategy", "ring", "--hosts", "2x1", "--json", "/none/x.json"], "'/none/x.json' cannot be written"),

@@ -107,7 +107,7 @@ def test_the_command_line_knows_them() -> None:
 
 
 def test_the_simulator_knows_them() -> None:
-    done = CliRunner().invoke(main, ["simulate", "--strategy", "path", "--hosts", "4x1", "--size", "1KiB"])
+    done = CliRunner().invoke(main, ["simulate", "--strategy", "path", "--hosts", "4x1", "--sizes", "1KiB"])
     assert done.exit_code == 0, done.output
     assert "path" in done.output
 

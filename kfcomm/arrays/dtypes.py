@@ -14,6 +14,7 @@ import numpy as np
 
 from kfcomm.errors import ConfigError
 from kfcomm.extras import lacking
+from kfcomm.spelling import hint
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
@@ -84,12 +85,16 @@ def dtype_called(given: Any) -> np.dtype[Any]:
     try:
         return np.dtype(name)
     except TypeError:
-        raise ConfigError(f"dtype {given!r:.60} is no dtype; supported are {', '.join(SUPPORTED_NAMES)}") from None
+        near = hint(given, SUPPORTED_NAMES)
+        raise ConfigError(
+            f"dtype {given!r:.60} is no dtype; supported are {', '.join(SUPPORTED_NAMES)}{near}"
+        ) from None
 
 
 def unsupported(name: str) -> ConfigError:
     """The error for a type called ``name`` that kfcomm does not exchange."""
-    return ConfigError(f"dtype {name} is not supported; supported are {', '.join(SUPPORTED_NAMES)}")
+    near = hint(name, SUPPORTED_NAMES) if name not in np.sctypeDict else ""
+    return ConfigError(f"dtype {name} is not supported; supported are {', '.join(SUPPORTED_NAMES)}{near}")
 
 
 def _bfloat16() -> np.dtype[Any]:

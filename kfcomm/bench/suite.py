@@ -20,6 +20,7 @@ from kfcomm.plugins import check
 from kfcomm.reduce import kernel
 from kfcomm.rendezvous.settings import LINKS, TRANSPORTS
 from kfcomm.sizes import show_size
+from kfcomm.spelling import hint
 from kfcomm.types import Op, Verb
 
 _MOST_ITERATIONS = 200
@@ -185,12 +186,15 @@ class Suite:
             check(strategy)
         for transport in self.transports:
             if transport not in TRANSPORTS:
-                raise ConfigError(f"transport {transport!r} is unknown; known are {', '.join(TRANSPORTS)}")
+                near = hint(transport, TRANSPORTS)
+                raise ConfigError(f"transport {transport!r} is unknown; known are {', '.join(TRANSPORTS)}{near}")
             if transport not in LINKS and not self.is_on_device:
                 raise ConfigError(f"transport {transport!r} is for arrays on devices: add --device gpu")
         for workload in self.workloads:
             if workload not in WORKLOADS:
-                raise ConfigError(f"workload {workload!r} is unknown; known are {', '.join(WORKLOADS)}")
+                raise ConfigError(
+                    f"workload {workload!r} is unknown{hint(workload, WORKLOADS)}; known are {', '.join(WORKLOADS)}"
+                )
         for element in map(dtype_of, self.dtypes):
             if self.workloads or any(COLLECTIVES[verb].reduces for verb in self.collectives):
                 kernel(self.op, element)

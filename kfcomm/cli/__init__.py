@@ -15,14 +15,17 @@ import click
 from kfcomm import __version__
 from kfcomm.cli.errors import reported_errors
 from kfcomm.cli.options import of_kind
+from kfcomm.cli.spelling import ELSEWHERE, Commands, WithStrategy
 from kfcomm.errors import ConfigError
 
 _ELSEWHERE = ("bench", "probe", "resize", "run", "simulate", "status", "timeline", "tls", "top")
 """Commands with a module of their own, which is called like them."""
 
 
-class _Commands(click.Group):
+class _Commands(Commands):
     """Imports a command when it is asked for, as click's documentation has it ("Lazily Loading Subcommands")."""
+
+    others = ELSEWHERE
 
     def list_commands(self, context: click.Context) -> list[str]:
         return sorted([*super().list_commands(context), *_ELSEWHERE])
@@ -79,7 +82,20 @@ def doctor(files: tuple[str, ...], as_json: bool) -> None:
     sys.exit(1 if diagnosis.waits else 0)
 
 
-@main.group()
+class _Topology(Commands):
+    """Takes the name of a strategy where a command should be for one that was forgotten."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        from kfcomm.strategies import names
+
+        if args[0] in names():
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {ctx.command_path} show {' '.join(args)}?")
+        return super().resolve_command(ctx, args)
+
+
+@main.group(cls=_Topology)
 def topology() -> None:
     """Show the graphs along which data travels."""
 
@@ -100,7 +116,7 @@ def list_strategies() -> None:
     click.echo("Bytes of the busiest rank, and between hosts of the busiest host, per byte of message.")
 
 
-@topology.command()
+@topology.command(cls=WithStrategy)
 @click.argument("strategy")
 @click.option("-n", "--num-ranks", type=click.IntRange(min=1), required=True, metavar="N", help="Number of ranks.")
 @click.option("--hosts", type=click.IntRange(min=1), default=1, metavar="H", help="Hosts that share them evenly.")
@@ -117,6 +133,8 @@ def show(
     strategy: str, num_ranks: int, hosts: int, root_pair: int | None, nbytes: int | None, output: Any | None
 ) -> None:
     """Draw the graphs of STRATEGY as text, or as a picture with -o.
+
+    STRATEGY is a name of kfcomm topology list, or rules by size: "<=64KiB: star, else: ring".
 
     \b
       kfcomm topology show ring -n 8 --hosts 2

@@ -17,14 +17,18 @@ from kfcomm.bench.suite import COLLECTIVES, Mode, Place, Suite
 from kfcomm.bench.workloads import WORKLOADS
 from kfcomm.cli import options
 from kfcomm.cli.errors import reported_errors
+from kfcomm.cli.simulate import names_of
+from kfcomm.cli.spelling import Choice, WithSizes
 from kfcomm.cli.topologies import topologies
 from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.settings import LINKS, TRANSPORTS, Settings, detect
 from kfcomm.sizes import parse_sizes
+from kfcomm.spelling import meant
 from kfcomm.types import Op, Verb
 
 _CHOICES = tuple(verb.replace("_", "-") for verb in COLLECTIVES)
 _SIZES = "1KiB:64MiB"
+_TOPOLOGIES = "topologies"
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -32,22 +36,25 @@ def _listed(names: Iterable[str]) -> str:
     return f"{', '.join(most)} or {last}"
 
 
-class _Collective(click.Choice[str]):
+class _Collective(Choice):
     """A verb, with ``-`` or, as in Python, with ``_``."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """See ``click.ParamType``."""
-        return super().convert(value.replace("_", "-") if isinstance(value, str) else value, param, ctx)
+        word = value.replace("_", "-") if isinstance(value, str) else value
+        if word not in self.choices and meant(word, [*self.choices, _TOPOLOGIES])[:1] == [_TOPOLOGIES]:
+            self.fail(f"{value!r} is no collective; did you mean kfcomm bench {_TOPOLOGIES}?", param, ctx)
+        return super().convert(word, param, ctx)
 
 
-class _Bench(click.Command):
+class _Bench(WithSizes):
     """A command with a word of its own for one thing that it does quite differently."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        if args and args[0] == topologies.name:
-            return topologies.make_context(f"{info_name} {topologies.name}", args[1:], parent, **extra)
+        if args and args[0] == _TOPOLOGIES:
+            return topologies.make_context(f"{info_name} {_TOPOLOGIES}", args[1:], parent, **extra)
         return super().make_context(info_name, args, parent, **extra)
 
 
@@ -71,7 +78,7 @@ class _Bench(click.Command):
     "--workload",
     "workloads",
     multiple=True,
-    type=click.Choice(tuple(WORKLOADS)),
+    type=Choice(tuple(WORKLOADS)),
     metavar="MODEL",
     help=f"Reduce the gradients of {_listed(WORKLOADS)}. *",
 )
@@ -79,18 +86,22 @@ class _Bench(click.Command):
     "--mode",
     "modes",
     multiple=True,
-    type=click.Choice(tuple(map(str, Mode))),
+    type=Choice(tuple(map(str, Mode))),
     metavar="MODE",
     help=f"How a workload's tensors go: {_listed(Mode)}; all by default. *",
 )
 @click.option(
-    "--strategy", "strategies", multiple=True, metavar="NAME", help="Strategy, for example ring; auto by default. *"
+    "--strategy",
+    "strategies",
+    multiple=True,
+    metavar="NAMES",
+    help="Strategies, with commas between them: ring,tree; auto by default. *",
 )
 @click.option(
     "--transport",
     "transports",
     multiple=True,
-    type=click.Choice(TRANSPORTS),
+    type=Choice(TRANSPORTS),
     metavar="NAME",
     help=f"Kind of links: {_listed(LINKS)}; auto by default; nccl with --device gpu. *",
 )
@@ -99,7 +110,7 @@ class _Bench(click.Command):
 )
 @click.option(
     "--device",
-    type=click.Choice(tuple(map(str, Place))),
+    type=Choice(tuple(map(str, Place))),
     default=str(Place.CPU),
     show_default=True,
     metavar="NAME",
@@ -154,7 +165,7 @@ def _suite(collectives: tuple[str, ...], settings: Settings, given: dict[str, An
         sizes=parse_sizes(given["sizes"]),
         workloads=_once(given["workloads"]),
         modes=tuple(map(Mode, _once(given["modes"]))) or tuple(Mode),
-        strategies=_once(given["strategies"]) or (settings.strategy,),
+        strategies=names_of(given["strategies"]) or (settings.strategy,),
         transports=_once(given["transports"]) or (settings.transport if place is Place.GPU else settings.links,),
         dtypes=_once(given["dtypes"]) or ("float32",),
         op=given["op"],

@@ -17,6 +17,7 @@ import click
 from kfcomm.bench.report import Files
 from kfcomm.cli import options
 from kfcomm.cli.errors import reported_errors
+from kfcomm.cli.spelling import Choice, WithSize
 from kfcomm.errors import ConfigError
 from kfcomm.launch.screen import Look, Screen, Stream
 from kfcomm.rendezvous.settings import LINKS, Settings, detect
@@ -30,7 +31,7 @@ MOST_BUSY = 0.25
 BUSY_OVER_S = 1.0
 
 
-@click.command()
+@click.command(cls=WithSize)
 @click.option("-n", "--num-ranks", type=click.IntRange(min=2), metavar="N", help="Ranks to start here.")
 @click.option("--nbytes", "size", default="1MiB", show_default=True, metavar="SIZE", help="Of the first messages.")
 @click.option(
@@ -39,7 +40,7 @@ BUSY_OVER_S = 1.0
 @click.option(
     "--timeout", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Seconds for each pair of ranks."
 )
-@click.option("--transport", type=click.Choice(LINKS), help="Kind of links between the ranks.")
+@click.option("--transport", type=Choice(LINKS), help="Kind of links between the ranks.")
 @click.option(
     "--keep",
     is_flag=True,

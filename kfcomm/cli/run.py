@@ -13,6 +13,7 @@ import click
 
 from kfcomm.cli.errors import reported_errors
 from kfcomm.cli.options import device
+from kfcomm.cli.spelling import Choice
 from kfcomm.launch.options import RunOptions
 from kfcomm.launch.output import open_standard_descriptors
 from kfcomm.launch.run import run as run_job
@@ -35,7 +36,7 @@ from kfcomm.rendezvous.settings import TRANSPORTS, misspelt
     "--port", type=click.IntRange(1, 65535), help="Port of the store on the first host; 29600 with -H, else any."
 )
 @click.option("--strategy", metavar="NAME", help="Strategy of the world, for example ring.")
-@click.option("--transport", type=click.Choice(TRANSPORTS), help="Kind of links between the ranks, or nccl.")
+@click.option("--transport", type=Choice(TRANSPORTS), help="Kind of links between the ranks, or nccl.")
 @device
 @click.option("--timeout", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Seconds until a wait fails.")
 @click.option(

@@ -17,6 +17,7 @@ from kfcomm.bench.report import Files
 from kfcomm.bench.simulated import Simulations
 from kfcomm.cli import options
 from kfcomm.cli.errors import reported_errors
+from kfcomm.cli.spelling import WithSizes
 from kfcomm.errors import ConfigError
 from kfcomm.plugins import build
 from kfcomm.simulate import Result, SimulatedNetwork, num_messages
@@ -34,7 +35,7 @@ World = tuple[int | None, int | None]
 """Number of hosts and of ranks on each; None for what the network says."""
 
 
-@click.command()
+@click.command(cls=WithSizes)
 @click.option(
     "--strategy",
     "strategies",
@@ -49,8 +50,7 @@ World = tuple[int | None, int | None]
     help="Hosts and ranks on each, for example 512x8 or 8x1,16x1,32x1; those of the network by default.",
 )
 @click.option(
-    "--size",
-    "sizes",
+    "--sizes",
     default="100MiB",
     show_default=True,
     metavar="SIZES",
@@ -81,8 +81,8 @@ def simulate(
     hosts and size is run. Options with * can be given again.
 
     \b
-      kfcomm simulate --strategy ring,tree --hosts 64x8 --size 100MiB
-      kfcomm simulate --strategy ring,star --hosts 8x1,16x1,32x1 --size 1KiB:64MiB --html times.html
+      kfcomm simulate --strategy ring,tree --hosts 64x8 --sizes 100MiB
+      kfcomm simulate --strategy ring,star --hosts 8x1,16x1,32x1 --sizes 1KiB:64MiB --html times.html
       kfcomm simulate --strategy ring --network cluster.toml
     """  # noqa: D301  click wants the character, not its name
     with reported_errors():
@@ -109,7 +109,14 @@ def network_of(path: Path | None) -> tuple[SimulatedNetwork, str]:
 
 
 def names_of(strategies: Sequence[str]) -> tuple[str, ...]:
-    """Names given with commas between them, or by several options; a rule by size may have commas of its own."""
+    """Names given with commas between them, or by several options; rules by size have commas of their own.
+
+    Raises:
+        ConfigError: there are colons between them.
+    """
+    for given in strategies:
+        if ":" in given and "<=" not in given and "else" not in given:
+            raise ConfigError(f"--strategy {given!r}: strategies have commas between them: {given.replace(':', ',')}")
     found = (name.strip() for given in strategies for name in ([given] if ":" in given else given.split(",")))
     return tuple(dict.fromkeys(found))
 

@@ -10,12 +10,13 @@ import click
 
 from kfcomm.cli.errors import reported_errors
 from kfcomm.cli.options import of_kind
+from kfcomm.cli.spelling import Commands
 
 if TYPE_CHECKING:
     from kfcomm.monitor.timeline import Merged
 
 
-@click.group()
+@click.group(cls=Commands)
 def timeline() -> None:
     """Put the timelines of all ranks together.
 

@@ -8,9 +8,10 @@ import click
 
 from kfcomm import tls as certificates
 from kfcomm.cli.errors import reported_errors
+from kfcomm.cli.spelling import Commands
 
 
-@click.group()
+@click.group(cls=Commands)
 def tls() -> None:
     """Make what a job's connections are secured with."""
 

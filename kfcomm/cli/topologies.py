@@ -17,6 +17,7 @@ from kfcomm.bench.topologies import MeasuredTopologies, SimulatedTopologies
 from kfcomm.cli import options
 from kfcomm.cli.errors import reported_errors
 from kfcomm.cli.simulate import names_of, network_of, parse_worlds, simulated, tell
+from kfcomm.cli.spelling import Choice, WithSizes
 from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.settings import LINKS, detect
 from kfcomm.sizes import parse_sizes
@@ -36,7 +37,7 @@ _OF_REAL_RANKS = {
 }
 
 
-@click.command()
+@click.command(cls=WithSizes)
 @click.option(
     "-n",
     "--num-ranks",
@@ -55,7 +56,7 @@ _OF_REAL_RANKS = {
 )
 @click.option(
     "--transport",
-    type=click.Choice(LINKS),
+    type=Choice(LINKS),
     metavar="NAME",
     help="Kind of links between the ranks; auto by default.",
 )

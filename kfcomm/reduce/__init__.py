@@ -22,6 +22,7 @@ from kfcomm.reduce.halves import HALVES, half_kernel
 from kfcomm.reduce.ordered import ordered_kernel
 from kfcomm.reduce.plain import plain_kernel
 from kfcomm.reduce.wire import Wire, wire_dtype_of, wire_of
+from kfcomm.spelling import hint
 from kfcomm.types import Op
 
 __all__ = ["Kernel", "Wire", "kernel", "supports", "wire_dtype_of", "wire_of"]
@@ -38,7 +39,7 @@ def kernel(op: Op | str, dtype: np.dtype[Any]) -> Kernel:
         ConfigError: no such op, the dtype is not supported, or the op has no meaning for it; says what would do.
     """
     if op not in FOLDS:
-        raise ConfigError(f"op {op!r} is unknown; known are {', '.join(Op)}")
+        raise ConfigError(f"op {op!r} is unknown; known are {', '.join(Op)}{hint(op, Op)}")
     op, dtype = Op(op), checked(dtype)
     refusal = _refusal(op, dtype)
     if refusal is not None:

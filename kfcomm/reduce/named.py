@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from kfcomm.errors import ConfigError
+from kfcomm.spelling import hint
 from kfcomm.types import Op
 
 _LIBRARIES = frozenset({"numpy", "torch", "jax", "cupy", "mpi4py", "horovod", "operator", "_operator", "builtins"})
@@ -54,7 +55,8 @@ def op_of(given: Any, dtype: np.dtype[Any] | None = None) -> Op:
     if word == "adasum":
         raise ConfigError("adasum combines whole arrays: it is an op of all_reduce and all_reduce_many alone")
     if op is None:
-        raise ConfigError(f"op {given!r:.60} is unknown; known are {', '.join(Op)}, and of all_reduce adasum")
+        near = hint(given, [*Op, *_BY_WORD, *_BY_LOGICAL_WORD, "adasum"]) if isinstance(given, str) else ""
+        raise ConfigError(f"op {given!r:.60} is unknown; known are {', '.join(Op)}, and of all_reduce adasum{near}")
     if dtype is not None and dtype.kind != "b":
         raise ConfigError(f"op {given!r:.60} is for bool, not for {dtype}: op {op} combines bits")
     return op

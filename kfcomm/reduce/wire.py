@@ -21,6 +21,7 @@ from kfcomm.arrays.dtypes import Array, checked, dtype_called, dtype_of
 from kfcomm.errors import ConfigError
 from kfcomm.reduce.base import Quiet
 from kfcomm.reduce.halves import HALVES, half_math
+from kfcomm.spelling import hint
 from kfcomm.types import Op
 
 _CARRIED = {
@@ -40,7 +41,8 @@ def wire_dtype_of(given: Any, dtype: np.dtype[Any]) -> np.dtype[Any]:
     except ConfigError:
         name = ""
     if name not in HALVES:
-        raise ConfigError(f"wire_dtype {given!r:.60} is unknown; known are {', '.join(sorted(_CARRIED))}")
+        near = hint(given, _CARRIED)
+        raise ConfigError(f"wire_dtype {given!r:.60} is unknown; known are {', '.join(sorted(_CARRIED))}{near}")
     if checked(dtype).name not in _CARRIED[name]:
         raise ConfigError(f"wire_dtype {name} cannot carry {dtype}: it takes {', '.join(sorted(_CARRIED[name]))}")
     return dtype_of(name)

@@ -18,6 +18,7 @@ from kfcomm.rendezvous.interfaces import LOOPBACK, is_loopback
 from kfcomm.rendezvous.token import HOW_TO_SET, concealed_token, given_token, user_token
 from kfcomm.rendezvous.worlds import FINDERS, MAX_RANKS, Source, World
 from kfcomm.sizes import seconds_of
+from kfcomm.spelling import hint, meant
 
 if TYPE_CHECKING:
     from kfcomm.types import Seconds
@@ -140,7 +141,9 @@ def detect(environ: Mapping[str, str], **arguments: Unpack[Arguments]) -> Settin
     given: dict[str, Any] = {name: value for name, value in arguments.items() if value is not None}
     environ = {name: value for name, value in environ.items() if value}  # an empty one is as good as none
     if unknown := sorted(given.keys() - Arguments.__annotations__.keys()):
-        raise ConfigError(f"unknown settings {', '.join(unknown)}; there are {', '.join(Arguments.__annotations__)}")
+        known = Arguments.__annotations__
+        near = "".join(hint(name, known) for name in unknown[:1])
+        raise ConfigError(f"unknown settings {', '.join(unknown)}; there are {', '.join(known)}{near}")
     if isinstance(rules := given.get("strategy"), Mapping):
         given["strategy"] = ", ".join(f"{condition}: {name}" for condition, name in rules.items())
     reader = _Reader(environ, given)
@@ -203,11 +206,8 @@ def _find_join(reader: _Reader, world: World, store: str | None) -> int | None:
 def misspelt(environ: Mapping[str, str]) -> list[str]:
     """A line for each variable that looks like one of kfcomm's and is none, where it is clear which was meant."""
     known = {f"KFCOMM_{name.upper()}" for name in Arguments.__annotations__} | OTHER_VARIABLES
-    if not (unknown := sorted(name for name in environ if name.startswith("KFCOMM_") and name not in known)):
-        return []
-    from difflib import get_close_matches  # which nobody else needs
-
-    found = ((name, get_close_matches(name, known, 1, cutoff=0.85)) for name in unknown)
+    unknown = sorted(name for name in environ if name.startswith("KFCOMM_") and len(name) > 8 and name not in known)
+    found = ((name, meant(name, known, like=0.85)) for name in unknown)
     return [f"{name} is no setting and has no effect: did you mean {likely[0]}?" for name, likely in found if likely]
 
 
@@ -223,7 +223,10 @@ def check_device(choice: str, name: str = "device") -> str:
     # not isdigit alone, which takes digits of other scripts, too
     if (kind, colon) == ("cuda", ":") and ordinal.isascii() and ordinal.isdigit() and len(ordinal) <= MAX_DIGITS:
         return f"cuda:{int(ordinal)}"
-    raise ConfigError(f"{name}={choice!r} must be auto, none, cuda, or cuda:N for the N-th device of this host, from 0")
+    near = hint(kind, ("auto", "none", "cuda"))
+    raise ConfigError(
+        f"{name}={choice!r} must be auto, none, cuda, or cuda:N for the N-th device of this host, from 0{near}"
+    )
 
 
 def host_and_port(url: str, name: str = "store") -> tuple[str, int]:
@@ -351,7 +354,8 @@ class _Reader(NamedTuple):
     def choice(self, setting: str, allowed: tuple[str, ...]) -> str:
         value = self.text(setting, allowed[0])
         if value not in allowed:
-            raise ConfigError(f"{self.name(setting)}={value!r} must be one of {', '.join(allowed)}")
+            near = hint(value, allowed)
+            raise ConfigError(f"{self.name(setting)}={value!r} must be one of {', '.join(allowed)}{near}")
         return value
 
     def flag(self, setting: str, *, default: bool) -> bool:

@@ -7,7 +7,6 @@ values there are (rates, times, counts), not which fields.
 
 from __future__ import annotations
 
-import difflib
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kfcomm.errors import ConfigError
+from kfcomm.spelling import meant
 
 _PREFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
@@ -224,6 +224,6 @@ class Document:
 
 def _nearest(word: str, known: list[str]) -> str:
     """The known words, with the one that was probably meant in front."""
-    near = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.5)
+    near = meant(word, known, like=0.5)
     listed = f"known are {', '.join(known)}"
     return f"did you mean {near[0]}? ({listed})" if near else listed

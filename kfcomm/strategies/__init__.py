@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.errors import ConfigError
 from kfcomm.lazy import imported_when_used
+from kfcomm.spelling import meant
 from kfcomm.strategies import auto as _auto
 from kfcomm.strategies.base import AnyStrategy, Direct, SizedStrategy, Strategy, from_edges, from_parents
 from kfcomm.strategies.registry import ALGORITHMS
@@ -110,8 +111,6 @@ def _named(name: str, layout: Layout, others: Callable[[], Mapping[str, Builder]
     if name in ("packed_trees", "minimum_spanning_tree"):
         raise ConfigError(f"strategy {name!r} is made from measurement: (await comm.probe()).{name}()")
     known = [*names(), *sorted(more)]
-    import difflib  # for a name that is wrong, and no other
-
-    near = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=3, cutoff=0.5)
+    near = meant(name, known, like=0.5)
     hint = f"did you mean {' or '.join(near)}? (" if near else "("
     raise ConfigError(f"unknown strategy {name!r}; {hint}known are: {', '.join(known)})")

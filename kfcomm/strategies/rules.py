@@ -34,7 +34,8 @@ def parse_rules(text: str) -> dict[str, str]:
     for part in text.split(","):
         condition, colon, name = (word.strip() for word in part.partition(":"))
         if not colon:
-            raise ConfigError(f"strategy {text!r}: {part.strip()!r} has no colon; {_HELP}")
+            several = "" if ":" in text else "only one is wanted here; "
+            raise ConfigError(f"strategy {text!r}: {part.strip()!r} has no colon; {several}{_HELP}")
         if condition in rules:
             raise ConfigError(f"strategy {text!r}: {condition!r} comes twice")
         rules[condition] = name

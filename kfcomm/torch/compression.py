@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeAlias
 from kfcomm.compression import PowerSGD, TopK
 from kfcomm.compression.feedback import Averaging
 from kfcomm.errors import ConfigError
+from kfcomm.spelling import hint
 
 WIRE_DTYPES = ("float16", "bfloat16")
 MAKERS: dict[str, Any] = {"powersgd": PowerSGD, "topk": TopK}
@@ -57,7 +58,7 @@ class Compression:
         object.__setattr__(self, "begin_after", begin_after)
         object.__setattr__(self, "options", options)
         if kind not in KINDS:
-            raise ConfigError(f"compression {kind!r} is not known; known are {', '.join(KINDS)}")
+            raise ConfigError(f"compression {kind!r} is not known; known are {', '.join(KINDS)}{hint(kind, KINDS)}")
         self.made("")
 
     @property
@@ -106,5 +107,8 @@ def by_parameter(given: Given, names: Iterable[str]) -> dict[str, Compression | 
     found = {name: next((one for one in patterns if fnmatchcase(name, one)), None) for name in names}
     unused = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in found)]
     if unused:
-        raise ConfigError(f"compression for {unused[0]!r}: no parameter has such a name; there are {list(found)[:8]}")
+        near = hint(unused[0], found)
+        raise ConfigError(
+            f"compression for {unused[0]!r}: no parameter has such a name; there are {list(found)[:8]}{near}"
+        )
     return {name: None if pattern is None else patterns[pattern] for name, pattern in found.items()}

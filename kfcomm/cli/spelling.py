@@ -1,0 +1,96 @@
+"""Commands, options and values that are spelt wrong, or as elsewhere: what is meant is said, or taken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import click
+
+from kfcomm.spelling import hint, meant
+
+ELSEWHERE = {
+    "strategies": "topology list",
+    "topologies": "topology list, or bench topologies",
+    "benchmark": "bench",
+    "launch": "run",
+    "start": "run",
+    "watch": "top",
+    "info": "env",
+    "scale": "resize",
+    "dump": "doctor, for the dumps that kill -USR1 makes",
+    "version": "--version",
+}
+"""What the commands are called that people look for under these names."""
+
+
+class Commands(click.Group):
+    """A group that says which command was probably meant."""
+
+    others: ClassVar[Mapping[str, str]] = {}
+    """Names that people may look for, and what these are here."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """See ``click.Group``."""
+        name = args[0]
+        if self.get_command(ctx, name) is None and not name.startswith("-"):
+            near = [self.others[name]] if name in self.others else meant(name, self.list_commands(ctx))
+            said = f" Did you mean {' or '.join(f'{ctx.command_path} {one}' for one in near)}?" if near else ""
+            ctx.fail(f"No such command {name!r}.{said}")
+        return super().resolve_command(ctx, args)
+
+
+class Choice(click.Choice[str]):
+    """One of several words; says which was probably meant."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """See ``click.ParamType``."""
+        if isinstance(value, str) and value not in self.choices:
+            listed = ", ".join(map(repr, self.choices))
+            self.fail(f"{value!r} is not one of {listed}{hint(value, self.choices)}", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class Aliased(click.Command):
+    """A command that takes options by the names that other commands have for them, and says what they are called here.
+
+    Attributes:
+        aliases: by the other name, the one that it has here; empty for an argument.
+    """
+
+    aliases: ClassVar[Mapping[str, str]] = {}
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """See ``click.Command``."""
+        end = args.index("--") if "--" in args else len(args)
+        return super().parse_args(ctx, [word for given in args[:end] for word in self._here(given)] + args[end:])
+
+    def _here(self, given: str) -> Sequence[str]:
+        option, equals, value = given.partition("=")
+        here = self.aliases.get(option)
+        if here is None:
+            return [given]
+        click.echo(f"kfcomm: {option} is {here or 'an argument, without an option,'} here", err=True)
+        if here:
+            return [f"{here}{equals}{value}"]
+        return [value] if equals else []
+
+
+class WithSizes(Aliased):
+    """A command that takes a list of sizes."""
+
+    aliases: ClassVar[Mapping[str, str]] = {"--size": "--sizes", "--nbytes": "--sizes"}
+
+
+class WithSize(Aliased):
+    """A command that takes one size."""
+
+    aliases: ClassVar[Mapping[str, str]] = {"--size": "--nbytes", "--sizes": "--nbytes"}
+
+
+class WithStrategy(WithSize):
+    """A command whose argument is the strategy."""
+
+    aliases: ClassVar[Mapping[str, str]] = {**WithSize.aliases, "--strategy": ""}
