@@ -179,7 +179,7 @@ def test_a_job_is_meant_by_its_name_or_how_that_begins() -> None:
     for asked, message in ((None, "3 jobs run here, name"), ("a", "3 jobs run here"), ("x", "no job 'x' runs here")):
         with pytest.raises(ConfigError, match=message) as caught:
             chosen(jobs, asked)
-        assert "abc (ranks 0-1); abd (ranks 0, 5); ab (ranks 3)" in str(caught.value)
+        assert "abc (ranks 0-1)\n  abd (ranks 0, 5)\n  ab (ranks 3)" in str(caught.value)
 
 
 @pytest.mark.parametrize("interval", ["0", "-1", "x", "nan"])

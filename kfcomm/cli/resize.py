@@ -25,10 +25,10 @@ _SHOWN = 40
 def resize(words: tuple[str, ...], named: str | None, yes: bool, store: str | None) -> None:
     """Ask a running elastic job for SIZE ranks.
 
-    JOB is its name, or how that begins; needed if several run. A job without a name on the command line has to be of
-    this terminal, or of the directory in which it was started; of another the command asks first (--yes: it does not),
-    and refuses where it cannot ask. New ranks are started at once and come in at the next boundary between two steps;
-    of too many the last are released there.
+    JOB is its name, or how that begins. Without it the job is meant that was started in this directory, else at this
+    terminal. If none was, and another one runs, the command asks whether it is meant (--yes: it does not), and refuses
+    where it cannot ask. New ranks are started at once and come in at the next boundary between two steps; of too many
+    the last are released there.
 
     \b
       kfcomm resize 6
@@ -67,7 +67,7 @@ def _check_is_meant(told: dict[str, Any], size: int) -> None:
     from kfcomm.launch.requests import titled
 
     origin = Origin.from_json(told.get("origin", {}))
-    if origin is None or origin.is_near or os.environ.get("KFCOMM_JOB") == told["job"]:
+    if origin is None or origin.nearness or os.environ.get("KFCOMM_JOB") == told["job"]:
         return
     which = f"{titled(told)} was started at another terminal and in another directory"
     if at_terminal():

@@ -16,7 +16,8 @@ from kfcomm.cli.errors import reported_errors
 def status(job: str | None, named: str | None, as_json: bool) -> None:
     """Show the ranks of a running elastic job: which run, which have ended and how, how many are wanted.
 
-    JOB is its name, or how that begins; needed if several run.
+    JOB is its name, or how that begins; needed if several run, unless one of them alone was started at this terminal or
+    in this directory.
     """
     from kfcomm.launch.requests import ask, find, titled
     from kfcomm.rendezvous.board import describe_exit

@@ -70,7 +70,7 @@ def chosen(jobs: Sequence[Job], asked: str | None) -> str:
     """
     if not jobs:
         raise ConfigError(NO_JOB)
-    listed = "; ".join(map(_described, jobs))
+    listed = "".join(f"\n  {_described(job)}" for job in jobs)
     names = [job.name for job in jobs if asked is None or job.name.startswith(asked)]
     if asked in names:
         return asked or names[0]

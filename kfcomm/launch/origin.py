@@ -53,9 +53,12 @@ class Origin:
         return asdict(self)
 
     @property
-    def is_near(self) -> bool:
-        """Whether it was started at this process's terminal (in its session), or in its working directory."""
-        return self.session == os.getsid(0) or self.directory == _directory()
+    def nearness(self) -> int:
+        """2 if it was started in this process's working directory, 1 if at its terminal (in its session), else 0."""
+        if self.directory == _directory():
+            return 2
+        # 0 is that of all whose session began outside of their container
+        return int(self.session == os.getsid(0) != 0)
 
     def __str__(self) -> str:
         age = _age(time.time() - self.began_s)

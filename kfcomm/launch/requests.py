@@ -85,13 +85,17 @@ def find(asked: str | None) -> str:
     """The name of the job that is meant.
 
     Args:
-        asked: its name, or how that begins; None if there is but one.
+        asked: its name, or how that begins; None for the only one, or for the one that was started nearest.
 
     Raises:
         ConfigError: there is no such job, or more than one; all are listed.
     """
     there = jobs()
     found = [name for name in there if asked is None or name.startswith(asked)]
+    if asked is None and len(found) > 1:
+        nearness = {name: _nearness(name) for name in found}
+        nearest = [name for name in found if nearness[name] == max(nearness.values()) > 0]
+        found = nearest if len(nearest) == 1 else found
     if len(found) == 1:
         return found[0]
     if not there:
@@ -127,6 +131,14 @@ def titled(told: dict[str, Any]) -> str:
     """Which job has told this: its name, and where it is from."""
     origin = Origin.from_json(told.get("origin", {}))
     return f"job {told['job']}" + (f" ({origin})" if origin is not None else "")
+
+
+def _nearness(name: str) -> int:
+    try:
+        origin = Origin.from_json(ask(name, "status").get("origin", {}))
+    except ConfigError:  # it has just ended
+        return 0
+    return 0 if origin is None else origin.nearness
 
 
 def _listed(names: Sequence[str]) -> str:
