@@ -182,6 +182,23 @@ def test_a_job_is_meant_by_its_name_or_how_that_begins() -> None:
         assert "abc (ranks 0-1)\n  abd (ranks 0, 5)\n  ab (ranks 3)" in str(caught.value)
 
 
+def test_of_several_jobs_the_only_one_of_this_directory_is_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def job(name: str, pid: int) -> Job:
+        return Job(name, ((0, f"kfcomm-live/0/{name}/0/{pid}.0"),))
+
+    with subprocess.Popen(["sleep", "inf"], cwd=tmp_path) as other:
+        jobs = [job("here", os.getpid()), job("there", other.pid)]
+        assert chosen(jobs, None) == "here"
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(ConfigError, match="2 jobs run here, name") as caught:
+            chosen(jobs, None)  # both are of this one now
+        assert f"there (ranks 0, sleep inf, in {tmp_path})" in str(caught.value)
+        assert chosen([*jobs, job("there", other.pid)], "here") == "here"
+        other.kill()
+
+
 @pytest.mark.parametrize("interval", ["0", "-1", "x", "nan"])
 def test_intervals_that_are_none_are_refused(interval: str) -> None:
     assert top("--interval", interval).exit_code == 2

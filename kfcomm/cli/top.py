@@ -42,8 +42,9 @@ NO_JOB = (
 def top(job: str | None, named: str | None, once: bool, interval: float) -> None:
     """Show what a running job is doing: rates, who is waited for, the busiest names.
 
-    JOB is its name, or how that begins; needed if several run. Shown are its ranks on this host, and their links to
-    others. Leave with q. Where the output is no terminal, one view follows the other.
+    JOB is its name, or how that begins; needed if several run, unless one of them alone runs in this directory. Shown
+    are its ranks on this host, and their links to others. Leave with q. Where the output is no terminal, one view
+    follows the other.
 
     \b
       kfcomm top
@@ -72,6 +73,9 @@ def chosen(jobs: Sequence[Job], asked: str | None) -> str:
         raise ConfigError(NO_JOB)
     listed = "".join(f"\n  {_described(job)}" for job in jobs)
     names = [job.name for job in jobs if asked is None or job.name.startswith(asked)]
+    if asked is None and len(names) > 1:
+        here = [job.name for job in jobs if job.directory == os.path.realpath(os.getcwd())]
+        names = here if len(here) == 1 else names
     if asked in names:
         return asked or names[0]
     if len(names) == 1:

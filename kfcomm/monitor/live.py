@@ -64,10 +64,17 @@ class Job(NamedTuple):
     def program(self) -> str:
         """What its first process here runs, and in which directory; empty where the system does not say."""
         try:
-            folder = Path(f"/proc/{self.pids[0]}")
-            words = folder.joinpath("cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
-            return f"{shortened(shlex.join(words), MAX_COMMAND)}, in {folder.joinpath('cwd').readlink()}"
+            words = Path(f"/proc/{self.pids[0]}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+            return f"{shortened(shlex.join(words), MAX_COMMAND)}, in {self.directory}"
         except (OSError, IndexError, ValueError):  # it has just ended, or is no socket of ``attend``
+            return ""
+
+    @property
+    def directory(self) -> str:
+        """The working directory of its first process here; empty where the system does not say."""
+        try:
+            return str(Path(f"/proc/{self.pids[0]}/cwd").readlink())
+        except (OSError, IndexError, ValueError):
             return ""
 
     @property

@@ -17,9 +17,9 @@ class PeerStatistics:
     Attributes:
         rank: of the peer, in the world.
         link: ``shm``, ``unix``, ``tcp`` or ``memory``.
-        sent_nbytes, received_nbytes: since the beginning; on sockets as they go over the wire, heads included,
-            through shared memory the payloads.
-        sent_messages, received_messages: frames, chunks and the small ones that speak of them.
+        sent_nbytes, received_nbytes: since the beginning of the epoch; on sockets as they go over the wire, heads
+            included, through shared memory the payloads, and what is read in slots.
+        sent_messages, received_messages: frames, chunks and the small ones that speak of them, and uses of slots.
         send_rate, receive_rate: bytes per second over the last one to two seconds.
         waited_s: seconds that collectives of this process have waited for chunks of this peer (see
             ``runtime.meter``). With several in flight each counts, so it may grow faster than the clock. With two kinds
