@@ -1,9 +1,10 @@
-"""Tracebacks that several ranks print alike: one is shown, and who has the others is told in a line.
+"""Errors that several ranks print alike: one is shown, and who has the others is told in a line.
 
-The first rank whose traceback begins is shown as it writes. While its traceback is young, that of another rank is held
-back until it is whole: the rank has told it before (see ``rendezvous.farewell``), or its stream has ended. If it leads
-through the same lines of the program, it is not shown again; if its last lines say something else, these are. Whatever
-else is held back is shown, after `HELD_FOR_S` at the latest. Sans-IO: bytes and times in, bytes out.
+They are tracebacks, and what argparse and the interpreter print before they end. The first rank whose error begins is
+shown as it writes. While its error is young, that of another rank is held back until it is whole: the rank has told it
+before (see ``rendezvous.farewell``), or its stream has ended. If it leads through the same lines of the program, it is
+not shown again; if its last lines say something else, these are. Whatever else is held back is shown, after
+`HELD_FOR_S` at the latest unless the rank is about to end. Sans-IO: bytes and times in, bytes out.
 
 Memory: for each rank at most `MAX_NBYTES`.
 """
@@ -24,8 +25,9 @@ ALIKE_WITHIN_S = 60.0
 MAX_SHOWN = 16
 """Tracebacks that are remembered."""
 _BEGIN = re.compile(
-    rb"^(?:(?:  \+ Exception Group )?Traceback \(most recent call last\):"
-    rb'|  File ".+", line \d+)$',  # of a SyntaxError
+    rb"^(?:(?:  \+ Exception Group )?Traceback \(most recent call last\):$"
+    rb'|  File ".+", line \d+$'  # of a SyntaxError
+    rb"|usage: |\S*python[\d.]*: |kfcomm: error: )",  # of argparse, the interpreter, our own commands
     re.MULTILINE,
 )
 _HEADING = b"Traceback (most recent call last):"
@@ -47,8 +49,10 @@ class Error:
 
     @classmethod
     def of(cls, text: bytes) -> Error:
-        """What a traceback says; a text that is none is a way without a message."""
+        """What a traceback says, or another error of which the last line is the message."""
         lines = text.splitlines()
+        if not text.startswith((b" ", _HEADING)):
+            return cls(b"\n".join(lines[:-1]), b"\n".join(lines[-1:]))
         headings = [number for number, line in enumerate(lines) if line == _HEADING]
         end = headings[-1] + 1 if headings else 0
         while end < len(lines) and lines[end].startswith(b" "):
@@ -89,8 +93,8 @@ class _Block:
     has_ended: bool = False
     is_whole: bool = False
 
-    def is_due(self, now_s: float) -> bool:
-        return self.is_whole or now_s >= self.since_s + HELD_FOR_S
+    def is_late(self, now_s: float) -> bool:
+        return now_s >= self.since_s + HELD_FOR_S
 
 
 @dataclass(slots=True)
@@ -109,6 +113,7 @@ class Repeats:
 
     _blocks: dict[int, _Block] = field(default_factory=dict)
     _told: dict[int, bytes] = field(default_factory=dict)
+    _leaving: set[int] = field(default_factory=set)
     _shown: dict[bytes, _Shown] = field(default_factory=dict)
     _alike: dict[Error, list[int]] = field(default_factory=dict)
 
@@ -120,6 +125,10 @@ class Repeats:
     def told(self, rank: int, text: bytes) -> None:
         """A rank is about to print this traceback."""
         self._told[rank] = text
+
+    def leaves(self, rank: int) -> None:
+        """A rank has said that it leaves with an error: soon it has written all."""
+        self._leaving.add(rank)
 
     def shown(self, rank: int, data: bytes, now_s: float) -> bytes:
         """What is to be shown now of what a rank has written; at its end, of nothing."""
@@ -148,28 +157,40 @@ class Repeats:
             return before + block.text + after
         return before + after
 
-    def settle(self, now_s: float, *, is_over: bool = False) -> list[tuple[int, bytes]]:
-        """What is not held back any longer, by rank, in whole lines: nothing is if all ``is_over``."""
-        for rank, block in [(rank, block) for rank, block in self._blocks.items() if block.is_shown]:
-            if block.is_whole:
-                self._remember(rank, Error.of(block.text), now_s)
-            if is_over or block.is_due(now_s):
+    def settle(self, now_s: float, *, is_ending: bool = False, is_over: bool = False) -> list[tuple[int, bytes]]:
+        """What is not held back any longer, by rank.
+
+        Args:
+            now_s: the time.
+            is_ending: all ranks have been asked to end: each is waited for.
+            is_over: all have ended; nothing is held back after this.
+        """
+        for rank, block in self._blocks.items():
+            if block.is_late(now_s) and rank in self._leaving:
+                block.is_whole = True
+        due = {
+            rank: block
+            for rank, block in self._blocks.items()
+            if block.is_whole or is_over or (block.is_late(now_s) and not is_ending)
+        }
+        for rank, block in due.items():
+            if block.is_shown:
                 del self._blocks[rank]
+                if block.is_whole:
+                    self._remember(rank, Error.of(block.text), now_s)
         if any(block.is_shown for block in self._blocks.values()):
             return []
         freed: list[tuple[int, bytes]] = []
-        for rank, block in list(self._blocks.items()):
-            if not (is_over or block.is_due(now_s)):
+        for rank, block in due.items():
+            if block.is_shown:
                 continue
             del self._blocks[rank]
             error = Error.of(block.text)
-            known = self._fresh(now_s).get(error.way)
-            if known is not None and block.is_whole:
+            if block.is_whole and error.way in self._fresh(now_s):
                 self._alike.setdefault(error, []).append(rank)
                 continue
-            freed.append(
-                (rank, block.text if block.text.endswith(b"\n") or not block.has_ended else block.text + b"\n")
-            )
+            is_cut = block.has_ended and not block.text.endswith(b"\n")
+            freed.append((rank, block.text + b"\n" if is_cut else block.text))
             if block.is_whole:
                 self._remember(rank, error, now_s)
         return freed
@@ -182,7 +203,7 @@ class Repeats:
             is_same = error.message == first.message
             ranks = sorted({*alike, *([first.rank] if is_same and not first.is_told else [])})
             first.is_told = first.is_told or is_same
-            place = "the traceback of" if is_same else "at the same place as"
+            place = "as shown for" if is_same else "at the same place as"
             noun = "rank" if len(ranks) == 1 else "ranks"
             lines.append(f"{noun} {ranges(ranks)}: {error.summary} ({place} rank {first.rank})")
             lines += [] if is_same else error.message.decode(errors="replace").splitlines()[1:]

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from kfcomm.launch.blame import LEAVING_WITHIN_S
 from kfcomm.launch.output import Log
-from kfcomm.launch.repeats import HELD_FOR_S, Repeats
+from kfcomm.launch.repeats import HELD_FOR_S, Error, Repeats
 from kfcomm.launch.screen import Stream
 from kfcomm.launch.supervisor import Supervisor, Verdict
 from kfcomm.launch.victims import Victims
@@ -62,6 +62,8 @@ class Streams:
     def heard(self, farewell: Farewell) -> None:
         """A rank said something of its end."""
         self._supervisor.blame.heard(farewell)
+        if farewell.at_s is not None and farewell.code:
+            self._repeats.leaves(farewell.rank)
         if not farewell.is_printed or not farewell.text:
             return
         if not farewell.is_elsewhere or self._supervisor.keep_going:
@@ -101,7 +103,9 @@ class Streams:
 
     async def _settle(self, *, is_over: bool = False) -> None:
         """Show what has been held back for long enough."""
-        for rank, text in self._repeats.settle(asyncio.get_running_loop().time(), is_over=is_over):
+        now_s = asyncio.get_running_loop().time()
+        is_ending = not self._supervisor.verdict.is_open and not self._supervisor.keep_going
+        for rank, text in self._repeats.settle(now_s, is_ending=is_ending, is_over=is_over):
             await self._display.feed(rank, Stream.ERR, text)
 
     def _settle_soon(self) -> None:
@@ -163,8 +167,8 @@ class Streams:
             if len(ranks) == 1 or not is_line:
                 await self._display.feed(ranks[0], Stream.ERR, text)
             if len(ranks) > 1:
-                shown = text.decode(errors="replace").strip() if is_line else f"the traceback of rank {ranks[0]}"
-                await self._display.say(f"ranks {ranges(sorted(ranks))}: {shown}")
+                shown = "" if is_line else f" (as shown for rank {ranks[0]})"
+                await self._display.say(f"ranks {ranges(sorted(ranks))}: {Error.of(text).summary}{shown}")
 
     def _cancel_timers(self) -> None:
         if self._settling is not None:

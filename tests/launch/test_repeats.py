@@ -24,6 +24,7 @@ class Ranks:
         self.repeats = Repeats()
         self.shown: dict[int, bytes] = {}
         self.now_s = 0.0
+        self.is_ending = False
 
     def write(self, rank: int, data: bytes) -> None:
         """Some data; nothing for the end."""
@@ -35,7 +36,7 @@ class Ranks:
         self.write(rank, b"")
 
     def settle(self, *, is_over: bool = False) -> None:
-        for rank, text in self.repeats.settle(self.now_s, is_over=is_over):
+        for rank, text in self.repeats.settle(self.now_s, is_ending=self.is_ending, is_over=is_over):
             self._show(rank, text)
 
     def _show(self, rank: int, data: bytes) -> None:
@@ -48,7 +49,7 @@ def test_an_error_of_all_is_shown_once() -> None:
         ranks.end(rank, b"a warning\n" + TEXT)
     assert ranks.shown.pop(3) == b"a warning\n" + TEXT
     assert set(ranks.shown.values()) == {b"a warning\n"}
-    assert ranks.repeats.tell() == ["ranks 0-31: ValueError: why (the traceback of rank 3)"]
+    assert ranks.repeats.tell() == ["ranks 0-31: ValueError: why (as shown for rank 3)"]
     assert not ranks.repeats.is_waiting
     assert ranks.repeats.tell() == []
 
@@ -70,7 +71,7 @@ def test_tracebacks_that_are_written_at_once() -> None:
     for rank in (3, 2, 1, 0):
         ranks.write(rank, b"")
     assert [ranks.shown.get(rank, b"") for rank in range(4)] == [TEXT, b"", b"", b""]
-    assert ranks.repeats.tell() == ["ranks 0-3: ValueError: why (the traceback of rank 0)"]
+    assert ranks.repeats.tell() == ["ranks 0-3: ValueError: why (as shown for rank 0)"]
 
 
 def test_errors_that_differ_are_all_shown() -> None:
@@ -89,7 +90,7 @@ def test_messages_that_differ_are_shown_without_the_way_to_them() -> None:
     assert ranks.shown.pop(0).count(b"Traceback") == 1
     assert set(ranks.shown.values()) == {b""}
     assert ranks.repeats.tell() == [
-        "ranks 0-1: ValueError: of rank 0 (the traceback of rank 0)",
+        "ranks 0-1: ValueError: of rank 0 (as shown for rank 0)",
         "ranks 2-3: ValueError: of rank 1 (at the same place as rank 0)",
         "  and more of 1",
     ]
@@ -100,7 +101,7 @@ def test_frames_of_kfcomm_itself_make_no_difference() -> None:
     for rank in range(3):
         ranks.end(rank, WAY + OWN % rank * rank + b"ValueError: why\n")
     assert [ranks.shown.get(rank, b"") for rank in (1, 2)] == [b"", b""]
-    assert ranks.repeats.tell() == ["ranks 0-2: ValueError: why (the traceback of rank 0)"]
+    assert ranks.repeats.tell() == ["ranks 0-2: ValueError: why (as shown for rank 0)"]
 
 
 def test_a_traceback_that_was_told_is_known_before_its_stream_ends() -> None:
@@ -109,7 +110,7 @@ def test_a_traceback_that_was_told_is_known_before_its_stream_ends() -> None:
         ranks.repeats.told(rank, TEXT)
         ranks.write(rank, b"before\n" + TEXT + b"after\n")
     assert ranks.shown == {0: b"before\n" + TEXT + b"after\n", 1: b"before\nafter\n", 2: b"before\nafter\n"}
-    assert ranks.repeats.tell() == ["ranks 0-2: ValueError: why (the traceback of rank 0)"]
+    assert ranks.repeats.tell() == ["ranks 0-2: ValueError: why (as shown for rank 0)"]
 
 
 def test_who_goes_on_after_a_traceback_is_shown_whole_after_a_while() -> None:
@@ -122,6 +123,30 @@ def test_who_goes_on_after_a_traceback_is_shown_whole_after_a_while() -> None:
     ranks.write(1, b"goes on\n")
     assert ranks.shown[1] == TEXT + b"goes on\n"
     assert ranks.repeats.tell() == []
+
+
+def test_who_has_said_that_it_leaves_has_written_all_after_a_while() -> None:
+    ranks = Ranks()
+    for rank in range(3):
+        ranks.repeats.leaves(rank)
+        ranks.write(rank, b"kfcomm: error: no\n")
+    ranks.now_s += HELD_FOR_S
+    ranks.settle()
+    assert ranks.shown == {0: b"kfcomm: error: no\n", 1: b"", 2: b""}
+    assert ranks.repeats.tell() == ["ranks 0-2: kfcomm: error: no (as shown for rank 0)"]
+
+
+def test_who_has_been_asked_to_end_is_waited_for() -> None:
+    ranks = Ranks()
+    for rank in range(3):
+        ranks.write(rank, TEXT)
+    ranks.now_s += 2 * HELD_FOR_S
+    ranks.is_ending = True
+    ranks.settle()
+    for rank in range(3):
+        ranks.write(rank, b"")
+    assert ranks.shown == {0: TEXT, 1: b"", 2: b""}
+    assert ranks.repeats.tell() == ["ranks 0-2: ValueError: why (as shown for rank 0)"]
 
 
 def test_the_same_error_later_is_shown_again() -> None:
@@ -158,6 +183,8 @@ GROUP = b"""\
     | ValueError: 1
     +------------------------------------
 """
+USAGE = b"usage: train.py [-h]\n                [--epochs N]\ntrain.py: error: unrecognized arguments: --lr\n"
+NO_FILE = b"/usr/bin/python3.11: can't open file '/x/trian.py': [Errno 2] No such file or directory\n"
 SYNTAX = b'  File "train.py", line 1\n    x = (\n        ^\nSyntaxError: it was never closed\n'
 CHAIN = TEXT + b"\nDuring handling of the above exception, another exception occurred:\n\n" + WAY + b"KeyError: 1\n"
 
@@ -168,8 +195,11 @@ CHAIN = TEXT + b"\nDuring handling of the above exception, another exception occ
         (GROUP, "ExceptionGroup: several (2 sub-exceptions)"),
         (SYNTAX, "SyntaxError: it was never closed"),
         (CHAIN, "KeyError: 1"),
+        (USAGE, "train.py: error: unrecognized arguments: --lr"),
+        (NO_FILE, NO_FILE.decode().rstrip()),
+        (b"kfcomm: error: no\n", "kfcomm: error: no"),
     ],
-    ids=["group", "syntax", "chain"],
+    ids=["group", "syntax", "chain", "usage", "interpreter", "our own"],
 )
 def test_kinds_of_tracebacks(text: bytes, summary: str) -> None:
     assert Error.of(text).summary == summary
@@ -177,7 +207,7 @@ def test_kinds_of_tracebacks(text: bytes, summary: str) -> None:
     for rank in range(2):
         ranks.end(rank, text)
     assert ranks.shown == {0: text, 1: b""}
-    assert ranks.repeats.tell() == [f"ranks 0-1: {summary} (the traceback of rank 0)"]
+    assert ranks.repeats.tell() == [f"ranks 0-1: {summary} (as shown for rank 0)"]
 
 
 PIECES = [HEAD, WAY, TEXT, b"", b"ValueError: why\n", b"Tra", b"a line\n", b'  File "x", line 3\n', b"    code\n"]
