@@ -15,7 +15,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kfcomm.dumps.record import record_of
 from kfcomm.runtime.steady import steady
@@ -68,6 +68,7 @@ def install_signal(folder: str | os.PathLike[str] = ".") -> None:
 class _Answer:
     """The handler: writes ``kfcomm-rank<r>-pid<p>.json`` for every open world. Never raises into the program."""
 
+    never_raises: ClassVar = True  # see `kfcomm.sync.signals`
     folder: Path
 
     def __call__(self, number: int, frame: FrameType | None) -> None:

@@ -31,6 +31,8 @@ def _with_op(long_form: Form, verb: Verb) -> Form:
     def call(
         self: Skin[Any], /, x: Any, name: str | None = None, *, op: str = Op.SUM, out: Any = None, **options: Any
     ) -> Any:
+        if self._io.signals.hold():
+            return self._io.signals.holding(call, (self, x, name), {"op": op, "out": out, **options})
         try:
             if (
                 not options
@@ -52,6 +54,8 @@ def _with_op_and_root(long_form: Form, verb: Verb) -> Form:
         self: Skin[Any], /, x: Any, root: int = 0, name: str | None = None, *, op: str = Op.SUM, out: Any = None,
         **options: Any,
     ) -> Any:  # fmt: skip
+        if self._io.signals.hold():
+            return self._io.signals.holding(call, (self, x, root, name), {"op": op, "out": out, **options})
         try:
             if (
                 not options
@@ -72,6 +76,8 @@ def _with_root(long_form: Form, verb: Verb) -> Form:
     def call(
         self: Skin[Any], /, x: Any, root: int = 0, name: str | None = None, *, out: Any = None, **options: Any
     ) -> Any:
+        if self._io.signals.hold():
+            return self._io.signals.holding(call, (self, x, root, name), {"out": out, **options})
         try:
             if (
                 not options
@@ -92,6 +98,8 @@ def _with_array(long_form: Form, verb: Verb) -> Form:
     arguments = (verb,)
 
     def call(self: Skin[Any], /, x: Any, name: str | None = None, *, out: Any = None, **options: Any) -> Any:
+        if self._io.signals.hold():
+            return self._io.signals.holding(call, (self, x, name), {"out": out, **options})
         try:
             if (
                 not options
@@ -112,6 +120,8 @@ def _without_array(long_form: Form, verb: Verb) -> Form:
     arguments = (verb,)
 
     def call(self: Skin[Any], /, name: str | None = None, **options: Any) -> Any:
+        if self._io.signals.hold():
+            return self._io.signals.holding(call, (self, name), options)
         try:
             if not options and (compiled := self._inner._group.compiled.get(name)) is not None:
                 outcome = self._driver.call(compiled.start, self._session, NO_ARRAY, arguments, None, None)

@@ -28,6 +28,7 @@ from kfcomm.rendezvous.settings import Arguments
 from kfcomm.strategies import AnyStrategy, StrategySpec
 from kfcomm.sync.again import again
 from kfcomm.sync.driver import Driver
+from kfcomm.sync.signals import Signals
 from kfcomm.sync.skin import ARRAY, MANY, OBJECT, OBJECTS, PARTS, PLAIN, Skin, begun, blocking, plain, prepared
 from kfcomm.sync.thread import IoThread
 from kfcomm.sync.tracebacks import bare, outermost
@@ -344,19 +345,23 @@ class Communicator(Skin[Async]):
 
         What is in flight fails, here and, where it was not complete, on the other ranks. Calling it again, or in a
         forked child, does nothing. A world that is still open when the interpreter ends is closed then. For how long
-        it waits for other ranks: see ``kfcomm.Communicator.close``. Ctrl-C meanwhile ends the wait.
+        it waits for other ranks: see ``kfcomm.Communicator.close``. Ctrl-C meanwhile ends the wait, and so does what a
+        signal handler raises.
 
         Raises:
             WouldDeadlock: called on the I/O thread.
         """
         if self._io.is_inherited or self._io.is_stopped:
             return
+        if self._io.signals.hold():
+            self._io.signals.holding(self.close, ())
+            return
         if self._owns_io:
             farewell.leave()
         self._driver.heal(self._session)
         try:
             self._finish()
-        except KeyboardInterrupt:
+        except BaseException:  # Ctrl-C, or what a signal handler has raised
             with contextlib.suppress(SessionClosed):
                 self._io.post(self._session.hang_up)
             self._finish()
@@ -427,12 +432,19 @@ def init(**arguments: Unpack[Arguments]) -> Communicator:
 
 def join(settings: Settings, exchange: Exchange | None = None) -> Communicator:
     """As ``init``, with settings that are there; by ``exchange`` the ranks learn of each other, if it is given."""
+    signals = Signals()
+    if signals.hold():
+        return signals.holding(_join, (settings, exchange, signals))
+    return _join(settings, exchange, signals)
+
+
+def _join(settings: Settings, exchange: Exchange | None, signals: Signals) -> Communicator:
     kind: Any = Communicator
     if settings.elastic:
         from kfcomm.sync.elastic import ElasticCommunicator  # which others do without, and newcomers need at once
 
         kind = ElasticCommunicator  # it has all that one has
-    driver = Driver(IoThread(), is_terse=settings.traceback == "short")
+    driver = Driver(IoThread(signals), is_terse=settings.traceback == "short")
     try:
         inner = driver.io.wait_for(lambda: Init(settings, driver.reactor, exchange))
         inner._session.where = program_line  # blocking calls are made at the lines at which their threads stay

@@ -9,8 +9,9 @@ Invariants:
 
 - A call is posted when it is made, by the thread that makes it, whether it blocks or not: so the calls of one thread
   are in the order of the program, over every link.
-- Ctrl-C while a caller looks or rests cancels its call alone. In the midst of the engine's work nobody could say what
-  is left undone: then the communicator is closed, with that as its reason.
+- What a signal handler raises ends the call alone: handlers run where a call waits (see ``signals``). So does Ctrl-C
+  while a caller looks or rests. In the midst of the engine's work nobody could say what is left undone by it, or by
+  what another thread makes this one raise: then the communicator is closed, with that as its reason.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from kfcomm.collectives.compiled import NOT_ALIKE
 from kfcomm.collectives.slot_use import SlotUse
 from kfcomm.errors import KfcommError, SessionClosed
 from kfcomm.runtime.direct import LATE_S
+from kfcomm.sync.bell import Bell
 from kfcomm.sync.thread import LOOK_EVERY_S, IoThread
 from kfcomm.sync.tracebacks import terse
 from kfcomm.transports.loop_driver import LoopDriver
@@ -131,10 +133,12 @@ class Driver:
     Attributes:
         reactor: of the engine.
         io: the thread that drives it otherwise, and the engine lock.
+        signals: what a call on the main thread holds.
     """
 
     def __init__(self, io: IoThread, *, is_terse: bool = True) -> None:
         self.io = io
+        self.signals = io.signals
         self.is_terse = is_terse
         self.reactor = Reactor()
         self._lock = io.lock
@@ -147,14 +151,14 @@ class Driver:
         self._is_working = False
         """Of the caller who holds the lock, as ``reactor.is_driven``: false whenever none does. The latter is cleared
         without a call: a signal that comes at the first line of ``_leave`` leaves no more behind than the lock."""
-        self._followers: dict[int, tuple[Awaited[Any], threading.Event]] = {}
+        self._followers: dict[int, tuple[Awaited[Any], Bell]] = {}
         self._io_driver: IoDriver = io.run(IoDriver, self, io)
         io.listen = self._io_driver.wake
         self.reactor.woken = self._wake
 
     def shown(self, error: KfcommError) -> KfcommError:
         """An error as the caller of a blocking verb sees it."""
-        return terse(error) if self.is_terse else error
+        return terse(error) if self.is_terse and error is not self.signals.raised else error
 
     @property
     def is_led(self) -> bool:
@@ -171,12 +175,15 @@ class Driver:
         """
         if self.io.is_current:
             return _run(function, session)
+        if self.signals.hold():
+            outcome: T = self.signals.holding(self.run, (function, session))
+            return outcome
         self.io.may_block()
         try:
             self._enter(session)
             return _run(function, session)
         except BaseException as error:
-            self._interrupted(error, None, session)
+            self._ended(error, None, session, is_over=True)
             raise
         finally:
             self.reactor.is_driven = False
@@ -184,6 +191,8 @@ class Driver:
 
     def call(self, begin: Callable[..., Awaited[T] | None], session: Session, *arguments: Any) -> T:
         """Begin a collective and wait for its result; ``NOT_ALIKE`` if ``begin`` gives None, and has begun nothing.
+
+        The verb that calls it holds ``signals``.
 
         Raises:
             WouldDeadlock: the caller is the I/O thread.
@@ -194,6 +203,7 @@ class Driver:
         if is_mine or session.engine.unusual:  # in a callback on the I/O thread, perhaps, or in a forked child
             self.io.may_block()
         handle: Awaited[T] | None = None
+        is_over = False
         try:
             if is_mine:
                 self._found_taken(session)
@@ -213,14 +223,15 @@ class Driver:
                 if not handle.done():
                     if session.engine.links.dirty:
                         session.engine.links.flush()
-                    if self._leader:
-                        self._wait(handle, math.inf)
-                    else:
+                    if not self._leader:
                         self._lead(handle, math.inf)
+                    if not handle.done():  # another leads, or the handlers of signals have run
+                        self._wait(handle, math.inf)
+                is_over = True
                 outcome = handle.result()
         except BaseException as error:
             try:
-                self._interrupted(error, handle, session)
+                self._ended(error, handle, session, is_over=is_over or handle is None)
             finally:
                 reactor.is_driven = False
                 self._leave()
@@ -256,6 +267,8 @@ class Driver:
 
     def wait(self, handle: Awaited[T], timeout_s: float | None, session: Session) -> bool:
         """Wait until a collective is over; False if it is not after so many seconds."""
+        if self.signals.hold():
+            return self.signals.holding(self.wait, (handle, timeout_s, session))
         self.io.may_block()
         deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         try:
@@ -293,8 +306,8 @@ class Driver:
         while self.is_led:  # what it waits for has ended with the sessions, but it has yet to wake up
             self.reactor.ring()
             await asyncio.sleep(0)
-        for _, event in list(self._followers.values()):
-            event.set()
+        for _, bell in list(self._followers.values()):
+            bell.ring()
         self._io_driver.close()
 
     # ---------------------------------------------------------------- inside the lock
@@ -355,8 +368,8 @@ class Driver:
             if self._is_resting and (self.reactor.deferred or self._awaited is None or self._awaited.done()):
                 self.reactor.ring()
         else:
-            for _, event in list(self._followers.values())[:1]:  # none may be left: they go without the lock
-                event.set()
+            for _, bell in list(self._followers.values())[:1]:  # none may be left: they go without the lock
+                bell.ring()
 
     def _wait(self, handle: Awaited[T], deadline_s: float) -> None:
         while True:
@@ -377,6 +390,7 @@ class Driver:
         self._leader, self._awaited = threading.get_ident(), handle
         looks = 0
         quiet_since_s = 0.0
+        is_here = self.signals.is_here()
         while True:
             if look():
                 looks, quiet_since_s = 0, 0.0
@@ -398,6 +412,19 @@ class Driver:
                 self.tell_followers()
             if is_done() or quiet_since_s == math.inf:
                 return
+            if is_here and self.signals.noted:
+                self._answer()
+                return
+
+    def _answer(self) -> None:
+        """Run the handlers of signals, between two looks; they may make calls, after which others may lead."""
+        self._leader, self._awaited = 0, None
+        self.reactor.is_driven = self._is_working = False
+        try:
+            self.signals.answer()
+        finally:
+            self._lock.take()
+        self.reactor.is_driven = self._is_working = True
 
     def _pause(self, quiet_since_s: float, deadline_s: float) -> float:
         """After many looks: look at descriptors and the clock, and rest if it is quiet for long.
@@ -433,7 +460,7 @@ class Driver:
         try:
             self._is_resting = True
             self._step_out()
-            reactor.wait(timeout_s)
+            self.signals.sleep(lambda: reactor.wait(timeout_s), reactor.ring)
         finally:
             self._lock.take()
             self._is_resting = False
@@ -443,23 +470,26 @@ class Driver:
 
     def _follow(self, handle: Awaited[T], deadline_s: float) -> None:
         """Sleep until the leader has brought the result, or goes."""
-        me, event = threading.get_ident(), threading.Event()
+        me, bell = threading.get_ident(), Bell()
         try:
-            self._followers[me] = handle, event
+            self._followers[me] = handle, bell
             if self._is_resting and self.reactor.deferred:
                 self.reactor.ring()
             self._step_out()
-            event.wait(min(LOOK_EVERY_S, max(0.0, deadline_s - time.monotonic())))
+            left_s = min(LOOK_EVERY_S, max(0.0, deadline_s - time.monotonic()))
+            self.signals.sleep(lambda: bell.wait(left_s), bell.ring)
         finally:
             self._followers.pop(me, None)  # first, and without the lock: taking it may be interrupted
             self._lock.take()
         self.reactor.is_driven = self._is_working = True
+        if self.signals.is_here() and self.signals.noted and not handle.done():
+            self._answer()
 
     def tell_followers(self) -> None:
         """Wake those whose call is over."""
-        for handle, event in list(self._followers.values()):
+        for handle, bell in list(self._followers.values()):
             if handle.done():
-                event.set()
+                bell.ring()
 
     def _give_way(self) -> None:
         """Pass the lock to whoever waits for it, and take it up again after them."""
@@ -485,10 +515,13 @@ class Driver:
         elif self._is_resting:
             self.reactor.ring()
 
+    def _ended(self, error: BaseException, handle: Awaited[T] | None, session: Session, *, is_over: bool) -> None:
+        """A call has raised: its own error, if there was one to raise, or what has interrupted it."""
+        if not (is_over and isinstance(error, (Exception, asyncio.CancelledError))):
+            self._interrupted(error, handle, session)
+
     def _interrupted(self, error: BaseException, handle: Awaited[T] | None, session: Session) -> None:
-        """Ctrl-C between two looks ends the call alone; in the midst of the work nobody knows what is left undone."""
-        if isinstance(error, (Exception, asyncio.CancelledError)):  # the outcome of the call
-            return
+        """An interrupt between two looks ends the call alone; amid the work nobody knows what is left undone."""
         if not self._lock.is_mine():  # it came while this thread waited for the lock: nothing is left undone
             if handle is None:
                 return

@@ -133,7 +133,9 @@ def _swift(verb: str, long_form: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(long_form)
     def call(self: ElasticCommunicator, /, *args: Any, **kwargs: Any) -> Any:
-        ledger = self._inner._ledger
+        signals, ledger = self._io.signals, self._inner._ledger
+        if signals.hold():
+            return signals.holding(call, (self, *args), kwargs)
         if ledger is None:
             return short(self._plain, *args, **kwargs)
         plain, entry = self._plain, None
@@ -145,14 +147,14 @@ def _swift(verb: str, long_form: Callable[..., Any]) -> Callable[..., Any]:
                 if ledger.done(entry, result, plain._inner.births):
                     self._driver.run(partial(ledger.tell, entry), self._session)
                 return result
-        except Exception as error:
+        except BaseException as error:
+            if error is signals.raised or not isinstance(error, Exception):
+                with contextlib.suppress(KfcommError):
+                    self._driver.run(partial(ledger.given_up, get_ident()), self._session)
+                raise
             if entry is None or entry.standing is not Standing.POSTED:
                 raise
             return self._gone_on(ledger, entry, error)
-        except BaseException:
-            with contextlib.suppress(KfcommError):
-                self._driver.run(partial(ledger.given_up, get_ident()), self._session)
-            raise
         return long_form(self, *args, **kwargs)
 
     return call

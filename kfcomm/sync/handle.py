@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kfcomm.collectives.handle import Handle as Inner
 from kfcomm.errors import KfcommError, SessionClosed
 from kfcomm.sizes import seconds_of
-from kfcomm.sync.thread import LOOK_EVERY_S, IoThread, copy_end
+from kfcomm.sync.thread import IoThread, copy_end
 from kfcomm.sync.tracebacks import outermost
 
 if TYPE_CHECKING:
@@ -132,6 +132,9 @@ class Handle(concurrent.futures.Future[T]):
         timeout_s = seconds_of(timeout)
         if self.done():
             return
+        if self._io.signals.hold():
+            self._io.signals.holding(self._wait_for_the_end, (timeout,))
+            return
         inner = self._inner
         if isinstance(inner, Inner):
             if not self._driver.wait(inner, timeout_s, self._session):
@@ -141,18 +144,13 @@ class Handle(concurrent.futures.Future[T]):
         self._io.may_block()
         deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         try:
-            while not self.done():
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0:
-                    raise TimeoutError(f"not done within {timeout_s} s; it goes on")
-                with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
-                    super().exception(min(left_s, LOOK_EVERY_S))
-        except TimeoutError:
-            raise
+            self._io.await_end(self, deadline_s, self._cancel_here)
         except BaseException:
             with contextlib.suppress(KfcommError):  # the caller has the interrupt instead
                 self.cancel()
             raise
+        if not self.done():
+            raise TimeoutError(f"not done within {timeout_s} s; it goes on")
 
     def _cancel_here(self) -> bool:
         inner = self._inner

@@ -75,9 +75,14 @@ class PersistentCollective(Generic[T]):
 
         Cost: less than ``start`` and ``wait`` one after the other: the I/O thread is not woken in between.
         """
+        signals = self._driver.signals
+        if signals.hold():
+            return signals.holding(self.run, ())
         try:
             return self._driver.call(self._begin, self._session)
         except (CollectiveAborted, asyncio.CancelledError) as error:
+            if error is signals.raised:
+                raise
             self._check_wanted(error)
             raise
         except KfcommError as error:
@@ -97,6 +102,8 @@ class PersistentCollective(Generic[T]):
             concurrent.futures.CancelledError: it was cancelled by ``cancel()`` here.
             CollectiveError: it failed; as from the async verb.
         """
+        if self._driver.signals.hold():
+            return self._driver.signals.holding(self.wait, (timeout,))
         latest: Awaited[T] = self._inner._latest
         timeout_s = seconds_of(timeout)
         if not latest.done() and not self._driver.wait(latest, timeout_s, self._session):

@@ -115,6 +115,8 @@ def blocking(
     is_coroutine = inspect.iscoroutinefunction(verb)
 
     def call(self: Skin[A_co], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if self._io.signals.hold():
+            return self._io.signals.holding(call, (self, *args), kwargs)
         try:
             self._check_open()
             begin: Callable[[], Any] = _bound(verb, given, self, args, kwargs)
@@ -133,6 +135,8 @@ def begun(
     is_coroutine = inspect.iscoroutinefunction(verb)
 
     def call(self: Skin[A_co], /, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
+        if self._io.signals.hold():
+            return self._io.signals.holding(call, (self, *args), kwargs)
         self._check_open()
         begin: Callable[[], Any] = _bound(verb, given, self, args, kwargs)
         handle: Handle[T] = Handle(self._driver, self._session)

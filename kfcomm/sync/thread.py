@@ -13,16 +13,19 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import math
 import os
 import select
 import selectors
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from contextvars import Context
 from typing import Any, ParamSpec, TypeVar, TypeVarTuple, Unpack
 
 from kfcomm.errors import SessionClosed, WouldDeadlock
 from kfcomm.sync.lock import EngineLock
+from kfcomm.sync.signals import Signals
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -85,12 +88,14 @@ class IoThread:
 
     Attributes:
         lock: the engine lock.
+        signals: what calls on the main thread hold while they wait for it.
         loop: what it runs.
         listen: called when something begins here that may wait for what peers send; set by the driver.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, signals: Signals | None = None) -> None:
         self.lock = EngineLock()
+        self.signals = Signals() if signals is None else signals
         self.loop = IoLoop(self.lock)
         self.listen: Callable[[], object] = _nothing
         self._pid = os.getpid()
@@ -155,6 +160,9 @@ class IoThread:
 
         ``begun`` is called on this thread with the future of it, which has failed if ``call`` itself has.
         """
+        if self.signals.hold():
+            self.signals.holding(self.start, (call, begun))
+            return
         has_begun = threading.Event()
 
         def begin() -> None:
@@ -171,12 +179,16 @@ class IoThread:
         if self.is_current:
             begin()
             return
+        self.lock.lay_down()  # by a signal handler that runs while a call of this thread waits
         self.post(begin)
         while not (has_begun.wait(LOOK_EVERY_S) or self.is_stopped):
             pass
 
     def wait_for(self, call: Callable[[], Awaitable[T]]) -> T:
         """Run what ``call`` gives here and wait for its result; an interruption of the wait cancels it."""
+        if self.signals.hold():
+            outcome: T = self.signals.holding(self.wait_for, (call,))
+            return outcome
         self.may_block()
         result: concurrent.futures.Future[T] = concurrent.futures.Future()
         running: list[asyncio.Future[T]] = []
@@ -192,15 +204,50 @@ class IoThread:
 
         try:
             self.start(call, begun)
-            while not result.done():
-                with contextlib.suppress(TimeoutError):
-                    result.exception(LOOK_EVERY_S)
-            return result.result()
+            self.await_end(result, math.inf, lambda: running[0].cancel())
         except BaseException:
             if running and not result.done():
                 with contextlib.suppress(SessionClosed):
                     self.post(running[0].cancel)
             raise
+        return result.result()
+
+    def await_end(
+        self, future: concurrent.futures.Future[Any], deadline_s: float, cancel: Callable[[], object]
+    ) -> None:
+        """Wait until a future that ends on this thread is over, or it is time; ``cancel`` if a signal handler raises.
+
+        Raises:
+            BaseException: what a signal handler has raised; nothing of the future's.
+        """
+
+        def fall_asleep() -> None:
+            with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
+                left_s = max(0.0, min(LOOK_EVERY_S, deadline_s - time.monotonic()))
+                concurrent.futures.Future.exception(future, left_s)  # a handle's own would wait in here
+
+        def wake() -> None:
+            with future._condition:  # one that may be taken twice
+                future._condition.notify_all()
+
+        while not future.done() and time.monotonic() < deadline_s:
+            self.signals.sleep(fall_asleep, wake)
+            if self.signals.is_here() and self.signals.noted:
+                self._answer(future, cancel)
+
+    def _answer(self, future: concurrent.futures.Future[Any], cancel: Callable[[], object]) -> None:
+        """Run the handlers of signals, unless it is over by now; it cannot end meanwhile by itself."""
+        self.lock.take()
+        try:
+            if not future.done():
+                self.signals.answer()
+        except BaseException:
+            self.lock.take()
+            if not future.done():
+                cancel()
+            raise
+        finally:
+            self.lock.lay_down()
 
     def tell(self, callback: Callable[[T], object], what: T) -> None:
         """Call a user's callback on this thread, where nothing may block; at once if it has ended."""

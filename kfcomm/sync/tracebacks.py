@@ -51,13 +51,15 @@ def bare(error: E) -> E:
 
 
 def outermost(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """A method that callers call, of something with a driver: its errors look as `Driver.shown` has them.
+    """A method that callers call, of something with a driver: it holds signals, and shows errors as `Driver.shown`.
 
     What is called often has the same in its own lines.
     """
 
     @wraps(method)
     def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if self._driver.signals.hold():
+            return self._driver.signals.holding(call, (self, *args), kwargs)
         try:
             return method(self, *args, **kwargs)
         except KfcommError as error:

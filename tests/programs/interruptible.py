@@ -2,14 +2,16 @@
 
 Signals reach the main thread alone, so the blocking calls run there, and what the test says is read in between.
 
-An interrupt comes at a *place*: as a line of kfcomm is about to run, SIGINT becomes pending, as if it had arrived at
-that moment. Python lets the handler raise at the next point at which it looks for signals. (A trace function that
-raised by itself would do so where no signal ever does, in the midst of the end of a ``with`` for example.)
+An interrupt comes at a *place*: as a line of kfcomm is about to run, a signal becomes pending, as if it had arrived at
+that moment: SIGINT, or SIGALRM with a handler that raises one of `RAISED`. Python lets the handler raise at the next
+point at which it looks for signals. (A trace function that raised by itself would do so where no signal ever does, in
+the midst of the end of a ``with`` for example.)
 """
 
 from __future__ import annotations
 
 import _thread
+import asyncio
 import contextlib
 import faulthandler
 import json
@@ -18,6 +20,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -32,6 +35,24 @@ X = np.arange(4, dtype=np.float32)
 KEPT = "kept"
 LOOPING = "looping"
 HANG_S = 60.0
+
+
+class Alarm(Exception):
+    """Of a program's own alarm."""
+
+
+CTRL_C = "KeyboardInterrupt"
+RAISED: dict[str, Callable[[], BaseException]] = {
+    "Alarm": Alarm,
+    "TimeoutError": lambda: TimeoutError("of a handler"),
+    "ConnectionResetError": lambda: ConnectionResetError(104, "of a handler"),
+    "BlockingIOError": lambda: BlockingIOError(11, "of a handler"),
+    "CollectiveAborted": lambda: kfcomm.CollectiveAborted("of a handler"),
+    "SessionClosed": lambda: kfcomm.SessionClosed("of a handler"),
+    "CancelledError": lambda: asyncio.CancelledError("of a handler"),
+    "SystemExit": lambda: SystemExit(3),
+}
+"""What a handler may raise: of a class of its own, or of one that kfcomm and what it uses raise, too."""
 
 Place = tuple[str, int, int]
 """File, line, and the how-manieth time that it runs in a call."""
@@ -110,6 +131,8 @@ HELPERS: dict[str, Callable[[sync.Communicator, str], Any]] = {
 """By verb, how rank 1 begins its part; of those left out, as rank 0."""
 
 BETWEEN_TWO = {"send", "recv", "recv_any", "send_object", "recv_object", "put", "get", "request"}
+RECEIVING = {"recv", "recv_any", "recv_object", "get"}
+"""Of those, what takes a message: one that was not returned is there for the next one."""
 UNNAMED = {"set_strategy"}
 """After an interrupt the ranks may have made a different number of these: the world is not used any more."""
 
@@ -168,16 +191,17 @@ class Recorded(Lines):
 
 
 class Interrupting(Lines):
-    """SIGINT comes at one place.
+    """A signal comes at one place.
 
     Attributes:
         has_come: it has.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, number: int = signal.SIGINT) -> None:
         super().__init__()
         self.has_come = False
         self._place = place
+        self._number = number
 
     def at(self, place: Place) -> None:
         """See `Lines`."""
@@ -189,7 +213,7 @@ class Interrupting(Lines):
         super()._traced(frame, event, arg)
         if self.has_come:
             # An operator, not a call: from here to the line of kfcomm Python does not look for signals.
-            _ = None in map(_thread.interrupt_main, (signal.SIGINT,))
+            _ = None in map(_thread.interrupt_main, (self._number,))
             return None
         return self._traced
 
@@ -242,21 +266,55 @@ class Rank:
             found.append(lines.places)
         return found
 
-    def interrupt(self, verb: str, name: str, place: list[Any]) -> str:
-        """Make the call; how it ended: ``interrupted``, ``missed`` (the place was not run), or what else came."""
-        lines = Interrupting((place[0], place[1], place[2]))
+    def interrupt(self, verb: str, name: str, place: list[Any], raises: str) -> str:
+        """Make the call; how it ended.
+
+        Returns:
+            ``interrupted``, ``returned`` (the result was there first), ``missed`` (the place was not run), or what else
+            came.
+        """
+        number, error = signal.SIGINT, None
+        if raises != CTRL_C:
+            number, error = signal.SIGALRM, RAISED[raises]()
+            signal.signal(number, partial(_raise, error))
+        lines, has_returned = Interrupting((place[0], place[1], place[2]), number), False
         try:
             call = VICTIMS[verb](self._comm, name)
             lines.start()
             call()
+            has_returned = True
             lines.stop()
-        except KeyboardInterrupt:
-            return "interrupted"
-        except Exception as error:  # noqa: BLE001  the test judges it
-            return f"{type(error).__name__}: {error}"
+        except BaseException as came:  # noqa: BLE001  the test judges it
+            if came is not error and not (error is None and isinstance(came, KeyboardInterrupt)):
+                return f"{type(came).__name__}: {came}"
+            return "returned" if has_returned else "interrupted"
         finally:
             lines.stop()
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
         return "swallowed" if lines.has_come else "missed"
+
+    def again(self, verb: str, name: str) -> str:
+        """Take the message that an interrupted call has left, or that is sent again."""
+        while True:
+            try:
+                VICTIMS[verb](self._comm, name)()
+            except kfcomm.CollectiveAborted:
+                continue
+            except kfcomm.KfcommError as error:
+                return f"{type(error).__name__}: {error}"
+            return "done"
+
+    def deliver(self, verb: str, name: str) -> str:
+        """Wait until the message was taken, and send it again if it was aborted: ``kept`` or ``aborted``."""
+        handle, self._handle = self._handle, None
+        try:
+            handle.wait()
+        except kfcomm.CollectiveAborted:
+            begin(self._comm, verb, name).wait()
+            return "aborted"
+        except kfcomm.KfcommError as error:
+            return f"{type(error).__name__}: {error}"
+        return "kept"
 
     def help(self, verb: str, names: list[str]) -> None:
         """Begin this rank's part, for each of the names in turn."""
@@ -300,6 +358,10 @@ class Rank:
     def close(self) -> None:
         """Leave the world."""
         self._comm.close()
+
+
+def _raise(error: BaseException, number: int, frame: FrameType | None) -> None:
+    raise error
 
 
 def main(path: str, label: str) -> None:

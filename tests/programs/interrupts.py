@@ -1,6 +1,10 @@
-"""Ctrl-C at every line of kfcomm that a blocking call runs: the communicator works on, or says that it is closed.
+"""A signal at every line of kfcomm that a blocking call runs: the communicator works on.
 
     python -m tests.programs.interrupts --verb all_reduce --transport shm --every
+    python -m tests.programs.interrupts --raises TimeoutError
+
+After Ctrl-C it may say that it is closed instead; not so after what a handler of the program raises, and no message is
+lost then: the next receive gets it, or its sender is told.
 
 Rank 0 is interrupted, rank 1 takes part in the call. Then both meet in a barrier. Where that works, the same two
 processes go on with the next line; where rank 0 says that its communicator is closed, both close it and end, and others
@@ -26,7 +30,18 @@ import click
 
 from tests.launch.launched import TOKEN, environ
 from tests.processes.stage import Actor, Gone, Stage, served, stage
-from tests.programs.interruptible import BETWEEN_TWO, HANG_S, LOOPING, UNNAMED, VICTIMS, Place, Rank
+from tests.programs.interruptible import (
+    BETWEEN_TWO,
+    CTRL_C,
+    HANG_S,
+    LOOPING,
+    RAISED,
+    RECEIVING,
+    UNNAMED,
+    VICTIMS,
+    Place,
+    Rank,
+)
 
 BARRIER_S = 20.0
 """Timeout of the barrier that shows whether a communicator works."""
@@ -39,7 +54,10 @@ MOST_TURNS = 1_000_000
 ATTEMPTS = 3
 """To meet a place that a call does not run each time."""
 
-ENDS = SURVIVED, CLOSED, MISSED, BROKEN, HUNG = "survived", "closed", "missed", "broken", "hung"
+SURVIVED, RETURNED, ABORTED, CLOSED = "survived", "returned", "aborted", "closed"
+MISSED, BROKEN, HUNG = "missed", "broken", "hung"
+ENDS = SURVIVED, RETURNED, ABORTED, CLOSED, MISSED, BROKEN, HUNG
+"""``returned``: the result was there, and the exception came after it. ``aborted``: the sender of a message is told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +68,7 @@ class Result:
         place: where it came.
         end: one of the words above.
         text: what is wrong.
+        raises: what it raised.
     """
 
     verb: str
@@ -57,16 +76,22 @@ class Result:
     place: Place
     end: str
     text: str = ""
+    raises: str = CTRL_C
 
     @property
     def is_right(self) -> bool:
         """Whether this may be."""
-        return self.end in (SURVIVED, CLOSED, MISSED)
+        may_close = self.raises == CTRL_C or self.verb in UNNAMED
+        return self.end in (SURVIVED, RETURNED, ABORTED, MISSED) or (self.end == CLOSED and may_close)
 
     def __str__(self) -> str:
         file, line, times = self.place
         where = f"kfcomm/{file}:{line}" + (f", time {times}" if times > 1 else "")
-        return f"{self.verb} over {self.transport}, interrupted at {where}: {self.end} {self.text}".rstrip()
+        what = f"{self.verb} over {self.transport}, {self.raises} at {where}"
+        return f"{what}: {self.end} {self.text}".rstrip()
+
+
+WRONG = "wrong"
 
 
 class Broken(Exception):
@@ -151,31 +176,44 @@ class World:
             self._settle(give_up=False)
         return list(found)
 
-    def interrupt(self, verb: str, place: Place, *, is_late: bool) -> Result:
-        """One call, interrupted. Unless its end is ``survived`` or ``missed``, this world is over."""
+    def interrupt(self, verb: str, place: Place, raises: str, *, is_late: bool) -> Result:
+        """One call, interrupted. If its end is ``closed`` or wrong, this world is over."""
+        text = ""
         try:
-            end = self._interrupted(verb, place, is_late)
+            end = self._interrupted(verb, place, raises, is_late)
         except Gone as gone:
-            return Result(verb, self.transport, place, HUNG, f"{gone}\n{self._said()}")
+            end, text = HUNG, f"{gone}\n{self._said()}"
         except Broken as broken:
-            return Result(verb, self.transport, place, BROKEN, str(broken))
-        return Result(verb, self.transport, place, end)
+            end, text = BROKEN, str(broken)
+        return Result(verb, self.transport, place, end, text, raises)
 
-    def _interrupted(self, verb: str, place: Place, is_late: bool) -> str:
+    def _interrupted(self, verb: str, place: Place, raises: str, is_late: bool) -> str:
         name = self._name(verb)
         helping = [] if is_late else [one.do(Rank.help, verb=verb, names=[name]) for one in self.helpers]
-        interrupting = self.victim.do(Rank.interrupt, verb=verb, name=name, place=list(place))
+        interrupting = self.victim.do(Rank.interrupt, verb=verb, name=name, place=list(place), raises=raises)
         helping += [one.do(Rank.help, verb=verb, names=[name]) for one in self.helpers] if is_late else []
         came = interrupting.result()
         for call in helping:
             call.result()
-        self._settle(give_up=came != MISSED)
-        if came not in ("interrupted", MISSED):
-            raise Broken(f"the call ended with {came}, not with KeyboardInterrupt")
+        if came not in ("interrupted", RETURNED, MISSED):
+            raise Broken(f"the call ended with {came}, not with {raises}")
+        end = SURVIVED if came == "interrupted" else came
+        if verb in RECEIVING and came == "interrupted" and raises != CTRL_C:
+            end = self._taken_again(verb, name)
+        else:
+            self._settle(give_up=came == "interrupted" or raises == CTRL_C)
         if verb in UNNAMED and came != MISSED:
             self.end()
             return CLOSED
-        return self._meet(SURVIVED if came == "interrupted" else MISSED)
+        return self._meet(end)
+
+    def _taken_again(self, verb: str, name: str) -> str:
+        """Nothing was returned: the next call gets the message, or the sender is told, and sends it again."""
+        delivering = self.helpers[0].do(Rank.deliver, verb=verb, name=name)
+        taken, told = self.victim.do(Rank.again, verb=verb, name=name).result(), delivering.result()
+        if taken != "done" or told not in ("kept", "aborted"):
+            raise Broken(f"the message is lost: its receive ended with {taken}, its send with {told}")
+        return SURVIVED if told == "kept" else ABORTED
 
     def _meet(self, end: str) -> str:
         """All ranks meet, or rank 0 says that it is closed, and then all end."""
@@ -252,12 +290,14 @@ class Targets:
         sample: so many places of each; None: all.
         worlds: after so many are used up, no other is begun, and the places come in a random order; None: no bound.
         below: only in files of kfcomm whose names begin so.
+        raises: by turns.
     """
 
     verbs: Sequence[str]
     sample: int | None = None
     worlds: int | None = None
     below: str = ""
+    raises: Sequence[str] = (CTRL_C,)
 
     def found(self, one: World) -> list[tuple[str, int, Place]]:
         """Verbs and places, each with a number."""
@@ -284,17 +324,18 @@ def interrupted(children: Nursery, transport: str, size: int, targets: Targets) 
                 left = targets.found(one)
             goes_on = True
             while goes_on and left:
-                result = _attempts(one, *left.pop(0))
+                result = _attempts(one, targets.raises, *left.pop(0))
                 yield result
-                goes_on = result.end in (SURVIVED, MISSED)
+                goes_on = result.end in (SURVIVED, RETURNED, ABORTED, MISSED)
             if goes_on:
                 one.end()
 
 
-def _attempts(one: World, verb: str, number: int, place: Place) -> Result:
+def _attempts(one: World, raises: Sequence[str], verb: str, number: int, place: Place) -> Result:
     """Its partner is before or behind, by turns."""
     for attempt in range(ATTEMPTS):
-        result = one.interrupt(verb, place, is_late=(number + attempt) % 2 == 1)
+        what = raises[(number // 2) % len(raises)]
+        result = one.interrupt(verb, place, what, is_late=(number + attempt) % 2 == 1)
         if result.end != MISSED:
             break
     return result
@@ -310,6 +351,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.programs.interrupts")
     parser.add_argument("--verb", action="append", choices=sorted(VICTIMS), help="again for more of them; default: all")
     parser.add_argument("--transport", action="append", choices=("shm", "unix", "tcp"), help="default: each")
+    parser.add_argument("--raises", action="append", choices=(CTRL_C, *RAISED), help="by turns; default: Ctrl-C")
+    parser.add_argument("--handlers", action="store_true", help="all that a handler may raise, by turns")
     parser.add_argument("--ranks", type=int, choices=(1, 2), default=2)
     parser.add_argument("--below", default="", metavar="PREFIX", help="only in files of kfcomm whose names begin so")
     amount = parser.add_mutually_exclusive_group()
@@ -317,15 +360,19 @@ def main() -> int:
     amount.add_argument("--sample", type=int, default=40, help="so many lines of each verb")
     given = parser.parse_args()
     sample = None if given.every else given.sample
+    raises = tuple(RAISED) if given.handlers else given.raises or (CTRL_C,)
     is_right = True
     click.echo(f"{'verb':22}{'links':6}{'lines':>8}" + "".join(f"{end:>10}" for end in ENDS))
     with nursery() as children:
         for transport in given.transport or ("shm", "unix", "tcp"):
             for verb in given.verb or verbs(given.ranks):
-                targets = Targets([verb], sample, below=given.below)
+                targets = Targets([verb], sample, below=given.below, raises=raises)
                 counts = _counted(interrupted(children, transport, given.ranks, targets))
-                click.echo(f"{verb:22}{transport:6}{counts.total():8}" + "".join(f"{counts[end]:10}" for end in ENDS))
-                is_right = is_right and not counts[BROKEN] + counts[HUNG]
+                click.echo(
+                    f"{verb:22}{transport:6}{sum(counts[end] for end in ENDS):8}"
+                    + "".join(f"{counts[end]:10}" for end in ENDS)
+                )
+                is_right = is_right and not counts[WRONG]
     return int(not is_right)
 
 
@@ -335,6 +382,7 @@ def _counted(results: Iterable[Result]) -> Counter[str]:
     for result in results:
         counts[result.end] += 1
         if not result.is_right:
+            counts[WRONG] += 1
             click.echo(str(result))
     return counts
 

@@ -29,7 +29,7 @@ from tests.sync.worlds import TRANSPORTS, Call, at_rest, driver_of, following, h
 
 @pytest.fixture(autouse=True)
 def unbounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (driver, handle, thread):
+    for module in (driver, thread):
         monkeypatch.setattr(module, "LOOK_EVERY_S", 1e6)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import kfcomm
-from kfcomm.sync import driver, handle, thread
+from kfcomm.sync import driver, thread
 from kfcomm.sync.communicator import Communicator
 from kfcomm.sync.handle import Handle
 from kfcomm.testing import sync_world
@@ -20,7 +20,7 @@ from tests.sync.worlds import Call, at_rest, driver_of, joined, leading, until
 
 @pytest.fixture(autouse=True)
 def unbounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (driver, handle, thread):
+    for module in (driver, thread):
         monkeypatch.setattr(module, "LOOK_EVERY_S", 1e6)
 
 
