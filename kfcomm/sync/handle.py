@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from kfcomm.collectives.handle import Handle as Inner
 from kfcomm.errors import KfcommError, SessionClosed
@@ -144,10 +144,11 @@ class Handle(concurrent.futures.Future[T]):
         self._io.may_block()
         deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         try:
-            self._io.await_end(self, deadline_s, self._cancel_here)
-        except BaseException:
-            with contextlib.suppress(KfcommError):  # the caller has the interrupt instead
-                self.cancel()
+            self._io.await_end(self, cast("asyncio.Future[T]", inner), deadline_s, self._cancel_here)
+        except BaseException as error:
+            if error is not self._io.signals.raised:  # Ctrl-C
+                with contextlib.suppress(KfcommError):  # the caller has the interrupt instead
+                    self.cancel()
             raise
         if not self.done():
             raise TimeoutError(f"not done within {timeout_s} s; it goes on")

@@ -159,6 +159,9 @@ class IoThread:
         """Run what ``call`` gives, here; returns when its first step is done, so that it has its place in the program.
 
         ``begun`` is called on this thread with the future of it, which has failed if ``call`` itself has.
+
+        Raises:
+            SessionClosed: the thread has ended, or belongs to the parent process.
         """
         if self.signals.hold():
             self.signals.holding(self.start, (call, begun))
@@ -181,8 +184,9 @@ class IoThread:
             return
         self.lock.lay_down()  # by a signal handler that runs while a call of this thread waits
         self.post(begin)
-        while not (has_begun.wait(LOOK_EVERY_S) or self.is_stopped):
-            pass
+        while not has_begun.wait(LOOK_EVERY_S):
+            if self.is_stopped:
+                raise SessionClosed(CLOSED_MEANWHILE)
 
     def wait_for(self, call: Callable[[], Awaitable[T]]) -> T:
         """Run what ``call`` gives here and wait for its result; an interruption of the wait cancels it."""
@@ -204,18 +208,21 @@ class IoThread:
 
         try:
             self.start(call, begun)
-            self.await_end(result, math.inf, lambda: running[0].cancel())
-        except BaseException:
-            if running and not result.done():
+            self.await_end(result, running[0], math.inf, lambda: running[0].cancel())
+        except BaseException as error:
+            if running and not result.done() and error is not self.signals.raised:
                 with contextlib.suppress(SessionClosed):
                     self.post(running[0].cancel)
             raise
         return result.result()
 
     def await_end(
-        self, future: concurrent.futures.Future[Any], deadline_s: float, cancel: Callable[[], object]
-    ) -> None:
-        """Wait until a future that ends on this thread is over, or it is time; ``cancel`` if a signal handler raises.
+        self, future: concurrent.futures.Future[Any], inner: asyncio.Future[Any], deadline_s: float,
+        cancel: Callable[[], object],
+    ) -> None:  # fmt: skip
+        """Wait until a future is over, which follows one of this thread, or it is time.
+
+        If a signal handler raises before the ``inner`` one is over, ``cancel`` is called, with the lock held.
 
         Raises:
             BaseException: what a signal handler has raised; nothing of the future's.
@@ -233,18 +240,17 @@ class IoThread:
         while not future.done() and time.monotonic() < deadline_s:
             self.signals.sleep(fall_asleep, wake)
             if self.signals.is_here() and self.signals.noted:
-                self._answer(future, cancel)
+                self._answer(inner, cancel)
 
-    def _answer(self, future: concurrent.futures.Future[Any], cancel: Callable[[], object]) -> None:
+    def _answer(self, inner: asyncio.Future[Any], cancel: Callable[[], object]) -> None:
         """Run the handlers of signals, unless it is over by now; it cannot end meanwhile by itself."""
         self.lock.take()
         try:
-            if not future.done():
+            if not inner.done():
                 self.signals.answer()
         except BaseException:
-            self.lock.take()
-            if not future.done():
-                cancel()
+            self.lock.take()  # a call that a handler made may have laid it down
+            cancel()
             raise
         finally:
             self.lock.lay_down()
