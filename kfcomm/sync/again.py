@@ -31,8 +31,7 @@ def _with_op(long_form: Form, verb: Verb) -> Form:
     def call(
         self: Skin[Any], /, x: Any, name: str | None = None, *, op: str = Op.SUM, out: Any = None, **options: Any
     ) -> Any:
-        if self._io.signals.hold():
-            return self._io.signals.holding(call, (self, x, name), {"op": op, "out": out, **options})
+        is_held = self._io.signals.hold()
         try:
             if (
                 not options
@@ -45,6 +44,9 @@ def _with_op(long_form: Form, verb: Verb) -> Form:
             return long_form(self, x, name, op=op, out=out, **options)
         except KfcommError as error:
             raise self._driver.shown(error)
+        finally:
+            if is_held:
+                self._io.signals.let_go()
 
     return call
 
@@ -54,8 +56,7 @@ def _with_op_and_root(long_form: Form, verb: Verb) -> Form:
         self: Skin[Any], /, x: Any, root: int = 0, name: str | None = None, *, op: str = Op.SUM, out: Any = None,
         **options: Any,
     ) -> Any:  # fmt: skip
-        if self._io.signals.hold():
-            return self._io.signals.holding(call, (self, x, root, name), {"op": op, "out": out, **options})
+        is_held = self._io.signals.hold()
         try:
             if (
                 not options
@@ -68,6 +69,9 @@ def _with_op_and_root(long_form: Form, verb: Verb) -> Form:
             return long_form(self, x, root, name, op=op, out=out, **options)
         except KfcommError as error:
             raise self._driver.shown(error)
+        finally:
+            if is_held:
+                self._io.signals.let_go()
 
     return call
 
@@ -76,8 +80,7 @@ def _with_root(long_form: Form, verb: Verb) -> Form:
     def call(
         self: Skin[Any], /, x: Any, root: int = 0, name: str | None = None, *, out: Any = None, **options: Any
     ) -> Any:
-        if self._io.signals.hold():
-            return self._io.signals.holding(call, (self, x, root, name), {"out": out, **options})
+        is_held = self._io.signals.hold()
         try:
             if (
                 not options
@@ -90,6 +93,9 @@ def _with_root(long_form: Form, verb: Verb) -> Form:
             return long_form(self, x, root, name, out=out, **options)
         except KfcommError as error:
             raise self._driver.shown(error)
+        finally:
+            if is_held:
+                self._io.signals.let_go()
 
     return call
 
@@ -98,8 +104,7 @@ def _with_array(long_form: Form, verb: Verb) -> Form:
     arguments = (verb,)
 
     def call(self: Skin[Any], /, x: Any, name: str | None = None, *, out: Any = None, **options: Any) -> Any:
-        if self._io.signals.hold():
-            return self._io.signals.holding(call, (self, x, name), {"out": out, **options})
+        is_held = self._io.signals.hold()
         try:
             if (
                 not options
@@ -112,6 +117,9 @@ def _with_array(long_form: Form, verb: Verb) -> Form:
             return long_form(self, x, name, out=out, **options)
         except KfcommError as error:
             raise self._driver.shown(error)
+        finally:
+            if is_held:
+                self._io.signals.let_go()
 
     return call
 
@@ -120,8 +128,7 @@ def _without_array(long_form: Form, verb: Verb) -> Form:
     arguments = (verb,)
 
     def call(self: Skin[Any], /, name: str | None = None, **options: Any) -> Any:
-        if self._io.signals.hold():
-            return self._io.signals.holding(call, (self, name), options)
+        is_held = self._io.signals.hold()
         try:
             if not options and (compiled := self._inner._group.compiled.get(name)) is not None:
                 outcome = self._driver.call(compiled.start, self._session, NO_ARRAY, arguments, None, None)
@@ -130,6 +137,9 @@ def _without_array(long_form: Form, verb: Verb) -> Form:
             return long_form(self, name, **options)
         except KfcommError as error:
             raise self._driver.shown(error)
+        finally:
+            if is_held:
+                self._io.signals.let_go()
 
     return call
 

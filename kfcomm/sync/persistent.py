@@ -76,17 +76,14 @@ class PersistentCollective(Generic[T]):
         Cost: less than ``start`` and ``wait`` one after the other: the I/O thread is not woken in between.
         """
         signals = self._driver.signals
-        if signals.hold():
-            return signals.holding(self.run, ())
+        is_held = signals.hold()
         try:
             return self._driver.call(self._begin, self._session)
-        except (CollectiveAborted, asyncio.CancelledError) as error:
-            if error is signals.raised:
-                raise
-            self._check_wanted(error)
-            raise
-        except KfcommError as error:
-            raise self._driver.shown(error)
+        except (KfcommError, asyncio.CancelledError) as error:
+            raise self._shown(error)
+        finally:
+            if is_held:
+                signals.let_go()
 
     def wait(self, timeout: Seconds | None = None) -> T:
         """Wait for the result of the latest start and return it; an interruption (Ctrl-C) cancels that one.
@@ -102,19 +99,19 @@ class PersistentCollective(Generic[T]):
             concurrent.futures.CancelledError: it was cancelled by ``cancel()`` here.
             CollectiveError: it failed; as from the async verb.
         """
-        if self._driver.signals.hold():
-            return self._driver.signals.holding(self.wait, (timeout,))
-        latest: Awaited[T] = self._inner._latest
-        timeout_s = seconds_of(timeout)
-        if not latest.done() and not self._driver.wait(latest, timeout_s, self._session):
-            raise TimeoutError(f"not done within {timeout_s} s; it goes on")
+        signals = self._driver.signals
+        is_held = signals.hold()
         try:
+            latest: Awaited[T] = self._inner._latest
+            timeout_s = seconds_of(timeout)
+            if not latest.done() and not self._driver.wait(latest, timeout_s, self._session):
+                raise TimeoutError(f"not done within {timeout_s} s; it goes on")
             return latest.result()
-        except (CollectiveAborted, asyncio.CancelledError) as error:
-            self._check_wanted(error)
-            raise
-        except KfcommError as error:
-            raise self._driver.shown(error)
+        except (KfcommError, asyncio.CancelledError) as error:
+            raise self._shown(error)
+        finally:
+            if is_held:
+                signals.let_go()
 
     def result(self, timeout: Seconds | None = None) -> T:
         """The same as ``wait``."""
@@ -145,11 +142,16 @@ class PersistentCollective(Generic[T]):
             self._unwanted = self._inner._latest
         return was_cancelled
 
-    def _check_wanted(self, error: BaseException) -> None:
-        """What was cancelled here has not failed, though without a handle it looks as if it had.
+    def _shown(self, error: BaseException) -> BaseException:
+        """An error as the caller sees it: what was cancelled here has not failed, though without a handle it looks so.
 
-        Raises:
-            concurrent.futures.CancelledError: the latest start was cancelled here, or by an interruption.
+        Cancelled here: by ``cancel``, or by an interruption.
         """
-        if isinstance(error, asyncio.CancelledError) or self._inner._latest is self._unwanted:
-            raise concurrent.futures.CancelledError from None
+        if error is self._driver.signals.raised:
+            return error
+        is_unwanted = isinstance(error, CollectiveAborted) and self._inner._latest is self._unwanted
+        if is_unwanted or not isinstance(error, KfcommError):
+            error = concurrent.futures.CancelledError()
+            error.__suppress_context__ = True
+            return error
+        return self._driver.shown(error)

@@ -115,14 +115,16 @@ def blocking(
     is_coroutine = inspect.iscoroutinefunction(verb)
 
     def call(self: Skin[A_co], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        if self._io.signals.hold():
-            return self._io.signals.holding(call, (self, *args), kwargs)
+        is_held = self._io.signals.hold()
         try:
             self._check_open()
             begin: Callable[[], Any] = _bound(verb, given, self, args, kwargs)
             result: T = self._io.wait_for(begin) if is_coroutine else self._driver.call(begin, self._session)
         except KfcommError as error:
             raise self._driver.shown(error)
+        finally:
+            if is_held:
+                self._io.signals.let_go()
         return result
 
     return _dressed(call, verb.__name__, verb, "Blocks until the result is there, and returns it.")
@@ -135,15 +137,20 @@ def begun(
     is_coroutine = inspect.iscoroutinefunction(verb)
 
     def call(self: Skin[A_co], /, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
-        if self._io.signals.hold():
-            return self._io.signals.holding(call, (self, *args), kwargs)
-        self._check_open()
-        begin: Callable[[], Any] = _bound(verb, given, self, args, kwargs)
-        handle: Handle[T] = Handle(self._driver, self._session)
-        if is_coroutine:
-            handle.start(begin)
-        else:
-            self._driver.run(lambda: handle.begin(begin), self._session)
+        is_held = self._io.signals.hold()
+        try:
+            self._check_open()
+            begin: Callable[[], Any] = _bound(verb, given, self, args, kwargs)
+            handle: Handle[T] = Handle(self._driver, self._session)
+            if is_coroutine:
+                handle.start(begin)
+            else:
+                self._driver.run(lambda: handle.begin(begin), self._session)
+        except KfcommError as error:
+            raise self._driver.shown(error)
+        finally:
+            if is_held:
+                self._io.signals.let_go()
         return handle
 
     lead = "Begins, and returns a ``kfcomm.sync.Handle``; errors of the arguments come from it, too."

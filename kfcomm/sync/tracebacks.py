@@ -58,12 +58,14 @@ def outermost(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S,
 
     @wraps(method)
     def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        if self._driver.signals.hold():
-            return self._driver.signals.holding(call, (self, *args), kwargs)
+        is_held = self._driver.signals.hold()
         try:
             return method(self, *args, **kwargs)
         except KfcommError as error:
             raise self._driver.shown(error)
+        finally:
+            if is_held:
+                self._driver.signals.let_go()
 
     return call
 
