@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack, cast
 
@@ -13,7 +13,7 @@ from kfcomm import accelerator
 from kfcomm.communicator import ARRIVED, Communicator
 from kfcomm.dumps import install_signal
 from kfcomm.epochs import settle
-from kfcomm.errors import ConfigError
+from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.extras import is_installed, lacking
 from kfcomm.monitor import serving
 from kfcomm.plugins import check
@@ -22,6 +22,7 @@ from kfcomm.rendezvous.kept import describe_kept
 from kfcomm.rendezvous.settings import Arguments, Settings, detect, misspelt
 from kfcomm.rendezvous.token import conceal
 from kfcomm.session import Session
+from kfcomm.tracebacks import bare, terse
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor
 from kfcomm.types import UNMEASURED
@@ -54,7 +55,10 @@ class Init:
         self._made: Communicator | None = None
 
     def __await__(self) -> Generator[Any, None, Communicator]:
-        return self._begin().__await__()
+        try:
+            return (yield from self._begin().__await__())
+        except KfcommError as error:
+            raise self._shown(error)
 
     def __getattr__(self, name: str) -> NoReturn:
         if hasattr(Communicator, name):
@@ -68,7 +72,10 @@ class Init:
         """Never called: see ``__enter__``."""
 
     async def __aenter__(self) -> Communicator:
-        self._made = await self._begin()
+        try:
+            self._made = await self._begin()
+        except KfcommError as error:
+            raise self._shown(error)
         return self._made
 
     async def __aexit__(
@@ -76,6 +83,9 @@ class Init:
     ) -> None:
         if self._made is not None:
             await self._made.__aexit__(kind, error, trace)
+
+    def _shown(self, error: KfcommError) -> KfcommError:
+        return bare(error) if self.settings.traceback == "short" else error
 
     async def _begin(self) -> Communicator:
         if not self.settings.elastic:
@@ -169,7 +179,15 @@ def init(**arguments: Unpack[Arguments]) -> Init:
         ConfigError: at once, if the settings cannot work.
         RendezvousError: when awaited, if the peers do not find or accept each other.
     """
-    return Init(prepare(**arguments))
+    try:
+        return Init(prepare(**arguments))
+    except KfcommError as error:
+        raise error if is_full(arguments) else terse(error)
+
+
+def is_full(arguments: Mapping[str, Any]) -> bool:
+    """Whether tracebacks are to show all, where it is not known yet which settings hold."""
+    return (arguments.get("traceback") or os.environ.get("KFCOMM_TRACEBACK")) == "full"
 
 
 def prepare(**arguments: Unpack[Arguments]) -> Settings:

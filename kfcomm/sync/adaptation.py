@@ -11,9 +11,10 @@ from typing import Self
 
 from kfcomm.adapt import Adaptation as Async
 from kfcomm.adapt import Decision, Hyperparameters, Policy, StepMeter, StepMetrics
-from kfcomm.errors import EpochChanged, PeerLost
+from kfcomm.errors import EpochChanged, KfcommError, PeerLost
 from kfcomm.sync.communicator import Communicator
 from kfcomm.sync.skin import Skin
+from kfcomm.sync.tracebacks import outermost
 
 
 class Adaptation(Skin[Async]):
@@ -34,7 +35,10 @@ class Adaptation(Skin[Async]):
         hyperparameters: Hyperparameters | None = None, record: str | os.PathLike[str] | None = None,
     ) -> None:  # fmt: skip
         make = partial(Async, every=every, meter=meter, hyperparameters=hyperparameters, record=record)
-        inner = comm._io.run(make, comm._inner, policies)
+        try:
+            inner = comm._io.run(make, comm._inner, policies)
+        except KfcommError as error:
+            raise comm._driver.shown(error)
         super().__init__(comm._driver, inner, comm._inner)
         self._check_open = comm._check_open  # of each epoch, where there are several
 
@@ -88,7 +92,8 @@ class Adaptation(Skin[Async]):
         """As which gradients travel."""
         return self._inner.wire_dtype
 
-    def observe(self, **values: float) -> None:
+    @outermost
+    def observe(self, /, **values: float) -> None:
         """Tell the other ranks what this one has found out. See ``kfcomm.adapt.Adaptation.observe``."""
         self._inner.observe(**values)
 
@@ -107,11 +112,13 @@ class Adaptation(Skin[Async]):
             raise
         self._io.wait_for(lambda: self._inner.end(begun))
 
+    @outermost
     def start(self) -> None:
         """Meet the other ranks, and call ``on_start``. See ``kfcomm.adapt.Adaptation.start``."""
         self._check_open()
         self._io.wait_for(self._inner.start)
 
+    @outermost
     def close(self) -> None:
         """Call ``on_end``, and meet no more."""
         if not self._io.is_inherited and not self._io.is_stopped:

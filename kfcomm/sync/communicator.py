@@ -10,7 +10,7 @@ import atexit
 import contextlib
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
@@ -22,7 +22,7 @@ from kfcomm.communicator import Communicator as Async
 from kfcomm.devices.routes import Choice
 from kfcomm.dumps.whereabouts import program_line
 from kfcomm.errors import KfcommError, SessionClosed
-from kfcomm.joining import Init, prepare
+from kfcomm.joining import Init, is_full, prepare
 from kfcomm.rendezvous import farewell
 from kfcomm.rendezvous.settings import Arguments
 from kfcomm.strategies import AnyStrategy, StrategySpec
@@ -31,7 +31,8 @@ from kfcomm.sync.driver import Driver
 from kfcomm.sync.signals import Signals
 from kfcomm.sync.skin import ARRAY, MANY, OBJECT, OBJECTS, PARTS, PLAIN, Skin, begun, blocking, plain, prepared
 from kfcomm.sync.thread import IoThread
-from kfcomm.sync.tracebacks import bare, outermost
+from kfcomm.sync.tracebacks import outermost
+from kfcomm.tracebacks import bare, terse
 from kfcomm.transports.shm.heap import Array
 from kfcomm.types import Layout, Seconds, Verb
 
@@ -165,6 +166,7 @@ class Communicator(Skin[Async]):
         kept = plain(as_array(x))
         return self._driver.run(lambda: self._inner.save(name, kept, version=version), self._session)
 
+    @outermost
     def queue(self, name: str, source: int, target: int, *, capacity: int = 16) -> Queue:
         """An ordered queue of arrays from rank ``source`` to ``target``. See ``kfcomm.Communicator.queue``."""
         return Queue(self._driver, self._inner.queue(name, source, target, capacity=capacity), self._inner)
@@ -241,15 +243,18 @@ class Communicator(Skin[Async]):
         inner = self._io.wait_for(lambda: self._inner.split(color, key, name, timeout=timeout))
         return None if inner is None else Communicator(self._driver, inner)
 
+    @outermost
     def set_timeout(self, timeout: Seconds) -> None:
         """Calls of this group that follow have this timeout. See ``kfcomm.Communicator.set_timeout``."""
         self._inner.set_timeout(timeout)
 
+    @outermost
     def refuse(self, name: str | None, error: BaseException, *, steps: int = 1) -> None:
         """This rank's next call of this name is not made. See ``kfcomm.Communicator.refuse``."""
         self._check_open()
         self._driver.run(lambda: self._inner.refuse(name, error, steps=steps), self._session)
 
+    @outermost
     def mismatched(self, name: str, seq: int, message: str) -> None:
         """One use of a name fails, on every rank. See ``kfcomm.Communicator.mismatched``."""
         self._driver.run(lambda: self._inner.mismatched(name, seq, message), self._session)
@@ -328,10 +333,12 @@ class Communicator(Skin[Async]):
         """Whether ``empty`` gives memory that the other ranks can read. See ``kfcomm.Communicator.shares_memory``."""
         return self._inner.shares_memory
 
+    @outermost
     def empty(self, shape: int | Sequence[int], dtype: Any = np.float32) -> Array:
         """An array that the other ranks of this host can read where it is. See ``kfcomm.Communicator.empty``."""
         return self._inner.empty(shape, dtype)
 
+    @outermost
     def dump(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
         """What this process did last and waits for, as a JSON-able record; written to ``path`` if given."""
         return self._inner.dump(path)
@@ -423,22 +430,32 @@ def init(**arguments: Unpack[Arguments]) -> Communicator:
         ConfigError: the settings cannot work.
         RendezvousError: the peers do not find or accept each other.
     """
-    settings = prepare(**arguments)
+    is_held = (signals := Signals()).hold()
+    shown: Callable[[KfcommError], KfcommError] = terse  # code of a plugin may take part in what is checked
     try:
-        return join(settings)
+        settings = prepare(**arguments)
+        shown = bare
+        return join(settings, signals=signals)
     except KfcommError as error:
-        raise bare(error) if settings.traceback == "short" else error
+        raise error if is_full(arguments) or error is signals.raised else shown(error)
+    finally:
+        if is_held:
+            signals.let_go()
 
 
-def join(settings: Settings, exchange: Exchange | None = None) -> Communicator:
-    """As ``init``, with settings that are there; by ``exchange`` the ranks learn of each other, if it is given."""
-    signals = Signals()
+def join(
+    settings: Settings, exchange: Exchange | None = None, *, signals: Signals | None = None
+) -> Communicator:  # fmt: skip
+    """As ``init``, with settings that are there.
+
+    Args:
+        settings: what was found.
+        exchange: how the ranks learn of each other, if not by a store of kfcomm's.
+        signals: that the caller holds; None to have them held here.
+    """
+    signals = Signals() if signals is None else signals
     if signals.hold():
-        return signals.holding(_join, (settings, exchange, signals))
-    return _join(settings, exchange, signals)
-
-
-def _join(settings: Settings, exchange: Exchange | None, signals: Signals) -> Communicator:
+        return signals.holding(join, (settings, exchange), {"signals": signals})
     kind: Any = Communicator
     if settings.elastic:
         from kfcomm.sync.elastic import ElasticCommunicator  # which others do without, and newcomers need at once

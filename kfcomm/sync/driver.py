@@ -31,7 +31,7 @@ from kfcomm.errors import KfcommError, SessionClosed
 from kfcomm.runtime.direct import LATE_S
 from kfcomm.sync.bell import Bell
 from kfcomm.sync.thread import LOOK_EVERY_S, IoThread
-from kfcomm.sync.tracebacks import terse
+from kfcomm.tracebacks import terse
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor
 

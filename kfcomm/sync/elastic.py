@@ -205,6 +205,7 @@ class Elastic:
         """Let other ranks keep a copy of this rank's ``own``. See ``kfcomm.elastic.Elastic.commit``."""
         return self._io.wait_for(self._inner.commit)
 
+    @outermost
     def restore(self) -> None:
         """Go back to the last complete ``commit``. See ``kfcomm.elastic.Elastic.restore``."""
         self._inner.restore()

@@ -19,6 +19,7 @@ from kfcomm.arrays.on_device import OnStream, current_stream, is_on_device
 from kfcomm.collectives.objects import packed, unpacked
 from kfcomm.errors import KfcommError
 from kfcomm.sync.handle import Handle
+from kfcomm.sync.tracebacks import outermost
 
 if TYPE_CHECKING:
     from kfcomm.collectives.persistent import PersistentCollective as AsyncPersistent
@@ -162,6 +163,7 @@ def prepared(
 ) -> Callable[Concatenate[Skin[A_co], P], PersistentCollective[T]]:
     """The form of an ``*_init`` method whose starts are waited for."""
 
+    @outermost
     def call(self: Skin[A_co], /, *args: P.args, **kwargs: P.kwargs) -> PersistentCollective[T]:
         from kfcomm.sync.persistent import PersistentCollective
 

@@ -1,19 +1,12 @@
-"""Tracebacks that end at the caller's line: what a blocking verb does inside is no news to who called it wrongly.
-
-An error of kfcomm loses the frames of this package, and what it was made of, unless code of somebody else took part in
-that (an array that could not be read). ``KFCOMM_TRACEBACK=full`` keeps all of it.
-"""
+"""The outermost function of a blocking call: it holds signals, and shows errors as `kfcomm.tracebacks` has them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
-import kfcomm
-from kfcomm.errors import InternalError, KfcommError
+from kfcomm.errors import KfcommError
 
 if TYPE_CHECKING:
     from kfcomm.sync.driver import Driver
@@ -25,29 +18,9 @@ class Driven(Protocol):
     _driver: Driver
 
 
-E = TypeVar("E", bound=KfcommError)
 S = TypeVar("S", bound=Driven)
 T = TypeVar("T")
 P = ParamSpec("P")
-
-_PACKAGE = str(Path(kfcomm.__file__).parent)
-
-
-def terse(error: E) -> E:
-    """The same error, to be raised in the function that the caller has called. A defect of kfcomm keeps everything."""
-    cause = error.__cause__ or error.__context__
-    if cause is None or not _is_foreign(cause.__traceback__):
-        return bare(error)
-    return error if isinstance(error, InternalError) else error.with_traceback(None)
-
-
-def bare(error: E) -> E:
-    """As ``terse``, where no code of the caller's can have taken part, but libraries of ours."""
-    if isinstance(error, InternalError):
-        return error
-    error.__cause__ = None
-    error.__suppress_context__ = True
-    return error.with_traceback(None)
 
 
 def outermost(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
@@ -68,11 +41,3 @@ def outermost(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S,
                 self._driver.signals.let_go()
 
     return call
-
-
-def _is_foreign(trace: TracebackType | None) -> bool:
-    while trace is not None:
-        if not trace.tb_frame.f_code.co_filename.startswith(_PACKAGE):
-            return True
-        trace = trace.tb_next
-    return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import traceback
@@ -14,13 +15,14 @@ import pytest
 
 import kfcomm
 from kfcomm.sync.driver import Driver
-from kfcomm.sync.tracebacks import terse
 from kfcomm.testing import sync_world
+from kfcomm.tracebacks import terse
 from tests.stubs import Broken, broken
 from tests.support import free_port
 
 PACKAGE = Path(kfcomm.__file__).parent
 X = np.ones(2)
+SECRET = "0123456789abcdef" * 4
 
 CALLS: dict[str, Callable[[Any], Any]] = {
     "the first call of a name": lambda comm: comm.all_reduce(X, "first", op="noop"),
@@ -37,6 +39,12 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "something saved": lambda comm: comm.save("blob", {1}),
     "a persistent collective": lambda comm: comm.all_reduce_init(X, op="noop").run(),
     "its start": lambda comm: comm.all_reduce_init(X, op="noop").start(),
+    "its wait": lambda comm: comm.barrier_init("late", timeout=0.01).start().wait(),
+    "a queue": lambda comm: comm.queue("q", 0, 9),
+    "a put": lambda comm: comm.queue("q", 0, 1).put({1}),
+    "a timeout that is none": lambda comm: comm.set_timeout(-1),
+    "room for an array": lambda comm: comm.empty(-3),
+    "a policy": lambda comm: kfcomm.sync.Adaptation(comm, ["nope"]),
 }
 
 
@@ -92,10 +100,45 @@ def test_who_cannot_join_reads_why_and_little_else(monkeypatch: pytest.MonkeyPat
     for value, has_story in (("short", False), ("full", True)):
         monkeypatch.setenv("KFCOMM_TRACEBACK", value)
         with pytest.raises(kfcomm.RendezvousError, match="could not be reached") as failed:
-            kfcomm.sync.init(rank=1, size=2, store=store, token="0123456789abcdef" * 4, timeout=0.1)
+            kfcomm.sync.init(rank=1, size=2, store=store, token=SECRET, timeout=0.1)
         own = [one for one in traceback.extract_tb(failed.tb) if Path(one.filename).is_relative_to(PACKAGE)]
         assert (len(own) > 1) == has_story
         assert (sum("Traceback" in line for line in traceback.format_exception(failed.value)) > 1) == has_story
+
+
+BAD: dict[str, dict[str, Any]] = {
+    "a rank": {"rank": 5, "size": 2, "store": "http://127.0.0.1:1"},
+    "a url": {"rank": 0, "size": 2, "store": "nowhere"},
+    "a strategy": {"strategy": "nope"},
+    "a file": {"metrics_port": "x"},
+    "an interface": {"rank": 0, "size": 2, "store": "http://127.0.0.1:1", "token": SECRET, "interface": "nope0"},
+    "a store": {"rank": 1, "size": 2, "store": "http://127.0.0.1:1", "token": SECRET, "timeout": 0.1},
+}
+
+
+async def _init(**settings: Any) -> None:
+    await kfcomm.init(**settings)
+
+
+async def _enter(**settings: Any) -> None:
+    async with kfcomm.init(**settings):
+        pass
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize(
+    "init",
+    [kfcomm.sync.init, lambda **given: asyncio.run(_init(**given)), lambda **given: asyncio.run(_enter(**given))],
+    ids=["blocking", "awaited", "entered"],
+)
+def test_init_fails_at_the_callers_line(init: Callable[..., Any], bad: str) -> None:
+    for traceback_, is_short in (("short", True), ("full", False)):
+        with pytest.raises(kfcomm.KfcommError) as failed:
+            init(**BAD[bad], traceback=traceback_)
+        text = "".join(traceback.format_exception(failed.value))
+        own = [one for one in traceback.extract_tb(failed.tb) if Path(one.filename).is_relative_to(PACKAGE)]
+        assert (len(own) == 1) == is_short, text
+        assert not is_short or text.count("Traceback (") == 1, text
 
 
 def test_the_setting_reaches_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
