@@ -11,8 +11,9 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -107,11 +108,13 @@ class Etcd:
         while not any(self._ask(member, "/v3/kv/range", {"key": "YQ=="}) for member in self._living()):
             assert time.monotonic() < deadline_s, self._said()
 
-    def ask(self, path: str, fields: dict[str, Any]) -> dict[str, Any]:
+    def ask(
+        self, path: str, fields: dict[str, Any], headers: Mapping[str, str] = MappingProxyType({})
+    ) -> dict[str, Any]:
         """The answer of a member that has one."""
         while True:
             for member in self._living():
-                if (found := self._ask(member, path, fields)) is not None:
+                if (found := self._ask(member, path, fields, headers)) is not None:
                     return found
 
     def held(self) -> list[str]:
@@ -128,9 +131,11 @@ class Etcd:
     def _living(self) -> list[int]:
         return [member for member, process in enumerate(self.processes) if process is not None]
 
-    def _ask(self, member: int, path: str, fields: dict[str, Any]) -> dict[str, Any] | None:
+    def _ask(
+        self, member: int, path: str, fields: dict[str, Any], headers: Mapping[str, str] = MappingProxyType({})
+    ) -> dict[str, Any] | None:
         url = f"http://127.0.0.1:{self.ports[member]}{path}"
-        request = urllib.request.Request(url, json.dumps(fields).encode())
+        request = urllib.request.Request(url, json.dumps(fields).encode(), dict(headers))
         try:
             with urllib.request.urlopen(request, timeout=5) as response:
                 told: dict[str, Any] = json.loads(response.read())

@@ -33,7 +33,11 @@ from kfcomm.rendezvous.board import (
     Why,
     describe_exit,
 )  # fmt: skip
+from kfcomm.rendezvous.folders import StoreClosed
 from kfcomm.types import Wanted
+
+RETRY_S = 5.0
+"""After this a store that has refused who is to be started is asked again."""
 
 
 @dataclass(slots=True)
@@ -60,6 +64,7 @@ class First(Mortal):
     _is_silence_told: bool = False
     _is_told: bool = False
     _is_alone: bool = False
+    _defect: BaseException | None = None
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def _begin(self, exits: Exits) -> list[Coroutine[Any, Any, None]]:
@@ -85,6 +90,8 @@ class First(Mortal):
         return is_over and self._is_told
 
     async def _look(self, exits: Exits) -> None:
+        if self._defect is not None:
+            raise self._defect  # a launcher that has lost one of its tasks ends, and does not wait for what never comes
         if self.elastic.is_ending or not self.verdict.is_open:
             self._give_up_starting()
         if self.elastic.is_ending:  # nobody is left to let them in
@@ -125,13 +132,15 @@ class First(Mortal):
 
     async def _silent_ones(self, exits: Exits) -> set[int]:
         """Births of the ranks, of all hosts, that show no sign of life."""
-        told = await exits.collect(SILENT, 0, timeout_s=0.0)
+        told: dict[str, bytes] = {}
+        with contextlib.suppress(StoreClosed):
+            told = await exits.collect(SILENT, 0, timeout_s=0.0)
         return self.silent.union(*map(msgpack.unpackb, told.values()))
 
     async def _is_one_missed(self, exits: Exits) -> bool:
         """Whether a rank has failed that those who live would have given up by now."""
         for birth in self._failures.keys() - self._given_up:
-            if birth < self.blame.size or await exits.was_let_in(birth):
+            if await self._was_let_in(birth, exits):
                 return True
         return False
 
@@ -204,8 +213,14 @@ class First(Mortal):
         """Have the launcher of a host start a process, once the store keeps that: a number is used once."""
         try:
             await self._exits.claim(f"{START}/{host}/{birth}", b"")
-        except (asyncio.CancelledError, KfcommError):
+        except asyncio.CancelledError:
             self.elastic.not_started(birth)
+            return
+        except KfcommError as error:
+            self.elastic.not_started(birth)
+            if not isinstance(error, StoreClosed):
+                self.say(f"rank {birth} is not started: {error}; another is in {RETRY_S:g} s")
+                asyncio.get_running_loop().call_later(RETRY_S, self._start_owed)
             return
         finally:
             self._starting.pop(birth, None)
@@ -218,10 +233,13 @@ class First(Mortal):
             await exits.ask_size(self.elastic.size)
 
     def _store_is_gone(self) -> None:
-        """What is kept of the job is lost: those that run do not need it."""
+        """What is kept of the job is lost: those that run do not need it. Of other hosts nothing is heard any more."""
         if self.verdict.is_open and not self._is_told:
             self._is_alone = True
             self._give_up_starting()
+            for birth, host in self.elastic.where.items():
+                if host != (self.host or 0):
+                    self.elastic.not_started(birth)
             self.say("the store is gone: nobody is replaced any more")
 
     def _give_up_starting(self) -> None:
@@ -238,6 +256,7 @@ class First(Mortal):
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        self._defect = self._defect or (None if task.cancelled() else task.exception())
         self._changed.set()
 
     async def _watch_sizes(self, exits: Exits) -> None:
@@ -318,8 +337,14 @@ class First(Mortal):
 
     async def _waiting(self, exits: Exits) -> list[int]:
         """Births of those that were started to join, and have not been let in."""
-        later = [birth for birth in sorted(self.elastic.running) if birth >= self.blame.size]
-        return [birth for birth in later if not await exits.was_let_in(birth)]
+        return [birth for birth in sorted(self.elastic.running) if not await self._was_let_in(birth, exits)]
+
+    async def _was_let_in(self, birth: int, exits: Exits) -> bool:
+        """Whether it takes part, or did. Those that are not let in when the store is gone end by themselves."""
+        try:
+            return birth < self.blame.size or await exits.was_let_in(birth)
+        except StoreClosed:
+            return True
 
     def hear_released(self, birth: int) -> None:
         """See `Mortal`: whoever is wanted in its place, as after another change of size, is started."""

@@ -8,10 +8,11 @@ wrong token does not become right.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import re
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from ssl import SSLCertVerificationError, SSLError
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -173,13 +174,11 @@ class StoreClient(Folders):
         Raises:
             ConfigError: the job does not have so many, or so few.
         """
-        body = b"%d" % size
-        used = self._checked(self._nonce or await self._greet(_ANSWER_WITHIN_S))
-        reply = await self._send("size", body, used, _ANSWER_WITHIN_S, "PUT")
-        if reply.status == 401:
-            raise RendezvousError(f"the store at {self.url} refuses this process: its token is not the job's")
-        if not is_answer_valid(used, reply.ticket, reply.status, reply.body, reply.header):
-            raise RendezvousError(f"what answers at {self.url} does not know the job's token: it is not its store")
+
+        async def attempt() -> _Reply:
+            return await self._exchange("size", b"%d" % size, _ANSWER_WITHIN_S, "PUT")
+
+        reply = await self._repeated(attempt, _LOST_AFTER_S)
         if reply.status != 200:
             raise ConfigError(reply.body.decode(errors="replace").strip())
 
@@ -192,23 +191,27 @@ class StoreClient(Folders):
 
         ``timeout_s`` counts from the first attempt and ends the repeating; an attempt under way is let finish.
         """
-        patience_s = self._timeout_s if timeout_s is None else timeout_s
-        deadline_s = _now_s() + patience_s
-        pause_s = _FIRST_PAUSE_S
         body: bytes = msgpack.packb(fields)
         if len(body) > MAX_BODY_NBYTES:
             raise RendezvousError(f"{name} has {len(body)} bytes to send, more than {MAX_BODY_NBYTES}")
         wait_s = float(fields.get("wait_s", 0.0))
-        while True:
+        patience_s = self._timeout_s if timeout_s is None else timeout_s
+        return await self._repeated(lambda: self._attempt(name, body, wait_s + _ANSWER_WITHIN_S), patience_s)
+
+    async def _repeated(self, attempt: Callable[[], Awaitable[T]], patience_s: float) -> T:
+        """What comes of an attempt, made again while none is answered; twice at least, for an answer may be lost."""
+        deadline_s = _now_s() + patience_s
+        pause_s = _FIRST_PAUSE_S
+        for number in itertools.count():
             try:
-                answer = await self._attempt(name, body, wait_s + _ANSWER_WITHIN_S)
+                answer = await attempt()
             except SSLError as error:
                 raise RendezvousError(f"no TLS with the store at {self.url}: {_cause(error)}") from error
             except OSError as error:
                 if self._http.is_closed:
                     raise RendezvousError(f"the client of the store at {self.url} is closed") from error
                 self.trouble = _cause(error)
-                if _now_s() + pause_s >= deadline_s:
+                if number and _now_s() + pause_s >= deadline_s:
                     raise RendezvousError(
                         f"the store at {self.url} could not be reached within {max(patience_s, 0):g} s: {self.trouble}"
                     ) from error
@@ -217,20 +220,11 @@ class StoreClient(Folders):
                 return answer
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+        raise AssertionError("unreachable")
 
     async def _attempt(self, name: str, body: bytes, timeout_s: float) -> Any:
-        used = self._checked(self._nonce or await self._greet(timeout_s))
-        reply = await self._send(name, body, used, timeout_s)
-        if reply.status == 401 and await self._greet(timeout_s) != used:
-            # another store listens there now: it has not judged this token yet
-            used = self._checked(self._nonce or b"")
-            reply = await self._send(name, body, used, timeout_s)
-        if reply.status == 401:
-            raise RendezvousError(f"the store at {self.url} refuses this process: its token is not the job's")
-        if not is_answer_valid(used, reply.ticket, reply.status, reply.body, reply.header):
-            raise RendezvousError(f"what answers at {self.url} does not know the job's token: it is not its store")
+        reply = await self._exchange(name, body, timeout_s)
         answer = msgpack.unpackb(reply.body)
-        self.identity = identity_of(used)
         match reply.status:
             case 200:
                 return answer
@@ -239,12 +233,27 @@ class StoreClient(Folders):
             case _:
                 raise RendezvousError(f"the store at {self.url} refuses {name}: {answer}")
 
+    async def _exchange(self, name: str, body: bytes, timeout_s: float, method: str = "POST") -> _Reply:
+        """Ask once; the answer is known to be the store's."""
+        used = self._checked(self._nonce or await self._greet(timeout_s))
+        reply = await self._send(name, body, used, timeout_s, method)
+        if reply.status == 401 and await self._greet(timeout_s) != used:
+            # another store listens there now: it has not judged this token yet
+            used = self._checked(self._nonce or b"")
+            reply = await self._send(name, body, used, timeout_s, method)
+        if reply.status == 401:
+            raise RendezvousError(f"the store at {self.url} refuses this process: its token is not the job's")
+        if not is_answer_valid(used, reply.ticket, reply.status, reply.body, reply.header):
+            raise RendezvousError(f"what answers at {self.url} does not know the job's token: it is not its store")
+        self.identity = identity_of(used)
+        return reply
+
     def _checked(self, nonce: bytes) -> bytes:
         if self.identity and identity_of(nonce) != self.identity:
             raise StoreClosed(f"the store of another job is at {self.url} now")
         return nonce
 
-    async def _send(self, name: str, body: bytes, nonce: bytes, timeout_s: float, method: str = "POST") -> _Reply:
+    async def _send(self, name: str, body: bytes, nonce: bytes, timeout_s: float, method: str) -> _Reply:
         self._number += 1
         ticket = Ticket(self._client, self._number, f"/v1/{name}", digest_of(body), auth.tokens(self._token)[0])
         headers = {REQUEST_HEADER: request_header(nonce, ticket)}

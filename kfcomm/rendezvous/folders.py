@@ -97,12 +97,13 @@ class Folders(ABC):
         await self._ask_for(lambda last: _written(Wanted(last.size, (*last.leavers, birth)), is_held=True))
 
     async def _ask_for(self, following: Callable[[Wanted], bytes]) -> None:
-        """Ask for what follows from what was asked last, whoever asks meanwhile."""
+        """Ask for what follows from what was asked last, whoever asks meanwhile; nothing new, if that is the same."""
         is_told = False
         while not is_told:
             found = await self.collect(SIZES, 0, timeout_s=0.0)
-            mine = following(read_wanted(found[str(len(found))])[0] if found else Wanted())
-            is_told = await self.claim(f"{SIZES}/{1 + len(found)}", mine) == mine
+            last = found.get(str(len(found)))
+            mine = following(Wanted() if last is None else read_wanted(last)[0])
+            is_told = mine == last or await self.claim(f"{SIZES}/{1 + len(found)}", mine) == mine
 
     async def was_let_in(self, birth: int) -> bool:
         """Whether a process that was started later is a rank of the job, or was."""

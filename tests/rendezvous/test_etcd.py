@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import datetime
 import ipaddress
@@ -17,10 +18,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from kfcomm.errors import ConfigError, LocalProtocolError, RendezvousError
 from kfcomm.rendezvous.board import MAX_VALUE_NBYTES, Closed, Exit
-from kfcomm.rendezvous.etcd import gateway, mirror
+from kfcomm.rendezvous.etcd import gateway, leases, mirror
 from kfcomm.rendezvous.etcd.address import is_etcd, parse
 from kfcomm.rendezvous.etcd.mirror import Mirror
 from tests import etcds
+from tests.cutting import cutting
 from tests.support import free_port
 
 pytestmark = pytest.mark.slow
@@ -104,7 +106,7 @@ async def test_one_job_has_one_first_launcher(one: etcds.Etcd, monkeypatch: pyte
     async with mirrored(store, is_first=True):
         with pytest.raises(RendezvousError, match=r"is used by another launcher, process \d+ on"):
             await Mirror.begin(parse(store, {}), is_first=True, within_s=WITHIN_S)
-    monkeypatch.setattr(mirror, "_begun", lambda pid: "another")
+    monkeypatch.setattr(leases, "_begun", lambda pid: "another")
     gone = await Mirror.begin(parse(store, {}), is_first=True, within_s=WITHIN_S)
     monkeypatch.undo()  # now it is one that has ended, on this machine
     async with mirrored(store, is_first=True):
@@ -289,3 +291,94 @@ def test_addresses() -> None:
     assert (found.prefix, found.user, found.password) == ("a/b", "ann", "s/x")
     assert "s/x" not in repr(found)
     assert str(found) == "etcd://ann@h1:2379,h2:99,[fd00::1]:2379/a/b"
+
+
+async def used(store: str) -> list[object]:
+    """What a launcher that is the first does with its store, and what it is told."""
+    made = await Mirror.begin(parse(store, {}), is_first=True, within_s=WITHIN_S)
+    told: list[object] = [
+        await made.claim("start/0/2", b""),
+        await made.claim("start/0/2", b"other"),
+        await made.claim("world/0/0", b"mine"),
+        await made.set("silent/0", b""),
+        await made.set("silent/0", b"x"),
+        await made.report_exit(Exit(1, -9)),
+        await made.claim("job", b"record"),
+        await made.clear("start"),
+        dict(made.board.contents()),
+    ]
+    await made.close(is_over=True)
+    return told
+
+
+@pytest.mark.asyncio
+async def test_whatever_answer_is_lost_all_is_as_with_it(one: etcds.Etcd) -> None:
+    async with cutting(one.ports[0], ()) as relay:
+        right = await used(f"etcd://127.0.0.1:{relay.port}/whole")
+    count = relay.num_requests
+    assert count > 15
+    for lost in range(1, count + 1):
+        async with cutting(one.ports[0], {lost}) as relay:
+            assert await used(f"etcd://127.0.0.1:{relay.port}/lost{lost}") == right, lost
+            assert relay.num_lost == 1
+        assert not [key for key in await asyncio.to_thread(one.held) if key.startswith(f"lost{lost}/")], lost
+
+
+def lease_of(etcd: etcds.Etcd, prefix: str) -> str:
+    told = etcd.ask("/v3/kv/range", {"key": base64.b64encode(f"{prefix}/lease".encode()).decode()})
+    return base64.b64decode(told["kvs"][0]["value"]).decode() if "kvs" in told else ""
+
+
+@pytest.mark.asyncio
+async def test_a_lease_that_is_revoked_costs_a_job_nothing(one: etcds.Etcd, caplog: pytest.LogCaptureFixture) -> None:
+    store = one.store("revoked")
+    async with mirrored(store, is_first=True) as first, mirrored(store, is_over=False) as other:
+        await first.claim("start/0/2", b"")
+        await first.report_exit(Exit(1, -9))
+        for number in range(3):
+            lease = await asyncio.to_thread(lease_of, one, "revoked")
+            await asyncio.to_thread(one.ask, "/v3/lease/revoke", {"ID": lease})
+            who = (first, other)[number % 2]
+            assert await who.claim(f"k/{number}", b"v") == b"v"
+            assert await who.claim("start/0/2", b"late") == b""
+        wanted = ["start/0/2", "ends/1", "k/0", "k/1", "k/2"]
+        await until(lambda: {key for key, _ in first.board.contents()} == set(wanted))
+        await until(lambda: dict(other.board.contents()) == dict(first.board.contents()))
+        while {f"revoked/store/{key}" for key in wanted} - {*await asyncio.to_thread(one.held)}:
+            pass
+        waiting = asyncio.ensure_future(other.board.get("x", 1e6))
+        await first.close(is_over=True)
+        with pytest.raises(Closed):
+            await waiting
+    assert "has ended the lease of the job: all is written anew" in caplog.text
+    assert not [key for key in await asyncio.to_thread(one.held) if key.startswith("revoked/")]
+
+
+@pytest.mark.asyncio
+async def test_a_job_whose_first_launcher_is_gone_ends_some_time_after_its_lease(
+    one: etcds.Etcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "ABANDONED_AFTER_S", 0.1)
+    async with mirrored(one.store("left"), is_over=False) as other:
+        lease = await asyncio.to_thread(lease_of, one, "left")
+        await asyncio.to_thread(one.ask, "/v3/lease/revoke", {"ID": lease})
+        with pytest.raises(Closed):
+            await other.board.get("x", 1e6)
+
+
+@pytest.mark.asyncio
+async def test_authentication_that_is_switched_on_and_off_delays_what_is_written(tmp_path: Path) -> None:
+    with etcds.running(tmp_path / "etcd") as one:
+        async with mirrored(one.store(), is_first=True) as made:
+            await made.claim("a", b"1")
+            one.ask("/v3/auth/user/add", {"name": "root", "password": "secret"})
+            one.ask("/v3/auth/role/add", {"name": "root"})
+            one.ask("/v3/auth/user/grant", {"user": "root", "role": "root"})
+            one.ask("/v3/auth/enable", {})
+            writing = asyncio.ensure_future(made.claim("b", b"2"))
+            await until(lambda: bool(made._gateway.trouble))
+            assert not writing.done()
+            token = one.ask("/v3/auth/authenticate", {"name": "root", "password": "secret"})["token"]
+            await asyncio.to_thread(one.ask, "/v3/auth/disable", {}, {"Authorization": token})
+            assert await writing == b"2"
+            assert not made.board.is_closed

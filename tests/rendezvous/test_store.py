@@ -13,13 +13,14 @@ import pytest_asyncio
 from kfcomm.core.strangers import MAX_OF_ONE_ADDRESS
 from kfcomm.errors import RendezvousError
 from kfcomm.rendezvous.backing import Memory
-from kfcomm.rendezvous.board import Exit, Why
+from kfcomm.rendezvous.board import BOUNDS, Exit, Why
 from kfcomm.rendezvous.client import StoreClient, StoreClosed
 from kfcomm.rendezvous.listening import listen, url_of
 from kfcomm.rendezvous.settings import host_and_port
 from kfcomm.rendezvous.signing import GREETING
 from kfcomm.rendezvous.store import StoreServer
 from kfcomm.types import Wanted
+from tests.cutting import cutting
 from tests.support import free_port
 
 TOKEN = b"the token of the job"
@@ -365,3 +366,46 @@ async def test_many_requests_at_once(server: StoreServer, client: StoreClient) -
     await gathered(*(client.set(f"k/{number}", b"%d" % number) for number in range(300)))
     found = await client.collect("k", 300, unless=None, timeout_s=1e6)
     assert found == {str(number): b"%d" % number for number in range(300)}
+
+
+async def _spoken(url: str, launcher: StoreClient) -> list[object]:
+    """What a process tells a store and is told, by a client of its own."""
+    client = StoreClient(url, TOKEN)
+    try:
+        return [
+            await client.claim("world/0/0", b""),
+            await client.claim("world/0/0", b"other"),
+            await client.set("silent/0", b"x"),
+            await client.get("silent/0", 60),
+            await client.find("nothing"),
+            await client.collect("world/0", 1, timeout_s=60),
+            await client.meet("world/0", 0, 1, unless="fault", heeds_ends=True, timeout_s=60),
+            await client.arrive(1),
+            await client.report_exit(Exit(3, -9)),
+            await client.ask_size(2),
+            await client.ask_to_go(1),
+            await client.want_size(3),
+            await launcher.collect("sizes", 0, timeout_s=0.0),
+            await client.watch_exits().__anext__(),
+        ]
+    finally:
+        await client.close()
+
+
+@pytest.mark.asyncio
+async def test_whatever_answer_is_lost_all_is_as_with_it() -> None:
+    right: list[object] = []
+    lost, count = 0, 1
+    while lost <= count:
+        server = await StoreServer.start("127.0.0.1", token=TOKEN)
+        await server.set(BOUNDS, b"1:4")
+        launcher = StoreClient(server.url, TOKEN)
+        async with cutting(int(server.url.rpartition(":")[2]), {lost}) as relay:
+            told = await _spoken(f"http://127.0.0.1:{relay.port}", launcher)
+        if not lost:
+            right, count = told, relay.num_requests
+        assert (told, relay.num_lost) == (right, min(lost, 1)), lost
+        await launcher.close()
+        await server.close()
+        lost += 1
+    assert count > 14

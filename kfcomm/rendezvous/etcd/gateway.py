@@ -2,6 +2,7 @@
 
 An attempt that fails is made again with the next member, with growing pauses, until one answers or time is up. All
 requests that are made here can be repeated without harm. A refusal is final: a wrong password does not become right.
+But while a job runs that of a user is none: somebody may have switched authentication on, and may switch it off again.
 
 Source: https://etcd.io/docs/v3.4/dev-guide/api_grpc_gateway/ and the status codes of gRPC.
 """
@@ -34,6 +35,7 @@ _INVALID, _NOT_FOUND, _EXISTS, _DENIED, _PRECONDITION = 3, 5, 6, 7, 9
 _OUT_OF_RANGE, _UNKNOWN_CALL, _UNAUTHENTICATED = 11, 12, 16
 _FINAL = {_INVALID, _NOT_FOUND, _EXISTS, _DENIED, _PRECONDITION, _OUT_OF_RANGE, _UNKNOWN_CALL, _UNAUTHENTICATED}
 _STALE_TOKEN = ("invalid auth token", "auth store is old")
+_NOT_ALLOWED = ("user name is empty", "authentication is not enabled", "authentication failed")
 
 _ENDLESS = aiohttp.ClientTimeout(total=None)
 
@@ -149,6 +151,8 @@ class Gateway:
             message, code = _told(answer)
             if is_first and self._forget_token(message):
                 continue
+            if self.is_in_use and _is_about_users(message, code):
+                raise _Failed(message)
             if code == _NOT_FOUND:
                 raise NotThere(f"{self.address} says: {message}", code)
             if code in _FINAL:
@@ -164,7 +168,9 @@ class Gateway:
             status, answer = await self._post("/v3/auth/authenticate", who, {})
             if status != 200:
                 message, code = _told(answer)
-                if code not in _FINAL:
+                if self.is_in_use and "authentication is not enabled" in message:
+                    return {}
+                if code not in _FINAL or self.is_in_use:
                     raise _Failed(message)
                 raise Refused(f"{self.address} refuses the user {self.address.user!r}: {message}", code)
             self._token = str(answer["token"])
@@ -250,6 +256,11 @@ def _told(answer: Mapping[str, Any]) -> tuple[str, int]:
     inner: Mapping[str, Any] = error if isinstance(error, dict) else answer
     code = inner.get("code") or inner.get("grpc_code") or 0
     return str(inner.get("message") or inner.get("error") or answer), int(code)
+
+
+def _is_about_users(message: str, code: int) -> bool:
+    """Whether a request was refused because of who asks, not of what is asked."""
+    return code in (_DENIED, _UNAUTHENTICATED) or any(one in message for one in _NOT_ALLOWED)
 
 
 def _cause(error: Exception) -> str:
