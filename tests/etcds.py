@@ -162,3 +162,10 @@ def running(
         yield made
     finally:
         made.close()
+
+
+def revoke_lease(etcd: Etcd, prefix: str) -> None:
+    """End the lease that the keys of a job have."""
+    told = etcd.ask("/v3/kv/range", {"key": base64.b64encode(f"{prefix}/lease".encode()).decode()})
+    for row in told.get("kvs", []):
+        etcd.ask("/v3/lease/revoke", {"ID": base64.b64decode(row["value"]).decode()})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import datetime
 import ipaddress
@@ -324,11 +323,6 @@ async def test_whatever_answer_is_lost_all_is_as_with_it(one: etcds.Etcd) -> Non
         assert not [key for key in await asyncio.to_thread(one.held) if key.startswith(f"lost{lost}/")], lost
 
 
-def lease_of(etcd: etcds.Etcd, prefix: str) -> str:
-    told = etcd.ask("/v3/kv/range", {"key": base64.b64encode(f"{prefix}/lease".encode()).decode()})
-    return base64.b64decode(told["kvs"][0]["value"]).decode() if "kvs" in told else ""
-
-
 @pytest.mark.asyncio
 async def test_a_lease_that_is_revoked_costs_a_job_nothing(one: etcds.Etcd, caplog: pytest.LogCaptureFixture) -> None:
     store = one.store("revoked")
@@ -336,8 +330,7 @@ async def test_a_lease_that_is_revoked_costs_a_job_nothing(one: etcds.Etcd, capl
         await first.claim("start/0/2", b"")
         await first.report_exit(Exit(1, -9))
         for number in range(3):
-            lease = await asyncio.to_thread(lease_of, one, "revoked")
-            await asyncio.to_thread(one.ask, "/v3/lease/revoke", {"ID": lease})
+            await asyncio.to_thread(etcds.revoke_lease, one, "revoked")
             who = (first, other)[number % 2]
             assert await who.claim(f"k/{number}", b"v") == b"v"
             assert await who.claim("start/0/2", b"late") == b""
@@ -360,8 +353,7 @@ async def test_a_job_whose_first_launcher_is_gone_ends_some_time_after_its_lease
 ) -> None:
     monkeypatch.setattr(leases, "ABANDONED_AFTER_S", 0.1)
     async with mirrored(one.store("left"), is_over=False) as other:
-        lease = await asyncio.to_thread(lease_of, one, "left")
-        await asyncio.to_thread(one.ask, "/v3/lease/revoke", {"ID": lease})
+        await asyncio.to_thread(etcds.revoke_lease, one, "left")
         with pytest.raises(Closed):
             await other.board.get("x", 1e6)
 
