@@ -56,7 +56,8 @@ class Key:
         series: what the latest uses have in common.
         others: the same of earlier ones, by the number of their signature; None while there are none, as of most names.
         offers: slots that were handed out for it, by signature, until they are taken; None while there never was any.
-        slots: those that were taken, by signature: they outlive what is known of a series. The core looks at none.
+        slots: those that were taken, by signature: they outlive what is known of a series.
+        spoilt: the latest use that failed here or was left out; see ``spoil``.
         begun: a use that is under way elsewhere, if one is: it is among the live ones as soon as it is let ``enter``.
         has_ended: this rank has left the group, and uses the name no more.
         tally: a slot for whoever counts; the core never looks at it.
@@ -64,7 +65,7 @@ class Key:
 
     __slots__ = (
         "begun", "early", "group_id", "has_ended", "id", "live", "name", "next_seq", "offers", "others",
-        "series", "slots", "tally",
+        "series", "slots", "spoilt", "tally",
     )  # fmt: skip
 
     def __init__(self, number: int, group_id: bytes, name: str) -> None:
@@ -72,6 +73,7 @@ class Key:
         self.group_id = group_id
         self.name = name
         self.next_seq = 0
+        self.spoilt = -1
         self.live: dict[int, Collective] = {}
         self.early: dict[int, Early] = {}
         self.series: Series | None = None
@@ -86,6 +88,15 @@ class Key:
         """This rank has left the group: what was worked out for further uses is forgotten."""
         self.has_ended = True
         self.series = self.others = self.offers = self.slots = self.tally = None
+
+    def spoil(self, seq: int) -> None:
+        """A use has failed on this rank, or was left out: it stores no word in any slot of this name any more.
+
+        Peers that still wait for that use would take the word of a later one for it.
+        """
+        self.spoilt = max(self.spoilt, seq)
+        for slot in (self.slots or {}).values():
+            slot.is_dead = True
 
     def find(self, seq: int) -> Collective | None:
         """The use with this number, if it is in flight."""

@@ -131,6 +131,7 @@ class Router:
         if self.dead or self.lost or (key.live and not overlapping):
             cause = self._obstacle(group, key, overlapping, effects)
             if cause is not None:
+                key.spoil(key.next_seq)
                 key.next_seq += 1
                 return cause
         if collective is None:
@@ -174,6 +175,7 @@ class Router:
         self._tombstones.take(key, key.next_seq)
         self._bury(key, key.next_seq, effects)
         effects.append((FLOOD, key.group_id, key.name, key.next_seq, cause))
+        key.spoil(key.next_seq)
         key.next_seq += 1
         return cause
 
@@ -464,12 +466,15 @@ class Router:
         if key.early:
             for skipped in sorted(early for early in key.early if early < seq):
                 self._bury(key, skipped, effects)
-        key.next_seq = max(key.next_seq, seq)
+        if seq > key.next_seq:
+            key.spoil(seq - 1)
+            key.next_seq = seq
 
     def _forget(self, collective: Collective, effects: Effects) -> bool:
         if self.live.pop(collective, 0) == 0:
             return False
         del collective.key.live[collective.seq]
+        collective.key.spoil(collective.seq)
         collective.deferred = None
         effects += [(DROPPED, payload) for payload in collective.take_held()]
         return True

@@ -169,7 +169,7 @@ class SlotTable:
         offers = key.offers or {}
         if series.signature in offers:
             peer, seq, memory, number, at = offers[series.signature]
-            if peer != series.group.members[operation.work.hub] or seq >= operation.seq:
+            if peer != series.group.members[operation.work.hub] or not key.spoilt <= seq < operation.seq:
                 return None
             del offers[series.signature]
             return self._taken(operation, memory, number, at)
