@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.launch.launched import ROOT
 
 ALL_PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-MARK, FENCE = r"(?:^<!-- (?P<mark>[^\n]*?) -->\n+)?", r"^```(?P<language>\w+)\n(?P<text>.*?)^```$"
-BLOCK = re.compile(MARK + FENCE, re.MULTILINE | re.DOTALL)
+_MARK, _FENCE = r"(?:^<!-- (?P<mark>[^\n]*?) -->\n+)?", r"^```(?P<language>\w+)\n(?P<text>.*?)^```$"
+BLOCK = re.compile(_MARK + _FENCE, re.MULTILINE | re.DOTALL)
 TABLE = re.compile(r"^<!-- rows: (?P<size>\d+) -->\n+(?P<rows>(?:^\|.*\n)+)", re.MULTILINE)
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SPAN = re.compile(r"(?<!`)`([^`\n]+(?:\n[^`\n]+)?)`(?!`)")
 INSTALL = re.compile(r"\bpip install (?P<what>[^`\n#&|]+)")
 HERE = re.compile(r"\.(?=\[|$)")
 
@@ -52,3 +55,18 @@ def installed(text: str) -> list[str]:
 def name_of(page: Path) -> str:
     """As people call it."""
     return str(page.relative_to(ROOT)) if page.is_relative_to(ROOT) else page.name
+
+
+def spans(page: Path) -> list[str]:
+    """What stands between backticks outside of blocks."""
+    return [" ".join(one.split()) for one in SPAN.findall(FENCE.sub("", page.read_text("utf-8")))]
+
+
+def lines(page: Path) -> Iterator[str]:
+    """Command lines in blocks."""
+    for language, text in FENCE.findall(page.read_text("utf-8")):
+        for line in text.replace("\\\n", " ").splitlines():
+            if language == "console" and line.startswith("$ "):
+                yield line[2:]
+            elif language == "text" and re.match(r"(\w+=\S+ )*(kfcomm|python|make) ", line):
+                yield line
