@@ -1,8 +1,9 @@
 """Training that goes on when ranks die: see ``Elastic``."""
 
 from kfcomm.elastic.communicator import ElasticCommunicator
-from kfcomm.elastic.loop import Elastic, Step
+from kfcomm.elastic.loop import Elastic
 from kfcomm.elastic.sampler import ElasticSampler
 from kfcomm.elastic.state import State
+from kfcomm.elastic.steps import Step
 
 __all__ = ["Elastic", "ElasticCommunicator", "ElasticSampler", "State", "Step"]

@@ -1,34 +1,38 @@
 """A file from which training goes on when all ranks were lost: written in the background, whole or not at all.
 
-It is what ``numpy.load`` reads: an entry for each array of the state, and ``kfcomm``, msgpack that tells the rest. The
-one from before stays until all of the next is on disk.
+The one from before stays until all of the next is on disk. What was not read is not written over: a file belongs to a
+*lineage* of jobs, each of which went on from what the one before had written, and a job writes over those of its own
+lineage alone. See ``npz`` for what is in it, and ``drafts`` for several writers.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import glob
 import logging
 import os
-import zipfile
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from kfcomm.arrays import adapt
-from kfcomm.collectives.objects import packed, unpacked
-from kfcomm.elastic.state import Array, Kept, State, arrays_of, difference, load, plan_of
+from kfcomm.elastic.checks import sendable
+from kfcomm.elastic.drafts import Draft, GivenUp, Writer, check, clear
+from kfcomm.elastic.npz import About, about_of, arrays_in, write
+from kfcomm.elastic.state import Kept, State, difference, load, outline_of, plan_of
 from kfcomm.errors import ConfigError
 
 logger = logging.getLogger("kfcomm")
 
-FORM = 1
-ABOUT = "kfcomm"
-PLAIN_KINDS = "biufc"
-"""Of dtypes that NumPy can save; others go as bytes."""
+
+class Found(NamedTuple):
+    """A checkpoint that a rank sees.
+
+    Attributes:
+        digest: by which it is known.
+        number: of the step that begins with it.
+    """
+
+    digest: str
+    number: int
 
 
 class Checkpoint:
@@ -38,6 +42,9 @@ class Checkpoint:
         path: of the file; its directory is there.
         every: so many steps lie between two.
         state: what is kept.
+
+    Attributes:
+        lineage: the jobs that went on from each other, this one the last.
 
     Raises:
         ConfigError: they cannot be.
@@ -49,84 +56,101 @@ class Checkpoint:
             raise ConfigError(f"checkpoint_every is a number of steps from 1 on, not {every!r}")
         if not self.path.parent.is_dir():
             raise ConfigError(f"there is no directory {str(self.path.parent)!r} for a checkpoint")
-        self._every = every
+        self.lineage = ["0"]
+        self.every = every
         self._state = state
         self._kept = Kept(state)
         self._thread = ThreadPoolExecutor(1, "kfcomm-checkpoint")
         self._written: Future[None] | None = None
         self._begun = -1
 
+    @property
+    def name(self) -> str:
+        """Its path, in words."""
+        return sendable(str(self.path))
+
+    async def find(self) -> Found | None:
+        """What is there; None if there is no file.
+
+        Raises:
+            ConfigError: it is no checkpoint, or damaged.
+        """
+        found = await asyncio.get_running_loop().run_in_executor(self._thread, about_of, self.path)
+        return None if found is None else Found(found[1], found[0].number)
+
     async def read(self) -> Any:
         """Take the state of the file over; returns the place that was written with it, None if there is no file.
 
         Raises:
-            ConfigError: it is none of this state, or damaged.
+            ConfigError: it is none of this state, or damaged; then the state is as it was.
         """
-        return await asyncio.wrap_future(self._thread.submit(self._read))
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._read)
 
     def _read(self) -> Any:
-        if not self.path.exists():
+        found = about_of(self.path)
+        if found is None:
             return None
+        about, _ = found
+        if (mine := plan_of(self._state)) != about.plan:
+            raise ConfigError(f"{self.name} does not fit: {difference(mine, about.plan, 'the checkpoint')}")
+        if about.outline not in (None, outline_of(self._state)):
+            raise ConfigError(f"{self.name} does not fit: its names, or its lists and dictionaries, are others")
+        arrays = arrays_in(self.path, about)
         try:
-            with zipfile.ZipFile(self.path) as file:
-                form, plan, small, place = unpacked(file.read(ABOUT))
-                mine = plan_of(self._state)
-                if form == FORM and mine == plan:
-                    arrays = [_array(file, name).view(adapt(array).dtype) for name, array in arrays_of(self._state)]
-        except (OSError, KeyError, ValueError, zipfile.BadZipFile, EOFError) as error:
-            raise ConfigError(f"{self.path} is no checkpoint that can be read: {error}") from error
-        if form != FORM:
-            raise ConfigError(f"{self.path} is a checkpoint of another version of kfcomm")
-        if mine != plan:
-            raise ConfigError(f"{self.path} does not fit: {difference(mine, plan, 'the checkpoint')}")
-        load(self._state, arrays, small)
-        return place
+            load(self._state, arrays, about.small)
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{self.name} does not fit: {error!r}") from error
+        self.lineage = about.lineage
+        return about.place
 
-    def look(self, number: int, place: Any) -> None:
+    def look(self, number: int, place: Any, epoch: int = 0) -> None:
         """At a boundary: begin to write, if it is time and the last one is written. Costs a copy of the state then."""
-        is_due = number >= self._begun + self._every if self._begun >= 0 else number > 0
+        is_due = number >= self._begun + self.every if self._begun >= 0 else number > 0
         if not is_due or (self._written is not None and not self._written.done()):
             return
         self._begun = number
         self._kept.keep(place)
-        self._written = self._thread.submit(self._write)
+        self._written = self._thread.submit(self._write, number, epoch)
 
     async def close(self) -> None:
         """What is being written is written to its end."""
         if self._written is not None:
-            await asyncio.wrap_future(self._written)
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._written.result)
         self._thread.shutdown()
 
-    def _write(self) -> None:
+    def _write(self, number: int, epoch: int) -> None:
         """On a thread of its own, while training changes the state: all is taken from the copy."""
-        kept = self._kept
-        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        kept, writer = self._kept, Writer(self.lineage[-1], epoch)
+        about = About(kept.plan, kept.outline, kept.small, kept.place, number, self.lineage, epoch, None)
         try:
-            # of those who were killed while they wrote; one that was only given up finds its own gone, and writes none
-            for left in self.path.parent.glob(f".{glob.escape(self.path.name)}.*"):
-                left.unlink(missing_ok=True)
-            with beside.open("wb") as raw:
-                with zipfile.ZipFile(raw, "w") as file:
-                    file.writestr(ABOUT, packed([FORM, kept.plan, kept.small, kept.place]).tobytes())
-                    for (name, shape, _), array in zip(kept.plan, kept.arrays, strict=True):
-                        with file.open(f"{name}.npy", "w", force_zip64=True) as entry:
-                            plain = array.reshape(shape) if array.dtype.kind in PLAIN_KINDS else array.view(np.uint8)
-                            np.lib.format.write_array(entry, plain, allow_pickle=False)
-                raw.flush()
-                os.fsync(raw.fileno())
-            beside.replace(self.path)
-            folder = os.open(self.path.parent, os.O_RDONLY)
+            clear(self.path, writer)
+            draft = Draft(self.path, writer)
             try:
-                os.fsync(folder)
+                clear(self.path, writer)  # of those that were given up before they could see this one
+                write(draft.raw, about, kept.arrays)
+                draft.sync()
+                check(self.path, writer)  # first for a later writer's draft, then for what has become of that
+                self._check_there(epoch)
+                draft.publish()
             finally:
-                os.close(folder)
+                draft.close()
         except Exception as error:  # noqa: BLE001  training does not fail by it
             logger.error("no checkpoint was written to %s: %s; training goes on", self.path, error)
-            with contextlib.suppress(OSError):
-                beside.unlink(missing_ok=True)
 
+    def _check_there(self, epoch: int) -> None:
+        """Whether what is there may be written over: a checkpoint of this lineage that is not later, or damaged.
 
-def _array(file: zipfile.ZipFile, name: str) -> Array:
-    with file.open(f"{name}.npy") as entry:
-        found: Array = np.lib.format.read_array(entry, allow_pickle=False)
-    return found
+        Raises:
+            GivenUp: it may not.
+        """
+        try:
+            found = about_of(self.path)
+        except ConfigError:
+            return
+        if found is None:
+            return
+        about, _ = found
+        if about.lineage != self.lineage[: len(about.lineage)]:
+            raise GivenUp("it holds that of another job, which was not read")
+        if about.lineage == self.lineage and about.epoch > epoch:
+            raise GivenUp("a later epoch has written it")

@@ -13,17 +13,28 @@ from __future__ import annotations
 import hashlib
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kfcomm.arrays import adapt
+from kfcomm.elastic.checks import sendable
 from kfcomm.elastic.communicator import ElasticCommunicator
 from kfcomm.elastic.entry import Births
 from kfcomm.elastic.ledger import Ledger
-from kfcomm.elastic.state import State, arrays_of, difference, load, places_of, plan_of, small_of
+from kfcomm.elastic.state import (
+    State,
+    arrays_of,
+    difference,
+    fault_of,
+    load,
+    outline_of,
+    places_of,
+    plan_of,
+    small_of,
+)
 from kfcomm.elastic.stripes import Array, spread
 from kfcomm.errors import CollectiveError, ConfigError, KfcommError, PeerLost
 
@@ -35,15 +46,19 @@ class Offer(NamedTuple):
 
     Attributes:
         plan: of its arrays.
+        outline: see ``state.outline_of``.
         told: its place in the pass, and all of the state that is no array.
-        wrong: why it cannot give any; else None.
+        wrong: why it cannot give or take any; else None.
         program: see ``program_digest``.
+        options: of its ``Elastic``, by name.
     """
 
     plan: list[list[Any]]
+    outline: list[Any]
     told: list[Any]
     wrong: str | None
     program: str
+    options: dict[str, Any]
 
 
 class Handover:
@@ -54,48 +69,68 @@ class Handover:
         ledger: of its calls.
         state: of this rank.
         program: see ``program_digest``, as it was when training began.
+        options: of the ``Elastic`` of this rank, by name; those of all ranks have to be alike.
     """
 
-    def __init__(self, comm: ElasticCommunicator, ledger: Ledger, state: State, program: str) -> None:
+    def __init__(
+        self, comm: ElasticCommunicator, ledger: Ledger, state: State, program: str,
+        options: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         self._comm = comm
-        self._ledger = ledger
+        self.ledger = ledger
         self._state = state
         self._program = program
+        self._options = options or {}
 
-    async def carry_out(self, place: Any, having: Births | None = None, *, wrong: str | None = None) -> Any:
+    async def carry_out(
+        self, place: Any, having: Births | None = None, *, wrong: str | None = None, are_new: bool = False
+    ) -> Any:
         """All ranks call it, and have the same state then.
 
         Args:
             place: of this rank in the pass.
             having: births of those that have the state; None if each has one, and that of the lowest is meant.
             wrong: why this rank cannot give its own.
+            are_new: nobody joins the others: what one rank cannot do is an error of all.
 
         Returns:
             The place of those that have the state.
 
         Raises:
-            ConfigError: the states differ in more than their values. Where some have come to others, to those alone;
-                to them also if they run another program than any of the others.
-            PeerLost: nobody is left who has it.
+            ConfigError: the states, or options, differ in more than values; or cannot be sent, or read. On all ranks;
+                if it is one that joins others, on that one alone, also if it runs another program than any of them.
+            PeerLost: those that have the state are lost.
             CollectiveError: it does not come through, though no rank is lost.
         """
+        are_new = are_new or having is None
         while True:
-            mine = Offer(plan_of(self._state), [place, small_of(self._state)], wrong, self._program)
-            rows, births = await self._gathered(list(mine), "plans")
+            rows, births = await self.gathered(list(self._offer(place, wrong)), "plans")
             offers = [Offer(*row) for row in rows]
             owners = [rank for rank, birth in enumerate(births) if having is None or birth in having]
             if not owners:
                 raise PeerLost("all ranks that had the state are lost before this rank had it from them")
-            self._check(offers, owners, is_newcomer=births.index(self._birth()) not in owners)
+            me = births.index(self._birth())
+            if me not in owners and not are_new:
+                self._check_program(offers, owners)
+            _check(offers, range(len(offers)) if are_new else [*owners, *({me} - set(owners))], me)
             givers, first = (owners[:1] if having is None else owners), offers[owners[0]]
-            takers = [rank for rank in _fitting(offers, owners) if rank not in givers]
-            is_taker = births.index(self._birth()) in takers
-            arrays = self._taken_into(having) if is_taker else self._views()
+            takers = [rank for rank in _fitting(offers, owners, are_new=are_new) if rank not in givers]
+            arrays = self._taken_into(having) if me in takers else self._views()
             if takers and not await self._spread(births, givers, takers, arrays):
                 continue
-            if is_taker:
+            if me in takers:
                 load(self._state, arrays, first.told[1])
             return first.told[0]
+
+    def _offer(self, place: Any, wrong: str | None) -> Offer:
+        wrong = wrong or fault_of(self._state)
+        try:
+            if wrong is None:
+                said = plan_of(self._state), outline_of(self._state), [place, small_of(self._state)]
+                return Offer(*said, None, self._program, self._options)
+        except Exception as error:  # noqa: BLE001  whatever the caller's arrays raise, the others are told
+            wrong = sendable(f"the state cannot be read: {str(error) or repr(error)}")
+        return Offer([], [], [None, None], wrong, self._program, self._options)
 
     def _birth(self) -> int:
         current = self._comm.current
@@ -108,22 +143,12 @@ class Handover:
         """Where a taker receives."""
         return [np.empty_like(one) for one in self._views()] if having is None else places_of(self._state)
 
-    def _check(self, offers: Sequence[Offer], owners: Sequence[int], *, is_newcomer: bool) -> None:
-        """All ranks know what the others have, and so find out together whether it fits."""
-        mine, first = plan_of(self._state), offers[owners[0]]
-        for offer in offers:
-            if offer.wrong is not None:
-                raise ConfigError(offer.wrong)
-        if is_newcomer and self._program not in {offers[rank].program for rank in owners}:
+    def _check_program(self, offers: Sequence[Offer], owners: Sequence[int]) -> None:
+        if self._program not in {offers[rank].program for rank in owners}:
             raise ConfigError(
                 "this process runs another program than the ranks that it was to join: the file is another one, or was"
                 " changed after they had begun"
             )
-        if mine == first.plan and all(offers[rank].plan == first.plan for rank in owners):
-            return
-        unlike = (difference(mine, offer.plan, f"rank {rank}") for rank, offer in enumerate(offers))
-        text = next((one for one in unlike if one is not None), "two other ranks differ")
-        raise ConfigError(f"the ranks' states are not alike: {text}")
 
     async def _spread(
         self, births: Births, givers: Sequence[int], takers: Sequence[int], arrays: Sequence[Array]
@@ -137,7 +162,7 @@ class Handover:
             sums = await spread(self._comm.current, arrays, givers, takers)
         except KfcommError as error:
             why = str(error)
-        rows, present = await self._gathered([why, list(sums.items())], "state")
+        rows, present = await self.gathered([why, list(sums.items())], "state")
         seen = {(number, value) for _, found in rows for number, value in found}
         failures = [text for text, _ in rows if text is not None]
         if not failures and len(seen) > len({number for number, _ in seen}):
@@ -148,17 +173,62 @@ class Handover:
             logger.info("the state is given again: %s", failures[0])
         return not failures
 
-    async def _gathered(self, value: Any, about: str) -> tuple[list[Any], Births]:
-        """What each rank that lives says, and their births."""
-        handle = self._ledger.begin("all_gather_object", (value, f"kfcomm/{about}"), {})
+    async def gathered(self, value: Any, about: str) -> tuple[list[Any], Births]:
+        """What each rank that lives says, and their births; all of them call it."""
+        handle = self.ledger.begin("all_gather_object", (value, f"kfcomm/{about}"), {})
         rows = await handle
         return rows, handle.contributors or ()
 
 
-def _fitting(offers: Sequence[Offer], owners: Sequence[int]) -> list[int]:
+def _check(offers: Sequence[Offer], ranks: Iterable[int], me: int) -> None:
+    """All ranks know what the others have, and so find out together whether it fits."""
+    judged = [(rank, offers[rank]) for rank in ranks]
+    for rank, offer in judged:
+        if offer.wrong is not None:
+            raise ConfigError(f"rank {rank}: {offer.wrong}")
+    check_options({rank: offer.options for rank, offer in judged})
+    forms = [(offer.plan, offer.outline) for _, offer in judged]
+    if any(one != forms[0] for one in forms):
+        unlike = (_unlike(offers[me], offer, f"rank {rank}") for rank, offer in judged)
+        text = next((one for one in unlike if one is not None), "two other ranks differ")
+        raise ConfigError(f"the ranks' states are not alike: {text}")
+
+
+def _unlike(mine: Offer, other: Offer, there: str) -> str | None:
+    if mine.outline == other.outline:
+        return difference(mine.plan, other.plan, there)
+    if mine.outline[0] != other.outline[0]:
+        return f"this rank's has {', '.join(mine.outline[0])}, that of {there} {', '.join(other.outline[0])}"
+    lists = "lists and dictionaries are others"
+    return difference(mine.plan, other.plan, there) or f"{lists} on this rank than on {there}"
+
+
+def check_options(said: Mapping[int, Mapping[str, Any]]) -> None:
+    """Whether the options that these ranks gave their ``Elastic`` are alike.
+
+    Raises:
+        ConfigError: they are not; names one, and two ranks.
+    """
+    first, options = next(iter(said.items()))
+    for rank, others in said.items():
+        for name in options:
+            if options[name] != others.get(name):
+                raise ConfigError(
+                    f"{name} of an Elastic is the same on all ranks: it is {options[name]!r} on rank {first} and"
+                    f" {others.get(name)!r} on rank {rank}"
+                )
+
+
+def _fitting(offers: Sequence[Offer], owners: Sequence[int], *, are_new: bool) -> list[int]:
     """The ranks that have, or can take, the state of the owners."""
-    plan, programs = offers[owners[0]].plan, {offers[rank].program for rank in owners}
-    return [rank for rank, one in enumerate(offers) if one.plan == plan and one.program in programs]
+    first, programs = offers[owners[0]], {offers[rank].program for rank in owners}
+    return [
+        rank
+        for rank, one in enumerate(offers)
+        if one.wrong is None
+        and (one.plan, one.outline, one.options) == (first.plan, first.outline, first.options)
+        and (are_new or one.program in programs)
+    ]
 
 
 def program_digest() -> str:

@@ -2,76 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
-from functools import partial
+from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, Self
 
-import msgpack
 import numpy as np
 
 from kfcomm.elastic.asked import Asked
 from kfcomm.elastic.buddies import Buddies
 from kfcomm.elastic.checkpoint import Checkpoint
 from kfcomm.elastic.communicator import ElasticCommunicator
-from kfcomm.elastic.entry import BOUNDARY, Births
+from kfcomm.elastic.entrance import Entrance
+from kfcomm.elastic.entry import BOUNDARY
 from kfcomm.elastic.handover import Handover, program_digest
 from kfcomm.elastic.ledger import Ledger
-from kfcomm.elastic.sampler import ElasticSampler, Indices, share
-from kfcomm.elastic.state import Kept, State
-from kfcomm.epochs import NO_PLAN, Plan
-from kfcomm.errors import CollectiveMismatch, ConfigError, EpochChanged, PeerLost
+from kfcomm.elastic.sampler import ElasticSampler
+from kfcomm.elastic.state import State
+from kfcomm.elastic.steps import Step, Walk, following
+from kfcomm.elastic.walks import Walks
+from kfcomm.errors import ConfigError
 
-T = TypeVar("T")
-
-NOTHING: Indices = np.empty(0, np.int64)
 ON_LOSS = ("finish", "raise", "restart_step")
 """What becomes of a step in whose midst a rank is lost."""
-
-
-class Step:
-    """One step of training.
-
-    Of an ``Elastic`` that restarts steps, the body of the loop stands below ``with step:``, which ends it quietly when
-    ranks are lost in its midst.
-
-    Attributes:
-        number: counted from 0 while the ``Elastic`` is open, by those that join on, too; also of one that runs again.
-        indices: of the samples that this rank trains on.
-        batch: of those of all ranks.
-        is_void: it has ended because ranks were lost, and is to be run again.
-    """
-
-    __slots__ = ("_restarts", "batch", "indices", "is_void", "number")
-
-    def __init__(self, number: int, indices: Indices, batch: Indices, *, restarts: bool = False) -> None:
-        self.number = number
-        self.indices = indices
-        self.batch = batch
-        self.is_void = False
-        self._restarts = restarts
-
-    def __repr__(self) -> str:
-        return f"<Step {self.number}: {len(self.indices)} of {len(self.batch)} samples>"
-
-    def __enter__(self) -> Self:
-        if not self._restarts:
-            raise ConfigError('with step: is for Elastic(..., on_loss="restart_step")')
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        self.is_void = isinstance(error, (EpochChanged, PeerLost))
-        return self.is_void
-
-
-Wanted: TypeAlias = Step | np.ndarray[Any, np.dtype[Any]] | Callable[[], Awaitable[None]]
-Walk: TypeAlias = Generator[Wanted, Any, T]
-"""See ``Elastic.walk``."""
 
 
 class Elastic:
@@ -93,6 +46,8 @@ class Elastic:
 
     Over ``kfcomm.sync.init(elastic=True)`` it is the blocking ``kfcomm.sync.Elastic``.
 
+    Arguments that differ between ranks are told on entering, to all.
+
     Args:
         comm: of all ranks, made with ``elastic=True``.
         state: what the ranks have alike between steps.
@@ -102,7 +57,8 @@ class Elastic:
             of such a step come again later in the pass. With ``"restart_step"`` the step runs again, with the same
             batch and the state that it began with, of which a copy is kept: the body stands below ``with step:``.
         checkpoint: a file for the loss of all ranks, which the first rank writes in the background. If it is there on
-            entering, all ranks go on from it: with its state, at its place in the pass.
+            entering, all ranks go on from it: with its state, each sampler at its place. If the rank that reads it is
+            lost meanwhile, another does. All ranks give one, or none.
         checkpoint_every: so many steps lie between two of them.
         own: what is this rank's alone: its part of an optimizer's state, say. Ranks may have other shapes in it.
             Nothing is done with it but by ``commit``, and where steps run again.
@@ -137,13 +93,16 @@ class Elastic:
         self._on_loss = on_loss
         self._checkpoint = None if checkpoint is None else Checkpoint(checkpoint, checkpoint_every, state)
         self._own = own
+        self._options = {
+            "on_loss": on_loss, "checkpoint": "None" if checkpoint is None else "a path",
+            "checkpoint_every": checkpoint_every, "own": "None" if own is None else "a State", "copies": copies,
+        }  # fmt: skip
         self._copies = copies
         self._buddies: Buddies | None = None
         self._program = program_digest()
         self._ledger: Ledger | None = None
         self._asked = Asked()
-        self._admitted: dict[str, Any] | None = None
-        self._earlier = 0
+        self._walks: Walks | None = None
 
     @property
     def is_released(self) -> bool:
@@ -160,21 +119,35 @@ class Elastic:
         """For how long calls have waited for that, in seconds."""
         return 0.0 if self._ledger is None else self._ledger.paused_s
 
+    @property
+    def is_replaying(self) -> bool:
+        """Whether this rank has joined, or all go on from a checkpoint, and it has not come to the steps to go on with.
+
+        Until then ``steps`` through what the others have done give no step. What the program does between loops over
+        steps is to be left out meanwhile: calls of all ranks, and changes of the state.
+        """
+        return self._walks is not None and self._walks.is_replaying
+
     async def __aenter__(self) -> Self:
-        """Take the state of the lowest rank.
+        """Take the state of the lowest rank; or that of the checkpoint.
 
         Raises:
-            ConfigError: the states of the ranks differ in more than their values; says how.
+            ConfigError: the states, or arguments, of the ranks differ in more than their values; says how. Or the
+                checkpoint cannot be read, or fits no state; or the ranks see different ones, or those are lost that saw
+                it. On all ranks.
         """
-        self._ledger = self._comm.begin(finishes=self._on_loss == ON_LOSS[0])
+        self._ledger = ledger = self._comm.begin(finishes=self._on_loss == ON_LOSS[0])
         if self._own is not None:
-            self._buddies = Buddies(self._comm, self._ledger, self._own, self._copies)
+            self._buddies = Buddies(self._comm, ledger, self._own, self._copies)
         network = self._comm.current._session.network
         num_old, network.num_old = network.num_old, 0
+        handover = Handover(self._comm, ledger, self._state, self._program, self._options)
+        states, restarts = (self._state, self._own), self._on_loss == "restart_step"
+        self._walks = Walks(self._comm, handover, self._asked, states, self._checkpoint, restarts=restarts)
         try:
-            place, wrong = await self._read() if not num_old and self._comm.rank == 0 else ([0, None], None)
-            having = self._comm.births[:num_old] or None
-            self._earlier, self._admitted = await self._handover().carry_out(place, having, wrong=wrong)
+            entrance = Entrance(self._comm.current, handover, self._checkpoint, self._options)
+            place = await (entrance.join(num_old) if num_old else entrance.begin())
+            self._walks.begin_at(place, is_joining=bool(num_old))
         except BaseException:
             await self._close()
             await self._comm.end()
@@ -190,17 +163,6 @@ class Elastic:
         finally:
             await self._close()
             await self._comm.end()
-
-    def _handover(self) -> Handover:
-        return Handover(self._comm, self._open(), self._state, self._program)
-
-    async def _read(self) -> tuple[list[Any], str | None]:
-        """The place of the checkpoint, whose state is taken over; and what is wrong with it."""
-        try:
-            place = None if self._checkpoint is None else await self._checkpoint.read()
-        except ConfigError as error:
-            return [0, None], str(error)
-        return place or [0, None], None
 
     async def _close(self) -> None:
         self._asked.close()
@@ -260,6 +222,9 @@ class Elastic:
     ) -> AsyncIterator[Step]:
         """The steps of one pass, or of several; all ranks go through them together.
 
+        A program may go through several samplers, in turns or one within a step of another; each has its own place.
+        Ranks come and go, and checkpoints are written, between steps of the outermost loop.
+
         Args:
             sampler: on all ranks at the same place.
             passes: until so many are behind the sampler, whoever has gone through them: also those from which this rank
@@ -268,153 +233,42 @@ class Elastic:
                 out. Those of a rank that died before it had given to all of these are given again.
 
         Raises:
-            ConfigError: there is no open ``Elastic``, or the samplers differ.
-            CollectiveMismatch: the ranks are not at the same step.
+            ConfigError: there is no open ``Elastic``; or what the state holds cannot be sent, on any rank, or this
+                rank has joined and makes other calls than the others.
+            CollectiveMismatch: the ranks are not at the same step, or gave other samplers or arguments; names them.
         """
         walk, met = self.walk(sampler, passes=passes, used_in=used_in), None
         while (wanted := following(walk, met)) is not None:
             met = None
             if isinstance(wanted, Step):
                 yield wanted
-            elif isinstance(wanted, np.ndarray):
-                met = await self._open().begin("all_reduce", (wanted, BOUNDARY), {})
             else:
-                await wanted()
+                met = await self._obtained(wanted)
 
     def walk(self, sampler: ElasticSampler, *, passes: int | None, used_in: str | Sequence[str] | None) -> Walk[None]:
-        """The steps, and what has to be done or waited for between them, by whoever takes the next one.
+        """The steps, and what has to be done or waited for between them, by whoever takes the next one."""
+        self._open()
+        if self._walks is not None:
+            yield from self._walks.through(sampler, passes=passes, used_in=used_in)
 
-        It gives a `Step`; or an array, of which the sums over all ranks under the name ``BOUNDARY`` are sent back; or
-        what is to be called and awaited. Runs where the engine does.
-        """
-        ledger = self._open()
-        if self.is_released:
-            return
-        names = [used_in] if isinstance(used_in, str) else used_in
-        restarts = self._on_loss == "restart_step"
-        step, births, until = Step(-1, NOTHING, NOTHING), self._comm.births, passes
-        kept = [Kept(one) for one in (self._state, self._own) if restarts and one is not None]
-        while True:
-            if ledger.unfinished():
-                yield partial(self._finish_calls, ledger)
-            if self._admitted is not None:
-                sampler.load_state_dict(self._admitted)
-                self._admitted, births = None, self._comm.births
-            else:
-                births = yield from self._pass_boundary(ledger, sampler, step, births, names, kept)
-                if ledger.is_released:
-                    return
-            if self._checkpoint is not None and self._comm.rank == 0:
-                self._checkpoint.look(self._number(), [self._number() + 1, sampler.state_dict()])
-            for one in kept:
-                one.keep(sampler.state_dict())
-            until = sampler.passes + 1 if until is None else until
-            batch = sampler.take_until(until)
-            if not len(batch):
-                return
-            mine = share(batch, births.index(self._me()), len(births))
-            step = Step(self._number(), mine, batch, restarts=restarts)
-            yield step
+    async def _obtained(self, wanted: Any) -> Any:
+        """The sums of an array over all ranks; or None, when what was to be awaited is over."""
+        if isinstance(wanted, np.ndarray):
+            return await self._open().begin("all_reduce", (wanted, BOUNDARY), {})
+        await wanted()
+        return None
 
     def _open(self) -> Ledger:
         if self._ledger is None or self._comm._ledger is not self._ledger:
             raise ConfigError("use Elastic in a with block: it is not open")
         return self._ledger
 
-    def _number(self) -> int:
-        """Of the step that begins: the first boundary begins step 0."""
-        return self._earlier + self._open().step - 1
-
-    def _me(self) -> int:
-        return self._comm.current.births[self._comm.current.rank]
-
-    async def _finish_calls(self, ledger: Ledger) -> None:
-        """What was begun in the step and not waited for; its errors are for whoever holds the handle."""
-        while unfinished := ledger.unfinished():
-            await asyncio.wait(unfinished)
-
-    def _pass_boundary(
-        self, ledger: Ledger, sampler: ElasticSampler, step: Step, births: Births, names: Sequence[str] | None,
-        kept: Sequence[Kept],
-    ) -> Walk[Births]:  # fmt: skip
-        """What lies between a step and the next one; returns who takes part in that."""
-        used = ledger.outcome(names)
-        is_void = step.is_void or ledger.is_void(names)
-        births_now, is_wanted, is_void = yield from self._meet(ledger, sampler, is_void=is_void)
-        if is_void and kept:
-            for one in kept:
-                one.restore()
-            sampler.load_state_dict(kept[0].place)
-        else:
-            counted = () if is_void else births_now if used is None else used
-            for rank, birth in enumerate(births):
-                if birth not in counted:
-                    sampler.give_back(share(step.batch, rank, len(births)))
-        if not (is_wanted and sampler.left):
-            return births_now
-        yield partial(self._change, ledger, sampler)
-        return self._comm.births
-
-    def _meet(self, ledger: Ledger, sampler: ElasticSampler, *, is_void: bool) -> Walk[tuple[Births, bool, bool]]:
-        """The boundary between two steps.
-
-        Returns:
-            Who takes part in the next one, whether the first has a plan, and whether the last one ``is_void`` anywhere.
-        """
-        where = _number_of([ledger.step, sampler.state_dict()])
-        self._asked.look(self._comm.current)
-        is_wanted = self._asked.is_wanted(self._comm.current)
-        mine = np.array([1, where >> 16, where & 0xFFFF, is_wanted, is_void], np.int64)
-        count, high, low, wanted, void = (yield mine).tolist()
-        if ledger.is_changing:
-            yield ledger.settled
-        contributors = ledger.end_step()
-        if (high, low) != (count * int(mine[1]), count * int(mine[2])):
-            raise CollectiveMismatch(
-                f"the ranks are not at one place: this one begins step {self._number()} with {sampler!r}, another does"
-                " not; all ranks make the same calls with equal samplers", key=BOUNDARY,
-            )  # fmt: skip
-        return contributors, wanted > 0, void > 0
-
-    async def _change(self, ledger: Ledger, sampler: ElasticSampler) -> None:
-        """Carry out what the first rank has found to be wanted: all know of it, or none does."""
-        comm = self._comm
-        mine = self._asked.plan(comm.current) if comm.rank == 0 else NO_PLAN
-        try:
-            plan = Plan.of(await comm.broadcast_object(mine, 0, "kfcomm/plan"))
-        except PeerLost:
-            return
-        if plan == NO_PLAN:
-            return
-        steps = ledger.step
-        try:
-            await ledger.change(plan)
-        except EpochChanged:
-            if not ledger.is_released:
-                raise
-            return
-        self._earlier += steps  # the ledger counts from 0 now, as that of newcomers does
-        self._asked.done(plan)
-        if plan.joiners:
-            having = tuple(birth for birth in comm.births if birth not in {one.birth for one in plan.joiners})
-            await self._handover().carry_out([self._earlier, sampler.state_dict()], having)
-
     async def _part(self) -> None:
         """All ranks leave together, or go on until they can: nobody needs another any more."""
         ledger = self._open()
-        await self._finish_calls(ledger)
+        if self._walks is not None:
+            walk, met = self._walks.leave(), None
+            while (wanted := following(walk, met)) is not None:
+                met = await self._obtained(wanted)
         while not await ledger.part():
             await ledger.settled()
-
-
-def following(walk: Walk[None], met: Any) -> Wanted | None:
-    """What comes next, given the sums that were asked for; None at the end."""
-    try:
-        return walk.send(met)
-    except StopIteration:
-        return None
-
-
-def _number_of(value: Any) -> int:
-    """32 bits that stand for it."""
-    return int.from_bytes(hashlib.blake2b(msgpack.packb(value), digest_size=4).digest(), "little")

@@ -25,7 +25,9 @@ class ElasticSampler:
     Args:
         length: number of samples.
         batch: samples of one step, of all ranks together.
-        seed: of the order; each pass has another. None for the natural order.
+        seed: of the order; each pass has another, below 2**64. None for the natural order.
+        name: by which checkpoints and joining ranks know it; without one, its number in the order in which a program
+            first goes through its samplers. It is needed where that order is not always the same.
 
     Raises:
         ConfigError: one of them cannot be.
@@ -34,11 +36,14 @@ class ElasticSampler:
         passes: how many are complete.
     """
 
-    def __init__(self, length: int, batch: int, seed: int | None = 0) -> None:
+    def __init__(self, length: int, batch: int, seed: int | None = 0, *, name: str | None = None) -> None:
+        self.name = None if name is None else _text(name)
         self.length = _count("length", length, 1)
         self.batch = batch
         self._first_batch = self.batch
         self.seed = None if seed is None else _count("seed", seed, 0)
+        if self.seed is not None and self.seed >> 64:
+            raise ConfigError(f"the seed of a sampler is below 2**64, not {seed!r}")
         self.passes = 0
         self._position = 0
         self._again: list[int] = []
@@ -124,6 +129,12 @@ class ElasticSampler:
         # frozen by NumPy's policy (NEP 19): the same in every version, which ranks and checkpoints rely on
         random = np.random.RandomState([self.seed & 0xFFFFFFFF, self.seed >> 32 & 0xFFFFFFFF, number])
         return random.permutation(self.length).astype(np.int64)
+
+
+def _text(name: Any) -> str:
+    if not isinstance(name, str) or not name or not name.isprintable():
+        raise ConfigError(f"the name of a sampler is text that can be printed, not {name!r}")
+    return str.__str__(name)
 
 
 def _count(name: str, value: Any, least: int) -> int:

@@ -16,9 +16,9 @@ from kfcomm.elastic.communicator import ElasticCommunicator as Async
 from kfcomm.elastic.entry import BOUNDARY, Entry
 from kfcomm.elastic.ledger import Ledger
 from kfcomm.elastic.loop import Elastic as AsyncElastic
-from kfcomm.elastic.loop import Step, Walk, following
 from kfcomm.elastic.sampler import ElasticSampler
 from kfcomm.elastic.state import State
+from kfcomm.elastic.steps import Step, Walk, following
 from kfcomm.elastic.verdicts import Standing
 from kfcomm.errors import KfcommError
 from kfcomm.sync.communicator import Communicator
@@ -179,6 +179,11 @@ class Elastic:
     def is_released(self) -> bool:
         """Whether this rank was taken away by a change of size."""
         return self._inner.is_released
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether it has not come to the steps to go on with. See ``kfcomm.elastic.Elastic.is_replaying``."""
+        return self._inner.is_replaying
 
     @property
     def num_changes(self) -> int:

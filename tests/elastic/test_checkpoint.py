@@ -89,7 +89,7 @@ async def test_what_it_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ):
         with pytest.raises(ConfigError, match=text):
             await Checkpoint(path, 1, state).read()
-    monkeypatch.setattr("kfcomm.elastic.checkpoint.FORM", 2)
+    monkeypatch.setattr("kfcomm.elastic.npz.FORM", 3)
     with pytest.raises(ConfigError, match="of another version of kfcomm"):
         await Checkpoint(path, 1, State(a=np.zeros(3))).read()
     with pytest.raises(ConfigError, match="there is no directory"):
@@ -163,19 +163,24 @@ async def test_one_at_a_time(tmp_path: Path) -> None:
     assert await Checkpoint(tmp_path / "c.npz", 1, State(n=0)).read() == 3
 
 
-def test_what_is_written_is_what_was_copied(tmp_path: Path) -> None:
+@pytest.mark.asyncio
+async def test_what_is_written_is_what_was_copied(tmp_path: Path) -> None:
     """Training changes the state, and its shapes, while it is written; a file that a killed rank has left goes."""
     state = State(weights=np.arange(6.0).reshape(2, 3), step=1)
-    left = tmp_path / ".c.npz.123"
-    left.write_bytes(b"half")
+    for left in (".c.npz.123", ".c.npz.00ff.0.00ff"):
+        (tmp_path / left).write_bytes(b"half")
+    (tmp_path / ".c.npz.of another").write_bytes(b"theirs")
     checkpoint = Checkpoint(tmp_path / "c.npz", 1, state)
-    checkpoint._kept.keep("here")
+    gate = threading.Event()
+    checkpoint._thread.submit(gate.wait)
+    checkpoint.look(1, "here")
     state.weights, state.step = np.zeros(7), 2
-    checkpoint._write()
+    gate.set()
+    await checkpoint.close()
     with np.load(tmp_path / "c.npz") as file:
         np.testing.assert_array_equal(file["weights"], np.arange(6.0).reshape(2, 3))
     other = State(weights=np.zeros((2, 3)), step=0)
-    assert Checkpoint(tmp_path / "c.npz", 1, other)._read() == "here"
+    assert await Checkpoint(tmp_path / "c.npz", 1, other).read() == "here"
     assert other.step == 1
     assert other.weights[1, 2] == 5.0
-    assert os.listdir(tmp_path) == ["c.npz"]
+    assert sorted(os.listdir(tmp_path)) == [".c.npz.of another", "c.npz"]

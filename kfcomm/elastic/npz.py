@@ -1,0 +1,174 @@
+"""The file of a checkpoint: what ``numpy.load`` reads, with sums over everything.
+
+There is an entry for each array of the state, and one that tells the rest, ``kfcomm``: msgpack of the form, a digest
+and the bytes of an `About`, which holds a sum of each array. Nothing that is read is trusted: shapes and types of
+arrays are those of the reader's state, and whatever is wrong with a file raises ``ConfigError``.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import math
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, TypeVar
+
+import numpy as np
+
+from kfcomm.arrays import dtype_of
+from kfcomm.collectives.objects import packed, unpacked
+from kfcomm.elastic.checks import sendable
+from kfcomm.elastic.stripes import Array, checksum
+from kfcomm.errors import ConfigError
+
+FORM = 2
+"""1: before there were sums."""
+ENTRY = "kfcomm"
+PLAIN_KINDS = "biufc"
+"""Of dtypes that NumPy can save; others go as bytes."""
+MAX_HEADER_NBYTES = 10_000
+PIECE_NBYTES = 1 << 20
+
+T = TypeVar("T")
+
+
+class About(NamedTuple):
+    """All of a checkpoint but its arrays.
+
+    Attributes:
+        plan: of the arrays; see ``state.plan_of``.
+        outline: see ``state.outline_of``; None if the file does not tell.
+        small: what is no array; see ``state.small_of``.
+        place: in the pass.
+        number: of the step that begins.
+        lineage: the jobs that went on from each other, the last of which has written it.
+        epoch: of that job.
+        sums: of the bytes of the arrays; None if the file does not tell.
+    """
+
+    plan: list[list[Any]]
+    outline: list[Any] | None
+    small: Any
+    place: Any
+    number: int
+    lineage: list[str]
+    epoch: int
+    sums: list[int] | None
+
+
+def write(raw: BinaryIO, about: About, arrays: Sequence[Array]) -> None:
+    """Write a checkpoint; the arrays are flat, and the sums of ``about`` are made here."""
+    sums = [checksum([one.view(np.uint8)]) for one in arrays]
+    told = packed(list(about._replace(sums=sums))).tobytes()
+    with zipfile.ZipFile(raw, "w") as file:
+        file.writestr(ENTRY, packed([FORM, _digest(told), told]).tobytes())
+        for (name, shape, _), array in zip(about.plan, arrays, strict=True):
+            with file.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                plain = array.reshape(shape) if array.dtype.kind in PLAIN_KINDS else array.view(np.uint8)
+                np.lib.format.write_array(entry, plain, allow_pickle=False)
+
+
+def about_of(path: Path) -> tuple[About, str] | None:
+    """What a file tells, and a digest by which it is known; None if there is no file.
+
+    Raises:
+        ConfigError: it is no checkpoint that can be read, or one of another version.
+    """
+    return _reading(path, lambda file: _about(file, path))
+
+
+def arrays_in(path: Path, about: About) -> list[Array]:
+    """The arrays of a file that tells this, flat.
+
+    Raises:
+        ConfigError: they are not what it tells.
+    """
+
+    def read(file: zipfile.ZipFile) -> list[Array]:
+        arrays = [_array(file, *one) for one in about.plan]
+        if about.sums is not None and about.sums != [checksum([one.view(np.uint8)]) for one in arrays]:
+            raise ValueError("the sum of an array is another")
+        return arrays
+
+    found = _reading(path, read)
+    if found is None:
+        raise ConfigError(f"{_named(path)} was removed while it was read")
+    return found
+
+
+def _reading(path: Path, read: Callable[[zipfile.ZipFile], T]) -> T | None:
+    try:
+        raw = path.open("rb")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    try:
+        with raw, zipfile.ZipFile(raw) as file:
+            return read(file)
+    except ConfigError:
+        raise
+    except Exception as error:  # bytes that anything may have happened to raise whatever they like
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    why = sendable(str(error) or repr(error))
+    return ConfigError(f"{_named(path)} is no checkpoint that can be read: {why:.300}")
+
+
+def _named(path: Path) -> str:
+    return sendable(str(path))
+
+
+def _about(file: zipfile.ZipFile, path: Path) -> tuple[About, str]:
+    data = file.read(ENTRY)
+    form, *fields = unpacked(np.frombuffer(data, np.uint8))
+    digest = _digest(data).hex()
+    if form == 1:
+        plan, small, place = fields
+        number = place[0] if isinstance(place, list) and place and type(place[0]) is int else 0
+        return About(plan, None, small, place, number, [digest], 0, None), digest
+    if form != FORM:
+        raise ConfigError(f"{_named(path)} is a checkpoint of another version of kfcomm")
+    right, told = fields
+    if _digest(told) != right:
+        raise ValueError("its digest is another")
+    return About(*unpacked(np.frombuffer(told, np.uint8))), digest
+
+
+def _array(file: zipfile.ZipFile, name: str, shape: Sequence[int], dtype: str) -> Array:
+    kind = dtype_of(dtype)
+    found = np.empty(math.prod(shape), kind)
+    is_plain = kind.kind in PLAIN_KINDS
+    with file.open(f"{name}.npy") as entry:
+        header = _header(entry)
+        room = found.view(np.uint8)
+        for begin in range(0, room.size, PIECE_NBYTES):
+            piece = room[begin : begin + PIECE_NBYTES]
+            data = entry.read(piece.size)
+            if len(data) != piece.size:
+                raise ValueError(f"{name} is shorter than its shape")
+            piece[:] = np.frombuffer(data, np.uint8)
+        if entry.read(1):  # at the end the sum of the entry is looked at, with that of the header
+            raise ValueError(f"{name} is longer than its shape")
+    told = ast.literal_eval(header)
+    right = (tuple(shape), kind) if is_plain else ((found.nbytes,), np.dtype(np.uint8))
+    if (tuple(told["shape"]), np.dtype(told["descr"])) != right or told["fortran_order"]:
+        raise ValueError(f"{name} is not what the checkpoint tells of it")
+    return found
+
+
+def _header(entry: Any) -> str:
+    start = entry.read(8)
+    is_short = start[6:7] == b"\x01"
+    size = int.from_bytes(entry.read(2 if is_short else 4), "little")
+    if start[:6] != np.lib.format.MAGIC_PREFIX or size > MAX_HEADER_NBYTES:
+        raise ValueError("an entry is no array of NumPy")
+    return str(entry.read(size).decode("latin1"))
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()

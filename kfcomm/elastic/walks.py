@@ -1,0 +1,357 @@
+"""The steps of an ``Elastic``: through one sampler or several, in turns or one within a step of another.
+
+Between two steps the ranks meet: they find out whether all are at one place, whether one has found something wrong,
+whose samples were used, and whether others are to come or go. Ranks come and go, and checkpoints are written, between
+steps of the outermost walk alone: only there does the state tell all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import index
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from kfcomm.elastic.asked import Asked
+from kfcomm.elastic.checkpoint import Checkpoint
+from kfcomm.elastic.checks import sendable
+from kfcomm.elastic.communicator import ElasticCommunicator
+from kfcomm.elastic.entry import BOUNDARY, Births
+from kfcomm.elastic.handover import Handover
+from kfcomm.elastic.ledger import Ledger
+from kfcomm.elastic.places import Name, Place, Samplers
+from kfcomm.elastic.sampler import ElasticSampler, share
+from kfcomm.elastic.state import Kept, State, fault_of
+from kfcomm.elastic.steps import Step, Walk
+from kfcomm.epochs import NO_PLAN, Plan
+from kfcomm.errors import CollectiveMismatch, ConfigError, EpochChanged, PeerLost
+
+
+class Course:
+    """One walk through a sampler.
+
+    Attributes:
+        name: of the sampler.
+        sampler: that it goes through.
+        passes: see ``Elastic.steps``.
+        names: of the calls by which samples count as used; None for all.
+        step: in whose midst it is; None between steps.
+        births: of the ranks of that step.
+        used: births of those whose contributions are in all calls of the step so far; None without a call.
+        is_void: a call of the step has failed on this rank because ranks were lost.
+        is_left: the program has broken it off.
+    """
+
+    def __init__(self, name: Name, sampler: ElasticSampler, passes: int | None, names: list[str] | None) -> None:
+        self.name = name
+        self.sampler = sampler
+        self.passes = passes
+        self.names = names
+        self.step: Step | None = None
+        self.births: Births = ()
+        self.used: set[int] | None = None
+        self.is_void = False
+        self.is_left = False
+
+    def __repr__(self) -> str:
+        return f"{self.sampler!r} (sampler {self.name!r}), passes={self.passes}, used_in={self.names}"
+
+    def begin(self, step: Step, births: Births) -> Step:
+        """A step begins."""
+        self.step, self.births, self.used, self.is_void = step, births, None, False
+        return step
+
+    def note(self, ledger: Ledger, *, is_innermost: bool) -> None:
+        """The calls since the last boundary are over."""
+        used = ledger.outcome(self.names)
+        if used is not None:
+            self.used = used if self.used is None else self.used & used
+        if is_innermost and self.step is not None:
+            self.is_void = self.is_void or ledger.is_void(self.names)
+
+    def is_found_void(self) -> bool:
+        """Whether its step has come to nothing, as far as this rank knows."""
+        return self.is_void or (self.step is not None and self.step.is_void)
+
+    def end_step(self, births: Births, *, is_void: bool) -> None:
+        """What was not used of the step comes again; ``births``: of the ranks that are left."""
+        step, self.step, self.is_void = self.step, None, False
+        if step is not None:
+            counted = () if is_void else births if self.used is None else self.used
+            for rank, birth in enumerate(self.births):
+                if birth not in counted:
+                    self.sampler.give_back(share(step.batch, rank, len(self.births)))
+
+
+class Walks:
+    """All walks of one rank while an ``Elastic`` is open.
+
+    Args:
+        comm: of all ranks.
+        handover: of its state.
+        asked: what is asked of the job.
+        states: what the ranks have alike, and what is this rank's alone.
+        checkpoint: of the first.
+        restarts: steps run again.
+
+    Attributes:
+        is_replaying: this rank has not come to the walk that it is to go on with.
+    """
+
+    def __init__(
+        self, comm: ElasticCommunicator, handover: Handover, asked: Asked, states: tuple[State, State | None],
+        checkpoint: Checkpoint | None, *, restarts: bool,
+    ) -> None:  # fmt: skip
+        self.is_replaying = False
+        self._comm = comm
+        self._ledger = handover.ledger
+        self._handover = handover
+        self._asked = asked
+        self._state, self._own = states
+        self._checkpoint = checkpoint
+        self._restarts = restarts
+        self._samplers = Samplers()
+        self._open: list[Course] = []
+        self._earlier = 0
+        self._walk: list[Any] | None = None
+        self._is_joining = False
+        self._lineage: list[str] = []
+        self._fault: str | None = None
+
+    def begin_at(self, place: Place, *, is_joining: bool) -> None:
+        """Go on from a place: that of the other ranks, or of a checkpoint."""
+        self._earlier, self._walk, self._is_joining = place.steps, place.walk, is_joining
+        self._samplers.waiting = dict(place.samplers)
+        self._lineage = place.lineage
+        self.is_replaying = place.walk is not None or bool(place.samplers)
+
+    # ---------------------------------------------------------------- a walk
+
+    def through(
+        self, sampler: ElasticSampler, *, passes: int | None, used_in: str | Sequence[str] | None
+    ) -> Walk[None]:
+        """The steps, and what has to be done or waited for between them, by whoever takes the next one."""
+        ledger = self._ledger
+        if self._is_released():
+            return
+        course = Course(self._samplers.name_of(sampler), sampler, _passes(passes), _names(used_in))
+        is_first = not self.is_replaying
+        if self.is_replaying and not self._is_here(course):
+            return
+        self.is_replaying = False
+        kept = [Kept(one) for one in (self._state, self._own) if self._restarts and one is not None]
+        for one in self._open:
+            one.is_left = one.is_left or one.sampler is sampler
+        until = course.passes
+        try:
+            while True:
+                if ledger.unfinished():
+                    yield partial(finish_calls, ledger)
+                if course not in self._open:  # a walk through its sampler, within one of its steps, is over
+                    self._open.append(course)
+                    course.is_left = False
+                births = self._comm.births
+                if is_first:
+                    births = yield from self._boundary(course, kept)
+                    if self._is_released():
+                        return
+                is_first = True
+                self._look(course, kept)
+                until = sampler.passes + 1 if until is None else until
+                batch = sampler.take_until(until)
+                if not len(batch):
+                    return
+                mine = share(batch, births.index(self._me()), len(births))
+                yield course.begin(Step(self._number(), mine, batch, restarts=self._restarts), births)
+        finally:
+            course.is_left = True
+
+    def _is_here(self, course: Course) -> bool:
+        """Whether this is the walk to go on with; False for one that is over.
+
+        Raises:
+            ConfigError: this rank has joined others, and goes another way.
+        """
+        is_over = course.passes is not None and course.sampler.passes >= course.passes
+        if self._walk is None:
+            return True
+        name, passes, names = self._walk
+        is_named = course.name == name
+        if is_named and (course.passes == passes or not (is_over or self._is_joining)):
+            if self._is_joining and names != course.names:
+                raise ConfigError(f"used_in of this rank's steps is {course.names}, that of the others {names}")
+            return True
+        if is_over or course.passes is None:
+            return False
+        if self._is_joining:
+            raise ConfigError(
+                f"this rank begins steps through {course!r}, and the others go through sampler {name!r}, passes="
+                f"{passes}: all ranks make the same calls; a loop's counter belongs in the State"
+            )
+        return True
+
+    def _look(self, course: Course, kept: Sequence[Kept]) -> None:
+        """Keep copies of what there is at this boundary; what goes wrong is told at the next one."""
+        try:
+            if self._checkpoint is not None and self._comm.rank == 0 and not self._is_within(course):
+                place = list(self._place(course, self._number() + 1))
+                self._checkpoint.look(self._number(), place, self._comm.current.epoch)
+            for one in kept:
+                one.keep(self._samplers.places())
+        except Exception as error:  # noqa: BLE001  whatever the caller's arrays raise
+            self._fault = sendable(f"the state cannot be read: {str(error) or repr(error)}")
+
+    def _place(self, course: Course, steps: int) -> Place:
+        return Place(steps, self._samplers.places(), [course.name, course.passes, course.names], self._lineage)
+
+    def _is_within(self, course: Course) -> bool:
+        """Whether it is within a step of another."""
+        below = self._open[: self._open.index(course)]
+        return any(one.step is not None and not one.is_left for one in below)
+
+    def _number(self) -> int:
+        """Of the step that begins: the first boundary begins step 0."""
+        return self._earlier + self._ledger.step - 1
+
+    def _is_released(self) -> bool:
+        return self._ledger.is_released
+
+    def _me(self) -> int:
+        return self._comm.current.births[self._comm.current.rank]
+
+    # ---------------------------------------------------------------- boundaries
+
+    def _boundary(self, course: Course, kept: Sequence[Kept]) -> Walk[Births]:
+        """What lies between a step and the next one; returns who takes part in that."""
+        within = [one for one in self._open if one.step is not None]
+        for one in within:
+            one.note(self._ledger, is_innermost=one is within[-1])
+        is_void = course.is_found_void()
+        is_other_void = any(one.is_found_void() for one in within if one is not course)
+        self._asked.look(self._comm.current)
+        is_wanted = not self._is_within(course) and self._asked.is_wanted(self._comm.current)
+        fault = self._fault or fault_of(self._state)
+        where = [course.name, course.sampler.state_dict(), course.passes, course.names]
+        births, (wanted, void, other_void) = yield from self._meet(
+            where,
+            [is_wanted, is_void, is_other_void],
+            lambda: f"begins step {self._number() + 1} with {course!r}",
+            fault,
+        )
+        place = self._open.index(course)
+        for one in [*self._open[place + 1 :], *(one for one in self._open[:place] if one.is_left)]:
+            one.end_step(births, is_void=other_void)
+            self._open.remove(one)
+        if void and kept and course.step is not None:
+            course.step = None
+            for copy in kept:
+                copy.restore()
+            self._samplers.restore(kept[0].place)
+        course.end_step(births, is_void=void)
+        if not (wanted and course.sampler.left):
+            return births
+        yield partial(self._change, course)
+        return self._comm.births
+
+    def leave(self) -> Walk[None]:
+        """All ranks leave; one that does not is told."""
+        if self._ledger.unfinished():
+            yield partial(finish_calls, self._ledger)
+        yield from self._meet(["end"], [False] * 3, lambda: "leaves the Elastic", None)
+
+    def _meet(
+        self, where: list[Any], flags: list[bool], describe: Callable[[], str], fault: str | None
+    ) -> Walk[tuple[Births, list[bool]]]:
+        """The boundary between two steps.
+
+        Returns:
+            Who takes part in the next one, and which flags are set on any rank.
+
+        Raises:
+            CollectiveMismatch: the ranks are not at one place; on all of them.
+            ConfigError: one rank has found something wrong; on all of them.
+        """
+        number = _number_of([self._ledger.step, *where])
+        at = [number >> 16, number & 0xFFFF]
+        mine = np.array([1, *at, *(one * one for one in at), *flags, fault is not None], np.int64)
+        count, high, low, high_squared, low_squared, *found, wrong = (yield mine).tolist()
+        if self._ledger.is_changing:
+            yield self._ledger.settled
+        text = describe()
+        births = self._ledger.end_step()
+        # by Cauchy's inequality they are equal only if all are the same, and so on all ranks or on none
+        if wrong or count * high_squared != high * high or count * low_squared != low * low:
+            yield partial(self._tell, number, text, fault)
+        return births, [one > 0 for one in found]
+
+    async def _tell(self, number: int, text: str, fault: str | None) -> None:
+        """Not all is well: tell each other what it is. Whoever has found it may be gone; then all is well.
+
+        Raises:
+            CollectiveMismatch, ConfigError: it is not; on all ranks.
+        """
+        rows, _ = await self._handover.gathered([number, sendable(text), fault], "place")
+        for rank, (_, _, wrong) in enumerate(rows):
+            if wrong is not None:
+                raise ConfigError(f"rank {rank}: {wrong}")
+        places: dict[int, str] = {}
+        for rank, (where, what, _) in enumerate(rows):
+            places.setdefault(where, f"rank {rank} {what}")
+        if len(places) > 1:
+            raise CollectiveMismatch(
+                f"the ranks are not at one place: {'; '.join(places.values()):.2000}; all ranks make the same calls"
+                " with equal samplers and arguments", key=BOUNDARY,
+            )  # fmt: skip
+
+    async def _change(self, course: Course) -> None:
+        """Carry out what the first rank has found to be wanted: all know of it, or none does."""
+        comm, ledger = self._comm, self._ledger
+        mine = self._asked.plan(comm.current) if comm.rank == 0 else NO_PLAN
+        try:
+            plan = Plan.of(await comm.broadcast_object(mine, 0, "kfcomm/plan"))
+        except PeerLost:
+            return
+        if plan == NO_PLAN:
+            return
+        steps = ledger.step
+        try:
+            await ledger.change(plan)
+        except EpochChanged:
+            if not ledger.is_released:
+                raise
+            return
+        self._earlier += steps  # the ledger counts from 0 now, as that of newcomers does
+        self._asked.done(plan)
+        if plan.joiners:
+            having = tuple(birth for birth in comm.births if birth not in {one.birth for one in plan.joiners})
+            await self._handover.carry_out(list(self._place(course, self._earlier)), having)
+
+
+async def finish_calls(ledger: Ledger) -> None:
+    """What was begun in the step and not waited for; its errors are for whoever holds the handle."""
+    while unfinished := ledger.unfinished():
+        await asyncio.wait(unfinished)
+
+
+def _passes(passes: Any) -> int | None:
+    try:
+        return None if passes is None else index(passes)
+    except TypeError:
+        raise ConfigError(f"passes is a number of passes, or None, not {passes!r}") from None
+
+
+def _names(used_in: Any) -> list[str] | None:
+    names = [used_in] if isinstance(used_in, str) else used_in
+    if names is None or (isinstance(names, Sequence) and all(isinstance(one, str) for one in names)):
+        return None if names is None else [str.__str__(one) for one in names]
+    raise ConfigError(f"used_in is the name of a call, or names, not {used_in!r}")
+
+
+def _number_of(value: Any) -> int:
+    """32 bits that stand for it."""
+    return int.from_bytes(hashlib.blake2b(msgpack.packb(value), digest_size=4).digest(), "little")

@@ -1,0 +1,262 @@
+"""Jobs that are lost as a whole, again and again, and go on from their checkpoint: in virtual time, two samplers each.
+
+python -m tests.search.resumed --seconds 60 --seed 1
+
+A seed is one job: training and validation, in turns or one within a step of the other, by any ``on_loss``, with a file
+that all ranks see or only those of a host. In each of its lives ranks are killed, stopped, join and go, the first one
+mostly while the checkpoint is read. The job has to come to its end with each sample used once in each pass; no life
+begins before the step of the file that is there; the file never goes back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import logging
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import click
+import numpy as np
+
+from kfcomm.elastic import Elastic, ElasticCommunicator, ElasticSampler, State, checkpoint
+from kfcomm.elastic.npz import about_of
+from kfcomm.errors import ConfigError, EpochChanged, Partitioned, PeerLost, SessionClosed
+from kfcomm.testing import Kill, VirtualRun, random_events, run_in_virtual_time
+from kfcomm.testing.virtual.events import Event
+
+TIMEOUT_S = 30.0
+WITHIN_S = 600.0
+MAX_LIVES = 12
+TOLD = (PeerLost, EpochChanged, Partitioned, SessionClosed, ConfigError)
+
+
+class Inline:
+    """Does at once what it is given, where virtual time has no threads."""
+
+    def __init__(self, *_: Any) -> None:
+        self.is_closed = False
+
+    def submit(self, call: Any, *args: Any) -> Future[Any]:
+        """It is done when this returns."""
+        done: Future[Any] = Future()
+        done.set_result(call(*args))
+        return done
+
+    def shutdown(self) -> None:
+        """Nothing is left."""
+        self.is_closed = True
+
+
+class SlowCheckpoint(checkpoint.Checkpoint):
+    """To look at the file, and to read it, takes a while."""
+
+    random = Random(0)
+
+    async def find(self) -> Any:
+        """See `Checkpoint`."""
+        await asyncio.sleep(self.random.uniform(0, 0.01))
+        found = await super().find()
+        await asyncio.sleep(self.random.uniform(0, 0.01))
+        return found
+
+    async def read(self) -> Any:
+        """See `Checkpoint`."""
+        await asyncio.sleep(self.random.uniform(0, 0.01))
+        place = await super().read()
+        await asyncio.sleep(self.random.uniform(0, 0.01))
+        return place
+
+
+class Job:
+    """One job, through all its lives.
+
+    Args:
+        seed: of all chance.
+        folder: for its checkpoints.
+    """
+
+    def __init__(self, seed: int, folder: Path) -> None:
+        self.random = random = Random(seed)
+        self._folder = folder
+        self._is_nested = random.random() < 0.4
+        self._is_local = random.random() < 0.3
+        self._lengths = {"train": random.choice([12, 24]), "val": random.choice([4, 12])}
+        self._epochs = random.choice([1, 2, 3])
+        self._by_state = random.random() < 0.5
+        self._on_loss = random.choice(["finish", "finish", "raise", "restart_step"])
+        self._every = random.choice([1, 1, 2, 5])
+        self._hosts = random.choice([2, 3]) if self._is_local else 1
+        self._begun: list[int] = []
+        self.num_resumed = self.num_refused = 0
+
+    def path(self, host: int) -> Path:
+        """Of the checkpoint, as a host sees it."""
+        folder = self._folder / (str(host) if self._is_local else "all")
+        folder.mkdir(exist_ok=True)
+        return folder / "c.npz"
+
+    def numbers(self) -> dict[int, int]:
+        """The steps of the files that are there, by host."""
+        found = {host: about_of(self.path(host)) for host in range(self._hosts)}
+        return {host: one[0].number for host, one in found.items() if one is not None}
+
+    async def main(self, comm: Any) -> Any:
+        """One rank's life."""
+        elastic_comm = ElasticCommunicator(comm)
+        path = self.path(comm.layout.hosts[comm.rank] if self._is_local else 0)
+        state = State(**{kind: np.zeros(length) for kind, length in self._lengths.items()}, epoch=0)
+        options: dict[str, Any] = {"checkpoint": path, "checkpoint_every": self._every, "on_loss": self._on_loss}
+        async with Elastic(elastic_comm, state, **options) as elastic:
+            samplers = {kind: ElasticSampler(length, 4) for kind, length in self._lengths.items()}
+            if self._is_nested:
+                await self._nested(elastic_comm, elastic, state, samplers)
+            else:
+                await self._in_turns(elastic_comm, elastic, state, samplers)
+        return "released" if elastic.is_released else {kind: getattr(state, kind).tolist() for kind in self._lengths}
+
+    async def _in_turns(self, comm: Any, elastic: Any, state: State, samplers: dict[str, ElasticSampler]) -> None:
+        for epoch in range(self._epochs):
+            if self._by_state and epoch < state.epoch:
+                continue
+            for kind, sampler in samplers.items():
+                passes = None if self._by_state else epoch + 1
+                async for step in elastic.steps(sampler, passes=passes, used_in="used"):
+                    with self._guard(step):
+                        await self._use(comm, state, kind, step)
+            if not elastic.is_replaying:
+                state.epoch = epoch + 1
+
+    async def _nested(self, comm: Any, elastic: Any, state: State, samplers: dict[str, ElasticSampler]) -> None:
+        async for step in elastic.steps(samplers["train"], passes=self._epochs, used_in="used"):
+            with self._guard(step):
+                await self._use(comm, state, "train", step)
+                if len(step.batch) and step.batch[0] % 3 == 0:
+                    async for one in elastic.steps(samplers["val"], used_in="val"):
+                        with self._guard(one):
+                            await self._use(comm, state, "val", one, "val")
+
+    def _guard(self, step: Any) -> Any:
+        return step if self._on_loss == "restart_step" else contextlib.suppress(EpochChanged)
+
+    async def _use(self, comm: Any, state: State, kind: str, step: Any, name: str = "used") -> None:
+        self._begun.append(step.number)
+        await asyncio.sleep(0.005)
+        mask = np.zeros(self._lengths[kind])
+        mask[step.indices] = 1
+        total = await comm.all_reduce(mask, name=name)
+        setattr(state, kind, getattr(state, kind) + total)
+
+    def live(self, seed: int, *, is_last: bool) -> VirtualRun:
+        """One life."""
+        random, size = Random(seed), self.random.choice([2, 3, 4])
+        events: list[Event] = []
+        if not is_last:
+            events = list(random_events(random, size, horizon_s=0.2, elastic=random.random() < 0.4))
+            if random.random() < 0.7:
+                events += [Kill(0, random.uniform(0.0, 0.06))]
+            if random.random() < 0.8:  # all are lost
+                events += [Kill(rank, random.uniform(0.05, 0.25)) for rank in range(8)]
+        self._begun.clear()
+        SlowCheckpoint.random = Random(seed)
+        options = {"timeout": TIMEOUT_S, "within_s": WITHIN_S, "monitor": False, "hosts": min(self._hosts, size)}
+        return run_in_virtual_time(self.main, size, seed=seed, events=events, **options)
+
+    def run(self) -> tuple[int, int, int]:
+        """All its lives; how many they were, how many began from a file, and in how many ranks ended by a ConfigError.
+
+        Raises:
+            AssertionError: something is not as it has to be.
+        """
+        for number in range(1, MAX_LIVES + 1):
+            before = self.numbers()
+            run = self.live(self.random.randrange(1 << 31), is_last=number == MAX_LIVES)
+            self._check(run, before, self.numbers())
+            self.num_resumed += bool(before and self._begun)
+            self.num_refused += any(isinstance(one, ConfigError) for one in run.failed.values())
+            if any(isinstance(one, dict) for one in run.results.values()):
+                return number, self.num_resumed, self.num_refused
+            self._keep_one()
+        raise AssertionError("it has not come to its end in its last life, in which nothing befell it")
+
+    def _keep_one(self) -> None:
+        """The last one is put on the first host, as the user is told to do where there are several."""
+        numbers = self.numbers()
+        last = max(numbers, key=lambda host: numbers[host], default=0)
+        for host in numbers.keys() - {last}:
+            self.path(host).unlink()
+        if last:
+            self.path(last).replace(self.path(0))
+
+    def _check(self, run: VirtualRun, before: dict[int, int], after: dict[int, int]) -> None:
+        for rank, error in run.failed.items():
+            if not isinstance(error, TOLD):
+                raise AssertionError(f"rank {rank} ended with {error!r}") from error
+        if before and self._begun:
+            assert min(self._begun) >= min(before.values()), f"it began at {min(self._begun)}, and {before} was there"
+        for host, number in before.items():
+            assert after.get(host, -1) >= number, f"the file of host {host} went from {number} to {after.get(host)}"
+        ends = [one for one in run.results.values() if isinstance(one, dict)]
+        for one in ends:
+            assert one == ends[0], "unlike states"
+            assert set(one["train"]) == {float(self._epochs)}, one
+            assert len(set(one["val"])) == 1, one
+            assert self._is_nested or one["val"][0] == self._epochs, one
+
+
+@contextlib.contextmanager
+def slow_checkpoints() -> Iterator[None]:
+    """In virtual time, in which there are no threads."""
+    import kfcomm.elastic.loop as loop
+
+    was = loop.Checkpoint, checkpoint.ThreadPoolExecutor
+    loop.Checkpoint, checkpoint.ThreadPoolExecutor = SlowCheckpoint, Inline  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        loop.Checkpoint, checkpoint.ThreadPoolExecutor = was  # type: ignore[misc]
+
+
+def search(seed: int) -> tuple[int, int, int]:
+    """One job; see ``Job.run``.
+
+    Raises:
+        AssertionError: see `Job`.
+    """
+    with tempfile.TemporaryDirectory() as folder, slow_checkpoints():
+        return Job(seed, Path(folder)).run()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Search for so many seconds, or through so many jobs."""
+    parser = argparse.ArgumentParser(prog="python -m tests.search.resumed")
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=None, help="so many, however long it takes")
+    given = parser.parse_args(arguments)
+    jobs, found, until_s = 0, (0, 0, 0), time.monotonic() + given.seconds
+    while jobs < given.jobs if given.jobs is not None else time.monotonic() < until_s:
+        try:
+            lives, resumed, refused = search(given.seed + jobs)
+            found = found[0] + lives, found[1] + resumed, found[2] + refused
+        except BaseException:
+            click.echo(f"seed {given.seed + jobs} fails")
+            raise
+        jobs += 1
+    said = "{} lives, {} of which began from a checkpoint, {} refused".format(*found)
+    click.echo(f"{jobs} jobs from seed {given.seed} on: {said}")
+    return 0
+
+
+if __name__ == "__main__":
+    logging.disable(logging.CRITICAL)
+    gc.freeze()
+    sys.exit(main())
