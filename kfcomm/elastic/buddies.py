@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kfcomm.arrays import adapt, dtype_of
+from kfcomm.elastic.checks import unreadable
 from kfcomm.elastic.communicator import ElasticCommunicator
 from kfcomm.elastic.entry import Births
 from kfcomm.elastic.ledger import Ledger
-from kfcomm.elastic.state import State, arrays_of, described, load, plan_of, rebuilt, small_of
+from kfcomm.elastic.state import State, arrays_of, described, fault_of, load, plan_of, rebuilt, small_of
 from kfcomm.elastic.stripes import Array, checksum
 from kfcomm.errors import ConfigError, KfcommError
 
@@ -85,15 +86,22 @@ class Buddies:
     async def commit(self) -> bool:
         """All ranks call it; whether it is complete.
 
+        Raises:
+            ConfigError: what a rank has cannot be sent, or read; on all ranks.
+
         Cost: a copy of the state, ``num_copies`` messages of it, and two small gathers.
         """
-        mine, small = self._copied(), small_of(self._own)
-        offers, births = await self._gathered([self._number, mine.plan, mine.tree, checksum([mine.data])], "commit")
+        wrong, mine, small = self._copied()
+        said = [self._number, mine.plan, mine.tree, checksum([mine.data]), wrong]
+        offers, births = await self._gathered(said, "commit")
+        for rank, (*_, fault) in enumerate(offers):
+            if fault is not None:
+                raise ConfigError(f"rank {rank}: {fault}")
         self._number = 1 + max(number for number, *_ in offers)
         here = self._comm.current
         copies = {here.births[here.rank]: mine}
         if here.births == births:
-            copies |= await self._exchanged(mine, [offer[1:] for offer in offers])
+            copies |= await self._exchanged(mine, [offer[1:4] for offer in offers])
         held, present = await self._gathered(sorted(copies), "committed")
         having: dict[int, list[int]] = dict(zip(present, held, strict=True))
         holders = {birth: tuple(one for one in self._ring(births, birth) if one in having) for birth in births}
@@ -148,7 +156,17 @@ class Buddies:
         place = births.index(birth)
         return (births[place:] + births[:place])[: 1 + self._num_copies]
 
-    def _copied(self) -> Copy:
+    def _copied(self) -> tuple[str | None, Copy, Any]:
+        """What is wrong with this rank's own state, or a copy of it, and what in it is no array."""
+        wrong = fault_of(self._own)
+        try:
+            if wrong is None:
+                return None, self._copy(), small_of(self._own)
+        except Exception as error:  # noqa: BLE001  whatever the caller's arrays raise, the others are told
+            wrong = unreadable("own", error)
+        return wrong, Copy([], [], np.empty(0, np.uint8)), None
+
+    def _copy(self) -> Copy:
         views = [adapt(array).flat.view(np.uint8) for _, array in arrays_of(self._own)]
         data = self._room(sum(one.size for one in views))
         np.concatenate([data[:0], *views], out=data)

@@ -60,7 +60,8 @@ def check(value: Any, name: str, *, is_quick: bool = False) -> None:
     Cost: some 1 µs for each array in it; if it is quick, some 0.2 µs for each value.
     """
     try:
-        _check(value, MAX_DEPTH, is_quick)
+        if not _is_known(value, is_quick):
+            _check(value, MAX_DEPTH, is_quick)
     except Unfit as unfit:
         path = shown((name, *reversed(unfit.path)))
         raise ConfigError(f"{path:.300} cannot be in a state: {unfit.why}") from None
@@ -98,6 +99,11 @@ def shown(path: Path) -> str:
 def sendable(text: str) -> str:
     """A text that msgpack can carry: of a file's name, say, that is not UTF-8."""
     return text.encode(errors="backslashreplace").decode()
+
+
+def unreadable(what: str, error: Exception) -> str:
+    """What an array of the caller has raised, for the others."""
+    return sendable(f"{what} cannot be read: {str(error) or repr(error)}")
 
 
 def _check(value: Any, depth: int, is_quick: bool) -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kfcomm.arrays import adapt
-from kfcomm.elastic.checks import sendable
+from kfcomm.elastic.checks import unreadable
 from kfcomm.elastic.communicator import ElasticCommunicator
 from kfcomm.elastic.entry import Births
 from kfcomm.elastic.ledger import Ledger
@@ -129,7 +129,7 @@ class Handover:
                 said = plan_of(self._state), outline_of(self._state), [place, small_of(self._state)]
                 return Offer(*said, None, self._program, self._options)
         except Exception as error:  # noqa: BLE001  whatever the caller's arrays raise, the others are told
-            wrong = sendable(f"the state cannot be read: {str(error) or repr(error)}")
+            wrong = unreadable("the state", error)
         return Offer([], [], [None, None], wrong, self._program, self._options)
 
     def _birth(self) -> int:

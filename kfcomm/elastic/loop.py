@@ -181,7 +181,8 @@ class Elastic:
             Whether it is complete; the same on all ranks.
 
         Raises:
-            ConfigError: there is no ``own``, or no open ``Elastic``.
+            ConfigError: there is no ``own``, or no open ``Elastic``; or what a rank has cannot be sent, or read, which
+                is told to all.
 
         Cost: a copy of ``own``, ``copies`` messages of it, and two small gathers. Twice that memory.
         """

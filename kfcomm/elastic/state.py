@@ -12,7 +12,7 @@ from kfcomm.arrays import adapt, adapt_out, same_memory
 from kfcomm.arrays.kinds import is_array_type
 from kfcomm.arrays.on_device import is_on_device
 from kfcomm.arrays.pages import populate
-from kfcomm.elastic.checks import Key, Path, check, order_of, plain_key, sendable, shown
+from kfcomm.elastic.checks import Key, Path, check, order_of, plain_key, sendable, shown, unreadable
 from kfcomm.errors import ConfigError
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -77,7 +77,7 @@ def fault_of(state: State) -> str | None:
         for name, value in state._values.items():
             check(value, name, is_quick=True)
     except Exception as error:  # noqa: BLE001  whatever the caller's objects raise
-        return sendable(str(error) if isinstance(error, ConfigError) else f"the state cannot be read: {error!r}")
+        return sendable(str(error)) if isinstance(error, ConfigError) else unreadable("the state", error)
     return None
 
 

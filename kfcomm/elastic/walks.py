@@ -19,7 +19,7 @@ import numpy as np
 
 from kfcomm.elastic.asked import Asked
 from kfcomm.elastic.checkpoint import Checkpoint
-from kfcomm.elastic.checks import sendable
+from kfcomm.elastic.checks import sendable, unreadable
 from kfcomm.elastic.communicator import ElasticCommunicator
 from kfcomm.elastic.entry import BOUNDARY, Births
 from kfcomm.elastic.handover import Handover
@@ -204,7 +204,7 @@ class Walks:
             for one in kept:
                 one.keep(self._samplers.places())
         except Exception as error:  # noqa: BLE001  whatever the caller's arrays raise
-            self._fault = sendable(f"the state cannot be read: {str(error) or repr(error)}")
+            self._fault = unreadable("the state", error)
 
     def _place(self, course: Course, steps: int) -> Place:
         return Place(steps, self._samplers.places(), [course.name, course.passes, course.names], self._lineage)

@@ -68,6 +68,8 @@ PARTS: dict[str, Command] = {
     "kills": _module("kills"),
     "training": _module("training"),
     "virtual": _module("virtual"),
+    "resumed": _module("resumed"),
+    "damaged": _module("damaged"),
     "partitions": _module("partitions"),
     "ctrl_c": _module("ctrl_c"),
     "held": _module("held"),
