@@ -70,6 +70,7 @@ PARTS: dict[str, Command] = {
     "virtual": _module("virtual"),
     "resumed": _module("resumed"),
     "damaged": _module("damaged"),
+    "restarts": _module("restarts"),
     "partitions": _module("partitions"),
     "ctrl_c": _module("ctrl_c"),
     "held": _module("held"),

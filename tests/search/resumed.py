@@ -25,13 +25,13 @@ from random import Random
 from typing import Any
 
 import click
-import numpy as np
 
-from kfcomm.elastic import Elastic, ElasticCommunicator, ElasticSampler, State, checkpoint
+from kfcomm.elastic import checkpoint
 from kfcomm.elastic.npz import about_of
 from kfcomm.errors import ConfigError, EpochChanged, Partitioned, PeerLost, SessionClosed
 from kfcomm.testing import Kill, VirtualRun, random_events, run_in_virtual_time
 from kfcomm.testing.virtual.events import Event
+from tests.elastic.turns import Turns
 
 TIMEOUT_S = 30.0
 WITHIN_S = 600.0
@@ -87,15 +87,10 @@ class Job:
     def __init__(self, seed: int, folder: Path) -> None:
         self.random = random = Random(seed)
         self._folder = folder
-        self._is_nested = random.random() < 0.4
         self._is_local = random.random() < 0.3
-        self._lengths = {"train": random.choice([12, 24]), "val": random.choice([4, 12])}
-        self._epochs = random.choice([1, 2, 3])
-        self._by_state = random.random() < 0.5
-        self._on_loss = random.choice(["finish", "finish", "raise", "restart_step"])
+        self._turns = Turns(random)
         self._every = random.choice([1, 1, 2, 5])
         self._hosts = random.choice([2, 3]) if self._is_local else 1
-        self._begun: list[int] = []
         self.num_resumed = self.num_refused = 0
 
     def path(self, host: int) -> Path:
@@ -111,49 +106,8 @@ class Job:
 
     async def main(self, comm: Any) -> Any:
         """One rank's life."""
-        elastic_comm = ElasticCommunicator(comm)
         path = self.path(comm.layout.hosts[comm.rank] if self._is_local else 0)
-        state = State(**{kind: np.zeros(length) for kind, length in self._lengths.items()}, epoch=0)
-        options: dict[str, Any] = {"checkpoint": path, "checkpoint_every": self._every, "on_loss": self._on_loss}
-        async with Elastic(elastic_comm, state, **options) as elastic:
-            samplers = {kind: ElasticSampler(length, 4) for kind, length in self._lengths.items()}
-            if self._is_nested:
-                await self._nested(elastic_comm, elastic, state, samplers)
-            else:
-                await self._in_turns(elastic_comm, elastic, state, samplers)
-        return "released" if elastic.is_released else {kind: getattr(state, kind).tolist() for kind in self._lengths}
-
-    async def _in_turns(self, comm: Any, elastic: Any, state: State, samplers: dict[str, ElasticSampler]) -> None:
-        for epoch in range(self._epochs):
-            if self._by_state and epoch < state.epoch:
-                continue
-            for kind, sampler in samplers.items():
-                passes = None if self._by_state else epoch + 1
-                async for step in elastic.steps(sampler, passes=passes, used_in="used"):
-                    with self._guard(step):
-                        await self._use(comm, state, kind, step)
-            if not elastic.is_replaying:
-                state.epoch = epoch + 1
-
-    async def _nested(self, comm: Any, elastic: Any, state: State, samplers: dict[str, ElasticSampler]) -> None:
-        async for step in elastic.steps(samplers["train"], passes=self._epochs, used_in="used"):
-            with self._guard(step):
-                await self._use(comm, state, "train", step)
-                if len(step.batch) and step.batch[0] % 3 == 0:
-                    async for one in elastic.steps(samplers["val"], used_in="val"):
-                        with self._guard(one):
-                            await self._use(comm, state, "val", one, "val")
-
-    def _guard(self, step: Any) -> Any:
-        return step if self._on_loss == "restart_step" else contextlib.suppress(EpochChanged)
-
-    async def _use(self, comm: Any, state: State, kind: str, step: Any, name: str = "used") -> None:
-        self._begun.append(step.number)
-        await asyncio.sleep(0.005)
-        mask = np.zeros(self._lengths[kind])
-        mask[step.indices] = 1
-        total = await comm.all_reduce(mask, name=name)
-        setattr(state, kind, getattr(state, kind) + total)
+        return await self._turns.run(comm, checkpoint=path, checkpoint_every=self._every)
 
     def live(self, seed: int, *, is_last: bool) -> VirtualRun:
         """One life."""
@@ -165,7 +119,7 @@ class Job:
                 events += [Kill(0, random.uniform(0.0, 0.06))]
             if random.random() < 0.8:  # all are lost
                 events += [Kill(rank, random.uniform(0.05, 0.25)) for rank in range(8)]
-        self._begun.clear()
+        self._turns.begun.clear()
         SlowCheckpoint.random = Random(seed)
         options = {"timeout": TIMEOUT_S, "within_s": WITHIN_S, "monitor": False, "hosts": min(self._hosts, size)}
         return run_in_virtual_time(self.main, size, seed=seed, events=events, **options)
@@ -180,7 +134,7 @@ class Job:
             before = self.numbers()
             run = self.live(self.random.randrange(1 << 31), is_last=number == MAX_LIVES)
             self._check(run, before, self.numbers())
-            self.num_resumed += bool(before and self._begun)
+            self.num_resumed += bool(before and self._turns.begun)
             self.num_refused += any(isinstance(one, ConfigError) for one in run.failed.values())
             if any(isinstance(one, dict) for one in run.results.values()):
                 return number, self.num_resumed, self.num_refused
@@ -200,16 +154,12 @@ class Job:
         for rank, error in run.failed.items():
             if not isinstance(error, TOLD):
                 raise AssertionError(f"rank {rank} ended with {error!r}") from error
-        if before and self._begun:
-            assert min(self._begun) >= min(before.values()), f"it began at {min(self._begun)}, and {before} was there"
+        begun = min(self._turns.begun, default=None)
+        if before and begun is not None:
+            assert begun >= min(before.values()), f"it began at {begun}, and {before} was there"
         for host, number in before.items():
             assert after.get(host, -1) >= number, f"the file of host {host} went from {number} to {after.get(host)}"
-        ends = [one for one in run.results.values() if isinstance(one, dict)]
-        for one in ends:
-            assert one == ends[0], "unlike states"
-            assert set(one["train"]) == {float(self._epochs)}, one
-            assert len(set(one["val"])) == 1, one
-            assert self._is_nested or one["val"][0] == self._epochs, one
+        self._turns.check([one for one in run.results.values() if isinstance(one, dict)])
 
 
 @contextlib.contextmanager

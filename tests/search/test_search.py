@@ -1,14 +1,16 @@
 """The searches run, and find what is there: each for a moment. (Where they are let, it is by ``make search``.)"""
 
+import logging
 import subprocess
 import sys
+from pathlib import Path
 from random import Random
 
 import pytest
 
 from bench.netlab import Netlab, even
 from tests.programs.__main__ import read_arguments
-from tests.search import ctrl_c, decoders, partitions, soak
+from tests.search import ctrl_c, damaged, decoders, partitions, restarts, resumed, soak
 from tests.search.__main__ import PARTS
 from tests.search.kills import once
 
@@ -46,6 +48,27 @@ def test_nothing_of_a_job_that_was_interrupted_is_left(seed: int) -> None:
     whom, seconds = ctrl_c.once(Random(seed))
     assert whom in ("all", "launcher", "rank")
     assert seconds >= 0
+
+
+def test_damaged_checkpoints_are_refused_or_read_right(tmp_path: Path) -> None:
+    found = damaged.search(Random(1), tmp_path, 1000)
+    assert found.total() == 1000
+    assert found["refused"] > 500
+    right = damaged.bytes_of(damaged.state_of(4))
+    for make in (damaged.written, damaged.written_before):
+        assert damaged.outcome(tmp_path / "c.npz", make(tmp_path / "c.npz", 4), right) == "right"
+
+
+@pytest.mark.parametrize("seed", [1, 2, 90])
+def test_jobs_that_are_lost_as_a_whole_go_on_from_their_checkpoint(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    lives, resumed_lives, _ = resumed.search(seed)
+    assert lives > resumed_lives
+
+
+@pytest.mark.slow
+def test_processes_that_are_killed_before_their_first_step_are_outlived(tmp_path: Path) -> None:
+    assert restarts.Job(Random(1), tmp_path).run()["outlived a death before the first step"]
 
 
 def test_what_goes_up_and_down_is_level_and_what_is_kept_is_not() -> None:

@@ -15,6 +15,7 @@ from kfcomm.testing import Join, Kill, Partition, Release, Resize, Stop, Virtual
 from kfcomm.testing.virtual.events import Event
 from kfcomm.testing.virtual.network import side_of
 from tests.elastic import programs
+from tests.elastic.turns import Turns
 from tests.programs import generator
 from tests.programs.walker import run_awaiting
 
@@ -109,6 +110,30 @@ class Training:
             for (step, number), got in one.got.items():
                 assert got.how != "CollectiveTimeout", f"rank {one.birth}: call {number} of step {step} hung"
         programs.check(self._seed, self._plan, whole)
+        check_ends(run, self.size)
+
+
+class TwoSamplers:
+    """Training and validation, in turns or one within a step of the other."""
+
+    def __init__(self, random: Random) -> None:
+        self.size = random.choice(SIZES)
+        self.strategy = random.choice(STRATEGIES)
+        self._turns = Turns(random)
+
+    def events(self, random: Random) -> Sequence[Event]:
+        """See `Case`."""
+        return random_events(random, self.size, horizon_s=0.15, elastic=random.random() < 0.6)
+
+    async def main(self, comm: Any) -> Any:
+        """See `Case`."""
+        return await self._turns.run(comm)
+
+    def check(self, run: VirtualRun) -> None:
+        """Each sample was used once in each pass, whoever was there."""
+        # who came later cannot tell what was before, if those that began are all gone
+        if any(isinstance(run.results.get(rank), dict) for rank in range(self.size)):
+            self._turns.check([one for one in run.results.values() if isinstance(one, dict)])
         check_ends(run, self.size)
 
 
@@ -218,4 +243,4 @@ class Losing(Walking):
                 assert is_told, f"rank {rank}: {report}"
 
 
-CASES = (Training, Training, Training, Shrinking, Shrinking, Walking, Losing)
+CASES = (Training, Training, Training, TwoSamplers, TwoSamplers, Shrinking, Shrinking, Walking, Losing)
