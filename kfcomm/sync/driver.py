@@ -22,6 +22,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from os import sched_yield
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
@@ -229,6 +230,8 @@ class Driver:
                         self._wait(handle, math.inf)
                 is_over = True
                 outcome = handle.result()
+                if self.signals.is_here():
+                    self.signals.undo = partial(self._undo, handle, session)
         except BaseException as error:
             try:
                 self._ended(error, handle, session, is_over=is_over or handle is None)
@@ -514,6 +517,15 @@ class Driver:
             self._io_driver.wake()
         elif self._is_resting:
             self.reactor.ring()
+
+    def _undo(self, handle: Awaited[T], session: Session) -> None:
+        """What a call has given does not reach its caller: see ``Signals.undo``."""
+        try:
+            self._enter(session)
+            self._is_working = False
+            self._interrupted(KeyboardInterrupt(), handle, session)
+        finally:
+            self._leave()
 
     def _ended(self, error: BaseException, handle: Awaited[T] | None, session: Session, *, is_over: bool) -> None:
         """A call has raised: its own error, if there was one to raise, or what has interrupted it."""

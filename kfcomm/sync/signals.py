@@ -7,10 +7,11 @@ place that only notes the signal.
 
 Invariants:
 
-- Held handlers run at one place: where the call waits, with the engine lock, while its result is not there. What they
-  raise ends the call alone, as ``cancel`` does.
-- A call whose result is there returns it. A signal that was noted by then is sent again as the call returns, so that
-  its handler runs in the caller's code.
+- Held handlers run where the call waits, with the engine lock, while its result is not there. What they raise ends the
+  call alone, as ``cancel`` does.
+- What was noted when the call is over is handled as it returns. What is raised then comes out of the call, too, and
+  ``undo`` hands a message back for the next receive. Only of what cannot be undone, the result of several steps, the
+  signal is sent again as the call returns, so that its handler runs after it.
 - Outside of calls, and while they run, the program finds its own handlers in force.
 
 ``signal.default_int_handler`` alone is no reason to hold: the driver bears a ``KeyboardInterrupt`` anywhere, if need be
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import sys
 from _thread import get_ident, interrupt_main
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from itertools import repeat
 from signal import default_int_handler
@@ -51,11 +52,15 @@ class Signals:
     Attributes:
         noted: signals whose handlers have not run yet.
         raised: what a handler has raised, until the call is over.
+        undo: called if a handler raises after the call is over; set by the call.
+        is_kept: the call has a result that nothing can undo.
     """
 
     def __init__(self) -> None:
         self.noted: list[int] = []
         self.raised: BaseException | None = None
+        self.undo: Callable[[], object] = _nothing
+        self.is_kept = False
         self._seen: tuple[Any, ...] = ()
         self._handlers: dict[int, Handler] = {}
         """To be held, of those ``_seen``."""
@@ -80,25 +85,37 @@ class Signals:
         return True
 
     def holding(self, call: Callable[..., T], args: tuple[Any, ...], kwargs: Mapping[str, Any] = NO_OPTIONS) -> T:
-        """Make a call, which attempts to hold once more, in vain, and let go.
-
-        After ``return signals.holding(...)`` Python does not look for signals before the caller's caller goes on; after
-        a call with ``*args`` it would.
-        """
+        """Make a call, which attempts to hold once more, in vain, and let go."""
         try:
             return call(*args, **kwargs)
         finally:
             self.let_go()
 
     def let_go(self) -> None:
-        """Put the handlers back, and send again what was noted: nothing comes before the caller's next instruction."""
+        """Put the handlers back, and see to what was noted."""
         ours = [number for number in self._handlers if getsignal(number) == self._note]
         putting_back = map(set_handler, ours, [self._handlers[number] for number in ours])
-        sending_again: Iterator[object] = map(cast("Callable[[int], object]", interrupt_main), self.noted)
-        # Operators, not calls: from here to the end Python does not look for signals.
-        _ = _NOTHING in putting_back
-        _ = _NOTHING in sending_again
-        self._is_held, self.noted, self.raised = False, [], None
+        sending_again = map(cast("Callable[[int], object]", interrupt_main), self.noted if self.is_kept else ())
+        undo, self.undo, self.raised = self.undo, _nothing, None
+        try:
+            # Operators, not calls: from here to the end Python does not look for signals, if nothing is to be done.
+            _ = _NOTHING in putting_back
+            _ = _NOTHING in sending_again
+            self._is_held = False
+            if self.is_kept:
+                self.is_kept, self.noted = False, []
+            elif self.noted:
+                self._run()
+        except BaseException:
+            undo()
+            raise
+
+    def _run(self) -> None:
+        while self.noted:
+            number = self.noted.pop(0)
+            handler: Any = getsignal(number)
+            if callable(handler):
+                handler(number, sys._getframe())
 
     def is_here(self) -> bool:
         """Whether this is the thread whose call holds handlers."""
@@ -123,22 +140,16 @@ class Signals:
 
     def answer(self) -> None:
         """Run the handlers of what was noted, which may raise, and may make calls of their own."""
-        noted, self.noted = self.noted, []
-        self.let_go()
         raised: BaseException | None = None
+        self.is_kept = False
         try:
-            while noted:
-                number = noted.pop(0)
-                handler: Any = getsignal(number)
-                if callable(handler):
-                    handler(number, sys._getframe())
+            self.let_go()
         except BaseException as error:
             raised = error
             raise
         finally:
             self.hold()
             self._is_held, self.raised = True, raised
-            self.noted += noted
 
     def _put(self) -> None:
         self._is_held = True
@@ -167,4 +178,4 @@ def _to_hold(found: tuple[Any, ...]) -> dict[int, Handler]:
 
 
 def _nothing() -> None:
-    """Nobody sleeps."""
+    """Nobody sleeps, and nothing is to be undone."""

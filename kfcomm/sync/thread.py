@@ -214,7 +214,9 @@ class IoThread:
                 with contextlib.suppress(SessionClosed):
                     self.post(running[0].cancel)
             raise
-        return result.result()
+        outcome = result.result()
+        self.signals.is_kept = self.signals.is_here()
+        return outcome
 
     def await_end(
         self, future: concurrent.futures.Future[Any], inner: asyncio.Future[Any], deadline_s: float,
