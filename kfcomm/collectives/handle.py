@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from kfcomm.collectives.unawaited import Unawaited
 from kfcomm.errors import ConfigError, EpochChanged, PeerLost
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Handle(asyncio.Future[T]):
+class Handle(Unawaited, asyncio.Future[T]):
     """A collective under way: ``await`` it, look at ``done()``, or ``cancel()`` it.
 
     Cancelling ends the collective on every rank where it is not complete yet; there it raises

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from kfcomm.collectives.handle import Handle as Inner
+from kfcomm.collectives.unawaited import Unawaited
 from kfcomm.errors import KfcommError, SessionClosed
 from kfcomm.sizes import seconds_of
 from kfcomm.sync.thread import IoThread, copy_end
@@ -28,7 +29,7 @@ T = TypeVar("T")
 logger = logging.getLogger("kfcomm")
 
 
-class Handle(concurrent.futures.Future[T]):
+class Handle(Unawaited, concurrent.futures.Future[T]):
     """A collective under way: wait for it, look at ``done()``, or ``cancel()`` it; on any thread.
 
     It is a ``concurrent.futures.Future``, so that ``concurrent.futures.wait``, ``as_completed`` and
@@ -36,6 +37,8 @@ class Handle(concurrent.futures.Future[T]):
     """
 
     _is_unheard = False
+    verb = ""
+    """Of which it is."""
 
     def __init__(self, driver: Driver, session: Session) -> None:
         super().__init__()
@@ -44,6 +47,9 @@ class Handle(concurrent.futures.Future[T]):
         self._session = session
         self._inner: asyncio.Future[T] | None = None
         self._is_unwanted = False
+
+    def _remedy(self) -> str:
+        return f"write y = handle.wait() first, or call {self.verb or 'the verb'}, which returns the result"
 
     @property
     def contributors(self) -> tuple[int, ...] | None:

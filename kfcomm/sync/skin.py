@@ -135,7 +135,7 @@ def begun(
     verb: Callable[Concatenate[A_co, P], Awaitable[T]], given: Given | None = None
 ) -> Callable[Concatenate[Skin[A_co], P], Handle[T]]:
     """The form of ``verb`` that returns a handle at once."""
-    is_coroutine = inspect.iscoroutinefunction(verb)
+    is_coroutine, name = inspect.iscoroutinefunction(verb), verb.__name__
 
     def call(self: Skin[A_co], /, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
         is_held = self._io.signals.hold()
@@ -143,6 +143,7 @@ def begun(
             self._check_open()
             begin: Callable[[], Any] = _bound(verb, given, self, args, kwargs)
             handle: Handle[T] = Handle(self._driver, self._session)
+            handle.verb = name
             if is_coroutine:
                 handle.start(begin)
             else:

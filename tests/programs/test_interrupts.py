@@ -1,4 +1,7 @@
-"""Ctrl-C in blocking calls, over each kind of link: nothing hangs; the communicator works, or says it is closed."""
+"""Signals in blocking calls, over each kind of link: nothing hangs, and the communicator works.
+
+After Ctrl-C it may say that it is closed.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from contextlib import closing
 
 import pytest
 
-from tests.programs.interruptible import UNNAMED
+from tests.programs.interruptible import RAISED, UNNAMED
 from tests.programs.interrupts import CLOSED, MISSED, Nursery, Targets, interrupted, nursery, verbs, world
 
 pytestmark = pytest.mark.slow
@@ -41,6 +44,12 @@ def assert_right(children: Nursery, transport: str, size: int, targets: Targets)
 def test_at_a_line(children: Nursery, transport: str) -> None:
     named = [verb for verb in verbs(2) if verb not in UNNAMED]
     assert_right(children, transport, 2, Targets(named, SAMPLE, WORLDS))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_a_handler_raises_at_a_line_closes_nothing(children: Nursery, transport: str) -> None:
+    named = [verb for verb in verbs(2) if verb not in UNNAMED]
+    assert_right(children, transport, 2, Targets(named, SAMPLE // 2, 1, raises=tuple(RAISED)))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -42,11 +42,12 @@ def _programs(random: Random, seed: int) -> Sequence[str]:
 
 
 def _interrupts(random: Random, _: int) -> Sequence[str]:
-    """Ctrl-C at lines of one verb."""
+    """Ctrl-C, or what a handler raises, at lines of one verb."""
     from tests.programs.interrupts import verbs
 
     verb, transport = random.choice(verbs(2)), random.choice(["shm", "unix", "tcp"])
-    return ["-m", "tests.programs.interrupts", "--verb", verb, "--transport", transport, "--sample", "300"]
+    what = random.choice([[], ["--handlers"]])
+    return ["-m", "tests.programs.interrupts", *what, "--verb", verb, "--transport", transport, "--sample", "300"]
 
 
 def _properties(random: Random, seed: int) -> Sequence[str]:
