@@ -35,6 +35,7 @@ MIN_CHARACTERS = 6
 
 logger = logging.getLogger("kfcomm")
 
+TEMPORARY = ("/tmp", "/var/tmp", "/dev/shm")
 HOW_TO_SET = (
     "set KFCOMM_TOKEN to the same secret on every rank, for example once before launching: "
     'export KFCOMM_TOKEN=$(python -c "import secrets; print(secrets.token_hex(32))"), '
@@ -120,10 +121,11 @@ _concealed: dict[str, bytes] = {}
 def user_token(environ: Mapping[str, str]) -> tuple[bytes, str]:
     """This user's token on this host, and the file that keeps it; made if there is none.
 
-    It lies in ``$XDG_RUNTIME_DIR/kfcomm``, or in ``kfcomm-UID`` of the temporary directory.
+    It lies in ``$XDG_RUNTIME_DIR/kfcomm``, or in ``kfcomm-UID`` of the first folder for temporary files that can be
+    written: ``$TMPDIR``, ``$TEMP``, ``$TMP``, ``/tmp``, ``/var/tmp`` or ``/dev/shm``.
 
     Raises:
-        ConfigError: the directory is not this user's alone, or cannot be written.
+        ConfigError: the directory is not this user's alone, or none can be written.
     """
     folder = _user_folder(environ)
     return kept_token(folder), str(folder / "token")
@@ -150,9 +152,17 @@ def _user_folder(environ: Mapping[str, str]) -> Path:
     runtime = environ.get("XDG_RUNTIME_DIR")
     if runtime and os.access(runtime, os.W_OK):
         return Path(runtime) / "kfcomm"
-    import tempfile  # and half of the library for archives; most tokens are given
-
-    return Path(tempfile.gettempdir()) / f"kfcomm-{os.getuid()}"
+    # tempfile would take the working directory in the end, which ranks need not have in common
+    given = [(f"{name}={environ[name]}", environ[name]) for name in ("TMPDIR", "TEMP", "TMP") if environ.get(name)]
+    known = [*given, *((folder, folder) for folder in TEMPORARY)]
+    for _, folder in known:
+        if os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK):
+            return Path(folder).absolute() / f"kfcomm-{os.getuid()}"
+    tried = ", ".join(title for title, _ in known)
+    raise ConfigError(
+        f"no folder to keep this user's token in: none of {tried} can be written; {HOW_TO_SET}. Or set TMPDIR to a "
+        "folder that all ranks of this host can write"
+    )
 
 
 def _make_private(folder: Path) -> None:

@@ -5,6 +5,7 @@ import pytest
 
 from kfcomm.core import auth
 from kfcomm.errors import ConfigError
+from kfcomm.rendezvous import token as tokens
 from kfcomm.rendezvous.token import (
     as_text,
     bits_of,
@@ -127,3 +128,20 @@ def test_a_link_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "kfcomm").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="this user alone"):
         user_token({"XDG_RUNTIME_DIR": str(tmp_path)})
+
+
+def test_without_a_temporary_folder_the_token_lies_in_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens, "TEMPORARY", (str(tmp_path / "none"), str(tmp_path)))
+    token, where = user_token({"TMPDIR": str(tmp_path / "nowhere")})
+    assert Path(where).parent.parent == tmp_path
+    assert read_token(Path(where)) == token
+
+
+def test_where_nothing_can_be_written_the_error_says_what_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens, "TEMPORARY", ())
+    with pytest.raises(ConfigError, match=r"none of TMPDIR=.*nowhere can be written; set KFCOMM_TOKEN.*set TMPDIR"):
+        user_token({"TMPDIR": str(tmp_path / "nowhere")})
