@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import zipfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -311,3 +312,79 @@ def test_names_are_each_ones_own() -> None:
         for wrong in ({"passes": 1.5}, {"used_in": 3}, {"used_in": [3]}):
             with pytest.raises(ConfigError, match=r"is a number of passes|is the name of a call"):
                 next(elastic.steps(other, **wrong))
+
+
+@pytest.mark.parametrize(
+    ("walk", "options", "words"),
+    [
+        ({"passes": 3}, {}, r"this rank begins steps through .*passes=3.* go through sampler 0, passes=2"),
+        (
+            {"passes": 2, "used_in": "other"},
+            {},
+            r"used_in of this rank's steps is \['other'\], that of the others \['used'\]",
+        ),
+        ({"sampler": ElasticSampler(41, 4)}, {}, "sampler 0 does not fit the place of the job: length"),
+        (
+            {},
+            {"on_loss": "raise"},
+            "on_loss of an Elastic is the same on all ranks: it is 'finish' on rank 0 and 'raise'",
+        ),
+        ({}, {"own": State(n=1)}, "own of an Elastic is the same on all ranks"),
+    ],
+)
+@pytest.mark.asyncio
+async def test_a_newcomer_with_other_arguments_is_told_alone_and_the_others_go_on(
+    walk: dict[str, Any], options: dict[str, Any], words: str
+) -> None:
+    async with world(2, elastic=True) as comms:
+        is_asked = asyncio.Event()
+
+        async def main(comm: Any, more: dict[str, Any], **options: Any) -> Any:
+            state, sizes = State(used=np.zeros(40)), set()
+            given = {"sampler": ElasticSampler(40, 2), "passes": 2, "used_in": "used"} | more
+            async with Elastic(comm, state, **options) as elastic:
+                async for step in elastic.steps(**given):
+                    mask = np.zeros(40)
+                    mask[step.indices] = 1
+                    state.used += await comm.all_reduce(mask, name="used")
+                    is_asked.set()
+                    sizes.add(comm.size)
+            return set(state.used.tolist()), sizes
+
+        async def newcomer() -> None:
+            await is_asked.wait()
+            comm = await comms.join(2)
+            with pytest.raises(ConfigError, match=words):
+                await main(comm, walk, **options)
+            comms.kill(2)
+
+        comer = asyncio.create_task(newcomer())
+        found = await run_ranks(comms, lambda comm: main(comm, {}))
+        await comer
+        assert [used for used, _ in found] == [{2.0}] * 2
+
+
+@pytest.mark.asyncio
+async def test_a_checkpoint_of_before_samplers_had_places_is_gone_on_from(tmp_path: Path) -> None:
+    from kfcomm.collectives.objects import packed
+
+    sampler, used = ElasticSampler(12, 4), np.zeros(12)
+    used[sampler.take()] = 1
+    with zipfile.ZipFile(tmp_path / "c.npz", "w") as file:
+        about = [1, [["used", [12], "float64"]], {"used": None}, [7, sampler.state_dict()]]
+        file.writestr("kfcomm", packed(about).tobytes())
+        with file.open("used.npy", "w") as entry:
+            np.lib.format.write_array(entry, used)
+    async with world(2, elastic=True) as comms:
+
+        async def main(comm: Any) -> Any:
+            state, numbers = State(used=np.zeros(12)), []
+            async with Elastic(comm, state, checkpoint=tmp_path / "c.npz", checkpoint_every=1) as elastic:
+                async for step in elastic.steps(ElasticSampler(12, 4, name="train"), passes=2):
+                    mask = np.zeros(12)
+                    mask[step.indices] = 1
+                    state.used += await comm.all_reduce(mask, name="used")
+                    numbers.append(step.number)
+            return numbers, set(state.used.tolist())
+
+        assert await run_ranks(comms, main) == [([6, 7, 8, 9, 10], {2.0})] * 2

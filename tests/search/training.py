@@ -20,6 +20,7 @@ from random import Random
 
 import click
 
+from kfcomm.elastic.npz import about_of, arrays_in
 from tests.elastic import programs
 from tests.launch.launched import environ
 
@@ -39,7 +40,7 @@ LENGTH, kills, halts, sizes = int(sys.argv[1]), *map(json.loads, sys.argv[2:5])
 state = State(used=np.zeros(LENGTH), weights=np.zeros(int(sys.argv[5])), count=0)
 with kfcomm.sync.init(elastic=True) as comm:
     chance = random.Random(os.getpid())
-    with Elastic(comm, state) as elastic:
+    with Elastic(comm, state, checkpoint=sys.argv[6], checkpoint_every=1) as elastic:
         for step in elastic.steps(ElasticSampler(LENGTH, 10), used_in="used"):
             if comm.size > 2 and chance.random() < kills:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -71,7 +72,9 @@ def processes(random: Random, folder: Path) -> str:
     sizes = {str(random.randrange(60)): random.choice([2, 3, 5]) for _ in range(random.choice([0, 1, 2]))}
     program = folder / "train.py"
     program.write_text(PROGRAM)
+    (folder / "c.npz").unlink(missing_ok=True)
     arguments = [str(LENGTH), str(kills), str(halts), json.dumps(sizes), random.choice(["3", "200000"])]
+    arguments.append(str(folder / "c.npz"))
     options = ["-n", str(size), "--elastic", "2:5", "--transport", transport, "--lost-after", "2", "--timeout", "60"]
     command = [sys.executable, "-m", "kfcomm", "run", *options, sys.executable, str(program), *arguments]
     code, out, err = _ended(command)
@@ -80,6 +83,9 @@ def processes(random: Random, folder: Path) -> str:
     said = {line.partition("] ")[2] for line in out.splitlines()}  # the same on all ranks
     if code != 0 or len(said) != 1 or not said.pop().startswith("[[1.0], "):
         raise AssertionError(f"{' '.join(command)}\n{'it hangs' if code is None else code}\n{out}\n{err}")
+    written = about_of(folder / "c.npz")  # by writers that were killed and halted in its midst
+    if written is None or not arrays_in(folder / "c.npz", written[0]):
+        raise AssertionError(f"{' '.join(command)}\nthere is no checkpoint\n{err}")
     return f"{transport}, {err.count('started')} started"
 
 
