@@ -63,6 +63,8 @@ class Samplers:
         Raises:
             ConfigError: it is not a sampler like the one that stands there; or another has its name.
         """
+        if not isinstance(sampler, ElasticSampler):
+            raise ConfigError(f"steps go through a kfcomm.elastic.ElasticSampler, not through {sampler!r:.80}")
         name = self._names.get(sampler)
         if name is None:
             return self._first_time(sampler)

@@ -120,6 +120,7 @@ class Walks:
         self._earlier = 0
         self._walk: list[Any] | None = None
         self._is_joining = False
+        self._has_left_out = False
         self._lineage: list[str] = []
         self._fault: str | None = None
 
@@ -187,6 +188,7 @@ class Walks:
                 raise ConfigError(f"used_in of this rank's steps is {course.names}, that of the others {names}")
             return True
         if is_over or course.passes is None:
+            self._has_left_out = (self._has_left_out or course.passes is None) and not is_named
             return False
         if self._is_joining:
             raise ConfigError(
@@ -259,7 +261,17 @@ class Walks:
         return self._comm.births
 
     def leave(self) -> Walk[None]:
-        """All ranks leave; one that does not is told."""
+        """All ranks leave; one that does not is told.
+
+        Raises:
+            ConfigError: loops over steps were left out as over, and the one to go on with has not come.
+        """
+        if self.is_replaying and self._walk is not None and (self._has_left_out or self._is_joining):
+            name, passes, _ = self._walk
+            raise ConfigError(
+                f"the program has ended before it came to the steps to go on with: through sampler {name!r}, passes="
+                f"{passes}; it is another program than that of the checkpoint, or of the other ranks"
+            )
         if self._ledger.unfinished():
             yield partial(finish_calls, self._ledger)
         yield from self._meet(["end"], [False] * 3, lambda: "leaves the Elastic", None)

@@ -32,7 +32,6 @@ class Turns:
         self.lengths = lengths
         self.form = form
         self.options = options
-        self.births: dict[tuple[str, int, int], Any] = {}
 
     async def run(self, comm: Any, on_step: Callable[[str, int, Any], Any]) -> Any:
         """One rank's life; ``on_step(kind, epoch, step)`` may end it."""
@@ -76,7 +75,7 @@ async def test_a_rank_joins_and_one_dies_in_each_of_two_walks_in_turns(
     turns = Turns(lengths, form, on_loss=on_loss)
     async with world(3, elastic=True) as comms:
         is_asked = asyncio.Event()
-        counts: Counter[tuple[str, int, int]] = Counter()
+        counts: Counter[tuple[int, str, int]] = Counter()
 
         async def on_step(birth: int, at: tuple[str, int], step: Any) -> None:
             counts[birth, *at] += 1
@@ -298,6 +297,33 @@ async def test_a_rank_that_leaves_while_others_begin_a_step_is_told_with_them() 
             return "no error"
 
         assert len({text for text in await run_ranks(comms, main) if "rank 1 leaves the Elastic" in text}) == 1
+
+
+@pytest.mark.asyncio
+async def test_a_program_that_lacks_the_steps_to_go_on_with_is_told(tmp_path: Path) -> None:
+    """What it left out as done by the others would else never be done, and it would end well."""
+
+    async def run(kinds: tuple[str, ...], *, dies: bool) -> list[Any]:
+        async def main(comm: Any) -> Any:
+            samplers = {kind: ElasticSampler(12, 4, name=kind) for kind in ("train", "val")}
+            try:
+                async with Elastic(comm, State(), checkpoint=tmp_path / "c.npz", checkpoint_every=1) as elastic:
+                    for kind in kinds:
+                        async for _ in elastic.steps(samplers[kind]):
+                            await comm.barrier()
+                            if dies and kind == "val":
+                                raise Died
+            except (Died, ConfigError) as error:
+                return str(error)
+            return "ended"
+
+        async with world(2, elastic=True) as comms:
+            return await run_ranks(comms, main)
+
+    assert await run(("train", "val"), dies=True) == ["", ""]
+    told = await run(("train",), dies=False)
+    assert all("ended before it came to the steps to go on with: through sampler 'val'" in one for one in told)
+    assert await run((), dies=False) == await run(("train", "val"), dies=False) == ["ended"] * 2
 
 
 def test_names_are_each_ones_own() -> None:
