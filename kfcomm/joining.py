@@ -208,6 +208,6 @@ def prepare(**arguments: Unpack[Arguments]) -> Settings:
 
         check_folder(settings.timeline)
     serving.check(settings)
-    install_signal(settings.dump_dir)
+    install_signal(settings.dump_dir, is_launched=settings.launcher is not None)
     farewell.join(settings.launcher, settings.rank)
     return settings

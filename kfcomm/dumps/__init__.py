@@ -51,8 +51,10 @@ def snapshot(session: Session, path: str | os.PathLike[str] | None = None) -> di
     return record
 
 
-def install_signal(folder: str | os.PathLike[str] = ".") -> None:
+def install_signal(folder: str | os.PathLike[str] = ".", *, is_launched: bool = False) -> None:
     """Write a dump into ``folder`` on SIGUSR1, unless the program handles that signal itself.
+
+    A rank that is launched ignores it before, as ``kfcomm run`` has it.
 
     Python runs signal handlers on the main thread, between two steps of its program: a main thread deep in a library
     call answers when that call returns. Does nothing off the main thread, which alone may set handlers.
@@ -60,7 +62,7 @@ def install_signal(folder: str | os.PathLike[str] = ".") -> None:
     if SIGNAL is None or threading.current_thread() is not threading.main_thread():
         return
     present = signal.getsignal(SIGNAL)
-    if present is signal.SIG_DFL or isinstance(present, _Answer):
+    if present is signal.SIG_DFL or isinstance(present, _Answer) or (is_launched and present is signal.SIG_IGN):
         signal.signal(SIGNAL, _Answer(Path(folder)))
 
 

@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from kfcomm.rendezvous.farewell import LET_GO, MAX_NBYTES, SIGN_OF_LIFE, Farewell, uid_of_peer
+from kfcomm.rendezvous.farewell import LET_GO, MAX_NBYTES, SIGN_OF_LIFE, Farewell, pid_of_peer, uid_of_peer
 from kfcomm.rendezvous.listening import BACKLOG
 
 _UNKNOWN = -1
@@ -33,6 +33,7 @@ class Farewells:
     Attributes:
         address: what the ranks are told, in ``KFCOMM_LAUNCHER``.
         lived_s: when each rank showed last that it runs, of those that ever did, by the monotonic clock.
+        pids: the process of each rank that has joined and has not ended, which need not be the one that was started.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Farewells:
         self._ranks = ranks
         self._heard = heard
         self.lived_s: dict[int, float] = {}
+        self.pids: dict[int, int] = {}
         self._lines: dict[socket.socket, int] = {}
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.setblocking(False)
@@ -86,6 +88,7 @@ class Farewells:
                 farewell = Farewell.from_wire(data)
                 if farewell is not None and self._may_speak(farewell.rank):
                     self._lines[line] = farewell.rank
+                    self.pids[farewell.rank] = pid_of_peer(line)
                     self._heard(farewell)
         except BlockingIOError:
             return
@@ -104,6 +107,6 @@ class Farewells:
         return rank in self._ranks or (self._is_elastic and rank >= self._ranks.stop)
 
     def _hang_up(self, line: socket.socket) -> None:
-        self._lines.pop(line, None)
+        self.pids.pop(self._lines.pop(line, _UNKNOWN), None)
         self._loop.remove_reader(line)
         line.close()

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kfcomm.errors import KfcommError
-from kfcomm.launch import guardian
+from kfcomm.launch import guardian, signals
 from kfcomm.waiting import readable
 
 _PR_SET_PDEATHSIG = 1
@@ -132,6 +132,14 @@ class Child:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
+    def notify(self, number: int, pid: int | None = None) -> None:
+        """Send a signal to the process alone, or to another of its group, as long as that is there."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if pid is not None and os.getpgid(pid) == self.pid:
+                os.kill(pid, number)
+            else:
+                signal.pidfd_send_signal(self.descriptor, number)
+
     def close(self) -> None:
         """Release the number of the process, which must have ended, and its pipes."""
         self.popen.wait()
@@ -140,7 +148,7 @@ class Child:
 
 
 def _bound_to_this() -> Callable[[], None] | None:
-    """What a new process does before it runs its program: have the kernel kill it when this one dies.
+    """What a new process does before it runs its program: have the kernel kill it when this one dies; see `signals`.
 
     It is for the case that the guardian is killed as well; the process alone is killed, not what it has started, and a
     program that changes its user loses it (prctl(2)). The kernel means the thread that forks: only the main thread
@@ -152,6 +160,7 @@ def _bound_to_this() -> Callable[[], None] | None:
     this = os.getpid()
 
     def bind() -> None:
+        signals.ignore()
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != this:
             # it died in between

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kfcomm.errors import ConfigError
+from kfcomm.launch import signals
 from kfcomm.launch.agents import Agent, Mortal
 from kfcomm.launch.blame import Blame
 from kfcomm.launch.coming import NotNeeded
@@ -56,6 +57,11 @@ async def run(options: RunOptions, environ: Mapping[str, str], display: Display 
         CommandError: the command cannot be run.
         RendezvousError: the store cannot listen, or that of the first host cannot be reached.
     """
+    with signals.ignored():
+        return await _run(options, environ, display)
+
+
+async def _run(options: RunOptions, environ: Mapping[str, str], display: Display | None) -> int:
     plan = options.plan()
     job = Job(
         options=options,
@@ -109,6 +115,7 @@ async def _run_ranks(job: Job, store: Store, settings: Settings, display: Displa
             )
         )  # fmt: skip
         supervisor.listen = streams.listen = farewells.drain
+        supervisor.pids = farewells.pids
         interrupted = stack.enter_context(_hearing(supervisor, output.abandon))
         feed = stack.enter_context(contextlib.closing(Feed(job.options.readers(job.plan), output.answered)))
         guardian = Guardian(job.mark, job.environ)
@@ -231,28 +238,20 @@ def _log(folder: Path, rank: int) -> Log:
 
 @contextlib.contextmanager
 def _hearing(supervisor: Supervisor, abandon: Callable[[], None]) -> Iterator[asyncio.Event]:
-    """Have signals end the ranks; hanging up is left ignored where it is (nohup).
+    """Have signals end the ranks, or reach them (see `signals`). Yields what tells of the first that ends them.
 
-    Output that nobody takes is waited for as long as the ranks are. Yields what tells of the first signal.
+    Output that nobody takes is waited for as long as the ranks are.
     """
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        numbers.append(signal.SIGHUP)
     loop = asyncio.get_running_loop()
     interrupted = asyncio.Event()
 
-    def hear(number: int) -> None:
+    def end(number: int) -> None:
         loop.call_later(0 if interrupted.is_set() else supervisor.grace_s, abandon)
         interrupted.set()
         supervisor.interrupt(number)
 
-    for number in numbers:
-        loop.add_signal_handler(number, hear, number)
-    try:
+    with signals.heard(end, supervisor.passing.hear):
         yield interrupted
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
 
 
 def _screen(job: Job) -> Screen:

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from kfcomm.errors import RendezvousError
 from kfcomm.launch.blame import Blame, Failure
 from kfcomm.launch.process import Child, shell_code
+from kfcomm.launch.signals import PASSED_ON, Passing
 from kfcomm.rendezvous.board import Exit, Why
 from kfcomm.types import Wanted
 
@@ -112,6 +113,7 @@ class Supervisor:
         keep_going: whether the others run on when one fails.
         host: position of this host among those of the job; None if it is the only one.
         listen: called before a rank's end is judged, to hear what it said before.
+        pids: the processes that have joined, by rank.
         ended: return codes of the ranks that have ended, of all hosts.
     """
 
@@ -121,12 +123,17 @@ class Supervisor:
     keep_going: bool
     host: int | None = None
     listen: Callable[[], None] = lambda: None
+    pids: Mapping[int, int] = field(default_factory=dict)
     verdict: Verdict = field(default_factory=Verdict)
     ended: dict[int, int] = field(default_factory=dict)
+    passing: Passing = field(init=False)
     _follow_too: Callable[[int, Child], None] = lambda _, __: None
     _killer: asyncio.TimerHandle | None = None
     _judging: asyncio.TimerHandle | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.passing = Passing(self.host, self.pass_on)
 
     async def watch(self, exits: Exits) -> Verdict:
         """Watch until all ranks of this host have ended, and all others have too, or the job has failed.
@@ -141,7 +148,8 @@ class Supervisor:
                 self._follow_too = lambda rank, child: follows.append(
                     tasks.create_task(self._follow(rank, child, exits))
                 )
-                hearing = [tasks.create_task(one) for one in self._begin(exits)]
+                passing = [] if self.host is None else [self.passing.tell(exits), self.passing.listen(exits)]
+                hearing = [tasks.create_task(one) for one in (*self._begin(exits), *passing)]
                 while not self._is_over(watcher):
                     await self._changed.wait()
                     self._changed.clear()
@@ -166,6 +174,14 @@ class Supervisor:
             self._changed.set()
         # Python programs ignore SIGPIPE, and it was not they who wrote where nobody reads
         self._end(signal.SIGTERM if number == signal.SIGPIPE else number)
+
+    def pass_on(self, number: int) -> None:
+        """The ranks of this host get a signal; see `signals`."""
+        for rank, child in self.children.items():
+            if rank not in self.ended and number in PASSED_ON:
+                child.notify(number, self.pids.get(rank))
+            elif rank not in self.ended:
+                child.send(signal.SIGSTOP if number == signal.SIGTSTP else number)
 
     def _begin(self, exits: Exits) -> list[Coroutine[Any, Any, None]]:
         """What else is listened to while the job runs."""

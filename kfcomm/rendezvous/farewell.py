@@ -115,6 +115,12 @@ def uid_of_peer(sock: socket.socket) -> int:
     return int(uid)
 
 
+def pid_of_peer(sock: socket.socket) -> int:
+    """The process at the other end of a Unix socket."""
+    pid, _, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(pid)
+
+
 class _Line:
     """The connection of this process to its launcher."""
 

@@ -1,0 +1,146 @@
+"""What the signals at a launcher do to the ranks of its job.
+
+============================ ======================================================================================
+signal                       what becomes of it
+============================ ======================================================================================
+SIGINT, SIGTERM, SIGHUP,     each rank's process group gets it; what has not ended after the grace is killed, and a
+SIGQUIT                      second one kills at once. SIGHUP is left ignored where it is (nohup)
+SIGUSR1, SIGUSR2             each rank gets it, on all hosts: its process alone, not what that has started
+SIGTSTP                      the groups of all ranks are stopped, on all hosts; then the launcher, if there is no other
+SIGCONT                      they go on
+============================ ======================================================================================
+
+Ranks are started with SIGUSR1 and SIGUSR2 ignored, since by default these end a process, and a rank that has not come
+to ``kfcomm.init`` has no handler yet. What a rank starts before inherits that. After it has set a handler, what it
+starts has the default again (execve(2)), which is why such a signal goes to the process of the rank alone: the one that
+has joined, or, before, the one that was started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import msgpack
+
+from kfcomm.errors import KfcommError
+from kfcomm.rendezvous.folders import AGAIN_S, StoreClosed
+
+_WAIT_S = 20.0
+FOLDER = "signals"
+"""Folder of the store for what goes to the ranks of all hosts: number of the signal, and which launcher got it."""
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+HALTING = (signal.SIGTSTP, signal.SIGCONT)
+MAX_TOLD = 10_000
+"""Signals that one job passes on from host to host; the store keeps each."""
+
+logger = logging.getLogger("kfcomm")
+
+
+class Board(Protocol):
+    """Where launchers tell each other."""
+
+    async def claim(self, key: str, value: bytes) -> bytes:
+        """See ``rendezvous.folders.Folders``."""
+        ...
+
+    async def collect(self, folder: str, count: int, *, timeout_s: float) -> dict[str, bytes]:
+        """See there."""
+        ...
+
+
+class Passing:
+    """Passes signals on to the ranks of this host, and by way of the store to those of the others.
+
+    Args:
+        host: position of this host among several; None if it is the only one.
+        deliver: gives the ranks of this host a signal.
+    """
+
+    def __init__(self, host: int | None, deliver: Callable[[int], None]) -> None:
+        self._host = host
+        self._deliver = deliver
+        self._told: asyncio.Queue[int] = asyncio.Queue()
+
+    def hear(self, number: int) -> None:
+        """This launcher got a signal."""
+        self._deliver(number)
+        if self._host is not None:
+            self._told.put_nowait(number)
+        elif number == signal.SIGTSTP:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    async def tell(self, board: Board) -> None:
+        """Tell the other launchers what this one hears; never returns."""
+        while True:
+            number = await self._told.get()
+            with contextlib.suppress(KfcommError):
+                await self._tell(board, number)
+
+    async def _tell(self, board: Board, number: int) -> None:
+        mine: bytes = msgpack.packb([number, self._host, secrets.token_bytes(8)])
+        while (count := len(await board.collect(FOLDER, 0, timeout_s=0.0))) < MAX_TOLD:
+            if await board.claim(f"{FOLDER}/{count + 1}", mine) == mine:
+                return
+        logger.warning("%s is passed on to the ranks of this host alone", signal.Signals(number).name)
+
+    async def listen(self, board: Board) -> None:
+        """Give the ranks of this host what other launchers hear from now on; ends with the store."""
+        known: set[str] | None = None
+        while True:
+            count = 0 if known is None else len(known) + 1
+            try:
+                found = await board.collect(FOLDER, count, timeout_s=0.0 if known is None else _WAIT_S)
+            except StoreClosed:
+                return
+            except KfcommError:
+                await asyncio.sleep(AGAIN_S)
+                continue
+            for name in sorted(found.keys() - (found.keys() if known is None else known), key=int):
+                number, host, _ = msgpack.unpackb(found[name])
+                if host != self._host and number in (*PASSED_ON, *HALTING):
+                    self._deliver(number)
+            known = set(found)
+
+
+def ignore() -> None:
+    """In a new process: it lives through what is passed on until its program sets a handler."""
+    for number in PASSED_ON:
+        signal.signal(number, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def ignored() -> Iterator[None]:
+    """A launcher that has no ranks yet, or none any more, is not ended by what it would pass on."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in PASSED_ON}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def heard(end: Callable[[int], None], pass_on: Callable[[int], None]) -> Iterator[None]:
+    """Have signals call these; one that is ignored stays so, but for those that are passed on."""
+    loop = asyncio.get_running_loop()
+    handlers = dict.fromkeys((*PASSED_ON, *HALTING), pass_on) | dict.fromkeys(ENDING, end)
+    for number in (signal.SIGHUP, signal.SIGTSTP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            del handlers[number]
+    for number, handler in handlers.items():
+        loop.add_signal_handler(number, handler, number)
+    try:
+        yield
+    finally:
+        for number in handlers:
+            loop.remove_signal_handler(number)
+            if number in PASSED_ON:
+                signal.signal(number, signal.SIG_IGN)
