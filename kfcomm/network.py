@@ -24,7 +24,7 @@ from kfcomm.rendezvous import farewell
 from kfcomm.rendezvous.board import BOUNDS, ENTRY, GIVEN_UP, JOINING, RELEASED, REPLACED, Exit, Why
 from kfcomm.rendezvous.identity import PeerInfo, host_id, process_uid
 from kfcomm.rendezvous.interfaces import choose_address
-from kfcomm.rendezvous.join import check_protocols, close_store, join, leave_store, open_store
+from kfcomm.rendezvous.join import check_versions, close_store, join, leave_store, open_store
 from kfcomm.rendezvous.settings import Settings, host_and_port
 from kfcomm.transports.connection import Connection
 from kfcomm.transports.sealed import Seals
@@ -197,14 +197,14 @@ class SocketNetwork:
 
         Raises:
             ConfigError: see ``join``.
-            RendezvousError: they speak another protocol; and what ``exchange`` raises.
+            RendezvousError: they run another version; and what ``exchange`` raises.
         """
         tls = _tls_of(settings)
         mark = secrets.token_hex(4)
         listener, me = await _listen(settings, device, mark)
         try:
             peers = await exchange(me)
-            check_protocols(me, peers)
+            check_versions(me, peers)
             if settings.links in ("unix", "shm"):
                 _check_one_host(peers, settings.links)
             _check_checksums(peers)
@@ -370,7 +370,7 @@ class SocketNetwork:
         except RemoteProtocolError:
             return False
         try:
-            check_protocols(self._me, [peer])
+            check_versions(self._me, [peer])
             _check_checksums([self._me, peer])
         except KfcommError as error:
             await self._meeting.client.claim(f"{ENTRY}/{candidate.birth}", msgpack.packb(str(error)))

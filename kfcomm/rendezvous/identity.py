@@ -27,6 +27,7 @@ from kfcomm.version import __version__
 
 MAX_RANKS = 1 << 16
 MAX_WIRE_NBYTES = 8192
+HOW_TO_AGREE = "Install the same version on all hosts: kfcomm env tells which one a process finds"
 _REPORT_LENGTHS = {"kind": 16, "uuid": 64, "model": 128, "backend": 16, "lack": 400}
 """Most characters of each text in a `DeviceReport`."""
 
@@ -119,12 +120,21 @@ class PeerInfo:
         if not isinstance(values, tuple) or len(values) != len(cls.__slots__):
             # the number of fields has changed with the protocol
             raise RemoteProtocolError(
-                f"a peer's description needs {len(cls.__slots__)} fields, as of protocol {PROTOCOL_VERSION}; "
-                "do all ranks run the same version of kfcomm?"
+                f"a peer's description needs {len(cls.__slots__)} fields, as of kfcomm {__version__} (protocol "
+                f"{PROTOCOL_VERSION}){_told_version(values)}. {HOW_TO_AGREE}"
             )
         _check(*values)
         found = dict(zip(cls.__slots__, values, strict=True))
         return cls(**found | {"costs": Costs(*found["costs"]), "device": DeviceReport(*found["device"])})
+
+
+def _told_version(values: object) -> str:
+    """Which version a peer runs whose description has other fields, if one of them looks like it."""
+    for value in values if isinstance(values, tuple) else ():
+        match value:
+            case (str(version), int(protocol)) if version.isprintable():
+                return f"; it runs kfcomm {version[:64]} (protocol {protocol})"
+    return ""
 
 
 def _values(record: PeerInfo | DeviceReport) -> tuple[Any, ...]:

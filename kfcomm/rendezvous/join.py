@@ -13,12 +13,12 @@ import logging
 import math
 import secrets
 import struct
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from kfcomm.errors import ConfigError, RemoteProtocolError, RendezvousError
 from kfcomm.rendezvous.board import Exit, Why
-from kfcomm.rendezvous.identity import PeerInfo
+from kfcomm.rendezvous.identity import HOW_TO_AGREE, PeerInfo
 from kfcomm.rendezvous.interfaces import choose_address, is_loopback
 from kfcomm.rendezvous.settings import Settings, host_and_port
 from kfcomm.rendezvous.worlds import Source
@@ -94,7 +94,7 @@ async def join(
         All ``size`` peers, by rank.
 
     Raises:
-        RendezvousError: another process holds the rank, the sizes or protocols differ, ranks are missing in the
+        RendezvousError: another process holds the rank, the sizes or versions differ, ranks are missing in the
             end (all named), or the store does not answer or refuses the token. At once, with its ``rank``, if one
             has ended: as its launcher says, or as the store sees from its connection.
 
@@ -113,7 +113,7 @@ async def join(
             f"missing {_abridged(missing)}; joined {_abridged(sorted(world))}"
         )
     peers = tuple(world[rank] for rank in range(settings.size))
-    check_protocols(me, peers)
+    check_versions(me, peers)
     return peers
 
 
@@ -293,18 +293,23 @@ def _told(fault: str) -> RendezvousError:
     return RendezvousError(fault)
 
 
-def check_protocols(me: PeerInfo, peers: Sequence[PeerInfo]) -> None:
-    """Refuse to join peers that speak another protocol.
+def check_versions(me: PeerInfo, peers: Sequence[PeerInfo]) -> None:
+    """Refuse to join peers of another version of kfcomm, or of its protocol.
 
     Raises:
-        RendezvousError: one of them does; shows both versions.
+        RendezvousError: one of them is; shows all versions, and which ranks have each.
     """
-    for peer in peers:
-        if peer.versions[1] != me.versions[1]:
-            raise RendezvousError(
-                f"{peer.describe()} speaks protocol {peer.versions[1]} (kfcomm {peer.versions[0]}), "
-                f"{me.describe()} speaks {me.versions[1]} (kfcomm {me.versions[0]})"
-            )
+    ranks: dict[tuple[str, int], set[int]] = {}
+    for peer in (me, *peers):
+        ranks.setdefault(peer.versions, set()).add(peer.rank)
+    if len(ranks) > 1:
+        each = sorted(ranks.items(), key=lambda one: min(one[1]))
+        sides = (f"{_ranks(some)} kfcomm {version} (protocol {protocol})" for (version, protocol), some in each)
+        raise RendezvousError(f"all ranks must run one version of kfcomm: {'; '.join(sides)}. {HOW_TO_AGREE}")
+
+
+def _ranks(ranks: Collection[int]) -> str:
+    return f"rank {min(ranks)} runs" if len(ranks) == 1 else f"ranks {_abridged(sorted(ranks))} run"
 
 
 def _abridged(ranks: Sequence[int]) -> str:

@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from dataclasses import astuple, replace
@@ -13,6 +14,7 @@ from kfcomm.devices import DeviceReport
 from kfcomm.errors import RemoteProtocolError
 from kfcomm.rendezvous.identity import MAX_WIRE_NBYTES, PeerInfo, host_id, process_uid
 from kfcomm.types import Costs
+from kfcomm.version import __version__
 
 DEVICE = DeviceReport("cuda", "GPU-8f1c", "NVIDIA H100 80GB HBM3", 13010, "nccl", 23207)
 ME = PeerInfo.here(rank=3, address="10.0.0.1", port=4711, unix="\0kfcomm-1", transport="nccl", device=DEVICE)
@@ -121,10 +123,11 @@ def test_the_longest_description_fits() -> None:
 
 
 def test_the_number_of_fields_is_that_of_the_protocol() -> None:
-    with pytest.raises(
-        RemoteProtocolError, match=f"14 fields, as of protocol {PROTOCOL_VERSION}; do all ranks run the same version"
-    ):
+    said = re.escape(f"14 fields, as of kfcomm {__version__} (protocol {PROTOCOL_VERSION})")
+    with pytest.raises(RemoteProtocolError, match=rf"{said}\. Install the same version on all hosts"):
         PeerInfo.from_wire(msgpack.packb(astuple(ME)[:10]))
+    with pytest.raises(RemoteProtocolError, match=rf"{said}; it runs kfcomm 0\.0\.9 \(protocol 3\)\. Install"):
+        PeerInfo.from_wire(msgpack.packb([*astuple(replace(ME, versions=("0.0.9", 3))), "more"]))
 
 
 @given(st.binary(max_size=200) | st.lists(st.integers(0, 99) | st.text() | st.none()).map(msgpack.packb))

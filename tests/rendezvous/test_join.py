@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from kfcomm.core.frame import PROTOCOL_VERSION
 from kfcomm.errors import ConfigError, RendezvousError
 from kfcomm.rendezvous.board import Exit, Why
 from kfcomm.rendezvous.client import StoreClient
@@ -13,6 +14,7 @@ from kfcomm.rendezvous.join import close_store, join, leave, leave_store, open_s
 from kfcomm.rendezvous.settings import Settings
 from kfcomm.rendezvous.store import StoreServer
 from kfcomm.rendezvous.worlds import Source
+from kfcomm.version import __version__
 from tests.support import free_port
 
 TOKEN = b"the token of the job"
@@ -115,7 +117,23 @@ async def test_peers_of_another_protocol_are_refused() -> None:
         found = await asyncio.gather(
             job.join(peer(0), 2), job.join(peer(1, versions=("9.9", 99)), 2), return_exceptions=True
         )
-        assert all("protocol 99 (kfcomm 9.9)" in str(error) or "speaks 99" in str(error) for error in found)
+        sides = (
+            f"rank 0 runs kfcomm {__version__} (protocol {PROTOCOL_VERSION})",
+            "rank 1 runs kfcomm 9.9 (protocol 99)",
+        )
+        assert all(side in str(error) for side in sides for error in found), found
+
+
+@pytest.mark.asyncio
+async def test_peers_of_another_version_are_refused_by_all_with_both_named() -> None:
+    async with opened_job() as job:
+        versions = [__version__, "0.2.0", __version__, "0.2.0"]
+        joining = (job.join(peer(rank, versions=(one, PROTOCOL_VERSION)), 4) for rank, one in enumerate(versions))
+        found = await asyncio.gather(*joining, return_exceptions=True)
+    sides = (f"ranks 0, 2 run kfcomm {__version__} ", "ranks 1, 3 run kfcomm 0.2.0 ", "Install the same version on all")
+    for error in found:
+        assert isinstance(error, RendezvousError)
+        assert all(side in str(error) for side in sides), error
 
 
 @pytest.mark.asyncio
