@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from kfcomm.launch import torch_environ
 from kfcomm.launch.coming import who_launches
 from kfcomm.launch.discovery import Discovery
 from kfcomm.launch.elastic import Elasticity
@@ -34,6 +35,7 @@ class Job:
         launcher: which one this is, as it tells others.
         discovery: says which hosts there are; None if that does not change, or this is not the first host.
         arrivals: addresses of other hosts whose launchers have come after the beginning.
+        torch_port: at which rank 0 of torch's group can listen; None if ranks may change.
     """
 
     options: RunOptions
@@ -46,11 +48,20 @@ class Job:
     launcher: bytes = field(default_factory=who_launches)
     discovery: Discovery | None = None
     arrivals: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
+    torch_port: int | None = None
 
     def at(self, position: int) -> Job:
         """As it is on a host that has this position: one that it had not at the beginning has no ranks of that."""
         is_first = position == self.plan.here and not self.plan.is_late
         return self if is_first else replace(self, plan=self.plan.with_late(self.plan.address))
+
+    def with_torch_port(self, settings: Settings) -> Job:
+        """With a port for torch's group, where ranks do not change; on the first host."""
+        if self.elastic is not None:
+            return self
+        first = settings.metrics_port or 0
+        taken = {self.options.store_port(), *range(first, first + len(self.plan.ranks))}
+        return replace(self, torch_port=torch_environ.free_port(self.mark, taken))
 
     async def discovered(self) -> Job:
         """With the hosts that a program says there are, if it is to; on the first host.
@@ -68,8 +79,9 @@ class Job:
     def environ_of(self, rank: int, place: int, store: str, launcher: str = "") -> dict[str, str]:
         """The environment of a rank, which has this place on its host."""
         own = rank_environ(
-            self.environ, self.options, self.plan, rank, place=place, store=store, token=self.token, job=self.mark
-        )
+            self.environ, self.options, self.plan, rank, place=place, store=store, token=self.token, job=self.mark,
+            torch_port=self.torch_port,
+        )  # fmt: skip
         return {**own, LAUNCHER: launcher}
 
     def ranks_of(self, host: int) -> Iterable[int]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kfcomm.errors import ConfigError
+from kfcomm.launch import torch_environ
 from kfcomm.launch.elastic import Elasticity, parse
 from kfcomm.launch.hosts import Host, Plan, parse_hosts, plan_for, resolved
 from kfcomm.rendezvous.etcd.address import PASSWORD, is_etcd
@@ -160,10 +161,12 @@ def rank_environ(
     store: str,
     token: bytes,
     job: str,
+    torch_port: int | None = None,
 ) -> dict[str, str]:
     """The environment of one rank, which has this place on its host: the launcher's, with its place in the world."""
     # both ways to give a token at once would contradict each other; the password of an etcd is the launcher's alone
-    inherited = {name: value for name, value in environ.items() if name not in ("KFCOMM_TOKEN_FILE", PASSWORD)}
+    known = torch_environ.inherited(environ)
+    inherited = {name: value for name, value in known.items() if name not in ("KFCOMM_TOKEN_FILE", PASSWORD)}
     interface = {} if options.hosts is None else {"KFCOMM_INTERFACE": plan.address}
     elastic = {} if options.elastic is None else {"KFCOMM_ELASTIC": "1"}
     local_size = len(plan.ranks)
@@ -172,6 +175,7 @@ def rank_environ(
         local_size = max(local_size, place + 1)
     return {
         "PYTHONUNBUFFERED": "1",
+        **torch_environ.variables(plan, rank, (place, local_size), torch_port),
         **inherited,
         **interface,
         **options.settings,

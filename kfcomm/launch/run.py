@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kfcomm.errors import ConfigError
-from kfcomm.launch import signals
+from kfcomm.launch import signals, torch_environ
 from kfcomm.launch.agents import Agent, Mortal
 from kfcomm.launch.blame import Blame
 from kfcomm.launch.coming import NotNeeded
@@ -80,7 +80,9 @@ async def _run(options: RunOptions, environ: Mapping[str, str], display: Display
         except NotNeeded as over:
             logger.warning("%s", over)
             return 0
-    job = await job.discovered()
+    for line in torch_environ.contradictions(environ, plan) if job.elastic is None else ():
+        logger.warning("%s", line)
+    job = (await job.discovered()).with_torch_port(settings)
     with listen(job.plan.address, options.store_port()) as listener:
         if job.elastic is None or options.store is None:
             store = Store(url_of(listener), functools.partial(served, job, listener, settings))

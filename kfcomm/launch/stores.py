@@ -11,11 +11,13 @@ import contextlib
 import functools
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from pathlib import Path
 from socket import socket
 from typing import TYPE_CHECKING, NamedTuple
 
 from kfcomm.errors import RendezvousError
+from kfcomm.launch import torch_environ
 from kfcomm.launch.coming import admit, arrive
 from kfcomm.launch.elastic import Elasticity
 from kfcomm.launch.hosts_heard import all_know, watch_hosts
@@ -68,6 +70,8 @@ async def served(job: Job, listener: socket, settings: Settings, interrupted: as
     server = await StoreServer.serve(listener, token=job.token, tls=tls_of(settings))
     if job.elastic is not None:
         await _set_bounds(server, job.elastic)
+    if job.torch_port is not None:
+        await server.set(torch_environ.KEY, b"%d" % job.torch_port)
     async with _watched(job, server, settings, interrupted):
         yield server
 
@@ -175,6 +179,8 @@ async def joined(job: Job, settings: Settings) -> AsyncIterator[tuple[Job, Store
         if kept is None or not is_etcd(kept):
             position = await _arrive(job, client, client, within_s)
             store = Store(client.url, lambda _: contextlib.nullcontext(client), client, position=position)
+            if job.elastic is None:
+                job = replace(job, torch_port=int(await client.get(torch_environ.KEY, settings.timeout_s)))
             yield job.at(position), store
             await _say_farewell(position, client)
         else:
