@@ -21,6 +21,8 @@ import numpy as np
 from kfcomm.arrays.dtypes import NUMPY_NAMES, Array, dtype_of, unsupported
 from kfcomm.errors import ConfigError
 
+TOO_DEEP = "it holds itself, or is nested too deeply: give it in parts"
+"""Why lists that come to no end are refused."""
 HOST_KINDS = (
     "NumPy, torch on the CPU, JAX on the CPU, objects with the buffer protocol or DLPack in host memory, "
     "numbers and nested lists of them"
@@ -110,10 +112,14 @@ class ValueKind(_Uncounted):
             raise ConfigError(_no_numbers("a str is", "np.frombuffer(x.encode(), np.uint8)"))
         if isinstance(x, Mapping):
             raise ConfigError(f"a {type(x).__name__} is no array (see all_reduce_many); supported are {HOST_KINDS}")
-        if isinstance(x, (list, tuple)) and _has_arrays(x):
-            raise ConfigError("a list of arrays is no array: give them one by one, or stack them into one")
         try:
+            if isinstance(x, (list, tuple)) and _has_arrays(x):
+                raise ConfigError("a list of arrays is no array: give them one by one, or stack them into one")
             array = np.asarray(x)
+        except ConfigError:
+            raise
+        except RecursionError:
+            raise ConfigError(f"a {type(x).__name__} is no array: {TOO_DEEP}") from None
         except (ValueError, TypeError, OverflowError) as error:
             raise ConfigError(f"a {type(x).__name__} is no array: {error}; supported are {HOST_KINDS}") from error
         if array.dtype == object and isinstance(x, int):

@@ -104,7 +104,7 @@ class Messages(Exchange):
         to, key = self._check_other("to", _one_of("to", to, "dest", dest)), _key(tag, "object ")
         try:
             data = packed(value)
-        except ConfigError as error:
+        except Exception as error:
             self._refuse_message(to, key, error)
             raise
         return self._send(data, to, key, timeout, priority, may_copy=not synchronous)
@@ -191,7 +191,7 @@ class Messages(Exchange):
         to = self._check_other("to", to)
         try:
             array, fetched = self._devices.on_host(x, stream)
-        except ConfigError as error:
+        except Exception as error:
             self._refuse_message(to, key, error)
             raise
         after = f"\0to {to} {key}"

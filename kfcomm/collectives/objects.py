@@ -10,7 +10,7 @@ import msgpack
 import numpy as np
 
 from kfcomm.arrays import adapt, is_list
-from kfcomm.arrays.kinds import is_array_type
+from kfcomm.arrays.kinds import TOO_DEEP, is_array_type
 from kfcomm.errors import CollectiveError, ConfigError
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -33,7 +33,9 @@ def packed(value: Any) -> Array:
         data = msgpack.packb(value)
         if not isinstance(value, _SCALARS):
             msgpack.unpackb(data, strict_map_key=False)  # keys may be what no dictionary takes where they come
-    except (TypeError, ValueError, OverflowError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001  the caller's object may raise anything
         raise ConfigError(_refusal(value, error)) from None
     return np.frombuffer(data, np.uint8)
 
@@ -50,17 +52,25 @@ def fingerprint(x: Any) -> bytes:
     """32 bytes that are the same for what is the same on two ranks; see ``Communicator.consensus``.
 
     Raises:
-        ConfigError: it is, or holds, something that is no array, number, string, bytes, None, dict, list or set.
+        ConfigError: it is, or holds, something that is no array, number, string, bytes, None, dict, list or set; or it
+            holds itself.
     """
+    try:
+        return _fingerprint(x)
+    except RecursionError:
+        raise ConfigError(f"this {type(x).__name__} cannot be compared: {TOO_DEEP}") from None
+
+
+def _fingerprint(x: Any) -> bytes:
     if x is None or isinstance(x, (str, bytes)):
         data = b"" if x is None else x.encode(errors="surrogatepass") if isinstance(x, str) else x
         return _hash(type(x).__name__, data)
     if isinstance(x, Mapping):
-        return _hash("dict", b"".join(sorted(fingerprint(key) + fingerprint(one) for key, one in x.items())))
+        return _hash("dict", b"".join(sorted(_fingerprint(key) + _fingerprint(one) for key, one in x.items())))
     if isinstance(x, (set, frozenset)):
-        return _hash("set", b"".join(sorted(map(fingerprint, x))))
+        return _hash("set", b"".join(sorted(map(_fingerprint, x))))
     if is_list(x) and _shape(x) is None:
-        return _hash("list", b"".join(map(fingerprint, x)))
+        return _hash("list", b"".join(map(_fingerprint, x)))
     array = adapt(x)
     return _hash(f"{array.dtype.name} {array.shape}", array.flat.view(np.uint8).data)
 
@@ -83,9 +93,12 @@ def _refusal(value: Any, error: Exception) -> str:
     try:
         found = _first(value, "")
     except RecursionError:
+        return f"msgpack cannot carry this {type(value).__name__}: {TOO_DEEP}"
+    except Exception:  # noqa: BLE001  as above
         found = None
     if found is None:
-        return f"msgpack cannot carry this {type(value).__name__}: {error}"
+        why = TOO_DEEP if "recursion" in str(error) else str(error) or type(error).__name__
+        return f"msgpack cannot carry this {type(value).__name__}: {why}"[:500]
     where, what, instead = found
     return f"msgpack cannot carry {f'value{where}' if where else 'this value'}, {what}: {instead}"[:500]
 

@@ -51,6 +51,10 @@ def assert_right(verb: str, rank: int, got: Any, value: Any) -> None:
         np.testing.assert_array_equal(got, wanted)
 
 
+async def _called(call: Callable[[Any, Any, str | None], Any], comm: Any, x: Any, name: str | None) -> Any:
+    return await call(comm, x, name)
+
+
 @pytest.mark.asyncio
 @pytest.mark.parametrize("late_turns", [0, 1, 3, 10])
 @pytest.mark.parametrize("name", ["name", None])
@@ -65,16 +69,14 @@ async def test_calls_after_one_that_was_refused_meet_their_like(verb: str, name:
                 if comm.rank:
                     await turns(late_turns)
                 x = bad if is_refused and comm.rank == 0 else value(number)
-                try:
-                    got = await call(comm, x, name)
-                except ConfigError as error:
-                    assert (is_refused, comm.rank) == (True, 0), error
-                except CollectiveAborted as error:
-                    assert is_refused, error
-                    assert "rank 0 refused its call" in str(error)
-                else:
-                    assert not is_refused
+                (got,) = await asyncio.gather(_called(call, comm, x, name), return_exceptions=True)
+                if not is_refused:
                     assert_right(verb, comm.rank, got, x)
+                elif comm.rank == 0:
+                    assert isinstance(got, ConfigError)
+                else:
+                    assert isinstance(got, CollectiveAborted)
+                    assert "rank 0 refused its call" in str(got)
 
         await asyncio.gather(*map(program, comms))
 
@@ -113,3 +115,53 @@ async def test_calls_after_ranks_have_disagreed_meet_their_like() -> None:
         for number in range(USES):
             sums = await asyncio.gather(*(comm.all_reduce(large * number, "n") for comm in comms))
             assert all((one == 2 * number).all() for one in sums)
+
+
+class Raising(list[Any]):
+    """What a program may give: an object that raises whatever it likes."""
+
+    def __iter__(self) -> Any:
+        raise RuntimeError("it cannot be read")
+
+    def __len__(self) -> int:
+        raise RuntimeError("it cannot be read")
+
+
+UNREADABLE = [UNSENDABLE, {"a": [1, {"b": UNSENDABLE}]}, Raising(), {1}, "\ud800", 1 << 70]
+
+OBJECTS: dict[str, Callable[[Any, Any], Any]] = {
+    "broadcast_object": lambda c, x: c.broadcast_object(x, 0),
+    "all_gather_object": lambda c, x: c.all_gather_object(x),
+    "gather_object": lambda c, x: c.gather_object(x, 1),
+    "scatter_object": lambda c, x: c.scatter_object([1, x], 0),
+    "send_object": lambda c, x: c.recv_object(0) if c.rank else c.send_object(x, 1),
+}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("verb", OBJECTS)
+@pytest.mark.parametrize("number", range(len(UNREADABLE)))
+async def test_an_object_that_cannot_be_carried_is_told_at_once_to_all_with_rank_and_reason(
+    verb: str, number: int
+) -> None:
+    async with world(2, tombstones=True) as (a, b):
+        with pytest.raises(ConfigError, match="cannot carry") as refused:
+            OBJECTS[verb](a, UNREADABLE[number])
+        with pytest.raises(CollectiveAborted) as told:
+            await OBJECTS[verb](b, 1)
+        assert str(refused.value) in str(told.value)
+        assert "rank 0" in str(told.value)
+
+
+@pytest.mark.asyncio
+async def test_arrays_and_comparisons_of_what_holds_itself_are_refused_in_plain_words() -> None:
+    async with world(2, tombstones=True) as (a, b):
+        for mine, other in (
+            (lambda: a.send(UNSENDABLE, 1), lambda: b.recv(0)),
+            (lambda: a.all_reduce(UNSENDABLE), lambda: b.all_reduce(1)),
+            (lambda: a.consensus(UNSENDABLE), lambda: b.consensus(1)),
+        ):
+            with pytest.raises(ConfigError, match="holds itself"):
+                mine()
+            with pytest.raises(CollectiveAborted, match=r"rank 0 .*holds itself"):
+                await other()
