@@ -23,6 +23,19 @@ def test_show_draws_text() -> None:
     assert "pair 1 of 0..1, root 4\n" in asked.output
 
 
+def test_a_world_is_given_as_in_other_commands() -> None:
+    whole = topology("show", "ring", "-n", "8", "--hosts", "2").output
+    assert topology("show", "ring", "--hosts", "2x4").output == whole
+    assert topology("show", "ring", "-n", "8", "--hosts", "2x4").output == whole
+    small = topology("show", "auto", "-n", "4", "--nbytes", "65536").output
+    assert topology("show", "auto", "-n", "4", "--nbytes", "64KiB").output == small
+
+
+def test_every_strategy_that_is_listed_can_be_shown() -> None:
+    for name in names():
+        assert topology("show", name, "-n", "6", "--hosts", "2").exit_code == 0
+
+
 def test_show_writes_a_picture(tmp_path: Path) -> None:
     path = tmp_path / "x.svg"
     done = topology("show", "tree", "-n", "8", "--hosts", "2", "-o", str(path))
@@ -59,6 +72,12 @@ def test_list_names_every_strategy() -> None:
     [
         (["rign", "-n", "4"], "unknown strategy 'rign'; did you mean ring"),
         (["ring", "-n", "2", "--hosts", "3"], "2 ranks cannot occupy 3 hosts"),
+        (["ring"], "say how many ranks there are, -n 8, or --hosts 2x4"),
+        (["ring", "--hosts", "2"], "say how many ranks there are, -n 8, or --hosts 2x4"),
+        (["ring", "-n", "7", "--hosts", "2x4"], "-n 7 contradicts --hosts 2x4, which has 8 ranks"),
+        (["ring", "--hosts", "2x4,4x2"], "is no number of hosts and ranks"),
+        (["ring", "--hosts", "many"], "'many' is no number of hosts and ranks"),
+        (["auto", "-n", "4", "--nbytes", "much"], "'much' is no size"),
         (["ring", "-n", "0"], "0 is not in the range"),
         (["ring"], "Missing option '-n'"),
         (["star", "-n", "2", "--root-pair", "1"], "no pair 1"),

@@ -14,7 +14,7 @@ import click
 
 from kfcomm import __version__
 from kfcomm.cli.errors import reported_errors
-from kfcomm.cli.options import of_kind
+from kfcomm.cli.options import as_size, of_kind
 from kfcomm.cli.spelling import ELSEWHERE, Commands, WithStrategy
 from kfcomm.errors import ConfigError
 
@@ -118,10 +118,12 @@ def list_strategies() -> None:
 
 @topology.command(cls=WithStrategy)
 @click.argument("strategy")
-@click.option("-n", "--num-ranks", type=click.IntRange(min=1), required=True, metavar="N", help="Number of ranks.")
-@click.option("--hosts", type=click.IntRange(min=1), default=1, metavar="H", help="Hosts that share them evenly.")
+@click.option("-n", "--num-ranks", type=click.IntRange(min=1), metavar="N", help="Number of ranks.")
+@click.option("--hosts", metavar="H|HxR", help="Hosts that share them evenly; or hosts and ranks on each, without -n.")
 @click.option("--root-pair", type=click.IntRange(min=0), metavar="K", help="Draw graph pair K; the first by default.")
-@click.option("--nbytes", type=click.IntRange(min=0), metavar="B", help="Draw what auto takes for B bytes.")
+@click.option(
+    "--nbytes", callback=as_size, metavar="SIZE", help="Draw what auto takes for messages of this size: 64KiB."
+)
 @click.option(
     "-o",
     "--output",
@@ -130,7 +132,12 @@ def list_strategies() -> None:
     help="Write an SVG picture here.",
 )
 def show(
-    strategy: str, num_ranks: int, hosts: int, root_pair: int | None, nbytes: int | None, output: Any | None
+    strategy: str,
+    num_ranks: int | None,
+    hosts: str | None,
+    root_pair: int | None,
+    nbytes: int | None,
+    output: Any | None,
 ) -> None:
     """Draw the graphs of STRATEGY as text, or as a picture with -o.
 
@@ -138,6 +145,7 @@ def show(
 
     \b
       kfcomm topology show ring -n 8 --hosts 2
+      kfcomm topology show ring --hosts 2x4
       kfcomm topology show tree -n 16 --hosts 4 -o tree.svg
     """  # noqa: D301  click wants the character, not its name
     from dataclasses import replace
@@ -148,9 +156,7 @@ def show(
     from kfcomm.types import Layout
 
     with reported_errors():
-        if hosts > num_ranks:
-            raise ConfigError(f"--hosts {hosts}: {num_ranks} ranks cannot occupy {hosts} hosts")
-        layout = replace(Layout.even(num_ranks, hosts), costs=kept_costs())
+        layout = replace(Layout.even(*_ranks_and_hosts(num_ranks, hosts)), costs=kept_costs())
         built = build(strategy, layout)
         if output is not None:
             # a picture shows one strategy: of auto's, unless asked, that for long messages
@@ -158,3 +164,23 @@ def show(
             output.write(picture)
         else:
             click.echo(as_text(built if nbytes is None else built.select(nbytes), layout, root_pair), nl=False)
+
+
+def _ranks_and_hosts(num_ranks: int | None, hosts: str | None) -> tuple[int, int]:
+    """How many of each, in a world that is given as everywhere: ``-n 8 --hosts 2``, or ``--hosts 2x4``.
+
+    Raises:
+        ConfigError: that is none.
+    """
+    from kfcomm.cli.simulate import parse_worlds
+
+    ((found, each),) = parse_worlds("1" if hosts is None else hosts.replace(",", " "))  # one world
+    num_hosts = found or 1
+    size = num_ranks if each is None else num_hosts * each
+    if size is None:
+        raise ConfigError("Missing option '-n': say how many ranks there are, -n 8, or --hosts 2x4")
+    if num_ranks not in (None, size):
+        raise ConfigError(f"-n {num_ranks} contradicts --hosts {hosts}, which has {size} ranks")
+    if num_hosts > size:
+        raise ConfigError(f"--hosts {hosts}: {size} ranks cannot occupy {num_hosts} hosts")
+    return size, num_hosts

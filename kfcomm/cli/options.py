@@ -10,6 +10,7 @@ import click
 
 from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.settings import check_device
+from kfcomm.sizes import parse_size
 from kfcomm.types import Op
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -55,6 +56,14 @@ def page_file(holds: str) -> Option[Any]:
 def _checked_device(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     try:
         return None if value is None else check_device(value)
+    except ConfigError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+def as_size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    """Bytes, as people write them: ``64KiB``."""
+    try:
+        return None if value is None else parse_size(value)
     except ConfigError as error:
         raise click.BadParameter(str(error)) from error
 
