@@ -77,7 +77,7 @@ class Communicator(Persistent):
         self._named: dict[str, AnyStrategy] = {}
         self._group = Group(session.engine, view, layout, self._build(strategy, layout), session.timeout_s)
         self._mailbox = Mailbox(session.engine, view, session.timeout_s)
-        self._blobs = Blobs(self._mailbox, view.rank)
+        self._blobs = Blobs(self._mailbox, view)
         self._paths, self._devices = self._take_devices(view)
         self._prober: Prober | None = None
         session.engine.end_listeners.append(self._leave)

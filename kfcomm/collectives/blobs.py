@@ -17,7 +17,8 @@ from kfcomm.arrays import HostArray, adapt
 from kfcomm.arrays.kinds import NUMPY, ArrayKind
 from kfcomm.collectives.handle import Handle, looked_at
 from kfcomm.collectives.mailbox import Mailbox, Message
-from kfcomm.errors import CollectiveError, CollectiveTimeout, ConfigError
+from kfcomm.core.collective import GroupView
+from kfcomm.errors import CollectiveAborted, CollectiveError, CollectiveTimeout, ConfigError, PeerLost
 
 ASK_TAG = "blob question"
 KEPT_VERSIONS = 2
@@ -26,9 +27,10 @@ KEPT_VERSIONS = 2
 class Blobs:
     """The blobs of this rank, and the way to those of others."""
 
-    def __init__(self, mailbox: Mailbox, rank: int) -> None:
+    def __init__(self, mailbox: Mailbox, view: GroupView) -> None:
         self._mailbox = mailbox
-        self._rank = rank
+        self._view = view
+        self._rank = view.rank
         self._kept: dict[str, OrderedDict[int, HostArray]] = {}
         self._free_slots: list[int] = []
         self._num_slots = 0
@@ -68,9 +70,12 @@ class Blobs:
             await asked
             refusal = (await told)[0].tobytes().decode()
             result = None if refusal else (await blob)[0]
-        except BaseException:
+        except BaseException as error:
             self._give_up(asked, answers, source)
-            raise
+            whole = self._of_request(error, name, source)
+            if whole is None:
+                raise
+            raise whole from None
         self._free_slots.append(slot)
         if refusal:
             blob.cancel()
@@ -82,19 +87,31 @@ class Blobs:
         asked.cancel()
         for tag, answer in answers.items():
             if answer.cancel() or answer.cancelled() or isinstance(answer.exception(), CollectiveTimeout):
-                self._mailbox.drop(source, tag, f"rank {self._rank} waits no longer")
+                self._mailbox.drop(source, tag, f"{self._view.called(self._rank)} waits no longer")
         handles: list[Handle[Any]] = [asked, *answers.values()]
         for handle in handles:
             handle.when_done(self._mailbox.reactor, looked_at)
 
+    def _of_request(self, error: BaseException, name: str, source: int) -> CollectiveError | None:
+        """What a caller is told where a message of a request has failed; None: what he is told anyway."""
+        what = f"the request for {name!r} of {self._view.called(source)}"
+        if isinstance(error, CollectiveTimeout):
+            known = {"arrived": (self._rank,), "missing": (source,)}
+            return CollectiveTimeout(f"{what} was not answered in time", key=name, **known)
+        if isinstance(error, PeerLost):
+            return PeerLost(f"{what} failed: {str(error).rpartition(' failed: ')[2]}", key=name, rank=error.rank)
+        if isinstance(error, CollectiveAborted):
+            return CollectiveAborted(f"{what} was given up there", key=name)
+        return None
+
     def _find(self, name: str, version: int | None) -> HostArray | str:
         versions = self._kept.get(name)
         if not versions:
-            return f"rank {self._rank} has saved nothing as {name!r}"
+            return f"{self._view.called(self._rank)} has saved nothing as {name!r}"
         if version is None:
             return versions[next(reversed(versions))]
         if version not in versions:
-            return f"rank {self._rank} keeps versions {sorted(versions)} of {name!r}, not {version}"
+            return f"{self._view.called(self._rank)} keeps versions {sorted(versions)} of {name!r}, not {version}"
         return versions[version]
 
     async def _serve(self, source: int, message: Handle[Message]) -> None:

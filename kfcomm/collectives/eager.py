@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 
 from kfcomm.collectives.handle import Handle
+from kfcomm.core.collective import GroupView
 from kfcomm.runtime.engine import Engine
 
 logger = logging.getLogger("kfcomm")
@@ -27,10 +28,12 @@ class Eager:
 
     Args:
         engine: what moves them.
+        view: whose messages they are.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, view: GroupView) -> None:
         self._engine = engine
+        self._view = view
         self._nbytes: Counter[int] = Counter()
         self._count: Counter[int] = Counter()
         self._under_way: dict[Handle[None], tuple[int, str]] = {}
@@ -65,7 +68,7 @@ class Eager:
     def awaited(self) -> str:
         """For whom a close waits, in words."""
         to, tag = next(iter(self._under_way.values()), (-1, ""))
-        return f"for rank {to} to receive a message with {tag}"
+        return f"for {self._view.called(to)} to receive a message with {tag}"
 
     def _over(self, done: Handle[None], to: int, nbytes: int) -> None:
         _, tag = self._under_way.pop(done)
@@ -73,7 +76,7 @@ class Eager:
         self._count[to] -= 1
         error = None if done.cancelled() else done.exception()
         if error is not None:
-            logger.warning("a message with %s to rank %d was sent and not received: %s", tag, to, error)
+            logger.warning("a message with %s to %s was sent and not received: %s", tag, self._view.called(to), error)
         if not self._under_way and self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
             self._drained = None

@@ -24,7 +24,7 @@ from kfcomm.collectives.on_device.through_host import Fetched, Out
 from kfcomm.collectives.plans import Planner, Plans, Shape, row_elements
 from kfcomm.collectives.verbs import Later, MakePlan, Verbs
 from kfcomm.core.chunk import split
-from kfcomm.core.collective import name_of, shown
+from kfcomm.core.collective import GroupView, name_of, shown
 from kfcomm.errors import CollectiveError, CollectiveMismatch, ConfigError, EpochChanged, PeerLost
 from kfcomm.reduce import wire_dtype_of
 from kfcomm.types import Seconds, Verb
@@ -213,7 +213,7 @@ class Exchange(Verbs):
 
         def second(told: Array) -> Second:
             said = [_fields(one) for one in told]
-            _same(said, ALL_TO_ALL, name or UNNAMED)
+            _same(said, ALL_TO_ALL, name or UNNAMED, self._group.view)
             table = tuple(tuple(one[2]) for one in said)
             received = [line[self._group.view.rank] for line in table]
             row = array.shape[1:]
@@ -312,7 +312,7 @@ class Exchange(Verbs):
 
         def second(told: Array) -> Second:
             said = [_fields(one) for one in told]
-            _same(said, verb, name or UNNAMED)
+            _same(said, verb, name or UNNAMED, self._group.view)
             rows = tuple(one[2][0] for one in said)
             shape = (sum(rows), *array.shape[1:]) if to in (-1, self._group.view.rank) else None
             if shape is not None and is_list(out):
@@ -404,13 +404,13 @@ def _fields(record: Array) -> list[Any]:
     return fields
 
 
-def _same(said: list[list[Any]], verb: Verb, key: str) -> None:
+def _same(said: list[list[Any]], verb: Verb, key: str, view: GroupView) -> None:
     """All ranks must say the same, but for their rows."""
     for rank, one in enumerate(said):
         mine = [part for place, part in enumerate(one) if place != 2]
         first = [part for place, part in enumerate(said[0]) if place != 2]
         if mine != first:
-            sides = f"rank 0 has {_described(said[0], verb)}; rank {rank} has {_described(one, verb)}"
+            sides = f"{view.called(0)} has {_described(said[0], verb)}; {view.called(rank)} has {_described(one, verb)}"
             raise CollectiveMismatch(f"{shown(key)} differs between ranks: {sides}")
 
 

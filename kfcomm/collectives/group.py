@@ -142,7 +142,7 @@ class Group:
         """As `refuse`, for what does not wait for a verdict; returns the sequence number that the call has taken."""
         did = "cancelled" if isinstance(error, asyncio.CancelledError) else "refused"
         why = "" if did == "cancelled" else f": {str(error) or type(error).__name__}"
-        message = f"rank {self.view.rank} {did} its call of {shown(key)}{why}"
+        message = f"{self.view.called(self.view.rank)} {did} its call of {shown(key)}{why}"
         self.engine.refuse(self.view, key, message, seq=seq)
         return self.last_seq(key)
 

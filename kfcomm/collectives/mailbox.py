@@ -71,7 +71,7 @@ class Mailbox:
         self._streams = Streams(engine, view, self._on_free)
         self._services: dict[str, Service] = {}
         self._serving: set[asyncio.Task[None]] = set()
-        self.eager = Eager(engine)
+        self.eager = Eager(engine, view)
         self._is_closed = False
         engine.loss_listeners.append(self._on_peer_lost)
         engine.receivers.append(self.waiting)
@@ -118,7 +118,7 @@ class Mailbox:
         if not self._match(receive):
             lost = self._lost_source(source)
             if lost is not None:
-                handle.set_exception(error_of(lost, tag))
+                handle.set_exception(error_of(lost, tag, f"a message with {tag}"))
                 return handle
             self._waiting.append(receive)
         if not handle.done():
@@ -172,7 +172,7 @@ class Mailbox:
         if pair is None:
             digest = hashlib.blake2b(self._view.id + struct.pack("<II", source, to), digest_size=16, person=b"pair")
             members = (self._view.members[source], self._view.members[to])
-            pair = self._pairs[source, to] = GroupView(digest.digest(), members, int(to == self._view.rank))
+            pair = self._pairs[source, to] = GroupView(digest.digest(), members, int(to == self._view.rank), self._view)
         return pair
 
     def _on_early(self, source: int, _: bytes, tag: str, *__: Any) -> None:
@@ -200,7 +200,7 @@ class Mailbox:
 
     def _start_to_serve(self, service: Service, source: int, message: Handle[Message]) -> None:
         if not self._is_closed:
-            task = self._engine.loop.create_task(_served(service, source, message))
+            task = self._engine.loop.create_task(_served(service, source, message, self._view.called(source)))
             self._serving.add(task)
             task.add_done_callback(self._serving.discard)
 
@@ -238,8 +238,9 @@ class Mailbox:
             own = shape_of(receive.out)
             form = receive.out.flat.dtype, own if form is None or not fits(own, form[1]) else form[1]
         elif form is None:
-            rank = self._view.rank
-            message = f"rank {source} announced a message that rank {rank} cannot take: {describe(found)}"
+            mine = self._view.called(self._view.rank)
+            what = f"a message with {receive.tag} that {mine} cannot take"
+            message = f"{self._view.called(source)} announced {what}: {describe(found)}"
             self._engine.refuse(pair, receive.tag, message)
             receive.fail(CollectiveError(message, key=receive.tag))
             return
@@ -291,23 +292,22 @@ class Mailbox:
             message = f"no message with {receive.tag} came from {self._senders(receive)} {limit}"
             error = CollectiveTimeout(message, key=receive.tag, arrived=mine, missing=missing)
         else:
-            where = f"was under way from rank {transfer.source}, and not here as a whole {limit}"
+            where = f"was under way from {self._view.called(transfer.source)}, and not here as a whole {limit}"
             message = f"a message with {receive.tag} {where}: the next receive gets it"
             error = CollectiveTimeout(message, key=receive.tag, arrived=tuple(sorted((*mine, transfer.source))))
         receive.fail(error)
 
     def _report(self, receive: Receive) -> None:
-        logger.warning(
-            "rank %d has waited %.1f s for a message with %s from %s",
-            self._view.rank, self._engine.deadlines.stall_after_s, receive.tag, self._senders(receive),
-        )  # fmt: skip
+        mine, waited_s = self._view.called(self._view.rank), self._engine.deadlines.stall_after_s
+        whom = self._senders(receive)
+        logger.warning("%s has waited %.1f s for a message with %s from %s", mine, waited_s, receive.tag, whom)
 
     def _senders(self, receive: Receive) -> str:
         """From whom it may come; of those who can send nothing more it is said why."""
         if receive.transfer is not None:
-            return f"rank {receive.transfer.source}, which is under way"
+            return f"{self._view.called(receive.transfer.source)}, which is under way"
         if receive.source is not None:
-            return f"rank {receive.source}"
+            return self._view.called(receive.source)
         lost = self._engine.router.lost
         gone = [lost[member].message for member in self._view.members if member in lost]
         return f"any rank ({'; '.join(gone)})" if gone else "any rank"
@@ -326,17 +326,17 @@ class Mailbox:
             cause = self._lost_source(receive.source)
             if cause is not None:
                 self._waiting.remove(receive)
-                receive.fail(error_of(cause, receive.tag))
+                receive.fail(error_of(cause, receive.tag, f"a message with {receive.tag}"))
 
 
-async def _served(service: Service, source: int, message: Handle[Message]) -> None:
+async def _served(service: Service, source: int, message: Handle[Message], whose: str) -> None:
     """Only its peer suffers from a service that fails, and the peer is told by its own timeout or abort."""
     try:
         await service(source, message)
     except CollectiveAborted as error:
-        logger.debug("a request of rank %d was given up: %s", source, error)
+        logger.debug("a request of %s was given up: %s", whose, error)
     except (KfcommError, ValueError, TypeError) as error:
-        logger.warning("a request of rank %d could not be served: %s", source, error)
+        logger.warning("a request of %s could not be served: %s", whose, error)
 
 
 def _announced(signature: Any) -> tuple[np.dtype[Any], Shape] | None:

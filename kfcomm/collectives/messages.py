@@ -220,9 +220,9 @@ class Messages(Exchange):
         return whole
 
     def _refuse_message(self, to: int, key: str, error: BaseException) -> None:
-        mine = self._group.view.rank
+        view = self._group.view
         why = str(error) or type(error).__name__
-        self._mailbox.refuse(mine, to, key, f"rank {mine} could not send a message with {key}: {why}")
+        self._mailbox.refuse(view.rank, to, key, f"{view.called(view.rank)} could not send a message with {key}: {why}")
 
     def _recv(
         self,
@@ -279,9 +279,10 @@ class Queue:
             CollectiveTimeout: there was no room in time; the queue goes on.
             CollectiveError: an earlier array could not be delivered; the queue is broken.
         """
-        rank = self._messages._group.view.rank
-        if rank != self._source:
-            raise ConfigError(f"rank {rank} cannot put: the queue's source is rank {self._source}")
+        view = self._messages._group.view
+        if view.rank != self._source:
+            whose = f"the source of {self._key} is {view.called(self._source)}"
+            raise ConfigError(f"{view.called(view.rank)} cannot put: {whose}")
         timeout_s = seconds_of(timeout)
         array = adapt(x)
         copy = array.flat.copy().reshape(array.shape)
@@ -299,7 +300,8 @@ class Queue:
             async with asyncio.timeout(limit_s):
                 await self._room.acquire()
         except TimeoutError:
-            message = f"no room in {self._key} within {limit_s:.1f} s: rank {self._target} has not taken what is in it"
+            target = self._messages._group.view.called(self._target)
+            message = f"no room in {self._key} within {limit_s:.1f} s: {target} has not taken what is in it"
             ranks = {"arrived": (self._source,), "missing": (self._target,)}
             raise CollectiveTimeout(message, key=self._key, **ranks) from None
         if self._failure is not None:
@@ -314,9 +316,10 @@ class Queue:
         Raises:
             ConfigError: this rank is not the target.
         """
-        rank = self._messages._group.view.rank
-        if rank != self._target:
-            raise ConfigError(f"rank {rank} cannot get: the queue's target is rank {self._target}")
+        view = self._messages._group.view
+        if view.rank != self._target:
+            whose = f"the target of {self._key} is {view.called(self._target)}"
+            raise ConfigError(f"{view.called(view.rank)} cannot get: {whose}")
         return await self._messages._recv(self._source, self._key, out, timeout, like=like, outcome=_array)
 
     def _taken(self, sent: asyncio.Future[None]) -> None:

@@ -38,7 +38,7 @@ from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.on_device.through_host import Out
 from kfcomm.collectives.plans import chunk_elements
 from kfcomm.core.cause import Cause, CauseKind
-from kfcomm.core.collective import GroupView, shown
+from kfcomm.core.collective import GroupView
 from kfcomm.core.signature import Signature, disagreement
 from kfcomm.errors import CollectiveError, EpochChanged, PeerLost
 from kfcomm.runtime.engine import Engine
@@ -332,12 +332,14 @@ class Streams:
 
     def _disagree(self, transfer: Transfer, out: Out) -> None:
         """The message cannot go where the caller of its receive wants it."""
-        sent = transfer.source, signature_of(transfer.flat.dtype, transfer.shape), 0
-        unlike = disagreement(sent, (self._view.rank, signature_of(out.flat.dtype, shape_of(out)), 0))
-        message = f"{shown(transfer.tag)} differs between ranks{unlike}"
+        source, mine = self._view.called(transfer.source), self._view.called(self._view.rank)
+        sent = source, signature_of(transfer.flat.dtype, transfer.shape), 0
+        unlike = disagreement(sent, (mine, signature_of(out.flat.dtype, shape_of(out)), 0))
+        title = f"a message with {transfer.tag} from {source} to {mine}"
+        message = f"{title} differs between ranks{unlike}"
         cause = Cause(CauseKind.MISMATCH, self._engine.rank, message)
         if transfer.operation is None:
-            transfer.error = error_of(cause, transfer.tag)
+            transfer.error = error_of(cause, transfer.tag, title)
         else:
             self._engine.abort(transfer.operation, cause)
 

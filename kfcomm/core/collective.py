@@ -6,7 +6,7 @@ They hold state and answer questions about it; what happens to them is decided i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -32,12 +32,14 @@ class GroupView:
         id: the same bytes on every member, different for every group that ever was.
         members: world rank of each group rank.
         rank: this process's group rank.
+        within: of a pair that was made for messages, the group whose ranks callers know.
         index: group rank by world rank.
     """
 
     id: bytes
     members: tuple[int, ...]
     rank: int
+    within: GroupView | None = None
     index: dict[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -47,6 +49,26 @@ class GroupView:
     def size(self) -> int:
         """Number of ranks."""
         return len(self.members)
+
+    def known(self, rank: int) -> int:
+        """The rank by which a caller knows a member: in this group, or in that in which it sends messages."""
+        return rank if self.within is None else self.within.index[self.members[rank]]
+
+    def called(self, rank: int) -> str:
+        """A member in words: its rank in the world, and by which a caller knows it, where that is another one."""
+        world, known = self.members[rank], self.known(rank)
+        return f"rank {world}" if known == world else f"rank {world} (group rank {known})"
+
+    def all_called(self, ranks: Sequence[int], most: int = 16) -> str:
+        """Several members in words, as ``called``; of many the first."""
+        worlds, known = [self.members[rank] for rank in ranks], [self.known(rank) for rank in ranks]
+        return f"ranks {_some(worlds, most)}" + (f" (group ranks {_some(known, most)})" if known != worlds else "")
+
+    def titled(self, name: str) -> str:
+        """What a name in this group stands for, for people."""
+        return (
+            shown(name) if self.within is None else f"a message with {name} from {self.called(0)} to {self.called(1)}"
+        )
 
 
 class Key:
@@ -231,7 +253,7 @@ class Collective(Machine):
     @property
     def title(self) -> str:
         """The name, for people."""
-        return shown(self.series.key.name)
+        return self.series.group.titled(self.series.key.name)
 
     def nbytes_expected(self, route: Route, index: int) -> int:
         """Size of a chunk that comes by this route."""
@@ -357,6 +379,10 @@ EarlyItem = tuple[Incoming, AnySignature, Header, int, Any]
 
 OWN_NAMES = "kfcomm/"
 """What kfcomm calls itself, beside the calls of the program, has names that begin so."""
+
+
+def _some(ranks: Sequence[int], most: int) -> str:
+    return f"[{', '.join(map(str, ranks[:most]))}{', ...' if len(ranks) > most else ''}]"
 
 
 def shown(key: str) -> str:

@@ -451,9 +451,8 @@ class Router:
             self._bury(key, key.next_seq, effects)
             return cause
         if key.live and not overlapping:
-            cause = Cause(
-                CauseKind.REFUSED, self.rank, f"{shown(key.name)} was used again on rank {self.rank} in flight"
-            )
+            where = f"on {group.called(group.rank)} in flight"
+            cause = Cause(CauseKind.REFUSED, self.rank, f"{group.titled(key.name)} was used again {where}")
             self._bury(key, key.next_seq, effects)
             effects.append((FLOOD, key.group_id, key.name, key.next_seq, cause))
             return cause
@@ -526,9 +525,10 @@ class Router:
         ours = collective.signature
         if (signature is ours or signature == ours) and generation == collective.generation:
             return True
-        own = (collective.group.rank, ours, collective.generation)
-        message = disagreement((sender, signature, generation), own)
-        cause = Cause(CauseKind.MISMATCH, self.rank, f"{collective.title:.200} differs between ranks{message}")
+        group = collective.group
+        own = (group.called(group.rank), ours, collective.generation)
+        message = disagreement((group.called(sender), signature, generation), own)
+        cause = Cause(CauseKind.MISMATCH, self.rank, f"{collective.title:.300} differs between ranks{message}")
         self.abort(collective, cause, effects)
         return False
 

@@ -32,8 +32,8 @@ class Signature(NamedTuple):
     arrays: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
 
 
-Side: TypeAlias = tuple[int, Sequence[Any], int]
-"""A rank, its signature, and the generation of its strategy."""
+Side: TypeAlias = tuple[str, Sequence[Any], int]
+"""A rank in words, its signature, and the generation of its strategy."""
 
 MAX_UNLIKE = 3
 """Arrays that a disagreement names."""
@@ -90,7 +90,7 @@ def disagreement(one: Side, other: Side) -> str:
     if unlike:
         rest = f"; and {len(unlike) - MAX_UNLIKE} more" if len(unlike) > MAX_UNLIKE else ""
         return ": " + "; ".join(unlike[:MAX_UNLIKE]) + rest
-    sides = (f"rank {rank} has {describe(said, differing, generation)}" for rank, said, generation in (one, other))
+    sides = (f"{rank} has {describe(said, differing, generation)}" for rank, said, generation in (one, other))
     return f" ({', '.join(differing)}): " + "; ".join(sides)
 
 
@@ -117,9 +117,9 @@ def _unlike(one: Side, other: Side) -> list[str]:
     for name in sorted(first.keys() | second.keys()):
         a, b = first.get(name), second.get(name)
         if a is None or b is None:
-            found.append(f"{name!r:.200} is given by rank {rank if b is None else other_rank} alone")
+            found.append(f"{name!r:.200} is given by {rank if b is None else other_rank} alone")
         elif a != b:
-            found.append(f"{name!r:.200} is {a} on rank {rank} and {b} on rank {other_rank}")
+            found.append(f"{name!r:.200} is {a} on {rank} and {b} on {other_rank}")
     return found
 
 

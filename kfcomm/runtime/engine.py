@@ -238,7 +238,7 @@ class Engine:
 
     def cancel(self, operation: Operation) -> None:
         """The caller does not want it any more: it ends on every rank where it is not complete."""
-        message = f"{operation.title} was cancelled on rank {operation.group.rank}"
+        message = f"{operation.title} was cancelled on {operation.group.called(operation.group.rank)}"
         self.abort(operation, Cause(CauseKind.CANCELLED, self.rank, message))
 
     def abort(self, collective: Collective, cause: Cause) -> None:
@@ -490,7 +490,7 @@ class Engine:
             self._tracer.instant("rejected", collective=shown(name), reason=cause.message)
         if self.meter is not None:
             self.meter.failed(group, name)
-        operation.reject(error_of(cause, name))
+        operation.reject(error_of(cause, name, group.titled(name)))
         self._tell_mismatch(group, name, self.router.num_uses(group.id, name) - 1, cause)
         self.perform(effects)
 
@@ -508,7 +508,7 @@ class Engine:
                     sender.state.window.give(collective.nbytes_sent(header[4], header[6], header[5]), 1)
         self.links.disown(operation)
         story = self.recorder.story(collective.name) if cause.kind is CauseKind.INTERNAL else ()
-        operation.reject(error_of(cause, collective.name, story))
+        operation.reject(error_of(cause, collective.name, collective.title, story))
         self._tell_mismatch(collective.group, collective.name, collective.seq, cause)
         if self.load is not None:
             self.load.ended(operation, is_last=not (self.router.live or self.slots.pending))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kfcomm.core.cause import Cause, CauseKind
-from kfcomm.core.collective import name_of, shown
+from kfcomm.core.collective import name_of
 from kfcomm.errors import (
     CollectiveAborted,
     CollectiveError,
@@ -18,10 +18,10 @@ from kfcomm.errors import (
 )
 
 
-def error_of(cause: Cause, name: str, story: Sequence[str] = ()) -> KfcommError:
+def error_of(cause: Cause, name: str, title: str, story: Sequence[str] = ()) -> KfcommError:
     """The error for a collective called ``name`` that failed for this cause; a new one at each call.
 
-    ``story`` is told with defects only.
+    ``title`` is the name for people; ``story`` is told with defects only.
     """
     message, key = cause.message, name_of(name)
     match cause.kind:
@@ -32,10 +32,10 @@ def error_of(cause: Cause, name: str, story: Sequence[str] = ()) -> KfcommError:
         case CauseKind.CANCELLED | CauseKind.REFUSED:
             return CollectiveAborted(message, key=key)
         case CauseKind.LOST:
-            return PeerLost(f"{shown(name)} failed: {message}", key=key, rank=cause.rank)
+            return PeerLost(f"{title} failed: {message}", key=key, rank=cause.rank)
         case CauseKind.EPOCH:
-            return EpochChanged(f"{shown(name)} failed: {message}", key=key, epoch=cause.rank, members=cause.arrived)
+            return EpochChanged(f"{title} failed: {message}", key=key, epoch=cause.rank, members=cause.arrived)
         case CauseKind.LINK:
-            return CollectiveError(f"{shown(name)} failed: {message}", key=key)
+            return CollectiveError(f"{title} failed: {message}", key=key)
         case CauseKind.INTERNAL:
-            return InternalError(f"{shown(name)} failed: {message}", story=story)
+            return InternalError(f"{title} failed: {message}", story=story)

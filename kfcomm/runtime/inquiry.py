@@ -66,11 +66,11 @@ class Inquiry:
         """The cause of a timeout, with all that is known."""
         arrived, missing = self._arrived_and_missing()
         waited_s = self._operation.waited_s()
-        message = (
-            f"{self._operation.title} did not finish on rank {self._operation.group.rank} "
-            f"within {waited_s:.1f} s: {self._words(arrived, missing)}"
-        )
-        return Cause(CauseKind.TIMEOUT, self._rank, message, tuple(arrived), tuple(missing))
+        group = self._operation.group
+        where = f"did not finish on {group.called(group.rank)} within {waited_s:.1f} s"
+        message = f"{self._operation.title} {where}: {self._words(arrived, missing)}"
+        known = (tuple(map(group.known, ranks)) for ranks in (arrived, missing))
+        return Cause(CauseKind.TIMEOUT, self._rank, message, *known)
 
     def _answered(self, rank: int, posted: list[bool], activity: str) -> None:
         if posted and rank in self._operation.group.index:
@@ -85,14 +85,11 @@ class Inquiry:
         if operation.finished or operation.failed:
             return
         arrived, missing = self._arrived_and_missing()
+        group = operation.group
+        which = f"#{operation.seq}" if group.within is not None else f"#{operation.seq}, group of {group.size}"
+        waited_s, words = operation.waited_s(), self._words(arrived, missing)
         logger.warning(
-            "rank %d has waited %.1f s for %s (#%d, group of %d): %s",
-            operation.group.rank,
-            operation.waited_s(),
-            operation.title,
-            operation.seq,
-            operation.group.size,
-            self._words(arrived, missing),
+            "%s has waited %.1f s for %s (%s): %s", group.called(group.rank), waited_s, operation.title, which, words
         )
 
     def _arrived_and_missing(self) -> tuple[list[int], list[int]]:
@@ -102,22 +99,18 @@ class Inquiry:
         return [rank for rank in ranks if rank in here], [rank for rank in ranks if rank not in here]
 
     def _words(self, arrived: list[int], missing: list[int]) -> str:
+        group = self._operation.group
         if not missing:
-            silent = [rank for rank in arrived if rank not in self._answers and rank != self._operation.group.rank]
-            tail = f"; no answer from ranks {_ranks(silent)} (stopped or unreachable)" if silent else ""
-            behind = [rank for rank in self._operation.behind() if rank != self._operation.group.rank]
-            awaited = f", it waits for ranks {_ranks(behind)}" if behind else ""
+            silent = [rank for rank in arrived if rank not in self._answers and rank != group.rank]
+            tail = f"; no answer from {group.all_called(silent)} (stopped or unreachable)" if silent else ""
+            behind = [rank for rank in self._operation.behind() if rank != group.rank]
+            awaited = f", it waits for {group.all_called(behind)}" if behind else ""
             return f"all ranks have posted it, the data is still under way{awaited}{tail}"
-        last = "; ".join(f"rank {rank} {self._activity(rank)}" for rank in missing[:MAX_NAMED])
-        return f"arrived ranks {_ranks(arrived)}, missing ranks {_ranks(missing)}; {last}"
+        last = "; ".join(f"{group.called(rank)} {self._activity(rank)}" for rank in missing[:MAX_NAMED])
+        return f"arrived {group.all_called(arrived)}, missing {group.all_called(missing)}; {last}"
 
     def _activity(self, rank: int) -> str:
         answer = self._answers.get(rank)
         if not answer:
             return "does not answer (stopped or unreachable)"
         return answer[1] if answer[1].startswith("has ") else f"last {answer[1]}"
-
-
-def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:MAX_NAMED]))
-    return f"[{shown}{', ...' if len(ranks) > MAX_NAMED else ''}]"

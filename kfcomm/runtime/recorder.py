@@ -15,6 +15,8 @@ from threading import Lock
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from kfcomm.core.collective import shown
+
 if TYPE_CHECKING:
     from kfcomm.core.collective import Series
     from kfcomm.runtime.meter import Meter
@@ -97,7 +99,7 @@ class Recorder:
         if not events:
             return "has not posted anything yet"
         when, event, name, seq, detail = events[-1]
-        return f"{event} {name!r} #{seq}{detail and ', '}{detail} {monotonic() - when:.1f} s ago"
+        return f"{event} {shown(name)} #{seq}{detail and ', '}{detail} {monotonic() - when:.1f} s ago"
 
     def story(self, name: str) -> tuple[str, ...]:
         """The latest events of one name, oldest first."""

@@ -67,7 +67,7 @@ def test_any_signature_has_words_and_they_are_few(nonsense):
 
 
 def said(one, other, generations=(0, 0)):
-    return disagreement((0, one, generations[0]), (1, other, generations[1]))
+    return disagreement(("rank 0", one, generations[0]), ("rank 1", other, generations[1]))
 
 
 def test_what_differs_is_named():

@@ -251,16 +251,17 @@ class _Ending:
 
 def cause_of(error: BaseException, call: Call) -> Cause:
     """Why a call failed, in a form that travels."""
-    rank = call.group.view.members[call.group.view.rank]
+    view = call.group.view
+    rank, mine = view.members[view.rank], view.called(view.rank)
     message = str(error) or type(error).__name__
     if isinstance(error, PeerLost):
         return Cause(CauseKind.LOST, error.rank, message)
     if isinstance(error, CollectiveMismatch):
         return Cause(CauseKind.MISMATCH, rank, message)
     if isinstance(error, MemoryError):
-        where = f"rank {call.group.view.rank} has no memory for {call.title}"
+        where = f"{mine} has no memory for {call.title}"
         return Cause(CauseKind.REFUSED, rank, f"{where}: {message}")
     if isinstance(error, CollectiveAborted):
         return Cause(CauseKind.REFUSED, rank, message)
     kind = CauseKind.LINK if isinstance(error, KfcommError) else CauseKind.INTERNAL
-    return Cause(kind, rank, f"rank {call.group.view.rank}: {message}")
+    return Cause(kind, rank, f"{mine}: {message}")

@@ -111,7 +111,8 @@ class Channel:
         if self._is_closed:
             return
         if isinstance(error, CollectiveError) and not isinstance(error, (PeerLost, CollectiveAborted)):
-            logger.warning("what rank %d tells rank %d is sent again: %s", self._view.rank, rank, error)
+            mine, other = self._view.called(self._view.rank), self._view.called(rank)
+            logger.warning("what %s tells %s is sent again: %s", mine, other, error)
             self._reactor.call_later(AGAIN_AFTER_S, self._send, rank, batch, record)
             return
         self._unheard[batch] -= 1

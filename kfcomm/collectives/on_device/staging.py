@@ -328,7 +328,7 @@ class Staging:
     def _leave_out(self, index: int) -> None:
         """The turn of the first segment that was not posted has come: neither it nor those behind it will be."""
         path, key = self._path, self._call.key
-        message = f"rank {path.view.rank} gave up its call of {shown(key)}"
+        message = f"{path.view.called(path.view.rank)} gave up its call of {shown(key)}"
         path.engine.refuse(path.view, key, message, seq=self._first_seq + index)
         path.engine.leave_out(path.view, key, self._first_seq + MAX_SEGMENTS)
 

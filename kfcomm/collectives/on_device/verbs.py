@@ -207,7 +207,9 @@ class DeviceVerbs:
 
     def _own_device(self) -> Device:
         if self._device is None:
-            raise ConfigError(f"rank {self._group.view.rank} has joined without a device: {self._lack}")
+            raise ConfigError(
+                f"{self._group.view.called(self._group.view.rank)} has joined without a device: {self._lack}"
+            )
         return self._device
 
     def _device_of(self, array: AnyArray) -> Device:
@@ -356,7 +358,8 @@ class DeviceVerbs:
         if self._latest.get(call.key) is call:
             del self._latest[call.key]
         if late is not None and (self._late is None or self._is_told):
-            logger.error("%s failed on rank %d after its handle was done: %s", call.title, self._group.view.rank, late)
+            mine = self._group.view.called(self._group.view.rank)
+            logger.error("%s failed on %s after its handle was done: %s", call.title, mine, late)
             self._late, self._is_told = late, False
         for waiter, counts in list(self._waiters.items()):
             if waiter.done() or not any(map(counts, self._live)):

@@ -1,0 +1,210 @@
+"""What errors, stall reports and warnings say in the world, in groups and of messages: one rule for all.
+
+Ranks are those of the world; where a caller knows a rank of a group by another number, that follows in brackets. Calls,
+tags, queues and blobs have the names that the user gave them, never those of the library's own pairs and steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kfcomm.errors import (
+    CollectiveAborted,
+    CollectiveError,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    ConfigError,
+    PeerLost,
+)
+from tests.conformance.worlds import turns, until, world
+
+X = np.arange(5)
+SOON_S = 0.05
+MEMBERS = [1, 3]
+"""World ranks of the group."""
+CALLED = {"world": ("rank 0", "rank 1"), "group": ("rank 1 (group rank 0)", "rank 3 (group rank 1)")}
+WORLD_RANKS = {"world": (0, 1), "group": (1, 3)}
+INTERNAL = ("\\x00", "\0", "group of 2): a message", "blob answer", "blob question", "pair")
+
+
+def assert_plain(text: str, *said: str) -> None:
+    """It says so much, and nothing of the library's own."""
+    for one in said:
+        assert one in text, text
+    for one in INTERNAL:
+        assert one not in text, text
+
+
+Both = tuple[Any, Any]
+Case = Callable[[Any, Any], Any]
+"""What two ranks call, ``a`` the first and ``b`` the second of their group."""
+
+
+async def _both(a: Any, b: Any) -> Both:
+    first, second = await asyncio.gather(a, b, return_exceptions=True)
+    return first, second
+
+
+async def _refused_send(a: Any, b: Any) -> Both:
+    with pytest.raises(ConfigError) as refused:
+        a.send_object({1}, 1, "t")
+    return refused.value, (await _both(b.recv_object(0, "t"), asyncio.sleep(0)))[0]
+
+
+async def _cancelled_send(a: Any, b: Any) -> Both:
+    sent = a.send(X, 1, "t", synchronous=True)
+    await turns()
+    sent.cancel()
+    await turns()
+    return None, (await _both(b.recv(0, "t"), asyncio.sleep(0)))[0]
+
+
+async def _cancelled_call(a: Any, b: Any) -> Both:
+    call = a.all_reduce(X, "grad")
+    call.cancel()
+    await turns()
+    return None, (await _both(b.all_reduce(X, "grad"), asyncio.sleep(0)))[0]
+
+
+async def _refused_call(a: Any, b: Any) -> Both:
+    with pytest.raises(ConfigError):
+        a.all_reduce(np.array(["x"]), "grad")
+    await turns()
+    return None, (await _both(b.all_reduce(X, "grad"), asyncio.sleep(0)))[0]
+
+
+CASES: dict[str, tuple[Case, tuple[type[Any], type[Any]], Callable[[str, str], tuple[str, ...]]]] = {
+    "mismatch of a call": (
+        lambda a, b: _both(a.all_reduce(X, "grad"), b.all_reduce(X[:2], "grad")),
+        (CollectiveMismatch, CollectiveMismatch), lambda a, b: ("'grad'", f"{a} has", f"{b} has"),
+    ),
+    "mismatch of lists": (
+        lambda a, b: _both(a.gather(X, 0, "rows", concat=True), b.gather(X * 1.0, 0, "rows", concat=True)),
+        (CollectiveMismatch, CollectiveMismatch), lambda a, b: ("'rows'", f"{a} has", f"{b} has"),
+    ),
+    "mismatch of a message": (
+        lambda a, b: _both(a.send(X, 1, "t", synchronous=True), b.recv(0, "t", out=np.zeros(3))),
+        (CollectiveMismatch, CollectiveMismatch),
+        lambda a, b: (f"a message with tag 't' from {a} to {b}", f"{a} has send of int64", f"{b} has send of float64"),
+    ),
+    "timeout of a call": (
+        lambda a, b: _both(a.all_reduce(X, "grad", timeout=SOON_S), asyncio.sleep(0)),
+        (CollectiveTimeout, type(None)), lambda a, b: (f"'grad' did not finish on {a}", "missing ", f"; {b} "),
+    ),
+    "timeout of a send": (
+        lambda a, b: _both(a.send(X, 1, "t", synchronous=True, timeout=SOON_S), asyncio.sleep(0)),
+        (CollectiveTimeout, type(None)),
+        lambda a, b: (f"a message with tag 't' from {a} to {b} did not finish on {a}", "missing ", f"; {b} "),
+    ),
+    "timeout of a receive": (
+        lambda a, b: _both(a.recv(1, "t", timeout=SOON_S), asyncio.sleep(0)),
+        (CollectiveTimeout, type(None)), lambda a, b: (f"no message with tag 't' came from {b}",),
+    ),
+    "timeout of an object": (
+        lambda a, b: _both(a.recv_object(1, 7, timeout=SOON_S), asyncio.sleep(0)),
+        (CollectiveTimeout, type(None)), lambda a, b: (f"no message with object tag 7 came from {b}",),
+    ),
+    "timeout of a queue": (
+        lambda a, b: _both(a.queue("jobs", 1, 0).get(timeout=SOON_S), asyncio.sleep(0)),
+        (CollectiveTimeout, type(None)), lambda a, b: (f"no message with queue 'jobs' came from {b}",),
+    ),
+    "other end of a queue": (
+        lambda a, b: _both(a.queue("jobs", 0, 1).get(), b.queue("jobs", 0, 1).put(X)),
+        (ConfigError, ConfigError), lambda a, b: ("queue 'jobs'", a, b),
+    ),
+    "blob that is not there": (
+        lambda a, b: _both(a.request("weights", 1), asyncio.sleep(0)),
+        (CollectiveError, type(None)), lambda a, b: (f"{b} has saved nothing as 'weights'",),
+    ),
+    "refused message": (_refused_send, (ConfigError, CollectiveAborted), lambda a, b: (a, "object tag 't'", "set")),
+    "cancelled message": (
+        _cancelled_send, (type(None), CollectiveAborted),
+        lambda a, b: (f"a message with tag 't' from {a} to {b} was cancelled on {a}",),
+    ),
+    "cancelled call": (_cancelled_call, (type(None), CollectiveAborted), lambda a, _: (f"was cancelled on {a}",)),
+    "refused call": (_refused_call, (type(None), CollectiveAborted), lambda a, b: (f"{a} refused its call of 'grad'",)),
+}  # fmt: skip
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("where", ["world", "group"])
+@pytest.mark.parametrize("case", CASES)
+async def test_errors_name_ranks_of_the_world_and_what_the_user_has_named(case: str, where: str) -> None:
+    provoke, kinds, said = CASES[case]
+    async with world(2 if where == "world" else 4, tombstones=True, quiet=False) as comms:
+        a, b = comms if where == "world" else await _group(comms)
+        outcomes = await provoke(a, b)
+        assert [type(one) for one in outcomes] == list(kinds), outcomes
+        words = said(*CALLED[where])
+        for one in outcomes:
+            if isinstance(one, CollectiveError):
+                assert_plain(str(one), *words)
+                assert "\0" not in one.key
+        if case == "refused message":
+            assert "rank" not in str(outcomes[0])
+
+
+async def _group(comms: Any) -> tuple[Any, Any]:
+    a, b = await asyncio.gather(*(comms[rank].group(MEMBERS, "tp") for rank in MEMBERS))
+    return a, b
+
+
+LOST: dict[str, Case] = {
+    "'grad' failed": lambda a, _: a.all_reduce(X, "grad"),
+    "a message with tag 't'": lambda a, _: a.send(X, 1, "t", synchronous=True),
+    "a message with tag 'u'": lambda a, _: a.recv(1, "u"),
+    "a message with queue 'jobs'": lambda a, _: a.queue("jobs", 1, 0).get(),
+    "the request for 'weights'": lambda a, _: a.request("weights", 1),
+}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("where", ["world", "group"])
+@pytest.mark.parametrize("title", LOST)
+async def test_a_lost_rank_is_named_by_its_rank_in_the_world(title: str, where: str) -> None:
+    async with world(2 if where == "world" else 4, tombstones=True, quiet=False) as comms:
+        a, b = comms if where == "world" else await _group(comms)
+        for is_posted_before in (True, False):
+            if "request" in title or not is_posted_before:
+                comms.kill(WORLD_RANKS[where][1])
+                await turns()
+            call = asyncio.ensure_future(LOST[title](a, b))
+            await turns()
+            comms.kill(WORLD_RANKS[where][1])
+            (error,) = await asyncio.gather(call, return_exceptions=True)
+            assert isinstance(error, PeerLost)
+            assert error.rank == WORLD_RANKS[where][1]
+            assert_plain(str(error), title, f"rank {error.rank} is lost")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("where", ["world", "group"])
+async def test_stall_reports_and_warnings_follow_the_same_rule(where: str, caplog: pytest.LogCaptureFixture) -> None:
+    first, second = CALLED[where]
+    size = 2 if where == "world" else 4
+    async with world(size, tombstones=True, quiet=False, stall_after=SOON_S) as comms:
+        a, b = comms if where == "world" else await _group(comms)
+        calls = [a.all_reduce(X, "grad"), a.send(X, 1, "t", synchronous=True), a.recv(1, "u")]
+        said = (
+            rf"{re.escape(first)} has waited .* for 'grad' \(#0, group of 2\): .*; {re.escape(second)} ",
+            rf"{re.escape(first)} has waited .* a message with tag 't' from .* to {re.escape(second)} \(#0\)",
+            rf"{re.escape(first)} has waited .* for a message with tag 'u' from {re.escape(second)}",
+        )
+        with caplog.at_level(logging.WARNING, "kfcomm"):
+            await until(lambda: all(re.search(one, caplog.text) for one in said))
+        await asyncio.gather(b.all_reduce(X, "grad"), b.recv(0, "t"), b.send(X, 0, "u"), *calls)
+        caplog.clear()
+        copied = a.send(X, 1, "copied")
+        await copied
+        with pytest.raises(CollectiveMismatch):
+            await b.recv(0, "copied", out=np.zeros(2))
+        with caplog.at_level(logging.WARNING, "kfcomm"):
+            await until(lambda: f"a message with tag 'copied' to {second} was sent and not received" in caplog.text)
+        assert_plain(caplog.text)
