@@ -40,7 +40,7 @@ LENGTH, kills, halts, sizes = int(sys.argv[1]), *map(json.loads, sys.argv[2:5])
 state = State(used=np.zeros(LENGTH), weights=np.zeros(int(sys.argv[5])), count=0)
 with kfcomm.sync.init(elastic=True) as comm:
     chance = random.Random(os.getpid())
-    with Elastic(comm, state, checkpoint=sys.argv[6], checkpoint_every=1) as elastic:
+    with Elastic(comm, state, checkpoint=sys.argv[6], checkpoint_every=5) as elastic:
         for step in elastic.steps(ElasticSampler(LENGTH, 10), used_in="used"):
             if comm.size > 2 and chance.random() < kills:
                 os.kill(os.getpid(), signal.SIGKILL)
