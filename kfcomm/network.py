@@ -18,6 +18,7 @@ import msgpack
 
 from kfcomm.control import ControlThread, World, addresses_of
 from kfcomm.core.hello import Purpose
+from kfcomm.descriptors import RESERVE, raise_limit
 from kfcomm.devices.routes import agree, choose
 from kfcomm.errors import ConfigError, KfcommError, RemoteProtocolError, RendezvousError
 from kfcomm.rendezvous import farewell
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
     from kfcomm.tls import Tls
     from kfcomm.transports.base import Link, Waiter
     from kfcomm.transports.reactor import Reactor
+
+DESCRIPTORS_PER_PEER = 10
+"""Of each other rank: sockets, and on one host memory of either side; 7.4 were counted between 12 ranks of one host."""
 
 logger = logging.getLogger("kfcomm")
 
@@ -135,6 +139,7 @@ class SocketNetwork:
             show_life=farewell.show_life if settings.elastic else None,
         )  # fmt: skip
         self._loop = asyncio.get_running_loop()
+        raise_limit(RESERVE + DESCRIPTORS_PER_PEER * len(self.peers))
         self._inbound: Waiter
         self._reactor: Reactor
         self._sharing: Sharing | None = None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
-import socket
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from kfcomm.rendezvous.hostname import hostname
 from kfcomm.version import __version__
 
 _PACKAGES = ("numpy", "msgpack", "uvloop")
@@ -18,7 +18,7 @@ _PACKAGES = ("numpy", "msgpack", "uvloop")
 def describe() -> dict[str, Any]:
     """This host: processor, memory, system and the versions that matter."""
     return {
-        "hostname": socket.gethostname(),
+        "hostname": hostname(),
         "processor": _found("/proc/cpuinfo", ("model name", "Model", "cpu model")) or platform.machine(),
         "cores": os.cpu_count(),
         "usable_cores": len(os.sched_getaffinity(0)),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from kfcomm.cli.errors import reported_errors
 from kfcomm.cli.spelling import Choice, WithSize
 from kfcomm.errors import ConfigError
 from kfcomm.launch.screen import Look, Screen, Stream
+from kfcomm.rendezvous.hostname import hostname
 from kfcomm.rendezvous.settings import LINKS, Settings, detect
 from kfcomm.sizes import parse_sizes
 
@@ -169,7 +169,7 @@ async def _take_part(nbytes: int, given: dict[str, Any], files: Files) -> None:
 async def _busiest(comm: Communicator) -> tuple[str, float, float]:
     """The host whose processors others use most while the ranks wait; which share of them, and of this host's."""
     own = await busy_share() if comm.local_rank == 0 else 0.0
-    shares = await comm.all_gather_object([socket.gethostname(), own])
+    shares = await comm.all_gather_object([hostname(), own])
     host, most = max(shares, key=lambda one: one[1])
     return host, most, own
 

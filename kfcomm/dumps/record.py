@@ -19,13 +19,13 @@ Fields of a record (ranks are those of the world):
 from __future__ import annotations
 
 import os
-import socket
 import time
 from dataclasses import asdict
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from kfcomm.dumps.whereabouts import tasks, threads
+from kfcomm.rendezvous.hostname import hostname
 from kfcomm.runtime.steady import steady
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def record_of(session: Session) -> dict[str, Any]:
         "format": FORMAT,
         "rank": session.rank,
         "size": session.layout.size,
-        "host": socket.gethostname(),
+        "host": hostname(),
         "pid": os.getpid(),
         "time_s": time.time(),
         "activity": session.activity(),

@@ -82,7 +82,7 @@ class Mortal(Supervisor):
     _patience: asyncio.TimerHandle | None = None
 
     async def _launch(self, birth: int, exits: Exits) -> None:
-        if birth not in self.dismissed:  # while the store was told that it is to be started
+        if not self.has_stopped and birth not in self.dismissed:  # while the store was told that it is to be started
             try:
                 self._follow_too(birth, self.start(birth))
                 return
@@ -100,6 +100,10 @@ class Mortal(Supervisor):
         async for birth, _ in exits.watch(GIVEN_UP):
             self._is_given_up(birth)
             self._kill_later(birth)
+
+    def _stop(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
 
     async def _watch_released(self, exits: Exits) -> None:
         """A rank that was let go says so itself; it may have been stopped before it could."""

@@ -19,7 +19,6 @@ import asyncio
 import logging
 import os
 import secrets
-import socket
 from collections.abc import Callable
 
 import msgpack
@@ -30,6 +29,7 @@ from kfcomm.launch.hosts import Plan
 from kfcomm.rendezvous.board import ADMITTED, BOUNDS, COMERS, LAUNCHED, LAUNCHERS, LEAVING, Board
 from kfcomm.rendezvous.client import StoreClient
 from kfcomm.rendezvous.folders import Folders, StoreClosed
+from kfcomm.rendezvous.hostname import hostname
 
 LOOK_EVERY_S = 0.5
 _POLL_S = 2.0
@@ -46,7 +46,7 @@ class NotNeeded(RendezvousError):
 
 def who_launches() -> bytes:
     """This launcher, which no other is."""
-    return f"process {os.getpid()} on {socket.gethostname()} ({secrets.token_hex(8)})".encode()
+    return f"process {os.getpid()} on {hostname()} ({secrets.token_hex(8)})".encode()
 
 
 async def arrive(

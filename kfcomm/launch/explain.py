@@ -13,6 +13,7 @@ from kfcomm.accelerator import look
 from kfcomm.devices import DeviceReport
 from kfcomm.devices.words import backend_in_words, driver_version
 from kfcomm.errors import ConfigError, KfcommError
+from kfcomm.rendezvous.hostname import hostname
 from kfcomm.rendezvous.identity import host_id, versions
 from kfcomm.rendezvous.interfaces import choose_address, interfaces
 from kfcomm.rendezvous.kept import describe_kept
@@ -60,7 +61,7 @@ def _world(settings: Settings) -> list[Row]:
         ("source", settings.source),
         ("rank", f"{settings.rank} of {settings.size}"),
         ("local rank", f"{settings.local_rank} of {settings.local_size}"),
-        ("host", f"{socket.gethostname()} ({host_id()})"),
+        ("host", f"{hostname()} ({host_id()})"),
         ("store", _store(settings)),
         ("token", "none: a world of one needs none" if settings.token is None else "known"),
     ]

@@ -197,7 +197,8 @@ class First(Mortal):
         """Start those for whom there is a place, and the others when there is one; returns how many were started."""
         count = 0
         self._later = None
-        while self.verdict.is_open and not self._is_alone and (found := self.elastic.start(now_s())) is not None:
+        is_open = self.verdict.is_open and not (self._is_alone or self.has_stopped)
+        while is_open and (found := self.elastic.start(now_s())) is not None:
             birth, host = found
             self._starting[birth] = self._do(self._start_at(host, birth))
             count += 1
@@ -231,6 +232,13 @@ class First(Mortal):
         """Who waits beside the others is let in only where a number is asked for."""
         if self.discovery is None and self.elastic.spares and await exits.find(f"{SIZES}/1") is None:
             await exits.ask_size(self.elastic.size)
+
+    def _stop(self) -> None:
+        Mortal._stop(self)
+        if self._later is not None:
+            self._later.cancel()
+        for task in self._tasks:
+            task.cancel()
 
     def _store_is_gone(self) -> None:
         """What is kept of the job is lost: those that run do not need it. Of other hosts nothing is heard any more."""

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from kfcomm.descriptors import RESERVE, raise_limit
+from kfcomm.errors import ConfigError
 from kfcomm.launch import torch_environ
 from kfcomm.launch.coming import who_launches
 from kfcomm.launch.discovery import Discovery
@@ -18,6 +20,10 @@ from kfcomm.rendezvous.interfaces import choose_address
 from kfcomm.rendezvous.settings import Settings, detect, store_url
 from kfcomm.rendezvous.worlds import DEFAULT_PORT
 from kfcomm.tls import Tls, load
+
+OWN, LEAST_PER_RANK, PER_RANK = 12, 5, 10
+"""Descriptors of a launcher: its own, and for each rank two pipes, the process, the socket to it, and one of the store,
+at least: 72 were counted of 12 ranks. More are open while they join."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +94,29 @@ class Job:
         """Those that a host has, or had, as far as it is known here."""
         return self.plan.ranks_of(host) if self.elastic is None else self.elastic.births_at(host)
 
+    def _check_descriptors(self) -> None:
+        """This launcher, and the ranks with it, may have open what they need.
+
+        Raises:
+            ConfigError: even the hard limit is too low for the ranks with which the job begins.
+        """
+        here, all_ranks = len(self.plan.ranks), self.plan.size
+        most = all_ranks if self.elastic is None else max(all_ranks, self.elastic.most + self.elastic.spares)
+        allowed = raise_limit(RESERVE + PER_RANK * most)
+        least = OWN + LEAST_PER_RANK * here
+        if allowed < least:
+            raise ConfigError(
+                f"{here} ranks on this host need {least} open files in their launcher: the hard limit is {allowed}; "
+                "raise it (ulimit -Hn, or nofile in /etc/security/limits.conf), or start fewer ranks on a host"
+            )
+
     def check(self) -> Settings:
         """Find here, once, what every rank would find wrong."""
         # which port it will be does not matter to the check
         store = self.plan.hosts[0].address, self.options.store_port() or DEFAULT_PORT
         settings = detect(self.environ_of(self.plan.ranks.start, 0, store_url(*store)))
         choose_address(settings.interface, store)
+        self._check_descriptors()
         check(settings.strategy)
         serving.check(settings)
         tls_of(settings)

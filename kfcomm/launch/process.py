@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import shutil
 import signal
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kfcomm.descriptors import RESERVE, raise_limit_by
 from kfcomm.errors import KfcommError
 from kfcomm.launch import guardian, signals
 from kfcomm.waiting import readable
@@ -79,9 +81,12 @@ class Child:
         Raises:
             CommandError: the kernel does not run the file.
         """
-        out, out_end = os.pipe()
-        err, err_end = os.pipe()
+        raise_limit_by(RESERVE)
+        pipes: list[int] = []
         try:
+            pipes += os.pipe()
+            pipes += os.pipe()
+            out, out_end, err, err_end = pipes
             with _ignored(signal.SIGTTIN, signal.SIGTTOU):
                 popen = subprocess.Popen(
                     command,
@@ -93,14 +98,16 @@ class Child:
                     process_group=0,
                     preexec_fn=_bound_to_this(),
                 )
+            descriptor = os.pidfd_open(popen.pid)
         except OSError as error:
-            os.close(out)
-            os.close(err)
-            raise CommandError(f"{command[0]}: {error.strerror}", NOT_EXECUTABLE) from error
+            for one in pipes[::2]:
+                os.close(one)
+            hint = " (ulimit -Hn has the limit, which is used up)" if error.errno == errno.EMFILE else ""
+            raise CommandError(f"{command[0]}: {error.strerror}{hint}", NOT_EXECUTABLE) from error
         finally:
-            os.close(out_end)
-            os.close(err_end)
-        return cls(popen, os.pidfd_open(popen.pid), out, err)
+            for one in pipes[1::2]:
+                os.close(one)
+        return cls(popen, descriptor, out, err)
 
     @property
     def pid(self) -> int:

@@ -115,6 +115,7 @@ class Supervisor:
         listen: called before a rank's end is judged, to hear what it said before.
         pids: the processes that have joined, by rank.
         ended: return codes of the ranks that have ended, of all hosts.
+        has_stopped: whether `watch` is over, in whatever way: then nothing is started any more.
     """
 
     blame: Blame
@@ -127,6 +128,7 @@ class Supervisor:
     verdict: Verdict = field(default_factory=Verdict)
     ended: dict[int, int] = field(default_factory=dict)
     passing: Passing = field(init=False)
+    has_stopped: bool = False
     _follow_too: Callable[[int, Child], None] = lambda _, __: None
     _killer: asyncio.TimerHandle | None = None
     _judging: asyncio.TimerHandle | None = None
@@ -161,6 +163,8 @@ class Supervisor:
                 for follow in follows:
                     asyncio.get_running_loop().call_later(within_s, follow.cancel)
         finally:
+            self.has_stopped = True
+            self._stop()
             for timer in (self._killer, self._judging):
                 if timer is not None:
                     timer.cancel()
@@ -187,6 +191,9 @@ class Supervisor:
         """What else is listened to while the job runs."""
         del exits
         return []
+
+    def _stop(self) -> None:
+        """Whatever came of it, this supervisor does nothing more."""
 
     async def _look(self, exits: Exits) -> None:
         """Something has changed."""

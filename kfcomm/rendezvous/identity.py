@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import os
-import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import msgpack
 from kfcomm.core.frame import PROTOCOL_VERSION
 from kfcomm.devices.base import DeviceReport
 from kfcomm.errors import RemoteProtocolError
+from kfcomm.rendezvous.hostname import hostname
 from kfcomm.rendezvous.kept import is_plausible, kept_costs
 from kfcomm.rendezvous.settings import TRANSPORTS
 from kfcomm.types import Costs
@@ -84,7 +84,7 @@ class PeerInfo:
             port=port,
             unix=unix,
             host=host_id(),
-            hostname=socket.gethostname(),
+            hostname=hostname(),
             pid=os.getpid(),
             num_cpus=os.cpu_count() or 0,
             costs=kept_costs(),
@@ -263,4 +263,4 @@ def _boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        return socket.gethostname()
+        return hostname()

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from kfcomm.errors import ConfigError
+from kfcomm.rendezvous.hostname import hostname
 from kfcomm.types import UNMEASURED, Costs
 
 logger = logging.getLogger("kfcomm")
@@ -27,7 +27,7 @@ LEAST, MOST = 1e-13, 10.0
 def path_of_costs(environ: Mapping[str, str] = os.environ) -> Path:
     """``$XDG_CACHE_HOME/kfcomm/costs-HOST.json``; the cache is ``~/.cache`` by default."""
     cache = environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(cache) / "kfcomm" / f"costs-{socket.gethostname()}.json"
+    return Path(cache) / "kfcomm" / f"costs-{hostname().replace('/', '_')}.json"
 
 
 def keep_costs(costs: Costs, busy: float | None = None) -> Path:

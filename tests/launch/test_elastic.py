@@ -488,6 +488,22 @@ async def test_who_is_dismissed_before_it_is_started_does_not_run() -> None:
     assert first.elastic.start() == (4, 0)  # the host has not failed
 
 
+@pytest.mark.asyncio
+async def test_nothing_is_started_once_the_launcher_has_stopped_whatever_the_store_takes_to_answer() -> None:
+    store, started = SlowStore(), list[int]()
+    first = launcher(2, store, started)
+    first.elastic.resize(3)
+    assert first._start_owed() == 1
+    first.has_stopped = True
+    store.is_open.set()
+    while first._tasks:
+        await asyncio.wait(first._tasks)
+    assert started == []
+    assert [(end.rank, end.code) for end in store.reported] == [(2, 126)]
+    first.elastic.resize(4)
+    assert first._start_owed() == 0
+
+
 @pytest.mark.parametrize(("size", "num_gone"), [(3, 2), (4, 3)])
 def test_few_go_on_when_some_have_ended_and_the_others_are_stopped(tmp_path: Path, size: int, num_gone: int) -> None:
     (tmp_path / "rivals.py").write_text(RIVALS)

@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from kfcomm.core.frame import PROTOCOL_VERSION
 from kfcomm.devices import DeviceReport
 from kfcomm.errors import RemoteProtocolError
+from kfcomm.launch.coming import who_launches
+from kfcomm.rendezvous.etcd.leases import _described, _myself
 from kfcomm.rendezvous.identity import MAX_WIRE_NBYTES, PeerInfo, host_id, process_uid
+from kfcomm.rendezvous.kept import path_of_costs
 from kfcomm.types import Costs
 from kfcomm.version import __version__
 
@@ -147,3 +150,16 @@ def test_the_same_process_is_known_again_and_another_is_not() -> None:
     uid, host = subprocess.check_output([sys.executable, "-c", program], text=True).split()
     assert uid != process_uid(0)
     assert host == host_id()
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"), [("", "(no name)"), ("a\udcff\nb", "a??b"), ("x" * 300, "x" * 255), ("hôte", "hôte")]
+)
+def test_any_name_of_a_host_can_be_told(monkeypatch: pytest.MonkeyPatch, name: str, shown: str) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: name)
+    here = PeerInfo.here(rank=0, address="127.0.0.1", port=1)
+    assert here.hostname == shown
+    assert PeerInfo.from_wire(here.to_wire()) == here
+    assert shown in who_launches().decode()
+    assert shown in _described(_myself())
+    assert path_of_costs({"HOME": "/"}).name == f"costs-{shown}.json"

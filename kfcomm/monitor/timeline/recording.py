@@ -16,7 +16,6 @@ import atexit
 import contextlib
 import logging
 import os
-import socket
 import threading
 import time
 from collections import deque
@@ -38,6 +37,7 @@ from kfcomm.monitor.timeline.translation import (
     Note,
     Translator,
 )
+from kfcomm.rendezvous.hostname import hostname
 
 if TYPE_CHECKING:
     from kfcomm.control import ControlPlane
@@ -113,7 +113,7 @@ class Timeline:
         """
         about = About(
             job=session.network.job, rank=session.rank, size=session.layout.size,
-            host=session.layout.hosts[session.rank], hostname=socket.gethostname(), pid=os.getpid(),
+            host=session.layout.hosts[session.rank], hostname=hostname(), pid=os.getpid(),
             started_ns=clock(), time_s=time.time(),
         )  # fmt: skip
         try:

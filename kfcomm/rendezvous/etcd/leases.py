@@ -15,7 +15,6 @@ import contextlib
 import math
 import os
 import secrets
-import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ import msgpack
 
 from kfcomm.errors import RendezvousError
 from kfcomm.rendezvous.etcd.gateway import LAST_PAUSE_S, Gateway, data, text
+from kfcomm.rendezvous.hostname import hostname
 
 KEPT_FOR_S = 600
 """So long the contents stay when no launcher of the job lives; one that is started again within this goes on."""
@@ -203,7 +203,7 @@ async def locked(gateway: Gateway, key: bytes, within_s: float) -> str:
 
 def _myself() -> bytes:
     pid = os.getpid()
-    who: bytes = msgpack.packb([socket.gethostname(), *_machine(), pid, _begun(pid), secrets.token_bytes(8)])
+    who: bytes = msgpack.packb([hostname(), *_machine(), pid, _begun(pid), secrets.token_bytes(8)])
     return who
 
 

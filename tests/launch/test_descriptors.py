@@ -1,0 +1,46 @@
+"""Limits of open files: the soft one is raised as far as a job needs it, the hard one is told of if it is too low."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from kfcomm.descriptors import raise_limit
+from tests.launch.launched import command, environ
+
+SHOW = "import resource; print('soft', resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+JOINS = "import kfcomm, resource\nwith kfcomm.sync.init() as comm:\n    comm.barrier()\n" + SHOW
+
+
+def limited(soft: int, hard: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    return subprocess.run(
+        command("run", *arguments), env=environ(), capture_output=True, text=True, stdin=subprocess.DEVNULL,
+        preexec_fn=limit,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("program", [SHOW, JOINS])
+def test_a_low_soft_limit_is_raised_for_launcher_and_ranks(program: str) -> None:
+    done = limited(40, 4000, "-n", "8", sys.executable, "-c", program)
+    assert done.returncode == 0, done.stderr
+    limits = [int(line.rpartition(" ")[2]) for line in done.stdout.splitlines()]
+    assert len(limits) == 8
+    assert all(64 + 8 * 10 <= one <= 4000 for one in limits)
+
+
+def test_a_hard_limit_that_does_not_do_is_told_before_anything_starts() -> None:
+    done = limited(40, 50, "-n", "8", sys.executable, "-c", SHOW)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "8 ranks on this host need 52 open files in their launcher: the hard limit is 50; raise it" in done.stderr
+
+
+def test_a_limit_that_is_high_enough_stays() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert raise_limit(1) == before[0]
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
