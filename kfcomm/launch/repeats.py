@@ -134,6 +134,9 @@ class Repeats:
         """What is to be shown now of what a rank has written; at its end, of nothing."""
         block = self._blocks.get(rank)
         before = b""
+        if block is not None and block.is_whole:
+            block.has_ended = block.has_ended or not data
+            return data  # after the error
         if block is None:
             begin = _BEGIN.search(data)
             if begin is None:
@@ -141,21 +144,26 @@ class Repeats:
             is_first = not any(one.is_shown for one in self._blocks.values()) and not self._fresh(now_s)
             block = self._blocks[rank] = _Block(now_s, is_shown=is_first)
             before, data = data[: begin.start()], data[begin.start() :]
-        block.text += data
-        block.has_ended = block.is_whole = not data
-        after = b""
-        told = self._told.get(rank)
-        if told is not None and told in block.text:
-            del self._told[rank]
-            block.is_whole = True
-            end = block.text.index(told) + len(told)
-            block.text, after = block.text[:end], block.text[end:]
+        after = self._take(rank, block, data)
+        is_long = len(block.text) > MAX_NBYTES
+        if is_long:
+            del self._blocks[rank]
         if block.is_shown:
             return before + data
-        if len(block.text) > MAX_NBYTES:
-            del self._blocks[rank]
-            return before + block.text + after
-        return before + after
+        return before + (block.text if is_long else b"") + after
+
+    def _take(self, rank: int, block: _Block, data: bytes) -> bytes:
+        """Add to a block; returns what comes after the error, if it is whole now."""
+        block.text += data
+        block.has_ended = block.is_whole = not data
+        told = self._told.get(rank)
+        if told is None or told not in block.text:
+            return b""
+        del self._told[rank]
+        block.is_whole = True
+        end = block.text.index(told) + len(told)
+        block.text, after = block.text[:end], block.text[end:]
+        return after
 
     def settle(self, now_s: float, *, is_ending: bool = False, is_over: bool = False) -> list[tuple[int, bytes]]:
         """What is not held back any longer, by rank.

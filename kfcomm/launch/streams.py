@@ -101,11 +101,15 @@ class Streams:
                 if self._settling is None:
                     self._settling = asyncio.get_running_loop().call_later(HELD_FOR_S, self._settle_soon)
 
+    @property
+    def _is_ending(self) -> bool:
+        """Whether all ranks have been asked to end."""
+        return not self._supervisor.verdict.is_open and not self._supervisor.keep_going
+
     async def _settle(self, *, is_over: bool = False) -> None:
         """Show what has been held back for long enough."""
         now_s = asyncio.get_running_loop().time()
-        is_ending = not self._supervisor.verdict.is_open and not self._supervisor.keep_going
-        for rank, text in self._repeats.settle(now_s, is_ending=is_ending, is_over=is_over):
+        for rank, text in self._repeats.settle(now_s, is_ending=self._is_ending, is_over=is_over):
             await self._display.feed(rank, Stream.ERR, text)
 
     def _settle_soon(self) -> None:
@@ -116,8 +120,9 @@ class Streams:
         """Show what was held back, and tell who has what is not shown."""
         async with self._turn:
             await self._settle(is_over=is_over)
-            for line in self._repeats.tell():
-                await self._display.say(line)
+            if is_over or not self._is_ending:  # else more of them come soon
+                for line in self._repeats.tell():
+                    await self._display.say(line)
             if self._repeats.is_waiting and self._settling is None:
                 self._settling = asyncio.get_running_loop().call_later(HELD_FOR_S, self._settle_soon)
 
