@@ -39,7 +39,7 @@ class Finder:
     @staticmethod
     def find_distributions(*args, **kwargs):
         for one in PathFinder.find_distributions(*args, **kwargs):
-            if one.name.lower().replace("_", "-").replace(".", "-") not in DISTRIBUTIONS:
+            if (one.name or "").lower().replace("_", "-").replace(".", "-") not in DISTRIBUTIONS:
                 yield one
 
     invalidate_caches = PathFinder.invalidate_caches
@@ -67,7 +67,7 @@ def _hidden(wanted: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
     modules = {
         module for module, owners in packages_distributions().items() if not shown & {_plain(one) for one in owners}
     }
-    hidden = {_plain(one.name) for one in distributions()} - shown
+    hidden = {_plain(one.name) for one in distributions() if one.name} - shown
     return frozenset(modules - {"kfcomm"} - set(sys.stdlib_module_names)), frozenset(hidden)
 
 
@@ -100,7 +100,7 @@ def _needs(name: str, extra: str) -> list[Requirement]:
 
 @cache
 def _installed() -> dict[str, Distribution]:
-    return {_plain(one.name): one for one in distributions()}
+    return {_plain(one.name): one for one in distributions() if one.name}
 
 
 def _plain(name: str) -> str:
