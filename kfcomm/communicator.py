@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 
+from kfcomm.arguments import checked_name, plain_text, whole_number
 from kfcomm.arrays import form_of
 from kfcomm.collectives.blobs import Blobs
 from kfcomm.collectives.generations import MAX_STRATEGIES
-from kfcomm.collectives.group import STRATEGY_KEY, UNNAMED, Group, check_name
+from kfcomm.collectives.group import STRATEGY_KEY, UNNAMED, Group
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.mailbox import Mailbox
 from kfcomm.collectives.objects import packed, unpacked
@@ -171,10 +172,10 @@ class Communicator(Persistent):
         Cost: two messages of each rank to all others.
         """
         self._check_whole("agree")
-        if not isinstance(value, (bool, np.bool_, int, np.integer)) or not -(1 << 63) <= int(value) < 1 << 63:
-            raise ConfigError(f"agree takes a bool or an integer of 64 bits, not {value!r}")
         is_flag = isinstance(value, (bool, np.bool_))
-        given = bool(value) if is_flag else int(value)
+        given = bool(value) if is_flag else whole_number(value)
+        if given is None or not -(1 << 63) <= given < 1 << 63:
+            raise ConfigError(f"agree takes a bool or an integer of 64 bits, not {value!r}")
         part = packed([given]).tobytes()
         said = await self._session.agreements.decide(
             Call.AGREE, part, self._seconds(timeout), self._session.network.has_word
@@ -272,6 +273,7 @@ class Communicator(Persistent):
         """The strategy that is meant. A name means the same one whenever it comes again."""
         if not isinstance(spec, str):
             return build(spec, layout)
+        spec = plain_text(spec)
         built = self._named.get(spec)
         if built is None:
             if len(self._named) >= MAX_STRATEGIES:
@@ -296,7 +298,7 @@ class Communicator(Persistent):
             CollectiveTimeout: not all members called it alike.
         """
         self._check_open()
-        check_name(name)
+        name = checked_name(name)
         seconds_of(timeout)
         members = tuple(self._check_rank("member", rank) for rank in ranks)
         if len(set(members)) < len(members):
@@ -334,11 +336,15 @@ class Communicator(Persistent):
 
         ``None`` as color takes part in no group, and gets None.
         """
-        said = await self.all_gather_object([color, key], timeout=timeout)
+        mine = [one if (number := whole_number(one)) is None else number for one in (color, key)]
+        said = await self.all_gather_object(mine, timeout=timeout)
+        color = said[self.rank][0]
         if color is None:
             return None
-        members = sorted((one[1], rank) for rank, one in enumerate(said) if one[0] == color)
-        return await self.group([rank for _, rank in members], f"{name}/{color}", timeout=timeout)
+        members = [rank for _, rank in sorted((one[1], rank) for rank, one in enumerate(said) if one[0] == color)]
+        # the first one's, which may be True where another's is 1
+        title = f"{plain_text(name)}/{said[members[0]][0]}"
+        return await self.group(members, title, timeout=timeout)
 
     def set_timeout(self, timeout: Seconds) -> None:
         """Calls of this group that follow have this timeout, unless they are given one; this rank's alone.
@@ -366,8 +372,7 @@ class Communicator(Persistent):
             steps: of the call: 2 where shapes are told first (``scatter``, lists in ``all_to_all``, ``concat``).
         """
         self._check_open()
-        check_name(name)
-        self._group.refuse(name or UNNAMED, error, steps=steps)
+        self._group.refuse(checked_name(name) or UNNAMED, error, steps=steps)
 
     def mismatched(self, name: str, seq: int, message: str) -> None:
         """One use of a name fails with ``CollectiveMismatch``, on every rank that has called it or will.
@@ -380,7 +385,7 @@ class Communicator(Persistent):
             message: the whole story: what the ranks have called.
         """
         self._check_open()
-        engine, group = self._session.engine, self._group.view.id
+        engine, group, name = self._session.engine, self._group.view.id, checked_name(name)
         cause = Cause(CauseKind.MISMATCH, self._session.rank, message)
         for collective in engine.entered():
             if (collective.group.id, collective.key.name, collective.seq) == (group, name, seq):

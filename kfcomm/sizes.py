@@ -101,7 +101,7 @@ def seconds_of(timeout: Any) -> float | None:
         seconds = float(timeout if given is None else given())
     except (TypeError, ValueError, OverflowError):
         seconds = math.nan
-    if isinstance(timeout, (str, bytes, bytearray)) or not seconds >= 0:
+    if isinstance(timeout, (str, bytes, bytearray, bool)) or not seconds >= 0:
         raise ConfigError(
             f"a timeout is a number of seconds from 0 on, a timedelta, or None for the default, not {timeout!r:.60}"
         )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from kfcomm.adapt.decision import Decision
 from kfcomm.adapt.hyperparameters import Hyperparameters
 from kfcomm.adapt.metrics import StepMetrics
+from kfcomm.arguments import whole_number
 from kfcomm.errors import ConfigError
 from kfcomm.strategies import AnyStrategy
 from kfcomm.types import Layout
@@ -222,11 +223,12 @@ def checked_size(size: Any, *, can_change: bool) -> int:
     Raises:
         ConfigError: it may not, or the ranks cannot change.
     """
-    if type(size) is not int or size < 1:
+    number = whole_number(size)
+    if number is None or number < 1:
         raise ConfigError(f"a size is a whole number from 1 on, not {size!r}")
     if not can_change:
         raise ConfigError(f"{size} ranks were asked for, but these cannot change: that needs an open Elastic")
-    return size
+    return number
 
 
 def checked_rank(rank: Any, size: int, *, can_change: bool) -> int:
@@ -235,8 +237,9 @@ def checked_rank(rank: Any, size: int, *, can_change: bool) -> int:
     Raises:
         ConfigError: it may not, or the ranks cannot change.
     """
-    if type(rank) is not int or not 0 <= rank < size:
+    number = whole_number(rank)
+    if number is None or not 0 <= number < size:
         raise ConfigError(f"a rank is a whole number from 0 to {size - 1}, not {rank!r}")
     if not can_change:
         raise ConfigError(f"another was asked for in place of rank {rank}, but these cannot change: open an Elastic")
-    return rank
+    return number

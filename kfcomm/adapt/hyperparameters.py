@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any, Self
 
+from kfcomm.arguments import plain_text
 from kfcomm.errors import ConfigError
 
 SIGNIFICANT_DIGITS = 9
@@ -47,7 +48,7 @@ class Hyperparameters:
             names = getattr(self, several)
             if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
                 raise ConfigError(f"{several} are names, not {names!r}")
-            object.__setattr__(self, several, tuple(names))
+            object.__setattr__(self, several, tuple(map(plain_text, names)))
         if self.batch_size is not None:
             object.__setattr__(self, "batch_size", _batch_size(self.batch_size))
         if self.learning_rate is not None:
@@ -55,9 +56,9 @@ class Hyperparameters:
         if self.agreement is None and self.agreements:
             object.__setattr__(self, "agreement", self.agreements[0])
         if self.agreement is not None:
-            _one_of("agreement", self.agreement, self.agreements)
+            object.__setattr__(self, "agreement", _one_of("agreement", self.agreement, self.agreements))
         if self.wire_dtype is not None:
-            _one_of("wire dtype", self.wire_dtype, self.wire_dtypes)
+            object.__setattr__(self, "wire_dtype", _one_of("wire dtype", self.wire_dtype, self.wire_dtypes))
 
     def checked(self, name: str, value: Any, size: int) -> Any:
         """A value that may be asked for, as it would hold.
@@ -155,7 +156,7 @@ def _learning_rate(value: Any) -> float:
 
 def _one_of(what: str, value: Any, candidates: tuple[str, ...]) -> str:
     if value in candidates:
-        return str(value)
+        return plain_text(value)
     near = get_close_matches(value, candidates, n=1) if isinstance(value, str) else []
     hint = f"did you mean {near[0]}? " if near else ""
     raise ConfigError(f"the program knows no {what} {value!r}; {hint}it knows {', '.join(candidates) or 'none'}")

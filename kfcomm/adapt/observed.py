@@ -11,6 +11,7 @@ from typing import Any
 
 from kfcomm.adapt.metrics import Table
 from kfcomm.adapt.place import Place
+from kfcomm.arguments import plain_text
 from kfcomm.errors import ConfigError
 
 MAX_OBSERVED = 64
@@ -41,8 +42,8 @@ class Observed:
             number = _number(name, value)
             if len(name) > MAX_NAME or len(self._names | {name}) > MAX_OBSERVED:
                 raise ConfigError(f"a rank observes up to {MAX_OBSERVED} names of {MAX_NAME} characters: {name!r:.120}")
-            self._names.add(name)
-            self._values[name] = number
+            self._names.add(plain_text(name))
+            self._values[plain_text(name)] = number
 
     def take(self) -> dict[str, float]:
         """What was observed; from now on nothing is."""

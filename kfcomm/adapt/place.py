@@ -127,7 +127,7 @@ class WorldPlace:
 
     def refuse(self, error: BaseException) -> None:
         """See `Place`."""
-        self._comm._group.refuse(f"{OWN_NAMES}{MEETING}", error)
+        self._comm.refuse(f"{OWN_NAMES}{MEETING}", error)
 
     async def close(self) -> None:
         """See `Place`: the world is the program's."""

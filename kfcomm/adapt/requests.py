@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable, Generator, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from kfcomm.arguments import plain_text
+
 if TYPE_CHECKING:
     from kfcomm.adapt.runner import Runner
 
@@ -62,7 +64,8 @@ class Request(Generic[T]):
 
 def words_of(what: str, digest: bytes = b"") -> str:
     """What is asked for, and the digest of what words cannot tell."""
-    return f"{what} [{digest.hex()[:8]}]" if digest else what
+    text = plain_text(what)
+    return f"{text} [{digest.hex()[:8]}]" if digest else text
 
 
 def sign_of(requests: Sequence[Request[Any]]) -> int:

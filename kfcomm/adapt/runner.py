@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from kfcomm.adapt.policy import Context, Policy
 from kfcomm.adapt.requests import FAILED, NOTHING, Request, sign_of
+from kfcomm.arguments import plain_text
 from kfcomm.collectives.objects import packed
 from kfcomm.errors import ConfigError, EpochChanged, PeerLost
 
@@ -37,7 +38,7 @@ class Runner:
 
     def __init__(self, policy: Policy, host: Host) -> None:
         self.policy = policy
-        self.name = policy.name
+        self.name = plain_text(policy.name)
         self.is_off = False
         self.failure = ""
         self.at_rest = asyncio.Event()

@@ -151,7 +151,8 @@ class Adasum:
         self._name = key
         self._group = group = verbs._group
         self._parts = Parts(items, group.view.size)
-        self._limits = (timeout, priority)
+        self._until_s = group.until_s(timeout)
+        self._priority = priority
         self._gathered = gathered
         self._whole = Steps(loop=group.engine.loop)
         self._whole.key = key or UNNAMED
@@ -221,7 +222,8 @@ class Adasum:
         shape = (self._parts.size, *rows.shape) if verb is ALL_GATHER else rows.shape
         later = Later(key, self._first.seq, self._plans[0])
         plan = self._plan(verb, rows, key)
-        return self._verbs._begin(self._name, adapt(rows), shape, None, *self._limits, plan, later=later)
+        left_s = self._group.left_s(self._until_s)
+        return self._verbs._begin(self._name, adapt(rows), shape, None, left_s, self._priority, plan, later=later)
 
     def _plan(self, verb: Verb, rows: Array, key: str) -> MakePlan:
         return (Plans.of, verb, rows.dtype, rows.shape, Op.SUM if verb is ALL_REDUCE else None, -1, key, None, False)

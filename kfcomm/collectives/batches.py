@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kfcomm.arguments import checked_name
 from kfcomm.arrays import HostArray, OutArray, adapt, adapt_out, holds_arrays, is_list
 from kfcomm.collectives.adasum import ADASUM, combine
 from kfcomm.collectives.compiled import ALL_REDUCE, GATHER, REDUCE
-from kfcomm.collectives.group import UNNAMED, check_name, check_priority, may_overlap
+from kfcomm.collectives.group import UNNAMED, checked_priority, may_overlap
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.on_device.calls import Order
 from kfcomm.collectives.packing import Batch, Item, list_key, many_key, post_units
@@ -36,7 +37,7 @@ def reduce_mapping(
     """See ``Verbs.all_reduce_many``."""
     verbs._check_open()
     group, devices = verbs._group, verbs._devices
-    check_name(name)
+    name = checked_name(name)
     names = names_of(arrays)
     whole: Handle[dict[str, Any]] = Handle(loop=group.engine.loop)
     if not names:
@@ -65,7 +66,7 @@ def reduce_mapping(
         on_device = any(devices.takes(arrays[one], stream) for one in names)
     with Checks(group, many_key(named), devices=devices if on_device else None):
         timeout_s = seconds_of(timeout)
-        check_priority(priority)
+        priority = checked_priority(priority)
         outs = outs_by_name(out, arrays)
         if on_device:
             devices.check(wire_dtype)
@@ -96,7 +97,7 @@ def of_list(
     group, devices = verbs._group, verbs._devices
     whole: Handle[Any] = Handle(loop=group.engine.loop)
     key = name or UNNAMED
-    with verbs._checks(name, timeout, priority):
+    with verbs._checks(name, timeout, priority) as (name, priority):
         on_device = any(devices.takes(x, stream) for x in xs)
     with verbs._checks(name, devices=devices if on_device else None):
         to = verbs._check_rank("root", root) if verb in ROOTED else -1
@@ -153,7 +154,7 @@ def adasum_of(
     stream: Any,
 ) -> Handle[Any]:
     """``all_reduce(op="adasum")`` of an array, or of each array of a list."""
-    with verbs._checks(name, timeout, priority):
+    with verbs._checks(name, timeout, priority) as (name, priority):
         is_listed = is_list(x) and holds_arrays(x)
         xs = x if is_listed else [x]
         _check_host(verbs, xs, stream)
@@ -174,7 +175,7 @@ def _reduce_scatter(
     """One array for each rank, which gets the fold of all ranks' arrays for it."""
     group, devices = verbs._group, verbs._devices
     size, rank = group.view.size, group.view.rank
-    with verbs._checks(name, timeout, priority):
+    with verbs._checks(name, timeout, priority) as (name, priority):
         if len(xs) != size:
             raise ConfigError(f"a list of {len(xs)} arrays does not serve {size} ranks")
         on_device = any(devices.takes(x, stream) for x in xs)
@@ -222,11 +223,9 @@ def names_of(arrays: Any) -> list[str]:
             f"all_reduce_many takes a mapping from names to arrays, not a {type(arrays).__name__}; "
             "all_reduce takes a list of arrays"
         )
-    for name in arrays:
-        if name is None:
-            raise ConfigError("a name is a string, not None")
-        check_name(name)
-    return sorted(arrays)
+    if None in arrays:
+        raise ConfigError("a name is a string, not None")
+    return sorted(map(checked_name, arrays))
 
 
 def outs_by_name(out: Any, arrays: Mapping[str, Any]) -> Mapping[str, Any]:

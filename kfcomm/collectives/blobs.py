@@ -13,6 +13,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
+from kfcomm.arguments import whole_number
 from kfcomm.arrays import HostArray, adapt
 from kfcomm.arrays.kinds import NUMPY, ArrayKind
 from kfcomm.collectives.handle import Handle, looked_at
@@ -39,7 +40,7 @@ class Blobs:
     def save(self, name: str, x: Any, version: int | None) -> int:
         """Keep a copy; returns its version. The last versions of each name are kept."""
         array = adapt(as_array(x))
-        check_version(version)
+        version = checked_version(version)
         versions = self._kept.setdefault(name, OrderedDict())
         number = (max(versions, default=-1) + 1) if version is None else version
         versions[number] = HostArray(array.flat.copy(), array.shape, array.kind, False)
@@ -132,14 +133,16 @@ def as_array(x: Any) -> Any:
     return np.frombuffer(x, np.uint8) if isinstance(x, bytes) else x
 
 
-def check_version(version: Any) -> None:
-    """Refuse a version that is none.
+def checked_version(version: Any) -> int | None:
+    """A version as ``int`` itself; None for the latest.
 
     Raises:
         ConfigError: it is not a number from 0 on, or is too large to travel.
     """
-    if version is not None and (type(version) is not int or not 0 <= version < 1 << 63):
+    number = whole_number(version)
+    if version is not None and (number is None or not 0 <= number < 1 << 63):
         raise ConfigError(f"a version is a whole number from 0 to 2**63 - 1, not {version!r:.60}")
+    return number
 
 
 def _reply_tags(slot: int) -> tuple[str, str]:

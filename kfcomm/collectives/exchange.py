@@ -162,7 +162,7 @@ class Exchange(Verbs):
             A handle; elsewhere than on the root its result is a NumPy array, unless ``out`` or ``like`` is given.
         """
         size = self._group.view.size
-        with self._checks(name, timeout, priority, steps=2):
+        with self._checks(name, timeout, priority, steps=2) as (name, priority):
             root = self._check_rank("root", root)
             array: HostArray | None = None
             rows: list[int] = []
@@ -205,7 +205,7 @@ class Exchange(Verbs):
         if not is_list(x):
             return self._collective(ALL_TO_ALL, x, name, out, timeout, priority, stream)
         size = self._group.view.size
-        with self._checks(name, timeout, priority, steps=2):
+        with self._checks(name, timeout, priority, steps=2) as (name, priority):
             if out is not None and not (is_list(out) and len(out) == size):
                 raise ConfigError(f"out is a list of {size} arrays, as what is given")
             array, rows, fetched = self._parts(x, size, stream)
@@ -232,7 +232,7 @@ class Exchange(Verbs):
         priority: int = 0,
     ) -> Handle[Any]:  # fmt: skip
         """Every rank gets the root's ``value``: anything that msgpack can carry. Tuples arrive as lists."""
-        with self._checks(name, timeout, priority, steps=2):
+        with self._checks(name, timeout, priority, steps=2) as (name, priority):
             root = self._check_rank("root", root)
             mine = packed(value if self._group.view.rank == root else None)
             record = _record([mine.size], RECORD_NBYTES)
@@ -262,7 +262,7 @@ class Exchange(Verbs):
         timeout: Seconds | None = None, priority: int = 0,
     ) -> Handle[Any]:  # fmt: skip
         """Rank r gets ``values[r]`` of the root's list; the other ranks' is ignored."""
-        with self._checks(name, timeout, priority, steps=2):
+        with self._checks(name, timeout, priority, steps=2) as (name, priority):
             root = self._check_rank("root", root)
             parts = None
             if self._group.view.rank == root:
@@ -274,7 +274,7 @@ class Exchange(Verbs):
     def _gathered_objects(
         self, verb: Verb, value: Any, root: int | None, name: str | None, timeout: Seconds | None, priority: int
     ) -> Handle[Any]:
-        with self._checks(name, timeout, priority, steps=2):
+        with self._checks(name, timeout, priority, steps=2) as (name, priority):
             mine = packed(value)
         return self._concatenated(verb, mine, root, name, None, timeout, priority, outcome=_unpacked_each)
 
@@ -301,7 +301,7 @@ class Exchange(Verbs):
         rows and the rows.
         """
         wire: np.dtype[Any] | None = None
-        with self._checks(name, timeout, priority, steps=2):
+        with self._checks(name, timeout, priority, steps=2) as (name, priority):
             to = self._check_rank("root", root) if verb is GATHER else -1
             if wire_dtype is not None:
                 x = adapt(x)
@@ -343,6 +343,7 @@ class Exchange(Verbs):
         whole.key = name or UNNAMED
         begun_under: list[Plans] = []
         group.in_order(lambda: begun_under.append(group.plans))
+        until_s = group.until_s(timeout)
         verb = ALL_GATHER if root is None else BROADCAST
         told = whole.step = self._on_host(verb, record, name, None, timeout, priority, root=root, is_step=True)
 
@@ -361,7 +362,8 @@ class Exchange(Verbs):
             try:
                 with self._checks(name, later=later):
                     array, shape, target, plan, outcome = second(told.result())
-                step = self._begin(name, array, shape, target, timeout, priority, plan, later=later)
+                left_s = group.left_s(until_s)
+                step = self._begin(name, array, shape, target, left_s, priority, plan, later=later)
             except Exception as refused:  # noqa: BLE001  the checks of the second step have told the other ranks
                 whole.fail(refused)
             else:

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from kfcomm.arguments import whole_number
 from kfcomm.arrays import HostArray
 from kfcomm.collectives.compiled import MAX_NAMES, Arguments, CompiledBarrier, CompiledName
 from kfcomm.collectives.generations import Generations
@@ -22,8 +23,9 @@ from kfcomm.core.collective import GroupView, shown
 from kfcomm.errors import ConfigError
 from kfcomm.runtime.engine import Engine
 from kfcomm.runtime.operation import Operation
+from kfcomm.sizes import seconds_of
 from kfcomm.strategies import AnyStrategy
-from kfcomm.types import Layout
+from kfcomm.types import Layout, Seconds
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 Shape: TypeAlias = tuple[int, ...]
@@ -33,7 +35,6 @@ IN_ORDER = "~"
 """How names begin that a skin gives to calls which its library matches by their order: as with calls without a name,
 further ones may begin before earlier ones are complete."""
 STRATEGY_KEY = "\0strategy"
-MAX_NAME_NBYTES = 1024
 LEAST_URGENT, MOST_URGENT = -(1 << 15), (1 << 15) - 1
 """The priorities that a call may have."""
 
@@ -73,6 +74,15 @@ class Group:
     def waits(self) -> bool:
         """Whether a strategy is being agreed, so that posts have to wait."""
         return self._waiting is not None
+
+    def until_s(self, timeout: Seconds | None) -> float:
+        """When a call of several steps that begins now is to be over, by the reactor's clock."""
+        timeout_s = seconds_of(timeout)
+        return self.engine.reactor.time() + (self.timeout_s if timeout_s is None else timeout_s)
+
+    def left_s(self, until_s: float) -> float:
+        """What is left until then, for the next step."""
+        return max(0.0, until_s - self.engine.reactor.time())
 
     def in_order(self, begin: Callable[[], None]) -> None:
         """Run ``begin`` now, or after the verdict on a strategy that is being agreed."""
@@ -205,30 +215,13 @@ def may_overlap(name: str | None) -> bool:
     return name is None or name.startswith(IN_ORDER)
 
 
-def check_name(name: Any) -> None:
-    """Refuse a name that cannot travel.
-
-    Raises:
-        ConfigError: it is not a string, is empty or too long, or holds the reserved NUL.
-    """
-    if name is None:
-        return
-    if not isinstance(name, str) or not name or "\0" in name:
-        raise ConfigError(f"a name is a string that is not empty and has no NUL, not {name!r}")
-    is_ascii = name.isascii()
-    nbytes = len(name) if is_ascii else len(name.encode(errors="surrogatepass"))
-    if nbytes > MAX_NAME_NBYTES:
-        raise ConfigError(f"a name has at most {MAX_NAME_NBYTES} bytes, {name[:32]!r}... has {nbytes}")
-    if not is_ascii and any("\ud800" <= letter <= "\udfff" for letter in name):
-        raise ConfigError(f"a name is valid Unicode, {name[:32]!r} is not")
-
-
-def check_priority(priority: Any) -> None:
-    """Refuse a priority that is none.
+def checked_priority(priority: Any) -> int:
+    """A priority as ``int`` itself.
 
     Raises:
         ConfigError: it is not a whole number from -32768 to 32767.
     """
-    if (type(priority) is int or isinstance(priority, np.integer)) and LEAST_URGENT <= priority <= MOST_URGENT:
-        return
-    raise ConfigError(f"a priority is a whole number from {LEAST_URGENT} to {MOST_URGENT}, not {priority!r}")
+    number = whole_number(priority)
+    if number is None or not LEAST_URGENT <= number <= MOST_URGENT:
+        raise ConfigError(f"a priority is a whole number from {LEAST_URGENT} to {MOST_URGENT}, not {priority!r}")
+    return number

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from kfcomm.arguments import checked_name, whole_number
 from kfcomm.arrays import adapt
-from kfcomm.collectives.blobs import Blobs, check_version
+from kfcomm.collectives.blobs import Blobs, checked_version
 from kfcomm.collectives.compiled import ALL_GATHER
 from kfcomm.collectives.exchange import Exchange, Steps
-from kfcomm.collectives.group import check_name, check_priority
+from kfcomm.collectives.group import checked_priority
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.mailbox import Mailbox, both
 from kfcomm.collectives.objects import fingerprint, packed, unpacked
@@ -127,13 +128,14 @@ class Messages(Exchange):
             capacity: arrays that may be under way before ``put`` waits.
         """
         self._check_open()
-        check_name(name)
+        name = checked_name(name)
         source, target = self._check_rank("source", source), self._check_rank("target", target)
         if source == target:
             raise ConfigError("a queue joins two different ranks")
-        if type(capacity) is not int or capacity < 1:
-            raise ConfigError(f"a queue holds at least one array, not {capacity}")
-        return Queue(self, name, source, target, capacity)
+        room = whole_number(capacity)
+        if room is None or room < 1:
+            raise ConfigError(f"a queue holds at least one array, not {capacity!r}")
+        return Queue(self, name, source, target, room)
 
     def save(self, name: str, x: Any, *, version: int | None = None) -> int:
         """Keep a copy of ``x`` for others to ``request``; returns its version. The last two of a name are kept.
@@ -141,8 +143,7 @@ class Messages(Exchange):
         ``x``: an array, or ``bytes``, of which others get an array of uint8.
         """
         self._check_open()
-        check_name(name)
-        return self._blobs.save(name, x, version)
+        return self._blobs.save(checked_name(name), x, version)
 
     async def request(
         self, name: str, source: int, *, version: int | None = None, like: Any = None, timeout: Seconds | None = None
@@ -160,8 +161,7 @@ class Messages(Exchange):
             CollectiveError: that rank has saved no such thing.
         """
         self._check_open()
-        check_name(name)
-        check_version(version)
+        name, version = checked_name(name), checked_version(version)
         timeout_s = seconds_of(timeout)
         kind = self._devices.kind_like(like)
         return await self._blobs.request(name, self._check_rank("source", source), version, timeout_s, kind)
@@ -176,7 +176,7 @@ class Messages(Exchange):
             timeout: see ``all_reduce``.
             priority: see ``all_reduce``.
         """
-        with self._checks(name, timeout, priority):
+        with self._checks(name, timeout, priority) as (name, priority):
             mine = np.frombuffer(fingerprint(x), np.uint8)
         everyone = self._on_host(ALL_GATHER, mine, name, None, timeout, priority, is_step=True)
         return self._mapped(everyone, lambda table: bool((table == table[0]).all()))
@@ -187,7 +187,7 @@ class Messages(Exchange):
     ) -> Handle[None]:  # fmt: skip
         self._check_open()
         timeout_s = seconds_of(timeout)
-        check_priority(priority)
+        priority = checked_priority(priority)
         to = self._check_other("to", to)
         try:
             array, fetched = self._devices.on_host(x, stream)
@@ -237,7 +237,7 @@ class Messages(Exchange):
     ) -> Received[Any]:
         self._check_open()
         timeout_s = seconds_of(timeout)
-        check_priority(priority)
+        priority = checked_priority(priority)
         if source is not None:
             source = self._check_other("source", source)
         target = None
@@ -352,9 +352,9 @@ def _one_of(name: str, rank: int | None, other_name: str, other: int | None) -> 
 
 def _key(tag: Tag, kind: str = "") -> str:
     """The key of messages with this tag, for people too; kinds of messages do not meet."""
-    if isinstance(tag, (int, np.integer)):
-        return f"{kind}tag {int(tag)}"
+    number = whole_number(tag)
+    if number is not None:
+        return f"{kind}tag {number}"
     if not isinstance(tag, str):
-        raise ConfigError(f"a tag is a number or a string, not {tag!r}")
-    check_name(tag)
-    return f"{kind}tag {tag!r}"
+        raise ConfigError(f"a tag is a whole number or a string, not {tag!r}")
+    return f"{kind}tag {checked_name(tag)!r}"

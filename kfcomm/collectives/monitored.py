@@ -57,7 +57,7 @@ class Monitored(Messages):
         if type(x) is np.ndarray:
             nbytes = x.nbytes
         else:
-            with self._checks(name, timeout, priority, devices=self._devices):
+            with self._checks(name, timeout, priority, devices=self._devices) as (name, priority):
                 x = self._devices.read(x, stream)
             nbytes = x.flat.nbytes
         group.in_order(lambda: handle.begin(group, meter, nbytes))

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import msgpack
 import numpy as np
 
+from kfcomm.arguments import plain_text
 from kfcomm.arrays import adapt, is_list
 from kfcomm.arrays.kinds import TOO_DEEP, is_array_type
 from kfcomm.errors import CollectiveError, ConfigError
@@ -63,8 +64,9 @@ def fingerprint(x: Any) -> bytes:
 
 def _fingerprint(x: Any) -> bytes:
     if x is None or isinstance(x, (str, bytes)):
-        data = b"" if x is None else x.encode(errors="surrogatepass") if isinstance(x, str) else x
-        return _hash(type(x).__name__, data)
+        if isinstance(x, str):
+            return _hash("str", plain_text(x).encode(errors="surrogatepass"))
+        return _hash("NoneType" if x is None else "bytes", x or b"")
     if isinstance(x, Mapping):
         return _hash("dict", b"".join(sorted(_fingerprint(key) + _fingerprint(one) for key, one in x.items())))
     if isinstance(x, (set, frozenset)):

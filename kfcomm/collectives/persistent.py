@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, Ty
 
 import numpy as np
 
+from kfcomm.arguments import checked_name
 from kfcomm.collectives.compiled import COMPILABLE, NO_ARRAY, Arguments, Compiled, Use
-from kfcomm.collectives.group import check_name, check_priority
+from kfcomm.collectives.group import checked_priority
 from kfcomm.collectives.handle import Handle, looked_at, named
 from kfcomm.collectives.monitored import Monitored
 from kfcomm.errors import ConfigError
@@ -150,9 +151,10 @@ def persistent(
         given = signature.bind(self, *args, **kwargs)
         given.apply_defaults()
         self._check_open()
-        check_name(given.arguments.get("name"))
+        if "name" in given.arguments:
+            given.arguments["name"] = checked_name(given.arguments["name"])
         seconds_of(given.arguments["timeout"])
-        check_priority(given.arguments["priority"])
+        given.arguments["priority"] = checked_priority(given.arguments["priority"])
         return PersistentCollective(self, verb, given)
 
     init.__name__ = f"{verb.__name__}_init"

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from kfcomm.arguments import checked_name, whole_number
 from kfcomm.arrays import HostArray, OutList, adapt, adapt_out, holds_arrays, is_list, overlaps, same_memory
 from kfcomm.arrays.kinds import NUMPY, READ_ONLY
 from kfcomm.collectives.compiled import (
@@ -28,7 +29,7 @@ from kfcomm.collectives.compiled import (
     REDUCE_SCATTER,
     Arguments,
 )
-from kfcomm.collectives.group import UNNAMED, Group, check_name, check_priority, may_overlap
+from kfcomm.collectives.group import UNNAMED, Group, checked_priority, may_overlap
 from kfcomm.collectives.handle import Handle, named
 from kfcomm.collectives.on_device.calls import Order
 from kfcomm.collectives.on_device.through_host import Out
@@ -64,19 +65,22 @@ class Later:
 class Checks:
     """The block of ``Verbs._checks``: four times as quick as a generator in its place, which takes 2 µs."""
 
-    __slots__ = ("_devices", "_group", "_key", "_later", "_steps")
+    __slots__ = ("_devices", "_group", "_key", "_later", "_name", "_steps", "priority")
 
     def __init__(
-        self, group: Group, key: str, steps: int = 1, later: Later | None = None, devices: DeviceVerbs | None = None
-    ) -> None:
+        self, group: Group, key: str, steps: int = 1, later: Later | None = None, devices: DeviceVerbs | None = None,
+        name: str | None = None,
+    ) -> None:  # fmt: skip
         self._group = group
         self._key = key
         self._steps = steps
         self._later = later
         self._devices = devices
+        self._name = name
+        self.priority = 0
 
-    def __enter__(self) -> None:
-        pass
+    def __enter__(self) -> tuple[str | None, int]:
+        return self._name, self.priority
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, Exception):
@@ -169,7 +173,7 @@ class Verbs:
         self, x: Any, name: str | None, out: Any, timeout: Seconds | None, priority: int, stream: Any, op: Any,
         wire_dtype: Any,
     ) -> Handle[Any]:  # fmt: skip
-        with self._checks(name):
+        with self._checks(name) as (name, _):
             if out is not None:
                 raise ConfigError("a shared result is an array of its own: give either shared or out")
             if self._devices.takes(x, stream):
@@ -276,7 +280,7 @@ class Verbs:
         again = self._again(NO_ARRAY, name, (BARRIER,), None, timeout, priority)
         if again is not None:
             return again
-        with self._checks(name, timeout, priority):
+        with self._checks(name, timeout, priority) as (name, priority):
             pass
 
         return self._begin(
@@ -295,7 +299,7 @@ class Verbs:
         """
         devices = self._devices
         if is_list(x):
-            with self._checks(name, timeout, priority):
+            with self._checks(name, timeout, priority) as (name, priority):
                 is_listed = holds_arrays(x)
             if is_listed:
                 from kfcomm.collectives.batches import of_list
@@ -307,7 +311,7 @@ class Verbs:
             return self._on_host(
                 verb, x, name, out, timeout, priority, op=op, root=root, wire_dtype=wire_dtype, handle=handle
             )
-        with self._checks(name, timeout, priority, devices=devices):
+        with self._checks(name, timeout, priority, devices=devices) as (name, priority):
             devices.check(wire_dtype)
             to = self._check_rank("root", root) if verb in ROOTED else -1
             array = devices.read(x, stream)
@@ -325,7 +329,7 @@ class Verbs:
 
         ``is_shared``: all ranks get one result, of an all_reduce.
         """
-        with self._checks(name, timeout, priority):
+        with self._checks(name, timeout, priority) as (name, priority):
             to = self._check_rank("root", root) if verb in ROOTED else -1
             array = adapt(x)
             chosen = checked_op(op, array.dtype) if verb in FOLDING else None
@@ -358,21 +362,23 @@ class Verbs:
     ) -> Checks:  # fmt: skip
         """What fails in the block of this fails the other ranks' calls too; the error is this call's.
 
+        The block has the name and the priority of the call made plain: ``with ... as (name, priority)``.
+
         ``steps``: of the call. ``later``: the block is about its later step, which fails at once; else the call
         fails at its place among the posts. ``devices``: these are told, too.
         """
         try:
             self._check_open()
-            check_name(name)
+            name = checked_name(name)
         except KfcommError as error:
             if later is not None:
                 self._group.refuse_now(later.key, error, seq=later.seq)
             raise
-        checks = Checks(self._group, name or UNNAMED, steps, later, devices)
+        checks = Checks(self._group, name or UNNAMED, steps, later, devices, name)
         if timeout is not None or priority or type(priority) is not int:
             with checks:
                 seconds_of(timeout)
-                check_priority(priority)
+                checks.priority = checked_priority(priority)
         return checks
 
     def _again(
@@ -383,6 +389,8 @@ class Verbs:
         if timeout is not None or priority or wire_dtype is not None or stream is not None or type(x) is not np.ndarray:
             return None
         group = self._group
+        if type(name) is not str:
+            name = checked_name(name)
         compiled = group.compiled.get(name)
         if compiled is None:
             return self._when_agreed(x, name, arguments, out) if group.waits else None
@@ -467,10 +475,10 @@ class Verbs:
 
     def _check_rank(self, what: str, rank: Any) -> int:
         """``rank`` as a plain int, which is what travels."""
-        size = self._group.view.size
-        if not isinstance(rank, (int, np.integer)) or not 0 <= rank < size:
+        size, number = self._group.view.size, whole_number(rank)
+        if number is None or not 0 <= number < size:
             raise ConfigError(f"{what} {rank!r} is not a rank of this group (0 to {size - 1})")
-        return int(rank)
+        return number
 
 
 def _result_shape(verb: Verb, shape: Shape, view: GroupView, root: int) -> Shape | None:

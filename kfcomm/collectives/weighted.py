@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from kfcomm.arguments import checked_name
 from kfcomm.arrays import HostArray, OutArray, adapt, adapt_out, holds_arrays, is_list
 from kfcomm.arrays.dtypes import dtype_name
 from kfcomm.arrays.kinds import NUMPY
 from kfcomm.collectives.batches import names_of, outs_by_name, reduce_mapping
 from kfcomm.collectives.compiled import ALL_REDUCE
 from kfcomm.collectives.exchange import Steps
-from kfcomm.collectives.group import UNNAMED, check_name, check_priority
+from kfcomm.collectives.group import UNNAMED, checked_priority
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.packing import many_key
 from kfcomm.collectives.plans import Plan, Plans, Shape
@@ -45,7 +46,7 @@ def average(
     refused: Mapping[str, Any],
 ) -> Handle[Any]:  # fmt: skip
     """See ``Verbs.all_reduce``; ``refused``: options that do not go with a weight, by name."""
-    with verbs._checks(name, timeout, priority):
+    with verbs._checks(name, timeout, priority) as (name, priority):
         if is_list(x) and holds_arrays(x):
             raise ConfigError("a weight is for one array, or for the mapping of all_reduce_many; not for a list")
         _check_options(verbs, [x], refused)
@@ -70,14 +71,14 @@ def average_many(
 ) -> Handle[dict[str, Any]]:  # fmt: skip
     """See ``Verbs.all_reduce_many``."""
     verbs._check_open()
-    check_name(name)
+    name = checked_name(name)
     names = names_of(arrays)
     if not names:
         return reduce_mapping(verbs, arrays, name, op, out, timeout, priority, None, None)
     title = names[0] if name is None else name
     with Checks(verbs._group, many_key((title,))):
         seconds_of(timeout)
-        check_priority(priority)
+        priority = checked_priority(priority)
         _check_options(verbs, arrays.values(), refused)
         counted, given = _checked(weight), {one: adapt(arrays[one]) for one in names}
         outs = outs_by_name(out, arrays)

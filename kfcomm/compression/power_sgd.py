@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from kfcomm.arguments import checked_name
 from kfcomm.compression.feedback import Array, Averaging, Errors
 from kfcomm.errors import ConfigError
 
@@ -87,6 +88,7 @@ class PowerSGD:
             ConfigError: a gradient is no array of floating-point numbers, or has changed.
             CollectiveError: an exchange has failed; the errors of this step are as they were before.
         """
+        name = checked_name(name)
         if self._left > 0:
             whole = comm.all_reduce_many({f"{name}/{one}": np.asarray(g) for one, g in gradients.items()}, op="avg")
             self._left -= 1

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from kfcomm.arguments import checked_name
 from kfcomm.compression.feedback import Array, Averaging, Errors
 from kfcomm.errors import ConfigError
 
@@ -57,6 +58,7 @@ class TopK:
             ConfigError: a gradient is no array of floating-point numbers, or has changed.
             CollectiveError: an exchange has failed; the errors are as they were before.
         """
+        name = checked_name(name)
         found = {one: self.errors.corrected(one, gradients[one]) for one in sorted(gradients)}
         places = {one: largest(whole.reshape(-1), self._count(whole)) for one, whole in found.items()}
         averages: dict[str, Array] = {}

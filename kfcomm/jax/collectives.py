@@ -27,6 +27,7 @@ import numpy as np
 from jax import numpy as jnp
 from jax.experimental import io_callback
 
+from kfcomm.arguments import checked_name
 from kfcomm.errors import ConfigError
 from kfcomm.sync.skin import Skin
 
@@ -92,7 +93,7 @@ def _apply(verb: Callable[..., list[Any]], tree: Any, comm: Any, name: str, opti
     if not isinstance(comm, Skin):
         raise ConfigError(f"collectives of JAX need a communicator of kfcomm.sync, not a {type(comm).__name__}")
     leaves, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(structure, verb(comm, name, option, [jnp.asarray(leaf) for leaf in leaves]))
+    return jax.tree.unflatten(structure, verb(comm, checked_name(name), option, [jnp.asarray(leaf) for leaf in leaves]))
 
 
 def called(call: Callable[[list[Any]], list[Any]], leaves: list[Any], ranks: int | None = None) -> list[Any]:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 import jax
 from jax import numpy as jnp
 
+from kfcomm.arguments import checked_name
 from kfcomm.errors import ConfigError
 from kfcomm.jax.collectives import all_reduce, broadcast, called
 from kfcomm.sync.skin import Skin
@@ -305,7 +306,7 @@ class _Way:
         if not isinstance(comm, Skin):
             raise ConfigError(f"optimizers of JAX need a communicator of kfcomm.sync, not a {type(comm).__name__}")
         self._comm: Any = comm
-        self._name = name
+        self._name = checked_name(name)
         self._said = said
         if problem is not None:
             refuse(comm, said, problem, self._introduction)

@@ -9,10 +9,12 @@ argument: only the token's file is read from disk.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
 from urllib.parse import urlsplit
 
+from kfcomm.arguments import plain_text, whole_number
 from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.interfaces import LOOPBACK, is_loopback
 from kfcomm.rendezvous.token import HOW_TO_SET, concealed_token, given_token, user_token
@@ -145,7 +147,7 @@ def detect(environ: Mapping[str, str], **arguments: Unpack[Arguments]) -> Settin
         near = "".join(hint(name, known) for name in unknown[:1])
         raise ConfigError(f"unknown settings {', '.join(unknown)}; there are {', '.join(known)}{near}")
     if isinstance(rules := given.get("strategy"), Mapping):
-        given["strategy"] = ", ".join(f"{condition}: {name}" for condition, name in rules.items())
+        given["strategy"] = ", ".join(": ".join(map(_word, rule)) for rule in rules.items())
     reader = _Reader(environ, given)
     reasons: list[str] = []
     world = _find_world(reader, reasons)
@@ -185,6 +187,10 @@ def detect(environ: Mapping[str, str], **arguments: Unpack[Arguments]) -> Settin
         job=environ.get("KFCOMM_JOB") or None,
         launcher=environ.get("KFCOMM_LAUNCHER") or None,
     )
+
+
+def _word(given: Any) -> str:
+    return plain_text(given) if isinstance(given, str) else str(given)
 
 
 def _find_join(reader: _Reader, world: World, store: str | None) -> int | None:
@@ -281,9 +287,9 @@ def _integers(given: Mapping[str, Any], *names: str) -> tuple[int, int]:
     for name in names:
         if name not in given:
             raise ConfigError(f"{' and '.join(names)} go together; {name} is missing")
-        if isinstance(given[name], bool) or not isinstance(given[name], int):
+        if whole_number(given[name]) is None:
             raise ConfigError(f"{name}={given[name]!r} must be an integer")
-    return given[names[0]], given[names[1]]
+    return operator.index(given[names[0]]), operator.index(given[names[1]])
 
 
 def _find_store(reader: _Reader, world: World, reasons: list[str]) -> str | None:
@@ -345,7 +351,7 @@ class _Reader(NamedTuple):
         value = self.raw(setting)
         if value is not None and (not isinstance(value, str) or not value.strip() or not value.isprintable()):
             raise ConfigError(f"{self.name(setting)}={value!r} must be a text")
-        return value
+        return None if value is None else plain_text(value)
 
     def text(self, setting: str, default: str) -> str:
         value = self.optional(setting)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
+from kfcomm.arguments import plain_text
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.errors import ConfigError
 from kfcomm.lazy import imported_when_used
@@ -79,9 +80,9 @@ def build(spec: StrategySpec, layout: Layout, others: Callable[[], Mapping[str, 
     """
     match spec:
         case str() if is_rules(spec):
-            return build(parse_rules(spec), layout, others)
+            return build(parse_rules(plain_text(spec)), layout, others)
         case str():
-            return _named(spec, layout, others)
+            return _named(plain_text(spec), layout, others)
         case Mapping():
             return from_rules(spec, lambda one: build(one, layout, others))
         case Strategy() | SizedStrategy():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kfcomm.arguments import checked_name
 from kfcomm.errors import ConfigError
 from kfcomm.sync.skin import Skin
 from kfcomm.torch.state import broadcast_optimizer_state, broadcast_parameters
@@ -148,6 +149,7 @@ def agreeing(
             number is out of its range on one of them.
     """
     _check(optimizer, comm)
+    name = checked_name(name)
     meeting = introduction(comm.rank, _said(optimizer), f"{name}/optimizer", "the ranks have different optimizers")
     Pending(comm, meeting).wait()
     parameters = parameters_of(optimizer)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from kfcomm.arguments import checked_name
 from kfcomm.errors import ConfigError
 from kfcomm.sync import Communicator
 from kfcomm.torch.buckets import Bucket, Marks, Place
@@ -77,6 +78,7 @@ def attach(
     """
     if not isinstance(comm, Communicator):
         raise ConfigError(f"attach needs a communicator of kfcomm.sync, not a {type(comm).__name__}")
+    name = checked_name(name)
     parameters = _parameters(model, optimizer)
     chosen = by_parameter(compression, [one for one, _ in parameters])
     about = [f"{one} {tuple(parameter.shape)} {parameter.dtype} {chosen[one]}" for one, parameter in parameters]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from kfcomm.arguments import checked_name
 from kfcomm.collectives.group import IN_ORDER
 from kfcomm.errors import KfcommError
 from kfcomm.torch.backend import Backend
@@ -49,6 +50,7 @@ class CompressionState:
     ) -> None:  # fmt: skip
         self.wire_dtype: str | None = None
         self.compressor: Compressor | None
+        name = checked_name(name)
         if isinstance(compression, str):
             chosen = Compression(compression, **options)
             self.wire_dtype, self.compressor = chosen.wire_dtype, chosen.made(name)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kfcomm.collectives.group import check_name
+from kfcomm.arguments import checked_name
 
 _names = threading.local()
 """Of this thread: the name, and how many calls have used it."""
@@ -30,9 +30,9 @@ def named(name: str) -> Iterator[None]:
     Raises:
         ConfigError: it cannot be a name.
     """
-    check_name(name)
+    given = checked_name(name)
     outer = getattr(_names, "current", None)
-    _names.current = [name, 0]
+    _names.current = [given, 0]
     try:
         yield
     finally:
@@ -46,4 +46,4 @@ def next_name() -> str | None:
         return None
     name, used = current
     current[1] = used + 1
-    return f"{name}#{used}" if used else str(name)
+    return f"{name}#{used}" if used else name

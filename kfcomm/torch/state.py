@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kfcomm.arguments import checked_name
 from kfcomm.errors import ConfigError
 from kfcomm.torch.objects import broadcast_object
 
@@ -32,6 +33,7 @@ def broadcast_parameters(
 
     Cost: the bytes of the tensors; small ones travel together.
     """
+    name = checked_name(name)
     items = parameters.items() if isinstance(parameters, Mapping) else parameters
     tensors = {one: value.detach() for one, value in items if isinstance(value, torch.Tensor)}
     about = [f"{one} {tuple(tensor.shape)} {tensor.dtype}" for one, tensor in tensors.items()]

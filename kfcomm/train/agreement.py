@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
+from kfcomm.arguments import checked_name
 from kfcomm.collectives.handle import looked_at
 from kfcomm.errors import CollectiveMismatch, ConfigError
 from kfcomm.train.procedure import Comm, Procedure, call, carried, together
@@ -50,6 +51,7 @@ class Agreement:
     """Whether all ranks go on with the same gradients."""
 
     def __init__(self, comm: Comm, name: str | None, numbers: Mapping[str, Any], problem: str | None = None) -> None:
+        name = None if name is None else checked_name(name)
         self.comm = comm
         self.name = self.default_name if name is None else name
         self.num_steps = 0

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from kfcomm.arguments import checked_name
 from kfcomm.errors import ConfigError
 from kfcomm.train.procedure import Call, Comm, Procedure, call, carried, together
 
@@ -98,7 +99,7 @@ class LayerOwnership:
         if not damping > 0:
             raise ConfigError(f"damping is above 0, not {damping!r}")
         self.comm = comm
-        self.name = name
+        self.name = checked_name(name)
         self._damping = damping
 
     @carried

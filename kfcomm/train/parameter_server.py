@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from kfcomm.arguments import checked_name
 from kfcomm.arrays import adapt
 from kfcomm.train.agreement import check_alike, count_problem, introduce, refuse
 from kfcomm.train.packed import Packing
@@ -78,7 +79,7 @@ class ParameterServer:
 
     def __init__(self, comm: Comm, model: Tree, apply: Apply, *, staleness: int = 4, name: str = "server") -> None:
         self.comm = comm
-        self.name = name
+        self.name = checked_name(name)
         self._said = f"ParameterServer(staleness={staleness!r})"
         problem = count_problem("staleness", staleness)
         if problem is not None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kfcomm.arguments import checked_name
 from kfcomm.errors import ConfigError
 from kfcomm.train.procedure import Comm, Procedure, call, carried, together
 
@@ -64,7 +65,7 @@ class HybridGradients:
 
     def __init__(self, comm: Comm, *, name: str = "hybrid") -> None:
         self.comm = comm
-        self.name = name
+        self.name = checked_name(name)
 
     @carried
     def average(self, gradients: dict[str, Any], *, out: Mapping[str, Any] | None = None) -> Procedure[dict[str, Any]]:
