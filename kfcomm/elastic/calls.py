@@ -8,9 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kfcomm.arguments import checked_name
 from kfcomm.arrays import adapt, adapt_out, is_list
 from kfcomm.arrays.dtypes import dtype_of
+from kfcomm.collectives.batches import names_of
 from kfcomm.collectives.handle import Handle
+from kfcomm.collectives.packing import many_key
 from kfcomm.communicator import Communicator
 
 
@@ -79,8 +82,20 @@ class Call:
         default = _DEFAULTS[self.verb].get(name)
         return None if default is inspect.Parameter.empty else default
 
-    def begin(self, comm: Communicator, root: Any, out: Any) -> Handle[Any]:
-        """Call it, with this root and this ``out`` in the place of its own.
+    def title(self) -> str:
+        """The text by which the ranks match it, as in a plain job; empty without a name.
+
+        Raises:
+            ConfigError: it cannot have such a name.
+        """
+        name = checked_name(self.get("name"))
+        if self.verb != "all_reduce_many":
+            return name or ""
+        names = names_of(self.get("arrays")) if name is None else [name]
+        return many_key(names) if names else ""
+
+    def begin(self, comm: Communicator, root: Any, out: Any, timeout_s: float | None = None) -> Handle[Any]:
+        """Call it, with this root and this ``out`` in the place of its own, and this timeout, if one is given.
 
         Raises:
             ConfigError: see the verb.
@@ -92,6 +107,8 @@ class Call:
             changed["root"] = root
         if "out" in places:
             changed["out"] = out
+        if timeout_s is not None:
+            changed["timeout"] = timeout_s
         for name in list(changed):
             place = places[name]
             if place < len(args):

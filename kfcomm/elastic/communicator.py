@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from kfcomm.arguments import whole_number
 from kfcomm.arrays import is_list
 from kfcomm.arrays.on_device import is_on_device
 from kfcomm.collectives.handle import Handle
@@ -18,10 +19,18 @@ from kfcomm.elastic.ledger import Ledger
 from kfcomm.elastic.telling import Telling
 from kfcomm.epochs import NO_PLAN, Plan, Released
 from kfcomm.errors import CollectiveTimeout, ConfigError, RendezvousError
-from kfcomm.types import Candidate
+from kfcomm.types import Candidate, Seconds
 
 if TYPE_CHECKING:
     from kfcomm.session import Session
+
+
+_OF_STEP = frozenset(
+    {
+        "group", "probe", "queue", "recv", "recv_any", "recv_object", "request", "send", "send_object", "set_strategy",
+        "split",
+    }
+)  # fmt: skip
 
 
 class ElasticCommunicator:
@@ -30,7 +39,8 @@ class ElasticCommunicator:
     It has all that a ``Communicator`` has. While an ``Elastic`` is open, the collectives of the world outlive a rank
     that dies: those that live finish them, with one result and one list of contributors (``handle.contributors``), or
     one error. ``rank``, ``size`` and ``births`` stay what they are until the step is over. What is not finished so
-    fails as it does without ``Elastic``: messages, queues, sub-groups, persistent collectives, arrays on devices.
+    fails as it does without ``Elastic``, until the step is over: messages, queues, ``set_strategy``, sub-groups,
+    persistent collectives, arrays on devices.
 
     Attributes:
         current: the communicator of the epoch.
@@ -40,13 +50,14 @@ class ElasticCommunicator:
         self.current = comm
         self._ledger: Ledger | None = None
         self._telling = Telling()
+        self._timeout: Seconds | None = None
         self._by_births = {comm.births: comm}
 
     def __repr__(self) -> str:
         return f"<Elastic{repr(self.current)[1:]}"
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.current, name)
+        return getattr(self._shown if is_of_step(name) else self.current, name)
 
     # ---------------------------------------------------------------- who and where
 
@@ -99,6 +110,28 @@ class ElasticCommunicator:
     def _session(self) -> Session:
         return self.current._session
 
+    # ---------------------------------------------------------------- what holds for the epochs that follow, too
+
+    def set_timeout(self, timeout: Seconds) -> None:
+        """See ``kfcomm.Communicator.set_timeout``; also of the epochs that follow.
+
+        Raises:
+            ConfigError: it is not above 0.
+        """
+        self.current.set_timeout(timeout)
+        self._timeout = timeout
+
+    def refuse(self, name: str | None, error: BaseException, *, steps: int = 1) -> None:
+        """See ``kfcomm.Communicator.refuse``.
+
+        Raises:
+            ConfigError: it cannot be a name.
+        """
+        if self._ledger is None:
+            self.current.refuse(name, error, steps=steps)
+        else:
+            self._ledger.refuse(name, error, steps)
+
     # ---------------------------------------------------------------- the ends
 
     async def shrink(self, *, timeout: Any = None) -> Self:
@@ -144,7 +177,7 @@ class ElasticCommunicator:
             Partitioned: see ``shrink``.
         """
         self._check_not_open("resize")
-        _check_size(size)
+        size = _checked_size(size)
         limit_s = self.current._seconds(timeout)
         while self.current.size != size:
             comm = self.current
@@ -173,8 +206,7 @@ class ElasticCommunicator:
             ConfigError: the job does not have so many, or so few; or there is no store.
             RendezvousError: the store cannot be reached.
         """
-        _check_size(size)
-        await self.current._session.network.want_size(size)
+        await self.current._session.network.want_size(_checked_size(size))
 
     async def propose_replacement(self, rank: int) -> None:
         """Ask that another process come in the place of a rank, from any rank: of one that is slow, say.
@@ -190,9 +222,10 @@ class ElasticCommunicator:
             ConfigError: there is no such rank; or there is no store.
             RendezvousError: the store cannot be reached.
         """
-        if type(rank) is not int or not 0 <= rank < self.size:
+        number = whole_number(rank)
+        if number is None or not 0 <= number < self.size:
             raise ConfigError(f"a rank is a whole number from 0 to {self.size - 1}, not {rank!r}")
-        await self.current._session.network.want_replaced(self.births[rank])
+        await self.current._session.network.want_replaced(self.births[number])
 
     def _check_not_open(self, verb: str) -> None:
         if self._ledger is not None:
@@ -250,11 +283,23 @@ class ElasticCommunicator:
     def _move(self, comm: Communicator) -> None:
         self.current = comm
         self._by_births[comm.births] = comm
+        if self._timeout is not None:
+            comm.set_timeout(self._timeout)
 
 
-def _check_size(size: Any) -> None:
-    if type(size) is not int or size < 1:
+def is_of_step(name: str) -> bool:
+    """Whether a method is about the ranks of the step, and does not outlive one: over with the epoch of these.
+
+    Else a rank that comes to it later would do it alone in the next epoch, or with other ranks than it has named.
+    """
+    return name in _OF_STEP or name.endswith("_init")
+
+
+def _checked_size(size: Any) -> int:
+    number = whole_number(size)
+    if number is None or number < 1:
         raise ConfigError(f"a size is a whole number from 1 on, not {size!r}")
+    return number
 
 
 async def _planned(comm: Communicator, size: int, limit_s: float) -> dict[str, Any]:
@@ -280,7 +325,7 @@ def _outliving(verb: str) -> Callable[..., Handle[Any]]:
     def call(self: ElasticCommunicator, *args: Any, **kwargs: Any) -> Handle[Any]:
         ledger = self._ledger
         if ledger is None or (args and _is_far(args[0])):
-            begun: Handle[Any] = getattr(self.current, verb)(*args, **kwargs)
+            begun: Handle[Any] = getattr(self._shown, verb)(*args, **kwargs)
             return begun
         return ledger.begin(verb, args, kwargs)
 

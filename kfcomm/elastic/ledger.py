@@ -20,8 +20,9 @@ import asyncio
 import contextlib
 import hashlib
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any, NamedTuple
 
 import msgpack
 
@@ -29,15 +30,32 @@ from kfcomm.collectives.handle import Handle
 from kfcomm.communicator import Communicator
 from kfcomm.core.collective import OWN_NAMES
 from kfcomm.elastic.calls import Call, frozen
-from kfcomm.elastic.entry import BOUNDARY, Births, Entry
+from kfcomm.elastic.entry import BOUNDARY, Births, Entry, Outer
 from kfcomm.elastic.posting import Posting
 from kfcomm.elastic.telling import Telling
 from kfcomm.elastic.verdicts import Row, Standing, decide
 from kfcomm.epochs import NO_PLAN, Plan, Released
-from kfcomm.errors import CollectiveMismatch, EpochChanged, PeerLost
+from kfcomm.errors import CollectiveMismatch, ConfigError, EpochChanged, PeerLost
 from kfcomm.runtime.agreements import Call as AgreementKind
+from kfcomm.sizes import seconds_of
 
 DIGEST_NBYTES = 16
+
+
+class Outcome(NamedTuple):
+    """The calls by which samples count as used, since the last boundary, on one rank.
+
+    Attributes:
+        is_tried: there is one.
+        is_done: one is done.
+        has_failed: one is not.
+        lacking: births whose contributions are not in all that are done.
+    """
+
+    is_tried: bool
+    is_done: bool
+    has_failed: bool
+    lacking: frozenset[int]
 
 
 class Ledger(Posting):
@@ -84,29 +102,59 @@ class Ledger(Posting):
         Raises:
             ConfigError: see the verb.
         """
-        outer: Handle[Any] = Handle(loop=self.comm._session.engine.loop)
-        entry = self._entered(Call(verb, args, kwargs), outer)
-        outer.when_done(self._reactor, lambda done: self._cancelled(entry) if done.cancelled() else None)
+        call = Call(verb, args, kwargs)
+        outer = Outer(loop=self.comm._session.engine.loop)
+        entry = self._entered(call, outer)
+        outer.withdraw = partial(self._withdraw, entry)
         if self._error is not None:
             entry.refuse(self._error)
-        elif self._change is None:
+        elif self._change is not None:
+            self._wait_for_change(entry)
+        else:
             try:
-                self._post(entry)
-            except BaseException:
+                self._post(entry, is_first=True)
+            except BaseException as error:
+                self._tell_holders(entry, error)
+                entry.why = f"rank {self._shown_rank} refused its call of {entry.title}: {error}"
                 outer.cancel()
                 raise
         return outer
 
+    def refuse(self, name: str | None, error: BaseException, steps: int) -> None:
+        """A call of this step is not made on this rank: it takes its place all the same, and fails on the others.
+
+        Raises:
+            ConfigError: it cannot be a name.
+        """
+        outer = Outer(loop=self.comm._session.engine.loop)
+        entry = self._entered(Call("barrier", (name,), {}), outer)
+        entry.refusal = error, steps
+        entry.refuse(error)
+        entry.heard()
+        entry.why = f"rank {self._shown_rank} refused its call of {entry.title}: {entry.why}"
+        if self._change is None and self._error is None:
+            self._post(entry)
+        else:
+            entry.standing = Standing.POSTED  # until the ranks have gone on
+
     def _entered(self, call: Call, outer: Handle[Any] | None) -> Entry:
-        name = call.get("name")
-        if type(name) is not str:
-            name = ""
+        name = call.title()
         number = self._uses.get(name, 0)
         self._uses[name] = number + 1
         entry = Entry((name, number), call, outer, self.step + (name == BOUNDARY))
+        if not entry.is_own:  # what kfcomm does between steps is not to fail because ranks are lost again and again
+            entry.deadline_s = self._reactor.time() + self._limit_s(call)
         entry.inner = threading.get_ident() if outer is None else None
         self._entries[entry.key] = entry
         return entry
+
+    def _limit_s(self, call: Call) -> float:
+        """Its timeout; if that is none, the verb says so."""
+        try:
+            timeout_s = seconds_of(call.get("timeout"))
+        except ConfigError:
+            timeout_s = None
+        return self.comm._group.timeout_s if timeout_s is None else timeout_s
 
     def enter(self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any], comm: Communicator) -> Entry | None:
         """Begin a call that the caller will do itself, on any thread, in ``comm``; None if anything is unusual.
@@ -135,7 +183,7 @@ class Ledger(Posting):
     def gone_on(self, entry: Entry, error: BaseException) -> Handle[Any]:
         """The caller has failed with an error. If ranks were lost, the call is finished all the same."""
         if entry.outer is None:
-            entry.outer = Handle(loop=self.comm._session.engine.loop)
+            entry.outer = self._new_outer(entry)
         entry.inner = None
         if self._error is not None:
             entry.refuse(self._error)
@@ -146,14 +194,20 @@ class Ledger(Posting):
         self._look_if_quiet()
         return entry.outer
 
+    def _new_outer(self, entry: Entry) -> Outer:
+        outer = Outer(loop=self.comm._session.engine.loop)
+        outer.withdraw = partial(self._withdraw, entry)
+        return outer
+
     def given_up(self, thread: int) -> None:
         """The caller was interrupted, at any line."""
         for entry in [one for one in list(self._entries.values()) if one.inner == thread]:
+            entry.inner = None
             if entry.standing is not Standing.DONE:
                 entry.standing = Standing.FAILED
+                entry.why = f"{entry.title} was cancelled on rank {self._shown_rank}"
                 if entry.outer is not None:
                     entry.outer.cancel()
-            entry.inner = None
         self._look_if_quiet()
 
     # ---------------------------------------------------------------- a change of the epoch
@@ -245,21 +299,21 @@ class Ledger(Posting):
     def _standings(self) -> list[Row]:
         """Of all calls that are over on this rank, or that it holds a result of its own of."""
         over = (one for one in [*self._kept, *self._entries.values()] if one.standing is not Standing.POSTED)
-        return sorted((*one.key, int(one.standing), one.contributors, one.step) for one in over)
+        return sorted((*one.key, int(one.standing), one.contributors, one.step, one.why) for one in over)
 
     def _digest(self) -> bytes:
-        rows = [row for row in self._standings() if row[2] != Standing.HELD]
+        rows = [row[:-1] for row in self._standings() if row[2] != Standing.HELD]
         return hashlib.blake2b(msgpack.packb(rows), digest_size=DIGEST_NBYTES).digest()
 
     async def _compare(self) -> None:
         """Tell each other how the calls stand; from that follows what becomes of each, the same on all."""
         said = await self.comm.all_gather_object([self.step, self._standings()], "kfcomm/standings")
         self._gifts = dict(decide(said, self.comm.births))
-        over = [one for one in [*self._kept, *self._entries.values()] if one.standing is Standing.DONE]
-        for entry in over:
+        over = (Standing.DONE, Standing.FAILED)
+        for entry in [one for one in [*self._kept, *self._entries.values()] if one.standing in over]:
             gift = self._gift_for(entry)
             if gift is not None and gift.giver >= 0 and entry.is_sent:
-                self._given(entry, gift)
+                self._take_part(entry, gift)
 
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, asyncio.CancelledError):
@@ -283,13 +337,22 @@ class Ledger(Posting):
         while self._change is not None:
             await asyncio.wait([self._change])
 
-    def outcome(self, names: Sequence[str] | None) -> set[int] | None:
-        """Births whose contributions are in all calls of the step (of these names, if given); None without a call."""
-        over = [one for one in self._entries.values() if one.standing is Standing.DONE and one.step == self.step]
-        counted = {one.contributors for one in over if one.is_counted(names)}
-        return set.intersection(*map(set, counted)) if counted else None
+    def outcome(self, names: Collection[str] | None) -> Outcome:
+        """How far the calls of the step (of these names, if given) tell of its samples, as this rank knows it."""
+        counted = [one for one in self._entries.values() if one.step == self.step and one.is_counted(names)]
+        over = [one for one in counted if one.standing is Standing.DONE]
+        lacking = {birth for birth in self.shown if any(birth not in one.contributors for one in over)}
+        return Outcome(bool(counted), bool(over), len(over) < len(counted), frozenset(lacking))
 
-    def is_void(self, names: Sequence[str] | None) -> bool:
+    def made(self) -> list[str]:
+        """The names of the calls that the program has made in this step."""
+        return sorted({one.name for one in self._entries.values() if one.step == self.step and not one.is_own})
+
+    def has_failed(self) -> bool:
+        """Whether a call of the step has failed on this rank."""
+        return any(one.standing is Standing.FAILED for one in self._entries.values() if one.step == self.step)
+
+    def is_void(self, names: Collection[str] | None) -> bool:
         """Whether a call of the step (of these names, if given) has failed on this rank because ranks were lost."""
         over = (one for one in self._entries.values() if one.is_void and one.step == self.step)
         return any(one.is_counted(names) for one in over)
@@ -299,7 +362,7 @@ class Ledger(Posting):
         handles = []
         for entry in list(self._entries.values()):
             if type(entry.inner) is int and entry.outer is None:  # by another thread
-                entry.outer = Handle(loop=self.comm._session.engine.loop)
+                entry.outer = self._new_outer(entry)
             if entry.outer is not None and not entry.outer.done() and entry.standing is not Standing.DONE:
                 handles.append(entry.outer)
         return handles

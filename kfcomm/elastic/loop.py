@@ -231,11 +231,13 @@ class Elastic:
             passes: until so many are behind the sampler, whoever has gone through them: also those from which this rank
                 has joined, or which a checkpoint holds. To the end of the present one, if left out.
             used_in: the name, or names, of the calls by which samples count as used; all calls of the step, if left
-                out. Those of a rank that died before it had given to all of these are given again.
+                out. Those of a rank that died before it had given to all of these are given again, and those of the
+                whole step where one of these has failed on all ranks.
 
         Raises:
             ConfigError: there is no open ``Elastic``; or what the state holds cannot be sent, on any rank, or this
-                rank has joined and makes other calls than the others.
+                rank has joined and makes other calls than the others. On all ranks, at the end of the first step with
+                calls that outlive ranks: none of these has a name of ``used_in``.
             CollectiveMismatch: the ranks are not at the same step, or gave other samplers or arguments; names them.
         """
         walk, met = self.walk(sampler, passes=passes, used_in=used_in), None

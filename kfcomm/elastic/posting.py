@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import contextlib
+import math
 from typing import Any
 
 import numpy as np
 
+from kfcomm.arguments import whole_number
 from kfcomm.collectives.handle import Handle, looked_at
 from kfcomm.communicator import Communicator
 from kfcomm.core.collective import OWN_NAMES
@@ -18,7 +21,7 @@ from kfcomm.elastic.calls import GIVEN_AS_ARRAYS, frozen, plain, restored, writt
 from kfcomm.elastic.entry import Births, Entry, name_for
 from kfcomm.elastic.stripes import Array
 from kfcomm.elastic.verdicts import Key, Standing, Verdict
-from kfcomm.errors import CollectiveAborted, CollectiveError, EpochChanged, PeerLost
+from kfcomm.errors import CollectiveAborted, CollectiveError, CollectiveTimeout, EpochChanged, KfcommError, PeerLost
 
 ENDED_BY_OTHERS = (CollectiveError, CollectiveAborted)
 ABORTED_S = 0.5
@@ -58,16 +61,89 @@ class Posting(abc.ABC):
     def _reactor(self) -> Any:
         return self.comm._session.engine.reactor
 
-    def _cancelled(self, entry: Entry) -> None:
-        entry.standing = Standing.FAILED
-        if isinstance(entry.inner, Handle):
-            entry.inner.cancel()
+    # ---------------------------------------------------------------- calls that one rank ends for all
 
-    def _post(self, entry: Entry) -> None:
+    def _withdraw(self, entry: Entry) -> bool:
+        """The caller of a call does not want it any more; whether it was not over.
+
+        Where it has not finished it fails. While a change is under way the ranks may have told each other already how
+        it stands, so it stays as it is until they have gone on, and then this rank refuses its part.
+        """
+        inner = entry.inner
+        if isinstance(inner, Handle) and inner.done() and not inner.cancelled() and inner.exception() is None:
+            self._ended(entry, inner)  # which was about to be called
+            if entry.is_left:
+                return False
+        entry.why = entry.why or f"{entry.title} was cancelled on rank {self._shown_rank}"
+        if self._change is None or entry.inner is not None:
+            self._tell_holders(entry, asyncio.CancelledError())
+            entry.standing = Standing.FAILED
+            if isinstance(entry.inner, Handle):
+                entry.inner.cancel()
+        return True
+
+    def _tell_holders(self, entry: Entry, error: BaseException) -> None:
+        """This rank has no result of its own: who has one, and waits until all have, hears it by that barrier."""
+        if entry.call.kind.is_own and entry.standing is Standing.POSTED and not entry.has_told:
+            entry.has_told = True
+            with contextlib.suppress(KfcommError):
+                self.comm.refuse(name_for("all", entry.key), error)
+
+    def _refuse_part(self, entry: Entry, root: Any) -> None:
+        """The caller has left it in the midst of a change: it takes its place among the calls, and fails on all."""
+        entry.standing = Standing.POSTED
+        self._tell_holders(entry, asyncio.CancelledError())
+        entry.standing = Standing.FAILED
+        if entry.refusal is not None:
+            error, steps = entry.refusal
+            self.comm.refuse(entry.call.get("name"), error, steps=steps)
+            return
+        handle = entry.call.begin(self.comm, root, None)
+        handle.cancel()
+        handle.when_done(self._reactor, looked_at)
+
+    def _wait_for_change(self, entry: Entry) -> None:
+        """It is taken up again after a change; its own timeout holds meanwhile."""
+        if entry.timer is None and entry.deadline_s < math.inf:
+            entry.timer = self._reactor.call_at(entry.deadline_s, self._late, entry)
+
+    def _late(self, entry: Entry) -> None:
+        entry.timer = None
+        if entry.outer is not None and not entry.is_left and entry.inner is None:
+            text = f"{entry.title} timed out while the ranks agreed on who goes on after a loss"
+            entry.why = f"{text}, on rank {self._shown_rank}"
+            entry.outer.set_exception(CollectiveTimeout(text, key=entry.name))
+
+    def _seconds_left(self, entry: Entry) -> float | None:
+        """None for one that has a timeout of its own for each part."""
+        return None if entry.deadline_s == math.inf else max(0.0, entry.deadline_s - self._reactor.time())
+
+    @property
+    def _numbering(self) -> str:
+        """What errors of this epoch need to be understood in a step that began with other ranks."""
+        if self.comm.births == self.shown:
+            return ""
+        members = [self.shown.index(birth) for birth in self.comm.births if birth in self.shown]
+        return f" (by the numbers of epoch {self.comm.epoch}: these are ranks {members} of the step)"
+
+    @property
+    def _shown_rank(self) -> int:
+        return self.shown.index(self.comm.births[self.comm.rank])
+
+    def _stop_timer(self, entry: Entry) -> None:
+        if entry.timer is not None:
+            entry.timer.cancel()
+            entry.timer = None
+
+    # ---------------------------------------------------------------- calls
+
+    def _post(self, entry: Entry, *, is_first: bool = False) -> None:
+        self._stop_timer(entry)
+        entry.has_told = False
         gift = self._gift_for(entry)
         if gift is not None and gift.giver < 0:
             if self._root_of(entry) is not None:  # else it has failed for that, on all ranks
-                self._void(entry, "it had failed on another rank")
+                self._fail_as(entry, gift)
         elif gift is not None:
             self._take(entry, gift)
         elif self.comm.births != self.shown and not self._is_done_again(entry):
@@ -76,8 +152,20 @@ class Posting(abc.ABC):
         else:
             entry.standing = Standing.POSTED
             root = self._root_of(entry)
-            if root is not None:
-                self._run(entry, entry.call.begin(self.comm, root, self._scratch_for(entry)))
+            if root is None:
+                return
+            if entry.is_left:
+                self._refuse_part(entry, root)
+                return
+            left_s = None if is_first else self._seconds_left(entry)
+            self._run(entry, entry.call.begin(self.comm, root, self._scratch_for(entry), left_s))
+
+    def _fail_as(self, entry: Entry, gift: Verdict) -> None:
+        """It has failed on another rank, and is done on none."""
+        if self._finishes:
+            entry.refuse(CollectiveAborted(gift.why, key=entry.name))
+        else:
+            self._void(entry, "it had failed on another rank")
 
     def _gift_for(self, entry: Entry) -> Verdict | None:
         gift = self._gifts.get(entry.key)
@@ -87,14 +175,15 @@ class Posting(abc.ABC):
         """Its root among the ranks of the epoch; -1 for a verb without; None if it is gone, which fails the call."""
         if not entry.call.kind.is_rooted:
             return -1
-        root = entry.call.get("root")
-        if type(root) is not int or not 0 <= root < len(self.shown):
-            return root if self.comm.births == self.shown else len(self.comm.births)  # the verb says what is wrong
+        given = entry.call.get("root")
+        root = whole_number(given)
+        if root is None or not 0 <= root < len(self.shown):
+            return given if self.comm.births == self.shown else len(self.comm.births)  # the verb says what is wrong
         birth = self.shown[root]
         if birth in self.comm.births:
             return self.comm.births.index(birth)
-        key = entry.call.get("name") or ""
-        entry.refuse(PeerLost(f"{entry.call.verb} {key!r} failed: its root, rank {root}, is lost", key=key, rank=root))
+        text = f"{entry.call.verb} {entry.title} failed: its root, rank {root}, is lost"
+        entry.refuse(PeerLost(text, key=entry.name, rank=root))
         return None
 
     def _scratch_for(self, entry: Entry) -> Array | None:
@@ -120,7 +209,7 @@ class Posting(abc.ABC):
             pass
         elif error is None and entry.call.kind.is_own and entry.standing is Standing.POSTED:
             entry.result, entry.standing = handle.result(), Standing.HELD
-            self._run(entry, self.comm.barrier(name_for("all", entry.key)))
+            self._run(entry, self.comm.barrier(name_for("all", entry.key), timeout=self._seconds_left(entry)))
         elif error is None:
             self._finish(entry, entry.result if entry.standing is Standing.HELD else handle.result(), self.comm.births)
         else:
@@ -129,8 +218,12 @@ class Posting(abc.ABC):
 
     def _failed(self, entry: Entry, error: BaseException) -> None:
         if self._is_loss(error):
+            self._wait_for_change(entry)
             self._start_change()
-        elif isinstance(error, asyncio.CancelledError):
+            return
+        error = _of_call(error, entry, self._numbering)
+        self._tell_holders(entry, error)
+        if isinstance(error, asyncio.CancelledError):
             entry.standing = Standing.FAILED
             if entry.outer is not None:
                 entry.outer.cancel()
@@ -143,6 +236,7 @@ class Posting(abc.ABC):
         """Whoever has ended it, or closed a link, may have left meanwhile: then it is done again, without that rank."""
         if entry.standing in (Standing.POSTED, Standing.HELD) and entry.inner is None and self._change is None:
             if self._has_lost():
+                self._wait_for_change(entry)
                 self._start_change()
             else:
                 entry.refuse(error)
@@ -178,40 +272,55 @@ class Posting(abc.ABC):
 
     def _is_done_again(self, entry: Entry) -> bool:
         """Whether those that live do it without the lost; what an ``Elastic`` itself needs between steps, always."""
-        return entry.call.kind.can_shrink and (self._finishes or entry.key[0].startswith(OWN_NAMES))
+        return entry.call.kind.can_shrink and (self._finishes or entry.is_own)
 
     def _void(self, entry: Entry, why: str) -> None:
         """It fails, as it does on all ranks that live."""
-        name = entry.call.get("name") or ""
         members = tuple(self.shown.index(birth) for birth in self.comm.births if birth in self.shown)
         text = (
-            f"{entry.call.verb} {name!r} failed: epoch {self.comm.epoch} has begun with ranks {list(members)} in the "
-            f"midst of the step, and {why}"
+            f"{entry.call.verb} {entry.title} failed: epoch {self.comm.epoch} has begun with ranks {list(members)} "
+            f"in the midst of the step, and {why}"
         )
         entry.is_void = True
-        entry.refuse(EpochChanged(text, key=name, epoch=self.comm.epoch, members=members))
+        entry.refuse(EpochChanged(text, key=entry.name, epoch=self.comm.epoch, members=members))
         entry.heard()  # whoever has heard it from one call of the step does not wait for the others
 
     # ---------------------------------------------------------------- what was finished by some
 
     def _take(self, entry: Entry, gift: Verdict) -> None:
         """Finish a call as others have finished it; all take part, who has the result as well as who has not."""
-        if entry.is_sent:
+        if entry.refusal is not None:
+            entry.standing = Standing.FAILED
+            self._take_part(entry, gift)
+        elif entry.is_sent:
             self._given(entry, gift)
         else:
             self._finish(entry, entry.result, gift.contributors)
+
+    def _take_part(self, entry: Entry, gift: Verdict) -> None:
+        """A call that is over on this rank: its result, or this rank's part in it, is for the others."""
+        try:
+            if entry.refusal is not None:
+                raise entry.refusal[0]
+            self._given(entry, gift)
+        except Exception as error:
+            if entry.standing is Standing.DONE:
+                raise
+            self.comm.refuse(name_for("given", entry.key), error)  # it had failed for what this rank has given
 
     def _given(self, entry: Entry, gift: Verdict) -> None:
         call, root, name = entry.call, self._place(gift.giver), name_for("given", entry.key)
         handle: Handle[Any]
         is_here = entry.standing is Standing.DONE
+        is_over = is_here or entry.standing is Standing.FAILED  # who has given it up has its part in it all the same
+        left_s = None if is_over or entry.is_left else self._seconds_left(entry)
         if call.verb in GIVEN_AS_ARRAYS:
-            handle = self.comm.broadcast(entry.result if is_here else call.get("x"), root, name)
+            handle = self.comm.broadcast(entry.result if is_here else call.get("x"), root, name, timeout=left_s)
         else:
             is_object = call.verb.endswith("_object") or call.verb == "consensus"
             value = None if not is_here else entry.result if is_object else plain(entry.result)
-            handle = self.comm.broadcast_object(value, root, name)
-        if is_here:
+            handle = self.comm.broadcast_object(value, root, name, timeout=left_s)
+        if is_over:
             self._parts[handle] = entry.step
             handle.when_done(self._reactor, self._part_done)
             return
@@ -250,9 +359,21 @@ class Posting(abc.ABC):
             self._quiet.set_result(None)
 
     def _release(self, entry: Entry) -> None:
+        self._stop_timer(entry)
         for one in entry.unfreeze:
             one.setflags(write=True)
         if entry.scratch is not None:
             free = self._scratch.setdefault((entry.scratch.shape, entry.scratch.dtype.str), [])
             if len(free) < MAX_SCRATCH:
                 free.append(entry.scratch)
+
+
+def _of_call(error: BaseException, entry: Entry, numbering: str) -> BaseException:
+    """An error of the call: one of its hidden parts says their name, where the caller knows its own."""
+    is_hidden = isinstance(error, CollectiveError) and error.key.startswith(OWN_NAMES)
+    if not isinstance(error, CollectiveError) or entry.is_own or not (is_hidden or numbering):
+        return error
+    text = str(error).replace(repr(error.key), entry.title) + numbering
+    if isinstance(error, CollectiveTimeout):
+        return CollectiveTimeout(text, key=entry.name, arrived=error.arrived, missing=error.missing)
+    return type(error)(text, key=entry.name)

@@ -8,8 +8,8 @@ from typing import NamedTuple, TypeAlias
 
 Key: TypeAlias = tuple[str, int]
 """Name of a call, and which use of the name in its step it is."""
-Row: TypeAlias = "tuple[str, int, Standing | int, tuple[int, ...], int]"
-"""Key, standing, contributors, step."""
+Row: TypeAlias = "tuple[str, int, Standing | int, tuple[int, ...], int, str]"
+"""Key, standing, contributors, step, and why it has failed."""
 
 
 class Standing(IntEnum):
@@ -32,11 +32,13 @@ class Verdict(NamedTuple):
         step: of the call.
         giver: birth of the rank that gives the result to the others; -1 if it has failed for all.
         contributors: births of the ranks whose contributions are in the result.
+        why: it has failed.
     """
 
     step: int
     giver: int
     contributors: tuple[int, ...] = ()
+    why: str = ""
 
 
 def decide(said: Sequence[tuple[int, Sequence[Row]]], births: Sequence[int]) -> Mapping[Key, Verdict]:
@@ -52,17 +54,17 @@ def decide(said: Sequence[tuple[int, Sequence[Row]]], births: Sequence[int]) -> 
     """
     latest = max(step for step, _ in said)
     done: dict[Key, list[tuple[int, int, tuple[int, ...]]]] = {}
-    failed: dict[tuple[Key, int], int] = {}
+    failed: dict[tuple[Key, int], list[str]] = {}
     for birth, (_, rows) in zip(births, said, strict=True):
-        for name, number, standing, contributors, step in rows:
+        for name, number, standing, contributors, step, why in rows:
             if step < latest:
                 continue
             if standing == Standing.DONE:
                 done.setdefault((name, number), []).append((step, birth, tuple(contributors)))
             elif standing == Standing.FAILED:
-                failed[(name, number), step] = failed.get(((name, number), step), 0) + 1
+                failed.setdefault(((name, number), step), []).append(why)
     verdicts = {key: Verdict(*having[0]) for key, having in done.items() if len(having) < len(births)}
-    for (key, step), count in failed.items():
-        if key not in done and count < len(births):
-            verdicts[key] = Verdict(step, -1)
+    for (key, step), reasons in failed.items():
+        if key not in done and len(reasons) < len(births):
+            verdicts[key] = Verdict(step, -1, (), reasons[0])
     return verdicts

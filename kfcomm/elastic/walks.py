@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from operator import index
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
+from kfcomm.arguments import checked_name
 from kfcomm.elastic.asked import Asked
 from kfcomm.elastic.checkpoint import Checkpoint
 from kfcomm.elastic.checks import sendable, unreadable
@@ -28,6 +30,7 @@ from kfcomm.elastic.places import Name, Place, Samplers
 from kfcomm.elastic.sampler import ElasticSampler, share
 from kfcomm.elastic.state import Kept, State, fault_of
 from kfcomm.elastic.steps import Step, Walk
+from kfcomm.elastic.used import Told, Used, check_names, told_of
 from kfcomm.epochs import NO_PLAN, Plan
 from kfcomm.errors import CollectiveMismatch, ConfigError, EpochChanged, PeerLost
 
@@ -42,7 +45,7 @@ class Course:
         names: of the calls by which samples count as used; None for all.
         step: in whose midst it is; None between steps.
         births: of the ranks of that step.
-        used: births of those whose contributions are in all calls of the step so far; None without a call.
+        used: whose samples of the step are used.
         is_void: a call of the step has failed on this rank because ranks were lost.
         is_left: the program has broken it off.
     """
@@ -54,7 +57,7 @@ class Course:
         self.names = names
         self.step: Step | None = None
         self.births: Births = ()
-        self.used: set[int] | None = None
+        self.used = Used(names)
         self.is_void = False
         self.is_left = False
 
@@ -63,14 +66,13 @@ class Course:
 
     def begin(self, step: Step, births: Births) -> Step:
         """A step begins."""
-        self.step, self.births, self.used, self.is_void = step, births, None, False
+        self.step, self.births, self.is_void = step, births, False
+        self.used.begin()
         return step
 
     def note(self, ledger: Ledger, *, is_innermost: bool) -> None:
         """The calls since the last boundary are over."""
-        used = ledger.outcome(self.names)
-        if used is not None:
-            self.used = used if self.used is None else self.used & used
+        self.used.note(ledger)
         if is_innermost and self.step is not None:
             self.is_void = self.is_void or ledger.is_void(self.names)
 
@@ -78,11 +80,17 @@ class Course:
         """Whether its step has come to nothing, as far as this rank knows."""
         return self.is_void or (self.step is not None and self.step.is_void)
 
-    def end_step(self, births: Births, *, is_void: bool) -> None:
-        """What was not used of the step comes again; ``births``: of the ranks that are left."""
+    def end_step(self, births: Births, told: Sequence[Told], *, is_void: bool) -> None:
+        """What was not used of the step comes again; ``births``: of the ranks that are left, and what they have told.
+
+        Raises:
+            ConfigError: see ``check_names``.
+        """
         step, self.step, self.is_void = self.step, None, False
         if step is not None:
-            counted = () if is_void else births if self.used is None else self.used
+            if not is_void:
+                check_names(step.number, told)
+            counted = () if is_void else self.used.counted(self.births, births, told)
             for rank, birth in enumerate(self.births):
                 if birth not in counted:
                     self.sampler.give_back(share(step.batch, rank, len(self.births)))
@@ -239,22 +247,25 @@ class Walks:
         is_wanted = not self._is_within(course) and self._asked.is_wanted(self._comm.current)
         fault = self._fault or fault_of(self._state)
         where = [course.name, course.sampler.state_dict(), course.passes, course.names]
-        births, (wanted, void, other_void) = yield from self._meet(
+        place = self._open.index(course)
+        ending = [*self._open[place + 1 :], *(one for one in self._open[:place] if one.is_left), course]
+        rows = [list(one.used.told(is_void=one.is_found_void())) for one in ending if one.step is not None]
+        births, (wanted, void, other_void), told = yield from self._meet(
             where,
             [is_wanted, is_void, is_other_void],
             lambda: f"begins step {self._number() + 1} with {course!r}",
             fault,
+            rows,
         )
-        place = self._open.index(course)
-        for one in [*self._open[place + 1 :], *(one for one in self._open[:place] if one.is_left)]:
-            one.end_step(births, is_void=other_void)
+        for one in ending[:-1]:
+            one.end_step(births, [each.pop(0) for each in told if one.step is not None], is_void=other_void)
             self._open.remove(one)
         if void and kept and course.step is not None:
             course.step = None
             for copy in kept:
                 copy.restore()
             self._samplers.restore(kept[0].place)
-        course.end_step(births, is_void=void)
+        course.end_step(births, [each.pop(0) for each in told if each], is_void=void)
         if not (wanted and course.sampler.left):
             return births
         yield partial(self._change, course)
@@ -274,15 +285,16 @@ class Walks:
             )
         if self._ledger.unfinished():
             yield partial(finish_calls, self._ledger)
-        yield from self._meet(["end"], [False] * 3, lambda: "leaves the Elastic", None)
+        yield from self._meet(["end"], [False] * 3, lambda: "leaves the Elastic", None, [])
 
     def _meet(
-        self, where: list[Any], flags: list[bool], describe: Callable[[], str], fault: str | None
-    ) -> Walk[tuple[Births, list[bool]]]:
+        self, where: list[Any], flags: list[bool], describe: Callable[[], str], fault: str | None, rows: list[Any]
+    ) -> Walk[tuple[Births, list[bool], list[list[Told]]]]:
         """The boundary between two steps.
 
         Returns:
-            Who takes part in the next one, and which flags are set on any rank.
+            Who takes part in the next one, which flags are set on any rank, and the ``rows`` that each has told of the
+            steps that are over; those of this rank alone where all are the same.
 
         Raises:
             CollectiveMismatch: the ranks are not at one place; on all of them.
@@ -290,8 +302,9 @@ class Walks:
         """
         number = _number_of([self._ledger.step, *where])
         at = [number >> 16, number & 0xFFFF]
-        mine = np.array([1, *at, *(one * one for one in at), *flags, fault is not None], np.int64)
-        count, high, low, high_squared, low_squared, *found, wrong = (yield mine).tolist()
+        row = _number_of(rows) & 0xFFFFFF
+        mine = np.array([1, *at, *(one * one for one in at), row, row * row, *flags, fault is not None], np.int64)
+        count, high, low, high_squared, low_squared, all_rows, squared, *found, wrong = (yield mine).tolist()
         if self._ledger.is_changing:
             yield self._ledger.settled
         text = describe()
@@ -299,7 +312,15 @@ class Walks:
         # by Cauchy's inequality they are equal only if all are the same, and so on all ranks or on none
         if wrong or count * high_squared != high * high or count * low_squared != low * low:
             yield partial(self._tell, number, text, fault)
-        return births, [one > 0 for one in found]
+        told = [rows]
+        if count * squared != all_rows * all_rows:
+            yield partial(self._tell_rows, rows, told)
+        return births, [one > 0 for one in found], [told_of(each) for each in told]
+
+    async def _tell_rows(self, rows: list[Any], told: list[list[Any]]) -> None:
+        """Calls have ended unlike on the ranks: what each has of its steps that are over, in the place of ``told``."""
+        found, _ = await self._handover.gathered(rows, "used")
+        told[:] = found
 
     async def _tell(self, number: int, text: str, fault: str | None) -> None:
         """Not all is well: tell each other what it is. Whoever has found it may be gone; then all is well.
@@ -358,10 +379,13 @@ def _passes(passes: Any) -> int | None:
 
 
 def _names(used_in: Any) -> list[str] | None:
-    names = [used_in] if isinstance(used_in, str) else used_in
-    if names is None or (isinstance(names, Sequence) and all(isinstance(one, str) for one in names)):
-        return None if names is None else [str.__str__(one) for one in names]
-    raise ConfigError(f"used_in is the name of a call, or names, not {used_in!r}")
+    if used_in is None:
+        return None
+    given = [used_in] if isinstance(used_in, str) else used_in
+    if not isinstance(given, Sequence | AbstractSet) or not all(isinstance(one, str) for one in given):
+        raise ConfigError(f"used_in is the name of a call, or names, not {used_in!r}")
+    names: dict[str, None] = dict.fromkeys(checked_name(one) for one in given)
+    return sorted(names) if isinstance(given, AbstractSet) else list(names)
 
 
 def _number_of(value: Any) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 
 from kfcomm.elastic.calls import KINDS
 from kfcomm.elastic.communicator import ElasticCommunicator as Async
+from kfcomm.elastic.communicator import is_of_step
 from kfcomm.elastic.entry import BOUNDARY, Entry
 from kfcomm.elastic.ledger import Ledger
 from kfcomm.elastic.loop import Elastic as AsyncElastic
@@ -28,6 +29,7 @@ from kfcomm.sync.tracebacks import outermost
 
 if TYPE_CHECKING:
     from kfcomm.session import Session
+    from kfcomm.types import Seconds
 
 SWIFT = ("all_reduce", "all_gather", "barrier")
 """Verbs that take the short way: fewer can do them, and all get the same. ``out`` is given by its name."""
@@ -58,7 +60,7 @@ class ElasticCommunicator(Skin[Async]):
         if name.startswith("_"):
             raise AttributeError(name)
         if hasattr(Communicator, name) and callable(getattr(Communicator, name)):
-            return getattr(self._plain, name)
+            return getattr(self._of_step if is_of_step(name.removesuffix("_async")) else self._plain, name)
         return getattr(self._inner, name)
 
     @property
@@ -69,11 +71,25 @@ class ElasticCommunicator(Skin[Async]):
         return self._latest
 
     @property
+    def _of_step(self) -> Communicator:
+        """That of the ranks of the step."""
+        shown = self._inner._shown
+        return self._plain if shown is self._inner.current else Communicator(self._driver, shown)
+
+    @property
     def _session(self) -> Session:  # type: ignore[override]
         return self._inner.current._session.latest
 
     def _check_open(self) -> None:
         self._inner.check_open()
+
+    def set_timeout(self, timeout: Seconds) -> None:
+        """Calls that follow have this timeout. See ``kfcomm.elastic.ElasticCommunicator.set_timeout``."""
+        self._inner.set_timeout(timeout)
+
+    def refuse(self, name: str | None, error: BaseException, *, steps: int = 1) -> None:
+        """This rank's next call of this name is not made. See ``kfcomm.Communicator.refuse``."""
+        self._driver.run(lambda: self._inner.refuse(name, error, steps=steps), self._session)
 
     @outermost
     def shrink(self, *, timeout: Any = None) -> Self:

@@ -28,6 +28,8 @@ VERBS = (
 )  # fmt: skip
 
 
+BEGUN = frozenset(VERBS) - {"in_place", "concat"}
+"""Their names as methods."""
 OWN = ("reduce", "gather", "gather_object", "scatter", "reduce_scatter", "all_to_all")
 """Verbs of which each rank has a result of its own."""
 
@@ -78,30 +80,80 @@ def given(birth: int, step: int, number: int, elements: int) -> Any:
     return np.full(elements, float(1 + birth + 10 * number + 100 * step))
 
 
-def begin(comm: Any, birth: int, step: int, number: int, call: tuple[str, int, int]) -> Any:
-    """Begin one call; returns its handle."""
+def begin(comm: Any, birth: int, step: int, number: int, call: tuple[str, int, int], **more: Any) -> Any:
+    """Begin one call; returns its handle. ``more``: options of every verb."""
     verb, elements, root = call
-    name, x, size = f"{verb}/{number}", given(birth, step, number, elements), comm.size
+    x, size = given(birth, step, number, elements), comm.size
     root %= size
+    more = {"name": f"{verb}/{number}", **more}
     made: dict[str, Callable[[], Any]] = {
-        "all_reduce": lambda: comm.all_reduce(x, name),
-        "in_place": lambda: comm.all_reduce(x, name=name, out=x),
-        "all_reduce_many": lambda: comm.all_reduce_many({"a": x, "b": x[:1]}, name),
-        "broadcast": lambda: comm.broadcast(x, root, name),
-        "all_gather": lambda: comm.all_gather(x[:9], name),
-        "concat": lambda: comm.all_gather(x[: 1 + birth], name, concat=True),
-        "barrier": lambda: comm.barrier(name),
-        "consensus": lambda: comm.consensus(x[:1] * 0, name),
-        "reduce": lambda: comm.reduce(x, root, name),
-        "gather": lambda: comm.gather(x[:9], root, name),
-        "scatter": lambda: comm.scatter([x[:2]] * size if comm.rank == root else None, root, name),
-        "reduce_scatter": lambda: comm.reduce_scatter([x[:2]] * size, name),
-        "all_to_all": lambda: comm.all_to_all([x[:2]] * size, name),
-        "broadcast_object": lambda: comm.broadcast_object([birth, step], root, name),
-        "all_gather_object": lambda: comm.all_gather_object(birth, name),
-        "gather_object": lambda: comm.gather_object(birth, root, name),
+        "all_reduce": lambda: comm.all_reduce(x, **more),
+        "in_place": lambda: comm.all_reduce(x, out=x, **more),
+        "all_reduce_many": lambda: comm.all_reduce_many({"a": x, "b": x[:1]}, **more),
+        "broadcast": lambda: comm.broadcast(x, root, **more),
+        "all_gather": lambda: comm.all_gather(x[:9], **more),
+        "concat": lambda: comm.all_gather(x[: 1 + birth], concat=True, **more),
+        "barrier": lambda: comm.barrier(**more),
+        "consensus": lambda: comm.consensus(x[:1] * 0, **more),
+        "reduce": lambda: comm.reduce(x, root, **more),
+        "gather": lambda: comm.gather(x[:9], root, **more),
+        "scatter": lambda: comm.scatter([x[:2]] * size if comm.rank == root else None, root, **more),
+        "reduce_scatter": lambda: comm.reduce_scatter([x[:2]] * size, **more),
+        "all_to_all": lambda: comm.all_to_all([x[:2]] * size, **more),
+        "broadcast_object": lambda: comm.broadcast_object([birth, step], root, **more),
+        "all_gather_object": lambda: comm.all_gather_object(birth, **more),
+        "gather_object": lambda: comm.gather_object(birth, root, **more),
     }
     return made[verb]()
+
+
+class Place(NamedTuple):
+    """Where a call was made.
+
+    Attributes:
+        birth: of the rank.
+        views: births of the ranks of the step.
+        step: its number.
+        number: of the call in it.
+    """
+
+    birth: int
+    views: tuple[int, ...]
+    step: int
+    number: int
+
+
+def expected(place: Place, call: tuple[str, int, int], contributors: tuple[int, ...]) -> Any:
+    """What a call gives on one rank, as `as_plain` has it."""
+    verb, elements, root = call
+    from_root = place.views[root % len(place.views)]
+
+    def of(birth: int) -> Any:
+        return given(birth, place.step, place.number, elements)
+
+    def at_root(value: Callable[[], Any]) -> Any:
+        return value() if place.birth == from_root else None
+
+    rows: Any = [of(birth) for birth in contributors]
+    made: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: sum(rows),
+        "in_place": lambda: sum(rows),
+        "all_reduce_many": lambda: {"a": sum(rows), "b": sum(rows)[:1]},
+        "broadcast": lambda: of(from_root),
+        "all_gather": lambda: np.stack([one[:9] for one in rows]),
+        "concat": lambda: np.concatenate([of(birth)[: 1 + birth] for birth in contributors]),
+        "barrier": lambda: None,
+        "consensus": lambda: True,
+        "reduce": lambda: at_root(lambda: sum(rows)),
+        "gather": lambda: at_root(lambda: np.stack([one[:9] for one in rows])),
+        "scatter": lambda: of(from_root)[:2],
+        "reduce_scatter": lambda: sum(rows)[:2],
+        "all_to_all": lambda: [one[:2] for one in rows],
+        "broadcast_object": lambda: [from_root, place.step],
+        "all_gather_object": lambda: list(contributors),
+        "gather_object": lambda: at_root(lambda: list(contributors)),
+    }
+    return as_plain(made[verb]())
 
 
 def as_plain(value: Any) -> Any:
@@ -286,8 +338,11 @@ async def run(
     return living
 
 
-def check(seed: int, plan: Plan, living: list[Training]) -> None:
-    """One story for all who lived; sums of what was given; each sample once."""
+def check(seed: int, plan: Plan, living: list[Any], ended: Callable[[int, int], bool] = lambda *_: False) -> None:
+    """One story for all who lived; results of what was given; each sample once.
+
+    ``ended``: whether a call of a step, by its number, was ended by one rank: others may have been done by then.
+    """
     whole = [one for one in living if one.final is not None]
     first = next((one for one in whole if one.birth < plan.size), None)
     if first is None:  # those that began are all gone: who came later cannot tell what was before
@@ -299,24 +354,22 @@ def check(seed: int, plan: Plan, living: list[Training]) -> None:
         complete = steps.keys() - one.void - first.void
         keys, others = ({key for key in got if key[0] in complete} for got in (one.got, first.got))
         assert keys == others, f"seed {seed}: unlike calls"
+        for (step, number), got in one.got.items():
+            if got.how == "ok":
+                call = ("used", 0, 0) if number < 0 else plan.steps[step % len(plan.steps)][number]
+                place = Place(one.birth, one.views[step], step, number)
+                wanted = got.value if number < 0 else expected(place, call, got.contributors or ())
+                assert got.value == wanted, f"seed {seed}, {place}, {call[0]}: {got}, expected {wanted}"
     for one in whole:
         assert (one.final[0] == first.final[0]).all(), f"seed {seed}: unlike states"
         assert one.final[1] == first.final[1], f"seed {seed}: {one.final[1]} and {first.final[1]} at the end"
     for (step, number), got in first.got.items():
-        verb, _, root = ("used", 0, 0) if number < 0 else plan.steps[step % len(plan.steps)][number]
+        verb, _, _ = ("used", 0, 0) if number < 0 else plan.steps[step % len(plan.steps)][number]
         where = f"seed {seed}, step {step}, {verb}/{number}"
         there = [one for one in living if (step, number) in one.got]
         for one in there:
             other = one.got[step, number]
-            if "ok" in (other.how, got.how):
+            if "ok" in (other.how, got.how) and not ended(step, number):
                 assert other.how == got.how, f"{where}: {other} on {one.birth}, {got} on {first.birth}"
                 assert other.contributors == got.contributors, f"{where}: contributors {other} and {got}"
-        if got.how == "ok" and verb not in OWN:
-            assert all(one.got[step, number] == got for one in there), f"{where}: unlike results"
-        if got.how == "ok" and verb in ("all_reduce", "in_place"):
-            expected = sum(given(birth, step, number, 1)[0] for birth in got.contributors or ())
-            assert got.value[2][0] == expected, f"{where}: {got}, expected {expected}"
-        if got.how == "ok" and verb == "broadcast":
-            views = first.views[step]
-            assert got.value[2][0] == given(views[root % len(views)], step, number, 1)[0], f"{where}: {got}"
     assert (first.final[0] == 1).all(), f"seed {seed}: samples used {first.final[0]}"

@@ -9,7 +9,7 @@ DONE, HELD, FAILED = Standing.DONE, Standing.HELD, Standing.FAILED
 
 
 def row(name: str, standing: Standing, number: int = 0, step: int = 5, contributors: tuple[int, ...] = ALL):
-    return (name, number, standing, contributors if standing == DONE else (), step)
+    return (name, number, standing, contributors if standing == DONE else (), step, "")
 
 
 def test_what_is_done_by_one_is_done_by_all_and_the_lowest_gives_it() -> None:
@@ -23,7 +23,7 @@ def test_what_stands_alike_needs_no_verdict() -> None:
 
 
 def test_what_has_failed_on_one_has_failed_on_all_unless_it_is_done_on_another() -> None:
-    assert decide([(5, [row("a", FAILED)]), (5, [])], (0, 1)) == {("a", 0): Verdict(5, -1)}
+    assert decide([(5, [row("a", FAILED)]), (5, [])], (0, 1)) == {("a", 0): Verdict(5, -1, (), "")}
     assert decide([(5, [row("a", FAILED)]), (5, [row("a", DONE)])], (0, 1)) == {("a", 0): Verdict(5, 1, ALL)}
 
 

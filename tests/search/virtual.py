@@ -26,19 +26,19 @@ TIMEOUT_S = 30.0
 WITHIN_S = 600.0
 
 
-def case_of(seed: int) -> Case:
+def case_of(seed: int, kind: str | None = None) -> Case:
     """The program of a seed."""
     random = Random(seed)
-    return random.choice(CASES)(random)
+    return random.choice([one for one in CASES if kind in (None, one.__name__)])(random)
 
 
-def search(seed: int) -> None:
-    """One seed.
+def search(seed: int, kind: str | None = None) -> None:
+    """One seed; ``kind``: of the program.
 
     Raises:
         AssertionError: with the line that runs it again.
     """
-    case = case_of(seed)
+    case = case_of(seed, kind)
     search_in_virtual_time(
         case.main, case.size, case.check, seeds=[seed], plan=lambda random, _: case.events(random), **_options(case)
     )
@@ -60,12 +60,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--worlds", type=int, default=None, help="so many, however long it takes")
+    parser.add_argument("--case", choices=sorted({one.__name__ for one in CASES}), help="programs of this kind alone")
     given = parser.parse_args(arguments)
     seed = given.seed if given.seed is not None else Random().randrange(1 << 31)
     count, until_s = 0, time.monotonic() + given.seconds
     while count < given.worlds if given.worlds is not None else time.monotonic() < until_s:
         try:
-            search(seed + count)
+            search(seed + count, given.case)
         except AssertionError:
             click.echo(f"seed {seed + count} fails")
             raise

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any, NamedTuple, Protocol
 
+from kfcomm.elastic import ElasticCommunicator
 from kfcomm.errors import CollectiveTimeout, EpochChanged, KfcommError, Partitioned, PeerLost, SessionClosed
 from kfcomm.testing import Join, Kill, Partition, Release, Resize, Stop, VirtualRun, random_events
 from kfcomm.testing.virtual.events import Event
 from kfcomm.testing.virtual.network import side_of
-from tests.elastic import programs
+from tests.elastic import attacks, programs
 from tests.elastic.turns import Turns
 from tests.programs import generator
 from tests.programs.walker import run_awaiting
@@ -137,6 +138,22 @@ class TwoSamplers:
         check_ends(run, self.size)
 
 
+class Attacked(Training):
+    """The same, while ranks cancel calls of every verb, refuse them, come too late and give up waiting."""
+
+    async def main(self, comm: Any) -> Any:
+        """See `Case`."""
+        one = attacks.Training(ElasticCommunicator(comm), self._plan, self._seed)
+        await one.run()
+        return one
+
+    def check(self, run: VirtualRun) -> None:
+        """One story of all that came to the end; what was ended by one rank alone may be done on some others."""
+        whole = [one for one in run.results.values() if isinstance(one, attacks.Training)]
+        programs.check(self._seed, self._plan, whole, attacks.ended(self._seed, self._plan, whole))
+        check_ends(run, self.size)
+
+
 class Round(NamedTuple):
     """One round of a rank: the epoch's members, what each call gave, and what all agreed on."""
 
@@ -243,4 +260,7 @@ class Losing(Walking):
                 assert is_told, f"rank {rank}: {report}"
 
 
-CASES = (Training, Training, Training, TwoSamplers, TwoSamplers, Shrinking, Shrinking, Walking, Losing)
+CASES = (
+    Training, Training, Training, Attacked, Attacked, Attacked, TwoSamplers, TwoSamplers, Shrinking, Shrinking, Walking,
+    Losing,
+)  # fmt: skip
