@@ -68,6 +68,7 @@ PARTS: dict[str, Command] = {
     "decoders": _module("decoders"),
     "kills": _module("kills"),
     "training": _module("training"),
+    "attacked": _module("attacked"),
     "virtual": _module("virtual"),
     "resumed": _module("resumed"),
     "damaged": _module("damaged"),
