@@ -40,6 +40,11 @@ def orthogonal(matrix: Array) -> Array:
     return found
 
 
+def is_finite(x: Array) -> bool:
+    """Whether an array holds neither infinities nor NaN."""
+    return bool(np.isfinite(x).all())
+
+
 class PowerSGD:
     """Averages gradients by PowerSGD; it has the state of a training, and every rank one like it.
 
@@ -48,6 +53,8 @@ class PowerSGD:
         compressed = kfcomm.compression.PowerSGD(rank=2)
         for step in range(steps):
             averages = compressed.average(comm, {name: gradient for ...})
+
+    An infinity or NaN in a gradient is in the average of that step, as ``all_reduce`` gives it; nothing of it stays.
 
     Args:
         rank: columns of P and Q; more are more exact, and more bytes.
@@ -90,9 +97,9 @@ class PowerSGD:
         """
         name = checked_name(name)
         if self._left > 0:
-            whole = comm.all_reduce_many({f"{name}/{one}": np.asarray(g) for one, g in gradients.items()}, op="avg")
+            whole = self._whole(comm, gradients, name)
             self._left -= 1
-            return {one: whole[f"{name}/{one}"] for one in gradients}
+            return whole
         shapes = {one: np.shape(gradient) for one, gradient in gradients.items()}
         thin = [one for one, shape in shapes.items() if is_worth(shape, self._rank, self._min_rate)]
         matrices = {one: self.errors.corrected(one, gradients[one]) for one in sorted(thin)}
@@ -101,16 +108,29 @@ class PowerSGD:
         first = {f"{name}/p/{one}": matrix @ qs[one] * (1 / comm.size) for one, matrix in flat.items()}
         first |= {f"{name}/{one}": np.asarray(gradients[one]) / comm.size for one in gradients if one not in flat}
         sums = comm.all_reduce_many(first, op="sum") if first else {}
-        ps = {one: orthogonal(sums[f"{name}/p/{one}"]) for one in flat}
-        second = {f"{name}/q/{one}": matrix.T @ ps[one] for one, matrix in flat.items()}
+        ps = {one: orthogonal(sums[f"{name}/p/{one}"]) for one in flat if is_finite(sums[f"{name}/p/{one}"])}
+        second = {f"{name}/q/{one}": flat[one].T @ p for one, p in ps.items()}
         means = comm.all_reduce_many(second, op="avg") if second else {}
         found = {one: sums[f"{name}/{one}"] for one in gradients if one not in flat}
-        for one, matrix in flat.items():
-            self._qs[one] = means[f"{name}/q/{one}"]
-            product = ps[one] @ self._qs[one].T
-            self.errors.keep(one, (matrix - product).reshape(shapes[one]))
-            found[one] = product.reshape(shapes[one])
+        for one, p in ps.items():
+            q = means[f"{name}/q/{one}"]
+            product = p @ q.T
+            if is_finite(product):
+                self._qs[one] = q
+                self.errors.keep(one, (flat[one] - product).reshape(shapes[one]))
+                found[one] = product.reshape(shapes[one])
+        found |= self._whole(comm, {one: gradients[one] for one in gradients if one not in found}, name)
         return {one: found[one] for one in gradients}
+
+    def _whole(self, comm: Averaging, gradients: Mapping[str, Any], name: str) -> dict[str, Array]:
+        """The mean of gradients that hold what is not finite, or are too large: all ranks see it in what they share.
+
+        Nothing of it stays: the errors and Q are those of the step before.
+        """
+        if not gradients:
+            return {}
+        whole = comm.all_reduce_many({f"{name}/whole/{one}": np.asarray(g) for one, g in gradients.items()}, op="avg")
+        return {one: whole[f"{name}/whole/{one}"] for one in gradients}
 
     def _q(self, name: str, matrix: Array) -> Array:
         """Where the power method goes on: names are asked for in one order on all ranks."""

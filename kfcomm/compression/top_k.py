@@ -29,6 +29,8 @@ def largest(x: Array, count: int) -> Array:
 class TopK:
     """Averages gradients by their largest numbers; it has the state of a training, and every rank one.
 
+    An infinity or NaN in a gradient is in the average of that step: they are the largest, and none is kept for later.
+
     Args:
         share: of the numbers of each gradient that travel, at least one; more than 0, at most 1.
 
@@ -67,7 +69,7 @@ class TopK:
             self._exchange(comm, f"{name}/{dtype}", names, found, places, averages)
         for one, whole in found.items():
             whole.reshape(-1)[places[one]] = 0
-            self.errors.keep(one, whole)
+            self.errors.keep(one, np.where(np.isfinite(whole), whole, whole.dtype.type(0)))
         return {one: averages[one] for one in gradients}
 
     def _count(self, whole: Array) -> int:
