@@ -29,6 +29,7 @@ from jax.experimental import io_callback
 
 from kfcomm.arguments import checked_name
 from kfcomm.errors import ConfigError
+from kfcomm.sync.put_off import before_close
 from kfcomm.sync.skin import Skin
 
 Tree = TypeVar("Tree")
@@ -96,10 +97,11 @@ def _apply(verb: Callable[..., list[Any]], tree: Any, comm: Any, name: str, opti
     return jax.tree.unflatten(structure, verb(comm, checked_name(name), option, [jnp.asarray(leaf) for leaf in leaves]))
 
 
-def called(call: Callable[[list[Any]], list[Any]], leaves: list[Any], ranks: int | None = None) -> list[Any]:
+def called(comm: Any, call: Callable[[list[Any]], list[Any]], leaves: list[Any], ranks: int | None = None) -> list[Any]:
     """The call itself if these are arrays; a callback that makes it, where they will be there later.
 
     Args:
+        comm: of the call; it is not closed before the callbacks of computations that were begun.
         call: from arrays to arrays.
         leaves: what it is given.
         ranks: results have one more axis, of this size.
@@ -114,6 +116,7 @@ def called(call: Callable[[list[Any]], list[Any]], leaves: list[Any], ranks: int
     def callback(given: list[Any]) -> list[Any]:
         return call([np.asarray(one) for one in given])
 
+    before_close(comm, jax.effects_barrier)
     found: list[Any] = io_callback(callback, results, leaves, ordered=True)
     return found
 
@@ -134,7 +137,7 @@ def _all_reduce(comm: Any, name: str, op: str, leaves: list[Any]) -> list[Any]:
         found = comm.all_reduce_many(named, op=op)
         return [found[one] for one in named]
 
-    return called(call, leaves)
+    return called(comm, call, leaves)
 
 
 def _all_reduce_forward(comm: Any, name: str, op: str, leaves: list[Any]) -> tuple[list[Any], None]:
@@ -152,7 +155,7 @@ _all_reduce.defvjp(_all_reduce_forward, _all_reduce_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _broadcast(comm: Any, name: str, root: int, leaves: list[Any]) -> list[Any]:
-    return called(lambda given: list(comm.broadcast(given, root, name=name)), leaves)
+    return called(comm, lambda given: list(comm.broadcast(given, root, name=name)), leaves)
 
 
 def _broadcast_forward(comm: Any, name: str, root: int, leaves: list[Any]) -> tuple[list[Any], None]:
@@ -172,7 +175,7 @@ _broadcast.defvjp(_broadcast_forward, _broadcast_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _all_gather(comm: Any, name: str, _: None, leaves: list[Any]) -> list[Any]:
-    return called(lambda given: list(comm.all_gather(given, name=name)), leaves, comm.size)
+    return called(comm, lambda given: list(comm.all_gather(given, name=name)), leaves, comm.size)
 
 
 def _all_gather_forward(comm: Any, name: str, _: None, leaves: list[Any]) -> tuple[list[Any], None]:

@@ -294,7 +294,7 @@ def pair_averaging(
 
     def update(updates: Tree, state: NoState, params: Tree = None) -> tuple[Tree, NoState]:
         leaves, structure = jax.tree.flatten(params)
-        return _moved(updates, params, structure.unflatten(called(call, leaves))), state
+        return _moved(updates, params, structure.unflatten(called(comm, call, leaves))), state
 
     return Transformation(way.starting(lambda _: NoState()), way.on_models(update))
 

@@ -350,18 +350,26 @@ class Communicator(Skin[Async]):
     def close(self) -> None:
         """End it: of the world, everything is closed; of a sub-group, only this view of it. Never hangs.
 
-        What is in flight fails, here and, where it was not complete, on the other ranks. Calling it again, or in a
-        forked child, does nothing. A world that is still open when the interpreter ends is closed then. For how long
-        it waits for other ranks: see ``kfcomm.Communicator.close``. Ctrl-C meanwhile ends the wait, and so does what a
-        signal handler raises.
+        What the library has put off (updates of ``kfcomm.torch.attach``) is finished first, unless an exception leaves
+        ``with``. What else is in flight fails, here and, where it was not complete, on the other ranks. Calling it
+        again, or in a forked child, does nothing. A world that is still open when the interpreter ends is closed then.
+        For how long it waits for other ranks: see ``kfcomm.Communicator.close``. Ctrl-C meanwhile ends the wait, and so
+        does what a signal handler raises.
 
         Raises:
             WouldDeadlock: called on the I/O thread.
+            CollectiveError: what was put off has failed; it is closed all the same.
         """
         if self._io.is_inherited or self._io.is_stopped:
             return
+        try:
+            self._driver.put_off.finish(None if self._owns_io else self._inner)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
         if self._io.signals.hold():
-            self._io.signals.holding(self.close, ())
+            self._io.signals.holding(self._close, ())
             return
         if self._owns_io:
             farewell.leave()
@@ -393,6 +401,7 @@ class Communicator(Skin[Async]):
         self.close()
 
     def _hurry(self) -> None:
+        self._driver.put_off.forget()
         with contextlib.suppress(SessionClosed):
             self._io.post(self._session.hurry)
 

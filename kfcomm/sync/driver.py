@@ -31,6 +31,7 @@ from kfcomm.collectives.slot_use import SlotUse
 from kfcomm.errors import KfcommError, SessionClosed
 from kfcomm.runtime.direct import LATE_S
 from kfcomm.sync.bell import Bell
+from kfcomm.sync.put_off import PutOff
 from kfcomm.sync.thread import LOOK_EVERY_S, IoThread
 from kfcomm.tracebacks import terse
 from kfcomm.transports.loop_driver import LoopDriver
@@ -135,6 +136,7 @@ class Driver:
         reactor: of the engine.
         io: the thread that drives it otherwise, and the engine lock.
         signals: what a call on the main thread holds.
+        put_off: what is finished before it is closed.
     """
 
     def __init__(self, io: IoThread, *, is_terse: bool = True) -> None:
@@ -142,6 +144,7 @@ class Driver:
         self.signals = io.signals
         self.is_terse = is_terse
         self.reactor = Reactor()
+        self.put_off = PutOff()
         self._lock = io.lock
         self._leader = 0
         """Number of the thread of the caller who drives; 0 if none does."""

@@ -243,9 +243,19 @@ def pairs(comm: Any, wrap: Callable[[Any], Any]) -> None:
     assert spread.max() < 0.2
 
 
+def left(comm: Any, wrap: Callable[[Any], Any]) -> None:
+    """The program leaves while what it has begun goes on; the last of `PROGRAMS`."""
+    step = wrap(lambda x: kfcomm.jax.all_reduce(x, comm, name="left"))
+    for _ in range(20 * (comm.rank + 1)):
+        jnp.ones((200, 200)) @ jnp.ones((200, 200))
+    found = step(jnp.full(4, comm.rank, jnp.float32))
+    comm.close()
+    np.testing.assert_array_equal(np.asarray(found), sum(range(comm.size)))
+
+
 PROGRAMS = {
     one.__name__: one
-    for one in (trees, gradients, other_gradients, many, loops, errors, agreements, adaalter, changed, pairs)
+    for one in (trees, gradients, other_gradients, many, loops, errors, agreements, adaalter, changed, pairs, left)
 }
 
 if __name__ == "__main__":

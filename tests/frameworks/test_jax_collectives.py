@@ -39,6 +39,10 @@ def test_compiled() -> None:
     assert compiled(SIZE, "trees", "gradients", "other_gradients", "many", "loops") == ""
 
 
+def test_a_communicator_is_closed_after_the_computations_that_were_begun() -> None:
+    assert compiled(2, "left") == ""
+
+
 def test_an_error_inside_jit_reaches_whoever_called() -> None:
     said = compiled(2, "errors")  # by the log of JAX: the text of its own error has room for the beginning alone
     for rank in range(2):
