@@ -16,6 +16,7 @@ import torch
 from kfcomm.arguments import checked_name
 from kfcomm.errors import ConfigError
 from kfcomm.sync.skin import Skin
+from kfcomm.torch.outermost import is_outermost
 from kfcomm.torch.state import broadcast_optimizer_state, broadcast_parameters
 from kfcomm.train.agreement import Agreement, introduction
 from kfcomm.train.procedure import Comm, Pending
@@ -84,6 +85,8 @@ class Exchange:
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Agree, unless the program has; with a closure, as soon as there are gradients."""
+        if not is_outermost(optimizer):
+            return None
         is_done, self._is_done = self._is_done, False
         closure = kwargs.get("closure") if len(args) < 2 else args[1]
         if closure is None:
