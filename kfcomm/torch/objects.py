@@ -31,12 +31,20 @@ def broadcast_object(value: Any, comm: Communicator, root: int = 0, *, name: str
     Raises:
         ConfigError: it holds something else.
     """
-    return decoded(comm.broadcast_object(encoded(value) if comm.rank == root else None, root, name))
+    return decoded(comm.broadcast_object(_given(value) if comm.rank == root else None, root, name))
 
 
 def all_gather_object(value: Any, comm: Communicator, *, name: str = "object") -> list[Any]:
     """Every rank gets the list of all ranks' values; see ``broadcast_object``."""
-    return [decoded(one) for one in comm.all_gather_object(encoded(value), name)]
+    return [decoded(one) for one in comm.all_gather_object(_given(value), name)]
+
+
+def _given(value: Any) -> Any:
+    """Encoded; what contains itself is left for the verb to refuse on all ranks."""
+    try:
+        return encoded(value)
+    except RecursionError:
+        return value
 
 
 def encoded(value: Any) -> Any:

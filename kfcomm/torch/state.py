@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,9 +10,11 @@ import torch
 from kfcomm.arguments import checked_name
 from kfcomm.errors import ConfigError
 from kfcomm.torch.objects import broadcast_object
+from kfcomm.torch.tensors import places
 
 if TYPE_CHECKING:
     from kfcomm.sync import Communicator
+    from kfcomm.sync.handle import Handle
 
 
 def broadcast_parameters(
@@ -36,13 +38,115 @@ def broadcast_parameters(
     name = checked_name(name)
     items = parameters.items() if isinstance(parameters, Mapping) else parameters
     tensors = {one: value.detach() for one, value in items if isinstance(value, torch.Tensor)}
-    about = [f"{one} {tuple(tensor.shape)} {tensor.dtype}" for one, tensor in tensors.items()]
-    if not comm.consensus(about, name=f"{name}/which"):
-        raise ConfigError(f"the ranks do not give the same tensors to {name!r}: names, shapes or dtypes differ")
-    places = {(one.data_ptr(), one.shape, one.stride()): one for one in tensors.values() if one.numel()}
-    if places:
-        found = list(places.values())
-        comm.broadcast(found, root, name=name, out=found)
+    about, problem = described(tensors)
+    check_alike(comm, name, about, problem)
+    handle, finish = begin_broadcast(tensors.values(), comm, root, name)
+    if handle is not None:
+        handle.wait()
+        finish()
+
+
+def described(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, str], str | None]:
+    """What ranks compare of tensors, by name; and what is wrong with them, if anything is."""
+    about = {one: f"{tuple(x.shape)} {x.dtype}" for one, x in tensors.items()}
+    missing = next((one for one, tensor in tensors.items() if tensor.is_meta), None)
+    return about, None if missing is None else f"{missing} is on device 'meta', where it has no numbers"
+
+
+def check_alike(comm: Communicator, name: str, about: Mapping[str, str], problem: str | None) -> None:
+    """See that all ranks say the same, and none has a problem.
+
+    Args:
+        comm: blocking.
+        name: of what they give.
+        about: what each thing is, by its name.
+        problem: of this rank.
+
+    Raises:
+        ConfigError: on all ranks, with both sides and their ranks.
+    """
+    said = [[one, text] for one, text in about.items()]
+    if not comm.consensus([said, problem or ""], name=f"{name}/which"):
+        raise ConfigError(_difference(comm, name, comm.all_gather_object([said, problem], f"{name}/differs")))
+    if problem is not None:
+        raise ConfigError(problem)
+
+
+def _difference(comm: Communicator, name: str, said: list[Any]) -> str:
+    members = comm._inner._group.view.members
+    problems = {world: problem for world, (_, problem) in zip(members, said, strict=True) if problem is not None}
+    if problems:
+        return f"{name!r} cannot work: " + "; ".join(f"rank {world}: {one}" for world, one in problems.items())
+    first = dict(said[0][0])
+    for world, (pairs, _) in zip(members, said, strict=True):
+        own = dict(pairs)
+        for one in (*own, *first):
+            if own.get(one) != first.get(one):
+                sides = [f"{found.get(one, 'not there')} on rank {rank}" for found, rank in
+                         ((first, members[0]), (own, world))]  # fmt: skip
+                return f"{name!r} is not the same on all ranks: {one} is {sides[0]}, and {sides[1]}"
+        if list(own) != list(first):
+            return f"{name!r} is not the same on all ranks: {members[0]} and {world} have another order"
+    return f"{name!r} is not the same on all ranks"
+
+
+def begin_broadcast(
+    tensors: Iterable[torch.Tensor], comm: Communicator, root: int, name: str
+) -> tuple[Handle[Any] | None, Callable[[], object]]:
+    """Begin to make tensors those of ``root``, whatever their types; a handle, and what brings the result to them."""
+    own = {(one.data_ptr(), one.shape, one.stride()): one for one in tensors if one.numel()}
+    if not own:
+        return None, lambda: None
+    arrays, finish = places(list(own.values()), as_bytes=True)
+    return comm.broadcast_async(arrays, root, name=name, out=arrays), finish or (lambda: None)
+
+
+class Buffers:
+    """The buffers of a model, which become those of rank 0 again and again.
+
+    Args:
+        model: its buffers are looked up anew each time.
+        comm: blocking.
+        name: of the collective.
+    """
+
+    def __init__(self, model: torch.nn.Module, comm: Communicator, name: str) -> None:
+        self._of = [(module, one) for module in model.modules() for one in module._buffers]
+        self._comm = comm
+        self._name = name
+        self._handle: Handle[Any] | None = None
+        self._finish: Callable[[], object] = lambda: None
+
+    def begin(self, *, is_wanted: bool = True) -> None:
+        """Those of rank 0 leave, or are awaited.
+
+        Args:
+            is_wanted: False: this rank takes part, and its buffers stay as they are; nobody waits for the end.
+        """
+        found = [module._buffers.get(one) for module, one in self._of]
+        tensors = [one if is_wanted else one.clone() for one in found if one is not None]
+        self._handle, self._finish = begin_broadcast(tensors, self._comm, 0, self._name)
+
+    def done(self) -> bool:
+        """Whether they are there, or have failed."""
+        return self._handle is None or self._handle.done()
+
+    def wait(self) -> None:
+        """Wait until they are there.
+
+        Raises:
+            CollectiveError: see ``kfcomm.sync.Handle.result``.
+        """
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.result()
+            self._finish()
+
+    def cancel(self) -> None:
+        """End what is under way, on every rank."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.cancel()
 
 
 def broadcast_optimizer_state(

@@ -367,7 +367,7 @@ def test_parameters_that_differ_are_an_error_on_all() -> None:
         shape = (2, 3) if comm.rank else (3, 2)
         optimizers.sma(torch.optim.SGD([torch.nn.Parameter(torch.zeros(shape))], lr=0.1), comm)
 
-    refused(make, ConfigError, "do not give the same tensors")
+    refused(make, ConfigError, "is not the same on all ranks: 0/0 is")
 
 
 def test_gradients_that_only_some_ranks_have_are_an_error_on_all() -> None:

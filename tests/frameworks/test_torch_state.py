@@ -63,7 +63,9 @@ def test_parameters_become_those_of_the_root(named: str) -> None:
 def test_ranks_that_give_other_tensors_are_told() -> None:
     def rank(comm: Any) -> None:
         tensors = {"a": torch.ones(2), "b" if comm.rank else "c": torch.ones(2)}
-        with pytest.raises(ConfigError, match="the ranks do not give the same tensors to 'parameters'"):
+        with pytest.raises(
+            ConfigError, match=r"'parameters' is not the same on all ranks: . is not there on rank 0, and"
+        ):
             kfcomm.torch.broadcast_parameters(tensors, comm)
         kfcomm.torch.broadcast_parameters({}, comm)
 
