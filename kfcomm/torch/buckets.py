@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from kfcomm.arrays import adapt, dtype_of
+from kfcomm.arrays.dtypes import SUPPORTED_NAMES, unsupported
 
 if TYPE_CHECKING:
     from kfcomm.sync import Communicator
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 ALIGNED_NBYTES = 64
 """Gradients begin at multiples of this, as torch's own tensors do."""
+WORD_NBYTES = 4
 MARKS_URGENCY = 1 << 13
 """More than any gradients have: all of them wait for the marks."""
 
@@ -38,7 +40,8 @@ class Place:
         name: of the parameter.
         parameter: itself.
         view: its gradient's memory, in the bucket.
-        has_come: the backward pass of this step has brought it.
+        has_come: a backward pass has brought some of it since it was averaged last.
+        is_here: the backward pass under way has brought it.
         is_used: any rank has a gradient; known when the marks are there.
     """
 
@@ -46,27 +49,41 @@ class Place:
     parameter: torch.Tensor
     view: torch.Tensor
     has_come: bool = False
+    is_here: bool = False
     is_used: bool = False
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the program has put a tensor of its own in the place of the gradient."""
+        gradient = self.parameter.grad
+        return gradient is not None and not self.holds(gradient)
 
     def collect(self) -> None:
         """See that the memory holds what this rank gives: its gradient, or zeros."""
         gradient = self.parameter.grad
         if gradient is None:
             self.view.zero_()
-        elif not self._is_view(gradient):
+        elif not self.holds(gradient):
             with torch.no_grad():
                 self.view.copy_(gradient)
-            self.parameter.grad = self.view
+            self.show()
+
+    def show(self) -> None:
+        """The memory is ``parameter.grad``: by a tensor of its own, so that one that the program keeps is noticed."""
+        gradient = self.parameter.grad
+        if gradient is None or not self.holds(gradient):
+            self.parameter.grad = self.view.detach()
 
     def take(self) -> torch.Tensor | None:
         """The gradient where autograd has made it, if it is elsewhere and can be read there."""
         gradient: torch.Tensor | None = self.parameter.grad
-        if gradient is None or self._is_view(gradient) or not gradient.is_contiguous():
+        if gradient is None or self.holds(gradient) or not gradient.is_contiguous():
             return None
-        self.parameter.grad = self.view
+        self.parameter.grad = self.view.detach()
         return gradient.detach()
 
-    def _is_view(self, gradient: torch.Tensor) -> bool:
+    def holds(self, gradient: torch.Tensor) -> bool:
+        """Whether a tensor is this memory."""
         return bool(gradient.data_ptr() == self.view.data_ptr() and gradient.stride() == self.view.stride())
 
 
@@ -89,35 +106,53 @@ class Bucket:
     def __init__(
         self, comm: Communicator, parameters: Sequence[tuple[str, torch.Tensor]], name: str, *, wire_dtype: Any = None
     ) -> None:
-        dtype = parameters[0][1].dtype
-        begins = [0, *accumulate(_room(parameter) for _, parameter in parameters)]
-        count = begins[-1] if len(parameters) > 1 else parameters[0][1].numel()
+        self._dtype = parameters[0][1].dtype
+        self._begins = [0, *accumulate(_room(parameter) for _, parameter in parameters)]
         self._comm = comm
         self.name = name
-        element = dtype_of(str(dtype).removeprefix("torch."))
-        self._flat, self.is_shared = _memory(comm, count, element)
-        self._flat[:] = 0
-        self._tensor = torch.from_numpy(self._flat.view("uint8")).view(dtype)
-        self.places = [
-            Place(one, parameter, self._tensor[begin : begin + parameter.numel()].view(parameter.shape))
-            for (one, parameter), begin in zip(parameters, begins, strict=False)
-        ]
-        self.nbytes = sum(parameter.numel() for _, parameter in parameters) * dtype.itemsize
+        self.places = [Place(one, parameter, parameter.detach()) for one, parameter in parameters]
+        self.nbytes = sum(parameter.numel() for _, parameter in parameters) * self._dtype.itemsize
         self.is_begun = False
         self._wire_dtype = wire_dtype
         self._missing = len(self.places)
-        self._version = 0
         self._exchange: PersistentCollective[Any] | None = None
+        self._take_memory()
 
     def __repr__(self) -> str:
         return f"<Bucket {self.name}, {len(self.places)} gradients, {self.nbytes} bytes>"
 
+    def _take_memory(self) -> None:
+        count = self._begins[-1] if len(self.places) > 1 else self.places[0].parameter.numel()
+        self._flat, self.is_shared = _memory(self._comm, count, dtype_of(str(self._dtype).removeprefix("torch.")))
+        self._flat[:] = 0
+        self._tensor = torch.from_numpy(self._flat.view("uint8")).view(self._dtype)
+        for place, begin in zip(self.places, self._begins, strict=False):
+            parameter = place.parameter
+            place.view = self._tensor[begin : begin + parameter.numel()].view(parameter.shape)
+        self._exchange = None
+        self._num_users = self._users()
+
+    def _users(self) -> int:
+        """How many tensors are in the memory."""
+        count: int = torch._C._storage_Use_Count(self._tensor.untyped_storage()._cdata)
+        return count
+
+    def prepare(self) -> None:
+        """Before the first gradient of a pass: the memory of gradients that the program has kept stays theirs."""
+        if self._users() == self._num_users:
+            return
+        if all(place.parameter.grad is None or place.is_foreign for place in self.places):
+            self._take_memory()
+
     def came(self, place: Place) -> bool:
         """The backward pass has brought a gradient; whether it was the last."""
-        place.has_come = True
+        if self._missing == len(self.places) and not place.is_here:
+            self.prepare()
         if len(self.places) > 1:
             place.collect()
-        self._missing -= 1
+        if not place.is_here:
+            place.is_here = True
+            self._missing -= 1
         return not self._missing
 
     def begin(self, urgency: int) -> None:
@@ -134,7 +169,6 @@ class Bucket:
                 source, self.name, op="avg", out=self._flat, priority=priority, wire_dtype=self._wire_dtype
             )
         self._exchange.start()
-        self._version = self._tensor._version
         self.is_begun = True
 
     def _collected(self) -> np.ndarray[Any, Any]:
@@ -160,50 +194,62 @@ class Bucket:
         if self._exchange is not None:
             self._exchange.wait()
 
-    def was_touched(self) -> bool:
-        """Whether the program has written to the gradients since the average was begun."""
-        return bool(self._tensor._version != self._version)
-
-    def averaged(self) -> list[Place]:
-        """The places for which any rank had a gradient, after a wait for this and for the marks."""
-        return [place for place in self.places if place.is_used]
+    def cancel(self) -> None:
+        """End what is under way, on every rank."""
+        if self._exchange is not None:
+            self._exchange.cancel()
 
     def reset(self) -> None:
-        """The step is over."""
+        """The average is taken, or has failed."""
         self.is_begun = False
         self._missing = len(self.places)
         for place in self.places:
-            place.has_come = False
+            place.has_come = place.is_here = False
         if len(self.places) == 1:  # it is made for a gradient that is gone
             self._exchange = None
 
 
 class Marks:
-    """For which parameters any rank has a gradient in a step: a byte for each, the largest of all ranks'.
+    """What ranks tell each other once a pass: of each parameter whether any has a gradient; and of each rank a word.
 
     Args:
         comm: tells them.
         buckets: their places.
         name: of the collective.
+
+    Attributes:
+        words: of each rank, by its rank in the group; known when the marks are there.
     """
 
     def __init__(self, comm: Communicator, buckets: Sequence[Bucket], name: str) -> None:
         self._places = [place for bucket in buckets for place in bucket.places]
-        self._flat = np.zeros(len(self._places), np.uint8)
+        self._begin_words = len(self._places)
+        self._rank, self._size = comm.rank, comm.size
+        self._flat = np.zeros(len(self._places) + comm.size * WORD_NBYTES, np.uint8)
         priority = 0 if buckets[0].is_shared else MARKS_URGENCY
         self._exchange = comm.all_reduce_init(self._flat, name, op="max", out=self._flat, priority=priority)
         self.name = name
-        self._is_read = False
+        self.words: list[int] = []
+        self._is_read = True
 
-    def begin(self) -> None:
-        """Tell what this rank has: all that it will have in this step."""
-        self._flat[:] = [place.parameter.grad is not None for place in self._places]
+    def begin(self, word: int) -> None:
+        """Tell what this rank has: all that it will have in this pass."""
+        self._flat[:] = 0
+        self._flat[: self._begin_words] = [place.has_come for place in self._places]
+        self._words()[self._rank] = word
         self._exchange.start()
         self._is_read = False
+
+    def _words(self) -> np.ndarray[Any, Any]:
+        return np.ndarray(self._size, np.dtype(f"<u{WORD_NBYTES}"), self._flat, self._begin_words)
 
     def done(self) -> bool:
         """Whether they are there, or have failed."""
         return self._exchange.done()
+
+    def cancel(self) -> None:
+        """End what is under way, on every rank."""
+        self._exchange.cancel()
 
     def wait(self) -> None:
         """Wait until they are there.
@@ -211,11 +257,19 @@ class Marks:
         Raises:
             CollectiveError: see ``kfcomm.sync.PersistentCollective.wait``.
         """
+        if self._is_read:
+            return
         self._exchange.wait()
-        if not self._is_read:
-            self._is_read = True
-            for place, mark in zip(self._places, self._flat.tolist(), strict=True):
-                place.is_used = bool(mark)
+        self._is_read = True
+        for place, mark in zip(self._places, self._flat.tolist(), strict=False):
+            place.is_used = bool(mark)
+        self.words = self._words().tolist()
+
+
+def dtype_problem(parameter: torch.Tensor) -> str | None:
+    """Why gradients of this type cannot be averaged; None if they can."""
+    name = str(parameter.dtype).removeprefix("torch.")
+    return None if name in SUPPORTED_NAMES else str(unsupported(name))
 
 
 def share_out(parameters: Iterable[tuple[str, torch.Tensor]], nbytes: int) -> list[list[tuple[str, torch.Tensor]]]:

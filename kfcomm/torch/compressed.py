@@ -56,7 +56,6 @@ class CompressedBucket(Bucket):
             place.collect()
         self._errand = Errand(self)
         self._errand.start()
-        self._version = self._tensor._version
         self.is_begun = True
 
     def done(self) -> bool:

@@ -1,8 +1,8 @@
 """The optimizer's step for some parameters, later than the program asked for it, as if it were then.
 
 Each update of a parameter needs its gradient and the optimizer's state of this parameter alone: true of all optimizers
-of torch that take no closure. What the groups said when the program asked (learning rates, which a scheduler changes
-right after) is kept for them.
+of torch that need no closure, and of subclasses that have no ``step`` of their own. What the groups said when the
+program asked (learning rates, which a scheduler changes right after) is kept for them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,12 @@ from typing import Any
 import torch
 
 from kfcomm.torch.buckets import Place
+
+
+def is_divisible(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the step can be made for some parameters at a time."""
+    step = type(optimizer).step
+    return step.__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
 
 
 class Updates:

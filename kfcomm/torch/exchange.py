@@ -1,0 +1,250 @@
+"""The gradients of one backward pass on their way: buckets that leave as they are full, and all of them at its end.
+
+With the last of them each rank tells a word: how many steps its optimizer has made, with which numbers; or that its
+backward pass has raised. So a rank that has left out a step, or part of a pass, is an error on all ranks in place of
+replicas that differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kfcomm.errors import CollectiveAborted, CollectiveError, CollectiveMismatch, ConfigError, KfcommError
+from kfcomm.torch.buckets import Bucket, Marks, Place
+
+if TYPE_CHECKING:
+    import torch
+
+    from kfcomm.sync import Communicator
+    from kfcomm.torch.profile import Profile
+    from kfcomm.torch.state import Buffers
+
+FAILED = (1 << 32) - 1
+"""The word of a rank whose backward pass has raised."""
+
+
+class Steps:
+    """The steps that an optimizer has made, as a word that ranks compare."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._numbers: list[dict[str, Any]] = []
+
+    def made(self, optimizer: torch.optim.Optimizer) -> None:
+        """One more, with the numbers that the groups hold now."""
+        self._count += 1
+        self._numbers = [
+            {name: _number(value) for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
+
+    def word(self) -> int:
+        """Not ``FAILED``."""
+        return zlib.crc32(str(self).encode()) % FAILED
+
+    def __str__(self) -> str:
+        shown = "; ".join(", ".join(f"{name}={value}" for name, value in group.items()) for group in self._numbers)
+        return f"{self._count} steps, the latest with {shown}" if shown else f"{self._count} steps"
+
+
+class Exchange:
+    """One exchange after another, of all gradients of a model.
+
+    Args:
+        comm: of the ranks.
+        name: of the collectives.
+        buckets: the gradients.
+        buffers: of the model, which become rank 0's.
+        profile: is told.
+
+    Attributes:
+        buckets: see there.
+        name: of the collectives.
+        places: of all gradients.
+        has_left: all gradients of a pass have left, and nobody has waited for them to the end.
+        urgency: of a bucket's collective; none where it is not known.
+        steps: of the optimizer.
+    """
+
+    def __init__(
+        self, comm: Communicator, name: str, buckets: Sequence[Bucket], buffers: Buffers, profile: Profile
+    ) -> None:
+        self.buckets = buckets
+        self.places: list[Place] = [place for bucket in buckets for place in bucket.places]
+        self.has_left = False
+        self.urgency: Mapping[Bucket, int] = {}
+        self.steps = Steps()
+        self._comm = comm
+        self.name = name
+        self._marks = Marks(comm, buckets, f"{name}/marks")
+        self._buffers = buffers
+        self._profile = profile
+        self._is_held = False
+        """Gradients come in passes within passes, which may bring more of them later: none leaves before the end."""
+
+    # ---------------------------------------------------------------- to leave
+
+    def came(self, bucket: Bucket, place: Place, *, is_inner: bool) -> None:
+        """A backward pass has brought a gradient.
+
+        Raises:
+            ConfigError: it has brought it before, and that has left.
+        """
+        self._is_held = self._is_held or is_inner
+        if bucket.is_begun:
+            raise ConfigError(
+                f"the gradient of {place.name} has come after it had left: the parameter is used inside and outside "
+                "of a checkpoint that is re-entrant; give that use_reentrant=False"
+            )
+        self._profile.came()
+        if bucket.came(place) and not self._is_held:
+            self._begin(bucket)
+
+    def leave(self, *, has_failed: bool = False) -> None:
+        """What has not left yet leaves: what this rank has in ``parameter.grad``, or zeros."""
+        self.has_left = True
+        self._buffers.begin(is_wanted=not has_failed)
+        for place in self.places:
+            place.has_come = (place.has_come or place.is_foreign) and place.parameter.grad is not None
+        for bucket in self.buckets:
+            if not bucket.is_begun:
+                bucket.prepare()
+                self._begin(bucket)
+        self._marks.begin(FAILED if has_failed else self.steps.word())
+
+    def _begin(self, bucket: Bucket) -> None:
+        bucket.begin(self.urgency.get(bucket, 0))
+        self._profile.began(bucket)
+
+    # ---------------------------------------------------------------- to be there
+
+    def is_there(self, bucket: Bucket) -> bool:
+        """Whether a wait for a bucket would take no time."""
+        return bucket.done() and self._marks.done()
+
+    def wait_for(self, bucket: Bucket) -> list[Place]:
+        """Wait for the average of a bucket; the places for which any rank had a gradient.
+
+        Raises:
+            CollectiveError: it has failed, or the backward pass of a rank has; or ranks differ in their steps.
+        """
+        self._wait_for_marks()
+        self._wait(bucket)
+        return [place for place in bucket.places if place.is_used]
+
+    def settle(self) -> None:
+        """Wait for all averages. Those of which any rank had a gradient are ``parameter.grad`` then, on all ranks.
+
+        Raises:
+            CollectiveError: one has failed, or the backward pass of a rank has; or ranks differ in their steps. No rank
+                has gradients then.
+        """
+        try:
+            for bucket in self.buckets:
+                for place in self.wait_for(bucket):
+                    place.show()
+            self._buffers.wait()
+        except BaseException:
+            self.clear()
+            raise
+        self.close()
+
+    def wait_for_buffers(self, *, and_marks: bool) -> None:
+        """Wait until they are rank 0's; and until it is known which gradients there are.
+
+        Raises:
+            CollectiveError: see ``settle``.
+        """
+        try:
+            self._buffers.wait()
+            if and_marks:
+                self._wait_for_marks()
+        except BaseException:
+            self.clear()
+            raise
+
+    def _wait_for_marks(self) -> None:
+        self._wait(self._marks)
+        self._check()
+
+    def _wait(self, one: Bucket | Marks) -> None:
+        if one.done():
+            one.wait()
+            return
+        with self._profile.waiting(one.name):
+            one.wait()
+
+    def close(self) -> None:
+        """All is taken."""
+        self.has_left = False
+        for bucket in self.buckets:
+            bucket.reset()
+
+    # ---------------------------------------------------------------- what goes wrong
+
+    def fail(self) -> None:
+        """The backward pass of this rank has raised: the others are told, and wait for nothing of it."""
+        for place in self.places:
+            place.parameter.grad = None
+        if not self.has_left:
+            with contextlib.suppress(
+                KfcommError
+            ):  # of a communicator that is closed, or has lost a rank: it is told later
+                self.leave(has_failed=True)
+
+    def clear(self) -> None:
+        """Forget what has left; nothing of it is under way any more."""
+        for one in self._all():
+            if not one.done():
+                one.cancel()
+        for place in self.places:
+            place.parameter.grad = None
+        self.close()
+
+    def drain(self) -> None:
+        """Wait for what a pass that has raised here has left behind, if anything: its error was told."""
+        if self.has_left:
+            self._wait_for_the_rest()
+            self.close()
+
+    def _wait_for_the_rest(self) -> None:
+        for one in self._all():
+            with contextlib.suppress(CollectiveError):
+                one.wait()
+
+    def _all(self) -> list[Bucket | Marks | Buffers]:
+        return [*self.buckets, self._marks, self._buffers]
+
+    def _check(self) -> None:
+        words = self._marks.words
+        members = self._comm._inner._group.view.members
+        failed = [world for world, word in zip(members, words, strict=True) if word == FAILED]
+        if failed:
+            self._wait_for_the_rest()
+            raise CollectiveAborted(
+                f"the backward pass of {_ranks(failed)} has raised an error, which is told there: no rank has "
+                "gradients of this pass, and all go on together with the next one",
+                key=self.name,
+            )
+        if len(set(words)) > 1:
+            self._wait_for_the_rest()
+            said = self._comm.all_gather_object(str(self.steps), f"{self.name}/steps")
+            raise CollectiveMismatch(
+                f"the optimizers of the ranks that attach {self.name!r} differ: "
+                + "; ".join(f"{_ranks([world])}: {one}" for world, one in zip(members, said, strict=True))
+                + ". Replicas would differ: whether a step is made, and its learning rate, are to depend on what is "
+                "the same on all ranks, such as a loss averaged by comm.all_reduce",
+                key=self.name,
+            )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _number(value: Any) -> Any:
+    """What a group holds; of a tensor what is in it."""
+    return value.tolist() if hasattr(value, "tolist") else value

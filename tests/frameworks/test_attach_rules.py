@@ -1,0 +1,789 @@
+"""With a model attached a program gives what one process gives, or an error on every rank."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import kfcomm.sync
+import kfcomm.torch
+from kfcomm import testing
+from kfcomm.errors import CollectiveAborted, CollectiveMismatch, ConfigError, KfcommError
+from tests.sync.worlds import joined
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+
+WIDTH = 4
+DEFER = pytest.mark.parametrize("defer", [False, True], ids=["at once", "deferred"])
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Ranks are threads here."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def made(seed: int = 0) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
+    with torch.no_grad():
+        for one in model.parameters():
+            one.copy_(torch.randn(one.shape, generator=generator, dtype=one.dtype))
+    return model
+
+
+def loss(model: Any, rank: int, step: int = 0) -> Any:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x = torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
+    return (model(x) - x).square().mean()
+
+
+def attached(comm: Any, **options: Any) -> tuple[Any, Any, Any]:
+    model = made(comm.rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, optimizer, kfcomm.torch.attach(model, optimizer, comm, bucket_nbytes=40, **options)
+
+
+def each(main: Any, size: int = 2) -> list[Any]:
+    def rank(comm: Any) -> Any:
+        torch.set_num_threads(1)  # it is each thread's own
+        return main(comm)
+
+    with testing.sync_world(size) as comms:
+        return testing.run_threads(comms, rank)
+
+
+def numbers(model: Any) -> Any:
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def one_process(step: Any, size: int = 2) -> Any:
+    """What the mean of all ranks' losses gives, by ``step(model, optimizer, loss)``."""
+    model = made()
+    step(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        lambda number: sum(loss(model, rank, number) for rank in range(size)) / size,
+    )
+    return numbers(model)
+
+
+# ---------------------------------------------------------------- gradients
+
+
+@DEFER
+def test_gradients_are_the_average_when_backward_returns(defer: bool) -> None:
+    def rank(comm: Any) -> Any:
+        model, _, _ = attached(comm, defer=defer)
+        loss(model, comm.rank).backward()
+        return nn.utils.clip_grad_norm_(model.parameters(), 1e9), [one.grad.clone() for one in model.parameters()]
+
+    first, second = each(rank)
+    model = made()
+    (sum(loss(model, rank) for rank in range(2)) / 2).backward()
+    assert torch.equal(first[0], second[0])
+    for one, other, parameter in zip(first[1], second[1], model.parameters(), strict=True):
+        assert torch.equal(one, other)
+        torch.testing.assert_close(one, parameter.grad)
+
+
+@DEFER
+def test_a_second_pass_adds_to_the_average(defer: bool) -> None:
+    def rank(comm: Any) -> Any:
+        model, _, _ = attached(comm, defer=defer)
+        loss(model, comm.rank, 1).backward()
+        loss(model, comm.rank, 2).backward()
+        return [one.grad.clone() for one in model.parameters()]
+
+    first, second = each(rank)
+    model = made()
+    (sum(loss(model, rank, step) for rank in range(2) for step in (1, 2)) / 2).backward()
+    for one, other, parameter in zip(first, second, model.parameters(), strict=True):
+        assert torch.equal(one, other)
+        torch.testing.assert_close(one, parameter.grad)
+
+
+@DEFER
+def test_a_step_that_all_ranks_skip_leaves_nothing(defer: bool) -> None:
+    def steps(model: Any, optimizer: Any, loss_of: Any) -> None:
+        for number in range(6):
+            optimizer.zero_grad()
+            loss_of(number).backward()
+            if number % 2:
+                optimizer.step()
+
+    def rank(comm: Any) -> Any:
+        model, optimizer, _ = attached(comm, defer=defer)
+        steps(model, optimizer, lambda number: loss(model, comm.rank, number))
+        return numbers(model)
+
+    first, second = each(rank)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, one_process(steps))
+
+
+@DEFER
+def test_a_scaler_skips_on_all_ranks_what_overflows_on_one(defer: bool) -> None:
+    def rank(comm: Any) -> Any:
+        model, optimizer, _ = attached(comm, defer=defer)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for number in range(4):
+            optimizer.zero_grad()
+            factor = float("inf") if (comm.rank, number) == (1, 2) else 1.0
+            scaler.scale(loss(model, comm.rank, number) * factor).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+        return numbers(model), scaler.get_scale()
+
+    def steps(model: Any, optimizer: Any, loss_of: Any) -> None:
+        for number in (0, 1, 3):
+            optimizer.zero_grad()
+            loss_of(number).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+
+    (first, scale), (second, other) = each(rank)
+    assert torch.equal(first, second)
+    assert scale == other == 4.0
+    torch.testing.assert_close(first, one_process(steps))
+
+
+def test_gradients_that_the_program_keeps_outlive_the_step() -> None:
+    def rank(comm: Any) -> None:
+        model, optimizer, _ = attached(comm)
+        loss(model, comm.rank, 1).backward()
+        kept = [one.grad for one in model.parameters()]
+        copies = [one.clone() for one in kept]
+        optimizer.zero_grad()
+        loss(model, comm.rank, 2).backward()
+        assert all(torch.equal(one, other) for one, other in zip(kept, copies, strict=True))
+        assert not torch.equal(kept[0], model[0].weight.grad)
+
+    each(rank)
+
+
+@DEFER
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+def test_closures_see_the_average_of_losses_and_gradients(line_search: str | None, defer: bool) -> None:
+    def train(model: Any, loss_of: Any, attach: Any) -> list[float]:
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5, line_search_fn=line_search)
+        attach(optimizer)
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            found = loss_of()
+            found.backward()
+            return found
+
+        return [float(optimizer.step(closure).detach()) for _ in range(3)]
+
+    def rank(comm: Any) -> Any:
+        model = made(comm.rank)
+        attach = lambda optimizer: kfcomm.torch.attach(model, optimizer, comm, defer=defer)  # noqa: E731
+        return train(model, lambda: loss(model, comm.rank), attach), numbers(model)
+
+    (losses, first), (others, second) = each(rank)
+    model = made()
+    wanted = train(model, lambda: sum(loss(model, rank) for rank in range(2)) / 2, lambda _: None)
+    assert torch.equal(first, second)
+    assert losses == others == pytest.approx(wanted)
+    torch.testing.assert_close(first, numbers(model))
+
+
+def test_gradients_gathered_in_no_sync_alone_are_not_taken() -> None:
+    def rank(comm: Any) -> None:
+        model, optimizer, held = attached(comm)
+        with held.no_sync():
+            loss(model, comm.rank).backward()
+        with pytest.raises(ConfigError, match=r"2.bias was gathered in no_sync and not averaged.*attached.wait\(\)"):
+            optimizer.step()
+        held.wait()
+        optimizer.step()
+        assert comm.consensus(numbers(model))
+
+    each(rank)
+
+
+def test_gradients_that_the_program_puts_there_itself_are_not_taken_unseen() -> None:
+    def rank(comm: Any) -> None:
+        model, optimizer, held = attached(comm)
+        own = list(model.parameters())
+        for one, gradient in zip(own, torch.autograd.grad(loss(model, comm.rank), own), strict=True):
+            one.grad = gradient
+        with pytest.raises(
+            ConfigError, match=r"a gradient of 2.bias into parameter.grad itself, which is not averaged"
+        ):
+            optimizer.step()
+        held.wait()
+        optimizer.step()
+        assert comm.consensus(numbers(model))
+
+    each(rank)
+
+
+def test_a_rank_whose_passes_were_all_in_no_sync_takes_part_by_a_wait() -> None:
+    def rank(comm: Any) -> Any:
+        model, optimizer, held = attached(comm)
+        if comm.rank == 0:
+            loss(model, 0).backward()
+        else:
+            with held.no_sync():
+                (0 * loss(model, 1)).backward()
+            held.wait()
+        optimizer.step()
+        return numbers(model)
+
+    first, second = each(rank)
+    assert torch.equal(first, second)
+
+
+@DEFER
+def test_two_models_that_train_against_each_other(defer: bool) -> None:
+    def train(maker: Any, judge: Any, attach: Any, rows: slice) -> Any:
+        optimizers = [torch.optim.Adam(one.parameters(), lr=0.01) for one in (maker, judge)]
+        attach(maker, optimizers[0], "maker")
+        attach(judge, optimizers[1], "judge")
+        for number in range(4):
+            generator = torch.Generator().manual_seed(number)
+            real, noise = torch.randn(2, 6, WIDTH, generator=generator, dtype=torch.float64)
+            made_up = maker(noise[rows])
+            optimizers[1].zero_grad()
+            (judge(made_up.detach()).mean() - judge(real[rows]).mean()).backward()
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            judge(made_up).square().mean().backward()  # gives the judge gradients that nobody wants
+            optimizers[0].step()
+        return torch.cat([numbers(maker), numbers(judge)])
+
+    def rank(comm: Any) -> Any:
+        def attach(model: Any, optimizer: Any, name: str) -> None:
+            kfcomm.torch.attach(model, optimizer, comm, name=name, defer=defer, bucket_nbytes=40)
+
+        return train(made(comm.rank), made(10 + comm.rank), attach, slice(comm.rank, None, 2))
+
+    first, second = each(rank)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, train(made(), made(10), lambda *_: None, slice(None)))
+
+
+@DEFER
+def test_two_optimizers_of_one_model(defer: bool) -> None:
+    def split(model: Any) -> list[Any]:
+        parts = ([one for one in model.parameters() if one.dim() == dim] for dim in (1, 2))
+        return [torch.optim.SGD(part, lr=0.1 / number) for number, part in enumerate(parts, 1)]
+
+    def train(model: Any, optimizers: list[Any], loss_of: Any) -> Any:
+        for number in range(3):
+            model.zero_grad()
+            loss_of(number).backward()
+            for one in optimizers:
+                one.step()
+        return numbers(model)
+
+    def rank(comm: Any) -> Any:
+        model = made(comm.rank)
+        optimizers = split(model)
+        for name, one in zip("ab", optimizers, strict=True):
+            kfcomm.torch.attach(model, one, comm, name=name, defer=defer)
+        return train(model, optimizers, lambda number: loss(model, comm.rank, number))
+
+    first, second = each(rank)
+    assert torch.equal(first, second)
+    model = made()
+    wanted = train(model, split(model), lambda number: sum(loss(model, rank, number) for rank in range(2)) / 2)
+    torch.testing.assert_close(first, wanted)
+
+
+# ---------------------------------------------------------------- what goes wrong on one rank
+
+
+class Fails(torch.autograd.Function):
+    """Raises in the backward pass."""
+
+    @staticmethod
+    def forward(_: Any, x: Any) -> Any:
+        return x.clone()
+
+    @staticmethod
+    def backward(*_: Any) -> Any:
+        raise MemoryError("no memory left")
+
+
+@DEFER
+@pytest.mark.parametrize("failing", [{1}, {0, 2}, {0, 1, 2}], ids=str)
+def test_a_pass_that_raises_midway_is_an_error_on_all_ranks_and_the_next_is_right(
+    failing: set[int], defer: bool
+) -> None:
+    def steps(model: Any, optimizer: Any, loss_of: Any) -> None:
+        for number in (0, 2):
+            optimizer.zero_grad()
+            loss_of(number).backward()
+            optimizer.step()
+
+    def rank(comm: Any) -> Any:
+        model, optimizer, held = attached(comm, defer=defer)
+        errors = []
+        for number in range(3):
+            optimizer.zero_grad()
+            try:
+                if number == 1 and comm.rank in failing:
+                    hidden = Fails.apply(model[0](torch.ones(1, WIDTH, dtype=torch.float64)))
+                    model[2](hidden).sum().backward()
+                else:
+                    loss(model, comm.rank, number).backward()
+                held.wait()
+            except (MemoryError, CollectiveAborted) as error:
+                errors.append(str(error))
+                assert all(one.grad is None for one in model.parameters())
+                continue
+            optimizer.step()
+        return numbers(model), errors
+
+    found = each(rank, 3)
+    for number, (one, errors) in enumerate(found):
+        assert torch.equal(one, found[0][0])
+        said = ", ".join(map(str, sorted(failing)))
+        ranks = f"rank {said}" if len(failing) == 1 else f"ranks {said}"
+        assert len(errors) == 1
+        assert errors[0] == "no memory left" if number in failing else ranks + " has raised an error" in errors[0]
+    torch.testing.assert_close(found[0][0], one_process(steps, 3))
+
+
+def test_a_pass_that_raises_before_the_program_ends_does_not_hold_up_others() -> None:
+    def rank(comm: Any) -> None:
+        with comm:
+            model, _, _ = attached(comm)
+            if comm.rank == 0:
+                hidden = Fails.apply(model[0](torch.ones(1, WIDTH, dtype=torch.float64)))
+                with pytest.raises(MemoryError):
+                    model[2](hidden).sum().backward()
+                return
+            with pytest.raises(CollectiveAborted, match="the backward pass of rank 0 has raised an error"):
+                loss(model, 1).backward()
+
+    each(rank)
+
+
+def test_buffers_of_a_rank_whose_pass_has_raised_are_its_own_to_write() -> None:
+    written = threading.Event()
+
+    def rank(comm: Any) -> Any:
+        model = made(comm.rank)
+        model.register_buffer("mean", torch.zeros(3))
+        held = kfcomm.torch.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), comm)
+        if comm.rank == 1:
+            hidden = Fails.apply(model[0](torch.ones(1, WIDTH, dtype=torch.float64)))
+            with pytest.raises(MemoryError):
+                model[2](hidden).sum().backward()
+            model.mean.fill_(5)
+            written.set()
+        else:
+            written.wait()
+            with pytest.raises(CollectiveAborted):
+                loss(model, 0).backward()
+            model.mean.fill_(5)
+        held.wait()
+        comm.barrier()
+        return model.mean.tolist()
+
+    assert each(rank) == [[5.0] * 3] * 2
+
+
+@pytest.mark.parametrize("what", ["a step", "a rate"])
+def test_ranks_whose_steps_differ_are_all_told(what: str) -> None:
+    def rank(comm: Any) -> str:
+        model, optimizer, _ = attached(comm)
+        for number in range(2):
+            optimizer.zero_grad()
+            loss(model, comm.rank, number).backward()
+            if what == "a step" and (comm.rank, number) == (1, 1):
+                continue
+            if what == "a rate" and comm.rank == 1:
+                optimizer.param_groups[0]["lr"] = 0.05
+            optimizer.step()
+            if what == "a rate":
+                break
+        with pytest.raises(CollectiveMismatch) as caught:
+            loss(model, comm.rank, 2).backward()
+        return str(caught.value)
+
+    said = each(rank, 3)
+    assert len(set(said)) == 1
+    for part in ("rank 0: 2 steps", "rank 1: 1 steps") if what == "a step" else ("rank 0: 1 steps", "lr=0.05"):
+        assert part in said[0]
+
+
+def test_a_sparse_gradient_is_an_error_on_all_ranks() -> None:
+    def rank(comm: Any) -> None:
+        model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 3))
+        kfcomm.torch.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), comm)
+        with pytest.raises(ConfigError, match=r"the gradient of 0.weight is sparse"):
+            model(torch.tensor([1, 2])).sum().backward()
+
+    each(rank)
+
+
+# ---------------------------------------------------------------- checkpoints in the backward pass
+
+
+@DEFER
+@pytest.mark.parametrize("is_reentrant", [True, False])
+def test_passes_within_a_pass_end_with_it(is_reentrant: bool, defer: bool) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    def forward(model: Any, x: Any) -> Any:
+        x = x.requires_grad_()
+        x = checkpoint(
+            lambda y: checkpoint(model[0], y, use_reentrant=is_reentrant, preserve_rng_state=False),
+            x,
+            use_reentrant=is_reentrant,
+            preserve_rng_state=False,
+        )
+        return checkpoint(model[2], x, use_reentrant=is_reentrant, preserve_rng_state=False)
+
+    def steps(model: Any, optimizer: Any, loss_of: Any) -> None:
+        for number in range(3):
+            optimizer.zero_grad()
+            loss_of(number).backward()
+            optimizer.step()
+
+    def rank(comm: Any) -> Any:
+        model, optimizer, _ = attached(comm, defer=defer)
+        called = lambda x: forward(model, x)  # noqa: E731
+        steps(model, optimizer, lambda number: loss(called, comm.rank, number))
+        return numbers(model), comm.statistics().steps[0].count
+
+    (first, count), (second, _) = each(rank)
+    assert count == 3
+    assert torch.equal(first, second)
+    model = made()
+    called = lambda x: forward(model, x)  # noqa: E731
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    steps(model, optimizer, lambda number: sum(loss(called, rank, number) for rank in range(2)) / 2)
+    torch.testing.assert_close(first, numbers(model))
+
+
+def test_a_parameter_inside_and_outside_of_a_reentrant_checkpoint_is_right_or_an_error() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    def forward(model: Any, x: Any) -> Any:
+        return model[0](checkpoint(model[0], x.requires_grad_(), use_reentrant=True, preserve_rng_state=False))
+
+    def rank(comm: Any) -> Any:
+        model, _, _ = attached(comm)
+        errors = []
+        for _ in range(2):
+            model.zero_grad()
+            try:
+                loss(lambda x: forward(model, x), comm.rank).backward()
+            except KfcommError as error:
+                errors.append(str(error))
+            else:
+                assert comm.consensus(model[0].weight.grad)
+        return errors, model[0].weight.grad
+
+    found = each(rank)
+    assert all("use_reentrant=False" in errors[0] and len(errors) == 1 for errors, _ in found)
+    model = made()
+    (sum(loss(lambda x: forward(model, x), rank) for rank in range(2)) / 2).backward()
+    torch.testing.assert_close(found[0][1], model[0].weight.grad)
+
+
+# ---------------------------------------------------------------- parameters and the optimizer
+
+
+WRITES = {
+    "load_state_dict": lambda model: model.load_state_dict(made(7).state_dict()),
+    "copy_": lambda model: [one.copy_(other) for one, other in zip(model.parameters(), made(7).parameters())],  # noqa: B905
+    "clamp_": lambda model: model[0].weight.clamp_(-0.1, 0.1),
+    "data.clamp_": lambda model: model[0].weight.data.clamp_(-0.1, 0.1),
+    "data": lambda model: setattr(model[0].weight, "data", model[0].weight.data / 2),
+    "vector": lambda model: nn.utils.vector_to_parameters(torch.ones(40, dtype=torch.float64), model.parameters()),
+    "foreach": lambda model: torch._foreach_mul_(list(model.parameters()), 0.5),
+    "numpy": lambda model: model[0].weight.detach().numpy().fill(0.5),
+}
+
+
+@DEFER
+@pytest.mark.parametrize("write", WRITES)
+def test_writes_after_a_step_come_after_its_update(write: str, defer: bool) -> None:
+    def rank(comm: Any) -> Any:
+        model, optimizer, _ = attached(comm, defer=defer)
+        ready.wait()
+        for number in range(2):
+            optimizer.zero_grad()
+            loss(model, comm.rank, number).backward()
+            optimizer.step()
+            with torch.no_grad():
+                WRITES[write](model)
+        return numbers(model)
+
+    def steps(model: Any, optimizer: Any, loss_of: Any) -> None:
+        for number in range(2):
+            optimizer.zero_grad()
+            loss_of(number).backward()
+            optimizer.step()
+            with torch.no_grad():
+                WRITES[write](model)
+
+    ready = threading.Barrier(2)
+    first, second = each(rank)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, one_process(steps))
+
+
+def test_a_write_that_deferred_updates_cannot_see_is_an_error() -> None:
+    def rank(comm: Any) -> None:
+        model, optimizer, _ = attached(comm, defer=True)
+        alias = model[0].weight.detach()  # shares its version, too
+        loss(model, comm.rank).backward()
+        optimizer.step()
+        alias.zero_()
+        with pytest.raises(ConfigError, match=r"0.weight was written to after optimizer.step\(\).*attached.wait\(\)"):
+            model(torch.ones(1, WIDTH, dtype=torch.float64))
+
+    each(rank)
+
+
+class Plain(torch.optim.SGD):
+    """Does what its base does."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@DEFER
+def test_a_subclass_that_calls_the_step_of_its_base_counts_once(defer: bool) -> None:
+    def rank(comm: Any) -> Any:
+        model = made(comm.rank)
+        torch.optim.SGD(model.parameters(), lr=1.0)  # from now on its class calls hooks, too
+        optimizer = Plain(model.parameters(), lr=0.1, momentum=0.9)
+        kfcomm.torch.attach(model, optimizer, comm, defer=defer)
+        for number in range(3):
+            optimizer.zero_grad()
+            loss(model, comm.rank, number).backward()
+            optimizer.step()
+        return numbers(model), comm.statistics().steps[0].count
+
+    def steps(model: Any, optimizer: Any, loss_of: Any) -> None:
+        for number in range(3):
+            optimizer.zero_grad()
+            loss_of(number).backward()
+            optimizer.step()
+
+    (first, count), (second, _) = each(rank)
+    assert count == 3
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, one_process(steps))
+
+
+@DEFER
+def test_hooks_of_the_program_see_updated_parameters_and_averages(defer: bool) -> None:
+    def rank(comm: Any) -> Any:
+        model = made(comm.rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        seen: list[Any] = []
+        optimizer.register_step_post_hook(lambda *_: seen.append(numbers(model)))
+        kfcomm.torch.attach(model, optimizer, comm, defer=defer)
+        optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(model.parameters(), 0.1) and None)
+        optimizer.register_step_post_hook(lambda *_: seen.append(numbers(model)))
+        loss(model, comm.rank).backward()
+        optimizer.step()
+        return seen
+
+    first, second = each(rank)
+    model = made()
+    (sum(loss(model, rank) for rank in range(2)) / 2).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for one in (*first, *second):
+        torch.testing.assert_close(one, numbers(model))
+
+
+# ---------------------------------------------------------------- copies, and the end
+
+
+@DEFER
+def test_copies_of_a_model_are_not_attached(defer: bool) -> None:
+    def rank(comm: Any) -> None:
+        model, optimizer, held = attached(comm, defer=defer)
+        loss(model, comm.rank).backward()
+        optimizer.step()
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)]
+        held.wait()
+        for number, other in enumerate(copies):
+            assert torch.equal(numbers(other), numbers(model))
+            assert all(type(one) is nn.Parameter for one in other.parameters())
+            if comm.rank == number % 2:  # nobody else takes part
+                loss(other, comm.rank).backward()
+        assert copy.deepcopy(optimizer).state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
+
+    each(rank)
+
+
+@DEFER
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_rank_that_leaves_first_waits_for_what_was_put_off(transport: str, defer: bool) -> None:
+    leaving = threading.Event()
+
+    def rank(comm: Any) -> Any:
+        with comm:
+            model, optimizer, held = attached(comm, defer=defer)
+            if comm.rank == 0 and defer:
+                leaving.wait()
+            loss(model, comm.rank).backward()
+            optimizer.step()
+            leaving.set()
+        found = model.state_dict()
+        held.detach()  # lets go of the memory
+        return found
+
+    with joined(transport) as comms:
+        first, second = testing.run_threads(comms, rank)
+    assert all(torch.equal(one, second[name]) for name, one in first.items())
+    model = made()
+    (sum(loss(model, rank) for rank in range(2)) / 2).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    torch.testing.assert_close(first["0.weight"], model[0].weight.detach())
+
+
+def test_what_was_put_off_and_fails_does_not_keep_a_communicator_open() -> None:
+    with testing.sync_world(2) as comms:
+
+        def rank(comm: Any) -> None:
+            model, optimizer, _ = attached(comm, defer=True)
+            if comm.rank == 0:
+                ready.wait()
+                comms.kill(0)
+                return
+            loss(model, comm.rank).backward()
+            optimizer.step()
+            ready.wait()
+            with pytest.raises(KfcommError, match="rank 0"):
+                comm.close()
+            with pytest.raises(KfcommError, match="closed"):
+                comm.barrier()
+
+        ready = threading.Barrier(2)
+        testing.run_threads(comms, rank)
+
+
+# ---------------------------------------------------------------- attaching
+
+
+class Buffered(nn.Module):
+    """A layer, and buffers of all kinds."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.norm = nn.BatchNorm1d(2)
+        self.register_buffer("hidden", torch.full((2,), value), persistent=False)
+        self.register_buffer("small", torch.full((3,), value).to(torch.float8_e4m3fn))
+        self.register_buffer("turned", torch.full((2, 3), value).T)
+        self.register_buffer("none", None)
+
+    def forward(self, x: Any) -> Any:
+        return self.norm(self.layer(x)) + self.hidden
+
+
+def buffers(model: Any) -> list[Any]:
+    return [one.float().clone() for one in model.buffers()]
+
+
+@DEFER
+def test_all_buffers_become_those_of_rank_0_and_stay_so(defer: bool) -> None:
+    def rank(comm: Any) -> Any:
+        model = Buffered(1.0 + comm.rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        kfcomm.torch.attach(model, optimizer, comm, defer=defer)
+        found = [buffers(model)]
+        x = torch.arange(8.0).reshape(4, 2) * (1 + comm.rank)
+        model(x).square().mean().backward()
+        found.append(buffers(model))
+        return found
+
+    first, second = each(rank)
+    for one, other in zip(first, second, strict=True):
+        assert len(one) == 6
+        assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
+    assert all((one == 1).all() for one in first[0][:3])
+    assert first[1][5] == 1  # num_batches_tracked
+    assert not torch.equal(first[0][3], first[1][3])
+
+
+def differing(kind: str, rank: int) -> tuple[Any, Any, dict[str, Any]]:
+    """What a rank attaches: rank 1 has something else."""
+    options: dict[str, Any] = {}
+    model = made()
+    if rank == 1:
+        match kind:
+            case "meta":
+                model = model.to("meta")
+            case "shape":
+                model[2] = nn.Linear(WIDTH, 2).double()
+            case "dtype":
+                model[2].float()
+            case "buffer":
+                model.register_buffer("other", torch.ones(2))
+            case "option":
+                options["bucket_nbytes"] = 7
+            case "compression":
+                options["compression"] = "zip"
+    kinds = {"optimizer": torch.optim.Adam} if rank == 1 else {}
+    rate = 0.2 if (kind, rank) == ("rate", 1) else 0.1
+    optimizer = kinds.get(kind, torch.optim.SGD)(model.parameters(), lr=rate)
+    if (kind, rank) == ("state", 1):
+        model[0].weight.grad = torch.ones(WIDTH, WIDTH, dtype=torch.float64)
+        optimizer.param_groups[0]["momentum"] = 0.5
+        optimizer.step()
+        optimizer.param_groups[0]["momentum"] = 0
+        optimizer.zero_grad()
+    return model, optimizer, options
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("meta", "'grad' cannot work: rank 1: parameter 0.weight is not in host memory.*not on 'meta'"),
+        ("shape", r"2.weight is \(4, 4\) torch.float64 on rank 0, and \(2, 4\) torch.float64 on rank 1"),
+        ("dtype", r"2.weight is \(4, 4\) torch.float64 on rank 0, and \(4, 4\) torch.float32 on rank 1"),
+        ("buffer", r"other is not there on rank 0, and \(2,\) torch.float32 on rank 1"),
+        ("option", "bucket_nbytes is 4194304 on rank 0, and 7 on rank 1"),
+        ("compression", "rank 1: compression 'zip' is not known"),
+        ("optimizer", "optimizer is SGD on rank 0, and Adam on rank 1"),
+        ("rate", "group 0 of the optimizer is .*'0.1'.* on rank 0, and .*'0.2'.* on rank 1"),
+        ("state", "state of 0.weight is not there on rank 0, and .*momentum_buffer.* on rank 1"),
+    ],
+)
+def test_ranks_that_attach_what_differs_are_all_told(kind: str, message: str) -> None:
+    def rank(comm: Any) -> None:
+        model, optimizer, options = differing(kind, comm.rank)
+        with pytest.raises(ConfigError, match=message):
+            kfcomm.torch.attach(model, optimizer, comm, **options)
+        comm.barrier()
+
+    each(rank, 3)
+
+
+def test_gradients_of_a_type_that_cannot_be_averaged_are_refused() -> None:
+    with kfcomm.sync.init() as comm:
+        model = nn.Linear(2, 2)
+        model.weight = nn.Parameter(model.weight.to(torch.float8_e4m3fn))
+        with pytest.raises(ConfigError, match="the gradient of weight cannot be averaged: dtype float8_e4m3fn"):
+            kfcomm.torch.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), comm)
