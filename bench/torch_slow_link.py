@@ -5,7 +5,7 @@
 Layers of one size whose computation is a sleep, as a device computes while its host waits: a third of a step forward,
 two thirds backward, and all of it as long as the gradients travel alone. In turns, in the same processes:
 
-- *attach*: as it is;
+- *attach*: with deferred updates;
 - *in order*: the same engine and hooks, with what DistributedDataParallel does: buckets of 25 MiB that leave in the
   order of the backward pass, and a step of the optimizer that waits for all;
 - *gloo*: DistributedDataParallel over Gloo.
@@ -162,8 +162,8 @@ def main() -> None:
             "gloo": Turns(DistributedDataParallel(made(*shape))),
         }
         for name, options in (
-            ("attach", {"bucket_nbytes": arguments.bucket_nbytes}),
-            ("in order", {"bucket_nbytes": IN_ORDER_NBYTES, "defer": False}),
+            ("attach", {"bucket_nbytes": arguments.bucket_nbytes, "defer": True}),
+            ("in order", {"bucket_nbytes": IN_ORDER_NBYTES}),
         ):
             one = turns[name]
             one.wait = kfcomm.torch.attach(one.model, one.optimizer, comm, name=name, **options).wait

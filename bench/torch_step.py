@@ -3,9 +3,10 @@
     kfcomm run -n 4 python bench/torch_step.py
 
 A perceptron of 12.6 million parameters in float32, one thread a rank. A step is forward, backward and SGD. With kfcomm
-each gradient's average begins when the gradient is there, by name, and is waited for before the optimizer's step; with
-``kfcomm.torch.attach`` the optimizer takes it when it is there, at the latest when the next forward pass needs it. All
-take turns in the same processes. A round's figure is that of the slowest rank, the ratio the median over rounds.
+each gradient's average begins when the gradient is there, by name, and is waited for before the optimizer's step;
+``kfcomm.torch.attach`` waits at the end of the backward pass, and with ``defer=True`` when the next forward pass needs
+a parameter. All take turns in the same processes. A round's figure is that of the slowest rank, the ratio the median
+over rounds.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Turns:
         """Seconds of a step."""
         begun = time.perf_counter()
         for _ in range(STEPS):
-            self.optimizer.zero_grad(set_to_none=False)
+            self.optimizer.zero_grad()
             self.model(self._x).square().mean().backward()
             self._wait()
             self.optimizer.step()
@@ -108,12 +109,14 @@ def main() -> None:
         turns = {
             "kfcomm": Turns(hooked, x, Averaged(comm, hooked).wait),
             "attach": Turns(perceptron(), x),
+            "deferred": Turns(perceptron(), x),
             "gloo": Turns(DistributedDataParallel(perceptron()), x),
             "alone": Turns(perceptron(), x),
         }
-        ours = turns["attach"]
-        attached = kfcomm.torch.attach(ours.model, ours.optimizer, comm, bucket_nbytes=arguments.bucket_nbytes)
-        ours.end = attached.wait
+        for name, defer in (("attach", False), ("deferred", True)):
+            one = turns[name]
+            options = {"name": name, "defer": defer, "bucket_nbytes": arguments.bucket_nbytes}
+            one.end = kfcomm.torch.attach(one.model, one.optimizer, comm, **options).wait
         seconds: dict[str, list[float]] = {name: [] for name in turns}
         for number in range(arguments.rounds + 1):
             for name, one in turns.items():
@@ -123,17 +126,18 @@ def main() -> None:
                 if number:
                     seconds[name].append(slowest)
         weights = [
-            nn.utils.parameters_to_vector(turns[name].model.parameters()) for name in ("attach", "gloo", "kfcomm")
+            nn.utils.parameters_to_vector(turns[name].model.parameters())
+            for name in ("attach", "deferred", "gloo", "kfcomm")
         ]
         same = all(torch.allclose(one, weights[0], atol=1e-5) for one in weights)
         dist.destroy_process_group()
         if comm.rank:
             return
         for name, all_of_it in seconds.items():
-            print(f"{name:7} {1e3 * statistics.median(all_of_it):7.1f} ms a step")
-        for name in ("kfcomm", "attach"):
+            print(f"{name:8} {1e3 * statistics.median(all_of_it):7.1f} ms a step")
+        for name in ("kfcomm", "attach", "deferred"):
             ratio = statistics.median(b / a for a, b in zip(seconds[name], seconds["gloo"], strict=True))
-            print(f"{name:7} {ratio:.2f} times as fast as Gloo")
+            print(f"{name:8} {ratio:.2f} times as fast as Gloo")
         print(f"the weights are {'alike' if same else 'NOT alike'}")
 
 

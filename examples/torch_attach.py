@@ -4,8 +4,7 @@
 
     kfcomm run -n 4 python examples/torch_attach.py
 
-Gradients are averaged while the backward pass goes on, and while the next forward pass has begun: a layer waits for its
-own. The optimizer takes each when it is there.
+Gradients are averaged while the backward pass goes on; when it returns, every ``parameter.grad`` is the average.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def main() -> bool:
 
         model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1))
         optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-        attached = kfcomm.torch.attach(model, optimizer, comm)
+        kfcomm.torch.attach(model, optimizer, comm)
 
         for step in range(STEPS):
             optimizer.zero_grad()
@@ -45,7 +44,6 @@ def main() -> bool:
             if step % 20 == 19 and comm.rank == 0:
                 print(f"step {step + 1}: loss {loss.item():.3f}")
 
-        attached.wait()
         right = comm.all_reduce(((model(x) > 0) == (y > 0)).float().mean(), name="accuracy", op="avg")
         weights = nn.utils.parameters_to_vector(model.parameters()).detach()
         same = comm.consensus(weights, name="replicas")
