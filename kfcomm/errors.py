@@ -69,7 +69,7 @@ class CollectiveTimeout(CollectiveError, TimeoutError):
     """A collective did not finish in time.
 
     Attributes:
-        arrived: ranks known to have posted the collective.
+        arrived: ranks of the group known to have posted the collective.
         missing: ranks not known to have posted it.
     """
 

@@ -67,8 +67,8 @@ class Parts:
         digest = hashlib.blake2b(told, digest_size=DIGEST_NBYTES).digest()
         return (digest + told)[:HEAD_NBYTES].ljust(HEAD_NBYTES, b"\0")
 
-    def check(self, rows: Array) -> None:
-        """See that all ranks have the same tensors.
+    def check(self, rows: Array, called: Callable[[int], str]) -> None:
+        """See that all ranks, ``called`` so in words, have the same tensors.
 
         Raises:
             CollectiveMismatch: they have not; on every rank, since all have a row of each.
@@ -77,7 +77,8 @@ class Parts:
         other = next((rank for rank, head in enumerate(heads) if head != heads[0]), None)
         if other is not None:
             first, second = (heads[rank][DIGEST_NBYTES:].rstrip(b"\0").decode(errors="replace") for rank in (0, other))
-            raise CollectiveMismatch(f"adasum differs between ranks: rank 0 has {first}; rank {other} has {second}")
+            sides = f"{called(0)} has {first}; {called(other)} has {second}"
+            raise CollectiveMismatch(f"adasum differs between ranks: {sides}")
 
     def places(self, start: int) -> list[tuple[Item, int, slice]]:
         """For each tensor the elements of a part, and where it is in a row whose parts begin at ``start``."""
@@ -208,7 +209,7 @@ class Adasum:
 
     def _multiply(self, rows: Array, key: str) -> None:
         self._rows = rows
-        self._parts.check(rows)
+        self._parts.check(rows, self._group.view.called)
         self._follow(self._post(ALL_REDUCE, self._parts.products(rows), key), 1, self._combine)
 
     def _combine(self, products: Array, key: str) -> None:

@@ -32,7 +32,7 @@ class GroupView:
         id: the same bytes on every member, different for every group that ever was.
         members: world rank of each group rank.
         rank: this process's group rank.
-        within: of a pair that was made for messages, the group whose ranks callers know.
+        within: of a pair that was made inside a group, for messages, that one: callers know its ranks.
         index: group rank by world rank.
     """
 
@@ -66,9 +66,9 @@ class GroupView:
 
     def titled(self, name: str) -> str:
         """What a name in this group stands for, for people."""
-        return (
-            shown(name) if self.within is None else f"a message with {name} from {self.called(0)} to {self.called(1)}"
-        )
+        if self.within is None or "\0" in name:
+            return shown(name)
+        return f"a message with {name} from {self.called(0)} to {self.called(1)}"
 
 
 class Key:

@@ -126,13 +126,14 @@ class _Once:
                 raise self._named(error, peer) from error
 
     def _named(self, error: CollectiveError, peer: int) -> CollectiveError:
-        """The error of a pair, in words that name both ranks by their numbers in the group."""
-        rank = self._group.view.rank
-        pair = f"probe between ranks {rank} and {peer}"
+        """The error of a pair, in words that name both ranks."""
+        view = self._group.view
+        rank = view.rank
+        pair = f"probe between {view.called(rank)} and {view.called(peer)}"
         match error:
             case CollectiveTimeout():
                 missing = next((found for way in self._ways if (found := way.missing(error)) is not None), ())
-                who = f"rank {missing[0]} did not answer" if missing else "it was not over"
+                who = f"{view.called(missing[0])} did not answer" if missing else "it was not over"
                 words = f"{pair}: {who} within {self._limit_s:.1f} s"
                 return CollectiveTimeout(words, key="probe", arrived=(rank,) * (rank not in missing), missing=missing)
             case PeerLost():

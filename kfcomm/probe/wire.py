@@ -78,7 +78,7 @@ class Way:
         """The way between two members for the probe of this number; its keys are the same for all probes."""
         source, target = ends
         members = (view.members[source], view.members[target])
-        pair = GroupView(pair_id(view, source, target), members, int(view.rank == target))
+        pair = GroupView(pair_id(view, source, target), members, int(view.rank == target), view)
         layout = Layout((0, 0))
         group = Group(engine, pair, layout, build("star", layout), 0.0)
         return cls(group, source, target, number * MOST_USES, deadline_s)
@@ -94,7 +94,7 @@ class Way:
     def give_up(self, error: BaseException) -> None:
         """End what is under way, and what the other end does next."""
         engine, view = self.group.engine, self.group.view
-        message = f"rank {self._ends[view.rank]} gave it up: {str(error) or type(error).__name__}"
+        message = f"{view.called(view.rank)} gave it up: {str(error) or type(error).__name__}"
         for handle in self.under_way:
             if not handle.done() and (operation := getattr(handle, "operation", None)) is not None:
                 engine.abort(operation, Cause(CauseKind.CANCELLED, engine.rank, message))
@@ -105,11 +105,7 @@ class Way:
         failed = [handle for handle in self.under_way if handle.done() and not handle.cancelled()]
         if not any(handle.exception() is error for handle in failed):
             return None
-        return tuple(self._ends[end] for end in error.missing)
-
-    @property
-    def _ends(self) -> tuple[int, int]:
-        return self.source, self.target
+        return error.missing
 
     def _post(self, like: Array, source: Array | None, result: Array | None, chunk: int | None) -> Handle[None]:
         size = like.dtype.itemsize

@@ -243,7 +243,7 @@ async def test_a_rank_that_stops_in_the_middle(at: str, monkeypatch: pytest.Monk
         assert all(isinstance(error, CollectiveError) for error in errors), errors
         timeouts = [error for error in errors if isinstance(error, CollectiveTimeout)]
         assert {error.missing for error in timeouts} == {(2,)}
-        assert any(str(error).endswith(" and 2: rank 2 did not answer within 1.0 s") for error in timeouts)
+        assert any(str(error).endswith(" and rank 2: rank 2 did not answer within 1.0 s") for error in timeouts)
         assert all("rank 2 did not answer within 1.0 s" in str(error) for error in errors)
         await works(comms)
         assert_alike(await everywhere(comms, quick))

@@ -191,7 +191,7 @@ class BackendPath:
             elif tag == ASK:
                 self._say(ORDER, effect[1], LEADER)
             else:
-                self._fail(f"rank {effect[1]} sent {effect[2]}")
+                self._fail(f"{self._group.view.called(effect[1])} sent {effect[2]}")
         self._launch_due()
         self._set_timer(self._order_timer, self._order.deadline_s())
 
@@ -315,7 +315,7 @@ class BackendPath:
         self._set_timer(self._look, None)
         self._set_timer(self._order_timer, None)
         self._reason = f"{reason}, which ended what was in flight on {self.name}"
-        logger.warning("rank %d: %s", self._rank, self._reason)
+        logger.warning("%s: %s", self._group.view.called(self._rank), self._reason)
         self._due.clear()
         waiting, self._waiting = self._waiting, {}
         self._abort(list(waiting))
@@ -372,7 +372,8 @@ class BackendPath:
             formation, kind, body = said
             self._hear(sender, formation, kind, body)
         except (TypeError, ValueError) as error:
-            self._fail(f"rank {sender} sent a message about the order that cannot be: {error}")
+            who = self._group.view.called(sender)
+            self._fail(f"{who} sent a message about the order that cannot be: {error}")
 
     def _hear(self, sender: int, formation: int, kind: int, body: Any) -> None:
         if kind == FAILED:
