@@ -236,7 +236,7 @@ async def test_a_message_that_makes_no_sense(announced: Any, early: bool) -> Non
             for header, *rest in sender._backlog
         ]
         await turns()
-        outcomes = await asyncio.gather(sent, waiting or comms[1].recv(0), return_exceptions=True)
+        outcomes = await asyncio.gather(sent, comms[1].recv(0) if waiting is None else waiting, return_exceptions=True)
         assert_kinds(outcomes, CollectiveAborted, CollectiveError)
         assert "cannot take" in str(outcomes[1])
 
@@ -251,7 +251,7 @@ async def test_a_send_that_is_refused_is_told_to_its_receiver(early: bool) -> No
             comms[0].send(np.array(["x"]), 1)
         await turns()
         with pytest.raises(CollectiveAborted, match="rank 0 could not send"):
-            await (waiting or comms[1].recv(0))
+            await (comms[1].recv(0) if waiting is None else waiting)
         sent = comms[0].send(X, 1)
         assert same_bits(await comms[1].recv(), X)
         await sent
