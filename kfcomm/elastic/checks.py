@@ -6,7 +6,7 @@ with its path. Two values never share a path: keys are compared as the plain val
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeAlias
 
 from kfcomm.arrays import adapt
@@ -116,14 +116,25 @@ def _check(value: Any, depth: int, is_quick: bool) -> None:
             raise Unfit(f"it is nested more than {MAX_DEPTH} deep, or holds itself")
         if isinstance(value, Mapping):
             _check_keys(value)
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for where, one in items:
+        if _are_plain(value.values() if isinstance(value, Mapping) else value):
+            return
+        for where, one in value.items() if isinstance(value, Mapping) else enumerate(value):
             if not _is_known(one, is_quick):
                 _check_at(where, one, value, depth - 1, is_quick)
     elif is_array_type(kind):
         _check_array(value)
     elif not _is_known(value, is_quick):
         _check_leaf(value)
+
+
+def _are_plain(values: Collection[Any]) -> bool:
+    """Whether all are plain values, of which there may be very many: the losses of all steps so far, say."""
+    kinds = set(map(type, values))
+    if kinds <= _PLAIN:
+        return True
+    if kinds == {int}:
+        return bool(min(values) >= -(1 << 63) and max(values) < 1 << 64)
+    return kinds == {str} and "".join(values).isascii()
 
 
 def _is_known(value: Any, is_quick: bool) -> bool:

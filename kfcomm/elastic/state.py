@@ -36,7 +36,7 @@ class State:
 
     Keys of a dictionary are text, bytes, numbers, bools or None. What cannot be sent to other ranks is refused where it
     is assigned; what is put into a dictionary or list of the state later, at the next boundary between two steps, on
-    all ranks.
+    all ranks (of a state of many thousands of values, at one of the next).
 
     Raises:
         ConfigError: a value, or one inside it, is none of these; names its path.

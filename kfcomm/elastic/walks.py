@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
@@ -33,6 +34,11 @@ from kfcomm.elastic.steps import Step, Walk
 from kfcomm.elastic.used import Told, Used, check_names, told_of
 from kfcomm.epochs import NO_PLAN, Plan
 from kfcomm.errors import CollectiveMismatch, ConfigError, EpochChanged, PeerLost
+
+LOOKS_ALWAYS_S = 2e-3
+"""A state that is looked through in less is so at each boundary."""
+LOOKS_SHARE = 50
+"""One that takes longer is looked through again after so many times as long."""
 
 
 class Course:
@@ -129,6 +135,7 @@ class Walks:
         self._walk: list[Any] | None = None
         self._is_joining = False
         self._has_left_out = False
+        self._looks_at_s = 0.0
         self._lineage: list[str] = []
         self._fault: str | None = None
 
@@ -245,7 +252,7 @@ class Walks:
         is_other_void = any(one.is_found_void() for one in within if one is not course)
         self._asked.look(self._comm.current)
         is_wanted = not self._is_within(course) and self._asked.is_wanted(self._comm.current)
-        fault = self._fault or fault_of(self._state)
+        fault = self._fault or self._looked_for()
         where = [course.name, course.sampler.state_dict(), course.passes, course.names]
         place = self._open.index(course)
         ending = [*self._open[place + 1 :], *(one for one in self._open[:place] if one.is_left), course]
@@ -270,6 +277,16 @@ class Walks:
             return births
         yield partial(self._change, course)
         return self._comm.births
+
+    def _looked_for(self) -> str | None:
+        """What is in the state and cannot be sent, if it is time to look: that takes a small share of all time."""
+        now_s, began_s = time.monotonic(), time.thread_time()
+        if now_s < self._looks_at_s:
+            return None
+        fault = fault_of(self._state)
+        took_s = time.thread_time() - began_s  # of this thread alone, however busy the machine is
+        self._looks_at_s = now_s + (LOOKS_SHARE * took_s if took_s > LOOKS_ALWAYS_S else 0)
+        return fault
 
     def leave(self) -> Walk[None]:
         """All ranks leave; one that does not is told.
