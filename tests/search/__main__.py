@@ -77,6 +77,8 @@ PARTS: dict[str, Command] = {
     "ctrl_c": _module("ctrl_c"),
     "held": _module("held"),
     "relays": _module("relays"),
+    "resizes": _module("resizes"),
+    "lost_answers": _module("lost_answers"),
     "receives": _module("receives"),
     "programs": _programs,
     "interrupts": _interrupts,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import shutil
 import signal
 import sys
 import tempfile
@@ -91,6 +92,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
+    if shutil.which("etcd") is None:
+        click.echo("not searched: there is no etcd (Debian's etcd-server)")
+        return 0
     random, until_s = Random(given.seed), time.monotonic() + given.seconds
     done = {"cut": 0, "stop": 0, "revoke": 0}
     with tempfile.TemporaryDirectory() as name, etcds.running(Path(name) / "etcd") as etcd:

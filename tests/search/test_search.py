@@ -10,7 +10,7 @@ import pytest
 
 from bench.netlab import Netlab, even
 from tests.programs.__main__ import read_arguments
-from tests.search import ctrl_c, damaged, decoders, partitions, restarts, resumed, soak
+from tests.search import ctrl_c, damaged, decoders, partitions, resizes, restarts, resumed, soak
 from tests.search.__main__ import PARTS
 from tests.search.kills import once
 
@@ -96,3 +96,7 @@ def test_what_is_found_ends_it_with_the_command_that_repeats_it() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stdout.endswith("found by: python -c 'raise SystemExit(3)'\n")
+
+
+def test_a_job_that_is_resized_comes_to_the_size_that_was_asked_for_last(tmp_path: Path) -> None:
+    assert resizes.once(tmp_path, 3)[0] > 0
