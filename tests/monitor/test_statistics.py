@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from kfcomm import testing
 from kfcomm.errors import CollectiveAborted, ConfigError
 from kfcomm.monitor import KeyStatistics, PeerStatistics, Statistics
 from tests.conformance.worlds import ends, everywhere, until, works, world
+from tests.search.traffic import disagreements
 
 X = np.ones(1000, np.float32)
 LARGE = np.ones(1 << 16, np.float32)
@@ -31,20 +31,6 @@ def peer(statistics: Statistics, rank: int) -> PeerStatistics:
     """The record of one peer."""
     (found,) = [one for one in statistics.peers if one.rank == rank]
     return found
-
-
-def disagreements(comms: Any) -> list[tuple[Any, Any]]:
-    """What one rank says that it sent to another, and that one says that it received, where they differ."""
-    said = [comm.statistics() for comm in comms]
-    sent = {
-        (mine.rank, one.rank, one.link): (one.sent_nbytes, one.sent_messages) for mine in said for one in mine.peers
-    }
-    received = {
-        (one.rank, mine.rank, one.link): (one.received_nbytes, one.received_messages)
-        for mine in said
-        for one in mine.peers
-    }
-    return sorted(set(sent.items()) ^ set(received.items()))
 
 
 # ---------------------------------------------------------------- bytes
