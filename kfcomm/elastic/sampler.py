@@ -25,7 +25,7 @@ class ElasticSampler:
     Args:
         length: number of samples.
         batch: samples of one step, of all ranks together.
-        seed: of the order; each pass has another, below 2**64. None for the natural order.
+        seed: of the order; each pass has another, below ``2**64``. None for the natural order.
         name: by which checkpoints and joining ranks know it; without one, its number in the order in which a program
             first goes through its samplers. It is needed where that order is not always the same.
 

@@ -146,8 +146,8 @@ def classes() -> set[str]:
 OTHERS_CLASSES = {
     "Accelerator", "AdaGrad", "CancelledError", "CommunicationHook", "DDP", "DTensor", "DistBackendError",
     "DistributedDataParallel", "DistributedOptimizer", "GiB", "GradScaler", "InitProcessGroupKwargs",
-    "JaxRuntimeError", "KeyboardInterrupt", "KiB", "LBFGS", "MiB", "ProcessGroup", "TaskGroup", "TorchConfig",
-    "TorchTrainer",
+    "IntEnum", "JaxRuntimeError", "KeyboardInterrupt", "KiB", "LBFGS", "MiB", "ProcessGroup", "StrEnum", "TaskGroup",
+    "TorchConfig", "TorchTrainer",
 }  # fmt: skip
 """Of other libraries."""
 
