@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import resource
 import socket
 from collections.abc import Callable
 
@@ -20,6 +21,9 @@ PAUSE_S = 0.05
 FLOOD_PAUSE_S = 0.001
 """After each connection of a flood. A connection costs some 0.15 ms; a full backlog is through within five seconds."""
 USED_UP = {errno.EMFILE, errno.ENFILE}
+
+RESERVE = 64
+"""Descriptors for what a program opens besides."""
 
 
 async def accept_all(
@@ -88,3 +92,19 @@ def _reserved() -> int | None:
         return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
+
+
+def raise_limit(count: int) -> int:
+    """Have this process, and what it starts from now on, be allowed so many; returns how many it is allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= count:
+        return count if soft == resource.RLIM_INFINITY else soft
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if wanted > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return max(soft, wanted)
+
+
+def raise_limit_by(count: int) -> int:
+    """As `raise_limit`, for so many more than are open now."""
+    return raise_limit(len(os.listdir("/proc/self/fd")) + count)

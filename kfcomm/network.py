@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import msgpack
 
+from kfcomm.accepting import RESERVE, raise_limit
 from kfcomm.control import ControlThread, World, addresses_of
 from kfcomm.core.hello import Purpose
-from kfcomm.descriptors import RESERVE, raise_limit
 from kfcomm.devices.routes import agree, choose
 from kfcomm.errors import ConfigError, KfcommError, RemoteProtocolError, RendezvousError
 from kfcomm.rendezvous import farewell

@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from kfcomm.rendezvous.hostname import hostname
+from kfcomm.rendezvous.interfaces import hostname
 from kfcomm.version import __version__
 
 _PACKAGES = ("numpy", "msgpack", "uvloop")

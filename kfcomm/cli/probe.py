@@ -19,7 +19,7 @@ from kfcomm.cli.errors import reported_errors
 from kfcomm.cli.spelling import Choice, WithSize
 from kfcomm.errors import ConfigError
 from kfcomm.launch.screen import Look, Screen, Stream
-from kfcomm.rendezvous.hostname import hostname
+from kfcomm.rendezvous.interfaces import hostname
 from kfcomm.rendezvous.settings import LINKS, Settings, detect
 from kfcomm.sizes import parse_sizes
 

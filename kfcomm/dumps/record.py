@@ -25,7 +25,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from kfcomm.dumps.whereabouts import tasks, threads
-from kfcomm.rendezvous.hostname import hostname
+from kfcomm.rendezvous.interfaces import hostname
 from kfcomm.runtime.steady import steady
 
 if TYPE_CHECKING:

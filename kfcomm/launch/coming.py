@@ -29,7 +29,7 @@ from kfcomm.launch.hosts import Plan
 from kfcomm.rendezvous.board import ADMITTED, BOUNDS, COMERS, LAUNCHED, LAUNCHERS, LEAVING, Board
 from kfcomm.rendezvous.client import StoreClient
 from kfcomm.rendezvous.folders import Folders, StoreClosed
-from kfcomm.rendezvous.hostname import hostname
+from kfcomm.rendezvous.interfaces import hostname
 
 LOOK_EVERY_S = 0.5
 _POLL_S = 2.0

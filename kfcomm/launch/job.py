@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from kfcomm.descriptors import RESERVE, raise_limit
+from kfcomm.accepting import RESERVE, raise_limit
 from kfcomm.errors import ConfigError
 from kfcomm.launch import torch_environ
 from kfcomm.launch.coming import who_launches

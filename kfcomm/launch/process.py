@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kfcomm.descriptors import RESERVE, raise_limit_by
+from kfcomm.accepting import RESERVE, raise_limit_by
 from kfcomm.errors import KfcommError
 from kfcomm.launch import guardian, signals
 from kfcomm.waiting import readable

@@ -19,7 +19,7 @@ import msgpack
 from kfcomm.core.frame import PROTOCOL_VERSION
 from kfcomm.devices.base import DeviceReport
 from kfcomm.errors import RemoteProtocolError
-from kfcomm.rendezvous.hostname import hostname
+from kfcomm.rendezvous.interfaces import hostname
 from kfcomm.rendezvous.kept import is_plausible, kept_costs
 from kfcomm.rendezvous.settings import TRANSPORTS
 from kfcomm.types import Costs

@@ -147,3 +147,9 @@ def _ipv6() -> list[Interface]:
         return []
     rows = [line.split() for line in lines]
     return [Interface(row[5], str(ipaddress.ip_address(bytes.fromhex(row[0])))) for row in rows]
+
+
+def hostname() -> str:
+    """The name: printable, of 1 to 255 characters; each character that is not shows as ``?``."""
+    name = socket.gethostname()[:255]  # bytes that are no UTF-8 come as surrogates, which are not printable
+    return "".join(one if one.isprintable() else "?" for one in name) or "(no name)"

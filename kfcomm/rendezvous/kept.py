@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kfcomm.errors import ConfigError
-from kfcomm.rendezvous.hostname import hostname
+from kfcomm.rendezvous.interfaces import hostname
 from kfcomm.types import UNMEASURED, Costs
 
 logger = logging.getLogger("kfcomm")

@@ -37,7 +37,7 @@ from kfcomm.monitor.timeline.translation import (
     Note,
     Translator,
 )
-from kfcomm.rendezvous.hostname import hostname
+from kfcomm.rendezvous.interfaces import hostname
 
 if TYPE_CHECKING:
     from kfcomm.control import ControlPlane

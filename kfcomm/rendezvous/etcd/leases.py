@@ -23,7 +23,7 @@ import msgpack
 
 from kfcomm.errors import RendezvousError
 from kfcomm.rendezvous.etcd.gateway import LAST_PAUSE_S, Gateway, data, text
-from kfcomm.rendezvous.hostname import hostname
+from kfcomm.rendezvous.interfaces import hostname
 
 KEPT_FOR_S = 600
 """So long the contents stay when no launcher of the job lives; one that is started again within this goes on."""
