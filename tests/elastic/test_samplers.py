@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kfcomm.elastic import Elastic, ElasticSampler, State
+from kfcomm.elastic import Elastic, ElasticSampler, State, checkpoint
 from kfcomm.errors import CollectiveMismatch, ConfigError, EpochChanged
 from kfcomm.testing import run_ranks, run_threads, sync_world, world
+from tests.search.resumed import Inline
 
 EPOCHS = 3
 
@@ -107,8 +108,9 @@ async def test_a_rank_joins_and_one_dies_in_each_of_two_walks_in_turns(
 @pytest.mark.parametrize("lengths", [{"train": 24, "val": 12}, {"train": 12, "val": 12}])
 @pytest.mark.asyncio
 async def test_a_job_goes_on_from_a_checkpoint_of_either_walk(
-    lengths: dict[str, int], form: str, last: tuple[str, int, int], tmp_path: Path
+    lengths: dict[str, int], form: str, last: tuple[str, int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(checkpoint, "ThreadPoolExecutor", Inline)  # it is written before the step begins
     turns = Turns(lengths, form, checkpoint=tmp_path / "c.npz", checkpoint_every=1)
 
     async def run(size: int, end: tuple[str, int, int] | None) -> list[Any]:
@@ -300,8 +302,11 @@ async def test_a_rank_that_leaves_while_others_begin_a_step_is_told_with_them() 
 
 
 @pytest.mark.asyncio
-async def test_a_program_that_lacks_the_steps_to_go_on_with_is_told(tmp_path: Path) -> None:
+async def test_a_program_that_lacks_the_steps_to_go_on_with_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What it left out as done by the others would else never be done, and it would end well."""
+    monkeypatch.setattr(checkpoint, "ThreadPoolExecutor", Inline)
 
     async def run(kinds: tuple[str, ...], *, dies: bool) -> list[Any]:
         async def main(comm: Any) -> Any:
