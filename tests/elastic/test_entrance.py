@@ -183,17 +183,17 @@ async def test_a_state_that_cannot_be_read_on_one_rank_is_told_to_all() -> None:
 @pytest.mark.parametrize(
     ("mine", "others", "words"),
     [
-        (State(a=1), State(b=1), "this rank's has"),
-        (State(a=[np.ones(1)]), State(a={0: np.ones(1)}), "lists and dictionaries are others"),
+        ({"a": 1}, {"b": 1}, "this rank's has"),
+        ({"a": [np.ones(1)]}, {"a": {0: np.ones(1)}}, "lists and dictionaries are others"),
     ],
 )
 @pytest.mark.asyncio
-async def test_states_of_other_forms_are_told_to_all(mine: State, others: State, words: str) -> None:
+async def test_states_of_other_forms_are_told_to_all(mine: dict[str, Any], others: dict[str, Any], words: str) -> None:
     async with world(3, elastic=True, timeout=3600) as comms:
 
         async def main(comm: Any) -> None:
             with pytest.raises(ConfigError, match=f"states are not alike: .*{words}"):
-                await Elastic(comm, mine if comm.rank == 0 else others).__aenter__()
+                await Elastic(comm, State(**(mine if comm.rank == 0 else others))).__aenter__()
 
         await run_ranks(comms, main)
 
