@@ -6,7 +6,7 @@ that (an array that could not be read). ``KFCOMM_TRACEBACK=full`` keeps all of i
 
 from __future__ import annotations
 
-import sysconfig
+import os
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -16,7 +16,7 @@ from kfcomm.errors import InternalError, KfcommError
 E = TypeVar("E", bound=KfcommError)
 
 _PACKAGE = str(Path(__file__).parent)
-_LIBRARY = sysconfig.get_path("stdlib")
+_LIBRARY = str(Path(os.__file__).parent)
 
 
 def terse(error: E) -> E:

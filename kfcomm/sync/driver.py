@@ -180,8 +180,7 @@ class Driver:
         if self.io.is_current:
             return _run(function, session)
         if self.signals.hold():
-            outcome: T = self.signals.holding(self.run, (function, session))
-            return outcome
+            return self.signals.holding(lambda: self.run(function, session), ())
         self.io.may_block()
         try:
             self._enter(session)

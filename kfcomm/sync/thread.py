@@ -191,8 +191,7 @@ class IoThread:
     def wait_for(self, call: Callable[[], Awaitable[T]]) -> T:
         """Run what ``call`` gives here and wait for its result; an interruption of the wait cancels it."""
         if self.signals.hold():
-            outcome: T = self.signals.holding(self.wait_for, (call,))
-            return outcome
+            return self.signals.holding(lambda: self.wait_for(call), ())
         self.may_block()
         result: concurrent.futures.Future[T] = concurrent.futures.Future()
         running: list[asyncio.Future[T]] = []
