@@ -223,9 +223,9 @@ class Driver:
                 handle = cast("Awaited[T]", handle.enter())
             outcome: T = NOT_ALIKE  # type: ignore[assignment]
             if handle is not None:
+                if session.engine.links.dirty:  # first: it is over with that, if the others have been here before
+                    session.engine.links.flush()
                 if not handle.done():
-                    if session.engine.links.dirty:
-                        session.engine.links.flush()
                     if not self._leader:
                         self._lead(handle, math.inf)
                     if not handle.done():  # another leads, or the handlers of signals have run

@@ -84,6 +84,20 @@ def test_results_reach_followers_in_whatever_order_they_come(transport: str) -> 
         until(lambda: at_rest(one))
 
 
+@pytest.mark.usefixtures("no_inquiries")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_call_that_ends_with_its_own_send_is_not_slept_over(transport: str) -> None:
+    """The other's chunk is there before: what is left to do is to send, and no descriptor wakes anybody then."""
+
+    def program(comm: Communicator) -> None:
+        for number in range(100):
+            assert comm.all_reduce(np.ones(16), "a").sum() == 32
+            assert comm.broadcast_object(number if comm.rank == 0 else None, 0, "b") == number
+
+    with joined(transport) as comms:
+        run_threads(comms, program)
+
+
 def test_errors_reach_followers() -> None:
     with joined("shm") as (one, other):
         lead = leading(one, "a")
