@@ -34,7 +34,6 @@ from kfcomm.devices.routes import Choice
 from kfcomm.errors import EpochChanged, PeerLost, SessionClosed
 from kfcomm.runtime.agreements import Agreements
 from kfcomm.runtime.closing import Closing, Drain
-from kfcomm.runtime.earlier import with_epoch
 from kfcomm.runtime.engine import Engine
 from kfcomm.runtime.meter import Meter
 from kfcomm.transports.base import Link, Waiter
@@ -438,6 +437,8 @@ class Session:
             devices=given._replace(reports=reports),
         )  # fmt: skip
         if self.engine.meter is not None and follower.engine.meter is not None:
+            from kfcomm.runtime.earlier import with_epoch  # for jobs whose ranks change
+
             follower.engine.meter.earlier = with_epoch(self.engine.meter, self.engine.links.traffic)
         follower.services, self.services = self.services, []
         follower._former = [*self._former, self]
