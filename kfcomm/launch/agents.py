@@ -200,7 +200,7 @@ class Agent(Mortal):
 
     def _is_over(self, watcher: asyncio.Task[None]) -> bool:
         del watcher
-        is_free = self._is_concluded or self._is_alone or self.verdict.signal is not None
+        is_free = self._is_concluded or self._is_alone or not self.verdict.is_open
         return is_free and self.ended.keys() >= self.children.keys()
 
     async def _look(self, exits: Exits) -> None:

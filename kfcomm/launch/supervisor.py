@@ -232,6 +232,7 @@ class Supervisor:
             elif end.why in (Why.SILENT, Why.ABSENT) and self.verdict.is_open:
                 # the first host has given this one up
                 self.verdict.failed = Failure(end.rank, end.code, now_s(), Why(end.why))
+                self._changed.set()
                 self._end(signal.SIGTERM)
         self._store_is_gone()
         self._changed.set()

@@ -135,6 +135,20 @@ def test_a_host_that_is_not_heard_of_is_given_up(job: Callable[..., Job]) -> Non
     made.launchers[1].wait(HOW_LONG_S)  # with the job's exit code, if it has heard of that before it was given up
 
 
+def test_a_launcher_that_was_given_up_ends_while_the_job_goes_on(job: Callable[..., Job]) -> None:
+    made = job((2, 1), ["--elastic", "1:4"], 100_000, [], 0.04)
+    made.until(0, lambda said: "job" in said)
+    stopped = [*children_of(made, 1), psutil.Process(made.launchers[1].pid)]
+    for one in stopped:
+        one.suspend()
+    made.until(0, lambda said: "rank 2 ended (its host is not heard of any more)" in said)
+    for one in stopped:
+        one.resume()
+    assert made.launchers[1].wait(HOW_LONG_S) == 1
+    assert "was not heard of for too long: the job goes on without its ranks" in made.said(1)
+    assert made.launchers[0].poll() is None, made.said(0)
+
+
 def test_the_ranks_that_are_left_are_stopped_on_another_host(job: Callable[..., Job]) -> None:
     made = job((1, 2), ["--elastic", "2:4", "--grace", "1"], 400, [], 0.04)
     made.until(0, lambda said: "job" in said)
