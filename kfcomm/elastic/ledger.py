@@ -49,7 +49,7 @@ class Outcome(NamedTuple):
         is_tried: there is one.
         is_done: one is done.
         has_failed: one is not.
-        lacking: births whose contributions are not in all that are done.
+        lacking: births of the step whose contributions are not in all that are done.
     """
 
     is_tried: bool
@@ -337,11 +337,14 @@ class Ledger(Posting):
         while self._change is not None:
             await asyncio.wait([self._change])
 
-    def outcome(self, names: Collection[str] | None) -> Outcome:
-        """How far the calls of the step (of these names, if given) tell of its samples, as this rank knows it."""
+    def outcome(self, names: Collection[str] | None, births: Births) -> Outcome:
+        """How far the calls since the last boundary (of these names, if given) tell of a step's samples.
+
+        ``births``: of the ranks of that step. Some may have been lost at a boundary within it, before these calls.
+        """
         counted = [one for one in self._entries.values() if one.step == self.step and one.is_counted(names)]
         over = [one for one in counted if one.standing is Standing.DONE]
-        lacking = {birth for birth in self.shown if any(birth not in one.contributors for one in over)}
+        lacking = {birth for birth in births if any(birth not in one.contributors for one in over)}
         return Outcome(bool(counted), bool(over), len(over) < len(counted), frozenset(lacking))
 
     def made(self) -> list[str]:

@@ -51,9 +51,9 @@ class Used:
         self._lacking: set[int] = set()
         self._made: set[str] = set()
 
-    def note(self, ledger: Ledger) -> None:
-        """The calls since the last boundary are over."""
-        outcome = ledger.outcome(self._names)
+    def note(self, ledger: Ledger, births: Births) -> None:
+        """The calls since the last boundary are over; ``births``: of the ranks of the step."""
+        outcome = ledger.outcome(self._names, births)
         self._is_tried |= outcome.is_tried
         self._is_done |= outcome.is_done
         self._has_failed |= outcome.has_failed

@@ -78,8 +78,8 @@ class Course:
 
     def note(self, ledger: Ledger, *, is_innermost: bool) -> None:
         """The calls since the last boundary are over."""
-        self.used.note(ledger)
-        if is_innermost and self.step is not None:
+        self.used.note(ledger, self.births)
+        if is_innermost:
             self.is_void = self.is_void or ledger.is_void(self.names)
 
     def is_found_void(self) -> bool:
@@ -245,17 +245,18 @@ class Walks:
 
     def _boundary(self, course: Course, kept: Sequence[Kept]) -> Walk[Births]:
         """What lies between a step and the next one; returns who takes part in that."""
-        within = [one for one in self._open if one.step is not None]
-        for one in within:
-            one.note(self._ledger, is_innermost=one is within[-1])
+        is_innermost = True
+        for one in reversed([one for one in self._open if one.step is not None]):
+            one.note(self._ledger, is_innermost=is_innermost)
+            is_innermost = is_innermost and one.is_left  # what came after it was broken off is of the one around it
         is_void = course.is_found_void()
-        is_other_void = any(one.is_found_void() for one in within if one is not course)
         self._asked.look(self._comm.current)
         is_wanted = not self._is_within(course) and self._asked.is_wanted(self._comm.current)
         fault = self._fault or self._looked_for()
         where = [course.name, course.sampler.state_dict(), course.passes, course.names]
         place = self._open.index(course)
         ending = [*self._open[place + 1 :], *(one for one in self._open[:place] if one.is_left), course]
+        is_other_void = any(one.is_found_void() for one in ending[:-1])
         rows = [list(one.used.told(is_void=one.is_found_void())) for one in ending if one.step is not None]
         births, (wanted, void, other_void), told = yield from self._meet(
             where,

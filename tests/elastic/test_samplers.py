@@ -254,6 +254,61 @@ async def test_a_walk_that_is_broken_off_gives_back_what_a_dead_rank_had() -> No
         assert await run_ranks(comms, main) == [[1.0] * 12, None, [1.0] * 12]
 
 
+@pytest.mark.parametrize("on_loss", ["finish", "raise", "restart_step"])
+@pytest.mark.asyncio
+async def test_samples_of_a_rank_that_dies_in_a_walk_before_the_call_of_the_outer_step_come_again(on_loss: str) -> None:
+    async with world(3, elastic=True) as comms:
+
+        async def main(comm: Any) -> Any:
+            state = State(used=np.zeros(24))
+            train, val = ElasticSampler(24, 6), ElasticSampler(8, 4)
+            try:
+                async with Elastic(comm, state, on_loss=on_loss) as elastic:
+                    async for step in elastic.steps(train, used_in="used"):
+                        with guard(step, on_loss):
+                            async for one in elastic.steps(val, used_in="val"):
+                                with guard(one, on_loss):
+                                    if step.number > 0 and comm.births[comm.rank] == 1:
+                                        comms.kill(1)
+                                        raise Died
+                                    await comm.barrier("val")
+                            mask = np.zeros(24)
+                            mask[step.indices] = 1
+                            state.used += await comm.all_reduce(mask, name="used")
+            except Died:
+                return None
+            return state.used.tolist()
+
+        assert await run_ranks(comms, main) == [[1.0] * 24, None, [1.0] * 24]
+
+
+@pytest.mark.asyncio
+async def test_a_call_that_fails_after_a_walk_within_its_step_was_broken_off_voids_the_step() -> None:
+    async with world(3, elastic=True) as comms:
+
+        async def main(comm: Any) -> Any:
+            state = State(used=np.zeros(24))
+            train, val = ElasticSampler(24, 6), ElasticSampler(8, 4)
+            try:
+                async with Elastic(comm, state, on_loss="raise") as elastic:
+                    async for step in elastic.steps(train):
+                        async for _ in elastic.steps(val, passes=99):
+                            await comm.barrier("val")
+                            break
+                        if step.number > 2 and comm.births[comm.rank] == 1:
+                            comms.kill(1)
+                            raise Died
+                        mask = np.zeros(24)
+                        mask[step.indices] = 1
+                        with contextlib.suppress(EpochChanged):
+                            state.used += await comm.all_reduce(mask, name="used")
+            except Died:
+                return None
+            return state.used.tolist()
+
+        assert await run_ranks(comms, main) == [[1.0] * 24, None, [1.0] * 24]
+
+
 @pytest.mark.parametrize(
     ("mine", "words"),
     [

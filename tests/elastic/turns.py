@@ -29,6 +29,8 @@ class Turns:
         self._by_state = random.random() < 0.5
         self._names = {"train": "used", "val": "val" if self.is_nested or random.random() < 0.5 else "used"}
         self._on_loss = random.choice(["finish", "finish", "raise", "restart_step"])
+        self._is_validated_first = random.random() < 0.5
+        self._is_broken_off = self.is_nested and random.random() < 0.3
 
     async def run(self, comm: Any, **options: Any) -> Any:
         """One rank's life: how often each sample was used; None if it was released."""
@@ -54,11 +56,19 @@ class Turns:
     async def _nested(self, comm: Any, elastic: Any, state: State, samplers: dict[str, ElasticSampler]) -> None:
         async for step in elastic.steps(samplers["train"], passes=self._epochs, used_in="used"):
             with self._guard(step):
-                await self._use(comm, state, "train", step)
+                if not self._is_validated_first:
+                    await self._use(comm, state, "train", step)
                 if step.batch[0] % 3 == 0:
-                    async for one in elastic.steps(samplers["val"], used_in="val"):
-                        with self._guard(one):
-                            await self._use(comm, state, "val", one)
+                    await self._validate(comm, elastic, state, samplers["val"])
+                if self._is_validated_first:
+                    await self._use(comm, state, "train", step)
+
+    async def _validate(self, comm: Any, elastic: Any, state: State, sampler: ElasticSampler) -> None:
+        async for one in elastic.steps(sampler, used_in="val"):
+            with self._guard(one):
+                await self._use(comm, state, "val", one)
+            if self._is_broken_off:
+                break
 
     def _guard(self, step: Any) -> Any:
         return step if self._on_loss == "restart_step" else contextlib.suppress(EpochChanged)
@@ -76,5 +86,5 @@ class Turns:
         for one in ends:
             assert one == ends[0], f"unlike states: {one} and {ends[0]}"
             assert set(one["train"]) == {float(self._epochs)}, one
-            assert len(set(one["val"])) == 1, one
+            assert self._is_broken_off or len(set(one["val"])) == 1, one
             assert self.is_nested or one["val"][0] == self._epochs, one
