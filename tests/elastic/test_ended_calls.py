@@ -49,8 +49,12 @@ def held_back(monkeypatch: pytest.MonkeyPatch, birth: int) -> None:
 
 async def stands(comm: Any, standing: Standing) -> None:
     """The call ``c`` of this rank stands so."""
-    entries = comm._ledger._entries
-    while not any(one.name == "c" and one.standing is standing for one in entries.values()):  # noqa: ASYNC110
+    ledger = comm._ledger
+
+    def is_so() -> bool:
+        return any(one.name == "c" and one.standing is standing for one in ledger._entries.values())
+
+    while not is_so():  # noqa: ASYNC110 - there is no event for it
         await asyncio.sleep(0)
 
 
