@@ -33,7 +33,6 @@ USES: dict[str, Callable[[Any], Any]] = {
     "length": len,
     "iteration": list,
     "membership": lambda handle: 1 in handle,
-    "truth": bool,
     "array": np.asarray,
     "array of several": lambda handle: np.array([handle, handle]),
     "mean": np.mean,
@@ -53,6 +52,15 @@ async def test_a_forgotten_await_is_told(use: str) -> None:
         await asyncio.gather(handle, other.all_reduce(X, "grad/0"))
         with pytest.raises((TypeError, AttributeError), match="y = await handle"):
             USES[use](handle)
+
+
+@pytest.mark.asyncio
+async def test_a_handle_is_true_as_other_futures_are() -> None:
+    async with world(1) as (comm,):
+        handle = comm.barrier()
+        assert handle
+        assert (handle or None) is handle
+        await handle
 
 
 @pytest.mark.parametrize("use", USES)

@@ -17,7 +17,7 @@ OPERATORS = {
 """Of two operands; as people write them."""
 OTHERS = {
     "neg": "-", "pos": "+", "abs": "abs()", "invert": "~", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
-    "bool": "a truth value", "int": "int()", "float": "float()", "complex": "complex()", "index": "an index",
+    "int": "int()", "float": "float()", "complex": "complex()", "index": "an index",
     "round": "round()", "len": "len()", "iter": "iteration", "contains": "in", "getitem": "[]", "setitem": "[]",
     "array": "an array",
 }  # fmt: skip
@@ -29,9 +29,16 @@ ATTRIBUTES = (
 
 
 class Unawaited:
-    """What results can do, and a handle cannot: it raises TypeError or AttributeError, and says what to write."""
+    """Results' operators and attributes on a handle: raise TypeError or AttributeError, and name the remedy.
+
+    A handle keeps its truth value, as every future does: programs write ``handle or other``, and pass handles to code
+    that asks whether there is one.
+    """
 
     __slots__ = ()
+
+    def __bool__(self) -> bool:
+        return True
 
     def __format__(self, spec: str) -> str:
         return _refused("a format")(self) if spec else str(self)
@@ -52,8 +59,7 @@ def _title(handle: Any) -> str:
 
 def _refused(what: str) -> Callable[..., NoReturn]:
     def refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
-        hint = "; whether there is one says 'is not None'" if what == OTHERS["bool"] else ""
-        raise TypeError(f"{what} needs a result, and was given {_title(self)}: {self._remedy()}{hint}")
+        raise TypeError(f"{what} needs a result, and was given {_title(self)}: {self._remedy()}")
 
     return refuse
 
