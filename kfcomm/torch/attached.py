@@ -78,9 +78,9 @@ def attach(
             memory; a compression is not known, or for names that no parameter has.
 
     Cost:
-        Memory for one gradient of each parameter; a broadcast of the model. In a backward pass 2(n−1)/n times the bytes
-        of the gradients, a byte for each, a broadcast of the buffers if there are any, and a copy of gradients that
-        share a bucket within the rank's own memory.
+        Memory for one gradient of each parameter, and for another of each that has a bucket to itself; a broadcast of
+        the model. In a backward pass 2(n−1)/n times the bytes of the gradients, a byte for each, a broadcast of the
+        buffers if there are any, and a copy of gradients that share a bucket within the rank's own memory.
     """
     if not isinstance(comm, Communicator):
         raise ConfigError(f"attach needs a communicator of kfcomm.sync, not a {type(comm).__name__}")

@@ -116,6 +116,8 @@ class Bucket:
         self._wire_dtype = wire_dtype
         self._missing = len(self.places)
         self._exchange: PersistentCollective[Any] | None = None
+        self._source: np.ndarray[Any, Any] | None = None
+        """Of the latest average: kept until the next gradient is there, which else comes to new pages each step."""
         self._take_memory()
 
     def __repr__(self) -> str:
@@ -163,7 +165,8 @@ class Bucket:
                 mind priorities are slower. Of those of several gradients the first holds.
         """
         source = self._collected()
-        if self._exchange is None:
+        if self._exchange is None or source is not self._source:
+            self._source = source
             priority = 0 if self.is_shared else urgency
             self._exchange = self._comm.all_reduce_init(
                 source, self.name, op="avg", out=self._flat, priority=priority, wire_dtype=self._wire_dtype
@@ -205,8 +208,6 @@ class Bucket:
         self._missing = len(self.places)
         for place in self.places:
             place.has_come = place.is_here = False
-        if len(self.places) == 1:  # it is made for a gradient that is gone
-            self._exchange = None
 
 
 class Marks:
