@@ -528,7 +528,7 @@ class Communicator(Persistent):
         """Close a sub-group at once, without a last look at its statistics, whose first costs some milliseconds."""
         self._leave()
         ids = {self._group.view.id, *self._mailbox.group_ids(), *(self._prober.group_ids() if self._prober else ())}
-        self._session.leave_groups(self._group.view.id, ids, f"rank {self.rank} closed group {self.name!r}")
+        self._session.leave_groups(self._group.view.id, ids, f"{self._called} has closed group {self.name!r}")
 
     def _drains(self) -> list[Drain]:
         """What callers believe to be done, and is not."""
@@ -555,9 +555,16 @@ class Communicator(Persistent):
             self._session.engine.end_listeners.remove(self._leave)
             self._session.drains.remove(self._drains)
             self._paths.close()
-            self._mailbox.close(f"group {self.name!r} is closed")
+            reason = self._session.why_closed or f"{self._called} has closed group {self.name!r}"
+            self._mailbox.close(reason, self._session.over)
 
     def _check_open(self) -> None:
         self._session.check_open()
         if self._left:
-            raise SessionClosed(f"group {self.name!r} is closed")
+            raise SessionClosed(f"{self._called} has closed group {self.name!r}")
+
+    @property
+    def _called(self) -> str:
+        """This rank, in words."""
+        view = self._group.view
+        return view.called(view.rank)

@@ -97,8 +97,8 @@ async def next_epoch(session: Session, part: bytes, timeout_s: float, plan: Plan
     if session.rank not in said:
         await door.close()
         raise EpochChanged(
-            f"epoch {session.epoch} goes on without this rank: the others took it for lost", epoch=session.epoch + 1,
-            members=members,
+            f"epoch {session.epoch + 1} begins without this rank: the others took it for lost; it can close its "
+            "communicator and join as a new rank", epoch=session.epoch + 1, members=members,
         )  # fmt: skip
     gone = [rank for rank in range(session.layout.size) if rank not in members]
     without = f", without ranks {gone}" if gone else ""

@@ -19,6 +19,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -387,6 +388,16 @@ class Session:
         """Whether the epoch is over, and another begins."""
         return self._over is not None
 
+    @property
+    def over(self) -> Cause | None:
+        """The end of the epoch."""
+        return self._over
+
+    @property
+    def why_closed(self) -> str | None:
+        """Why nothing can be posted any more; None if it can."""
+        return self._closed
+
     def check_open(self) -> None:
         """Refuse to work when closed, or inherited through a fork.
 
@@ -420,9 +431,9 @@ class Session:
 
     def end_epoch(self, cause: Cause) -> None:
         """It has been agreed who goes on: nothing can be posted any more, and what is in flight fails."""
-        self._over = cause
-        self._closed = f"{cause.message}; use the communicator of that one"
-        self.engine.end_for(cause)
+        self._over = replace(cause, message=f"{cause.message}; use the communicator of that one")
+        self._closed = self._over.message
+        self.engine.end_for(self._over)
 
     def follow(self, network: Network) -> Session:
         """The session of the next epoch, on the same loop and reactor; it closes what is left of this one."""

@@ -118,7 +118,7 @@ class Mailbox:
         if not self._match(receive):
             lost = self._lost_source(source)
             if lost is not None:
-                handle.set_exception(error_of(lost, tag, f"a message with {tag}"))
+                handle.set_exception(error_of(lost, tag, self._title(receive)))
                 return handle
             self._waiting.append(receive)
         if not handle.done():
@@ -153,15 +153,17 @@ class Mailbox:
         """Groups of two that were made for messages."""
         return {pair.id for pair in self._pairs.values()}
 
-    def close(self, reason: str) -> None:
-        """Stop serving, and fail every receive that waits."""
+    def close(self, reason: str, over: Cause | None = None) -> None:
+        """Stop serving, and fail every receive that waits; ``over``: of the epoch, if that has ended it."""
         self._is_closed = True
         for task in self._serving:
             task.cancel()
         self._streams.close()
         waiting, self._waiting = self._waiting, []
         for receive in waiting:
-            receive.fail(SessionClosed(reason))
+            title = self._title(receive)
+            closed = SessionClosed(f"{title} failed: {reason}")
+            receive.fail(closed if over is None else error_of(over, receive.tag, title))
         for source in range(self._view.size):
             self._engine.early_listeners.pop(self._pair(source, self._view.rank).id, None)
         self._engine.loss_listeners.remove(self._on_peer_lost)
@@ -326,7 +328,12 @@ class Mailbox:
             cause = self._lost_source(receive.source)
             if cause is not None:
                 self._waiting.remove(receive)
-                receive.fail(error_of(cause, receive.tag, f"a message with {receive.tag}"))
+                receive.fail(error_of(cause, receive.tag, self._title(receive)))
+
+    def _title(self, receive: Receive) -> str:
+        if receive.source is None:
+            return f"a message with {receive.tag}"
+        return self._pair(receive.source, self._view.rank).titled(receive.tag)
 
 
 async def _served(service: Service, source: int, message: Handle[Message], whose: str) -> None:

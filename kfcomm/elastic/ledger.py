@@ -419,5 +419,6 @@ class Ledger(Posting):
         for entry in [*self._kept, *self._entries.values()]:
             self._release(entry)
             if type(entry.inner) is int or (entry.outer is not None and not entry.outer.done()):
-                entry.refuse(EpochChanged(f"{entry.call.verb} was still under way when its Elastic ended"))
+                text = f"{entry.call.verb} {entry.title} was still under way when its Elastic ended"
+                entry.refuse(EpochChanged(text, key=entry.name))
                 entry.heard()

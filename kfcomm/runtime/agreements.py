@@ -179,7 +179,7 @@ class Agreements:
         elif decision.is_cut_off:
             raise Partitioned(
                 f"ranks {left} cannot go on: they are {len(left)} of {self._size}, and nobody knows whether the others "
-                "have ended or go on without them",
+                "have ended or go on without them; shrink() may succeed when more of them can be reached",
                 members=left,
             )
 

@@ -250,23 +250,28 @@ class Engine:
 
     def end(self, reason: str) -> None:
         """Fail all that is in flight, here and on the other ranks; from now on posts raise ``SessionClosed``."""
-        self.end_for(Cause(CauseKind.CANCELLED, self.rank, reason))
+        self._end(lambda collective: self._cut_short(collective, reason), reason)
 
     def end_for(self, cause: Cause) -> None:
         """As `end`, for a cause of which the other ranks may hear by themselves."""
+        self._end(lambda _: cause, cause.message)
+
+    def _end(self, cause_for: Callable[[Operation], Cause], reason: str) -> None:
         self.unusual.add("ended")
         for listener in list(self.end_listeners):
             listener()
         for collective in self.entered():
-            self.abort(collective, cause)
-        self._ended = cause.message
+            self.abort(collective, cause_for(collective))
+        self._ended = reason
+
+    def _cut_short(self, collective: Collective, reason: str) -> Cause:
+        return Cause(CauseKind.CANCELLED, self.rank, f"{collective.title} failed: {reason}")
 
     def abandon(self, group_ids: Collection[bytes], reason: str) -> None:
         """Abort what is in flight in some groups."""
-        cause = Cause(CauseKind.CANCELLED, self.rank, reason)
         for collective in self.entered():
             if collective.group.id in group_ids:
-                self.abort(collective, cause)
+                self.abort(collective, self._cut_short(collective, reason))
 
     def leave(self, group_ids: Collection[bytes]) -> None:
         """Some groups, in which nothing is in flight, are not used by this rank any more. O(names on all links)."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +22,13 @@ from kfcomm.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
     ConfigError,
+    EpochChanged,
+    Partitioned,
     PeerLost,
+    SessionClosed,
+    WouldDeadlock,
 )
+from kfcomm.testing import Partition, run_in_virtual_time, sync_world
 from tests.conformance.worlds import turns, until, world
 
 X = np.arange(5)
@@ -208,3 +214,110 @@ async def test_stall_reports_and_warnings_follow_the_same_rule(where: str, caplo
         with caplog.at_level(logging.WARNING, "kfcomm"):
             await until(lambda: f"a message with tag 'copied' to {second} was sent and not received" in caplog.text)
         assert_plain(caplog.text)
+
+
+ENDED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "call": (lambda a: a.all_reduce(X, "grad"), "'grad' failed: "),
+    "rows": (lambda a: a.gather(X, 0, "rows", concat=True), "'rows' failed: "),
+    "send": (lambda a: a.send(X, 1, "t", synchronous=True), "a message with tag 't' from {a} to {b} failed: "),
+    "receive": (lambda a: a.recv(1, "u"), "a message with tag 'u' from {b} to {a} failed: "),
+    "object": (lambda a: a.recv_object(1, 7), "a message with object tag 7 from {b} to {a} failed: "),
+    "queue": (lambda a: a.queue("jobs", 1, 0).get(), "a message with queue 'jobs' from {b} to {a} failed: "),
+}
+"""What is under way when the communicator ends, and what it is called then."""
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("where", ["world", "group"])
+@pytest.mark.parametrize("title", ENDED)
+async def test_what_is_under_way_when_an_epoch_ends_says_with_which_ranks_the_next_begins(
+    title: str, where: str
+) -> None:
+    async with world(2 if where == "world" else 4, quiet=False) as comms:
+        a, _ = comms if where == "world" else await _group(comms)
+        begin, said = ENDED[title]
+        call = asyncio.ensure_future(begin(a))
+        await turns()
+        await asyncio.gather(*(comm.shrink() for comm in comms))
+        (error,) = await asyncio.gather(call, return_exceptions=True)
+        assert type(error) is EpochChanged
+        assert (error.epoch, error.members) == (1, tuple(range(len(comms))))
+        first, second = CALLED[where]
+        over = f"epoch 0 is over: ranks {list(error.members)} go on as epoch 1; use the communicator of that one"
+        assert_plain(str(error), said.format(a=first, b=second) + over)
+        with pytest.raises(EpochChanged) as later:
+            await begin(a)
+        assert str(later.value) == over
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("where", ["world", "group"])
+@pytest.mark.parametrize("title", ENDED)
+async def test_what_is_under_way_when_a_communicator_is_closed_says_who_has_closed_which(
+    title: str, where: str
+) -> None:
+    async with world(2 if where == "world" else 4, tombstones=True, quiet=False) as comms:
+        a, b = comms if where == "world" else await _group(comms)
+        begin, said = ENDED[title]
+        call = asyncio.ensure_future(begin(a))
+        await turns()
+        await a.close()
+        (error,) = await asyncio.gather(call, return_exceptions=True)
+        assert isinstance(error, (CollectiveAborted, SessionClosed))
+        first, second = CALLED[where]
+        who = "the communicator of rank 0 is closed" if where == "world" else f"{first} has closed group 'tp'"
+        assert_plain(str(error), said.format(a=first, b=second) + who)
+        with pytest.raises(SessionClosed) as later:
+            await begin(a)
+        assert str(later.value) == who
+        if title == "call":
+            (other,) = await asyncio.gather(b.all_reduce(X, "grad"), return_exceptions=True)
+            assert isinstance(other, (CollectiveAborted, PeerLost))
+            assert_plain(str(other), "'grad' failed: ", who if where == "group" else "rank 0")
+
+
+@pytest.mark.asyncio
+async def test_errors_of_what_all_ranks_of_an_epoch_agree_on_name_ranks_of_the_world() -> None:
+    async with world(4, quiet=False) as comms:
+        a, _ = await _group(comms)
+        for call in (a.shrink, lambda: a.agree(value=True)):
+            with pytest.raises(ConfigError, match="is for all ranks of an epoch: call it on the communicator of the"):
+                await call()
+        with pytest.raises(CollectiveTimeout, match=r"ranks \[0, 2, 3\] have not called it"):
+            await comms[1].shrink(timeout=SOON_S)
+
+
+def test_a_rank_that_is_cut_off_says_with_whom_and_of_how_many() -> None:
+    async def main(comm: Any) -> Any:
+        call = comm.all_reduce(X, "grad")
+        if comm.rank:
+            await asyncio.sleep(1000)
+        try:
+            await call
+        except PeerLost:
+            return await comm.shrink()
+        return None
+
+    events = [Partition(((0,), (1, 2)), at_s=0.001, for_s=500.0)]
+    error = run_in_virtual_time(main, 3, seed=1, events=events, timeout=30.0, within_s=2000.0).failed[0]
+    assert isinstance(error, Partitioned)
+    assert error.members == (0,)
+    assert_plain(str(error), "ranks [0] cannot go on: they are 1 of 3", "shrink() may succeed when more")
+
+
+def test_a_blocking_call_that_would_wait_for_itself_says_what_to_call() -> None:
+    with sync_world(1) as comms:
+        errors: list[Exception] = []
+        is_called = threading.Event()
+
+        def blocks(_: Any) -> None:
+            try:
+                comms[0].all_reduce(X, name="grad")
+            except WouldDeadlock as error:
+                errors.append(error)
+            finally:
+                is_called.set()
+
+        comms[0].all_reduce_async(X, name="first").add_done_callback(blocks)
+        assert is_called.wait(60)
+        assert_plain(str(errors[0]), "use the *_async verbs, or hand the work to another thread")
