@@ -1,6 +1,6 @@
-"""Checks of built pages, run by MkDocs as a hook: with ``--strict`` what they find fails the build.
+"""Checks of built pages, run by MkDocs as a hook: with ``--strict`` a finding fails the build.
 
-MkDocs and the handler of docstrings are lenient: what they take for something else is shown without a word.
+MkDocs and the handler of docstrings are lenient: they render text that they misread without a warning.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _VOID = frozenset(("area", "base", "br", "col", "hr", "img", "input", "link", "m
 
 
 class _Docstrings(HTMLParser):
-    """Finds in what was made from docstrings what is not as it was written."""
+    """Parser that finds docstrings rendered differently from their source."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,14 +57,14 @@ class _Docstrings(HTMLParser):
 
 
 def faults(html: str) -> list[str]:
-    """What is wrong with a page."""
+    """List the faults of a page."""
     parser = _Docstrings()
     parser.feed(html)
     return parser.faults
 
 
 def on_post_page(output: str, *, page: Any, **_: Any) -> str:
-    """Warn of what is wrong; called by MkDocs with each page."""
+    """Warn of each fault; called by MkDocs with each page."""
     for fault in faults(output):
         _LOG.warning("%s: %s", page.file.src_uri, fault)
     return output
