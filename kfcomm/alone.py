@@ -92,13 +92,13 @@ class Alone:
         return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
     async def welcome(self, num_old: int, births: Collection[int], strategy: str) -> None:
-        """There is nobody."""
+        """Do nothing: there are no joining ranks."""
 
     async def give_up(self, births: Collection[int]) -> None:
-        """There is nobody."""
+        """Do nothing: there is no launcher."""
 
     async def let_go(self, births: Collection[int]) -> None:
-        """There is nobody."""
+        """Do nothing: there is no launcher."""
 
     async def wanted(self, known: Wanted) -> Wanted:
         """Nobody asks."""

@@ -1,8 +1,8 @@
-"""Names and whole numbers as callers give them, made plain where they enter.
+"""Normalisation of names and whole numbers given by callers.
 
-A ``StrEnum``, an ``np.str_`` or another subclass of ``str`` is as good as the text that it holds, and an ``IntEnum`` or
-an ``np.int64`` as the number. Behind the entrance a name is ``str`` itself and a whole number ``int`` itself, which is
-what the core compares and sends. A bool is no whole number: as a rank or a tag it is a mistake.
+A ``StrEnum``, an ``np.str_`` or another subclass of ``str`` equals the text that it holds; an ``IntEnum`` or an
+``np.int64`` equals its number. The core compares and sends plain ``str`` and ``int`` only. A bool is refused as a whole
+number: as a rank or a tag it is a mistake.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def plain_text(text: str) -> str:
 
 
 def whole_number(value: Any) -> int | None:
-    """The whole number that is meant, as ``int`` itself; None if it is none."""
+    """Return the value as a plain ``int``; None if it is not a whole number."""
     if type(value) is int:
         return value
     if isinstance(value, bool) or not isinstance(value, Integral):
@@ -43,12 +43,12 @@ def checked_name(name: Any) -> str | None:
     if name is None:
         return None
     if not isinstance(name, str) or not name or "\0" in name:
-        raise ConfigError(f"a name is a string that is not empty and has no NUL, not {name!r}")
+        raise ConfigError(f"expected a name (a string, not empty, without NUL), got {name!r}")
     text = plain_text(name)
     is_ascii = text.isascii()
     nbytes = len(text) if is_ascii else len(text.encode(errors="surrogatepass"))
     if nbytes > MAX_NAME_NBYTES:
-        raise ConfigError(f"a name has at most {MAX_NAME_NBYTES} bytes, {text[:32]!r}... has {nbytes}")
+        raise ConfigError(f"expected a name of at most {MAX_NAME_NBYTES} bytes, {text[:32]!r}... has {nbytes}")
     if not is_ascii and any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise ConfigError(f"a name is valid Unicode, {text[:32]!r} is not")
+        raise ConfigError(f"expected a name of valid Unicode, got {text[:32]!r}")
     return text

@@ -116,13 +116,13 @@ async def next_epoch(session: Session, part: bytes, timeout_s: float, plan: Plan
 
 
 async def tell_store(session: Session, former: Collection[int], plan: Plan, strategy: str) -> None:
-    """Tell it who has come to this epoch, was released, or is lost. If it is gone: those are lost soon, or stay.
+    """Report joined, released and lost ranks of this epoch to the store. If it is gone: they are lost soon, or stay.
 
-    It falls to the first ranks; to the others when these are lost. Whoever tells it again says nothing new.
+    The first ranks do this; if these are lost, the others do. Repeated reports have no effect.
 
     Args:
         session: of the epoch.
-        former: births of the ranks of the one before.
+        former: uids of the ranks of the epoch before.
         plan: that was carried out.
         strategy: its name.
     """

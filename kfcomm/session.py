@@ -124,7 +124,7 @@ class Network(Protocol):
         """Tell the launcher that the processes of these births were given up."""
 
     async def let_go(self, births: Collection[int]) -> None:
-        """Tell the launcher that the processes of these births were released; one of these may be this process."""
+        """Tell the launcher that the processes with these uids were released; one of these may be this process."""
 
     async def wanted(self, known: Wanted) -> Wanted:
         """Wait until somebody asks for anything but what is ``known``; that."""

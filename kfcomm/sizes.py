@@ -49,7 +49,7 @@ def parse_size(word: str) -> int:
     match = _SIZE.fullmatch(word)
     scale = _UNITS.get(match[2].upper()) if match else None
     if match is None or scale is None:
-        raise ConfigError(f"{word.strip()!r} is no size; {_HELP}")
+        raise ConfigError(f"expected a size, got {word.strip()!r}; {_HELP}")
     nbytes = int(match[1]) * scale
     if nbytes > _MAX_NBYTES:
         raise ConfigError(f"{word.strip()!r} is more than {show_size(_MAX_NBYTES)}")

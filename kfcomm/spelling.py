@@ -1,4 +1,4 @@
-"""What was probably meant by a word that is none of those known."""
+"""Suggestions for unknown words."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Tracebacks that end at the caller's line: what kfcomm does inside is no news to who called it wrongly.
+"""Tracebacks that end at the caller's line, without the frames inside kfcomm.
 
-An error of kfcomm loses the frames of this package, and what it was made of, unless code of somebody else took part in
-that (an array that could not be read). ``KFCOMM_TRACEBACK=full`` keeps all of it.
+An error of kfcomm loses the frames of this package and its cause, unless foreign code took part (an array that could
+not be read). ``KFCOMM_TRACEBACK=full`` keeps everything.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def terse(error: E) -> E:
 
 
 def bare(error: E) -> E:
-    """As ``terse``, where no code of the caller's can have taken part, but libraries of ours."""
+    """As ``terse``, for errors that involve libraries of kfcomm and no code of the caller."""
     if isinstance(error, InternalError):
         return error
     error.__cause__ = None

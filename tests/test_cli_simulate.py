@@ -92,11 +92,11 @@ def test_a_rule_by_size_says_which_graphs_it_took() -> None:
     [
         (["--strategy", "rign", "--hosts", "2x1"], "unknown strategy 'rign'; did you mean ring"),
         (["--strategy", "ring"], "the network lists no [[host]]: say how many there are, for example --hosts 8x1"),
-        (["--strategy", "ring", "--hosts", "8*1"], "hosts '8*1': '8*1' is no number of hosts and ranks"),
+        (["--strategy", "ring", "--hosts", "8*1"], "hosts '8*1': expected a number of hosts and ranks, got '8*1'"),
         (["--strategy", "ring", "--hosts", "4x1,0x1"], "hosts '4x1,0x1': '0x1' has no ranks"),
         (["--strategy", "ring", "--hosts", "1x1"], "one rank alone communicates nothing"),
         (["--strategy", "ring", "--hosts", "2x1", "--sizes", "2B"], "has no room for one float32"),
-        (["--strategy", "ring", "--hosts", "2x1", "--sizes", "x"], "'x' is no size"),
+        (["--strategy", "ring", "--hosts", "2x1", "--sizes", "x"], "expected a size, got 'x'"),
         (["--strategy", "ring", "--hosts", "2x1", "--dtype", "float31"], "float31"),
         (["--strategy", "ring", "--hosts", "2x1", "--network", "/none.toml"], "'/none.toml' cannot be read"),
         (["--strategy", "ring", "--hosts", "2x1", "--json", "/none/x.json"], "'/none/x.json' cannot be written"),

@@ -113,7 +113,7 @@ def test_names_of_settings_suggest() -> None:
     with pytest.raises(ConfigError, match=r"^unknown settings trnasport; .*; did you mean 'transport'"):
         detect({}, trnasport="tcp")  # type: ignore[call-arg]
     assert misspelt({"KFCOMM_TRNASPORT": "tcp"}) == [
-        "KFCOMM_TRNASPORT is no setting and has no effect: did you mean KFCOMM_TRANSPORT?"
+        "KFCOMM_TRNASPORT is an unknown setting and has no effect: did you mean KFCOMM_TRANSPORT?"
     ]
     assert misspelt({"KFCOMM_": "x"}) == []
 

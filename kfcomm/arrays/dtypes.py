@@ -86,9 +86,7 @@ def dtype_called(given: Any) -> np.dtype[Any]:
         return np.dtype(name)
     except TypeError:
         near = hint(given, SUPPORTED_NAMES)
-        raise ConfigError(
-            f"dtype {given!r:.60} is no dtype; supported are {', '.join(SUPPORTED_NAMES)}{near}"
-        ) from None
+        raise ConfigError(f"dtype {given!r:.60} is unknown; supported are {', '.join(SUPPORTED_NAMES)}{near}") from None
 
 
 def unsupported(name: str) -> ConfigError:

@@ -109,23 +109,29 @@ class ValueKind(_Uncounted):
     def read(self, x: Any) -> tuple[Array, bool]:
         """A new array for numbers and lists; others may give their own memory."""
         if isinstance(x, str):
-            raise ConfigError(_no_numbers("a str is", "np.frombuffer(x.encode(), np.uint8)"))
+            raise ConfigError(_no_numbers("str", "np.frombuffer(x.encode(), np.uint8)"))
         if isinstance(x, Mapping):
-            raise ConfigError(f"a {type(x).__name__} is no array (see all_reduce_many); supported are {HOST_KINDS}")
+            raise ConfigError(
+                f"expected an array, got {type(x).__name__} (see all_reduce_many); supported are {HOST_KINDS}"
+            )
         try:
             if isinstance(x, (list, tuple)) and _has_arrays(x):
-                raise ConfigError("a list of arrays is no array: give them one by one, or stack them into one")
+                raise ConfigError(
+                    "expected an array, got a list of arrays: give them one by one, or stack them into one"
+                )
             array = np.asarray(x)
         except ConfigError:
             raise
         except RecursionError:
-            raise ConfigError(f"a {type(x).__name__} is no array: {TOO_DEEP}") from None
+            raise ConfigError(f"expected an array, got {type(x).__name__}: {TOO_DEEP}") from None
         except (ValueError, TypeError, OverflowError) as error:
-            raise ConfigError(f"a {type(x).__name__} is no array: {error}; supported are {HOST_KINDS}") from error
+            raise ConfigError(
+                f"expected an array, got {type(x).__name__}: {error}; supported are {HOST_KINDS}"
+            ) from error
         if array.dtype == object and isinstance(x, int):
-            raise ConfigError(f"an integer of more than 64 bits is no array of numbers; supported are {HOST_KINDS}")
+            raise ConfigError(f"expected numbers of at most 64 bits, got a larger integer; supported are {HOST_KINDS}")
         if array.dtype == object:
-            raise ConfigError(f"a {type(x).__name__} is no array of numbers; supported are {HOST_KINDS}")
+            raise ConfigError(f"expected an array of numbers, got {type(x).__name__}; supported are {HOST_KINDS}")
         fresh = isinstance(x, (bool, int, float, complex, list, tuple, np.generic))
         return array, not fresh
 
@@ -254,7 +260,7 @@ class BufferKind(_Uncounted):
     def read(self, x: Any) -> tuple[Array, bool]:
         """The exported buffer."""
         if self._type is bytes:
-            raise ConfigError(_no_numbers("bytes are", "np.frombuffer(x, np.uint8)"))
+            raise ConfigError(_no_numbers("bytes", "np.frombuffer(x, np.uint8)"))
         try:
             return np.asarray(memoryview(x)), True
         except (ValueError, TypeError, BufferError, NotImplementedError) as error:
@@ -368,8 +374,9 @@ def _on_device(what: str, device: str, instead: str) -> ConfigError:
     )
 
 
-def _no_numbers(what: str, instead: str) -> str:
-    return f"{what} no array of numbers: pass {instead}, or use a verb for objects, such as broadcast_object"
+def _no_numbers(given: str, instead: str) -> str:
+    say = f"pass {instead}, or use a verb for objects, such as broadcast_object"
+    return f"expected an array of numbers, got {given}: {say}"
 
 
 def _immutable(out: Any) -> ConfigError:

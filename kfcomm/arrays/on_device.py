@@ -183,7 +183,7 @@ def _begin(x: Any, device: Device, stream: Any) -> tuple[Any, DeviceKind, Stream
 def _kind_of(x: Any) -> DeviceKind:
     kind = kind_on_device(x)
     if kind is None:
-        raise ConfigError(f"a {type(x).__name__} is no array in the memory of a device")
+        raise ConfigError(f"expected an array in the memory of a device, got {type(x).__name__}")
     return kind
 
 

@@ -1,4 +1,4 @@
-"""The command line: one group, whose commands are thin skins over the rooms that do the work.
+"""The command line: one group, whose commands are thin adapters over the packages that do the work.
 
 What a command needs is imported when it is chosen: `run` starts ranks before most of it is there.
 """
@@ -83,7 +83,7 @@ def doctor(files: tuple[str, ...], as_json: bool) -> None:
 
 
 class _Topology(Commands):
-    """Takes the name of a strategy where a command should be for one that was forgotten."""
+    """Group that suggests ``show`` if the name of a strategy stands in place of a command."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -167,10 +167,10 @@ def show(
 
 
 def _ranks_and_hosts(num_ranks: int | None, hosts: str | None) -> tuple[int, int]:
-    """How many of each, in a world that is given as everywhere: ``-n 8 --hosts 2``, or ``--hosts 2x4``.
+    """Parse the numbers of ranks and hosts: ``-n 8 --hosts 2``, or ``--hosts 2x4``.
 
     Raises:
-        ConfigError: that is none.
+        ConfigError: the options are missing or contradict each other.
     """
     from kfcomm.cli.simulate import parse_worlds
 

@@ -43,7 +43,7 @@ class _Collective(Choice):
         """See ``click.ParamType``."""
         word = value.replace("_", "-") if isinstance(value, str) else value
         if word not in self.choices and meant(word, [*self.choices, _TOPOLOGIES])[:1] == [_TOPOLOGIES]:
-            self.fail(f"{value!r} is no collective; did you mean kfcomm bench {_TOPOLOGIES}?", param, ctx)
+            self.fail(f"unknown collective {value!r}; did you mean kfcomm bench {_TOPOLOGIES}?", param, ctx)
         return super().convert(word, param, ctx)
 
 

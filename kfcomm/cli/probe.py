@@ -70,7 +70,7 @@ def probe(**given: Any) -> None:
             _forget(given)
             return
         if given["force"] and not given["keep"]:
-            raise ConfigError("--force is about --keep: leave it out, or keep what is measured")
+            raise ConfigError("--force needs --keep: add --keep, or leave --force out")
         settings = detect(os.environ)
         files = Files(given["json_path"], given["html_path"])
         nbytes = parse_sizes(given["size"])
@@ -101,7 +101,7 @@ def _forget(given: dict[str, Any]) -> None:
     if path is None:
         click.echo(f"nothing was kept: there is no {path_of_costs()}")
     else:
-        click.echo(f"removed {path}: 'auto' of later jobs counts with the usual costs")
+        click.echo(f"removed {path}: 'auto' of later jobs uses the default costs")
 
 
 def _start(given: dict[str, Any], settings: Settings) -> int:

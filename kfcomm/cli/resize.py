@@ -37,7 +37,7 @@ def resize(words: tuple[str, ...], named: str | None, yes: bool, store: str | No
     """  # noqa: D301  click wants the character, not its name
     job, size = _job_and_size(words)
     if job is not None and named is not None:
-        raise click.UsageError("the job is there twice: say JOB, or --job")
+        raise click.UsageError("the job is given twice: use JOB or --job")
     job = job or named
     if job is not None and store is not None:
         raise click.UsageError("a store is that of one job: say --store, or the job")
@@ -58,10 +58,10 @@ def resize(words: tuple[str, ...], named: str | None, yes: bool, store: str | No
 
 
 def _check_is_meant(told: dict[str, Any], size: int) -> None:
-    """The only job there is may be one of which nobody thought.
+    """Check that the user means this job, if it was found without a name.
 
     Raises:
-        ConfigError: it is not of this terminal or directory, and nobody says that it is meant.
+        ConfigError: it is of another terminal and directory, and the user has not confirmed it.
     """
     from kfcomm.launch.origin import Origin
     from kfcomm.launch.requests import titled
@@ -78,7 +78,7 @@ def _check_is_meant(told: dict[str, Any], size: int) -> None:
 
 
 def at_terminal() -> bool:
-    """Whether somebody can be asked."""
+    """Whether a user can be asked."""
     return sys.stdin.isatty() and sys.stderr.isatty()
 
 
@@ -91,7 +91,7 @@ def _job_and_size(words: tuple[str, ...]) -> tuple[str | None, int]:
         raise click.BadParameter("it is empty", param_hint="JOB")
     if not size.isascii() or not size.isdecimal() or len(size) > _MAX_DIGITS or int(size) < 1:
         raise click.BadParameter(
-            f"{size[:_SHOWN]!r} is no number of ranks: it is a whole number from 1 to {10**_MAX_DIGITS - 1}",
+            f"expected a whole number of ranks from 1 to {10**_MAX_DIGITS - 1}, got {size[:_SHOWN]!r}",
             param_hint="SIZE",
         )
     return (job[0] if job else None), int(size)

@@ -135,7 +135,7 @@ def parse_worlds(text: str | None) -> tuple[World, ...]:
 def _world(word: str, text: str) -> World:
     match = _HOSTS.fullmatch(word)
     if match is None:
-        raise ConfigError(f"hosts {text!r}: {word.strip()!r} is no number of hosts and ranks; {_HOSTS_HELP}")
+        raise ConfigError(f"hosts {text!r}: expected a number of hosts and ranks, got {word.strip()!r}; {_HOSTS_HELP}")
     hosts, ranks = int(match[1]), int(match[2]) if match[2] else None
     if not hosts or ranks == 0:
         raise ConfigError(f"hosts {text!r}: {word.strip()!r} has no ranks; {_HOSTS_HELP}")

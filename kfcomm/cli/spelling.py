@@ -1,4 +1,4 @@
-"""Commands, options and values that are spelt wrong, or as elsewhere: what is meant is said, or taken."""
+"""Suggestions for misspelt commands, options and values, and aliases of options."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Choice(click.Choice[str]):
 
 
 class Aliased(click.Command):
-    """A command that takes options by the names that other commands have for them, and says what they are called here.
+    """Command that accepts the option names of other commands, and prints its own name for them.
 
     Attributes:
         aliases: by the other name, the one that it has here; empty for an argument.

@@ -224,7 +224,7 @@ def names_of(arrays: Any) -> list[str]:
             "all_reduce takes a list of arrays"
         )
     if None in arrays:
-        raise ConfigError("a name is a string, not None")
+        raise ConfigError("expected a name (a string), got None")
     return sorted(map(checked_name, arrays))
 
 

@@ -88,13 +88,13 @@ class Blobs:
         asked.cancel()
         for tag, answer in answers.items():
             if answer.cancel() or answer.cancelled() or isinstance(answer.exception(), CollectiveTimeout):
-                self._mailbox.drop(source, tag, f"{self._view.called(self._rank)} waits no longer")
+                self._mailbox.drop(source, tag, f"{self._view.called(self._rank)} no longer waits")
         handles: list[Handle[Any]] = [asked, *answers.values()]
         for handle in handles:
             handle.when_done(self._mailbox.reactor, looked_at)
 
     def _of_request(self, error: BaseException, name: str, source: int) -> CollectiveError | None:
-        """What a caller is told where a message of a request has failed; None: what he is told anyway."""
+        """Error for the caller if a message of a request has failed; None for the original error."""
         what = f"the request for {name!r} of {self._view.called(source)}"
         if isinstance(error, CollectiveTimeout):
             known = {"arrived": (self._rank,), "missing": (source,)}
@@ -102,7 +102,7 @@ class Blobs:
         if isinstance(error, PeerLost):
             return PeerLost(f"{what} failed: {str(error).rpartition(' failed: ')[2]}", key=name, rank=error.rank)
         if isinstance(error, CollectiveAborted):
-            return CollectiveAborted(f"{what} was given up there", key=name)
+            return CollectiveAborted(f"{what} was cancelled there", key=name)
         return None
 
     def _find(self, name: str, version: int | None) -> HostArray | str:

@@ -76,12 +76,12 @@ class Group:
         return self._waiting is not None
 
     def until_s(self, timeout: Seconds | None) -> float:
-        """When a call of several steps that begins now is to be over, by the reactor's clock."""
+        """Deadline of a call of several steps that begins now, by the reactor's clock."""
         timeout_s = seconds_of(timeout)
         return self.engine.reactor.time() + (self.timeout_s if timeout_s is None else timeout_s)
 
     def left_s(self, until_s: float) -> float:
-        """What is left until then, for the next step."""
+        """Seconds left until the deadline, for the next step."""
         return max(0.0, until_s - self.engine.reactor.time())
 
     def in_order(self, begin: Callable[[], None]) -> None:

@@ -54,7 +54,7 @@ MAX_DIMENSIONS = 64
 
 
 def both(array: Any, source: int) -> Message:
-    """What a receive gives if nothing else is asked for."""
+    """Default result of a receive."""
     return array, source
 
 
@@ -294,7 +294,7 @@ class Mailbox:
             message = f"no message with {receive.tag} came from {self._senders(receive)} {limit}"
             error = CollectiveTimeout(message, key=receive.tag, arrived=mine, missing=missing)
         else:
-            where = f"was under way from {self._view.called(transfer.source)}, and not here as a whole {limit}"
+            where = f"from {self._view.called(transfer.source)} did not arrive completely {limit}"
             message = f"a message with {receive.tag} {where}: the next receive gets it"
             error = CollectiveTimeout(message, key=receive.tag, arrived=tuple(sorted((*mine, transfer.source))))
         receive.fail(error)

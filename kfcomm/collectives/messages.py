@@ -301,7 +301,7 @@ class Queue:
                 await self._room.acquire()
         except TimeoutError:
             target = self._messages._group.view.called(self._target)
-            message = f"no room in {self._key} within {limit_s:.1f} s: {target} has not taken what is in it"
+            message = f"{self._key} is still full after {limit_s:.1f} s: {target} has not taken an array from it"
             ranks = {"arrived": (self._source,), "missing": (self._target,)}
             raise CollectiveTimeout(message, key=self._key, **ranks) from None
         if self._failure is not None:

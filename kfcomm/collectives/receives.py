@@ -1,22 +1,21 @@
-"""Receives, and the messages that come for them: a message is consumed only by a receive that returns it.
+"""Receives and their messages: a message is consumed only by a receive that returns it.
 
-The life of a message of one sender with one tag, on the rank that receives it::
-
+States of a message with one sender and tag, on the receiving rank::
     state       event                                     next
     ----------  ----------------------------------------  ------------------------------------------
-    announced   a receive matches it                      held: its data is on its way, for that one
+    announced   a receive matches it                      held: its data is in transit, for that receive
     held        its receive ends without it               held by the receive after that one, or free
     free        a receive that matches is posted          held
-    held        it is here, and so are all before it      returned
-    returned    its caller is cancelled before that has   held by the receive that waits longest, or free
-                had it
+    held        it has arrived, and all before it         returned
+    returned    its caller is cancelled before it has     held by the receive that waits longest, or free
+                the message
 
-Of the messages of a stream the first are held, by receives in the order of their posts; the others are free, and come
-before all that is still announced. A receive that ends moves those after it up by one message. Outcomes are handed over
-in the order of the messages, so that none overtakes one that is handed back.
+The first messages of a stream are held, by receives in the order of their posts. The others are free, and precede all
+announced messages. When a receive ends, each receive after it takes the message before its own. Results are delivered
+in the order of the messages, so that none overtakes a message that is handed back.
 
-What is free lies in memory of the library: the caller of a receive that has ended may use its ``out`` again. That is
-one message for each receive that has ended. The sender notices nothing.
+A free message lies in memory of the library: the caller of a receive that has ended may use its ``out`` again. That
+costs one message for each receive that has ended. The sender is not affected.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class Received(Handle[T]):
         return result
 
     def hand_back(self) -> None:
-        """Nobody will have the message that it holds, if it holds one: the next receive gets it."""
+        """Leave the message that it holds, if any, to the next receive."""
         message, self.message = self.message, None
         if message is not None:
             self._is_handed_back = True
@@ -134,7 +133,7 @@ class Receive:
         self.ended(self)
 
     def look_at_once(self) -> None:
-        """See ``Operation``: a message is never here without anybody being told."""
+        """Do nothing, see ``Operation``: the arrival of a message is always reported."""
 
     def fail(self, error: BaseException) -> None:
         """It ends with this error."""
@@ -173,7 +172,7 @@ class Receive:
 
 
 class Transfer:
-    """A message whose data is on its way, or here, until a receive returns it; stands for the future of its operation.
+    """Message in transit or arrived, until a receive returns it; takes the place of the future of its operation.
 
     Attributes:
         source, tag, seq: whose it is, and its number among those.
@@ -218,7 +217,7 @@ class Transfer:
         self.streams.advance(self)
 
     def keep(self) -> None:
-        """Have it, and what is still to come of it, in memory of the library: the caller may use his again."""
+        """Move the message, and the rest of it, to memory of the library: the caller may use theirs again."""
         if self.is_lent and self.error is None:
             self.flat = self.flat.copy()
             if self.operation is not None:
@@ -288,7 +287,7 @@ class Streams:
         return dropped is not None
 
     def close(self) -> None:
-        """What is free goes to nobody any more."""
+        """Deliver no free messages any more."""
         self._is_closed = True
 
     def advance(self, transfer: Transfer) -> None:

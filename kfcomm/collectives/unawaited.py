@@ -1,6 +1,6 @@
-"""What a handle says where its result was expected: a forgotten ``await``, or ``wait()``.
+"""Errors of handles used in place of their results: a forgotten ``await``, or ``wait()``.
 
-All of it hangs on the class, so that a handle costs no more by it.
+Everything is defined on the class, so that a handle has no extra cost.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Unawaited:
         return _refused("a format")(self) if spec else str(self)
 
     def _remedy(self) -> str:
-        """What to write instead."""
+        """Text that says what to write instead."""
         return "await it first, y = await handle"
 
 
 def _title(handle: Any) -> str:
-    """Of which call it is, as far as that is known: when it is over its operation is gone."""
+    """Title of its call, as far as that is known: a finished call has no operation."""
     verb, name = getattr(handle, "verb", ""), ""
     series = getattr(getattr(handle, "operation", None), "series", None)
     if series is not None:
@@ -59,7 +59,7 @@ def _title(handle: Any) -> str:
 
 def _refused(what: str) -> Callable[..., NoReturn]:
     def refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
-        raise TypeError(f"{what} needs a result, and was given {_title(self)}: {self._remedy()}")
+        raise TypeError(f"{what} needs a result, got {_title(self)}: {self._remedy()}")
 
     return refuse
 

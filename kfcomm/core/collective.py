@@ -65,7 +65,7 @@ class GroupView:
         return f"ranks {_some(worlds, most)}" + (f" (group ranks {_some(known, most)})" if known != worlds else "")
 
     def titled(self, name: str) -> str:
-        """What a name in this group stands for, for people."""
+        """User-visible form of a name in this group."""
         if self.within is None or "\0" in name:
             return shown(name)
         return f"a message with {name} from {self.called(0)} to {self.called(1)}"

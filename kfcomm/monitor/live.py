@@ -61,8 +61,8 @@ class Job(NamedTuple):
 
     @property
     def program(self) -> str:
-        """What its first process here runs, and in which directory; empty where the system does not say."""
-        import shlex  # for who looks for jobs: ranks only answer
+        """Command and directory of its first process here; empty if the system does not provide them."""
+        import shlex  # only for readers: ranks do not need it
 
         try:
             words = Path(f"/proc/{self.pids[0]}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]

@@ -48,16 +48,16 @@ def check(port: int, monitor: bool) -> None:
 def attend(
     address: str, port: int, local_rank: int, meter: Callable[[int], Meter], statistics: Callable[[], Statistics]
 ) -> Attendant:
-    """Answer Prometheus at ``port + local_rank`` of an address from now on; ``meter`` gives that of an epoch.
+    """Answer Prometheus at ``port + local_rank`` of an address; ``meter`` gives the meter of an epoch.
 
     Raises:
-        ConfigError: that port is taken, is none, or may not be used; names it.
+        ConfigError: that port is taken, out of range, or not permitted; names it.
     """
     from prometheus_client import CollectorRegistry, MetricsHandler
 
     mine = port + local_rank
     if mine > 65535:
-        raise ConfigError(f"metrics_port={port}: local rank {local_rank} would listen at port {mine}, which is none")
+        raise ConfigError(f"metrics_port={port}: port {mine} of local rank {local_rank} is out of range")
     registry = CollectorRegistry()
     registry.register(_Collector(meter, statistics))
     handler: Any = type("Handler", (MetricsHandler.factory(registry),), {"timeout": PATIENCE_S})
@@ -116,7 +116,7 @@ def _of_process(now: Statistics) -> Iterator[Metric]:
 
 
 def _of_peers(now: Statistics, earlier: Earlier | None) -> Iterator[Metric]:
-    """What was exchanged with whoever has, or had in epochs before, the rank of a peer: so it only grows."""
+    """Traffic with all processes that have, or had in earlier epochs, the rank of a peer: so it only grows."""
     from prometheus_client.metrics_core import CounterMetricFamily
 
     totals = {(one.rank, one.link): Counts(*(getattr(one, field) for field in Counts._fields)) for one in now.peers}

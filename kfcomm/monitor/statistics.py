@@ -88,9 +88,9 @@ def peers_of(engine: Engine, meter: Meter) -> tuple[PeerStatistics, ...]:
 
 
 def tallies_of(meter: Meter, ids: Collection[bytes] | None = None) -> tuple[dict[str, Tally], Tally | None]:
-    """What became of the calls under each name in some groups, and of those beyond ``MAX_KEYS``.
+    """Tallies of the calls by name in some groups, and one of the names beyond ``MAX_KEYS``.
 
-    Without groups: in all, those of epochs before included. The messages of a tag are one, whomever they are for.
+    Without ``ids``: of all groups, also those of earlier epochs. The messages of a tag share one tally.
     """
     tallies, others = meter.tallies()
     by_name: dict[str, list[Tally]] = {}

@@ -94,7 +94,7 @@ class Way:
     def give_up(self, error: BaseException) -> None:
         """End what is under way, and what the other end does next."""
         engine, view = self.group.engine, self.group.view
-        message = f"{view.called(view.rank)} gave it up: {str(error) or type(error).__name__}"
+        message = f"{view.called(view.rank)} cancelled it: {str(error) or type(error).__name__}"
         for handle in self.under_way:
             if not handle.done() and (operation := getattr(handle, "operation", None)) is not None:
                 engine.abort(operation, Cause(CauseKind.CANCELLED, engine.rank, message))

@@ -199,7 +199,7 @@ class StoreClient(Folders):
         return await self._repeated(lambda: self._attempt(name, body, wait_s + _ANSWER_WITHIN_S), patience_s)
 
     async def _repeated(self, attempt: Callable[[], Awaitable[T]], patience_s: float) -> T:
-        """What comes of an attempt, made again while none is answered; twice at least, for an answer may be lost."""
+        """Repeat an attempt until one is answered; at least twice, since an answer may be lost."""
         deadline_s = _now_s() + patience_s
         pause_s = _FIRST_PAUSE_S
         for number in itertools.count():

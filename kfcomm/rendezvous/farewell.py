@@ -263,7 +263,7 @@ class _Caught(io.StringIO):
 
 
 def _printed(error: BaseException) -> str:
-    """What the interpreter prints of an error that nobody catches."""
+    """Text that the interpreter prints for an uncaught error."""
     before = sys.stderr
     caught = sys.stderr = _Caught(before)
     try:

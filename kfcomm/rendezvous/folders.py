@@ -97,7 +97,7 @@ class Folders(ABC):
         await self._ask_for(lambda last: _written(Wanted(last.size, (*last.leavers, birth)), is_held=True))
 
     async def _ask_for(self, following: Callable[[Wanted], bytes]) -> None:
-        """Ask for what follows from what was asked last, whoever asks meanwhile; nothing new, if that is the same."""
+        """Apply a change to the latest request, with retries if others write meanwhile; no write if it is the same."""
         is_told = False
         while not is_told:
             found = await self.collect(SIZES, 0, timeout_s=0.0)

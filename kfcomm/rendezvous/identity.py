@@ -129,7 +129,7 @@ class PeerInfo:
 
 
 def _told_version(values: object) -> str:
-    """Which version a peer runs whose description has other fields, if one of them looks like it."""
+    """Version of a peer whose description has other fields, if one of them looks like a version."""
     for value in values if isinstance(values, tuple) else ():
         match value:
             case (str(version), int(protocol)) if version.isprintable():

@@ -90,7 +90,7 @@ def kept_costs() -> Costs:
 
 
 def describe_kept() -> str:
-    """Where the costs of this host are kept, when they were measured, and how busy it was; empty if there are none."""
+    """Path of the recorded costs of this host, their date, and the load at that time; empty without a record."""
     if kept_costs() == UNMEASURED:
         return ""
     path = path_of_costs()

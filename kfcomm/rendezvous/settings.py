@@ -214,7 +214,9 @@ def misspelt(environ: Mapping[str, str]) -> list[str]:
     known = {f"KFCOMM_{name.upper()}" for name in Arguments.__annotations__} | OTHER_VARIABLES
     unknown = sorted(name for name in environ if name.startswith("KFCOMM_") and len(name) > 8 and name not in known)
     found = ((name, meant(name, known, like=0.85)) for name in unknown)
-    return [f"{name} is no setting and has no effect: did you mean {likely[0]}?" for name, likely in found if likely]
+    return [
+        f"{name} is an unknown setting and has no effect: did you mean {likely[0]}?" for name, likely in found if likely
+    ]
 
 
 def check_device(choice: str, name: str = "device") -> str:

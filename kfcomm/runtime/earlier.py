@@ -1,6 +1,6 @@
-"""What one rank has counted in the epochs before this one, so that what only grows does so over a change of the ranks.
+"""Counts of one rank in earlier epochs, so that counters keep growing across a change of the ranks.
 
-Peers are told apart by their ranks, which mean others in another epoch: these sums are of whoever had that rank.
+Peers are identified by their ranks, which other processes have in another epoch: these sums cover all of them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Earlier(NamedTuple):
 
 
 def with_epoch(meter: Meter, traffic: Traffic) -> Earlier:
-    """Those of an epoch that is over, and of all before it. O(keys)."""
+    """Add the counts of a finished epoch to those of all before it. O(keys)."""
     before = meter.earlier or Earlier({}, None, {}, {})
     tallies, others = meter.tallies()
     by_name = {name: [tally] for name, tally in before.tallies.items()}

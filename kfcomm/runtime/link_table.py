@@ -150,7 +150,7 @@ class LinkTable:
             link.disown(owner)
 
     def redirect(self, owner: Owner) -> None:
-        """What arrives for this owner goes to its new memory."""
+        """Redirect arriving data of this owner to its new memory."""
         for link in self._incoming.values():
             link.redirect(owner)
 

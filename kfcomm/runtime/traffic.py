@@ -1,7 +1,7 @@
-"""What one rank has moved, by peer and kind of link: over its links, and in slots of shared memory.
+"""Traffic of one rank by peer and kind of link: over its links, and in slots of shared memory.
 
-Links and slots count for themselves; here they are only known, added up when somebody asks, and remembered as a sum
-when they end. Invariants: no sum ever falls, on whatever thread it is read.
+Links and slots keep their own counts. This module adds them up on request, and keeps their sum when they end.
+Invariant: no sum ever falls, on any reading thread.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ SHARED = "shm"
 
 
 class Traffic:
-    """What one rank has moved.
+    """Traffic counters of one rank.
 
-    ``rates`` and ``totals`` may be called on any thread, the rest on the loop of the links: what is shared with readers
-    is never changed, but replaced as a whole; slots are added to a list of which readers take a copy.
+    ``rates`` and ``totals`` may be called on any thread, the rest on the loop of the links. State shared with readers
+    is replaced as a whole and never modified; readers copy the list of slots before they use it.
     """
 
     __slots__ = ("_marks", "_state")
@@ -63,7 +63,7 @@ class Traffic:
             self._state = (links, [one for one in known if one not in gone], _sums(ended, [], gone))
 
     def totals(self) -> Totals:
-        """What was moved so far, in the order in which the links were first opened. Costs 1 µs per link and slot."""
+        """Bytes and messages so far, by link in the order of their opening. Costs 1 µs per link and slot."""
         links, slots, ended = self._state
         return _sums(ended, links, list(slots))
 
@@ -107,7 +107,7 @@ def _sums(ended: Totals, links: Iterable[Link], slots: Iterable[Slot]) -> Totals
 
 
 def _in_slots(slots: Iterable[Slot]) -> dict[int, Counts]:
-    """What was read in slots, by peer. A use is a message of each to each that reads of it."""
+    """Reads in slots, by peer. A use counts as one message from each rank to each of its readers."""
     alike: dict[tuple[int, ...], list[int]] = {}  # slots in which all read as much of each: most
     moved: dict[int, list[int]] = {}
     for slot in slots:

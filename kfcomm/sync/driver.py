@@ -521,7 +521,7 @@ class Driver:
             self.reactor.ring()
 
     def _undo(self, handle: Awaited[T], session: Session) -> None:
-        """What a call has given does not reach its caller: see ``Signals.undo``."""
+        """Take back the result of a call, which does not reach its caller: see ``Signals.undo``."""
         try:
             self._enter(session)
             self._is_working = False
@@ -535,7 +535,7 @@ class Driver:
             self._interrupted(error, handle, session)
 
     def _interrupted(self, error: BaseException, handle: Awaited[T] | None, session: Session) -> None:
-        """An interrupt between two looks ends the call alone; amid the work nobody knows what is left undone."""
+        """End the call only, on an interrupt between two polls; within the engine's work its state is unknown."""
         if not self._lock.is_mine():  # it came while this thread waited for the lock: nothing is left undone
             if handle is None:
                 return

@@ -72,7 +72,7 @@ class ElasticCommunicator(Skin[Async]):
 
     @property
     def _of_step(self) -> Communicator:
-        """That of the ranks of the step."""
+        """The blocking communicator of the ranks of the step."""
         shown = self._inner._shown
         return self._plain if shown is self._inner.current else Communicator(self._driver, shown)
 

@@ -38,7 +38,7 @@ class Handle(Unawaited, concurrent.futures.Future[T]):
 
     _is_unheard = False
     verb = ""
-    """Of which it is."""
+    """Verb of the call."""
 
     def __init__(self, driver: Driver, session: Session) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the library has put off, to be finished before its communicator is closed."""
+"""Deferred work of the library, finished before its communicator is closed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def before_close(comm: Any, finish: Finish) -> None:
 
 
 class PutOff:
-    """What finishes collectives for which the program does not wait itself."""
+    """Callbacks that finish collectives for which the program does not wait itself."""
 
     def __init__(self) -> None:
         self._due: list[tuple[object, Callable[[], Finish | None]]] = []

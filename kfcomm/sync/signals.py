@@ -1,23 +1,23 @@
-"""Signal handlers of the program wait while a blocking call does the engine's work.
+"""Deferred signal handlers of the program during the engine's work in a blocking call.
 
 Python runs a handler on the main thread between any two instructions, and a handler may raise: an alarm, a timeout of
-a library. Amid the engine's work that would leave a change of state half done, or be taken for an error of the
-engine's own (a ``TimeoutError`` of a socket). So a call on the main thread *holds* the handlers: it puts one in their
-place that only notes the signal.
+a library. Within the engine's work that would leave a change of state half done, or look like an error of the engine
+itself (a ``TimeoutError`` of a socket). So a call on the main thread *holds* the handlers: it replaces them by one that
+only records the signal.
 
 Invariants:
 
-- Held handlers run where the call waits, with the engine lock, while its result is not there. What they raise ends the
-  call alone, as ``cancel`` does.
-- What was noted when the call is over is handled as it returns. What is raised then comes out of the call, too, and
-  ``undo`` hands a message back for the next receive. Only of what cannot be undone, the result of several steps, the
-  signal is sent again as the call returns, so that its handler runs after it.
-- Outside of calls, and while they run, the program finds its own handlers in force.
+- Held handlers run while the call waits: it has the engine lock, and no result yet. An exception from a handler ends
+  the call only, as ``cancel`` does.
+- Signals recorded when the call is over are handled as it returns. The call raises the exception of such a handler,
+  too, and ``undo`` hands a message back for the next receive. If the result cannot be undone, that of several steps,
+  the signal is sent again as the call returns, so that its handler runs after it.
+- Outside of calls, and while handlers run, the handlers of the program are in force.
 
-``signal.default_int_handler`` alone is no reason to hold: the driver bears a ``KeyboardInterrupt`` anywhere, if need be
-by closing the communicator. Signals that are hardly ever handled are not looked at.
+``signal.default_int_handler`` alone is not held: the driver handles a ``KeyboardInterrupt`` anywhere, if necessary by
+closing the communicator. Signals that are hardly ever handled are ignored here.
 
-Cost: 0.2 µs of each call; 0.4 µs for each handler that is held.
+Cost: 0.2 µs per call; 0.4 µs for each handler that is held.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Signals:
         return True
 
     def holding(self, call: Callable[..., T], args: tuple[Any, ...], kwargs: Mapping[str, Any] = NO_OPTIONS) -> T:
-        """Make a call, which attempts to hold once more, in vain, and let go."""
+        """Make a call while the handlers are held, and let go; a nested ``hold`` returns False."""
         try:
             return call(*args, **kwargs)
         finally:
@@ -178,4 +178,4 @@ def _to_hold(found: tuple[Any, ...]) -> dict[int, Handler]:
 
 
 def _nothing() -> None:
-    """Nobody sleeps, and nothing is to be undone."""
+    """Default of ``wake`` and ``undo``: do nothing."""

@@ -110,7 +110,7 @@ class Link(Protocol):
         return
 
     def redirect(self, owner: object) -> None:
-        """This owner has copied its memory elsewhere: a placement is told to ``redirect``, and filled on there."""
+        """Follow a move of this owner's memory: call ``redirect`` of its placements, and fill them there."""
         return
 
     def close(self) -> None:

@@ -104,7 +104,7 @@ def test_the_heat_map_shows_every_time_and_is_the_same_each_time() -> None:
         (["--simulate", "8x1", "--blocking"], "--blocking is about real ranks"),
         (["--simulate", "8x1,4x1"], "give one world"),
         (["--simulate", "8"], None),
-        (["--simulate", "eight"], "'eight' is no number of hosts and ranks"),
+        (["--simulate", "eight"], "expected a number of hosts and ranks, got 'eight'"),
         (["--simulate", "8x1", "--strategy", "rign"], "unknown strategy 'rign'; did you mean ring"),
         (["-n", "2", "--strategy", "rign"], "unknown strategy 'rign'; did you mean ring"),
         (["-n", "2", "--sizes", "2B"], "needs room for one float32"),

@@ -450,13 +450,13 @@ async def test_it_cannot_be_started_on_a_closed_communicator() -> None:
 @pytest.mark.parametrize(
     ("verb", "arguments", "options", "message"),
     [
-        ("all_reduce", ["text"], {}, "a str is no array"),
+        ("all_reduce", ["text"], {}, "expected an array of numbers, got str"),
         ("all_reduce", [np.ones(2, object)], {}, "object"),
         ("all_reduce", [np.ones(2)], {"op": "xor"}, "xor"),
         ("all_reduce", [np.ones(2)], {"out": np.ones(3)}, "has shape"),
         ("all_reduce", [np.ones(2, int)], {"wire_dtype": "float16"}, "wire_dtype"),
         ("all_reduce", [np.ones(2)], {"stream": object()}, "stream"),
-        ("all_reduce_many", [{"a": np.ones(2), "": 1}], {}, "a name is"),
+        ("all_reduce_many", [{"a": np.ones(2), "": 1}], {}, "expected a name"),
         ("monitored_all_reduce", [np.ones(2)], {"op": "xor"}, "xor"),
         ("reduce", [np.ones(2), 5], {}, "not a rank"),
         ("broadcast", [np.ones(2)], {"root": -1}, "not a rank"),
@@ -467,9 +467,9 @@ async def test_it_cannot_be_started_on_a_closed_communicator() -> None:
         ("reduce_scatter", [np.float32(2)], {}, "first axis"),
         ("all_to_all", [np.ones(5)], {}, "shares 5 rows"),
         ("all_to_all", [[1, 2, 3, 4]], {}, "does not serve"),
-        ("consensus", [object()], {}, "is no array"),
+        ("consensus", [object()], {}, "expected an array"),
         ("send", [np.ones(2), 0], {}, "this rank itself"),
-        ("send", ["text", 1], {}, "a str is no array"),
+        ("send", ["text", 1], {}, "expected an array of numbers, got str"),
         ("recv", [9], {}, "not a rank"),
         ("recv", [1], {"tag": 1.5}, "a tag is"),
     ],
@@ -501,8 +501,8 @@ async def test_what_is_wrong_with_the_arguments_is_found_at_the_first_start(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": ""}, "a name is"),
-        ({"name": 7}, "a name is"),
+        ({"name": ""}, "expected a name"),
+        ({"name": 7}, "expected a name"),
         ({"timeout": -1}, "a timeout"),
         ({"priority": "high"}, "a priority"),
     ],

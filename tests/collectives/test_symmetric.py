@@ -267,7 +267,7 @@ async def test_it_is_an_array_as_any_other(caplog: pytest.LogCaptureFixture) -> 
         (3, "nonsense", "'nonsense'"),
         (3, "O", "not supported"),
         (3, "datetime64[s]", "not supported"),
-        (3, object(), "is no dtype"),
+        (3, object(), "is unknown"),
         (2**70, np.int8, "more than 2"),
         ((2**70, 0), np.int8, "more than 2"),
         (2**61, np.float64, "more than 2"),

@@ -585,7 +585,7 @@ def test_a_job_from_elsewhere_is_named_and_not_changed_unless_it_is_meant(
         code, said = kfcomm("resize", "3")
         assert (code, "2 -> 3 ranks are wanted" in said) == (0, True), said
         code, said = kfcomm("resize", name[:12], "2", "--job", name)
-        assert (code, "the job is there twice" in said) == (2, True), said
+        assert (code, "the job is given twice" in said) == (2, True), said
         code, said = kfcomm("status", "--job", "none of that name")
         assert (code, where in said) == (2, True), said
         code, said = kfcomm("status")
@@ -619,7 +619,7 @@ def test_size_and_status_from_outside(tmp_path: Path) -> None:
         assert "3 ranks are wanted" in kfcomm("resize", "3", name[:12]).stdout
         assert kfcomm("resize", "3", "none of that name").returncode == 2
         assert "it is empty" in kfcomm("resize", "", "3").stderr
-        assert "'1000000000' is no number of ranks" in kfcomm("resize", name, "1000000000").stderr
+        assert "got '1000000000'" in kfcomm("resize", name, "1000000000").stderr
         assert "say --store, or the job" in kfcomm("resize", name, "3", "--store", "http://127.0.0.1:1").stderr
         while status()["running"] != [0, 1, 2]:
             pass

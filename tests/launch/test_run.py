@@ -483,7 +483,7 @@ def test_a_module_takes_all_that_follows() -> None:
 def test_a_misspelt_variable_is_told_once() -> None:
     env = environ(KFCOMM_TRANSPROT="tcp")
     done = finished("run", "-n", "2", *python("kfcomm.sync.init().close()"), env=env)
-    line = "KFCOMM_TRANSPROT is no setting and has no effect: did you mean KFCOMM_TRANSPORT?"
+    line = "KFCOMM_TRANSPROT is an unknown setting and has no effect: did you mean KFCOMM_TRANSPORT?"
     assert done.stderr == f"kfcomm: warning: {line}\n"
     alone = subprocess.run(python("kfcomm.sync.init().close()"), env=env, capture_output=True, text=True)
     assert alone.stderr == f"{line}\n"

@@ -144,7 +144,7 @@ def test_what_is_no_port_as_an_argument() -> None:
 
 
 def test_a_local_rank_beyond_the_last_port() -> None:
-    with pytest.raises(ConfigError, match="metrics_port=65535: local rank 1 would listen at port 65536"):
+    with pytest.raises(ConfigError, match="metrics_port=65535: port 65536 of local rank 1 is out of range"):
         metrics.attend("127.0.0.1", 65535, 1, None, None)  # type: ignore[arg-type]
 
 

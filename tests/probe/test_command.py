@@ -111,7 +111,7 @@ async def test_the_busiest_host_counts(
                 return shares[comm.rank]
 
             monkeypatch.setattr(probing, "busy_share", share)
-            monkeypatch.setattr(probing.socket, "gethostname", lambda: f"of rank {comm.rank}")
+            monkeypatch.setattr(probing, "hostname", lambda: f"of rank {comm.rank}")
             return await probing._busiest(comm)  # up to its first wait: what it asks is answered for this rank
 
         said = await asyncio.gather(*map(busiest, comms))
@@ -137,12 +137,12 @@ def test_what_no_rank_can_do() -> None:
     [
         ((), "say how many ranks to start, such as -n 4"),
         (("-n", "2", "--nbytes", "1MiB:2MiB"), "--nbytes '1MiB:2MiB': one size, such as 1MiB"),
-        (("-n", "2", "--nbytes", "much"), "'much' is no size"),
+        (("-n", "2", "--nbytes", "much"), "expected a size, got 'much'"),
         (("-n", "2", "--json", "/nonexistent/x"), "'/nonexistent/x' cannot be written"),
         (("-n", "1"), "1 is not in the range x>=2"),
         (("-n", "2", "--transport", "pigeon"), "'pigeon' is not one of"),
         (("-n", "2", "--transport", "tcp", "--keep"), "leave --transport out"),
-        (("-n", "2", "--force"), "--force is about --keep"),
+        (("-n", "2", "--force"), "--force needs --keep"),
         (("--forget", "--keep"), "--forget measures nothing"),
         (("--forget", "-n", "2"), "--forget measures nothing"),
     ],

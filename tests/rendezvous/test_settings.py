@@ -246,7 +246,7 @@ def test_an_empty_variable_is_as_good_as_none(names: tuple[str, ...]) -> None:
 )
 def test_a_misspelt_variable_is_told_with_what_was_meant(name: str, meant: str) -> None:
     assert misspelt({name: "x", meant: "y", "HOME": "/"}) == [
-        f"{name} is no setting and has no effect: did you mean {meant}?"
+        f"{name} is an unknown setting and has no effect: did you mean {meant}?"
     ]
 
 

@@ -175,7 +175,7 @@ class Watcher:
             return [(socket, next(iter(answers), None)) for socket, answers in zip(job.sockets, said, strict=True)]
 
     def _known(self, rank: int, name: str, now: Statistics | None) -> _Process:
-        """What is known by now of the process that answers at a socket; ``rank`` is the one that it began with."""
+        """Current record of the process that answers at a socket; ``rank`` is the one that it began with."""
         before = self._met.get(name)
         last = None if before is None else before.last
         if now is not None:

@@ -1,11 +1,11 @@
-"""The lease that the keys of a job have in etcd, and the lock that says which launcher is the first.
+"""The lease of a job's keys in etcd, and the lock that elects the first launcher.
 
-The first launcher ends the lease when the job is over, and says so before, in the key that names the lease. A lease
-that ends otherwise (somebody has revoked it, or etcd could not be reached for longer than it lasts) is no reason to end
-a job that runs: the first launcher gets another one, and the others wait for that.
+The first launcher ends the lease when the job is over, after it has written that into the key that names the lease. If
+a lease ends otherwise (it was revoked, or etcd was unreachable for longer than it lasts) the job survives: the first
+launcher gets another lease, and the others wait for that.
 
-A request whose answer was lost may have been carried out, and is made again: so each claim has a value that nobody else
-writes, by which a claim of one's own is known.
+A request whose answer was lost may have been carried out, and is repeated. So each claim has a unique value, by which
+a process recognises its own claim.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Lease:
         self._cancel()
 
     def has_ended(self, number: str) -> None:
-        """One has, be it this one or one before."""
+        """Note the end of a lease, this one or an earlier one."""
         if number == self.number and self.is_there:
             self._there.clear()
             why = "its lease has ended, and no first launcher has taken it up"
@@ -124,7 +124,7 @@ class Lease:
             await self._gateway.ask("/v3/kv/put", over, within_s=GOODBYE_S)
 
     def end(self) -> None:
-        """Nobody waits for it any more."""
+        """Release all waiters."""
         self._there.set()
         self._cancel()
 
@@ -195,7 +195,7 @@ async def locked(gateway: Gateway, key: bytes, within_s: float) -> str:
         if lives or loop.time() >= deadline_s:
             await revoke(gateway, mine)
             raise RendezvousError(
-                f"{gateway.address} is used by another launcher, {_described(there)}: a job has one first one"
+                f"{gateway.address} is used by another launcher, {_described(there)}: a job has one first launcher"
             )
         await asyncio.sleep(LAST_PAUSE_S / 2)
         await gateway.ask("/v3/lease/keepalive", {"ID": mine}, within_s=within_s)
@@ -208,13 +208,13 @@ def _myself() -> bytes:
 
 
 def _machine() -> tuple[str, str]:
-    """Where numbers of processes mean the same."""
+    """Boot and PID namespace: within them a process id is unique."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return boot, str(Path("/proc/self/ns/pid").readlink())
 
 
 def _begun(pid: int) -> str:
-    """When a process began, which tells it from another of this number (proc_pid_stat(5)); empty if it has ended."""
+    """Start time of a process, to detect a reused id (proc_pid_stat(5)); empty if the process has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:

@@ -89,9 +89,9 @@ async def test_messages() -> None:
     [
         ("all_reduce", {"wire_dtype": "float16"}, "wire_dtype is for arrays in host memory"),
         ("all_reduce", {"op": "xor"}, "xor"),
-        ("all_reduce", {"out": np.empty((4, 3), np.float32)}, "is no array in the memory of a device"),
+        ("all_reduce", {"out": np.empty((4, 3), np.float32)}, "expected an array in the memory of a device"),
         ("reduce", {"root": 4}, "not a rank"),
-        ("all_to_all", {"name": ""}, "a name is"),
+        ("all_to_all", {"name": ""}, "expected a name"),
         ("all_reduce_many", {"op": "xor"}, "xor"),
     ],
 )
