@@ -140,11 +140,15 @@ class Child:
             os.killpg(self.pid, number)
 
     def notify(self, number: int, pid: int | None = None) -> None:
-        """Send a signal to the process alone, or to another of its group, as long as that is there."""
+        """Send a signal to the process alone, or to another of its group, if that is there and lives through it.
+
+        By the time a Python program ends it has no handlers any more, and the signal would make a failure of its end.
+        """
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if pid is not None and os.getpgid(pid) == self.pid:
-                os.kill(pid, number)
-            else:
+                if _lives_through(pid, number):
+                    os.kill(pid, number)
+            elif _lives_through(self.pid, number):
                 signal.pidfd_send_signal(self.descriptor, number)
 
     def close(self) -> None:
@@ -152,6 +156,16 @@ class Child:
         self.popen.wait()
         for descriptor in (self.descriptor, self.out, self.err):
             os.close(descriptor)
+
+
+def _lives_through(pid: int, number: int) -> bool:
+    """Whether a process handles a signal, or ignores it; see proc_pid_status(5)."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_bytes().splitlines()
+    except OSError:  # it has ended
+        return False
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith((b"SigIgn:", b"SigCgt:"))]
+    return any(mask >> (number - 1) & 1 for mask in masks)
 
 
 def _bound_to_this() -> Callable[[], None] | None:

@@ -37,6 +37,19 @@ while len(heard) < int(sys.argv[2]):
 held.write(f"heard {sorted(heard)}\\n")
 """
 
+ENDS = """
+import os, runpy, signal
+if os.environ["KFCOMM_RANK"] == "0":
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # as Python itself does when it ends
+        signal.signal(number, signal.SIG_DFL)
+    with open(os.environ["HELD"], "w") as held:
+        held.write("ready\\n")
+    while not os.path.exists("go"):
+        pass
+else:
+    runpy.run_path("hears.py")
+"""
+
 DUMPS = """
 import os, signal, subprocess, sys
 held = open(os.environ["HELD"], "w", buffering=1)
@@ -86,6 +99,20 @@ def test_a_rank_lives_through_user_signals_before_it_has_a_handler_and_dumps_on_
     assert [json.loads(one.read_text())[0]["rank"] for one in dumps] == [0, 1]
 
 
+def test_user_signals_do_not_end_a_rank_that_has_no_handlers_any_more(tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text(ENDS)
+    (tmp_path / "hears.py").write_text(HEARS)
+    run = ("-n", "2", "sh", "-c", f"cd {tmp_path} && exec {sys.executable} ends.py handler 2")
+    with launched(tmp_path, *run) as launcher:
+        assert launcher.lines(2) == ["ready"] * 2
+        launcher.process.send_signal(signal.SIGUSR1)
+        launcher.process.send_signal(signal.SIGUSR2)
+        assert launcher.lines(1) == [f"heard {[int(signal.SIGUSR1), int(signal.SIGUSR2)]}"]  # rank 1, after rank 0
+        (tmp_path / "go").touch()
+        out, err = launcher.process.communicate()
+        assert launcher.process.returncode == 0, out + err
+
+
 @pytest.mark.parametrize("elastic", [(), ("--elastic", "2")])
 @pytest.mark.parametrize("host", [0, 1])
 def test_user_signals_at_one_launcher_reach_the_ranks_of_all_hosts(
@@ -111,8 +138,10 @@ def test_user_signals_at_one_launcher_reach_the_ranks_of_all_hosts(
         while told.count(b"ready\n") < 2:
             told += os.read(reader, 4096)
         while told.count(b"heard") < 2:  # the other launcher may not listen yet: what came before is not for it
+            have_ended = launchers[host].poll() is not None
             launchers[host].send_signal(signal.SIGUSR1)
             told += _read_within(reader, 1000)
+            assert not have_ended or told.count(b"heard") == 2
         assert [one.wait() for one in launchers] == [0, 0]
     finally:
         for one in launchers:
