@@ -99,7 +99,8 @@ class Recorder:
         if not events:
             return "has not posted anything yet"
         when, event, name, seq, detail = events[-1]
-        return f"{event} {shown(name)} #{seq}{detail and ', '}{detail} {monotonic() - when:.1f} s ago"
+        number = f" #{seq}" if seq >= 0 else ""
+        return f"{event} {shown(name)}{number}{detail and ', '}{detail} {monotonic() - when:.1f} s ago"
 
     def story(self, name: str) -> tuple[str, ...]:
         """The latest events of one name, oldest first."""

@@ -65,6 +65,12 @@ def test_a_failure_is_told_with_its_post() -> None:
     assert "failed 'grad' #3, rank 1 is lost 0.0 s ago" in recorder.last()
 
 
+def test_a_call_that_was_refused_before_it_had_a_number_is_told_without_one() -> None:
+    recorder = Recorder(list)
+    recorder.note("rejected", "x", -1, "used again")
+    assert recorder.last().startswith("rejected 'x', used again ")
+
+
 def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     live = [operation("live", number, 1e6 + number) for number in range(2 * recorders.MAX_EVENTS)]
     recorder = Recorder(lambda: live)
