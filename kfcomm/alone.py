@@ -95,10 +95,10 @@ class Alone:
         """Do nothing: there are no joining ranks."""
 
     async def give_up(self, births: Collection[int]) -> None:
-        """Do nothing: there is no launcher."""
+        """Do nothing: this world has no launcher."""
 
     async def let_go(self, births: Collection[int]) -> None:
-        """Do nothing: there is no launcher."""
+        """Do nothing: this world has no launcher."""
 
     async def wanted(self, known: Wanted) -> Wanted:
         """Nobody asks."""

@@ -1,7 +1,7 @@
-"""Environments as they are after ``pip install kfcomm[...]``: what else is installed here cannot be imported there.
+"""Environments as after ``pip install kfcomm[...]``: other installed packages cannot be imported there.
 
-``hiding`` makes a folder for the front of ``PYTHONPATH``. What is hidden there has neither modules nor metadata, as if
-it had never been installed: in the process and in all that it starts.
+``hiding`` makes a folder for the front of ``PYTHONPATH``. Hidden packages have neither modules nor metadata, as if they
+had never been installed: in the process and in its child processes.
 """
 
 from __future__ import annotations

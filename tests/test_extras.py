@@ -1,4 +1,4 @@
-"""What needs an optional package says how to install it."""
+"""Errors for missing optional packages name the command to install them."""
 
 from __future__ import annotations
 

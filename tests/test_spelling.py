@@ -1,4 +1,4 @@
-"""What is spelt wrong, or as elsewhere, gets a suggestion: commands, options, values, settings and names of calls."""
+"""Suggestions and aliases for commands, options, values, settings and names of calls."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_command_that_is_like_none_gets_no_suggestion() -> None:
          "bench topologies --simulate 2x1 --strategy star --nbytes=1KiB", "--nbytes is --sizes here"),
     ],
 )  # fmt: skip
-def test_what_other_commands_call_differently_is_taken_and_said(arguments: str, as_elsewhere: str, said: str) -> None:
+def test_option_names_of_other_commands_are_accepted_with_a_note(arguments: str, as_elsewhere: str, said: str) -> None:
     plain, done = (CliRunner().invoke(main, one.split()) for one in (arguments, as_elsewhere))
     assert (plain.exit_code, done.exit_code) == (0, 0), done.output
     assert done.stdout == plain.stdout

@@ -1,4 +1,4 @@
-"""A handle where its result was expected: the error says of which call it is, and what to write."""
+"""Handles used in place of their results: the error names the call, and says what to write."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ class _Way:
         """There is no launcher."""
 
     async def let_go(self, births: Collection[int]) -> None:
-        """Do nothing: there is no launcher."""
+        """Do nothing: this world has no launcher."""
 
     async def wanted(self, known: Wanted) -> Wanted:
         """See ``session.Network``."""

@@ -1,4 +1,4 @@
-"""Which shapes of ``out`` take a result of another shape."""
+"""Shapes of ``out`` that accept a result of another shape."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ async def test_a_rank_that_dies_is_an_error_on_the_others() -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("value", ["inf", "nan", "largest"])
-def test_what_is_not_finite_gives_no_warning(dtype: str, value: str) -> None:
+def test_nonfinite_adasum_gives_no_warning(dtype: str, value: str) -> None:
     """Warnings are errors here: one would end the call."""
     import ml_dtypes
 

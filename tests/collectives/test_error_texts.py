@@ -1,7 +1,7 @@
-"""What errors, stall reports and warnings say in the world, in groups and of messages: one rule for all.
+"""Ranks and names in errors, stall reports and warnings: one rule for the world, groups and messages.
 
-Ranks are those of the world; where a caller knows a rank of a group by another number, that follows in brackets. Calls,
-tags, queues and blobs have the names that the user gave them, never those of the library's own pairs and steps.
+Texts name world ranks; if the rank has another number in the group, that number follows in brackets. Calls, tags,
+queues and blobs have the names that the user gave them, never those of the library's own pairs and steps.
 """
 
 from __future__ import annotations

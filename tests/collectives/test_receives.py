@@ -15,7 +15,7 @@ from tests.conformance.worlds import same_bits, turns, world
 
 X = np.arange(5)
 BIG = np.arange(20_000)
-"""In chunks of 16 KiB: many turns of the loop are amid it."""
+"""Sent in chunks of 16 KiB: many turns of the loop pass during the transfer."""
 AT_ONCE = 1e-9
 
 
@@ -198,7 +198,7 @@ async def test_a_handle_whose_message_was_handed_back_is_cancelled() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_is_left_comes_before_what_is_announced_and_of_any_rank_what_is_here_comes_first() -> None:
+async def test_left_messages_precede_announced_ones_and_recv_any_prefers_arrived_ones() -> None:
     async with world(3) as (a, b, c):
         first = a.recv_any()
         stuck = b.send(np.ones(3_000_000), 0)
@@ -215,7 +215,7 @@ async def test_what_is_left_comes_before_what_is_announced_and_of_any_rank_what_
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("when", [8, 60])
-async def test_what_is_left_and_does_not_fit_fails_as_any_message_does(when: int) -> None:
+async def test_left_message_of_wrong_shape_fails_its_receive(when: int) -> None:
     async with world(2) as (a, b):
         first = a.recv(1)
         sent = b.send(BIG, 0, synchronous=True)

@@ -118,7 +118,7 @@ async def test_calls_after_ranks_have_disagreed_meet_their_like() -> None:
 
 
 class Raising(list[Any]):
-    """What a program may give: an object that raises whatever it likes."""
+    """Argument of a program that raises on use."""
 
     def __iter__(self) -> Any:
         raise RuntimeError("it cannot be read")

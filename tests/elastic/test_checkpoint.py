@@ -164,7 +164,7 @@ async def test_one_at_a_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_is_written_is_what_was_copied(tmp_path: Path) -> None:
+async def test_written_checkpoint_equals_the_copy(tmp_path: Path) -> None:
     """Training changes the state, and its shapes, while it is written; a file that a killed rank has left goes."""
     state = State(weights=np.arange(6.0).reshape(2, 3), step=1)
     for left in (".c.npz.123", ".c.npz.00ff.0.00ff"):

@@ -139,7 +139,7 @@ def test_a_draft_that_is_taken_for_a_dead_ones_is_made_again(tmp_path: Path, mon
     assert path.read_bytes() == b"whole"
 
 
-def test_where_files_cannot_be_locked_what_others_left_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_of_others_stay_without_file_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: Any) -> None:
         raise OSError("no locks here")
 

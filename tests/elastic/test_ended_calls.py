@@ -96,7 +96,7 @@ async def test_a_cancelled_call_ends_on_all_ranks(verb: str) -> None:
 
 @pytest.mark.parametrize("how", ["wait_for", "timeout", "task", "group"])
 @pytest.mark.asyncio
-async def test_whoever_gives_up_waiting_ends_the_call(how: str) -> None:
+async def test_cancel_or_timeout_on_one_rank_ends_the_call_everywhere(how: str) -> None:
     """The others may have it by then, or hear of it."""
 
     async def give_up(handle: Any) -> None:
@@ -143,9 +143,7 @@ class _nothing:  # noqa: N801 - as contextlib has it
 
 @pytest.mark.parametrize("verb", programs.OWN)
 @pytest.mark.asyncio
-async def test_those_that_have_their_own_result_hear_that_another_has_cancelled(
-    monkeypatch: pytest.MonkeyPatch, verb: str
-) -> None:
+async def test_cancellation_reaches_ranks_that_have_their_result(monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
     held_back(monkeypatch, 2)
     async with world(3, elastic=True) as comms:
 
@@ -315,7 +313,7 @@ async def test_a_call_keeps_its_timeout_while_the_ranks_agree_on_who_goes_on(mon
 
 
 @pytest.mark.asyncio
-async def test_what_another_rank_has_finished_is_given_past_one_that_has_cancelled(
+async def test_result_is_forwarded_through_a_rank_that_cancelled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rank 1 has the result, rank 2 has cancelled, and rank 3 not yet: rank 3 gets it when rank 0 dies."""
@@ -449,7 +447,7 @@ async def test_mappings_without_a_name_are_told_apart_by_the_names_of_their_arra
 
 
 @pytest.mark.asyncio
-async def test_what_does_not_outlive_a_rank_is_over_until_the_step_is() -> None:
+async def test_unfinishable_calls_fail_until_the_step_ends() -> None:
     """Else a rank that comes to it late would wait alone in the next epoch, or talk to others than it means."""
     async with world(3, elastic=True) as comms:
 

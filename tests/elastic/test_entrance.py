@@ -97,7 +97,7 @@ def test_another_rank_reads_it_if_one_dies_at_any_moment(
         assert found[0].number >= STEPS
 
 
-def test_nobody_begins_anew_if_only_the_dead_rank_saw_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_end_if_only_the_dead_rank_saw_the_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Each host has a file of its own, and there is one on the first host alone."""
     caplog.set_level(logging.CRITICAL)
     path = tmp_path / "c.npz"

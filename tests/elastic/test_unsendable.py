@@ -83,7 +83,7 @@ def test_it_is_refused_where_it_is_assigned_with_its_path(what: str) -> None:
 
 @pytest.mark.parametrize("what", UNSENDABLE)
 @pytest.mark.asyncio
-async def test_what_is_put_into_it_later_is_told_to_all_at_the_next_boundary(what: str) -> None:
+async def test_unsendable_value_added_later_raises_everywhere_at_the_next_boundary(what: str) -> None:
     make, words = UNSENDABLE[what]
     async with world(3, elastic=True, timeout=3600) as comms:
 
@@ -139,7 +139,7 @@ async def test_own_that_cannot_be_sent_is_told_to_all_by_commit(what: str) -> No
 
 
 @pytest.mark.asyncio
-async def test_what_can_be_sent_comes_to_who_joins(tmp_path: Path) -> None:
+async def test_sendable_state_reaches_joining_ranks(tmp_path: Path) -> None:
     """Keys of subclasses are what they stand for; arrays and values by keys that look alike are each its own."""
 
     import ml_dtypes

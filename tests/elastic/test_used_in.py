@@ -92,7 +92,7 @@ async def test_a_name_by_which_no_call_is_made_is_refused_on_all_ranks() -> None
 
 @pytest.mark.parametrize("wrong", ["", b"x", 3, [None, "a"], ["a\0b"]])
 @pytest.mark.asyncio
-async def test_what_cannot_be_a_name_is_refused(wrong: Any) -> None:
+async def test_invalid_names_in_used_in_are_refused(wrong: Any) -> None:
     async with world(1, elastic=True) as comms, Elastic(comms[0], State()) as elastic:
         with pytest.raises((ConfigError, TypeError)):
             await anext(elastic.steps(ElasticSampler(4, 2), used_in=wrong))

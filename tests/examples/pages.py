@@ -25,7 +25,7 @@ class Block:
     """A fenced block of a page.
 
     Attributes:
-        above: all that the page says before the end of the block.
+        above: text of the page up to the end of the block.
     """
 
     mark: str
@@ -41,13 +41,13 @@ def blocks(page: Path) -> list[Block]:
 
 
 def tables(page: Path) -> list[tuple[int, str, str]]:
-    """Those whose rows are run, each with the number of ranks and all that the page says before its end."""
+    """Tables whose rows are run, each with the number of ranks and the text of the page up to its end."""
     text = page.read_text("utf-8")
     return [(int(one["size"]), one["rows"], text[: one.end()]) for one in TABLE.finditer(text)]
 
 
 def installed(text: str) -> list[str]:
-    """What a text says is to be installed, as requirements; kfcomm itself from a checkout is ``.``."""
+    """Requirements that a text tells the reader to install; ``.`` is kfcomm itself from a checkout."""
     words = [word for one in INSTALL.finditer(text) for word in shlex.split(one["what"].rstrip(".,;:)"))]
     return sorted({HERE.sub("kfcomm", word) for word in words if not word.startswith("-")} - {"kfcomm"})
 
@@ -58,7 +58,7 @@ def name_of(page: Path) -> str:
 
 
 def spans(page: Path) -> list[str]:
-    """What stands between backticks outside of blocks."""
+    """Code spans outside of blocks."""
     return [" ".join(one.split()) for one in SPAN.findall(FENCE.sub("", page.read_text("utf-8")))]
 
 

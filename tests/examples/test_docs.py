@@ -126,7 +126,7 @@ def run_ranks(program: str, size: int, folder: Path, above: str) -> None:
 
 
 def ended(shell_line: str, folder: Path, above: str) -> subprocess.CompletedProcess[str]:
-    """What a shell has run where nothing is installed but kfcomm, and what the page has named so far."""
+    """Run a block in a shell with kfcomm and the packages that the page has named so far, and no others."""
     # The user's token is kept in the runtime folder. Without buffers print() writes the end of a line by itself,
     # and two processes' lines come mixed.
     path = f"{programs(folder)}:{os.environ['PATH']}"

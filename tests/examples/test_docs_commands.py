@@ -43,7 +43,7 @@ def commands(words: list[str]) -> Iterator[list[str]]:
 
 
 def wrong(words: list[str]) -> str | None:
-    """What is wrong with a call of kfcomm, if anything."""
+    """Fault of a call of kfcomm, if any."""
     command: click.Command = main
     context = click.Context(main)
     said = "kfcomm"
@@ -67,7 +67,7 @@ def wrong(words: list[str]) -> str | None:
     for one in command.params:
         value = given.get(one.name or "")
         if isinstance(one.type, click.Choice) and isinstance(value, str) and value not in one.type.choices:
-            return f"{said}: {value} is no {one.name}"
+            return f"{said}: unknown {one.name} {value}"
     if said == "kfcomm run" or not rest:
         inner = given.get("command") or ()
         nested = list(commands(list(inner) if isinstance(inner, tuple | list) else [str(inner)]))
@@ -95,7 +95,7 @@ def options() -> set[str]:
 
 @cache
 def options_of_programs() -> set[str]:
-    """Those of examples, benchmarks and tests."""
+    """Command lines in examples, benchmarks and tests."""
     texts = [
         path.read_text("utf-8") for folder in ("bench", "examples", "tests") for path in (ROOT / folder).rglob("*.py")
     ]
@@ -138,7 +138,7 @@ def test_commands_and_options_exist(page: Path) -> None:
         ("kfcomm stat", "no command stat"),
         ("KFCOMM_X=1 kfcomm run -n 2 kfcomm bench --no-such", "No such option"),
         ("torchrun -m kfcomm bench --htm x", "No such option"),
-        ("kfcomm run -n 2 --transport ftp python train.py", "ftp is no transport"),
+        ("kfcomm run -n 2 --transport ftp python train.py", "unknown transport ftp"),
     ],
 )
 def test_a_command_that_does_not_exist_is_found(line: str, words: str) -> None:

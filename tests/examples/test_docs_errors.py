@@ -32,7 +32,7 @@ READ_ONLY = np.broadcast_to(np.float32(0), 4)
 
 
 async def _first(comm: kfcomm.Communicator, call: Callable[[], Any], other: Callable[[], Any]) -> Any:
-    """What rank 0 gets of ``call``, and the others of ``other``."""
+    """Return the result of ``call`` on rank 0, and of ``other`` on the other ranks."""
     return await (call() if comm.rank == 0 else other())
 
 
@@ -198,7 +198,7 @@ def source() -> str:
 
 
 def pieces(message: str) -> list[str]:
-    """What is the same in every such message: no names, numbers or dots."""
+    """Constant parts of such a message, without names, numbers and dots."""
     found = re.split(r"'[^']*'|[\w./:-]*\d[\w./:-]*|…|\.\.\.|`[^`]*`", message)
     return [one.strip(" ,.;:()") for one in found if len(one.strip(" ,.;:()")) > 6]
 

@@ -1,4 +1,4 @@
-"""What the documentation names exists: settings, modules, attributes, classes, metrics, extras, files, targets.
+"""Names in the documentation exist: settings, modules, attributes, classes, metrics, extras, files, targets.
 
 Nothing here imports a framework: names of `kfcomm.torch`, `kfcomm.jax` and `kfcomm.ray` are looked for in their source.
 """
@@ -125,7 +125,7 @@ def test_attributes_of_objects_exist(page: Path) -> None:
 
 @cache
 def _attributes(kind: type) -> set[str]:
-    """What is set on instances: not there on the class."""
+    """Attributes set on instances, which the class lacks."""
     import inspect
 
     sources = [inspect.getsource(one) for one in kind.__mro__ if one.__module__.startswith("kfcomm")]

@@ -19,7 +19,7 @@ CODE = re.compile(r"``.*?``|`[^`]*`", re.DOTALL)
 
 
 def docstrings(path: Path) -> list[str]:
-    """Those of a module, of attributes too."""
+    """Docstrings of a module, including those of attributes."""
     return [
         inspect.cleandoc(node.value.value)
         for node in ast.walk(ast.parse(path.read_text("utf-8")))
@@ -51,7 +51,7 @@ def test_powers_are_written_as_code() -> None:
     assert found == {}
 
 
-def test_what_would_be_lost_is_found() -> None:
+def test_misread_docstrings_are_found() -> None:
     assert cut("A noun.\n\nCost: one\n    and two.") == ["Cost: one"]
     assert cut("A noun.\n\nCost:\n    One and two.\n\nSource: a paper.") == []
     assert powers("A noun: 2**-11, 2**-8.") == ["A noun: 2**-11, 2**-8."]

@@ -287,7 +287,7 @@ def test_an_update_that_is_not_needed_yet_outlives_micro_batches_of_the_next_ste
 
 
 @pytest.mark.parametrize("defer", [True, False])
-def test_what_only_one_rank_has_used_is_averaged_with_zeros(defer: bool) -> None:
+def test_parameter_used_on_one_rank_is_averaged_with_zeros(defer: bool) -> None:
     def rank(comm: Any) -> dict[str, Any]:
         model, chosen, _ = attached(comm, "tied", defer=defer)
         for x, y in batches(comm.rank):

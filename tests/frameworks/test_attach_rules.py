@@ -662,7 +662,7 @@ def test_a_rank_that_leaves_first_waits_for_what_was_put_off(transport: str, def
     torch.testing.assert_close(first["0.weight"], model[0].weight.detach())
 
 
-def test_what_was_put_off_and_fails_does_not_keep_a_communicator_open() -> None:
+def test_failed_deferred_work_does_not_keep_a_communicator_open() -> None:
     with testing.sync_world(2) as comms:
 
         def rank(comm: Any) -> None:

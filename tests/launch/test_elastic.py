@@ -134,7 +134,7 @@ def test_who_waits_to_join_is_not_wanted_before_ranks_are_released() -> None:
     assert started(job) == [(3, 0)]  # in the place of the one that goes
 
 
-def test_who_is_released_and_has_not_ended_is_not_one_of_those_that_stay() -> None:
+def test_released_rank_that_still_runs_does_not_count() -> None:
     job = of(least=1, restarts=1)
     job.resize(2)
     assert job.released(2)
@@ -147,7 +147,7 @@ def test_who_is_released_and_has_not_ended_is_not_one_of_those_that_stay() -> No
     assert (started(job), job.restarts) == ([(4, 0)], 0)
 
 
-def test_who_is_released_after_more_are_wanted_again_has_another_in_its_place() -> None:
+def test_rank_released_during_growth_is_replaced() -> None:
     job = of(restarts=0)
     job.resize(2)
     job.resize(3)
@@ -173,7 +173,7 @@ def test_a_job_whose_ranks_fail_has_not_come_to_the_end_by_those_that_were_relea
     assert (job.is_ending, job.has_failed) == (False, True)
 
 
-def test_who_is_to_be_replaced_and_comes_to_the_end_first_has_come_to_the_end() -> None:
+def test_rank_that_ends_before_its_replacement_counts_as_ended() -> None:
     job = of(least=1, size=2)
     for birth in (0, 1):
         assert job.replace(birth)
@@ -340,7 +340,7 @@ os._exit(9 if FAILS else 0)
 
 
 @pytest.mark.parametrize("how", ["0", "7", "stops"])
-def test_who_is_released_and_takes_its_time_to_end_keeps_no_other_from_coming(tmp_path: Path, how: str) -> None:
+def test_slow_end_of_a_released_rank_blocks_no_joining_rank(tmp_path: Path, how: str) -> None:
     (tmp_path / "back.py").write_text(BACK)
     options = ("-n", "3", "--elastic", "2:3", "--lost-after", "2")
     done = run(tmp_path, *options, sys.executable, "back.py", "3", how)
@@ -489,7 +489,7 @@ async def test_who_is_dismissed_before_it_is_started_does_not_run() -> None:
 
 
 @pytest.mark.asyncio
-async def test_nothing_is_started_once_the_launcher_has_stopped_whatever_the_store_takes_to_answer() -> None:
+async def test_stopped_launcher_starts_no_ranks_after_a_late_store_answer() -> None:
     store, started = SlowStore(), list[int]()
     first = launcher(2, store, started)
     first.elastic.resize(3)

@@ -114,7 +114,7 @@ def test_a_traceback_that_was_told_is_known_before_its_stream_ends() -> None:
     assert ranks.repeats.tell() == ["ranks 0-2: ValueError: why (as shown for rank 0)"]
 
 
-def test_who_goes_on_after_a_traceback_is_shown_whole_after_a_while() -> None:
+def test_traceback_of_a_rank_that_keeps_running_is_shown_after_a_delay() -> None:
     ranks = Ranks()
     ranks.end(0, TEXT)
     ranks.write(1, TEXT)
@@ -126,7 +126,7 @@ def test_who_goes_on_after_a_traceback_is_shown_whole_after_a_while() -> None:
     assert ranks.repeats.tell() == []
 
 
-def test_who_has_said_that_it_leaves_has_written_all_after_a_while() -> None:
+def test_output_of_a_leaving_rank_is_complete_after_a_delay() -> None:
     ranks = Ranks()
     for rank in range(3):
         ranks.repeats.leaves(rank)
@@ -137,7 +137,7 @@ def test_who_has_said_that_it_leaves_has_written_all_after_a_while() -> None:
     assert ranks.repeats.tell() == ["ranks 0-2: kfcomm: error: no (as shown for rank 0)"]
 
 
-def test_who_has_been_asked_to_end_is_waited_for() -> None:
+def test_rank_asked_to_end_is_awaited() -> None:
     ranks = Ranks()
     for rank in range(3):
         ranks.write(rank, TEXT)
@@ -158,7 +158,7 @@ def test_the_same_error_later_is_shown_again() -> None:
     assert ranks.shown == {0: TEXT, 1: TEXT}
 
 
-def test_nothing_is_held_back_when_all_is_over() -> None:
+def test_no_output_is_held_back_at_the_end() -> None:
     ranks = Ranks()
     ranks.write(0, HEAD)
     ranks.write(1, HEAD)
@@ -168,7 +168,7 @@ def test_nothing_is_held_back_when_all_is_over() -> None:
     assert not ranks.repeats.is_waiting
 
 
-def test_what_is_written_after_a_traceback_that_was_told_is_shown() -> None:
+def test_output_after_a_merged_traceback_is_shown() -> None:
     ranks = Ranks()
     ranks.write(0, HEAD)  # the others wait until it is whole
     ranks.repeats.told(1, TEXT)
@@ -180,7 +180,7 @@ def test_what_is_written_after_a_traceback_that_was_told_is_shown() -> None:
     assert ranks.repeats.tell() == ["ranks 0-1: ValueError: why (as shown for rank 0)"]
 
 
-def test_what_is_very_long_is_not_held_back() -> None:
+def test_very_long_output_is_not_held_back() -> None:
     ranks = Ranks()
     ranks.end(0, TEXT)
     ranks.write(1, WAY)

@@ -368,7 +368,7 @@ def test_an_error_before_init_is_shown_once() -> None:
     ("wrong", "suggestion"),
     [("comm.all_redcue(1.0)", "all_reduce"), ("herald = 1; herlad", "herald"), ("np.aray", "array")],
 )
-def test_what_python_suggests_is_shown(wrong: str, suggestion: str) -> None:
+def test_suggestions_of_python_are_shown(wrong: str, suggestion: str) -> None:
     done = finished("run", "-n", "2", *python(f"with kfcomm.sync.init() as comm:\n    {wrong}\n"))
     assert f"Did you mean: '{suggestion}'?" in done.stderr, done
 

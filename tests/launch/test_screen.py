@@ -60,7 +60,7 @@ def test_of_a_progress_bar_the_last_state_remains() -> None:
 
 
 @pytest.mark.parametrize("form", ["\r{}", "{}\r"], ids=["return before", "return after"])
-def test_where_there_is_no_terminal_a_progress_bar_is_a_line_a_second(form: str) -> None:
+def test_progress_bar_without_a_terminal_is_a_line_per_second(form: str) -> None:
     screen = Screen(Look(2))
     lines = []
     for tenth in range(55):

@@ -165,7 +165,7 @@ def statuses(launcher: Launcher) -> set[str]:
     return {one.status() for one in [psutil.Process(launcher.process.pid), *ranks]}
 
 
-def test_what_is_stopped_from_the_terminal_is_stopped_whole_and_goes_on_whole(tmp_path: Path) -> None:
+def test_sigtstp_stops_and_sigcont_resumes_the_whole_job(tmp_path: Path) -> None:
     (tmp_path / "hears.py").write_text(HEARS)
     with launched(tmp_path, "-n", "2", sys.executable, str(tmp_path / "hears.py"), "handler", "1") as launcher:
         assert launcher.lines(2) == ["ready"] * 2

@@ -41,14 +41,14 @@ def test_each_rank_finds_its_place_and_one_free_port() -> None:
     assert 1024 < int(port) < 29500
 
 
-def test_what_the_user_has_set_stays() -> None:
+def test_variables_of_the_user_are_kept() -> None:
     found = shown("-n", "2", env=environ(MASTER_ADDR="localhost", MASTER_PORT="12345"))
     assert [(one["RANK"], one["MASTER_ADDR"], one["MASTER_PORT"]) for one in found] == [
         (rank, "localhost", "12345") for rank in ("0", "1")
     ]
 
 
-def test_what_the_user_has_set_and_cannot_be_right_is_told() -> None:
+def test_warns_of_invalid_variables_of_the_user() -> None:
     plan = Plan.single(2)
     assert list(contradictions({"WORLD_SIZE": "2", "MASTER_PORT": "1"}, plan)) == []
     assert ["RANK=1 is kept" in line or "this job has 2 ranks" in line for line in contradictions(
@@ -76,7 +76,7 @@ def test_a_launcher_inside_another_speaks_of_its_own_ranks() -> None:
     assert {one["WORLD_SIZE"] for one in found} == {"2"}
 
 
-def test_what_torchrun_has_set_for_its_own_ranks_is_replaced() -> None:
+def test_variables_of_an_outer_torchrun_are_replaced() -> None:
     around = {
         "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.9",
         "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "1", "TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": "1",

@@ -237,7 +237,7 @@ def _grows(name: str) -> bool:
 
 
 @pytest.mark.asyncio
-async def test_what_kfcomm_does_itself_is_one_series() -> None:
+async def test_internal_calls_share_one_series() -> None:
     async with world(2) as comms:
         for name in ("kfcomm/boundary", "kfcomm/plans", "mine"):
             await asyncio.gather(*(comm.barrier(name) for comm in comms))

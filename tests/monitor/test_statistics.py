@@ -82,7 +82,7 @@ PARTS = (21846, 21845, 21845)
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("verb", SHARED)
-async def test_what_goes_through_slots_is_counted(verb: str) -> None:
+async def test_slot_traffic_is_counted(verb: str) -> None:
     call, nbytes = SHARED[verb]
     async with testing.world(3, transport="shm") as comms:
         while min(comm.statistics().slots for comm in comms) == 0:
@@ -99,7 +99,7 @@ async def test_what_goes_through_slots_is_counted(verb: str) -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_went_through_slots_of_a_group_is_counted_when_it_is_closed() -> None:
+async def test_slot_traffic_of_a_closed_group_is_counted() -> None:
     async with testing.world(2, transport="shm") as comms:
         groups = await everywhere(comms, lambda comm: comm.group([0, 1]))
         for _ in range(10):

@@ -82,7 +82,7 @@ def test_what_is_kept_counts_in_the_next_job(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.slow
-def test_nothing_is_kept_of_a_busy_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_keep_is_refused_on_a_busy_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with contextlib.ExitStack() as others:
         for _ in range(os.cpu_count() or 1):

@@ -57,7 +57,7 @@ ATTEMPTS = 3
 SURVIVED, RETURNED, ABORTED, CLOSED = "survived", "returned", "aborted", "closed"
 MISSED, BROKEN, HUNG = "missed", "broken", "hung"
 ENDS = SURVIVED, RETURNED, ABORTED, CLOSED, MISSED, BROKEN, HUNG
-"""``returned``: the result was there, and the exception came after it. ``aborted``: the sender of a message is told."""
+"""``returned``: the exception came after the result. ``aborted``: the sender of a message gets an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ class World:
         return self._meet(end)
 
     def _taken_again(self, verb: str, name: str) -> str:
-        """Nothing was returned: the next call gets the message, or the sender is told, and sends it again."""
+        """Check a lost result: the next call gets the message, or the sender gets an error and sends it again."""
         delivering = self.helpers[0].do(Rank.deliver, verb=verb, name=name)
         taken, told = self.victim.do(Rank.again, verb=verb, name=name).result(), delivering.result()
         if taken != "done" or told not in ("kept", "aborted"):
@@ -352,7 +352,7 @@ def main() -> int:
     parser.add_argument("--verb", action="append", choices=sorted(VICTIMS), help="again for more of them; default: all")
     parser.add_argument("--transport", action="append", choices=("shm", "unix", "tcp"), help="default: each")
     parser.add_argument("--raises", action="append", choices=(CTRL_C, *RAISED), help="by turns; default: Ctrl-C")
-    parser.add_argument("--handlers", action="store_true", help="all that a handler may raise, by turns")
+    parser.add_argument("--handlers", action="store_true", help="every exception of a handler, in turn")
     parser.add_argument("--ranks", type=int, choices=(1, 2), default=2)
     parser.add_argument("--below", default="", metavar="PREFIX", help="only in files of kfcomm whose names begin so")
     amount = parser.add_mutually_exclusive_group()

@@ -47,7 +47,7 @@ def test_at_a_line(children: Nursery, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_a_handler_raises_at_a_line_closes_nothing(children: Nursery, transport: str) -> None:
+def test_exception_of_a_handler_at_any_line_keeps_the_communicator_open(children: Nursery, transport: str) -> None:
     named = [verb for verb in verbs(2) if verb not in UNNAMED]
     assert_right(children, transport, 2, Targets(named, SAMPLE // 2, 1, raises=tuple(RAISED)))
 

@@ -293,7 +293,7 @@ def test_addresses() -> None:
 
 
 async def used(store: str) -> list[object]:
-    """What a launcher that is the first does with its store, and what it is told."""
+    """Make the requests of a first launcher to its store, and return the answers."""
     made = await Mirror.begin(parse(store, {}), is_first=True, within_s=WITHIN_S)
     told: list[object] = [
         await made.claim("start/0/2", b""),
@@ -311,7 +311,7 @@ async def used(store: str) -> list[object]:
 
 
 @pytest.mark.asyncio
-async def test_whatever_answer_is_lost_all_is_as_with_it(one: etcds.Etcd) -> None:
+async def test_lost_answers_change_no_outcome(one: etcds.Etcd) -> None:
     async with cutting(one.ports[0], ()) as relay:
         right = await used(f"etcd://127.0.0.1:{relay.port}/whole")
     count = relay.num_requests

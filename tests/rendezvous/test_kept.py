@@ -116,7 +116,7 @@ def test_how_busy_the_host_was_is_kept_and_told() -> None:
     assert describe_kept() == f"{path}, measured {json.loads(path.read_text())['measured']}"
 
 
-def test_what_is_forgotten_is_gone() -> None:
+def test_forgotten_costs_are_removed() -> None:
     path = keep_costs(LOCAL)
     assert forget_costs() == path
     assert kept_costs() == UNMEASURED

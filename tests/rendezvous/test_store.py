@@ -369,7 +369,7 @@ async def test_many_requests_at_once(server: StoreServer, client: StoreClient) -
 
 
 async def _spoken(url: str, launcher: StoreClient) -> list[object]:
-    """What a process tells a store and is told, by a client of its own."""
+    """Make the requests of a process with its own client, and return the answers."""
     client = StoreClient(url, TOKEN)
     try:
         return [
@@ -393,7 +393,7 @@ async def _spoken(url: str, launcher: StoreClient) -> list[object]:
 
 
 @pytest.mark.asyncio
-async def test_whatever_answer_is_lost_all_is_as_with_it() -> None:
+async def test_lost_answers_change_no_outcome() -> None:
     right: list[object] = []
     lost, count = 0, 1
     while lost <= count:

@@ -139,7 +139,7 @@ def test_without_a_temporary_folder_the_token_lies_in_the_next_one(
     assert read_token(Path(where)) == token
 
 
-def test_where_nothing_can_be_written_the_error_says_what_to_set(
+def test_unwritable_folders_raise_an_error_that_names_the_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokens, "TEMPORARY", ())

@@ -42,7 +42,7 @@ ON_LOSS = ("finish", "finish", "raise", "restart_step")
 
 
 class Ended(NamedTuple):
-    """What a rank that came to its end tells: see ``attacks.Training``."""
+    """Report of a rank that ended normally: see ``attacks.Training``."""
 
     birth: int
     got: dict[tuple[int, int], programs.Got]
@@ -65,7 +65,7 @@ def plan_of(seed: int) -> programs.Plan:
 
 
 class Life(attacks.Training):
-    """A rank of a job, that may die in the midst of each step."""
+    """A rank of a job that may die during any step."""
 
     def __init__(self, comm: Any, seed: int) -> None:
         super().__init__(comm, plan_of(seed), seed)
@@ -106,7 +106,7 @@ class Life(attacks.Training):
 
     @property
     def ended(self) -> Ended:
-        """What it tells."""
+        """Report of this rank."""
         return Ended(self.birth, self.got, self.views, self.void, self.final)
 
 

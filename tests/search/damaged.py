@@ -1,4 +1,4 @@
-"""Checkpoints to which anything may have happened: each is read right, or a ``ConfigError`` says that it cannot be.
+"""Search with damaged checkpoints: each is read correctly, or refused with a ``ConfigError``.
 
 python -m tests.search.damaged --files 20000 --seed 1
 
@@ -47,7 +47,7 @@ def state_of(fill: int) -> State:
 
 
 def bytes_of(state: State) -> bytes:
-    """All that is in it."""
+    """Contents of a state as bytes."""
     arrays = b"".join(np.asarray(array).tobytes() for _, array in arrays_of(state))
     return arrays + packed(small_of(state)).tobytes()
 
@@ -77,7 +77,7 @@ def written_before(path: Path, fill: int) -> bytes:
 
 
 def damaged(random: Random, good: bytes, older: bytes) -> bytes:
-    """What has become of a file."""
+    """Return a damaged copy of a file."""
     data = bytearray(good)
     directory = data.index(b"PK\x01\x02")
     for _ in range(random.choice([1, 1, 1, 2, 5])):
@@ -103,10 +103,10 @@ def damaged(random: Random, good: bytes, older: bytes) -> bytes:
 
 
 def outcome(path: Path, data: bytes, right: bytes) -> str:
-    """What comes of reading it: "refused", or "right".
+    """Read the checkpoint, and return "refused" or "right".
 
     Raises:
-        AssertionError: another error came, or the state is neither what was written nor as it was.
+        AssertionError: another error came, or the state is neither the written one nor unchanged.
     """
     path.write_bytes(data)
     state = state_of(0)

@@ -93,7 +93,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     if shutil.which("etcd") is None:
-        click.echo("not searched: there is no etcd (Debian's etcd-server)")
+        click.echo("not searched: etcd is not installed (Debian's etcd-server)")
         return 0
     random, until_s = Random(given.seed), time.monotonic() + given.seconds
     done = {"cut": 0, "stop": 0, "revoke": 0}

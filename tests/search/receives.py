@@ -1,4 +1,4 @@
-"""Receives that end at any moment, by their timeout or cancelled: no message is lost, none comes twice, all in order.
+"""Receives that time out or are cancelled at any moment: no message is lost or repeated, and the order is kept.
 
     python -m tests.search.receives --seconds 60 --seed 1
     python -m tests.search.receives --messages 100000 --seed 1 --links memory --links tcp
@@ -61,7 +61,7 @@ class Flow(NamedTuple):
 
 
 class Books:
-    """What has come of one flow."""
+    """Progress of one flow."""
 
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
@@ -75,7 +75,7 @@ class Books:
         return len(self.flow.sources) * self.flow.count - sum(self.next.values())
 
     def enter(self, taken: Taken) -> None:
-        """What one attempt has brought."""
+        """Record the messages of one attempt."""
         self.attempts += 1
         for source, number in taken:
             if number != self.next[source]:
@@ -202,7 +202,7 @@ class Taker:
         return self.comm.recv(source, tag, out=out, timeout=timeout_s)
 
     def soon_s(self) -> float:
-        """A deadline: before anything can be here, amid a message, or after a small one."""
+        """A deadline: before any message, during one, or after a small one."""
         return self.chance.choice([0, 1e-4, 5e-4, SOON_S]) * self.chance.random()
 
     def taken(self, result: Any) -> Taken:
@@ -263,7 +263,7 @@ class Taker:
         return await self.begin()
 
     async def several(self) -> Taken:
-        """Receives of one sender and tag at once, of which some are cancelled."""
+        """Post several receives of one sender and tag at once, and cancel some of them."""
         handles: list[Any] = [self.begin() for _ in range(self.chance.randrange(1, 6))]
         await pause(self.chance)
         kept = self.chance.randrange(1 + len(handles))
@@ -441,7 +441,7 @@ def main() -> int:
         total += found
         by_links[links] += found["messages"]
     click.echo(f"{dict(by_links)}")
-    how = f"by {total['attempts']} attempts, {total['amid']} of which have left a message"
+    how = f"by {total['attempts']} attempts ({total['amid']} have left a message)"
     click.echo(f"{total['messages']} messages ({total['large']} of 800 KB) {how}: 0 lost, 0 twice, order kept")
     return 0
 

@@ -91,18 +91,18 @@ class Job:
             ]  # fmt: skip
 
     def said(self) -> str:
-        """All that its launchers have printed."""
+        """Output of its launchers."""
         return (self._folder / "said").read_text()
 
     def births(self) -> list[int]:
-        """Who takes part, as the first rank has told last."""
+        """Current ranks, as last reported by the first rank."""
         with contextlib.suppress(OSError, ValueError):
             told: list[int] = json.loads((self._folder / "now").read_text())[1]
             return told
         return []
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """The processes of all ranks, by birth."""
+        """The processes of all ranks, by uid."""
         found: dict[int, psutil.Process] = {}
         for launcher in self.launchers:
             with contextlib.suppress(psutil.Error):
@@ -130,7 +130,7 @@ class Job:
             ask(mark, f"size {size}")
 
     def close(self) -> list[str]:
-        """End what is left, and tell of it."""
+        """End and report the remaining processes."""
         left = [f"{birth}: pid {one.pid}" for birth, one in self.ranks().items()]
         for launcher in self.launchers:
             if launcher.poll() is None:

@@ -75,7 +75,7 @@ class Job:
         self._transport = random.choice(["shm", "unix", "tcp"])
 
     def number(self) -> int:
-        """The step of the checkpoint; 0 if there is none."""
+        """The step of the checkpoint; 0 without a checkpoint."""
         found = about_of(self._path)
         return 0 if found is None else found[0].number
 

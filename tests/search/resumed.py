@@ -142,7 +142,7 @@ class Job:
         raise AssertionError("it has not come to its end in its last life, in which nothing befell it")
 
     def _keep_one(self) -> None:
-        """The last one is put on the first host, as the user is told to do where there are several."""
+        """Put the latest file on the first host, as the error for several files advises."""
         numbers = self.numbers()
         last = max(numbers, key=lambda host: numbers[host], default=0)
         for host in numbers.keys() - {last}:
@@ -201,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             click.echo(f"seed {given.seed + jobs} fails")
             raise
         jobs += 1
-    said = "{} lives, {} of which began from a checkpoint, {} refused".format(*found)
+    said = "{} lives, {} from a checkpoint, {} refused".format(*found)
     click.echo(f"{jobs} jobs from seed {given.seed} on: {said}")
     return 0
 

@@ -1,4 +1,4 @@
-"""What the ranks of a host count of their traffic: both ends agree to the byte, and no sum ever falls.
+"""Traffic counters of the ranks of a host: both ends agree to the byte, and no sum ever falls.
 
     python -m tests.search.traffic --seconds 60 --seed 1
 
@@ -89,7 +89,7 @@ def _moved(comm: Any) -> int:
 
 
 def disagreements(comms: Any) -> list[tuple[Any, Any]]:
-    """What one rank says that it sent to another, and that one says that it received, where they differ."""
+    """Pairs whose sent and received counters differ."""
     said = [comm.statistics() for comm in comms]
     sent = {
         (mine.rank, one.rank, one.link): (one.sent_nbytes, one.sent_messages) for mine in said for one in mine.peers

@@ -85,7 +85,7 @@ def processes(random: Random, folder: Path) -> str:
         raise AssertionError(f"{' '.join(command)}\n{'it hangs' if code is None else code}\n{out}\n{err}")
     written = about_of(folder / "c.npz")  # by writers that were killed and halted in its midst
     if written is None or not arrays_in(folder / "c.npz", written[0]):
-        raise AssertionError(f"{' '.join(command)}\nthere is no checkpoint\n{err}")
+        raise AssertionError(f"{' '.join(command)}\nthe checkpoint is missing\n{err}")
     return f"{transport}, {err.count('started')} started"
 
 

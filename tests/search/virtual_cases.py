@@ -131,7 +131,7 @@ class TwoSamplers:
         return await self._turns.run(comm)
 
     def check(self, run: VirtualRun) -> None:
-        """Each sample was used once in each pass, whoever was there."""
+        """Check that each sample was used once in each pass."""
         # who came later cannot tell what was before, if those that began are all gone
         if any(isinstance(run.results.get(rank), dict) for rank in range(self.size)):
             self._turns.check([one for one in run.results.values() if isinstance(one, dict)])
@@ -139,7 +139,7 @@ class TwoSamplers:
 
 
 class Attacked(Training):
-    """The same, while ranks cancel calls of every verb, refuse them, come too late and give up waiting."""
+    """The same, while ranks cancel calls of every verb, refuse them, are late and time out."""
 
     async def main(self, comm: Any) -> Any:
         """See `Case`."""
@@ -148,7 +148,7 @@ class Attacked(Training):
         return one
 
     def check(self, run: VirtualRun) -> None:
-        """One story of all that came to the end; what was ended by one rank alone may be done on some others."""
+        """Check that all ranks that ended agree; calls that one rank ended may be done on some others."""
         whole = [one for one in run.results.values() if isinstance(one, attacks.Training)]
         programs.check(self._seed, self._plan, whole, attacks.ended(self._seed, self._plan, whole))
         check_ends(run, self.size)

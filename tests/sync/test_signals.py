@@ -236,7 +236,7 @@ def test_errors_end_at_the_callers_line_while_handlers_are_held() -> None:
             assert len(own) == 1
 
 
-def test_nothing_is_held_where_no_handler_raises() -> None:
+def test_no_handlers_are_held_if_none_raises() -> None:
     signals = Signals()
     assert not signals.hold()
     before = signal.signal(signal.SIGUSR1, signal.SIG_DFL)

@@ -42,8 +42,8 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "its wait": lambda comm: comm.barrier_init("late", timeout=0.01).start().wait(),
     "a queue": lambda comm: comm.queue("q", 0, 9),
     "a put": lambda comm: comm.queue("q", 0, 1).put({1}),
-    "a timeout that is none": lambda comm: comm.set_timeout(-1),
-    "room for an array": lambda comm: comm.empty(-3),
+    "an invalid timeout": lambda comm: comm.set_timeout(-1),
+    "memory for an array": lambda comm: comm.empty(-3),
     "a policy": lambda comm: kfcomm.sync.Adaptation(comm, ["nope"]),
 }
 

@@ -169,7 +169,7 @@ def test_ranks_that_were_released_are_not_gone_and_do_not_count():
     assert (change.size, sorted(change.ranks), change.gone) == (2, [0], [1])
 
 
-def test_who_has_not_come_to_the_latest_epoch_is_shown_as_it_was():
+def test_rank_of_an_earlier_epoch_keeps_its_view():
     job = Processes()
     change = job.look(
         a=(0, says(0, 1.0, size=2, epoch=1)), b=(1, says(1, 1.0)), c=(2, says(1, 1.0, size=2, epoch=1, lag_s=5.0))
@@ -180,7 +180,7 @@ def test_who_has_not_come_to_the_latest_epoch_is_shown_as_it_was():
     assert sorted(late.ranks) == [0, 1]
 
 
-def test_what_kfcomm_does_itself_is_one_line_and_no_call_of_the_program():
+def test_internal_calls_share_one_line_and_are_not_counted():
     own = [key(name, count=10) for name in ("kfcomm/boundary", "kfcomm/plans (data)", "(strategy)")]
     job = Ranks(says(0, 1.0), says(1, 1.0))
     job.look()
