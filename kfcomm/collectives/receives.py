@@ -1,6 +1,7 @@
 """Receives and their messages: a message is consumed only by a receive that returns it.
 
 States of a message with one sender and tag, on the receiving rank::
+
     state       event                                     next
     ----------  ----------------------------------------  ------------------------------------------
     announced   a receive matches it                      held: its data is in transit, for that receive

@@ -157,7 +157,7 @@ class Buddies:
         return (births[place:] + births[:place])[: 1 + self._num_copies]
 
     def _copied(self) -> tuple[str | None, Copy, Any]:
-        """What is wrong with this rank's own state, or a copy of it, and what in it is no array."""
+        """Fault of this rank's local state, or else a copy of its arrays and its other values."""
         wrong = fault_of(self._own)
         try:
             if wrong is None:

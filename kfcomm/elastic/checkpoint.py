@@ -70,10 +70,10 @@ class Checkpoint:
         return sendable(str(self.path))
 
     async def find(self) -> Found | None:
-        """What is there; None if there is no file.
+        """Read the description of the file; None without a file.
 
         Raises:
-            ConfigError: it is no checkpoint, or damaged.
+            ConfigError: the file is not a checkpoint, or is damaged.
         """
         found = await asyncio.get_running_loop().run_in_executor(self._thread, about_of, self.path)
         return None if found is None else Found(found[1], found[0].number)

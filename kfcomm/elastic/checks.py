@@ -1,7 +1,7 @@
-"""What can be in a state: looked at where it is assigned, and at each boundary between two steps.
+"""Checks of the values in a state, on assignment and at each boundary between two steps.
 
-A state has to be sent to ranks that join, and written to a checkpoint. A value that cannot be is refused before that,
-with its path. Two values never share a path: keys are compared as the plain values that they stand for.
+A state is sent to joining ranks and written to a checkpoint. A value that cannot be sent is refused before that, with
+its path. Two values never share a path: keys are compared as plain values.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ def check(value: Any, name: str, *, is_quick: bool = False) -> None:
 
 
 def plain_key(key: Any) -> Any:
-    """What a key stands for, as msgpack carries it: of a subclass of ``str`` or ``int`` the text or number.
+    """Return a key as a plain value for msgpack: the text or number of a subclass of ``str`` or ``int``.
 
     Raises:
-        Unfit: it is none of text, bytes, a number, a bool or None.
+        Unfit: the key is not text, bytes, a number, a bool or None.
     """
     if type(key) is str or isinstance(key, (bool, bytes, type(None))):
         return key
@@ -102,7 +102,7 @@ def sendable(text: str) -> str:
 
 
 def unreadable(what: str, error: Exception) -> str:
-    """What an array of the caller has raised, for the others."""
+    """Text of an error that an array of the caller has raised, for the other ranks."""
     return sendable(f"{what} cannot be read: {str(error) or repr(error)}")
 
 
@@ -128,7 +128,7 @@ def _check(value: Any, depth: int, is_quick: bool) -> None:
 
 
 def _are_plain(values: Collection[Any]) -> bool:
-    """Whether all are plain values, of which there may be very many: the losses of all steps so far, say."""
+    """Whether all are plain values; fast for very many, such as the losses of all steps so far."""
     kinds = set(map(type, values))
     if kinds <= _PLAIN:
         return True
@@ -138,7 +138,7 @@ def _are_plain(values: Collection[Any]) -> bool:
 
 
 def _is_known(value: Any, is_quick: bool) -> bool:
-    """Whether it is one of the usual values, of which nothing more has to be looked at. This is most of the time."""
+    """Whether it is one of the usual values, which need no further check. This takes most of the time."""
     kind = type(value)
     if kind in _PLAIN or (kind is str and value.isascii()):
         return True

@@ -120,7 +120,7 @@ def _remove_if_dead(path: Path) -> None:
 
 
 def _drafts(target: Path) -> Iterator[tuple[Path, Writer | None]]:
-    """Those of one file, each with its writer; None where the name tells none, as it did before."""
+    """Drafts of one file, each with its writer; None for a name of an earlier version, without the writer."""
     form = re.compile(re.escape(f".{target.name}.") + r"(?:([0-9a-f]+)\.(\d+)\.[0-9a-f]+|\d+)")
     for path in target.parent.iterdir():
         found = form.fullmatch(path.name)

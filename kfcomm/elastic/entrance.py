@@ -1,8 +1,8 @@
-"""The first agreement of the ranks that open an ``Elastic``: from whose state, or from which checkpoint, they begin.
+"""The first agreement of the ranks that open an ``Elastic``: the state or checkpoint from which they begin.
 
-What one rank alone knows is told to all before it is acted on. So first each tells what it sees of the checkpoint; then
-the lowest of those that see it reads it, and gives it to the others. If that rank is lost meanwhile, another reads it;
-if no other sees it, all that are left end with an error: while there is a checkpoint nobody begins anew.
+Ranks exchange local knowledge before they act on it. First each rank reports its view of the checkpoint. Then the
+lowest rank that sees it reads it, and sends it to the others. If that rank is lost, another one reads it; if no other
+rank sees it, all survivors end with an error: a job with a checkpoint never starts from step 0.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Entrance:
         return self._begun(await self._handover.carry_out(None, self._births[:num_old]))
 
     async def begin(self) -> Place:
-        """Agree with the others, all of which begin; the place from which they do.
+        """Agree with the other ranks on the place from which all begin.
 
         Raises:
             ConfigError: see ``Elastic``.
@@ -63,7 +63,7 @@ class Entrance:
             return self._begun(told)
 
     async def _holders(self) -> Births:
-        """The ranks that see the checkpoint; none if there is none."""
+        """The ranks that see the checkpoint; empty without a checkpoint."""
         found, wrong = await self._find()
         said = [self._options, None if found is None else list(found), wrong]
         rows, births = await self._handover.gathered(said, "begin")
@@ -78,7 +78,7 @@ class Entrance:
         return tuple(birth for birth in births if birth in seen)
 
     def _check(self, seen: dict[int, Found], births: Births) -> None:
-        """Whether all see the same, and there is none that the others do not see."""
+        """Check that all ranks see the same checkpoint."""
         if self._checkpoint is None:
             return
         name, other = self._checkpoint.name, {one: birth for birth, one in reversed(seen.items())}
@@ -101,7 +101,7 @@ class Entrance:
             )
 
     async def _find(self) -> tuple[Found | None, str | None]:
-        """What this rank sees of the checkpoint, and what is wrong with it."""
+        """This rank's view of the checkpoint, and its fault."""
         try:
             return (None if self._checkpoint is None else await self._checkpoint.find()), None
         except ConfigError as error:

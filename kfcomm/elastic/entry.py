@@ -21,7 +21,7 @@ Births: TypeAlias = tuple[int, ...]
 
 
 class Outer(Handle[Any]):
-    """What the caller of a call that outlives ranks holds.
+    """Handle of a call that survives the loss of ranks.
 
     Attributes:
         withdraw: ends the call on all ranks where it is not over; says whether it was not over on this one.

@@ -174,7 +174,7 @@ class Handover:
         return not failures
 
     async def gathered(self, value: Any, about: str) -> tuple[list[Any], Births]:
-        """What each rank that lives says, and their births; all of them call it."""
+        """Gather a value of each living rank, with their uids; all of them call it."""
         handle = self.ledger.begin("all_gather_object", (value, f"kfcomm/{about}"), {})
         rows = await handle
         return rows, handle.contributors or ()

@@ -249,7 +249,7 @@ class Elastic:
                 met = await self._obtained(wanted)
 
     def walk(self, sampler: ElasticSampler, *, passes: int | None, used_in: str | Sequence[str] | None) -> Walk[None]:
-        """The steps, and what has to be done or waited for between them, by whoever takes the next one."""
+        """The steps, and the work and waits between them, for the driver to carry out."""
         self._open()
         if self._walks is not None:
             yield from self._walks.through(sampler, passes=passes, used_in=used_in)

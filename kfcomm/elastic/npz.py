@@ -71,10 +71,10 @@ def write(raw: BinaryIO, about: About, arrays: Sequence[Array]) -> None:
 
 
 def about_of(path: Path) -> tuple[About, str] | None:
-    """What a file tells, and a digest by which it is known; None if there is no file.
+    """Description of a file, and its digest; None without a file.
 
     Raises:
-        ConfigError: it is no checkpoint that can be read, or one of another version.
+        ConfigError: it is not a readable checkpoint, or has another version.
     """
     return _reading(path, lambda file: _about(file, path))
 

@@ -1,8 +1,8 @@
-"""Where training stands at a boundary between two steps, as joining ranks and checkpoints are told: of each sampler.
+"""Position of training at a boundary between two steps, for joining ranks and checkpoints: one per sampler.
 
-A sampler is known by its name or, without one, by its number in the order in which the program first goes through
-them. Who joins, or goes on from a checkpoint, runs the program from its beginning: each sampler gets its own place when
-the program comes to it, and what the others have gone through already is left out.
+A sampler is identified by its name or, without one, by the order in which the program first uses its samplers. A rank
+that joins or resumes from a checkpoint runs the program from its beginning: each sampler gets its position when the
+program reaches it, and loops that the other ranks have finished are skipped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ANY = ""
 
 
 class Place(NamedTuple):
-    """Where training stands; msgpack can carry it as a list.
+    """Position of training; msgpack can carry it as a list.
 
     Attributes:
         steps: so many have been before.
@@ -36,7 +36,7 @@ class Place(NamedTuple):
 
     @classmethod
     def of(cls, told: Any) -> Place:
-        """What a rank, or a checkpoint, tells; also one of before samplers had names."""
+        """Parse the report of a rank or a checkpoint, also of a version without names of samplers."""
         if len(told) == len(cls._fields):
             return cls(*told)
         steps, sampler = told
@@ -44,7 +44,7 @@ class Place(NamedTuple):
 
 
 class Samplers:
-    """Those that this rank has gone through, each known by a name.
+    """Samplers that this rank has used, by name.
 
     Attributes:
         waiting: where those stand that this rank has not come to, by name.
@@ -87,7 +87,7 @@ class Samplers:
         return name
 
     def places(self) -> dict[Name, Any]:
-        """Where each stands."""
+        """Position of each sampler."""
         return self.waiting | {name: one.state_dict() for name, one in self._found.items()}
 
     def restore(self, places: dict[Name, Any]) -> None:

@@ -90,7 +90,7 @@ class Posting(abc.ABC):
                 self.comm.refuse(name_for("all", entry.key), error)
 
     def _refuse_part(self, entry: Entry, root: Any) -> None:
-        """The caller has left it in the midst of a change: it takes its place among the calls, and fails on all."""
+        """Post a call that its caller cancelled during a change: it keeps its place, and fails everywhere."""
         entry.standing = Standing.POSTED
         self._tell_holders(entry, asyncio.CancelledError())
         entry.standing = Standing.FAILED
@@ -120,7 +120,7 @@ class Posting(abc.ABC):
 
     @property
     def _numbering(self) -> str:
-        """What errors of this epoch need to be understood in a step that began with other ranks."""
+        """Note for errors of this epoch in a step that began with other ranks."""
         if self.comm.births == self.shown:
             return ""
         members = [self.shown.index(birth) for birth in self.comm.births if birth in self.shown]

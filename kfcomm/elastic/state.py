@@ -69,7 +69,7 @@ class State:
 
 
 def fault_of(state: State) -> str | None:
-    """What is in the state and cannot be sent to other ranks, or cannot be read; None if nothing is.
+    """Fault of a state that cannot be sent to other ranks, or cannot be read; None without a fault.
 
     Cost: some 0.2 µs for each value; arrays are not read.
     """

@@ -1,4 +1,4 @@
-"""One step of training, and the walk from one to the next as whoever drives it sees it."""
+"""One step of training, and the walk from one to the next as its driver sees it."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class Step:
 
 Wanted: TypeAlias = Step | np.ndarray[Any, np.dtype[Any]] | Callable[[], Awaitable[None]]
 Walk: TypeAlias = Generator[Wanted, Any, T]
-"""It gives a `Step`; or an array, of which the sums over all ranks under the name ``BOUNDARY`` are sent back; or what
-is to be called and awaited. Runs where the engine does."""
+"""Yields a `Step`; an array, whose sums over all ranks under the name ``BOUNDARY`` are sent back; or a function to call
+and await. Runs where the engine does."""
 
 
 def following(walk: Walk[None], met: Any) -> Wanted | None:
-    """What comes next, given the sums that were asked for; None at the end."""
+    """The next item, given the requested sums; None at the end."""
     try:
         return walk.send(met)
     except StopIteration:

@@ -1,7 +1,7 @@
-"""Which samples of a step count as used: those that are in the calls of the step, or in some of them by their names.
+"""Samples of a step that count as used: those in the calls of the step, or in the calls of some names.
 
-Each rank tells how these calls stand on it, and of what all have told all make the same: a call may be done on one rank
-and have failed on another, where it was cancelled or its time was over, so that no rank may go by its own.
+Each rank reports its outcome of these calls, and all ranks decide from all reports alike: a call may be done on one
+rank and have failed on another that cancelled it or timed out, so a rank must not decide from its own outcome.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kfcomm.spelling import hint
 
 
 class Told(NamedTuple):
-    """What a rank tells of its step, as msgpack can carry it.
+    """Report of a rank about its step, as msgpack can carry it.
 
     Attributes:
         is_tried: it has made a call that counts.
@@ -62,7 +62,7 @@ class Used:
         self._is_unknown |= ledger.has_failed()
 
     def told(self, *, is_void: bool) -> Told:
-        """What this rank tells, when the step is over."""
+        """Report of this rank, when the step is over."""
         self._met |= self._made
         is_known = bool(self._made) and not is_void and not self._is_unknown
         missing = sorted(set(self._names) - self._met) if self._names and is_known else []
@@ -70,7 +70,7 @@ class Used:
         return Told(self._is_tried, is_whole, sorted(self._lacking), missing, sorted(self._made))
 
     def counted(self, births: Births, births_now: Births, told: Sequence[Told]) -> Collection[int]:
-        """Births of the ranks whose samples are used.
+        """Uids of the ranks whose samples are used.
 
         Args:
             births: of the ranks of the step.
@@ -101,5 +101,5 @@ def check_names(number: int, told: Sequence[Told]) -> None:
 
 
 def told_of(rows: Sequence[Sequence[Any]]) -> list[Told]:
-    """What came of one rank, of each of its steps that are over."""
+    """Parse the reports of one rank, one for each of its finished steps."""
     return [Told(*row) for row in rows]

@@ -87,7 +87,7 @@ class Course:
         return self.is_void or (self.step is not None and self.step.is_void)
 
     def end_step(self, births: Births, told: Sequence[Told], *, is_void: bool) -> None:
-        """What was not used of the step comes again; ``births``: of the ranks that are left, and what they have told.
+        """Repeat unused samples of the step; ``births``: uids of the remaining ranks, with their reports.
 
         Raises:
             ConfigError: see ``check_names``.
@@ -151,7 +151,7 @@ class Walks:
     def through(
         self, sampler: ElasticSampler, *, passes: int | None, used_in: str | Sequence[str] | None
     ) -> Walk[None]:
-        """The steps, and what has to be done or waited for between them, by whoever takes the next one."""
+        """The steps, and the work and waits between them, for the driver to carry out."""
         ledger = self._ledger
         if self._is_released():
             return
@@ -213,7 +213,7 @@ class Walks:
         return True
 
     def _look(self, course: Course, kept: Sequence[Kept]) -> None:
-        """Keep copies of what there is at this boundary; what goes wrong is told at the next one."""
+        """Copy the state at this boundary; a fault is reported at the next one."""
         try:
             if self._checkpoint is not None and self._comm.rank == 0 and not self._is_within(course):
                 place = list(self._place(course, self._number() + 1))
@@ -244,7 +244,7 @@ class Walks:
     # ---------------------------------------------------------------- boundaries
 
     def _boundary(self, course: Course, kept: Sequence[Kept]) -> Walk[Births]:
-        """What lies between a step and the next one; returns who takes part in that."""
+        """Carry out the boundary between two steps; returns the ranks that take part."""
         is_innermost = True
         for one in reversed([one for one in self._open if one.step is not None]):
             one.note(self._ledger, is_innermost=is_innermost)
@@ -280,7 +280,7 @@ class Walks:
         return self._comm.births
 
     def _looked_for(self) -> str | None:
-        """What is in the state and cannot be sent, if it is time to look: that takes a small share of all time."""
+        """Fault of the state, if a check is due: checks take a small share of the time."""
         now_s, began_s = time.monotonic(), time.thread_time()
         if now_s < self._looks_at_s:
             return None
@@ -290,7 +290,7 @@ class Walks:
         return fault
 
     def leave(self) -> Walk[None]:
-        """All ranks leave; one that does not is told.
+        """Check that all ranks leave; otherwise raise an error.
 
         Raises:
             ConfigError: loops over steps were left out as over, and the one to go on with has not come.
@@ -341,7 +341,7 @@ class Walks:
         told[:] = found
 
     async def _tell(self, number: int, text: str, fault: str | None) -> None:
-        """Not all is well: tell each other what it is. Whoever has found it may be gone; then all is well.
+        """Exchange the faults that a rank has signalled. If that rank is lost, there may be no fault left.
 
         Raises:
             CollectiveMismatch, ConfigError: it is not; on all ranks.
@@ -384,7 +384,7 @@ class Walks:
 
 
 async def finish_calls(ledger: Ledger) -> None:
-    """What was begun in the step and not waited for; its errors are for whoever holds the handle."""
+    """Wait for unfinished calls of the step; their errors are for the holders of their handles."""
     while unfinished := ledger.unfinished():
         await asyncio.wait(unfinished)
 

@@ -52,7 +52,7 @@ _SAID_WITHIN_S = 5.0
 _LOOKS = 4
 """So often signs of life are looked for in the time after which a rank without any is silent."""
 RELEASED_WITHIN_S = 60.0
-"""So long whoever was released has time to end when the job is over; what is stopped has none."""
+"""Time for released ranks to end when the job is over; stopped ranks get no time."""
 NOT_STARTED = 126
 """The exit code of a process that the kernel did not run."""
 

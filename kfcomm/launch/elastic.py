@@ -58,7 +58,7 @@ class Health:
 
 
 class Stage(Enum):
-    """What is known of a process; see the module."""
+    """State of a process; see the module."""
 
     RUNS = auto()
     GIVEN_UP = auto()
@@ -105,17 +105,17 @@ class Elasticity:
     _health: dict[str, Health] = field(default_factory=dict)
 
     def in_stage(self, *stages: Stage) -> set[int]:
-        """Births of the processes in one of these."""
+        """Uids of the processes in one of these stages."""
         return {birth for birth, stage in self.stages.items() if stage in stages}
 
     @property
     def running(self) -> set[int]:
-        """Births of those that take part, or were started to."""
+        """Uids of the processes that take part, or were started to."""
         return self.in_stage(Stage.RUNS, Stage.LEAVING)
 
     @property
     def going(self) -> set[int]:
-        """Births of those that live, and are to go or have been let go."""
+        """Uids of the live processes that are to go or were released."""
         return self.in_stage(Stage.LEAVING, Stage.RELEASED)
 
     @property
@@ -264,7 +264,7 @@ class Elasticity:
         return unwanted
 
     def vacate(self, waiting: Collection[int] = ()) -> list[int]:
-        """Have those go for whom their hosts have no slots any more, as long as enough stay.
+        """Release the ranks whose hosts have no slots left, as long as enough stay.
 
         Those of hosts without any slot go first, and of these the last.
 

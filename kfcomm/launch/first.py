@@ -241,7 +241,7 @@ class First(Mortal):
             task.cancel()
 
     def _store_is_gone(self) -> None:
-        """What is kept of the job is lost: those that run do not need it. Of other hosts nothing is heard any more."""
+        """Go on without the store: running ranks do not need it. Other hosts are no longer reachable."""
         if self.verdict.is_open and not self._is_told:
             self._is_alone = True
             self._give_up_starting()
@@ -355,7 +355,7 @@ class First(Mortal):
             return True
 
     def hear_released(self, birth: int) -> None:
-        """See `Mortal`: whoever is wanted in its place, as after another change of size, is started."""
+        """See `Mortal`: start a replacement if one is wanted, as after another change of size."""
         Mortal.hear_released(self, birth)
         if self.elastic.released(birth) and (count := self._start_owed()):
             self._say_size(count)

@@ -1,4 +1,4 @@
-"""Where a job comes from: what tells a person, and a command that may change it, which job it is."""
+"""Origin of a job: identifies it to users, and to commands that may change it."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Origin:
 
     @classmethod
     def here(cls, command: Sequence[str] = ()) -> Self:
-        """That of this process, which begins now."""
+        """Origin of a job of this process that begins now."""
         return cls(os.getpid(), tuple(command), _directory(), os.getsid(0), time.time())
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Self | None:
-        """What ``as_json`` gave, also after a way through JSON; None if it is something else."""
+        """Parse the result of ``as_json``, also after a JSON round trip; None for anything else."""
         try:
             return cls(
                 int(record["pid"]), tuple(map(str, record["command"])), str(record["directory"]),

@@ -169,7 +169,7 @@ def _lives_through(pid: int, number: int) -> bool:
 
 
 def _bound_to_this() -> Callable[[], None] | None:
-    """What a new process does before it runs its program: have the kernel kill it when this one dies; see `signals`.
+    """Return a hook for a new process that has the kernel kill it when this one dies; see `signals`.
 
     It is for the case that the guardian is killed as well; the process alone is killed, not what it has started, and a
     program that changes its user loses it (prctl(2)). The kernel means the thread that forks: only the main thread

@@ -1,4 +1,4 @@
-"""Errors that several ranks print alike: one is shown, and who has the others is told in a line.
+"""Merging of equal errors of several ranks: one is shown, and one line lists the other ranks.
 
 They are tracebacks, and what argparse and the interpreter print before they end. The first rank whose error begins is
 shown as it writes. While its error is young, that of another rank is held back until it is whole: the rank has told it
@@ -21,7 +21,7 @@ from kfcomm.sizes import ranges
 MAX_NBYTES = 1 << 16
 HELD_FOR_S = 2.0
 ALIKE_WITHIN_S = 60.0
-"""A traceback that is shown stands for those that come so long after it."""
+"""Seconds for which a shown traceback represents later equal ones."""
 MAX_SHOWN = 16
 """Tracebacks that are remembered."""
 _BEGIN = re.compile(
@@ -49,7 +49,7 @@ class Error:
 
     @classmethod
     def of(cls, text: bytes) -> Error:
-        """What a traceback says, or another error of which the last line is the message."""
+        """Parse a traceback, or another error with its message in the last line."""
         lines = text.splitlines()
         if not text.startswith((b" ", _HEADING)):
             return cls(b"\n".join(lines[:-1]), b"\n".join(lines[-1:]))
@@ -61,7 +61,7 @@ class Error:
 
     @property
     def summary(self) -> str:
-        """Its message in a line; of a group of exceptions, which has none after it, that of the group."""
+        """Its message in one line; for a group of exceptions, the message of the group."""
         found = self.message.splitlines()[:1] or _OF_GROUP.findall(self.way)[:1]
         return found[0].decode(errors="replace") if found else "the same error"
 
@@ -99,7 +99,7 @@ class _Block:
 
 @dataclass(slots=True)
 class _Shown:
-    """A traceback that is shown: of which rank, with which message, and when."""
+    """A shown traceback: its rank, message and time."""
 
     rank: int
     message: bytes
@@ -109,7 +109,7 @@ class _Shown:
 
 @dataclass(slots=True)
 class Repeats:
-    """What is held back of the error stream of each rank, and what stands for it."""
+    """Held-back parts of the error stream of each rank, and the shown errors that represent them."""
 
     _blocks: dict[int, _Block] = field(default_factory=dict)
     _told: dict[int, bytes] = field(default_factory=dict)
@@ -131,7 +131,7 @@ class Repeats:
         self._leaving.add(rank)
 
     def shown(self, rank: int, data: bytes, now_s: float) -> bytes:
-        """What is to be shown now of what a rank has written; at its end, of nothing."""
+        """Output to show now after a rank has written ``data``; empty data: the stream has ended."""
         block = self._blocks.get(rank)
         before = b""
         if block is not None and block.is_whole:
@@ -166,7 +166,7 @@ class Repeats:
         return after
 
     def settle(self, now_s: float, *, is_ending: bool = False, is_over: bool = False) -> list[tuple[int, bytes]]:
-        """What is not held back any longer, by rank.
+        """Output that is no longer held back, by rank.
 
         Args:
             now_s: the time.
@@ -219,7 +219,7 @@ class Repeats:
         return lines
 
     def _fresh(self, now_s: float) -> dict[bytes, _Shown]:
-        """Those that stand for others."""
+        """Shown errors that still represent later ones."""
         return {way: one for way, one in self._shown.items() if now_s <= one.at_s + ALIKE_WITHIN_S}
 
     def _remember(self, rank: int, error: Error, now_s: float) -> None:

@@ -128,7 +128,7 @@ def ask(job: str, line: str) -> dict[str, Any]:
 
 
 def titled(told: dict[str, Any]) -> str:
-    """Which job has told this: its name, and where it is from."""
+    """Title of the job that gave this answer: its name and origin."""
     origin = Origin.from_json(told.get("origin", {}))
     return f"job {told['job']}" + (f" ({origin})" if origin is not None else "")
 

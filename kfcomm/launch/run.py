@@ -240,9 +240,9 @@ def _log(folder: Path, rank: int) -> Log:
 
 @contextlib.contextmanager
 def _hearing(supervisor: Supervisor, abandon: Callable[[], None]) -> Iterator[asyncio.Event]:
-    """Have signals end the ranks, or reach them (see `signals`). Yields what tells of the first that ends them.
+    """Have signals end the ranks, or reach them (see `signals`). Yields an event, set by the first one that ends them.
 
-    Output that nobody takes is waited for as long as the ranks are.
+    Unread output is awaited for as long as the ranks are.
     """
     loop = asyncio.get_running_loop()
     interrupted = asyncio.Event()

@@ -1,4 +1,4 @@
-"""What the signals at a launcher do to the ranks of its job.
+"""Effects of signals at a launcher on the ranks of its job.
 
 ============================ ======================================================================================
 signal                       what becomes of it
@@ -46,7 +46,7 @@ logger = logging.getLogger("kfcomm")
 
 
 class Board(Protocol):
-    """Where launchers tell each other."""
+    """Key-value store shared by the launchers."""
 
     async def claim(self, key: str, value: bytes) -> bytes:
         """See ``rendezvous.folders.Folders``."""

@@ -193,7 +193,7 @@ class Supervisor:
         return []
 
     def _stop(self) -> None:
-        """Whatever came of it, this supervisor does nothing more."""
+        """Stop: this supervisor does nothing more."""
 
     async def _look(self, exits: Exits) -> None:
         """Something has changed."""

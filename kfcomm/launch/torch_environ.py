@@ -39,7 +39,7 @@ def inherited(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def variables(plan: Plan, rank: int, local: tuple[int, int], port: int | None) -> dict[str, str]:
-    """What is set for a rank, unless the user has.
+    """Variables to set for a rank, unless the user has set them.
 
     Args:
         plan: who runs where.
@@ -55,7 +55,7 @@ def variables(plan: Plan, rank: int, local: tuple[int, int], port: int | None) -
 
 
 def contradictions(environ: Mapping[str, str], plan: Plan) -> Iterator[str]:
-    """What the user has set that cannot be right for these ranks, in words."""
+    """Warnings about variables of the user that do not fit these ranks."""
     kept = inherited(environ)
     if plan.size > 1 and "RANK" in kept:
         yield f"RANK={kept['RANK']} is kept for all {plan.size} ranks, since it is set: unset it for torch.distributed"
@@ -64,10 +64,10 @@ def contradictions(environ: Mapping[str, str], plan: Plan) -> Iterator[str]:
 
 
 def free_port(mark: str, taken: Collection[int]) -> int:
-    """A port of this host at which nobody listens; jobs that are started at once find different ones.
+    """A free port of this host; jobs that start at the same time get different ones.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no port is free.
     """
     for port in Random(mark).sample(_PORTS, len(_PORTS)):
         if port not in taken and all(_is_free(family, port) for family in (socket.AF_INET, socket.AF_INET6)):

@@ -1,4 +1,4 @@
-"""What ranks compare when they attach a model: all that would make replicas differ later."""
+"""Comparison between ranks when they attach a model: every difference that would make replicas differ later."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Named = tuple[str, torch.Tensor]
 
 
 def parameters_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Named]:
-    """Those of the optimizer that get gradients, with their names, in the order of the model.
+    """Parameters of the optimizer that get gradients, with their names, in the order of the model.
 
     Raises:
-        ConfigError: there is none, one is not the model's, or one cannot be averaged.
+        ConfigError: the optimizer has none, one is not the model's, or one cannot be averaged.
     """
     wanted = {one for group in optimizer.param_groups for one in group["params"] if one.requires_grad}
     found = [(name, parameter) for name, parameter in model.named_parameters() if parameter in wanted]

@@ -211,7 +211,7 @@ class Bucket:
 
 
 class Marks:
-    """What ranks tell each other once a pass: of each parameter whether any has a gradient; and of each rank a word.
+    """Exchange of marks once a pass: for each parameter whether any rank has a gradient, and one field per rank.
 
     Args:
         comm: tells them.
@@ -234,7 +234,7 @@ class Marks:
         self._is_read = True
 
     def begin(self, word: int) -> None:
-        """Tell what this rank has: all that it will have in this pass."""
+        """Send the marks of this rank, which are final for this pass."""
         self._flat[:] = 0
         self._flat[: self._begin_words] = [place.has_come for place in self._places]
         self._words()[self._rank] = word

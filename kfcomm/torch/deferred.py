@@ -37,7 +37,7 @@ HARMLESS: frozenset[Any] = frozenset(
 
 
 class Covered:
-    """What a class has more whose instances are waited for when they are used."""
+    """Mix-in of classes whose instances wait on use."""
 
     _uncover: Callable[[Any], None]
     _plain: type[Any]
@@ -177,7 +177,7 @@ class Deferred:
                 self._finish(bucket)
 
     def finish(self) -> None:
-        """The optimizer takes all that it was asked to.
+        """Carry out all requested steps of the optimizer.
 
         Raises:
             ConfigError: a parameter was written to meanwhile.

@@ -104,7 +104,7 @@ class Exchange:
             self._begin(bucket)
 
     def leave(self, *, has_failed: bool = False) -> None:
-        """What has not left yet leaves: what this rank has in ``parameter.grad``, or zeros."""
+        """Send the remaining gradients: ``parameter.grad`` of this rank, or zeros."""
         self.has_left = True
         self._buffers.begin(is_wanted=not has_failed)
         for place in self.places:
@@ -136,7 +136,7 @@ class Exchange:
         return [place for place in bucket.places if place.is_used]
 
     def settle(self) -> None:
-        """Wait for all averages. Those of which any rank had a gradient are ``parameter.grad`` then, on all ranks.
+        """Wait for all averages. Then ``parameter.grad`` is the average on all ranks, if any rank had a gradient.
 
         Raises:
             CollectiveError: one has failed, or the backward pass of a rank has; or ranks differ in their steps. No rank
@@ -186,7 +186,7 @@ class Exchange:
     # ---------------------------------------------------------------- what goes wrong
 
     def fail(self) -> None:
-        """The backward pass of this rank has raised: the others are told, and wait for nothing of it."""
+        """Notify the others that the backward pass of this rank has raised, so that they do not wait for it."""
         for place in self.places:
             place.parameter.grad = None
         if not self.has_left:
@@ -246,5 +246,5 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _number(value: Any) -> Any:
-    """What a group holds; of a tensor what is in it."""
+    """Value of an option of a group; for a tensor, its contents."""
     return value.tolist() if hasattr(value, "tolist") else value

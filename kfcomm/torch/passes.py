@@ -35,7 +35,7 @@ class Passes:
         """By the number of a graph task."""
 
     def join(self) -> bool:
-        """Within a hook: see that the end of this pass is told; whether it is a pass within another."""
+        """Register the end of this pass, within a hook; returns whether it is a pass within another."""
         task = torch._C._current_graph_task_id()
         known = self._is_inner.get(task)
         return self._queue(task, _depth() > 1) if known is None else known
@@ -64,7 +64,7 @@ class Passes:
 
 
 class _Ending:
-    """What autograd keeps until a graph task is over."""
+    """Callback that autograd keeps until a graph task is over."""
 
     def __init__(self, passes: Passes, is_inner: bool) -> None:
         self._passes = passes
@@ -81,7 +81,7 @@ class _Ending:
 
 
 class _Settling:
-    """What autograd calls after the ends of all that have been told of a pass, unless one of these has raised."""
+    """Callback that autograd calls after all registered ends of a pass, unless one of these has raised."""
 
     def __init__(self, settle: Callable[[], None], fail: Callable[[], None]) -> None:
         self._settle, self._fail = settle, fail

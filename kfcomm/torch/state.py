@@ -47,7 +47,7 @@ def broadcast_parameters(
 
 
 def described(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, str], str | None]:
-    """What ranks compare of tensors, by name; and what is wrong with them, if anything is."""
+    """Descriptions of tensors by name, for the comparison between ranks; and their fault, if any."""
     about = {one: f"{tuple(x.shape)} {x.dtype}" for one, x in tensors.items()}
     missing = next((one for one, tensor in tensors.items() if tensor.is_meta), None)
     return about, None if missing is None else f"{missing} is on device 'meta', where it has no numbers"
@@ -118,7 +118,7 @@ class Buffers:
         self._finish: Callable[[], object] = lambda: None
 
     def begin(self, *, is_wanted: bool = True) -> None:
-        """Those of rank 0 leave, or are awaited.
+        """Begin to send the buffers of rank 0, or to await them.
 
         Args:
             is_wanted: False: this rank takes part, and its buffers stay as they are; nobody waits for the end.

@@ -74,7 +74,7 @@ async def test_what_a_queue_refuses_takes_no_room() -> None:
         waiting = asyncio.ensure_future(ways[0].put(X + 1))
         await turns()
         waiting.cancel()
-        with pytest.raises(CollectiveTimeout, match="no room"):
+        with pytest.raises(CollectiveTimeout, match="is still full"):
             await ways[0].put(X, timeout=SHORT_S)
         with pytest.raises(CollectiveTimeout):
             await comms[1].recv(0, timeout=0)
