@@ -159,7 +159,7 @@ def _check_keys(value: Mapping[Any, Any]) -> None:
         for key in value:
             _check_key(key)
         if kinds - {str, int} and len(set(map(order_of, value))) != len(value):
-            raise Unfit("two of its keys stand for the same text or number")
+            raise Unfit("two of its keys are equal as text or numbers")
 
 
 def _check_key(key: Any) -> None:

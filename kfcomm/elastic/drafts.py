@@ -1,9 +1,9 @@
-"""Drafts: files that take the place of another when they are whole, while several processes may write such.
+"""Drafts: files that replace another one when they are complete, safe with several concurrent writers.
 
-A draft has a name of its own, which tells the job and the epoch of its writer, and is locked while that lives. So what
-dead writers have left can be removed, and what living ones write is left alone. A writer of a later epoch removes
-those of earlier ones of its job: those writers were given up, and find their drafts gone. Whoever finds a draft of a
-later epoch was given up itself.
+The name of a draft contains the job and the epoch of its writer, which locks it while it lives. So drafts of dead
+writers can be removed, and those of living ones stay. A writer of a later epoch removes drafts of earlier epochs of its
+job: the other ranks count those writers as lost, and those writers find their drafts gone. A writer that finds a draft
+of a later epoch counts as lost itself.
 """
 
 from __future__ import annotations

@@ -43,13 +43,13 @@ DIGEST_NBYTES = 16
 
 
 class Outcome(NamedTuple):
-    """The calls by which samples count as used, since the last boundary, on one rank.
+    """Outcome of the calls by which samples count as used, since the last boundary, on one rank.
 
     Attributes:
-        is_tried: there is one.
-        is_done: one is done.
-        has_failed: one is not.
-        lacking: births of the step whose contributions are not in all that are done.
+        is_tried: such a call was made.
+        is_done: one has succeeded.
+        has_failed: one has not.
+        lacking: uids of ranks of the step whose contributions are missing in a successful call.
     """
 
     is_tried: bool
@@ -338,7 +338,7 @@ class Ledger(Posting):
             await asyncio.wait([self._change])
 
     def outcome(self, names: Collection[str] | None, births: Births) -> Outcome:
-        """How far the calls since the last boundary (of these names, if given) tell of a step's samples.
+        """Outcome of the calls since the last boundary (of these names, if given) for a step's samples.
 
         ``births``: of the ranks of that step. Some may have been lost at a boundary within it, before these calls.
         """

@@ -35,17 +35,17 @@ T = TypeVar("T")
 
 
 class About(NamedTuple):
-    """All of a checkpoint but its arrays.
+    """Contents of a checkpoint without its arrays.
 
     Attributes:
         plan: of the arrays; see ``state.plan_of``.
-        outline: see ``state.outline_of``; None if the file does not tell.
-        small: what is no array; see ``state.small_of``.
+        outline: see ``state.outline_of``; None if the file has none.
+        small: values other than arrays; see ``state.small_of``.
         place: in the pass.
         number: of the step that begins.
-        lineage: the jobs that went on from each other, the last of which has written it.
+        lineage: the jobs that continued from each other; the last one has written the file.
         epoch: of that job.
-        sums: of the bytes of the arrays; None if the file does not tell.
+        sums: checksums of the bytes of the arrays; None if the file has none.
     """
 
     plan: list[list[Any]]
@@ -116,7 +116,7 @@ def _reading(path: Path, read: Callable[[zipfile.ZipFile], T]) -> T | None:
 
 def _unreadable(path: Path, error: Exception) -> ConfigError:
     why = sendable(str(error) or repr(error))
-    return ConfigError(f"{_named(path)} is no checkpoint that can be read: {why:.300}")
+    return ConfigError(f"{_named(path)} is not a readable checkpoint: {why:.300}")
 
 
 def _named(path: Path) -> str:
@@ -157,7 +157,7 @@ def _array(file: zipfile.ZipFile, name: str, shape: Sequence[int], dtype: str) -
     told = ast.literal_eval(header)
     right = (tuple(shape), kind) if is_plain else ((found.nbytes,), np.dtype(np.uint8))
     if (tuple(told["shape"]), np.dtype(told["descr"])) != right or told["fortran_order"]:
-        raise ValueError(f"{name} is not what the checkpoint tells of it")
+        raise ValueError(f"{name} differs from its description in the checkpoint")
     return found
 
 
@@ -166,7 +166,7 @@ def _header(entry: Any) -> str:
     is_short = start[6:7] == b"\x01"
     size = int.from_bytes(entry.read(2 if is_short else 4), "little")
     if start[:6] != np.lib.format.MAGIC_PREFIX or size > MAX_HEADER_NBYTES:
-        raise ValueError("an entry is no array of NumPy")
+        raise ValueError("an entry is not a NumPy array")
     return str(entry.read(size).decode("latin1"))
 
 

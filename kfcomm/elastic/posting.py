@@ -279,7 +279,7 @@ class Posting(abc.ABC):
         members = tuple(self.shown.index(birth) for birth in self.comm.births if birth in self.shown)
         text = (
             f"{entry.call.verb} {entry.title} failed: epoch {self.comm.epoch} has begun with ranks {list(members)} "
-            f"in the midst of the step, and {why}"
+            f"during the step, and {why}"
         )
         entry.is_void = True
         entry.refuse(EpochChanged(text, key=entry.name, epoch=self.comm.epoch, members=members))

@@ -257,7 +257,7 @@ def _loaded(value: Any, arrays: Iterator[Array], small: Any) -> Any:
 
 
 def _loaded_mapping(value: Mapping[Any, Any], arrays: Iterator[Array], small: dict[Any, Any]) -> Any:
-    """What is there by other keys, here or there, holds no array: the arrays of both have the same paths."""
+    """Load a mapping. Entries under keys of one side only hold no arrays: the arrays of both have the same paths."""
     plain = {plain_key(key): key for key in sorted(value, key=order_of)}
     found = {key: _loaded(value[key], arrays, small[one]) for one, key in plain.items() if one in small}
     found |= {one: what for one, what in small.items() if one not in plain}

@@ -17,8 +17,8 @@ T = TypeVar("T")
 class Step:
     """One step of training.
 
-    Of an ``Elastic`` that restarts steps, the body of the loop stands below ``with step:``, which ends it quietly when
-    ranks are lost in its midst.
+    If the ``Elastic`` restarts steps, the body of the loop is below ``with step:``, which ends it silently when ranks
+    are lost during the step.
 
     Attributes:
         number: counted from 0 while the ``Elastic`` is open, by those that join on, too; also of one that runs again.

@@ -20,9 +20,9 @@ class Told(NamedTuple):
 
     Attributes:
         is_tried: it has made a call that counts.
-        is_whole: such calls are done, and none of those that were named has failed.
-        lacking: births whose contributions are not in all that are done.
-        missing: names by which no call was made, as far as that is known.
+        is_whole: such calls have succeeded, and no named call has failed.
+        lacking: uids whose contributions are missing in a successful call.
+        missing: names without a call, as far as that is known.
         made: names of the calls that were made.
     """
 
@@ -52,7 +52,7 @@ class Used:
         self._made: set[str] = set()
 
     def note(self, ledger: Ledger, births: Births) -> None:
-        """The calls since the last boundary are over; ``births``: of the ranks of the step."""
+        """Add the outcome of the calls since the last boundary; ``births``: uids of the ranks of the step."""
         outcome = ledger.outcome(self._names, births)
         self._is_tried |= outcome.is_tried
         self._is_done |= outcome.is_done
@@ -73,9 +73,9 @@ class Used:
         """Uids of the ranks whose samples are used.
 
         Args:
-            births: of the ranks of the step.
-            births_now: of those that are left.
-            told: by each of these.
+            births: uids of the ranks of the step.
+            births_now: uids of the remaining ranks.
+            told: report of each of these.
         """
         if any(one.is_whole for one in told):
             lacking = {birth for one in told for birth in one.lacking}

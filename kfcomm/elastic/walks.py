@@ -49,9 +49,9 @@ class Course:
         sampler: that it goes through.
         passes: see ``Elastic.steps``.
         names: of the calls by which samples count as used; None for all.
-        step: in whose midst it is; None between steps.
-        births: of the ranks of that step.
-        used: whose samples of the step are used.
+        step: the current step; None between steps.
+        births: uids of the ranks of that step.
+        used: uids whose samples of the step are used.
         is_void: a call of the step has failed on this rank because ranks were lost.
         is_left: the program has broken it off.
     """
@@ -407,5 +407,5 @@ def _names(used_in: Any) -> list[str] | None:
 
 
 def _number_of(value: Any) -> int:
-    """32 bits that stand for it."""
+    """32-bit hash of a value."""
     return int.from_bytes(hashlib.blake2b(msgpack.packb(value), digest_size=4).digest(), "little")

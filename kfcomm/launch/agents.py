@@ -256,7 +256,9 @@ class Agent(Mortal):
     def _first_is_gone(self) -> None:
         if not (self._is_concluded or self._is_alone) and self.verdict.is_open:
             self._is_alone = True
-            self.say("the launcher of the first host is gone: nobody is replaced any more, unless it is started again")
+            self.say(
+                "the launcher of the first host is unreachable: automatic replacement is disabled until it restarts"
+            )
             self._changed.set()
 
     def _has_ended(self, end: Exit) -> None:

@@ -245,7 +245,7 @@ class Elasticity:
 
         Args:
             size: that number.
-            waiting: births of those that run and have not been let in yet.
+            waiting: uids of the processes that run and have not joined yet.
 
         Returns:
             Which of those that wait are not wanted any more. What else is too much the ranks release themselves.
@@ -269,7 +269,7 @@ class Elasticity:
         Those of hosts without any slot go first, and of these the last.
 
         Args:
-            waiting: births of those that run and have not been let in yet.
+            waiting: uids of the processes that run and have not joined yet.
 
         Returns:
             Which of them wait.

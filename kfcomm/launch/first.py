@@ -248,7 +248,7 @@ class First(Mortal):
             for birth, host in self.elastic.where.items():
                 if host != (self.host or 0):
                     self.elastic.not_started(birth)
-            self.say("the store is gone: nobody is replaced any more")
+            self.say("the store is unreachable: automatic replacement is disabled")
 
     def _give_up_starting(self) -> None:
         while self._starting:

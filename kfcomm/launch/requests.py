@@ -31,7 +31,7 @@ class Requests:
 
     Args:
         job: its name.
-        answer: gets a line and returns what is told; ``ConfigError`` is told as such.
+        answer: gets a line and returns the answer; a ``ConfigError`` is passed on as such.
         command: of its ranks.
     """
 
@@ -82,13 +82,13 @@ def jobs(listing: str | None = None) -> list[str]:
 
 
 def find(asked: str | None) -> str:
-    """The name of the job that is meant.
+    """Name of the requested job.
 
     Args:
         asked: its name, or how that begins; None for the only one, or for the one that was started nearest.
 
     Raises:
-        ConfigError: there is no such job, or more than one; all are listed.
+        ConfigError: no job or more than one matches; all jobs are listed.
     """
     there = jobs()
     found = [name for name in there if asked is None or name.startswith(asked)]

@@ -274,7 +274,7 @@ def _summary(verdict: Verdict, job: Job, children: Mapping[int, Child]) -> str |
         return None
     failed = verdict.failed
     if failed.why in (Why.SILENT, Why.ABSENT) and failed.rank in children and job.elastic is not None:
-        return f"the launcher on {job.plan.address} was not heard of for too long: the job goes on without its ranks"
+        return f"the launcher on {job.plan.address} was unreachable for too long: the job continues without its ranks"
     if failed.why in (Why.SILENT, Why.ABSENT):
         return _missed(failed.why, job.plan.address if failed.rank in children else job.plan.address_of(failed.rank))
     where = f"pid {children[failed.rank].pid}" if failed.rank in children else "on another host"

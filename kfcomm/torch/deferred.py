@@ -144,7 +144,7 @@ class Deferred:
     # ---------------------------------------------------------------- the optimizer's step
 
     def take(self) -> bool:
-        """Before the optimizer's step: keep the gradients under way from it; False if there are none."""
+        """Hide the gradients in flight from the optimizer's step; False if no gradient is in flight."""
         places = self._exchange.places
         if not self._is_covered:
             return False

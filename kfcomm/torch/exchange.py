@@ -51,21 +51,21 @@ class Steps:
 
 
 class Exchange:
-    """One exchange after another, of all gradients of a model.
+    """Exchange of all gradients of a model, once per pass.
 
     Args:
         comm: of the ranks.
         name: of the collectives.
         buckets: the gradients.
         buffers: of the model, which become rank 0's.
-        profile: is told.
+        profile: records the exchange.
 
     Attributes:
         buckets: see there.
         name: of the collectives.
         places: of all gradients.
-        has_left: all gradients of a pass have left, and nobody has waited for them to the end.
-        urgency: of a bucket's collective; none where it is not known.
+        has_left: all gradients of a pass were sent, and the wait for them is not complete.
+        urgency: of a bucket's collective; missing if it is unknown.
         steps: of the optimizer.
     """
 
@@ -225,8 +225,8 @@ class Exchange:
         if failed:
             self._wait_for_the_rest()
             raise CollectiveAborted(
-                f"the backward pass of {_ranks(failed)} has raised an error, which is told there: no rank has "
-                "gradients of this pass, and all go on together with the next one",
+                f"the backward pass of {_ranks(failed)} has raised an error, shown there: no rank has gradients of "
+                "this pass, and all ranks may continue with the next one",
                 key=self.name,
             )
         if len(set(words)) > 1:

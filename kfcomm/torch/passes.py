@@ -25,7 +25,7 @@ class Passes:
 
     Args:
         end: called when the outermost pass is over; what it raises, ``backward()`` raises.
-        settle: called after ``end`` of all that have been told of this pass, in the same way.
+        settle: called after every registered ``end`` of this pass, in the same way.
         fail: called when the outermost pass has raised; it may not raise.
     """
 

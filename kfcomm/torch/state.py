@@ -121,7 +121,7 @@ class Buffers:
         """Begin to send the buffers of rank 0, or to await them.
 
         Args:
-            is_wanted: False: this rank takes part, and its buffers stay as they are; nobody waits for the end.
+            is_wanted: False: this rank takes part, its buffers stay unchanged, and it does not wait for the end.
         """
         found = [module._buffers.get(one) for module, one in self._of]
         tensors = [one if is_wanted else one.clone() for one in found if one is not None]

@@ -1,7 +1,7 @@
-"""Training as in `programs`, in whose steps ranks end calls: they cancel, refuse, are late, give up waiting.
+"""Training as in `programs`, while ranks end calls in its steps: they cancel, refuse, are late, or time out.
 
-What one rank ends fails on every rank where it has not finished, and the job goes on: all other calls, the ranks of
-each step and the samples are as without it. Names are of whatever subclass of ``str``, another one on each rank.
+A call that one rank ends fails on every rank where it has not finished, and the job continues: all other calls, the
+ranks of each step and the samples are unchanged. Names are of a different subclass of ``str`` on each rank.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Attack(NamedTuple):
 
 
 def attack_on(seed: int, plan: programs.Plan, step: int, number: int, births: tuple[int, ...]) -> Attack | None:
-    """What befalls a call, as all ranks know; what samples go by is refused at most, which nobody can have done."""
+    """Attack on a call, known to all ranks; a call that decides about samples is only refused, so never done."""
     random = Random(f"{seed} {step} {number}")
     birth = random.choice(births)
     if number < 0:
@@ -265,7 +265,7 @@ async def _of(handle: Any) -> Any:
 
 
 async def _in_group(handle: Any, delay_s: float) -> Any:
-    """Waited for in a group of tasks, of which another one fails."""
+    """Await it in a group of tasks in which another one fails."""
 
     async def fail() -> None:
         await asyncio.sleep(delay_s)

@@ -108,7 +108,7 @@ def begin(comm: Any, birth: int, step: int, number: int, call: tuple[str, int, i
 
 
 class Place(NamedTuple):
-    """Where a call was made.
+    """Position of a call in a program.
 
     Attributes:
         birth: of the rank.
@@ -124,7 +124,7 @@ class Place(NamedTuple):
 
 
 def expected(place: Place, call: tuple[str, int, int], contributors: tuple[int, ...]) -> Any:
-    """What a call gives on one rank, as `as_plain` has it."""
+    """Expected result of a call on one rank, in the form of `as_plain`."""
     verb, elements, root = call
     from_root = place.views[root % len(place.views)]
 

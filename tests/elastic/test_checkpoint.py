@@ -62,9 +62,9 @@ async def test_what_is_wrong_with_it_is_told_to_all(tmp_path: Path) -> None:
     good = path.read_bytes()
     at = good.index(b"\x93NUMPY") + 200
     for data, text in (
-        (b"", "is no checkpoint that can be read: File is not a zip file"),
-        (good[: len(good) // 2], "is no checkpoint that can be read"),
-        (good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :], "is no checkpoint that can be read: Bad CRC"),
+        (b"", "is not a readable checkpoint: File is not a zip file"),
+        (good[: len(good) // 2], "is not a readable checkpoint"),
+        (good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :], "is not a readable checkpoint: Bad CRC"),
     ):
         path.write_bytes(data)
 

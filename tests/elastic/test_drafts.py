@@ -27,7 +27,7 @@ def writer(path: Path, fill: int) -> Checkpoint:
 
 
 class Halted:
-    """A writer is halted when it has written half of its draft, and goes on when it is told to."""
+    """Writer that halts after half of its draft, and continues on request."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_there, self.goes_on = threading.Event(), threading.Event()
@@ -49,7 +49,7 @@ class Halted:
 
 
 async def read(path: Path) -> int:
-    """What is in it."""
+    """Contents of the checkpoint."""
     state = State(x=np.zeros(1000, np.int64))
     await Checkpoint(path, 1, state).read()
     return int(state.x[0])

@@ -208,7 +208,7 @@ async def test_a_call_keeps_its_timeout_while_it_waits_for_the_results_of_others
 @pytest.mark.parametrize("verb", programs.VERBS)
 @pytest.mark.asyncio
 async def test_a_rank_dies_while_another_cancels(verb: str, on_loss: str) -> None:
-    """All others fail, since nobody has it; with the next step all is well."""
+    """All other calls fail, since no rank has the result; the next step succeeds."""
     async with world(4, elastic=True) as comms:
         cancelled = asyncio.Event()
 
@@ -393,7 +393,7 @@ KINDS: tuple[Callable[[str], Any], ...] = (Name, np.str_, str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.asyncio
 async def test_calls_are_told_apart_by_names_of_any_kind(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
-    """What one rank has of one call is not given as the result of another."""
+    """The result of one call is never given as the result of another."""
     real = Ledger._ended
 
     def ended(self: Ledger, entry: Entry, handle: Any) -> None:

@@ -1,4 +1,4 @@
-"""The first agreement: no rank begins anew while there is a checkpoint, whoever is lost on the way."""
+"""The first agreement: a job with a checkpoint never starts from step 0, for any lost rank."""
 
 from __future__ import annotations
 

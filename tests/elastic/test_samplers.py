@@ -169,7 +169,7 @@ class Nested:
 @pytest.mark.parametrize("number", [2, 3, 4])
 @pytest.mark.asyncio
 async def test_validation_within_a_step(on_loss: str, kind: str, number: int, tmp_path: Path) -> None:
-    """What a rank used of the outer step before it died in the inner one stays used; a rank comes after the step."""
+    """Samples of the outer step stay used if a rank dies in the inner one; a rank joins after the step."""
     nested = Nested()
     async with world(3, elastic=True) as comms:
         is_asked = asyncio.Event()
@@ -360,7 +360,7 @@ async def test_a_rank_that_leaves_while_others_begin_a_step_is_told_with_them() 
 async def test_a_program_that_lacks_the_steps_to_go_on_with_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it left out as done by the others would else never be done, and it would end well."""
+    """Otherwise steps that it skipped as done would never be done, and the program would end without an error."""
     monkeypatch.setattr(checkpoint, "ThreadPoolExecutor", Inline)
 
     async def run(kinds: tuple[str, ...], *, dies: bool) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What a state cannot send is refused where it is put there, or told to all at the next boundary; never later."""
+"""Unsendable values in a state are refused on assignment, or on all ranks at the next boundary; never later."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ UNSENDABLE: dict[str, tuple[Callable[[], Any], str]] = {
     "numpy key": (lambda: {np.int64(1): 0.5}, "a int64"),
     "nan key": (lambda: {float("nan"): 0.5}, "has the key nan"),
     "large key": (lambda: {1 << 64: 0.5}, "more than 64 bits"),
-    "key that is no text": (lambda: {"\ud800": 0.5}, "msgpack cannot carry"),
-    "equal keys": (lambda: {Text("a"): 1, Text("a"): 2}, "two of its keys stand for the same"),
+    "key with a surrogate": (lambda: {"\ud800": 0.5}, "msgpack cannot carry"),
+    "equal keys": (lambda: {Text("a"): 1, Text("a"): 2}, "two of its keys are equal"),
     "set": (lambda: {1, 2}, "a set: give sorted"),
     "object": (object, "an object"),
     "complex": (lambda: 1j, "a complex"),
@@ -140,7 +140,7 @@ async def test_own_that_cannot_be_sent_is_told_to_all_by_commit(what: str) -> No
 
 @pytest.mark.asyncio
 async def test_sendable_state_reaches_joining_ranks(tmp_path: Path) -> None:
-    """Keys of subclasses are what they stand for; arrays and values by keys that look alike are each its own."""
+    """Keys of subclasses become plain; arrays and values under similar keys stay separate."""
 
     import ml_dtypes
 

@@ -1,4 +1,4 @@
-"""Which samples count as used: by calls of names of any kind, that are made, and done on a rank at least."""
+"""Samples that count as used: by named calls that were made, and are done on at least one rank."""
 
 from __future__ import annotations
 

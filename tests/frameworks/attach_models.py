@@ -83,7 +83,7 @@ ACTS = [
 
 @dataclass
 class Settings:
-    """What a program is made of, by its seed.
+    """Settings of a program, drawn from its seed.
 
     Attributes:
         size: number of ranks.

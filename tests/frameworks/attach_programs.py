@@ -4,8 +4,8 @@
 
 A program is a list of acts, drawn from a seed: backward passes, steps and skipped steps, all kinds of reads and writes
 of parameters and gradients, saves, loads, copies, scalers, schedules. It is run by two or three ranks, whose speeds
-differ, and by one process. All that a program comes to must be equal to the bit on all ranks, and that of one process
-to rounding.
+differ, and by one process. The results of a program must have the same bits on all ranks, and equal those of one
+process up to rounding.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Program:
         self.chance = random.Random(0)
 
     def run(self) -> dict[str, Any]:
-        """What it has come to."""
+        """Run all acts."""
         for name, seed in self.settings.acts:
             if self.comm is not None:
                 for _ in range(self.busy.choice([0, 0, 1, 20])):
@@ -67,7 +67,7 @@ class Program:
         return {}
 
     def found(self) -> dict[str, Any]:
-        """After its end, from what is no more than state."""
+        """Results after its end, from its state alone."""
         found = {f"model/{name}": one for name, one in self.model.state_dict().items()}
         found |= {f"buffer/{name}": one for name, one in self.model.named_buffers()}
         for number, state in self.optimizer.state_dict()["state"].items():
@@ -343,7 +343,7 @@ def _raise(_: Any) -> None:
 
 
 def of_rank(settings: Settings, comm: Any) -> dict[str, Any]:
-    """What a rank comes to, read after it has left its communicator."""
+    """Results of a rank, read after it has left its communicator."""
     torch.set_num_threads(1)  # it is each thread's own
     with comm:
         program = Program(settings, comm)
@@ -352,7 +352,7 @@ def of_rank(settings: Settings, comm: Any) -> dict[str, Any]:
 
 
 def difference(seed: int) -> str | None:
-    """What a program comes to that it should not; None if all is right."""
+    """Difference from the expected results of a program; None without a difference."""
     settings = Settings.drawn(seed)
     alone = Program(settings, None)
     alone.run()

@@ -68,7 +68,7 @@ def numbers(model: Any) -> Any:
 
 
 def one_process(step: Any, size: int = 2) -> Any:
-    """What the mean of all ranks' losses gives, by ``step(model, optimizer, loss)``."""
+    """Result of training on the mean of all ranks' losses, by ``step(model, optimizer, loss)``."""
     model = made()
     step(
         model,
@@ -728,7 +728,7 @@ def test_all_buffers_become_those_of_rank_0_and_stay_so(defer: bool) -> None:
 
 
 def differing(kind: str, rank: int) -> tuple[Any, Any, dict[str, Any]]:
-    """What a rank attaches: rank 1 has something else."""
+    """Arguments of ``attach`` by rank: rank 1 differs."""
     options: dict[str, Any] = {}
     model = made()
     if rank == 1:

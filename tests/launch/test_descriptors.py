@@ -1,4 +1,4 @@
-"""Limits of open files: the soft one is raised as far as a job needs it, the hard one is told of if it is too low."""
+"""Limits of open files: the soft limit is raised as far as a job needs it; a hard limit that is too low is reported."""
 
 from __future__ import annotations
 

@@ -349,7 +349,7 @@ def test_a_first_launcher_that_is_started_again_knows_who_has_come_later(job: Ca
     made.until(0, "now 0 1 2 3\n")
     made.launchers[0].kill()
     made.launchers[0].wait(HOW_LONG_S)
-    made.until(1, "is gone: nobody is replaced any more", "now 2 3\n")
+    made.until(1, "is unreachable: automatic replacement is disabled", "now 2 3\n")
     made.start(0)
     made.until(1, "is back", "now 2 3 4 5\n")
     used, births, _ = made.result()

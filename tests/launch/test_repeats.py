@@ -19,7 +19,7 @@ OWN = b'  File "' + kfcomm.__file__.encode() + b'", line %d, in call\n    raise 
 
 
 class Ranks:
-    """What is shown of what some ranks write, and told."""
+    """Shown output and merged lines of some ranks."""
 
     def __init__(self) -> None:
         self.repeats = Repeats()

@@ -62,7 +62,7 @@ def test_the_first_launcher_is_killed_and_started_again(store: str, job: Callabl
     assert kfcomm("resize", "4", made.name()).returncode == 0
     made.until(0, lambda said: "4 ranks are wanted" in said)
     made.launchers[0].kill()
-    made.until(1, lambda said: "is gone: nobody is replaced any more" in said)
+    made.until(1, lambda said: "is unreachable: automatic replacement is disabled" in said)
     made.again(0)
     made.until(1, lambda said: "is back" in said)
     while len(made.status()["running"]) < 4:

@@ -1,4 +1,4 @@
-"""What `kfcomm run` sets for programs of ``torch.distributed``: ``env://`` finds the ranks, whatever is around it."""
+"""Variables that `kfcomm run` sets for ``torch.distributed``: ``env://`` finds the ranks in any environment."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TWO_HOSTS = ("127.0.0.1", "127.0.0.2")
 
 
 def shown(*arguments: str, env: Mapping[str, str] | None = None, program: str = SHOW) -> list[dict[str, str]]:
-    """What each rank of a job finds, by rank."""
+    """Environment of each rank of a job, by rank."""
     done = subprocess.run(
         command("run", *arguments, sys.executable, "-c", program), env=env or environ(), capture_output=True,
         text=True, stdin=subprocess.DEVNULL, check=True,

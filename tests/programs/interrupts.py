@@ -3,8 +3,8 @@
     python -m tests.programs.interrupts --verb all_reduce --transport shm --every
     python -m tests.programs.interrupts --raises TimeoutError
 
-After Ctrl-C it may say that it is closed instead; not so after what a handler of the program raises, and no message is
-lost then: the next receive gets it, or its sender is told.
+After Ctrl-C it may be closed instead. After an exception from a handler of the program it stays open, and no message is
+lost: the next receive gets it, or its sender gets an error.
 
 Rank 0 is interrupted, rank 1 takes part in the call. Then both meet in a barrier. Where that works, the same two
 processes go on with the next line; where rank 0 says that its communicator is closed, both close it and end, and others

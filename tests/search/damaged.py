@@ -3,7 +3,7 @@
 python -m tests.search.damaged --files 20000 --seed 1
 
 Bits flip, bytes change, the file is cut off, pages are zeros or those of an older checkpoint, pieces are swapped, lost
-and doubled: anywhere, or in the directory of the file. Whatever fails leaves the state as it was.
+and doubled: anywhere, or in the directory of the file. A failed read leaves the state unchanged.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m tests.search.traffic --seconds 60 --seed 1
 
-Each world is of two to five ranks that share memory. They call verbs at random, of some sizes and under names that come
-again, in the world and in groups that are made and closed: over links, in slots, and in both.
+Each world has two to five ranks that share memory. They call verbs at random, of some sizes and under repeated names,
+in the world and in groups that are made and closed: over links, in slots, and in both.
 """
 
 from __future__ import annotations
