@@ -139,7 +139,7 @@ async def _take_part(nbytes: int, given: dict[str, Any], files: Files) -> None:
                     return
                 raise ConfigError(
                     f"host {host} is busy ({most:.0%} of its processors; at most {MOST_BUSY:.0%} are fine): what would "
-                    "be kept would mislead all later jobs. Nothing was measured: try again when it is idle, or say "
+                    "be kept would mislead all later jobs. Nothing was measured: try again when it is idle, or use "
                     "--force"
                 )
         found = await comm.probe(nbytes=nbytes, rounds=given["rounds"], timeout=given["timeout"])
@@ -151,8 +151,8 @@ async def _take_part(nbytes: int, given: dict[str, Any], files: Files) -> None:
         return
     if kept is not None:
         click.echo(
-            f"\nkept in {kept}, for 'auto' of the jobs to come: all of yours that start on this host"
-            f"{'' if found.layout.num_hosts == 1 else ' (and likewise on the others)'} from now on.\n"
+            f"\nkept in {kept}: 'auto' of all your later jobs on this host"
+            f"{'' if found.layout.num_hosts == 1 else ' (and likewise on the others)'} uses it.\n"
             f"The processors were {busy:.0%} busy. 'kfcomm env' shows what is kept, 'kfcomm probe --forget' removes it."
         )
     try:

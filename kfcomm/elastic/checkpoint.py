@@ -94,7 +94,7 @@ class Checkpoint:
         if (mine := plan_of(self._state)) != about.plan:
             raise ConfigError(f"{self.name} does not fit: {difference(mine, about.plan, 'the checkpoint')}")
         if about.outline not in (None, outline_of(self._state)):
-            raise ConfigError(f"{self.name} does not fit: its names, or its lists and dictionaries, are others")
+            raise ConfigError(f"{self.name} does not fit: its names, or its lists and dictionaries, differ")
         arrays = arrays_in(self.path, about)
         try:
             load(self._state, arrays, about.small)
@@ -151,6 +151,6 @@ class Checkpoint:
             return
         about, _ = found
         if about.lineage != self.lineage[: len(about.lineage)]:
-            raise GivenUp("it holds that of another job, which was not read")
+            raise GivenUp("it belongs to another job, and this job has not read it")
         if about.lineage == self.lineage and about.epoch > epoch:
             raise GivenUp("a later epoch has written it")

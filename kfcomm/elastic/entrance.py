@@ -96,8 +96,8 @@ class Entrance:
         first = self._births[0]
         if first not in births and self._hosts[first] not in {self._hosts[one] for one in births}:
             raise ConfigError(
-                f"rank {first} was lost before it said whether there is a checkpoint {name!r}, and no rank is left on"
-                " its host that could: start the job again"
+                f"rank {first} was lost before it reported whether it sees a checkpoint {name!r}, and no rank is left "
+                "on its host that could: start the job again"
             )
 
     async def _find(self) -> tuple[Found | None, str | None]:
@@ -119,7 +119,7 @@ class Entrance:
         except ConfigError as error:
             return Place(), str(error)
         except (TypeError, ValueError):
-            return Place(), f"{self._checkpoint.name} tells no place from which an Elastic can go on"
+            return Place(), f"{self._checkpoint.name} has no position from which an Elastic can resume"
 
     def _begun(self, told: Any) -> Place:
         place = Place.of(told)

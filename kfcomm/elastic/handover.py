@@ -191,7 +191,7 @@ def _check(offers: Sequence[Offer], ranks: Iterable[int], me: int) -> None:
     if any(one != forms[0] for one in forms):
         unlike = (_unlike(offers[me], offer, f"rank {rank}") for rank, offer in judged)
         text = next((one for one in unlike if one is not None), "two other ranks differ")
-        raise ConfigError(f"the ranks' states are not alike: {text}")
+        raise ConfigError(f"the states of the ranks differ: {text}")
 
 
 def _unlike(mine: Offer, other: Offer, there: str) -> str | None:

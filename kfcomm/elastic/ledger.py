@@ -317,7 +317,7 @@ class Ledger(Posting):
 
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, asyncio.CancelledError):
-            error = EpochChanged("the communicator was closed while the ranks agreed on who goes on")
+            error = EpochChanged("the communicator was closed while the ranks agreed on the survivors")
         elif isinstance(error, Released):
             error = EpochChanged(f"{error}: this rank is released", epoch=self.comm.epoch + 1)
         self._error = error

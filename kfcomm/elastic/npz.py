@@ -89,7 +89,7 @@ def arrays_in(path: Path, about: About) -> list[Array]:
     def read(file: zipfile.ZipFile) -> list[Array]:
         arrays = [_array(file, *one) for one in about.plan]
         if about.sums is not None and about.sums != [checksum([one.view(np.uint8)]) for one in arrays]:
-            raise ValueError("the sum of an array is another")
+            raise ValueError("the checksum of an array differs")
         return arrays
 
     found = _reading(path, read)
@@ -135,7 +135,7 @@ def _about(file: zipfile.ZipFile, path: Path) -> tuple[About, str]:
         raise ConfigError(f"{_named(path)} is a checkpoint of another version of kfcomm")
     right, told = fields
     if _digest(told) != right:
-        raise ValueError("its digest is another")
+        raise ValueError("its digest differs")
     return About(*unpacked(np.frombuffer(told, np.uint8))), digest
 
 

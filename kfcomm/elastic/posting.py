@@ -110,7 +110,7 @@ class Posting(abc.ABC):
     def _late(self, entry: Entry) -> None:
         entry.timer = None
         if entry.outer is not None and not entry.is_left and entry.inner is None:
-            text = f"{entry.title} timed out while the ranks agreed on who goes on after a loss"
+            text = f"{entry.title} timed out while the ranks agreed on the survivors of a loss"
             entry.why = f"{text}, on rank {self._shown_rank}"
             entry.outer.set_exception(CollectiveTimeout(text, key=entry.name))
 

@@ -95,7 +95,7 @@ def check_names(number: int, told: Sequence[Told]) -> None:
         made = told[0].made
         raise ConfigError(
             f"used_in names {', '.join(map(repr, missing))}, and no call of step {number} has that name; its calls are "
-            f"{', '.join(map(repr, made))}: only collectives of all ranks that outlive a rank count"
+            f"{', '.join(map(repr, made))}: only collectives of all ranks that survive a loss count"
             f"{hint(missing[0], made)}"
         )
 

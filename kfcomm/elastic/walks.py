@@ -298,8 +298,8 @@ class Walks:
         if self.is_replaying and self._walk is not None and (self._has_left_out or self._is_joining):
             name, passes, _ = self._walk
             raise ConfigError(
-                f"the program has ended before it came to the steps to go on with: through sampler {name!r}, passes="
-                f"{passes}; it is another program than that of the checkpoint, or of the other ranks"
+                f"the program has ended before it reached the steps to resume: through sampler {name!r}, passes="
+                f"{passes}; it differs from the program of the checkpoint, or of the other ranks"
             )
         if self._ledger.unfinished():
             yield partial(finish_calls, self._ledger)
@@ -315,7 +315,7 @@ class Walks:
             steps that are over; those of this rank alone where all are the same.
 
         Raises:
-            CollectiveMismatch: the ranks are not at one place; on all of them.
+            CollectiveMismatch: the ranks are at different positions; on all of them.
             ConfigError: one rank has found something wrong; on all of them.
         """
         number = _number_of([self._ledger.step, *where])
@@ -355,8 +355,8 @@ class Walks:
             places.setdefault(where, f"rank {rank} {what}")
         if len(places) > 1:
             raise CollectiveMismatch(
-                f"the ranks are not at one place: {'; '.join(places.values()):.2000}; all ranks make the same calls"
-                " with equal samplers and arguments", key=BOUNDARY,
+                f"the ranks are at different positions: {'; '.join(places.values()):.2000}; all ranks make the same "
+                "calls with equal samplers and arguments", key=BOUNDARY,
             )  # fmt: skip
 
     async def _change(self, course: Course) -> None:

@@ -230,9 +230,7 @@ ENDED: dict[str, tuple[Callable[[Any], Any], str]] = {
 @pytest.mark.asyncio
 @pytest.mark.parametrize("where", ["world", "group"])
 @pytest.mark.parametrize("title", ENDED)
-async def test_what_is_under_way_when_an_epoch_ends_says_with_which_ranks_the_next_begins(
-    title: str, where: str
-) -> None:
+async def test_call_in_flight_at_the_end_of_an_epoch_names_the_ranks_of_the_next(title: str, where: str) -> None:
     async with world(2 if where == "world" else 4, quiet=False) as comms:
         a, _ = comms if where == "world" else await _group(comms)
         begin, said = ENDED[title]
@@ -253,9 +251,7 @@ async def test_what_is_under_way_when_an_epoch_ends_says_with_which_ranks_the_ne
 @pytest.mark.asyncio
 @pytest.mark.parametrize("where", ["world", "group"])
 @pytest.mark.parametrize("title", ENDED)
-async def test_what_is_under_way_when_a_communicator_is_closed_says_who_has_closed_which(
-    title: str, where: str
-) -> None:
+async def test_call_in_flight_at_a_close_names_the_rank_that_closed(title: str, where: str) -> None:
     async with world(2 if where == "world" else 4, tombstones=True, quiet=False) as comms:
         a, b = comms if where == "world" else await _group(comms)
         begin, said = ENDED[title]

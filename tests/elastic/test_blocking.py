@@ -41,7 +41,7 @@ def test_what_goes_wrong_in_it_is_raised_as_itself_at_the_line_of_the_caller() -
             next(elastic.steps(ElasticSampler(30 + comm.rank, 3)))
 
     wrong = {
-        differing: (ConfigError, "states are not alike"), without_own: (ConfigError, "nothing is this rank's own"),
+        differing: (ConfigError, "the ranks differ"), without_own: (ConfigError, "nothing is this rank's own"),
         not_open: (ConfigError, "it is not open"), with_other_samplers: (CollectiveMismatch, "equal samplers"),
     }  # fmt: skip
     for program, (kind, words) in wrong.items():

@@ -116,7 +116,7 @@ def test_ranks_end_if_only_the_dead_rank_saw_the_checkpoint(tmp_path: Path, capl
             assert set(map(str, run.results.values())) == {str(WHOLE)}, at_s
     names = [repr(str(tmp_path / f"of host {host}")) for host in (1, 2)]
     saw = [f"rank 0 is lost, which saw checkpoint {name} of step {LAST}, and no other rank sees it" for name in names]
-    before = "rank 0 was lost before it said whether there is a checkpoint"
+    before = "rank 0 was lost before it reported whether it sees a checkpoint"
     assert told == {*saw, *(f"{before} {name}, and no rank is left on its host that could" for name in names)}
 
 
@@ -192,7 +192,7 @@ async def test_states_of_other_forms_are_told_to_all(mine: dict[str, Any], other
     async with world(3, elastic=True, timeout=3600) as comms:
 
         async def main(comm: Any) -> None:
-            with pytest.raises(ConfigError, match=f"states are not alike: .*{words}"):
+            with pytest.raises(ConfigError, match=f"states of the ranks differ: .*{words}"):
                 await Elastic(comm, State(**(mine if comm.rank == 0 else others))).__aenter__()
 
         await run_ranks(comms, main)
@@ -212,7 +212,7 @@ async def test_a_job_does_not_write_over_a_checkpoint_that_it_has_not_read(
     mine.lineage = ["0b"]
     mine.look(9, "mine")
     await mine.close()
-    assert "it holds that of another job, which was not read" in caplog.text
+    assert "it belongs to another job, and this job has not read it" in caplog.text
     next_one = Checkpoint(path, 1, State(n=0))
     assert await next_one.read() == "theirs"
     next_one.lineage = [*next_one.lineage, "0c"]

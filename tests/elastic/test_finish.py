@@ -367,7 +367,9 @@ async def test_states_that_differ_are_refused_on_all() -> None:
     async with world(2, elastic=True) as comms:
 
         async def main(comm: Any) -> None:
-            with pytest.raises(ConfigError, match=r"states are not alike: x is float64\(\d,\) here and float64\(\d,\)"):
+            with pytest.raises(
+                ConfigError, match=r"states of the ranks differ: x is float64\(\d,\) here and float64\(\d,\)"
+            ):
                 async with Elastic(comm, State(x=np.zeros(2 + comm.rank))):
                     raise AssertionError
             # nothing is left of it
@@ -384,7 +386,7 @@ async def test_ranks_at_unlike_places_are_told() -> None:
         async def main(comm: Any) -> None:
             async with Elastic(comm, State()) as elastic:
                 steps = elastic.steps(ElasticSampler(10, 2, seed=comm.rank))
-                with pytest.raises(CollectiveMismatch, match="not at one place"):
+                with pytest.raises(CollectiveMismatch, match="at different positions"):
                     await anext(steps)
 
         await run_ranks(comms, main)

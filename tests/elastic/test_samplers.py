@@ -382,7 +382,7 @@ async def test_a_program_that_lacks_the_steps_to_go_on_with_is_told(
 
     assert await run(("train", "val"), dies=True) == ["", ""]
     told = await run(("train",), dies=False)
-    assert all("ended before it came to the steps to go on with: through sampler 'val'" in one for one in told)
+    assert all("ended before it reached the steps to resume: through sampler 'val'" in one for one in told)
     assert await run((), dies=False) == await run(("train", "val"), dies=False) == ["ended"] * 2
 
 
