@@ -118,10 +118,11 @@ class ElasticSampler:
             if state[name] != mine:
                 raise ConfigError(f"{name} of this sampler is {mine}, that of the state {state[name]}")
         self.batch = state.get("next_batch", self._first_batch)  # without one: a checkpoint from before it was kept
-        self.passes = int(state["passes"])
+        made, self.passes = self.passes, int(state["passes"])
         self._position = int(state["position"])
         self._again = [int(index) for index in state["again"]]
-        self._order = self._order_of(self.passes)
+        if made != self.passes:  # 40 ms for a million samples, in which no other thread of this process runs
+            self._order = self._order_of(self.passes)
 
     def _order_of(self, number: int) -> Indices:
         if self.seed is None:

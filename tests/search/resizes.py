@@ -43,7 +43,7 @@ with kfcomm.sync.init(elastic=True, timeout=60) as comm:
     me = comm.births[comm.rank]
     chance = random.Random(f"{sys.argv[1]} {me}")
     with Elastic(comm, state) as elastic:
-        for step in elastic.steps(ElasticSampler(10**7, batch=10)):
+        for step in elastic.steps(ElasticSampler(10**6, batch=10)):
             state.n += 1
             if comm.rank == 0:
                 with open(f"now.{me}", "w") as file:
