@@ -137,7 +137,7 @@ def test_arrays_on_a_device(x: Any) -> None:
 )
 def test_what_is_not_on_a_device(x: Any) -> None:
     assert not is_on_device(x)
-    with pytest.raises(ConfigError, match="no array in the memory of a device"):
+    with pytest.raises(ConfigError, match="expected an array in the memory of a device"):
         taken(x)
 
 
@@ -267,7 +267,7 @@ def test_other_memory_is_written_in_the_end() -> None:
         (tiny(3, dtype="f8"), "out has dtype float64, the result has float32"),
         (Tiny(np.broadcast_to(np.float32(0), 3)), "read-only"),
         (Tiny(np.lib.stride_tricks.as_strided(np.zeros(1, FLOAT), (3,), (0,))), "share their memory"),
-        (np.zeros(3), "no array in the memory of a device"),
+        (np.zeros(3), "expected an array in the memory of a device"),
     ],
 )
 def test_bad_out(out: Any, message: str) -> None:
