@@ -1,12 +1,11 @@
 """Effects of signals at a launcher on the ranks of its job.
 
 ============================ ======================================================================================
-signal                       what becomes of it
+signal                       effect
 ============================ ======================================================================================
 SIGINT, SIGTERM, SIGHUP,     each rank's process group gets it; what has not ended after the grace is killed, and a
 SIGQUIT                      second one kills at once. SIGHUP is left ignored where it is (nohup)
-SIGUSR1, SIGUSR2             each rank that lives through it gets it, on all hosts: its process alone, not what that has
-                             started
+SIGUSR1, SIGUSR2             the process of each rank that survives it gets it, on all hosts; its child processes do not
 SIGTSTP                      the groups of all ranks are stopped, on all hosts; then the launcher, if there is no other
 SIGCONT                      they go on
 ============================ ======================================================================================
