@@ -46,8 +46,7 @@ def test_a_communicator_is_closed_after_the_computations_that_were_begun() -> No
 def test_an_error_inside_jit_reaches_whoever_called() -> None:
     said = compiled(2, "errors")  # by the log of JAX: the text of its own error has room for the beginning alone
     error = "kfcomm.errors.CollectiveMismatch: 'tree/0' (many) differs between ranks"
-    by_rank = all(f"[{rank}] {error}" in said for rank in range(2))
-    assert by_rank or f"kfcomm: ranks 0-1: {error}" in said, said  # the launcher shows once what both have in common
+    assert said.count(error) >= 2, said  # of each rank, or once for both, which the launcher names in a line
 
 
 def test_an_error_of_an_eager_call_is_ours() -> None:
