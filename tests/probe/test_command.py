@@ -62,7 +62,7 @@ def test_what_is_kept_counts_in_the_next_job(tmp_path: Path, monkeypatch: pytest
     costs = kept_costs()
     assert None not in (costs.local_alpha_s, costs.local_beta_s_per_byte, costs.overhead_s, costs.gamma_s_per_byte)
     assert f"kept in {path_of_costs()}" in done.stdout
-    assert "all of yours that start on this host from now on" in done.stdout
+    assert "'auto' of all your later jobs on this host uses it" in done.stdout
     assert "'kfcomm probe --forget' removes it" in done.stdout
     kept = json.loads(path_of_costs().read_text())
     assert 0.0 <= kept["busy"] <= 1.0
@@ -91,7 +91,7 @@ def test_probe_keep_is_refused_on_a_busy_host(tmp_path: Path, monkeypatch: pytes
         done = finished("probe", "-n", "2", *QUICK, "--keep")
     assert done.returncode == 2, done
     assert done.stderr.count("is busy (") == 2  # rank 0's line, and the launcher's
-    assert "or say --force" in done.stderr
+    assert "or use --force" in done.stderr
     assert "latency" not in done.stdout
     assert kept_costs() == UNMEASURED
 

@@ -348,6 +348,30 @@ async def test_a_lease_that_is_revoked_costs_a_job_nothing(one: etcds.Etcd, capl
 
 
 @pytest.mark.asyncio
+async def test_who_hears_the_end_of_a_lease_late_hears_of_the_next_one_too(
+    one: etcds.Etcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One message then has both: the end of the lease with all its keys, and what was written anew."""
+    store, watch, goes_on = one.store("late"), gateway.Gateway.watch, asyncio.Event()
+
+    async def late(self: gateway.Gateway, key: bytes, end: bytes, revision: int) -> AsyncIterator[dict[str, object]]:
+        await goes_on.wait()
+        async for told in watch(self, key, end, revision):
+            yield told
+
+    async with mirrored(store, is_first=True) as first:
+        await first.claim("a", b"1")
+        monkeypatch.setattr(gateway.Gateway, "watch", late)
+        monkeypatch.setattr(leases, "ABANDONED_AFTER_S", 0.1)
+        async with mirrored(store, is_over=False) as other:
+            await asyncio.to_thread(etcds.revoke_lease, one, "late")
+            await first.claim("b", b"2")
+            goes_on.set()
+            await other.claim("c", b"3")
+            assert dict(other.board.contents()) == {"a": b"1", "b": b"2", "c": b"3"}
+
+
+@pytest.mark.asyncio
 async def test_a_job_whose_first_launcher_is_gone_ends_some_time_after_its_lease(
     one: etcds.Etcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:

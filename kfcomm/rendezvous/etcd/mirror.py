@@ -203,14 +203,16 @@ class Mirror(Lasting):
 
     def _take_all(self, result: Mapping[str, Any]) -> None:
         events = result.get("events", ())
-        for event in events:
+        ended_at = None  # the revision in which the lease ended, and all keys with it: these are written anew
+        for event in events:  # of several revisions, if this process or etcd was slow
             key = data(event["kv"]["key"])
             is_gone = event.get("type") == "DELETE"
+            revision = event["kv"]["mod_revision"]
             if key == self._root + b"lease":
                 self._lease.hear(None if is_gone else data(event["kv"].get("value", "")))
                 if is_gone:
-                    break  # the others have ended with it, and are written anew
-            elif is_gone and key.startswith(self._store):
+                    ended_at = revision
+            elif is_gone and key.startswith(self._store) and revision != ended_at:
                 self.board.drop(key.removeprefix(self._store).decode())
             elif not is_gone:
                 self._take(key, data(event["kv"].get("value", "")))
