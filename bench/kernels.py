@@ -16,7 +16,7 @@ import click
 import numpy as np
 
 from kfcomm.arrays.dtypes import dtype_of
-from kfcomm.reduce import kernel, wire_of
+from kfcomm.arrays.reduce import kernel, wire_of
 from kfcomm.types import Op
 
 RUNS = 15

@@ -40,8 +40,8 @@ import kfcomm
 from kfcomm.bench.workloads import WORKLOADS
 from kfcomm.core.collective import GroupView, ItemSizes, Key, Series
 from kfcomm.core.program import elsewhere
-from kfcomm.runtime.meter import Meter
-from kfcomm.runtime.operation import Operation, Work
+from kfcomm.engine.meter import Meter
+from kfcomm.engine.operation import Operation, Work
 from kfcomm.transports.shm.ring import RingReader
 
 RESULTS = Path(__file__).parent / "results"

@@ -30,9 +30,9 @@ import numpy as np
 from bench.compare.record import write
 from bench.compare.world import ROOT
 from bench.latency import one_way_s
+from kfcomm.common.sizes import show_size
 from kfcomm.simulate import Host, Local, Result, SimulatedNetwork, simulate
 from kfcomm.simulate.fields import parse_time_s
-from kfcomm.sizes import show_size
 
 MAX_ERROR = 0.15
 MIN_WINNERS = 0.9

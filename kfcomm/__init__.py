@@ -11,6 +11,8 @@ framework, no network and no environment variable is looked at before ``init`` i
 
 from typing import TYPE_CHECKING
 
+from kfcomm.common.lazy import imported_when_used
+from kfcomm.common.version import __version__
 from kfcomm.errors import (
     CollectiveAborted,
     CollectiveError,
@@ -28,30 +30,28 @@ from kfcomm.errors import (
     TransportError,
     WouldDeadlock,
 )
-from kfcomm.lazy import imported_when_used
 from kfcomm.types import Layout, Op
-from kfcomm.version import __version__
 
 if TYPE_CHECKING:
     from kfcomm import adapt, elastic, strategies, sync, train
     from kfcomm.collectives.handle import Handle
     from kfcomm.collectives.messages import Queue
     from kfcomm.collectives.persistent import PersistentCollective
-    from kfcomm.communicator import Communicator
-    from kfcomm.dumps import dump
     from kfcomm.joining import init
     from kfcomm.monitor import Statistics
+    from kfcomm.monitor.dumps import dump
+    from kfcomm.world.communicator import Communicator
 else:  # type checkers would take any name for one that is there
     __getattr__ = imported_when_used(
         __name__,
         {
-            "Communicator": "kfcomm.communicator",
+            "Communicator": "kfcomm.world.communicator",
             "Handle": "kfcomm.collectives.handle",
             "PersistentCollective": "kfcomm.collectives.persistent",
             "Queue": "kfcomm.collectives.messages",
             "Statistics": "kfcomm.monitor",
             "adapt": "kfcomm.adapt",
-            "dump": "kfcomm.dumps",
+            "dump": "kfcomm.monitor.dumps",
             "elastic": "kfcomm.elastic",
             "init": "kfcomm.joining",
             "strategies": "kfcomm.strategies",

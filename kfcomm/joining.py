@@ -9,27 +9,27 @@ from collections.abc import Generator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack, cast
 
-from kfcomm import accelerator
-from kfcomm.communicator import ARRIVED, Communicator
-from kfcomm.dumps import install_signal
-from kfcomm.epochs import settle
+from kfcomm.common.extras import is_installed, lacking
+from kfcomm.common.tracebacks import bare, terse
+from kfcomm.engine.session import Session
 from kfcomm.errors import ConfigError, KfcommError
-from kfcomm.extras import is_installed, lacking
 from kfcomm.monitor import serving
-from kfcomm.plugins import check
+from kfcomm.monitor.dumps import install_signal
 from kfcomm.rendezvous import farewell
 from kfcomm.rendezvous.kept import describe_kept
 from kfcomm.rendezvous.settings import Arguments, Settings, detect, misspelt
 from kfcomm.rendezvous.token import conceal
-from kfcomm.session import Session
-from kfcomm.tracebacks import bare, terse
+from kfcomm.strategies.plugins import check
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor
 from kfcomm.types import UNMEASURED
+from kfcomm.world import accelerator
+from kfcomm.world.communicator import ARRIVED, Communicator
+from kfcomm.world.epochs import settle
 
 if TYPE_CHECKING:
-    from kfcomm.alone import Alone
-    from kfcomm.network import Exchange, SocketNetwork
+    from kfcomm.engine.alone import Alone
+    from kfcomm.engine.network import Exchange, SocketNetwork
 
 logger = logging.getLogger("kfcomm")
 
@@ -152,10 +152,10 @@ async def _network(
 ) -> Alone | SocketNetwork:
     """The ways to the other ranks; a process alone has none, and does not import what makes them."""
     if settings.size == 1:
-        from kfcomm.alone import Alone
+        from kfcomm.engine.alone import Alone
 
         return Alone(settings, own.report)
-    from kfcomm.network import SocketNetwork
+    from kfcomm.engine.network import SocketNetwork
 
     if exchange is None:
         return await SocketNetwork.join(settings, own.report)

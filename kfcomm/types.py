@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
 Seconds: TypeAlias = "float | timedelta"
-"""How callers give a time; see ``kfcomm.sizes.seconds_of``."""
+"""How callers give a time; see ``kfcomm.common.sizes.seconds_of``."""
 
 
 class Candidate(NamedTuple):

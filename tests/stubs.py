@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from kfcomm.devices import DeviceReport
+from kfcomm.arrays.devices import DeviceReport
 
 
 class StubDevice:

@@ -10,16 +10,16 @@ from dataclasses import replace
 import pytest
 
 import kfcomm
-from kfcomm import accelerator
-from kfcomm.devices import Device, DeviceReport
-from kfcomm.devices.routes import Route
+from kfcomm.arrays.devices import Device, DeviceReport
+from kfcomm.arrays.devices.routes import Route
 from kfcomm.rendezvous.settings import Settings
 from kfcomm.types import Layout
+from kfcomm.world import accelerator
 from tests.stubs import StubDevice, stub
 
 
 class Finding:
-    """What stands for ``kfcomm.devices.lookup`` and the maker of NCCL's backends.
+    """What stands for ``kfcomm.arrays.devices.lookup`` and the maker of NCCL's backends.
 
     Attributes:
         device: what is found; None for a machine without.
@@ -45,7 +45,7 @@ class Finding:
 @pytest.fixture
 def finding(monkeypatch: pytest.MonkeyPatch) -> Iterator[Finding]:
     found = Finding(stub(0))
-    monkeypatch.setattr("kfcomm.devices.lookup.find", found.find)
+    monkeypatch.setattr("kfcomm.arrays.devices.lookup.find", found.find)
     monkeypatch.setattr("kfcomm.transports.nccl.Nccl", lambda: found.maker)
     return found
 

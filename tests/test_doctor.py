@@ -15,9 +15,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kfcomm.cli import main
-from kfcomm.doctor import Diagnosis, as_text, diagnose, read
-from kfcomm.doctor.findings import Finding, Kind, findings, ranks_in_words
 from kfcomm.errors import ConfigError
+from kfcomm.monitor.doctor import Diagnosis, as_text, diagnose, read
+from kfcomm.monitor.doctor.findings import Finding, Kind, findings, ranks_in_words
 from kfcomm.testing import run_threads, sync_world
 from tests.launch.launched import environ, launched
 

@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 import kfcomm
-from kfcomm.dumps import install_signal, record
-from kfcomm.dumps.record import steady
+from kfcomm.monitor import dump_record as record
+from kfcomm.monitor.dump_record import steady
+from kfcomm.monitor.dumps import install_signal
 from kfcomm.sync import Communicator
 from kfcomm.testing import sync_world, world
 

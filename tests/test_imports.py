@@ -21,8 +21,8 @@ UNUSED = (
     "kfcomm.cli",
     "kfcomm.collectives.on_device.backed",
     "kfcomm.collectives.on_device.staged",
-    "kfcomm.devices.cuda",
-    "kfcomm.doctor",
+    "kfcomm.arrays.devices.cuda",
+    "kfcomm.monitor.doctor",
     "kfcomm.launch",
     "kfcomm.monitor.metrics",
     "kfcomm.monitor.records",
@@ -56,7 +56,14 @@ def unused(modules: set[str]) -> list[str]:
 
 def test_importing_kfcomm_imports_no_room() -> None:
     modules = loaded("import kfcomm")
-    assert own(modules) <= {"kfcomm", "kfcomm.errors", "kfcomm.lazy", "kfcomm.types", "kfcomm.version"}
+    assert own(modules) <= {
+        "kfcomm",
+        "kfcomm.errors",
+        "kfcomm.common",
+        "kfcomm.common.lazy",
+        "kfcomm.common.version",
+        "kfcomm.types",
+    }
     assert len(modules) <= 20
 
 
@@ -89,11 +96,13 @@ def test_every_public_name_is_there() -> None:
     names = set(kfcomm.__all__)
     assert names <= set(dir(kfcomm))
     modules = loaded(f"import kfcomm\nfor name in {sorted(names)}: getattr(kfcomm, name)")
-    assert {"kfcomm.adapt", "kfcomm.communicator", "kfcomm.strategies", "kfcomm.sync"} <= modules
+    assert {"kfcomm.adapt", "kfcomm.world.communicator", "kfcomm.strategies", "kfcomm.sync"} <= modules
 
 
 def test_a_name_means_the_same_whatever_was_imported_first() -> None:
-    loaded("import kfcomm.dumps, kfcomm.communicator, kfcomm.sync\nassert callable(kfcomm.dump), kfcomm.dump")
+    loaded(
+        "import kfcomm.monitor.dumps, kfcomm.world.communicator, kfcomm.sync\nassert callable(kfcomm.dump), kfcomm.dump"
+    )
     loaded("import kfcomm\nassert callable(kfcomm.dump), kfcomm.dump\nfrom kfcomm import dump, sync\nsync.Adaptation")
 
 
@@ -123,7 +132,13 @@ def test_the_launcher_imports_nothing_of_what_its_ranks_do() -> None:
     code = "from kfcomm.cli import main\ntry: main(['run', '-n', '1', 'true'])\nexcept SystemExit as end: print(end)"
     modules = loaded(code, beyond="import sys")
     assert "kfcomm.rendezvous.store" in modules
-    assert not modules & {"numpy", "kfcomm.arrays", "kfcomm.communicator", "kfcomm.runtime", "kfcomm.session"}
+    assert not modules & {
+        "numpy",
+        "kfcomm.arrays",
+        "kfcomm.world.communicator",
+        "kfcomm.engine",
+        "kfcomm.engine.session",
+    }
     assert not {name for name in modules if name.startswith(("kfcomm.bench", "kfcomm.simulate", "kfcomm.probe"))}
 
 

@@ -12,9 +12,9 @@ import pytest
 from click.testing import CliRunner
 
 import kfcomm
-from kfcomm import plugins
 from kfcomm.cli import main
 from kfcomm.errors import ConfigError
+from kfcomm.strategies import plugins
 from kfcomm.types import Layout
 from tests.conformance.worlds import everywhere, world
 

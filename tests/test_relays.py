@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import kfcomm
+from kfcomm.common.tls import load, make
 from kfcomm.errors import CollectiveError, PeerLost
 from kfcomm.rendezvous.store import StoreServer
-from kfcomm.tls import load, make
 from kfcomm.transports import greeting
 from tests.relays import Relay
 

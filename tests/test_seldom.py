@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from kfcomm.seldom import Seldom
+from kfcomm.common.seldom import Seldom
 
 
 def test_one_line_a_second_with_a_count(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kfcomm.common.sizes import parse_sizes, seconds_of, show_size
 from kfcomm.errors import ConfigError
-from kfcomm.sizes import parse_sizes, seconds_of, show_size
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 import kfcomm
 from kfcomm.cli import main
+from kfcomm.common.spelling import hint, meant
 from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.settings import detect, misspelt
-from kfcomm.spelling import hint, meant
 
 WORDS = ("auto", "tcp", "unix", "shm", "nccl", "all-reduce", "binary_tree")
 

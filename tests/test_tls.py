@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from kfcomm.common.sockets import readable
+from kfcomm.common.tls import AUTHORITY, CERTIFICATE, KEY, Tls, load, make
 from kfcomm.core.handshake import Identity
 from kfcomm.core.hello import Purpose
 from kfcomm.errors import ConfigError, ProtocolError, RendezvousError, TransportError
 from kfcomm.rendezvous.client import StoreClient
 from kfcomm.rendezvous.store import StoreServer
-from kfcomm.tls import AUTHORITY, CERTIFICATE, KEY, Tls, load, make
 from kfcomm.transports.greeting import answer, dial
 from kfcomm.transports.sockets import DialRefused, Listener
-from kfcomm.waiting import readable
 from tests.launch.launched import finished
 from tests.support import on_every_loop
 

@@ -28,9 +28,9 @@ import click
 import numpy as np
 
 from bench.agreement.learning import Data, Model, accuracy, beginning, digits, gradient
-from kfcomm.communicator import Communicator
 from kfcomm.testing import run_ranks, world
 from kfcomm.train import SMA, Agreement, LinearScaling, PairAveraging, SynchronousSGD
+from kfcomm.world.communicator import Communicator
 
 RANKS, BATCH = 16, 4
 WARM_UP_EPOCHS = 5

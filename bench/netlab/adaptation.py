@@ -31,7 +31,7 @@ from bench.netlab.lab import Netlab
 from bench.netlab.measure import conduct, measure
 from bench.netlab.rates import parse_rate, show_rate
 from bench.netlab.steps import Step, rounds
-from kfcomm.sizes import parse_sizes
+from kfcomm.common.sizes import parse_sizes
 from kfcomm.strategies import names
 
 FORMAT = 1

@@ -32,7 +32,7 @@ from bench.netlab.lab import Netlab
 from bench.netlab.measure import Timing, alone, measure
 from bench.netlab.rates import Bucket, efficiency, show_rate
 from bench.netlab.steps import Step, bound_s, rounds
-from kfcomm.sizes import parse_sizes, show_size
+from kfcomm.common.sizes import parse_sizes, show_size
 
 FORMAT = 1
 STRATEGIES = "ring,star,clique,binary_tree,multi_binary_tree_star,auto"

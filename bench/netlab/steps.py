@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from kfcomm.common.sizes import parse_sizes, show_size
 from kfcomm.errors import ConfigError
-from kfcomm.sizes import parse_sizes, show_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from bench.netlab.lab import MTU, Netlab
 from bench.netlab.measure import Timing, measure
 from bench.netlab.rates import efficiency, parse_rate, show_rate
 from bench.netlab.steps import rounds
-from kfcomm.sizes import parse_sizes
+from kfcomm.common.sizes import parse_sizes
 from kfcomm.strategies import AnyStrategy, bound_seconds, build, packed_trees
 from kfcomm.strategies.cost import network_of, predict_seconds
 from kfcomm.types import Layout

@@ -22,7 +22,7 @@ from kfcomm.adapt.runner import Runner
 from kfcomm.errors import ConfigError, EpochChanged, KfcommError, PeerLost
 
 if TYPE_CHECKING:
-    from kfcomm.communicator import Communicator
+    from kfcomm.world.communicator import Communicator
 
 
 class Adaptation:

@@ -10,8 +10,8 @@ from kfcomm.adapt.metrics import StepMetrics
 from kfcomm.adapt.policy import Context, Policy
 from kfcomm.adapt.trials import Trials
 from kfcomm.errors import ConfigError
-from kfcomm.plugins import build, check
 from kfcomm.strategies import AnyStrategy, StrategySpec
+from kfcomm.strategies.plugins import build, check
 
 PATIENCE = 3
 """Low steps running before trials begin anew: they cost more than a look at the links."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from kfcomm.adapt.decision import Decision
 from kfcomm.adapt.hyperparameters import Hyperparameters
 from kfcomm.adapt.metrics import StepMetrics
-from kfcomm.arguments import whole_number
+from kfcomm.common.arguments import whole_number
 from kfcomm.errors import ConfigError
 from kfcomm.strategies import AnyStrategy
 from kfcomm.types import Layout
@@ -22,7 +22,7 @@ from kfcomm.types import Layout
 if TYPE_CHECKING:
     from kfcomm.adapt.requests import Request
     from kfcomm.adapt.runner import Runner
-    from kfcomm.communicator import Communicator
+    from kfcomm.world.communicator import Communicator
 
 STRATEGY, SIZE = "strategy", "size"
 """Subjects beside the names of hyperparameters."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any, Self
 
-from kfcomm.arguments import plain_text
+from kfcomm.common.arguments import plain_text
 from kfcomm.errors import ConfigError
 
 SIGNIFICANT_DIGITS = 9

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kfcomm.adapt.recording import Recorder
     from kfcomm.adapt.requests import Request
     from kfcomm.adapt.runner import Runner
-    from kfcomm.communicator import Communicator
+    from kfcomm.world.communicator import Communicator
 
 logger = logging.getLogger("kfcomm.adapt")
 

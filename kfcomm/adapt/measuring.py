@@ -6,10 +6,10 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from kfcomm.adapt.metrics import Reading
-from kfcomm.runtime.load import Load
+from kfcomm.engine.load import Load
 
 if TYPE_CHECKING:
-    from kfcomm.communicator import Communicator
+    from kfcomm.world.communicator import Communicator
 
 
 class StepMeter(Protocol):

@@ -11,7 +11,7 @@ from typing import Any
 
 from kfcomm.adapt.metrics import Table
 from kfcomm.adapt.place import Place
-from kfcomm.arguments import plain_text
+from kfcomm.common.arguments import plain_text
 from kfcomm.errors import ConfigError
 
 MAX_OBSERVED = 64

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from kfcomm.collectives.handle import Handle
-from kfcomm.communicator import Communicator
 from kfcomm.errors import PeerLost
+from kfcomm.world.communicator import Communicator
 
 MEETING = "meeting"
 OWN_NAMES = "kfcomm/adaptation/"

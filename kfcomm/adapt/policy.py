@@ -14,14 +14,14 @@ from kfcomm.adapt.host import SIZE, STRATEGY
 from kfcomm.adapt.hyperparameters import Hyperparameters, in_words
 from kfcomm.adapt.metrics import StepMetrics
 from kfcomm.adapt.requests import Request, words_of
-from kfcomm.plugins import build
 from kfcomm.strategies import AnyStrategy, StrategySpec
+from kfcomm.strategies.plugins import build
 from kfcomm.types import Layout
 
 if TYPE_CHECKING:
     from kfcomm.adapt.host import Host
     from kfcomm.adapt.runner import Runner
-    from kfcomm.communicator import Communicator
+    from kfcomm.world.communicator import Communicator
 
 T = TypeVar("T")
 

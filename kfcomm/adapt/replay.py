@@ -18,12 +18,12 @@ from kfcomm.adapt.recording import NUMBERS, lines_of, numbers
 from kfcomm.adapt.requests import Request
 from kfcomm.adapt.runner import Runner
 from kfcomm.errors import ConfigError
-from kfcomm.plugins import build
 from kfcomm.strategies import AnyStrategy
+from kfcomm.strategies.plugins import build
 from kfcomm.types import Costs, Layout
 
 if TYPE_CHECKING:
-    from kfcomm.communicator import Communicator
+    from kfcomm.world.communicator import Communicator
 
 T = TypeVar("T")
 Line = Mapping[str, Any]

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Generator, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from kfcomm.arguments import plain_text
+from kfcomm.common.arguments import plain_text
 
 if TYPE_CHECKING:
     from kfcomm.adapt.runner import Runner

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from kfcomm.adapt.policy import Context, Policy
 from kfcomm.adapt.requests import FAILED, NOTHING, Request, sign_of
-from kfcomm.arguments import plain_text
 from kfcomm.collectives.objects import packed
+from kfcomm.common.arguments import plain_text
 from kfcomm.errors import ConfigError, EpochChanged, PeerLost
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from kfcomm.strategies.cost import predict_seconds
 from kfcomm.types import Layout
 
 if TYPE_CHECKING:
-    from kfcomm.communicator import Communicator
     from kfcomm.probe import Probe
+    from kfcomm.world.communicator import Communicator
 
 PROBE_NBYTES, PROBE_ROUNDS = 1 << 17, 2
 """Of the probes: 20 ms on 50 Mbit/s, where a look at 8 hosts takes a few seconds less than with a probe's own."""

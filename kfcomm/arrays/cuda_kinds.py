@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from kfcomm.arrays.devices import Device, Flat, Stream
+from kfcomm.arrays.devices.cuda_calls import as_stream, load_cupy, working_on
 from kfcomm.arrays.dtypes import SUPPORTED_NAMES, checked, dtype_of, unsupported
-from kfcomm.devices import Device, Flat, Stream
-from kfcomm.devices.cuda_calls import as_stream, load_cupy, working_on
 from kfcomm.errors import ConfigError, KfcommError
 
 

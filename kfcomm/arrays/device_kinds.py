@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from kfcomm.devices import Device, Flat, Stream
+from kfcomm.arrays.devices import Device, Flat, Stream
 
 _OF_THE_HOST = (np.ndarray, np.generic, bool, int, float, complex, str, bytes, bytearray, memoryview, list, tuple)
 _DLPACK_CUDA_DEVICES = (2, 13)  # memory of a device, and memory that CUDA moves to where it is used

@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from kfcomm.common.extras import lacking
+from kfcomm.common.spelling import hint
 from kfcomm.errors import ConfigError
-from kfcomm.extras import lacking
-from kfcomm.spelling import hint
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from kfcomm.arrays.device_kinds import DeviceKind, OnStream, kind_on_device
+from kfcomm.arrays.devices import Device, Flat, Stream
 from kfcomm.arrays.dtypes import checked
 from kfcomm.arrays.shapes import check_out_shape
-from kfcomm.devices import Device, Flat, Stream
 from kfcomm.errors import ConfigError
 
 __all__ = [

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import kfcomm.sync
 from kfcomm.bench.load import Call
 from kfcomm.bench.suite import Mode, Place, Suite
+from kfcomm.engine.session import Session
 from kfcomm.joining import init
 from kfcomm.rendezvous.settings import detect, host_and_port, store_url
-from kfcomm.session import Session
 from kfcomm.types import Layout
 
 Run = Callable[[], Awaitable[Sequence[Any]]]

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from kfcomm.arrays.devices.cuda_calls import INSTALL
 from kfcomm.bench.memory import Stopwatch
 from kfcomm.bench.pattern import Array
-from kfcomm.devices.cuda_calls import INSTALL
+from kfcomm.common.sizes import show_size
 from kfcomm.errors import ConfigError
-from kfcomm.sizes import show_size
 
 _ALL_ONES = 0xFF
 """In every byte: not a number in all floating-point formats, -1 or the largest integer in the others."""

@@ -16,7 +16,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullLocator
 
-from kfcomm.sizes import show_size
+from kfcomm.common.sizes import show_size
 
 STYLE: dict[Any, Any] = {
     # letters stay letters: small, searchable, and set in the reader's own font

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from kfcomm.plugins import build
-from kfcomm.sizes import show_size
+from kfcomm.common.sizes import show_size
+from kfcomm.strategies.plugins import build
 from kfcomm.types import Layout
 
 TOLERANCE = 1.05

@@ -9,8 +9,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from kfcomm.common.version import __version__
 from kfcomm.rendezvous.interfaces import hostname
-from kfcomm.version import __version__
 
 _PACKAGES = ("numpy", "msgpack", "uvloop")
 

@@ -11,7 +11,7 @@ from kfcomm.bench.devices import route_in_words
 from kfcomm.bench.html import Section, document, preformatted_html, quiet_html, table_html
 from kfcomm.bench.plots import drawings
 from kfcomm.bench.table import COLUMNS, Table
-from kfcomm.sizes import show_size
+from kfcomm.common.sizes import show_size
 
 if TYPE_CHECKING:
     from kfcomm.bench.report import Report

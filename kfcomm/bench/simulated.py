@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from kfcomm.bench.table import Column, Table, show_number
+from kfcomm.common.sizes import show_size
 from kfcomm.simulate import Result, SimulatedNetwork
-from kfcomm.sizes import show_size
 
 _FORMAT = 1
 

@@ -14,8 +14,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from kfcomm.bench.drawing import COLORS, LINE_WIDTH, MARKS, STYLE, Drawing, as_svg, mark_axis, size_axis
 from kfcomm.bench.html import Section, document, preformatted_html, quiet_html, table_html
 from kfcomm.bench.simulated import worlds_of
+from kfcomm.common.sizes import show_size
 from kfcomm.simulate import Result
-from kfcomm.sizes import show_size
 
 if TYPE_CHECKING:
     from kfcomm.bench.simulated import Simulations

@@ -14,13 +14,13 @@ from enum import StrEnum
 from typing import Any, Final, Self
 
 from kfcomm.arrays.dtypes import dtype_of
+from kfcomm.arrays.reduce import kernel
 from kfcomm.bench.workloads import WORKLOADS, Shape, num_parameters
+from kfcomm.common.sizes import show_size
+from kfcomm.common.spelling import hint
 from kfcomm.errors import ConfigError
-from kfcomm.plugins import check
-from kfcomm.reduce import kernel
 from kfcomm.rendezvous.settings import LINKS, TRANSPORTS
-from kfcomm.sizes import show_size
-from kfcomm.spelling import hint
+from kfcomm.strategies.plugins import check
 from kfcomm.types import Op, Verb
 
 _MOST_ITERATIONS = 200

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
 from kfcomm.bench.figures import Result
-from kfcomm.sizes import show_size
+from kfcomm.common.sizes import show_size
 
 Row = TypeVar("Row")
 

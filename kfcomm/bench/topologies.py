@@ -11,7 +11,7 @@ from kfcomm.bench.grid import Advice, Grid
 from kfcomm.bench.report import Report
 from kfcomm.bench.simulated import Simulations
 from kfcomm.bench.table import Column, Table, show_number
-from kfcomm.sizes import show_size
+from kfcomm.common.sizes import show_size
 
 _SHADES = ((1.0, "█"), (1.25, "▓"), (2.0, "▒"), (4.0, "░"))
 _SLOWEST = "·"

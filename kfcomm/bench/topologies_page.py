@@ -19,7 +19,7 @@ from kfcomm.bench.html import Section, document, preformatted_html, quiet_html, 
 from kfcomm.bench.page import surroundings
 from kfcomm.bench.simulated_page import drawings as simulated_drawings
 from kfcomm.bench.topologies import LEGEND, Findings, times
-from kfcomm.sizes import show_size
+from kfcomm.common.sizes import show_size
 
 if TYPE_CHECKING:
     from kfcomm.bench.topologies import MeasuredTopologies, SimulatedTopologies

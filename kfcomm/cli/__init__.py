@@ -74,7 +74,7 @@ def doctor(files: tuple[str, ...], as_json: bool) -> None:
     """  # noqa: D301  click wants the character, not its name
     import json
 
-    from kfcomm.doctor import diagnose, read, report
+    from kfcomm.monitor.doctor import diagnose, read, report
 
     with reported_errors():
         diagnosis = diagnose(read(files))
@@ -103,8 +103,8 @@ def topology() -> None:
 @topology.command("list")
 def list_strategies() -> None:
     """List the strategies and what an all_reduce costs with each."""
-    from kfcomm.plugins import found, overlooked
     from kfcomm.strategies.auto import FORMULA
+    from kfcomm.strategies.plugins import found, overlooked
     from kfcomm.strategies.registry import ALGORITHMS
 
     own = [*((algorithm.name, algorithm.formula) for algorithm in ALGORITHMS), ("auto", FORMULA)]
@@ -150,9 +150,9 @@ def show(
     """  # noqa: D301  click wants the character, not its name
     from dataclasses import replace
 
-    from kfcomm.plugins import build
     from kfcomm.rendezvous.kept import kept_costs
     from kfcomm.strategies.draw import as_svg, as_text
+    from kfcomm.strategies.plugins import build
     from kfcomm.types import Layout
 
     with reported_errors():

@@ -20,10 +20,10 @@ from kfcomm.cli.errors import reported_errors
 from kfcomm.cli.simulate import names_of
 from kfcomm.cli.spelling import Choice, WithSizes
 from kfcomm.cli.topologies import topologies
+from kfcomm.common.sizes import parse_sizes
+from kfcomm.common.spelling import meant
 from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.settings import LINKS, TRANSPORTS, Settings, detect
-from kfcomm.sizes import parse_sizes
-from kfcomm.spelling import meant
 from kfcomm.types import Op, Verb
 
 _CHOICES = tuple(verb.replace("_", "-") for verb in COLLECTIVES)

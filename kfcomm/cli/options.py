@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import click
 
+from kfcomm.common.sizes import parse_size
 from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.settings import check_device
-from kfcomm.sizes import parse_size
 from kfcomm.types import Op
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -70,7 +70,7 @@ def as_size(context: click.Context, parameter: click.Parameter, value: str | Non
 
 def checked_op(context: click.Context, parameter: click.Parameter, value: str) -> Op:
     """The op, by any of its names."""
-    from kfcomm.reduce.named import op_of
+    from kfcomm.arrays.reduce.named import op_of
 
     try:
         return op_of(value)

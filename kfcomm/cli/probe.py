@@ -17,11 +17,11 @@ from kfcomm.bench.report import Files
 from kfcomm.cli import options
 from kfcomm.cli.errors import reported_errors
 from kfcomm.cli.spelling import Choice, WithSize
+from kfcomm.common.sizes import parse_sizes
 from kfcomm.errors import ConfigError
 from kfcomm.launch.screen import Look, Screen, Stream
 from kfcomm.rendezvous.interfaces import hostname
 from kfcomm.rendezvous.settings import LINKS, Settings, detect
-from kfcomm.sizes import parse_sizes
 
 if TYPE_CHECKING:
     from kfcomm import Communicator

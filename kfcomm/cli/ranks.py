@@ -19,12 +19,12 @@ from kfcomm.bench.rank import run_rank
 from kfcomm.bench.report import Files, Report
 from kfcomm.bench.suite import Suite
 from kfcomm.bench.watch import Watch
+from kfcomm.common.sizes import show_size
 from kfcomm.errors import ConfigError
 from kfcomm.launch.options import RunOptions
 from kfcomm.launch.run import run
 from kfcomm.launch.screen import Look, Screen, Stream
 from kfcomm.rendezvous.settings import Settings
-from kfcomm.sizes import show_size
 
 _MOST_RANKS = 8
 

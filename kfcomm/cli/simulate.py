@@ -18,11 +18,11 @@ from kfcomm.bench.simulated import Simulations
 from kfcomm.cli import options
 from kfcomm.cli.errors import reported_errors
 from kfcomm.cli.spelling import WithSizes
+from kfcomm.common.sizes import parse_sizes, show_size
 from kfcomm.errors import ConfigError
-from kfcomm.plugins import build
 from kfcomm.simulate import Result, SimulatedNetwork, num_messages
 from kfcomm.simulate import simulate as simulate_one
-from kfcomm.sizes import parse_sizes, show_size
+from kfcomm.strategies.plugins import build
 
 _HOSTS = re.compile(r"\s*(\d{1,6})\s*(?:[xX×]\s*(\d{1,6}))?\s*")
 _HOSTS_HELP = "write HOSTSxRANKS, as in 8x1 or 512x8"

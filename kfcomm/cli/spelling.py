@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import click
 
-from kfcomm.spelling import hint, meant
+from kfcomm.common.spelling import hint, meant
 
 ELSEWHERE = {
     "strategies": "topology list",

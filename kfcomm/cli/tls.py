@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
-from kfcomm import tls as certificates
 from kfcomm.cli.errors import reported_errors
 from kfcomm.cli.spelling import Commands
+from kfcomm.common import tls as certificates
 
 
 @click.group(cls=Commands)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import click
 
 from kfcomm.cli.errors import reported_errors
+from kfcomm.common.sizes import ranges
 from kfcomm.errors import ConfigError
-from kfcomm.sizes import ranges
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

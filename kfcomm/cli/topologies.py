@@ -18,9 +18,9 @@ from kfcomm.cli import options
 from kfcomm.cli.errors import reported_errors
 from kfcomm.cli.simulate import names_of, network_of, parse_worlds, simulated, tell
 from kfcomm.cli.spelling import Choice, WithSizes
+from kfcomm.common.sizes import parse_sizes
 from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.settings import LINKS, detect
-from kfcomm.sizes import parse_sizes
 from kfcomm.strategies import names
 from kfcomm.strategies.registry import ALGORITHMS
 from kfcomm.types import Layout, Verb

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from kfcomm.arrays import adapt
+from kfcomm.arrays.reduce.adasum import adasum_weights
 from kfcomm.collectives.compiled import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
 from kfcomm.collectives.exchange import Steps
 from kfcomm.collectives.group import UNNAMED
@@ -31,7 +32,6 @@ from kfcomm.collectives.packing import Item
 from kfcomm.collectives.plans import Plans
 from kfcomm.collectives.verbs import Later, MakePlan
 from kfcomm.errors import CollectiveMismatch, ConfigError, EpochChanged, PeerLost
-from kfcomm.reduce.adasum import adasum_weights
 from kfcomm.types import Op, Seconds, Verb
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kfcomm.arguments import checked_name
 from kfcomm.arrays import HostArray, OutArray, adapt, adapt_out, holds_arrays, is_list
+from kfcomm.arrays.reduce import wire_dtype_of
 from kfcomm.collectives.adasum import ADASUM, combine
 from kfcomm.collectives.compiled import ALL_REDUCE, GATHER, REDUCE
 from kfcomm.collectives.group import UNNAMED, checked_priority, may_overlap
@@ -21,9 +21,9 @@ from kfcomm.collectives.on_device.calls import Order
 from kfcomm.collectives.packing import Batch, Item, list_key, many_key, post_units
 from kfcomm.collectives.plans import Planner, Plans
 from kfcomm.collectives.verbs import FOLDING, ROOTED, Checks, checked_op
+from kfcomm.common.arguments import checked_name
+from kfcomm.common.sizes import seconds_of
 from kfcomm.errors import ConfigError
-from kfcomm.reduce import wire_dtype_of
-from kfcomm.sizes import seconds_of
 from kfcomm.types import Op, Seconds, Verb
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from kfcomm.arguments import whole_number
 from kfcomm.arrays import HostArray, adapt
 from kfcomm.arrays.kinds import NUMPY, ArrayKind
 from kfcomm.collectives.handle import Handle, looked_at
 from kfcomm.collectives.mailbox import Mailbox, Message
+from kfcomm.common.arguments import whole_number
 from kfcomm.core.collective import GroupView
 from kfcomm.errors import CollectiveAborted, CollectiveError, CollectiveTimeout, ConfigError, PeerLost
 

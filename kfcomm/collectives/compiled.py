@@ -23,9 +23,9 @@ from kfcomm.collectives.slot_use import SlotUse
 from kfcomm.core.deadlines import first_due_s
 from kfcomm.core.machine import FOLD, FOLD_UP, INPUT, UP, Effects
 from kfcomm.core.program import Lane, Program
-from kfcomm.runtime.direct import OneStepOperation, SlottedOperation
-from kfcomm.runtime.hosted import HubOperation
-from kfcomm.runtime.operation import COPIED_NBYTES, Array, Operation
+from kfcomm.engine.direct import OneStepOperation, SlottedOperation
+from kfcomm.engine.hosted import HubOperation
+from kfcomm.engine.operation import COPIED_NBYTES, Array, Operation
 from kfcomm.types import Verb
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kfcomm.collectives.group import Group
     from kfcomm.collectives.handle import Handle
     from kfcomm.collectives.plans import Plan
-    from kfcomm.runtime.buffers import Payload
+    from kfcomm.engine.buffers import Payload
 
 Begun: TypeAlias = "Operation | SlotUse"
 Shape: TypeAlias = tuple[int, ...]

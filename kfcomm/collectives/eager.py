@@ -12,7 +12,7 @@ from collections import Counter
 
 from kfcomm.collectives.handle import Handle
 from kfcomm.core.collective import GroupView
-from kfcomm.runtime.engine import Engine
+from kfcomm.engine.engine import Engine
 
 logger = logging.getLogger("kfcomm")
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from kfcomm.arrays import HostArray, OutList, adapt, is_list
 from kfcomm.arrays.dtypes import dtype_name, dtype_of
+from kfcomm.arrays.reduce import wire_dtype_of
 from kfcomm.collectives.compiled import ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER
 from kfcomm.collectives.group import UNNAMED, later_key
 from kfcomm.collectives.handle import Handle
@@ -26,7 +27,6 @@ from kfcomm.collectives.verbs import Later, MakePlan, Verbs
 from kfcomm.core.chunk import split
 from kfcomm.core.collective import GroupView, name_of, shown
 from kfcomm.errors import CollectiveError, CollectiveMismatch, ConfigError, EpochChanged, PeerLost
-from kfcomm.reduce import wire_dtype_of
 from kfcomm.types import Seconds, Verb
 
 if TYPE_CHECKING:

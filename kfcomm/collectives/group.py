@@ -12,18 +12,18 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kfcomm.arguments import whole_number
 from kfcomm.arrays import HostArray
 from kfcomm.collectives.compiled import MAX_NAMES, Arguments, CompiledBarrier, CompiledName
 from kfcomm.collectives.generations import Generations
 from kfcomm.collectives.handle import Handle, named
 from kfcomm.collectives.plans import Plan
 from kfcomm.collectives.turns import Turns
+from kfcomm.common.arguments import whole_number
+from kfcomm.common.sizes import seconds_of
 from kfcomm.core.collective import GroupView, shown
+from kfcomm.engine.engine import Engine
+from kfcomm.engine.operation import Operation
 from kfcomm.errors import ConfigError
-from kfcomm.runtime.engine import Engine
-from kfcomm.runtime.operation import Operation
-from kfcomm.sizes import seconds_of
 from kfcomm.strategies import AnyStrategy
 from kfcomm.types import Layout, Seconds
 

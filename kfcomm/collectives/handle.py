@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from kfcomm.collectives.receives import Receive
     from kfcomm.collectives.slot_use import SlotUse
-    from kfcomm.runtime.operation import Operation
+    from kfcomm.engine.operation import Operation
     from kfcomm.transports.reactor import Reactor
 
 T = TypeVar("T")

@@ -35,10 +35,10 @@ from kfcomm.core.cause import Cause
 from kfcomm.core.collective import GroupView, ItemSizes
 from kfcomm.core.deadlines import NEVER
 from kfcomm.core.signature import Signature, describe
+from kfcomm.engine.engine import Engine
+from kfcomm.engine.failures import error_of
+from kfcomm.engine.operation import Operation, Work
 from kfcomm.errors import CollectiveAborted, CollectiveError, CollectiveTimeout, ConfigError, KfcommError, SessionClosed
-from kfcomm.runtime.engine import Engine
-from kfcomm.runtime.failures import error_of
-from kfcomm.runtime.operation import Operation, Work
 from kfcomm.transports.reactor import Reactor
 
 logger = logging.getLogger("kfcomm")

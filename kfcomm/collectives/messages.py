@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from kfcomm.arguments import checked_name, whole_number
 from kfcomm.arrays import adapt
 from kfcomm.collectives.blobs import Blobs, checked_version
 from kfcomm.collectives.compiled import ALL_GATHER
@@ -17,8 +16,9 @@ from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.mailbox import Mailbox, both
 from kfcomm.collectives.objects import fingerprint, packed, unpacked
 from kfcomm.collectives.receives import Outcome, Received
+from kfcomm.common.arguments import checked_name, whole_number
+from kfcomm.common.sizes import seconds_of
 from kfcomm.errors import CollectiveTimeout, ConfigError
-from kfcomm.sizes import seconds_of
 from kfcomm.types import Seconds
 
 Tag = int | str

@@ -11,7 +11,7 @@ from kfcomm.collectives.compiled import ALL_REDUCE
 from kfcomm.collectives.group import Group
 from kfcomm.collectives.handle import Handle, named
 from kfcomm.collectives.messages import Messages
-from kfcomm.runtime.meter import Meter
+from kfcomm.engine.meter import Meter
 from kfcomm.types import Op, Seconds
 
 T = TypeVar("T")

@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 import msgpack
 import numpy as np
 
-from kfcomm.arguments import plain_text
 from kfcomm.arrays import adapt, is_list
 from kfcomm.arrays.kinds import TOO_DEEP, is_array_type
+from kfcomm.common.arguments import plain_text
 from kfcomm.errors import CollectiveError, ConfigError
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"

@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, Ty
 
 import numpy as np
 
-from kfcomm.arguments import checked_name
 from kfcomm.collectives.compiled import COMPILABLE, NO_ARRAY, Arguments, Compiled, Use
 from kfcomm.collectives.group import checked_priority
 from kfcomm.collectives.handle import Handle, looked_at, named
 from kfcomm.collectives.monitored import Monitored
+from kfcomm.common.arguments import checked_name
+from kfcomm.common.sizes import seconds_of
 from kfcomm.errors import ConfigError
-from kfcomm.sizes import seconds_of
 from kfcomm.types import Verb
 
 if TYPE_CHECKING:
     from kfcomm.collectives.slot_use import SlotUse
-    from kfcomm.runtime.operation import Operation
+    from kfcomm.engine.operation import Operation
 
 T = TypeVar("T")
 P = ParamSpec("P")

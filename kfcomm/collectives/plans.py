@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from kfcomm.arrays.dtypes import dtype_name
+from kfcomm.arrays.reduce import Wire, kernel, wire_of
 from kfcomm.core import program as programs
 from kfcomm.core.chunk import SHOWN_WHOLE_NBYTES, WHOLE_BELOW, pair_of, split
 from kfcomm.core.collective import ItemSizes
 from kfcomm.core.graph import GraphPair
 from kfcomm.core.program import Program
 from kfcomm.core.signature import Signature
+from kfcomm.engine import shown
+from kfcomm.engine.direct import OneStepOperation, SlottedOperation
+from kfcomm.engine.hosted import HOSTED_NBYTES, HubOperation, hub_of
+from kfcomm.engine.operation import Operation, Work
+from kfcomm.engine.wired import WiredOperation, WiredWork
 from kfcomm.errors import ConfigError
-from kfcomm.reduce import Wire, kernel, wire_of
-from kfcomm.runtime import shown
-from kfcomm.runtime.direct import OneStepOperation, SlottedOperation
-from kfcomm.runtime.hosted import HOSTED_NBYTES, HubOperation, hub_of
-from kfcomm.runtime.operation import Operation, Work
-from kfcomm.runtime.wired import WiredOperation, WiredWork
 from kfcomm.strategies import AnyStrategy, Direct, Strategy
 from kfcomm.strategies.base import DIRECT_NBYTES
 from kfcomm.transports.shm.slots import word_of

@@ -40,10 +40,10 @@ from kfcomm.collectives.plans import chunk_elements
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import GroupView
 from kfcomm.core.signature import Signature, disagreement
+from kfcomm.engine.engine import Engine
+from kfcomm.engine.failures import error_of
+from kfcomm.engine.operation import Operation
 from kfcomm.errors import CollectiveError, EpochChanged, PeerLost
-from kfcomm.runtime.engine import Engine
-from kfcomm.runtime.failures import error_of
-from kfcomm.runtime.operation import Operation
 from kfcomm.transports.reactor import Timer
 from kfcomm.types import Verb
 

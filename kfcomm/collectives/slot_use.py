@@ -5,14 +5,14 @@ from __future__ import annotations
 from time import monotonic
 from typing import TYPE_CHECKING, Any, cast
 
-from kfcomm.runtime.direct import InSlot, SlottedOperation
-from kfcomm.runtime.recorder import BATCH
+from kfcomm.engine.direct import InSlot, SlottedOperation
+from kfcomm.engine.recorder import BATCH
 from kfcomm.transports.shm.slots import generation_of
 
 if TYPE_CHECKING:
     from kfcomm.collectives.compiled import Compiled
     from kfcomm.core.signature import Signature
-    from kfcomm.runtime.operation import Array
+    from kfcomm.engine.operation import Array
     from kfcomm.transports.shm.slots import Slot
 
 

@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kfcomm.arguments import checked_name, whole_number
 from kfcomm.arrays import HostArray, OutList, adapt, adapt_out, holds_arrays, is_list, overlaps, same_memory
 from kfcomm.arrays.kinds import NUMPY, READ_ONLY
+from kfcomm.arrays.reduce import kernel, wire_dtype_of
 from kfcomm.collectives.compiled import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -35,11 +35,11 @@ from kfcomm.collectives.on_device.calls import Order
 from kfcomm.collectives.on_device.through_host import Out
 from kfcomm.collectives.on_device.verbs import DeviceVerbs
 from kfcomm.collectives.plans import Plan, Plans, Shape, row_elements
+from kfcomm.common.arguments import checked_name, whole_number
+from kfcomm.common.sizes import seconds_of
 from kfcomm.core.chunk import split
 from kfcomm.core.collective import GroupView
 from kfcomm.errors import ConfigError, KfcommError
-from kfcomm.reduce import kernel, wire_dtype_of
-from kfcomm.sizes import seconds_of
 from kfcomm.types import Op, Seconds, Verb
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -503,7 +503,7 @@ def _result_shape(verb: Verb, shape: Shape, view: GroupView, root: int) -> Shape
 def checked_op(op: Any, dtype: np.dtype[Any]) -> Op:
     """The op that is meant, if it has a meaning for this dtype."""
     if not isinstance(op, str) or op not in OPS:
-        from kfcomm.reduce.named import op_of
+        from kfcomm.arrays.reduce.named import op_of
 
         op = op_of(op, dtype)
     return kernel(op, dtype).op

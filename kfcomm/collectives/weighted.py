@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from kfcomm.arguments import checked_name
 from kfcomm.arrays import HostArray, OutArray, adapt, adapt_out, holds_arrays, is_list
 from kfcomm.arrays.dtypes import dtype_name
 from kfcomm.arrays.kinds import NUMPY
+from kfcomm.arrays.reduce import kernel
 from kfcomm.collectives.batches import names_of, outs_by_name, reduce_mapping
 from kfcomm.collectives.compiled import ALL_REDUCE
 from kfcomm.collectives.exchange import Steps
@@ -26,9 +26,9 @@ from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.packing import many_key
 from kfcomm.collectives.plans import Plan, Plans, Shape
 from kfcomm.collectives.verbs import Checks, checked_op
+from kfcomm.common.arguments import checked_name
+from kfcomm.common.sizes import seconds_of
 from kfcomm.errors import CollectiveError, ConfigError
-from kfcomm.reduce import kernel
-from kfcomm.sizes import seconds_of
 from kfcomm.types import Op, Seconds
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ bytes, without a state: ``wire_dtype`` of ``all_reduce``.)
 
 from typing import TYPE_CHECKING
 
-from kfcomm.lazy import imported_when_used
+from kfcomm.common.lazy import imported_when_used
 
 if TYPE_CHECKING:
     from kfcomm.compression.power_sgd import PowerSGD

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from kfcomm.arguments import checked_name
+from kfcomm.common.arguments import checked_name
 from kfcomm.compression.feedback import Array, Averaging, Errors
 from kfcomm.errors import ConfigError
 

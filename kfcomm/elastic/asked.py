@@ -7,11 +7,11 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from kfcomm.communicator import Communicator
-from kfcomm.epochs import NO_PLAN, Plan
 from kfcomm.errors import RendezvousError
 from kfcomm.rendezvous.folders import AGAIN_S, StoreClosed
 from kfcomm.types import ANY_SIZE, Candidate, Wanted
+from kfcomm.world.communicator import Communicator
+from kfcomm.world.epochs import NO_PLAN, Plan
 
 logger = logging.getLogger("kfcomm")
 

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kfcomm.arguments import checked_name
 from kfcomm.arrays import adapt, adapt_out, is_list
 from kfcomm.arrays.dtypes import dtype_of
 from kfcomm.collectives.batches import names_of
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.packing import many_key
-from kfcomm.communicator import Communicator
+from kfcomm.common.arguments import checked_name
+from kfcomm.world.communicator import Communicator
 
 
 class Kind(NamedTuple):

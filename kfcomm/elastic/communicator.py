@@ -9,20 +9,20 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from kfcomm.arguments import whole_number
 from kfcomm.arrays import is_list
 from kfcomm.arrays.on_device import is_on_device
 from kfcomm.collectives.handle import Handle
-from kfcomm.communicator import Communicator
+from kfcomm.common.arguments import whole_number
 from kfcomm.elastic.calls import KINDS
 from kfcomm.elastic.ledger import Ledger
 from kfcomm.elastic.telling import Telling
-from kfcomm.epochs import NO_PLAN, Plan, Released
 from kfcomm.errors import CollectiveTimeout, ConfigError, RendezvousError
 from kfcomm.types import Candidate, Seconds
+from kfcomm.world.communicator import Communicator
+from kfcomm.world.epochs import NO_PLAN, Plan, Released
 
 if TYPE_CHECKING:
-    from kfcomm.session import Session
+    from kfcomm.engine.session import Session
 
 
 _OF_STEP = frozenset(

@@ -10,12 +10,12 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
-from kfcomm.communicator import Communicator
 from kfcomm.elastic.checkpoint import Checkpoint, Found
 from kfcomm.elastic.entry import Births
 from kfcomm.elastic.handover import Handover, check_options
 from kfcomm.elastic.places import Place
 from kfcomm.errors import ConfigError, PeerLost
+from kfcomm.world.communicator import Communicator
 
 
 class Entrance:

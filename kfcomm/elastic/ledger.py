@@ -27,17 +27,17 @@ from typing import Any, NamedTuple
 import msgpack
 
 from kfcomm.collectives.handle import Handle
-from kfcomm.communicator import Communicator
+from kfcomm.common.sizes import seconds_of
 from kfcomm.core.collective import OWN_NAMES
 from kfcomm.elastic.calls import Call, frozen
 from kfcomm.elastic.entry import BOUNDARY, Births, Entry, Outer
 from kfcomm.elastic.posting import Posting
 from kfcomm.elastic.telling import Telling
 from kfcomm.elastic.verdicts import Row, Standing, decide
-from kfcomm.epochs import NO_PLAN, Plan, Released
+from kfcomm.engine.agreements import Call as AgreementKind
 from kfcomm.errors import CollectiveMismatch, ConfigError, EpochChanged, PeerLost
-from kfcomm.runtime.agreements import Call as AgreementKind
-from kfcomm.sizes import seconds_of
+from kfcomm.world.communicator import Communicator
+from kfcomm.world.epochs import NO_PLAN, Plan, Released
 
 DIGEST_NBYTES = 16
 

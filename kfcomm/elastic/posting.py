@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from kfcomm.arguments import whole_number
 from kfcomm.collectives.handle import Handle, looked_at
-from kfcomm.communicator import Communicator
+from kfcomm.common.arguments import whole_number
 from kfcomm.core.collective import OWN_NAMES
 from kfcomm.elastic.calls import GIVEN_AS_ARRAYS, frozen, plain, restored, written
 from kfcomm.elastic.entry import Births, Entry, name_for
 from kfcomm.elastic.stripes import Array
 from kfcomm.elastic.verdicts import Key, Standing, Verdict
 from kfcomm.errors import CollectiveAborted, CollectiveError, CollectiveTimeout, EpochChanged, KfcommError, PeerLost
+from kfcomm.world.communicator import Communicator
 
 ENDED_BY_OTHERS = (CollectiveError, CollectiveAborted)
 ABORTED_S = 0.5

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from kfcomm.communicator import Communicator
 from kfcomm.core.collective import OWN_NAMES
+from kfcomm.world.communicator import Communicator
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-from kfcomm.communicator import Communicator
-from kfcomm.epochs import NUM_TELLERS, Plan, tell_store
+from kfcomm.world.communicator import Communicator
+from kfcomm.world.epochs import NUM_TELLERS, Plan, tell_store
 
 TELL_WITHIN_S = 2.0
 """Whoever leaves waits so long for a store that does not answer."""

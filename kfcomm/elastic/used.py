@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
+from kfcomm.common.spelling import hint
 from kfcomm.elastic.entry import Births
 from kfcomm.elastic.ledger import Ledger
 from kfcomm.errors import ConfigError
-from kfcomm.spelling import hint
 
 
 class Told(NamedTuple):

@@ -19,7 +19,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from kfcomm.arguments import checked_name
+from kfcomm.common.arguments import checked_name
 from kfcomm.elastic.asked import Asked
 from kfcomm.elastic.checkpoint import Checkpoint
 from kfcomm.elastic.checks import sendable, unreadable
@@ -32,8 +32,8 @@ from kfcomm.elastic.sampler import ElasticSampler, share
 from kfcomm.elastic.state import Kept, State, fault_of
 from kfcomm.elastic.steps import Step, Walk
 from kfcomm.elastic.used import Told, Used, check_names, told_of
-from kfcomm.epochs import NO_PLAN, Plan
 from kfcomm.errors import CollectiveMismatch, ConfigError, EpochChanged, PeerLost
+from kfcomm.world.epochs import NO_PLAN, Plan
 
 LOOKS_ALWAYS_S = 2e-3
 """A state that is looked through in less is so at each boundary."""

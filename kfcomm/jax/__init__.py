@@ -5,8 +5,8 @@ Everything is imported when it is first used, JAX with it.
 
 from typing import TYPE_CHECKING
 
-from kfcomm.extras import require
-from kfcomm.lazy import imported_when_used
+from kfcomm.common.extras import require
+from kfcomm.common.lazy import imported_when_used
 
 require("kfcomm.jax", "jax")
 

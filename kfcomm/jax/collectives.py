@@ -27,7 +27,7 @@ import numpy as np
 from jax import numpy as jnp
 from jax.experimental import io_callback
 
-from kfcomm.arguments import checked_name
+from kfcomm.common.arguments import checked_name
 from kfcomm.errors import ConfigError
 from kfcomm.sync.put_off import before_close
 from kfcomm.sync.skin import Skin

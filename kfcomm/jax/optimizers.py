@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 import jax
 from jax import numpy as jnp
 
-from kfcomm.arguments import checked_name
+from kfcomm.common.arguments import checked_name
 from kfcomm.errors import ConfigError
 from kfcomm.jax.collectives import all_reduce, broadcast, called
 from kfcomm.sync.skin import Skin

@@ -14,11 +14,11 @@ import signal
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 
+from kfcomm.common.sockets import readable
 from kfcomm.errors import ConfigError
 from kfcomm.launch.hosts import parse_host
 from kfcomm.launch.process import Child, CommandError, find_program
 from kfcomm.rendezvous.etcd.address import PASSWORD
-from kfcomm.waiting import readable
 
 EVERY_S = 1.0
 """From the end of one run to the next."""

@@ -9,15 +9,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 
-from kfcomm.accelerator import look
-from kfcomm.devices import DeviceReport
-from kfcomm.devices.words import backend_in_words, driver_version
+from kfcomm.arrays.devices import DeviceReport
+from kfcomm.arrays.devices.words import backend_in_words, driver_version
 from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.rendezvous.identity import host_id, versions
 from kfcomm.rendezvous.interfaces import choose_address, hostname, interfaces
 from kfcomm.rendezvous.kept import describe_kept
 from kfcomm.rendezvous.settings import Settings, detect, host_and_port
 from kfcomm.transports.shm.segment import why_unsupported
+from kfcomm.world.accelerator import look
 
 Row = tuple[str, str]
 

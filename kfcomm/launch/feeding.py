@@ -14,7 +14,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 
-from kfcomm.waiting import readable, writable
+from kfcomm.common.sockets import readable, writable
 
 _STANDARD_INPUT = 0
 _READ_NBYTES = 1 << 12

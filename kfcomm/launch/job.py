@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from kfcomm.accepting import RESERVE, raise_limit
+from kfcomm.common.sockets import RESERVE, raise_limit
+from kfcomm.common.tls import Tls, load
 from kfcomm.errors import ConfigError
 from kfcomm.launch import torch_environ
 from kfcomm.launch.coming import who_launches
@@ -15,11 +16,10 @@ from kfcomm.launch.elastic import Elasticity
 from kfcomm.launch.hosts import Plan
 from kfcomm.launch.options import JOB, LAUNCHER, RunOptions, rank_environ
 from kfcomm.monitor import serving
-from kfcomm.plugins import check
 from kfcomm.rendezvous.interfaces import choose_address
 from kfcomm.rendezvous.settings import Settings, detect, store_url
 from kfcomm.rendezvous.worlds import DEFAULT_PORT
-from kfcomm.tls import Tls, load
+from kfcomm.strategies.plugins import check
 
 OWN, LEAST_PER_RANK, PER_RANK = 12, 5, 10
 """Descriptors of a launcher: its own, and for each rank two pipes, the process, the socket to it, and one of the store,

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from kfcomm.sizes import shortened
+from kfcomm.common.sizes import shortened
 
 _MAX_COMMAND = 60
 

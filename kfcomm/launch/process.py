@@ -24,10 +24,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kfcomm.accepting import RESERVE, raise_limit_by
+from kfcomm.common.sockets import RESERVE, raise_limit_by, readable
 from kfcomm.errors import KfcommError
 from kfcomm.launch import guardian, signals
-from kfcomm.waiting import readable
 
 _PR_SET_PDEATHSIG = 1
 NOT_EXECUTABLE = 126

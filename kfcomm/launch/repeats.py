@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import kfcomm
-from kfcomm.sizes import ranges
+from kfcomm.common.sizes import ranges
 
 MAX_NBYTES = 1 << 16
 HELD_FOR_S = 2.0

@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from kfcomm.common.sizes import ranges
 from kfcomm.launch.blame import LEAVING_WITHIN_S
 from kfcomm.launch.output import Log
 from kfcomm.launch.repeats import HELD_FOR_S, Error, Repeats
@@ -19,7 +20,6 @@ from kfcomm.launch.screen import Stream
 from kfcomm.launch.supervisor import Supervisor, Verdict
 from kfcomm.launch.victims import Victims
 from kfcomm.rendezvous.farewell import Farewell
-from kfcomm.sizes import ranges
 
 _TRACEBACK = b"Traceback"
 _HELD_FOR_S = LEAVING_WITHIN_S + 2.0

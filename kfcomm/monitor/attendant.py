@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kfcomm.accepting import FLOOD_PAUSE_S
+from kfcomm.common.sockets import FLOOD_PAUSE_S
 from kfcomm.core.strangers import Strangers
 
 MAX_AT_ONCE = 8

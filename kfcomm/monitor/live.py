@@ -22,9 +22,9 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from kfcomm.common.sizes import shortened
 from kfcomm.errors import ConfigError
 from kfcomm.monitor.attendant import PATIENCE_S, Attendant
-from kfcomm.sizes import shortened
 
 if TYPE_CHECKING:
     from kfcomm.monitor.records import Statistics

@@ -12,19 +12,19 @@ import socket
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from kfcomm.common.extras import is_installed, lacking
+from kfcomm.engine.meter import PER_OCTAVE, Meter, Tally, bound_s
+from kfcomm.engine.traffic import added
 from kfcomm.errors import ConfigError
-from kfcomm.extras import is_installed, lacking
 from kfcomm.monitor.attendant import PATIENCE_S, Attendant
 from kfcomm.monitor.records import Statistics
 from kfcomm.monitor.statistics import OTHERS, OWN, is_own, tallies_of
-from kfcomm.runtime.meter import PER_OCTAVE, Meter, Tally, bound_s
-from kfcomm.runtime.traffic import added
 from kfcomm.transports.base import Counts
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
-    from kfcomm.runtime.earlier import Earlier
+    from kfcomm.engine.earlier import Earlier
 
 MAX_LABELLED_KEYS = 256
 """Keys with series of their own, the first that were used; the others are ``(others)`` together, and those of kfcomm

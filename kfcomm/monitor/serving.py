@@ -10,9 +10,9 @@ from kfcomm.rendezvous.interfaces import choose_address
 from kfcomm.rendezvous.settings import Settings, host_and_port
 
 if TYPE_CHECKING:
+    from kfcomm.engine.meter import Meter
+    from kfcomm.engine.session import Session
     from kfcomm.monitor.records import Statistics
-    from kfcomm.runtime.meter import Meter
-    from kfcomm.session import Session
 
 
 def check(settings: Settings) -> None:

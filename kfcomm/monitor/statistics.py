@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kfcomm.core.collective import OWN_NAMES
+from kfcomm.engine.meter import Meter, Tally, steady
 from kfcomm.errors import ConfigError
 from kfcomm.monitor.records import (
     KeyStatistics,
@@ -17,13 +18,11 @@ from kfcomm.monitor.records import (
     StepStatistics,
     StrategyStatistics,
 )
-from kfcomm.runtime.meter import Meter, Tally
-from kfcomm.runtime.steady import steady
 
 if TYPE_CHECKING:
     from kfcomm.collectives.group import Group
-    from kfcomm.runtime.engine import Engine
-    from kfcomm.session import Session
+    from kfcomm.engine.engine import Engine
+    from kfcomm.engine.session import Session
 
 OTHERS = "(others)"
 OWN = "(kfcomm itself)"

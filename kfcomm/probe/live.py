@@ -16,14 +16,14 @@ import numpy as np
 from kfcomm.collectives.group import Group
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.plans import Plan, Planner
+from kfcomm.common.sizes import seconds_of
 from kfcomm.core.collective import GroupView
+from kfcomm.engine.engine import Engine
+from kfcomm.engine.operation import Array
 from kfcomm.errors import CollectiveError, CollectiveTimeout, ConfigError, PeerLost
 from kfcomm.probe.record import Probe
 from kfcomm.probe.schedule import Slot, slots_of
 from kfcomm.probe.wire import MOST_NBYTES, MOST_ROUNDS, PROBE_KEY, Way, fold_s_per_byte, follow, lead, pair_id
-from kfcomm.runtime.engine import Engine
-from kfcomm.runtime.operation import Array
-from kfcomm.sizes import seconds_of
 from kfcomm.strategies import build
 from kfcomm.types import Layout, Seconds
 

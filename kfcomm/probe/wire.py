@@ -18,6 +18,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from kfcomm.arrays.dtypes import dtype_name
+from kfcomm.arrays.reduce import kernel
 from kfcomm.collectives.group import Group
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.plans import Plan, chunk_elements
@@ -25,10 +26,9 @@ from kfcomm.core import program as programs
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import GroupView, ItemSizes
 from kfcomm.core.signature import Signature
+from kfcomm.engine.engine import Engine
+from kfcomm.engine.operation import Work
 from kfcomm.errors import CollectiveTimeout
-from kfcomm.reduce import kernel
-from kfcomm.runtime.engine import Engine
-from kfcomm.runtime.operation import Work
 from kfcomm.strategies import build
 from kfcomm.types import Layout, Op, Verb
 

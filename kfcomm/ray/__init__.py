@@ -6,8 +6,8 @@ Ray Train needs none of it: ``TorchConfig(backend="kfcomm")``. Everything is imp
 
 from typing import TYPE_CHECKING
 
-from kfcomm.extras import require
-from kfcomm.lazy import imported_when_used
+from kfcomm.common.extras import require
+from kfcomm.common.lazy import imported_when_used
 
 require("kfcomm.ray", "ray")
 

@@ -36,7 +36,7 @@ from kfcomm.rendezvous.signing import (
 )
 
 if TYPE_CHECKING:
-    from kfcomm.tls import Tls
+    from kfcomm.common.tls import Tls
 
 T = TypeVar("T")
 

@@ -16,14 +16,14 @@ from typing import Any
 
 import msgpack
 
+from kfcomm.arrays.devices.base import DeviceReport
+from kfcomm.common.version import __version__
 from kfcomm.core.frame import PROTOCOL_VERSION
-from kfcomm.devices.base import DeviceReport
 from kfcomm.errors import RemoteProtocolError
 from kfcomm.rendezvous.interfaces import hostname
 from kfcomm.rendezvous.kept import is_plausible, kept_costs
 from kfcomm.rendezvous.settings import TRANSPORTS
 from kfcomm.types import Costs
-from kfcomm.version import __version__
 
 MAX_RANKS = 1 << 16
 MAX_WIRE_NBYTES = 8192

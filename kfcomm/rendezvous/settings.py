@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
 from urllib.parse import urlsplit
 
-from kfcomm.arguments import plain_text, whole_number
+from kfcomm.common.arguments import plain_text, whole_number
+from kfcomm.common.sizes import seconds_of
+from kfcomm.common.spelling import hint, meant
 from kfcomm.errors import ConfigError
 from kfcomm.rendezvous.interfaces import LOOPBACK, is_loopback
 from kfcomm.rendezvous.token import HOW_TO_SET, concealed_token, given_token, user_token
 from kfcomm.rendezvous.worlds import FINDERS, MAX_RANKS, Source, World
-from kfcomm.sizes import seconds_of
-from kfcomm.spelling import hint, meant
 
 if TYPE_CHECKING:
     from kfcomm.types import Seconds
@@ -83,7 +83,7 @@ class Settings(NamedTuple):
         monitor: whether bytes, calls and waits are counted.
         traceback: ``short``: those of blocking verbs end at the caller's line; ``full``: they show all.
         checksum: whether what travels over TCP is checked; the same on all ranks.
-        tls: where the certificates of the job are (see `kfcomm.tls`); None for connections without TLS.
+        tls: where the certificates of the job are (see `kfcomm.common.tls`); None for connections without TLS.
         elastic: whether the ranks may change while the program runs (see ``kfcomm.elastic``).
         join: of a process that waits to be let into a job that runs already: who it is there, a number that no other
             process of the job has or had, beyond the ranks with which it began. It is its ``rank`` here. Else None.

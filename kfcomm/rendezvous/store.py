@@ -22,7 +22,9 @@ from typing import Any
 import msgpack
 from aiohttp import web
 
-from kfcomm.accepting import accept_all, host_of
+from kfcomm.common.seldom import Seldom
+from kfcomm.common.sockets import accept_all, host_of
+from kfcomm.common.tls import Tls
 from kfcomm.core.strangers import Strangers
 from kfcomm.errors import ConfigError, LocalProtocolError, RendezvousError
 from kfcomm.rendezvous.backing import Backing, Lasting, Memory
@@ -41,8 +43,6 @@ from kfcomm.rendezvous.signing import (
     nonce_of,
 )
 from kfcomm.rendezvous.worlds import MAX_RANKS
-from kfcomm.seldom import Seldom
-from kfcomm.tls import Tls
 
 SIZE_PATH = "/v1/size"
 MAX_CONNECTIONS = 1 << 14

@@ -15,7 +15,6 @@ from kfcomm.arrays.dtypes import dtype_of
 from kfcomm.collectives.plans import Plan, Planner, Plans
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.errors import ConfigError, InternalError
-from kfcomm.plugins import build
 from kfcomm.simulate.agenda import Agenda
 from kfcomm.simulate.network import SimulatedNetwork
 from kfcomm.simulate.ports import Flow
@@ -23,6 +22,7 @@ from kfcomm.simulate.ranks import Carry, Processors, Rank, Work
 from kfcomm.simulate.result import Result, Use
 from kfcomm.simulate.routes import Routes
 from kfcomm.strategies import AnyStrategy
+from kfcomm.strategies.plugins import build
 from kfcomm.types import Layout, Op
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
-from kfcomm.arguments import plain_text
+from kfcomm.common.arguments import plain_text
+from kfcomm.common.lazy import imported_when_used
+from kfcomm.common.spelling import meant
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.errors import ConfigError
-from kfcomm.lazy import imported_when_used
-from kfcomm.spelling import meant
 from kfcomm.strategies import auto as _auto
 from kfcomm.strategies.base import AnyStrategy, Direct, SizedStrategy, Strategy, from_edges, from_parents
 from kfcomm.strategies.registry import ALGORITHMS

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
+from kfcomm.common.sizes import ranges, show_size
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.errors import ConfigError
-from kfcomm.sizes import ranges, show_size
 from kfcomm.strategies.base import DIRECT_NBYTES, AnyStrategy, SizedStrategy, Strategy
 from kfcomm.strategies.cost import measure
 from kfcomm.strategies.picture import as_svg

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from kfcomm.common.sizes import parse_size, show_size
 from kfcomm.errors import ConfigError
-from kfcomm.sizes import parse_size, show_size
 from kfcomm.strategies.base import AnyStrategy, SizedStrategy, Strategy
 
 ELSE: Final = "else"

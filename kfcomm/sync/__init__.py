@@ -12,7 +12,7 @@ A thin skin over ``kfcomm.Communicator``, whose engine the callers drive themsel
 
 from typing import TYPE_CHECKING
 
-from kfcomm.lazy import imported_when_used
+from kfcomm.common.lazy import imported_when_used
 from kfcomm.sync.communicator import Communicator, Queue, init
 from kfcomm.sync.handle import Handle
 

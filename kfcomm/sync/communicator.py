@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import numpy as np
 
+from kfcomm.arrays.devices.routes import Choice
 from kfcomm.collectives.blobs import as_array
 from kfcomm.collectives.messages import Queue as AsyncQueue
-from kfcomm.communicator import Communicator as Async
-from kfcomm.devices.routes import Choice
-from kfcomm.dumps.whereabouts import program_line
+from kfcomm.common.tracebacks import bare, terse
 from kfcomm.errors import KfcommError, SessionClosed
 from kfcomm.joining import Init, is_full, prepare
+from kfcomm.monitor.whereabouts import program_line
 from kfcomm.rendezvous import farewell
 from kfcomm.rendezvous.settings import Arguments
 from kfcomm.strategies import AnyStrategy, StrategySpec
@@ -32,13 +32,13 @@ from kfcomm.sync.signals import Signals
 from kfcomm.sync.skin import ARRAY, MANY, OBJECT, OBJECTS, PARTS, PLAIN, Skin, begun, blocking, plain, prepared
 from kfcomm.sync.thread import IoThread
 from kfcomm.sync.tracebacks import outermost
-from kfcomm.tracebacks import bare, terse
 from kfcomm.transports.shm.heap import Array
 from kfcomm.types import Layout, Seconds, Verb
+from kfcomm.world.communicator import Communicator as Async
 
 if TYPE_CHECKING:
+    from kfcomm.engine.network import Exchange
     from kfcomm.monitor import Statistics
-    from kfcomm.network import Exchange
     from kfcomm.rendezvous.settings import Settings
 
 

@@ -28,17 +28,17 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from kfcomm.collectives.compiled import NOT_ALIKE
 from kfcomm.collectives.slot_use import SlotUse
+from kfcomm.common.tracebacks import terse
+from kfcomm.engine.direct import LATE_S
 from kfcomm.errors import KfcommError, SessionClosed
-from kfcomm.runtime.direct import LATE_S
 from kfcomm.sync.bell import Bell
 from kfcomm.sync.put_off import PutOff
 from kfcomm.sync.thread import LOOK_EVERY_S, IoThread
-from kfcomm.tracebacks import terse
 from kfcomm.transports.loop_driver import LoopDriver
 from kfcomm.transports.reactor import Reactor
 
 if TYPE_CHECKING:
-    from kfcomm.session import Session
+    from kfcomm.engine.session import Session
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

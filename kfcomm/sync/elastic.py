@@ -28,7 +28,7 @@ from kfcomm.sync.skin import ARRAY, MANY, OBJECT, OBJECTS, PARTS, Given, Skin, b
 from kfcomm.sync.tracebacks import outermost
 
 if TYPE_CHECKING:
-    from kfcomm.session import Session
+    from kfcomm.engine.session import Session
     from kfcomm.types import Seconds
 
 SWIFT = ("all_reduce", "all_gather", "barrier")

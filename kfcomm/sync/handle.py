@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from kfcomm.collectives.handle import Handle as Inner
 from kfcomm.collectives.unawaited import Unawaited
+from kfcomm.common.sizes import seconds_of
 from kfcomm.errors import KfcommError, SessionClosed
-from kfcomm.sizes import seconds_of
 from kfcomm.sync.thread import IoThread, copy_end
 from kfcomm.sync.tracebacks import outermost
 
 if TYPE_CHECKING:
-    from kfcomm.session import Session
+    from kfcomm.engine.session import Session
     from kfcomm.sync.driver import Driver
     from kfcomm.types import Seconds
 

@@ -8,13 +8,13 @@ from types import NoneType
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from kfcomm.collectives.slot_use import SlotUse
+from kfcomm.common.sizes import seconds_of
 from kfcomm.errors import CollectiveAborted, KfcommError
-from kfcomm.sizes import seconds_of
 from kfcomm.sync.tracebacks import outermost
 
 if TYPE_CHECKING:
     from kfcomm.collectives.persistent import PersistentCollective as Inner
-    from kfcomm.session import Session
+    from kfcomm.engine.session import Session
     from kfcomm.sync.driver import Awaited, Driver
     from kfcomm.types import Seconds
 

@@ -23,9 +23,9 @@ from kfcomm.sync.tracebacks import outermost
 
 if TYPE_CHECKING:
     from kfcomm.collectives.persistent import PersistentCollective as AsyncPersistent
-    from kfcomm.communicator import Communicator
     from kfcomm.sync.driver import Driver
     from kfcomm.sync.persistent import PersistentCollective
+    from kfcomm.world.communicator import Communicator
 
 A_co = TypeVar("A_co", covariant=True)
 P = ParamSpec("P")

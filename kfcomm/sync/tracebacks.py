@@ -1,4 +1,4 @@
-"""The outermost function of a blocking call: it holds signals, and shows errors as `kfcomm.tracebacks` has them."""
+"""Outermost function of a blocking call: holds signals and shortens tracebacks."""
 
 from __future__ import annotations
 

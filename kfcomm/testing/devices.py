@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from kfcomm.devices.base import Array, DeviceReport
+from kfcomm.arrays.devices.base import Array, DeviceReport
 from kfcomm.testing.device_arrays import FakeArray, Uses
 from kfcomm.testing.memory import Alive, Allocation, poison
 from kfcomm.testing.streams import WORLD, FakeMark, FakeStream, Notify, Promise, Promises, Wait, Work
@@ -44,7 +44,7 @@ class _Copy:
 
 
 class FakeDevice:
-    """A device in host memory; implements `kfcomm.devices.Device`.
+    """A device in host memory; implements `kfcomm.arrays.devices.Device`.
 
     ::
 
@@ -90,16 +90,16 @@ class FakeDevice:
 
     @property
     def report(self) -> DeviceReport:
-        """See `kfcomm.devices.Device`."""
+        """See `kfcomm.arrays.devices.Device`."""
         return self._report
 
     @property
     def ordinal(self) -> int:
-        """See `kfcomm.devices.Device`."""
+        """See `kfcomm.arrays.devices.Device`."""
         return self._ordinal
 
     def stream(self, *, urgent: bool = False) -> FakeStream:
-        """See `kfcomm.devices.Device`."""
+        """See `kfcomm.arrays.devices.Device`."""
         with WORLD.lock:
             name = f"{self._ordinal}.{len(self._streams)}{' (urgent)' if urgent else ''}"
             made = FakeStream(self, self._promises, name, is_urgent=urgent)
@@ -107,26 +107,26 @@ class FakeDevice:
         return made
 
     def mark(self, stream: FakeStream) -> FakeMark:
-        """See `kfcomm.devices.Device`."""
+        """See `kfcomm.arrays.devices.Device`."""
         self.check_stream(stream)
         mark = FakeMark(stream)
         stream.add(mark)
         return mark
 
     def wait(self, stream: FakeStream, mark: FakeMark) -> None:
-        """See `kfcomm.devices.Device`."""
+        """See `kfcomm.arrays.devices.Device`."""
         self.check_stream(stream)
         stream.add(Wait(mark))
 
     def notify(self, stream: FakeStream, done: Promise) -> None:
-        """See `kfcomm.devices.Device`; called in the thread that ends the last of the work: here, if there is none."""
+        """Implement `Device.notify`. Called in the thread that ends the last of the work: here, if there is none."""
         self.check_stream(stream)
         with WORLD.entered():
             self._promises.num_open += 1
             stream.add(Notify(done))
 
     def empty(self, count: int, dtype: np.dtype[Any], stream: FakeStream) -> FakeArray:
-        """See `kfcomm.devices.Device`; poisoned."""
+        """See `kfcomm.arrays.devices.Device`; poisoned."""
         self.check_stream(stream)
         self._take("device memory", count * np.dtype(dtype).itemsize)
         made = self._made(np.empty(count, dtype), stream)
@@ -135,7 +135,7 @@ class FakeDevice:
         return made
 
     def pinned(self, nbytes: int) -> Array:
-        """See `kfcomm.devices.Device`; poisoned."""
+        """See `kfcomm.arrays.devices.Device`; poisoned."""
         self._take("pinned memory", nbytes)
         made = np.empty(nbytes, np.uint8)
         poison(made)
@@ -143,25 +143,25 @@ class FakeDevice:
         return made
 
     def fetch(self, source: FakeArray, target: Array, stream: FakeStream) -> None:
-        """See `kfcomm.devices.Device`."""
+        """See `kfcomm.arrays.devices.Device`."""
         self._check(source, self._on_host(target), stream)
         uses = Uses((source,), ())
         stream.add(_Copy(source.memory, target, uses, crosses=True))
 
     def put(self, source: Array, target: FakeArray, stream: FakeStream) -> None:
-        """See `kfcomm.devices.Device`."""
+        """See `kfcomm.arrays.devices.Device`."""
         self._check(target, self._on_host(source), stream)
         uses = Uses((), (target,))
         stream.add(_Copy(source, target.memory, uses, crosses=True))
 
     def copy(self, source: FakeArray, target: FakeArray, stream: FakeStream) -> None:
-        """See `kfcomm.devices.Device`."""
+        """See `kfcomm.arrays.devices.Device`."""
         self._check(target, self._check(source, target.memory, stream), stream)
         uses = Uses((source,), (target,))
         stream.add(_Copy(source.memory, target.memory, uses, crosses=False))
 
     def close(self) -> None:
-        """See `kfcomm.devices.Device`; while a stream is held back on which something was promised, it blocks."""
+        """Implement `Device.close`. It blocks while a stream is held back on which something was promised."""
         with WORLD.lock:
             WORLD.quiet.wait_for(lambda: not self._promises.num_open)
             self.is_open = False

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kfcomm.devices.base import Array
+from kfcomm.arrays.devices.base import Array
 from kfcomm.testing.device_arrays import FakeArray
 from kfcomm.transports.backend import Part
 from kfcomm.types import Op, Verb

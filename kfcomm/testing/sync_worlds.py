@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from kfcomm.devices import Device
+from kfcomm.arrays.devices import Device
 from kfcomm.elastic.communicator import ElasticCommunicator as AsyncElastic
 from kfcomm.sync.communicator import Communicator
 from kfcomm.sync.driver import Driver

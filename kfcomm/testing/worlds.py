@@ -9,17 +9,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from contextlib import asynccontextmanager
 from typing import Any, Literal, TypeVar, cast
 
-from kfcomm.communicator import ARRIVED, Communicator
-from kfcomm.control.base import ControlEvents, ControlPlane, StatusSource
-from kfcomm.control.memory import MemoryHub
+from kfcomm.arrays.devices import Device, DeviceReport
+from kfcomm.arrays.devices.routes import choose
+from kfcomm.common.sizes import seconds_of
 from kfcomm.core.hello import Purpose
-from kfcomm.devices import Device, DeviceReport
-from kfcomm.devices.routes import choose
 from kfcomm.elastic.communicator import ElasticCommunicator
-from kfcomm.epochs import settle
+from kfcomm.engine.control.base import ControlEvents, ControlPlane, StatusSource
+from kfcomm.engine.control.memory import MemoryHub
+from kfcomm.engine.session import Session
 from kfcomm.errors import TransportError
-from kfcomm.session import Session
-from kfcomm.sizes import seconds_of
 from kfcomm.testing.links import InMemory, InSharedMemory, Links
 from kfcomm.testing.store import MemoryStore, Welcome
 from kfcomm.transports.backend import BackendMaker
@@ -31,6 +29,8 @@ from kfcomm.transports.reactor import Reactor
 from kfcomm.transports.shm.heap import Array
 from kfcomm.transports.shm.sharing import Sharing
 from kfcomm.types import Candidate, Layout, Seconds, Wanted
+from kfcomm.world.communicator import ARRIVED, Communicator
+from kfcomm.world.epochs import settle
 
 T = TypeVar("T")
 

@@ -6,8 +6,8 @@
 
 from typing import TYPE_CHECKING
 
-from kfcomm.extras import require
-from kfcomm.lazy import imported_when_used
+from kfcomm.common.extras import require
+from kfcomm.common.lazy import imported_when_used
 
 require("kfcomm.torch", "torch")
 

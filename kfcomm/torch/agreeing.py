@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kfcomm.arguments import checked_name
+from kfcomm.common.arguments import checked_name
 from kfcomm.errors import ConfigError
 from kfcomm.sync.skin import Skin
 from kfcomm.torch.outermost import is_outermost

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kfcomm.arguments import checked_name
+from kfcomm.common.arguments import checked_name
 from kfcomm.errors import ConfigError
 from kfcomm.sync import Communicator
 from kfcomm.sync.put_off import before_close

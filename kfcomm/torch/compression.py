@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Protocol, TypeAlias
 
+from kfcomm.common.spelling import hint
 from kfcomm.compression import PowerSGD, TopK
 from kfcomm.compression.feedback import Averaging
 from kfcomm.errors import ConfigError
-from kfcomm.spelling import hint
 
 WIRE_DTYPES = ("float16", "bfloat16")
 MAKERS: dict[str, Any] = {"powersgd": PowerSGD, "topk": TopK}

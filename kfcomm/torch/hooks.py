@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kfcomm.arguments import checked_name
 from kfcomm.collectives.group import IN_ORDER
+from kfcomm.common.arguments import checked_name
 from kfcomm.errors import KfcommError
 from kfcomm.torch.backend import Backend
 from kfcomm.torch.compression import Compression, Compressor

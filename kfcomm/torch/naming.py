@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kfcomm.arguments import checked_name
+from kfcomm.common.arguments import checked_name
 
 _names = threading.local()
 """Of this thread: the name, and how many calls have used it."""

@@ -21,7 +21,7 @@ from types import CodeType
 from typing import Any
 
 from kfcomm.collectives.group import IN_ORDER
-from kfcomm.dumps.whereabouts import OTHERS
+from kfcomm.monitor.whereabouts import OTHERS
 
 PATIENCE_S = 1.0
 """Of a call that waits, until it is compared with those of the others."""

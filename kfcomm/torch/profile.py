@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from kfcomm.runtime.meter import StepTally
+from kfcomm.engine.meter import StepTally
 
 if TYPE_CHECKING:
     from kfcomm.sync import Communicator

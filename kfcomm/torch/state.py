@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kfcomm.arguments import checked_name
+from kfcomm.common.arguments import checked_name
 from kfcomm.errors import ConfigError
 from kfcomm.torch.objects import broadcast_object
 from kfcomm.torch.tensors import places

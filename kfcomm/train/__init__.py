@@ -6,7 +6,7 @@ is beside them. See `Agreement` for the loop that serves every way to agree.
 
 from typing import TYPE_CHECKING
 
-from kfcomm.lazy import imported_when_used
+from kfcomm.common.lazy import imported_when_used
 
 if TYPE_CHECKING:
     from kfcomm.train.adascale import AdaScale

@@ -21,8 +21,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
-from kfcomm.arguments import checked_name
 from kfcomm.collectives.handle import looked_at
+from kfcomm.common.arguments import checked_name
 from kfcomm.errors import CollectiveMismatch, ConfigError
 from kfcomm.train.procedure import Comm, Procedure, call, carried, together
 from kfcomm.train.tree import Tree, leaves, rebuilt

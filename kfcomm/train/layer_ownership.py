@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from kfcomm.arguments import checked_name
+from kfcomm.common.arguments import checked_name
 from kfcomm.errors import ConfigError
 from kfcomm.train.procedure import Call, Comm, Procedure, call, carried, together
 

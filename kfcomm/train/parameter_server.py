@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kfcomm.arguments import checked_name
 from kfcomm.arrays import adapt
+from kfcomm.common.arguments import checked_name
 from kfcomm.train.agreement import check_alike, count_problem, introduce, refuse
 from kfcomm.train.packed import Packing
 from kfcomm.train.procedure import Call, Comm, Procedure, call, carried, together

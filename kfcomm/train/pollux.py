@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
+from kfcomm.common.extras import lacking
 from kfcomm.errors import ConfigError
-from kfcomm.extras import lacking
 from kfcomm.train.adascale import gain
 
 LEAST_TIME_S = 1e-8

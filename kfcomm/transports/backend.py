@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from kfcomm.devices import Device, Flat, Stream
+from kfcomm.arrays.devices import Device, Flat, Stream
 from kfcomm.types import Op, Verb
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kfcomm.devices.base import Device, DeviceReport
-from kfcomm.devices.routes import Choice, choose
+from kfcomm.arrays.devices.base import Device, DeviceReport
+from kfcomm.arrays.devices.routes import Choice, choose
 from kfcomm.transports.backend import BackendMaker
 from kfcomm.types import Layout
 

@@ -17,7 +17,7 @@ import socket
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, assert_never
 
-from kfcomm.accepting import accept_all, host_of
+from kfcomm.common.sockets import accept_all, host_of
 from kfcomm.core.handshake import Answerer, Dialler, Identity, Outcome, Step
 from kfcomm.core.hello import (
     NONCE_NBYTES,
@@ -52,7 +52,7 @@ from kfcomm.transports.sockets import (
 if TYPE_CHECKING:
     from ssl import SSLContext
 
-    from kfcomm.tls import Tls
+    from kfcomm.common.tls import Tls
 
 HANDSHAKE_TIMEOUT_S = 10.0
 """For a peer that is known to be one, on a host that may be busy."""

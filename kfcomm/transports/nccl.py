@@ -28,7 +28,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kfcomm.devices import Device, Flat, Stream
+from kfcomm.arrays.devices import Device, Flat, Stream
 from kfcomm.errors import TransportError
 from kfcomm.transports.backend import Part
 from kfcomm.types import Op, Verb

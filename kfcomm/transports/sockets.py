@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from kfcomm.common.sockets import readable, writable
 from kfcomm.errors import ConfigError, TransportError
-from kfcomm.waiting import readable, writable
 
 Address = tuple[str, int] | str
 

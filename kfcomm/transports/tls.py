@@ -17,8 +17,8 @@ import ssl
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from kfcomm.common.sockets import readable, writable
 from kfcomm.transports.sockets import closed_on_failure
-from kfcomm.waiting import readable, writable
 
 PIECE_NBYTES = 1 << 16
 """Encrypted by one call, four records of TLS; copied once if the kernel has no room for it."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kfcomm.adapt import Adaptation, Decision, Policy, Reading
-from kfcomm.communicator import Communicator
+from kfcomm.world.communicator import Communicator
 from tests.conformance.worlds import works, world
 
 NBYTES = 4_000_000

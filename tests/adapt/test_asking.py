@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kfcomm.adapt import Adaptation, Context, Decision, Hyperparameters, Policy
-from kfcomm.communicator import Communicator
 from kfcomm.errors import CollectiveMismatch, ConfigError
+from kfcomm.world.communicator import Communicator
 from tests.adapt.scripted import ScriptedMeter, steady, words
 from tests.conformance.worlds import assert_kinds, ends, works, world
 

@@ -15,10 +15,10 @@ import pytest
 from kfcomm import sync
 from kfcomm.adapt import Adaptation, AutoStrategy, AvoidSlowLinks, Context, Hyperparameters, Policy, replay
 from kfcomm.adapt.recording import lines_of
-from kfcomm.communicator import Communicator
 from kfcomm.elastic import Elastic, ElasticCommunicator, ElasticSampler, State
 from kfcomm.errors import ConfigError, EpochChanged, KfcommError, PeerLost
 from kfcomm.testing import MemoryWorld, run_ranks, run_threads, sync_world, world
+from kfcomm.world.communicator import Communicator
 from tests.conformance.worlds import until
 
 LENGTH, BATCH = 240, 12

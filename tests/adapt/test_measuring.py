@@ -11,8 +11,8 @@ import pytest
 
 from kfcomm.adapt import Adaptation
 from kfcomm.adapt.measuring import EngineMeter
-from kfcomm.runtime import load
-from kfcomm.runtime.load import Load
+from kfcomm.engine import load
+from kfcomm.engine.load import Load
 from tests.conformance.worlds import everywhere, until, world
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from kfcomm.adapt import Adaptation, Context, Decision, Policy
-from kfcomm.communicator import Communicator
 from kfcomm.errors import CollectiveAborted, CollectiveMismatch, ConfigError, PeerLost
 from kfcomm.strategies import build
 from kfcomm.types import Layout
+from kfcomm.world.communicator import Communicator
 from tests.adapt.scripted import NBYTES, ScriptedMeter, adapted, steady, words
 from tests.conformance.worlds import assert_kinds, ends, everywhere, turns, until, works, world
 

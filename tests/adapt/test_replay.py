@@ -25,11 +25,11 @@ from kfcomm.adapt import (
     replay,
 )
 from kfcomm.adapt.recording import decoded, encoded, lines_of
-from kfcomm.communicator import Communicator
 from kfcomm.errors import ConfigError
 from kfcomm.probe import Probe
 from kfcomm.strategies import build
 from kfcomm.types import Layout
+from kfcomm.world.communicator import Communicator
 from tests.adapt.scripted import Cost, ScriptedMeter, steady
 from tests.conformance.worlds import assert_kinds, ends, world
 

@@ -10,10 +10,10 @@ import pytest
 
 from kfcomm.adapt import AvoidSlowLinks, Policy
 from kfcomm.adapt.slow_links import fitting
-from kfcomm.communicator import Communicator
 from kfcomm.errors import ConfigError
 from kfcomm.probe import Probe
 from kfcomm.types import Layout
+from kfcomm.world.communicator import Communicator
 from tests.adapt.scripted import NBYTES, Cost, adapted
 
 SIZE = 4

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kfcomm.arrays import adapt, adapt_out, dtype_of
+from kfcomm.arrays.devices import DeviceReport
 from kfcomm.arrays.on_device import (
     OnStream,
     adapt_device,
@@ -19,7 +20,6 @@ from kfcomm.arrays.on_device import (
     is_on_device,
     overlaps,
 )
-from kfcomm.devices import DeviceReport
 from kfcomm.errors import ConfigError
 
 FLOAT = np.dtype(np.float32)

@@ -10,8 +10,8 @@ from bench.netlab.batches import Figure, figure, measured, table, verdict
 from bench.netlab.batching import ADAPTIVE, Task, learn_all
 from bench.netlab.hosts import even
 from bench.netlab.lab import Netlab
-from kfcomm.communicator import Communicator
 from kfcomm.testing import run_ranks, world
+from kfcomm.world.communicator import Communicator
 
 
 def ran(batch: int, time_s: float, *, is_reached: bool = True) -> Figure:

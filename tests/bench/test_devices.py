@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from kfcomm.arrays.devices import DeviceReport
 from kfcomm.bench import cuda, devices
 from kfcomm.bench.caller import AsyncCaller
 from kfcomm.bench.cuda import CudaMemory, num_devices
@@ -22,7 +23,6 @@ from kfcomm.bench.report import Report
 from kfcomm.bench.suite import COLLECTIVES, Mode, Place, Suite
 from kfcomm.bench.workloads import WORKLOADS
 from kfcomm.cli import main
-from kfcomm.devices import DeviceReport
 from kfcomm.errors import ConfigError
 from kfcomm.testing import run_ranks, world
 from kfcomm.types import Layout

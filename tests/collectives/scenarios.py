@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from kfcomm.communicator import Communicator
 from kfcomm.errors import CollectiveAborted, CollectiveMismatch, CollectiveTimeout
+from kfcomm.world.communicator import Communicator
 from tests.conformance import oracle
 from tests.conformance.worlds import assert_kinds, ends, everywhere, heard_of_the_end, same_bits, turns
 

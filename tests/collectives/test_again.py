@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kfcomm.communicator import Communicator
 from kfcomm.errors import CollectiveAborted, ConfigError
+from kfcomm.world.communicator import Communicator
 from tests.conformance.worlds import ends, everywhere, same_bits, world
 
 SIZE = 3

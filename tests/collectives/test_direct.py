@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kfcomm.communicator import Communicator
 from kfcomm.errors import CollectiveMismatch, PeerLost
 from kfcomm.strategies import Direct, base, direct
+from kfcomm.world.communicator import Communicator
 from tests.collectives import scenarios
 from tests.collectives.scenarios import USES, X, warm
 from tests.conformance import oracle, worlds

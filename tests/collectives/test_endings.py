@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kfcomm.engine import deadlines, inquiry
 from kfcomm.errors import (
     CollectiveAborted,
     CollectiveError,
@@ -18,7 +19,6 @@ from kfcomm.errors import (
     PeerLost,
     SessionClosed,
 )
-from kfcomm.runtime import deadlines, inquiry
 from kfcomm.transports.memory import MemoryLink
 from tests.conformance.worlds import (
     assert_kinds,

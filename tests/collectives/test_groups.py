@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kfcomm import session
 from kfcomm.core import names
+from kfcomm.engine import session
 from kfcomm.errors import CollectiveAborted, CollectiveTimeout, ConfigError, PeerLost, SessionClosed
 from tests.conformance.worlds import assert_kinds, ends, everywhere, turns, works, world
 

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kfcomm.communicator import Communicator
 from kfcomm.core.graph import GraphPair
+from kfcomm.engine.hosted import HOSTED_NBYTES, hub_of
 from kfcomm.errors import PeerLost
-from kfcomm.runtime.hosted import HOSTED_NBYTES, hub_of
 from kfcomm.strategies import build
 from kfcomm.types import Layout
+from kfcomm.world.communicator import Communicator
 from tests.collectives import scenarios
 from tests.collectives.scenarios import USES, X, sums_are_right, warm
 from tests.conformance import oracle, worlds

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kfcomm.arguments import checked_name, plain_text, whole_number
+from kfcomm.common.arguments import checked_name, plain_text, whole_number
 from kfcomm.errors import CollectiveAborted, CollectiveMismatch, ConfigError
 from tests.conformance.worlds import assert_kinds, ends, everywhere, turns, world
 

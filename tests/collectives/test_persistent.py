@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kfcomm import testing
-from kfcomm.communicator import Communicator
 from kfcomm.errors import (
     CollectiveAborted,
     CollectiveMismatch,
@@ -21,6 +20,7 @@ from kfcomm.errors import (
     ConfigError,
     SessionClosed,
 )
+from kfcomm.world.communicator import Communicator
 from tests.conformance.worlds import (
     assert_kinds,
     everywhere,

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from kfcomm import Communicator
 from kfcomm.core import names
+from kfcomm.engine.peer_sender import PeerSender
 from kfcomm.errors import CollectiveAborted, ConfigError
-from kfcomm.runtime.peer_sender import PeerSender
 from kfcomm.transports.memory import MemoryLink
 from kfcomm.transports.shm.sender import ShmSender
 from tests.conformance.worlds import ends, everywhere, same_bits, turns, world

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kfcomm.communicator import Communicator
 from kfcomm.core.chunk import split
 from kfcomm.errors import CollectiveAborted
 from kfcomm.strategies.base import DIRECT_NBYTES
+from kfcomm.world.communicator import Communicator
 from tests.collectives.test_direct import is_slotted
 from tests.conformance import oracle, worlds
 from tests.conformance.oracle import CASES

@@ -11,6 +11,7 @@ import pytest
 
 from kfcomm import strategies
 from kfcomm.core.graph import Graph, GraphPair
+from kfcomm.engine.peer_sender import PeerSender
 from kfcomm.errors import (
     CollectiveAborted,
     CollectiveMismatch,
@@ -19,7 +20,6 @@ from kfcomm.errors import (
     PeerLost,
     SessionClosed,
 )
-from kfcomm.runtime.peer_sender import PeerSender
 from kfcomm.strategies import Strategy, from_edges
 from kfcomm.types import Layout
 from tests.conformance import oracle

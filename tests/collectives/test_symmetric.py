@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kfcomm.communicator import Communicator
 from kfcomm.errors import CollectiveAborted, CollectiveMismatch, ConfigError
 from kfcomm.transports.shm.heap import NOWHERE
 from kfcomm.transports.shm.parted import PartedSlot, _release
+from kfcomm.world.communicator import Communicator
 from tests.conformance import oracle, worlds
 from tests.conformance.oracle import CASES
 from tests.conformance.worlds import assert_kinds, ends, everywhere, heard_of_the_end, same_bits, turns, world

@@ -12,8 +12,8 @@ from kfcomm.collectives import plans
 from kfcomm.collectives.packing import many_key
 from kfcomm.core.chunk import WHOLE_BELOW, pair_of, split
 from kfcomm.core.graph import Graph
+from kfcomm.engine.wired import WiredOperation
 from kfcomm.errors import CollectiveAborted, CollectiveMismatch, ConfigError
-from kfcomm.runtime.wired import WiredOperation
 from kfcomm.strategies import AnyStrategy
 from tests.conformance.oracle import Array, dtype_called
 from tests.conformance.worlds import assert_kinds, ends, everywhere, same_bits, turns, works, world

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from kfcomm import testing
-from kfcomm.communicator import Communicator
 from kfcomm.core.credit import credit_of
 from kfcomm.testing import MemoryWorld
+from kfcomm.world.communicator import Communicator
 
 HANG_S = 60.0
 LINKS = "memory"

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kfcomm.devices import cuda, lookup
+from kfcomm.arrays.devices import cuda, lookup
 from kfcomm.errors import ConfigError, TransportError
 
 
@@ -105,7 +105,7 @@ def test_looking_imports_nothing() -> None:
     code = (
         "import sys, kfcomm\n"
         "from kfcomm.arrays import on_device\n"
-        "from kfcomm.devices import cuda, cuda_calls, lookup, pinned\n"
+        "from kfcomm.arrays.devices import cuda, cuda_calls, lookup, pinned\n"
         "lookup.DRIVER_NODES = ()\n"
         "lookup.find('auto', 0), lookup.find('none', 0), on_device.is_on_device([1])\n"
         "print([name for name in ('cupy', 'torch', 'jax', 'ml_dtypes') if name in sys.modules])\n"

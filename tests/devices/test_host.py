@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kfcomm.devices import Device, DeviceReport
-from kfcomm.devices.host import HostDevice
+from kfcomm.arrays.devices import Device, DeviceReport
+from kfcomm.arrays.devices.host import HostDevice
 
 
 def test_copies_are_done_at_once_in_any_dtype():

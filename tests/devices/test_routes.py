@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from kfcomm.devices import DeviceReport
-from kfcomm.devices.routes import Choice, Route, agree, cautions, choose
+from kfcomm.arrays.devices import DeviceReport
+from kfcomm.arrays.devices.routes import Choice, Route, agree, cautions, choose
 from kfcomm.errors import ConfigError
 from kfcomm.types import Layout
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from kfcomm.arrays import adapt, dtype_of
+from kfcomm.arrays.devices import cuda
 from kfcomm.arrays.dtypes import SUPPORTED_NAMES
 from kfcomm.arrays.on_device import OnStream, adapt_device, adapt_device_out, current_stream, is_on_device, overlaps
-from kfcomm.devices import cuda
 from kfcomm.errors import ConfigError
 
 pytestmark = pytest.mark.gpu

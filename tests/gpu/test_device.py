@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from kfcomm.arrays import dtype_of
-from kfcomm.devices import cuda, lookup
-from kfcomm.devices.cuda_calls import as_stream, working_on
-from kfcomm.devices.pinned import PinnedPool
+from kfcomm.arrays.devices import cuda, lookup
+from kfcomm.arrays.devices.cuda_calls import as_stream, working_on
+from kfcomm.arrays.devices.pinned import PinnedPool
 from kfcomm.errors import ConfigError, TransportError
 
 pytestmark = pytest.mark.gpu

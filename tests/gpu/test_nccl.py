@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kfcomm.devices import Device
+from kfcomm.arrays.devices import Device
 from kfcomm.errors import TransportError
 from kfcomm.transports.backend import Part
 from kfcomm.transports.nccl import Nccl
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(scope="module", autouse=True)
 def begun() -> None:
     """What CUDA and NCCL open when a process first uses them stays open: no test is to be blamed for it."""
-    from kfcomm.devices.cuda import CudaDevice
+    from kfcomm.arrays.devices.cuda import CudaDevice
 
     device = CudaDevice(0)
     with conforming.group(Nccl(), [device]) as (rank,):
@@ -32,7 +32,7 @@ def begun() -> None:
 
 @pytest.fixture
 def device() -> Iterator[Device]:
-    from kfcomm.devices.cuda import CudaDevice
+    from kfcomm.arrays.devices.cuda import CudaDevice
 
     made = CudaDevice(0)
     yield made

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from kfcomm.accepting import raise_limit
+from kfcomm.common.sockets import raise_limit
 from tests.launch.launched import command, environ
 
 SHOW = "import resource; print('soft', resource.getrlimit(resource.RLIMIT_NOFILE)[0])"

@@ -4,8 +4,8 @@ import sys
 import pytest
 from click.testing import CliRunner
 
+from kfcomm.arrays.devices import DeviceReport
 from kfcomm.cli import main
-from kfcomm.devices import DeviceReport
 from kfcomm.errors import ConfigError
 from kfcomm.launch.explain import explain
 from tests.launch.launched import TOKEN, command, environ, finished
@@ -100,7 +100,7 @@ def finds(monkeypatch: pytest.MonkeyPatch, report: DeviceReport) -> StubDevice:
     """The device that is found from now on."""
     device = StubDevice(report)
     monkeypatch.setattr(
-        "kfcomm.devices.lookup.find", lambda choice, local_rank: (device if report.kind else None, report)
+        "kfcomm.arrays.devices.lookup.find", lambda choice, local_rank: (device if report.kind else None, report)
     )
     monkeypatch.setattr("kfcomm.transports.nccl.Nccl", object)
     return device
@@ -142,7 +142,7 @@ def test_a_device_that_is_refused_is_an_error(monkeypatch: pytest.MonkeyPatch) -
     def refuse(choice: str, local_rank: int) -> None:
         raise ConfigError(f"device is {choice}, but there is no driver")
 
-    monkeypatch.setattr("kfcomm.devices.lookup.find", refuse)
+    monkeypatch.setattr("kfcomm.arrays.devices.lookup.find", refuse)
     text, code = explain({"KFCOMM_DEVICE": "cuda:1"})
     assert code == 2
     assert section(text, "device") == ["device  none", "error   device is cuda:1, but there is no driver"]

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from kfcomm.epochs import RETIRE_AFTER_S
 from kfcomm.rendezvous.client import StoreClient
+from kfcomm.world.epochs import RETIRE_AFTER_S
 from tests import etcds
 from tests.launch.launched import TOKEN, environ
 from tests.launch.stores import HOW_LONG_S, LONG, Job, kfcomm, outage

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import kfcomm
-from kfcomm.devices import DeviceReport, lookup
+from kfcomm.arrays.devices import DeviceReport, lookup
 from kfcomm.testing import FakeDevice
 from kfcomm.transports import nccl
 from tests.stubs import StubDevice

@@ -18,7 +18,7 @@ import numpy as np
 
 import kfcomm
 from kfcomm import sync
-from kfcomm.network import SocketNetwork
+from kfcomm.engine.network import SocketNetwork
 from tests.processes.actor import meet
 
 if TYPE_CHECKING:

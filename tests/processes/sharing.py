@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kfcomm.network import SocketNetwork
+from kfcomm.engine.network import SocketNetwork
 from kfcomm.transports.shm.sharing import Sharing
 
 if TYPE_CHECKING:

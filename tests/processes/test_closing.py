@@ -32,7 +32,7 @@ SENDS = "comm.send(7, 1); comm.close()"
 RECEIVES = "with comm: print(int(comm.recv(0)))"
 CONNECTS_LATE = """
 import asyncio
-from kfcomm.network import SocketNetwork
+from kfcomm.engine.network import SocketNetwork
 
 connect = SocketNetwork.connect
 

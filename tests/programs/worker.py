@@ -15,7 +15,7 @@ import sys
 import click
 
 import kfcomm
-from kfcomm import network
+from kfcomm.engine import network
 from kfcomm.rendezvous import identity
 from kfcomm.strategies import base
 from kfcomm.transports.shm import slots

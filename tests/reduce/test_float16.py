@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfcomm.reduce import float16
+from kfcomm.arrays.reduce import float16
 
 EVERY = np.arange(2**16, dtype=np.uint16).view(np.float16)
 SPECIAL = np.array([np.inf, -np.inf, np.nan, -np.nan, 3e38, -3e38, 65520, -65520, 65536, 65519.996], np.float32)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kfcomm.arrays.reduce.named import op_of
 from kfcomm.errors import ConfigError
-from kfcomm.reduce.named import op_of
 from kfcomm.types import Op
 
 INTEGERS, BOOL = np.dtype(np.int32), np.dtype(bool)

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kfcomm.arrays.dtypes import SUPPORTED_NAMES, dtype_of
+from kfcomm.arrays.reduce import Kernel, float16, kernel, supports
+from kfcomm.arrays.reduce.base import BLOCK, divide
 from kfcomm.errors import ConfigError
-from kfcomm.reduce import Kernel, float16, kernel, supports
-from kfcomm.reduce.base import BLOCK, divide
 from kfcomm.types import Op
 
 INTEGERS = {"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from kfcomm.arrays.dtypes import SUPPORTED_NAMES, dtype_of
+from kfcomm.arrays.reduce import Wire, float16, wire_dtype_of, wire_of
+from kfcomm.arrays.reduce.base import BLOCK
 from kfcomm.errors import ConfigError
-from kfcomm.reduce import Wire, float16, wire_dtype_of, wire_of
-from kfcomm.reduce.base import BLOCK
 from kfcomm.types import Op
 
 WIRES = ("float16", "bfloat16")

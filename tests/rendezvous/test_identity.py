@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kfcomm.arrays.devices import DeviceReport
+from kfcomm.common.version import __version__
 from kfcomm.core.frame import PROTOCOL_VERSION
-from kfcomm.devices import DeviceReport
 from kfcomm.errors import RemoteProtocolError
 from kfcomm.launch.coming import who_launches
 from kfcomm.rendezvous.etcd.leases import _described, _myself
 from kfcomm.rendezvous.identity import MAX_WIRE_NBYTES, PeerInfo, host_id, process_uid
 from kfcomm.rendezvous.kept import path_of_costs
 from kfcomm.types import Costs
-from kfcomm.version import __version__
 
 DEVICE = DeviceReport("cuda", "GPU-8f1c", "NVIDIA H100 80GB HBM3", 13010, "nccl", 23207)
 ME = PeerInfo.here(rank=3, address="10.0.0.1", port=4711, unix="\0kfcomm-1", transport="nccl", device=DEVICE)

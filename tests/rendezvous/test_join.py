@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from kfcomm.common.version import __version__
 from kfcomm.core.frame import PROTOCOL_VERSION
 from kfcomm.errors import ConfigError, RendezvousError
 from kfcomm.rendezvous.board import Exit, Why
@@ -14,7 +15,6 @@ from kfcomm.rendezvous.join import close_store, join, leave, leave_store, open_s
 from kfcomm.rendezvous.settings import Settings
 from kfcomm.rendezvous.store import StoreServer
 from kfcomm.rendezvous.worlds import Source
-from kfcomm.version import __version__
 from tests.support import free_port
 
 TOKEN = b"the token of the job"

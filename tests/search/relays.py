@@ -19,9 +19,9 @@ from typing import Any
 import click
 import uvloop
 
-from kfcomm.control import links
-from kfcomm.runtime import recovery
-from kfcomm.tls import make
+from kfcomm.common.tls import make
+from kfcomm.engine import recovery
+from kfcomm.engine.control import links
 from kfcomm.transports import greeting
 from tests.relays import Relay
 from tests.test_relays import ends, joined

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kfcomm.common.sizes import parse_size
 from kfcomm.errors import ConfigError
-from kfcomm.sizes import parse_size
 from kfcomm.strategies import SizedStrategy, build, from_edges, names
 from kfcomm.strategies.rules import show_exactly
 from kfcomm.types import Layout

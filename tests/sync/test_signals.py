@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import kfcomm
-from kfcomm.dumps import install_signal
+from kfcomm.monitor.dumps import install_signal
 from kfcomm.sync import Communicator
 from kfcomm.sync.signals import Signals
 from kfcomm.testing import sync_world

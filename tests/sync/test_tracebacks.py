@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import kfcomm
+from kfcomm.common.tracebacks import terse
 from kfcomm.sync.driver import Driver
 from kfcomm.testing import sync_world
-from kfcomm.tracebacks import terse
 from tests.stubs import Broken, broken
 from tests.support import free_port
 

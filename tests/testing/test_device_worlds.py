@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 import kfcomm
-from kfcomm.devices.routes import Route
+from kfcomm.arrays.devices.routes import Route
 from kfcomm.testing import MemoryWorld, run_threads, sync_world, world
 from tests.stubs import StubDevice, stub
 
@@ -73,7 +73,7 @@ async def test_a_device_that_cannot_be_closed_keeps_nothing_else_open() -> None:
     comms = MemoryWorld(1, devices=[Broken(stub(0).report)])
     with pytest.raises(OSError, match="the device is gone"):
         await comms.close()
-    assert comms[0]._session not in kfcomm.session.open_sessions()
+    assert comms[0]._session not in kfcomm.engine.session.open_sessions()
 
 
 @pytest.mark.asyncio

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kfcomm.devices import Device
+from kfcomm.arrays.devices import Device
 from kfcomm.testing import FakeArray, FakeDevice
 
 

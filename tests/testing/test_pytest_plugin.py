@@ -80,6 +80,13 @@ def test_the_mark_is_among_those_that_pytest_knows(pytester: pytest.Pytester) ->
 
 def test_who_does_not_use_it_pays_for_a_few_small_modules() -> None:
     modules = loaded("import kfcomm.testing.pytest_plugin", beyond="import sys, pytest")
-    of_kfcomm = {"kfcomm", "kfcomm.errors", "kfcomm.lazy", "kfcomm.types", "kfcomm.version"}
+    of_kfcomm = {
+        "kfcomm",
+        "kfcomm.errors",
+        "kfcomm.common",
+        "kfcomm.common.lazy",
+        "kfcomm.common.version",
+        "kfcomm.types",
+    }
     assert own(modules) <= {*of_kfcomm, "kfcomm.testing", "kfcomm.testing.pytest_plugin"}
     assert "numpy" not in modules

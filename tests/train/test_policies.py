@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from kfcomm.adapt import Adaptation, Hyperparameters, MarginalUtility, Policy, replay
-from kfcomm.communicator import Communicator
 from kfcomm.errors import ConfigError
 from kfcomm.train.policies import AdaScaleRate, NoiseScaleBatch, PolluxGoodput, SwitchAgreement, WireByNoise
 from kfcomm.train.pollux import Throughput
+from kfcomm.world.communicator import Communicator
 from tests.conformance.worlds import world
 from tests.train.simulated import Cluster, Simulation
 

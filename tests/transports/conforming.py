@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kfcomm.devices import Device, Flat, Stream
+from kfcomm.arrays.devices import Device, Flat, Stream
 from kfcomm.transports.backend import BackendMaker, CollectiveBackend, Part
 from kfcomm.types import Op, Verb
 from tests.conformance.oracle import ALLOWED, DTYPES, data, dtype_called

@@ -11,9 +11,9 @@ import tempfile
 import uuid
 from pathlib import Path
 
+from kfcomm.common.tls import load, make
 from kfcomm.core.frame import make_encoder
 from kfcomm.core.handshake import Keys
-from kfcomm.tls import load, make
 from kfcomm.transports.options import MAX_HEAD_NBYTES, StreamOptions
 from kfcomm.transports.sealed import Seals
 from kfcomm.transports.stream import StreamLink

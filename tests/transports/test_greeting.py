@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kfcomm import accepting
+from kfcomm.common import sockets as accepting
+from kfcomm.common.sockets import readable
 from kfcomm.core.frame import PROTOCOL_VERSION, make_encoder
 from kfcomm.core.handshake import Identity
 from kfcomm.core.hello import MAGIC, PREFIX_NBYTES, Hello, Proof, Purpose, Welcome, encode
@@ -19,7 +20,6 @@ from kfcomm.transports import greeting
 from kfcomm.transports.greeting import answer, dial, serve
 from kfcomm.transports.sockets import DialRefused, Listener
 from kfcomm.transports.stream import StreamLink
-from kfcomm.waiting import readable
 from tests.support import half_close, on_every_loop
 from tests.transports.streams import Notes, chunk, sockets
 

@@ -32,6 +32,7 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, TypeVar
 
+from kfcomm.arrays.devices import Device, Mark
 from kfcomm.collectives.group import Group
 from kfcomm.collectives.mailbox import Mailbox
 from kfcomm.collectives.on_device import tell
@@ -42,7 +43,6 @@ from kfcomm.collectives.on_device.launcher import Launcher
 from kfcomm.core.collective import name_of
 from kfcomm.core.launch_order import ASK, LAUNCH, LEADER, TELL, Effects, LaunchOrder, launch_order
 from kfcomm.core.signature import Signature
-from kfcomm.devices import Device, Mark
 from kfcomm.errors import CollectiveAborted, TransportError
 from kfcomm.transports.backend import BackendMaker, CollectiveBackend
 

@@ -25,6 +25,7 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
+from kfcomm.arrays.devices import Device, Mark, Stream
 from kfcomm.arrays.dtypes import dtype_name
 from kfcomm.collectives.group import Group
 from kfcomm.collectives.handle import Handle
@@ -32,9 +33,8 @@ from kfcomm.core import program as programs
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import ItemSizes, shown
 from kfcomm.core.signature import Signature
-from kfcomm.devices import Device, Mark, Stream
+from kfcomm.engine.operation import Operation, Work
 from kfcomm.errors import CollectiveAborted, CollectiveMismatch, KfcommError, PeerLost
-from kfcomm.runtime.operation import Operation, Work
 from kfcomm.transports.backend import Part
 from kfcomm.types import Op, Verb
 

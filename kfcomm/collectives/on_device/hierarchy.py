@@ -30,12 +30,12 @@ from kfcomm.types import Verb
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kfcomm.arrays.devices import Device, Flat, Mark, Stream
     from kfcomm.collectives.group import Group
     from kfcomm.collectives.mailbox import Mailbox
     from kfcomm.collectives.on_device.backed import BackendPath
     from kfcomm.collectives.on_device.calls import Call
     from kfcomm.collectives.on_device.staged import StagedPath
-    from kfcomm.devices import Device, Flat, Mark, Stream
 
 SHARE_NBYTES = 16 << 20
 """Of a share: a few segments of what goes across, so that one block's network covers the next one's work inside."""

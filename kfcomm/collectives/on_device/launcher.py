@@ -17,8 +17,8 @@ from kfcomm.collectives.on_device import tell
 from kfcomm.errors import TransportError
 
 if TYPE_CHECKING:
+    from kfcomm.arrays.devices import Device, Mark, Stream
     from kfcomm.collectives.on_device.calls import Call
-    from kfcomm.devices import Device, Mark, Stream
     from kfcomm.transports.backend import CollectiveBackend
     from kfcomm.transports.reactor import Reactor
 

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kfcomm.arrays.devices import Device
+from kfcomm.arrays.devices.pinned import PinnedPool
+from kfcomm.arrays.devices.routes import Choice, Route
 from kfcomm.collectives.group import Group
 from kfcomm.collectives.mailbox import Mailbox
 from kfcomm.core.collective import GroupView
-from kfcomm.devices import Device
-from kfcomm.devices.pinned import PinnedPool
-from kfcomm.devices.routes import Choice, Route
 from kfcomm.strategies import build
 from kfcomm.transports.backend import BackendMaker
 from kfcomm.types import Layout, Verb

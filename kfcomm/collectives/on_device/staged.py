@@ -21,16 +21,16 @@ import hashlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kfcomm.arrays.devices import Device, Stream
 from kfcomm.collectives.group import Group
 from kfcomm.collectives.on_device.segments import MAX_SEGMENTS, SEGMENT_NBYTES
 from kfcomm.collectives.on_device.staging import Staging, Streams
 from kfcomm.collectives.turns import Turns
 from kfcomm.core.collective import GroupView
-from kfcomm.devices import Device, Stream
 
 if TYPE_CHECKING:
+    from kfcomm.arrays.devices.pinned import PinnedPool
     from kfcomm.collectives.on_device.calls import Call
-    from kfcomm.devices.pinned import PinnedPool
 
 WINDOW = 4
 """Segments of one call that have a block at a time: one on its way in, one out, and two in the network, so that it

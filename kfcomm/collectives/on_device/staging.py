@@ -28,20 +28,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from kfcomm.arrays.devices import Flat, Stream
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.on_device import tell
 from kfcomm.collectives.on_device.segments import MAX_SEGMENTS, PIECEWISE, Piece, Place, Segment, segments_of
 from kfcomm.collectives.plans import Plan
 from kfcomm.collectives.turns import Turn
 from kfcomm.core.collective import shown
-from kfcomm.devices import Flat, Stream
 from kfcomm.errors import InternalError
 from kfcomm.types import Verb
 
 if TYPE_CHECKING:
+    from kfcomm.arrays.devices.pinned import Block
     from kfcomm.collectives.on_device.calls import Call
     from kfcomm.collectives.on_device.staged import StagedPath
-    from kfcomm.devices.pinned import Block
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 Heard: TypeAlias = "Callable[[BaseException | None], None]"

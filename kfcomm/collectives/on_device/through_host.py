@@ -20,10 +20,10 @@ from kfcomm.errors import CollectiveTimeout
 if TYPE_CHECKING:
     from kfcomm.arrays import OutArray, OutList
     from kfcomm.arrays.device_kinds import DeviceKind
+    from kfcomm.arrays.devices import Device, Flat, Stream
+    from kfcomm.arrays.devices.pinned import Block, PinnedPool
     from kfcomm.arrays.on_device import DeviceArray, DeviceOut
-    from kfcomm.devices import Device, Flat, Stream
-    from kfcomm.devices.pinned import Block, PinnedPool
-    from kfcomm.runtime.engine import Engine
+    from kfcomm.engine.engine import Engine
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 Out: TypeAlias = "OutArray | OutList | OutOfHost"

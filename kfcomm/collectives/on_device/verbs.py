@@ -17,6 +17,8 @@ import numpy as np
 
 from kfcomm import arrays
 from kfcomm.arrays import HostArray, OutArray, adapt, adapt_out, on_device
+from kfcomm.arrays.devices import Device, Stream
+from kfcomm.arrays.devices.host import HOST
 from kfcomm.arrays.kinds import NUMPY, ArrayKind, kind_of
 from kfcomm.arrays.on_device import DeviceArray, DeviceOut, adapt_device, adapt_device_out, is_on_device
 from kfcomm.collectives.group import UNNAMED
@@ -24,8 +26,6 @@ from kfcomm.collectives.handle import Handle, join
 from kfcomm.collectives.on_device.calls import Buffers, Call, Order
 from kfcomm.collectives.on_device.through_host import Fetched, Out, OutOfHost, Returned
 from kfcomm.collectives.plans import row_elements
-from kfcomm.devices import Device, Stream
-from kfcomm.devices.host import HOST
 from kfcomm.errors import ConfigError
 from kfcomm.transports.backend import Part
 from kfcomm.types import Op, Verb

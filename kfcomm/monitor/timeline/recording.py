@@ -40,12 +40,12 @@ from kfcomm.monitor.timeline.translation import (
 from kfcomm.rendezvous.interfaces import hostname
 
 if TYPE_CHECKING:
-    from kfcomm.control import ControlPlane
-    from kfcomm.control.base import ToldClock
-    from kfcomm.control.clock import ClockReader, ClockSample
     from kfcomm.core.collective import Key
-    from kfcomm.runtime.operation import Operation
-    from kfcomm.session import Session
+    from kfcomm.engine.control import ControlPlane
+    from kfcomm.engine.control.base import ToldClock
+    from kfcomm.engine.control.clock import ClockReader, ClockSample
+    from kfcomm.engine.operation import Operation
+    from kfcomm.engine.session import Session
 
 logger = logging.getLogger("kfcomm")
 

@@ -29,10 +29,10 @@ from kfcomm.monitor.timeline.layout import (
 )
 
 if TYPE_CHECKING:
-    from kfcomm.control.clock import ClockSample
     from kfcomm.core.collective import GroupView, Key
     from kfcomm.core.program import Program
     from kfcomm.core.signature import Signature
+    from kfcomm.engine.control.clock import ClockSample
 
 POSTED, ENDED, SENT, ARRIVED, INSTANT, COUNTER, SAMPLED, SPAN = range(8)
 """Kinds of notes: the first of the tuple. The second is the time in nanoseconds; for the rest see the methods."""

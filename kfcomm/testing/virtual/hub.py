@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kfcomm.control.base import ControlEvents
-from kfcomm.control.memory import MemoryHub, News
 from kfcomm.core.silence import BEATS
+from kfcomm.engine.control.base import ControlEvents
+from kfcomm.engine.control.memory import MemoryHub, News
 from kfcomm.testing.virtual.network import NetworkModel
 from kfcomm.transports.reactor import Callback
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, TypeAlias
 
-from kfcomm.communicator import Communicator
 from kfcomm.testing.virtual.events import (
     Delay,
     Event,
@@ -25,6 +24,7 @@ from kfcomm.testing.virtual.loop import Stuck, VirtualLoop, VirtualReactor
 from kfcomm.testing.virtual.network import NetworkModel, Timing, side_of
 from kfcomm.testing.virtual.world import VirtualWorld
 from kfcomm.transports.loop_driver import LoopDriver
+from kfcomm.world.communicator import Communicator
 
 Main: TypeAlias = Callable[[Communicator], Awaitable[Any]]
 

@@ -10,7 +10,7 @@ They are here and not in ``kfcomm.adapt``, which is below and knows nothing of g
 
 from typing import TYPE_CHECKING
 
-from kfcomm.lazy import imported_when_used
+from kfcomm.common.lazy import imported_when_used
 
 if TYPE_CHECKING:
     from kfcomm.train.policies.adascale_rate import AdaScaleRate

@@ -10,8 +10,8 @@ from typing import Any
 
 from kfcomm.adapt.metrics import StepMetrics
 from kfcomm.adapt.policy import Context, Policy
+from kfcomm.common.extras import is_installed, lacking
 from kfcomm.errors import ConfigError
-from kfcomm.extras import is_installed, lacking
 from kfcomm.train.policies.gradients import GradientNoise
 from kfcomm.train.pollux import GradientStatistics, Observation, Shape, Throughput, best_shape, fit, goodput
 

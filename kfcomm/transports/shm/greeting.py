@@ -20,6 +20,7 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from kfcomm.common.sockets import readable
 from kfcomm.errors import KfcommError, RemoteProtocolError, TransportError
 from kfcomm.transports.shm.arena import Arena, pieces_in
 from kfcomm.transports.shm.heap import Heap, Heaps, PeerHeap
@@ -27,7 +28,6 @@ from kfcomm.transports.shm.segment import SharingRefused, attach, create, why_un
 from kfcomm.transports.shm.shared import SHARED_NBYTES, Shared
 from kfcomm.transports.shm.slots import SlotMemory
 from kfcomm.transports.sockets import told_as_lost, why
-from kfcomm.waiting import readable
 
 _OFFER = struct.Struct("<8sQQI")
 _MAGIC = b"kfcomm 3"

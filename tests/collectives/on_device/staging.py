@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kfcomm.arrays.devices.host import HostDevice
 from kfcomm.arrays.dtypes import dtype_name
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.on_device.staged import StagedPath
@@ -15,9 +16,8 @@ from kfcomm.core import program as programs
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import ItemSizes
 from kfcomm.core.signature import Signature
-from kfcomm.devices.host import HostDevice
+from kfcomm.engine.operation import Operation, Work
 from kfcomm.errors import CollectiveMismatch, PeerLost
-from kfcomm.runtime.operation import Operation, Work
 from kfcomm.testing.devices import FakeDevice
 from kfcomm.transports.backend import Part
 from kfcomm.types import Op, Verb

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kfcomm.devices.routes import Route
+from kfcomm.arrays.devices.routes import Route
 from kfcomm.errors import (
     CollectiveAborted,
     CollectiveError,

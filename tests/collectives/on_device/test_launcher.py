@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kfcomm.devices import Device, Stream
+from kfcomm.arrays.devices import Device, Stream
 from kfcomm.testing import FakeDevice, FakeFabric
 from kfcomm.transports.backend import CollectiveBackend, Part
 from kfcomm.types import Op, Verb

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kfcomm.arrays.devices.host import HostDevice
 from kfcomm.collectives.on_device import staged
 from kfcomm.collectives.on_device.segments import MAX_SEGMENTS
-from kfcomm.devices.host import HostDevice
+from kfcomm.engine import operation as operations
 from kfcomm.errors import CollectiveAborted, CollectiveMismatch, CollectiveTimeout, InternalError, PeerLost
-from kfcomm.runtime import operation as operations
 from kfcomm.types import Op, Verb
 from tests.collectives.on_device.staging import SEGMENT_NBYTES, Call, Pool, Rank, at_rest, ended, ranks_of
 from tests.conformance.worlds import assert_kinds, everywhere, same_bits, settled, turns, until, works, world

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from kfcomm.communicator import Communicator
 from kfcomm.testing import FakeArray, FakeDevice, FakeFabric, MemoryWorld
+from kfcomm.world.communicator import Communicator
 from tests.conformance import worlds
 from tests.conformance.worlds import ends, everywhere, until
 

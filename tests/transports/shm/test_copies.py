@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from kfcomm import testing
-from kfcomm.communicator import Communicator
 from kfcomm.transports.shm import slots as shm_slots
 from kfcomm.transports.shm.parted import PartedSlot
+from kfcomm.world.communicator import Communicator
 
 RANKS = 4
 COUNT = 3 << 20

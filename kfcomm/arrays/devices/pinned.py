@@ -1,0 +1,145 @@
+"""Pinned memory of the host, kept for use after use: getting it from the system is slow, and there is not much.
+
+Invariants: `PinnedPool.take` waits for nobody, and the pool never holds more than its limit. What is beyond gets
+ordinary memory: ranks that waited for each other's pinned memory, held for different collectives, would wait for ever.
+Memory once pinned stays so until the pool is closed, as giving it back may wait for all work on the device.
+
+Memory comes in slabs. A block is the tightest hole in one, and a hole again when it is released; neighbouring holes are
+one. May be used on any thread.
+"""
+
+from __future__ import annotations
+
+from threading import Lock
+from typing import Final
+
+import numpy as np
+
+from kfcomm.arrays.devices.base import Array, Device
+
+LIMIT_NBYTES: Final = 64 << 20
+FIRST_SLAB_NBYTES: Final = 4 << 20
+ALIGNMENT_NBYTES: Final = 512
+"""Blocks begin on its multiples: no two share a cache line, nor a burst of the bus."""
+
+
+class Block:
+    """Memory of the host, taken from a pool.
+
+    Attributes:
+        view: exactly as many bytes as were asked for; none after ``release``.
+    """
+
+    __slots__ = ("_offset", "_pool", "_slab", "view")
+
+    def __init__(self, view: Array, pool: PinnedPool, slab: _Slab | None, offset: int) -> None:
+        self.view = view
+        self._pool = pool
+        self._slab = slab
+        self._offset = offset
+
+    def is_pinned(self) -> bool:
+        """Whether the device reads and writes it by itself; else a copy holds up the thread that asks for it."""
+        return self._slab is not None
+
+    def release(self) -> None:
+        """Give it back: nobody uses it any more. May be called again."""
+        self._pool._release(self)
+
+
+class PinnedPool:
+    """Blocks of pinned memory of one device, reused, up to a limit; beyond it, ordinary memory.
+
+    Args:
+        device: pins the memory.
+        limit_nbytes: pinned at most.
+    """
+
+    def __init__(self, device: Device, limit_nbytes: int = LIMIT_NBYTES) -> None:
+        self._device = device
+        self._left_nbytes = limit_nbytes
+        self._slabs: list[_Slab] = []
+        self._lock = Lock()
+
+    @property
+    def pinned_nbytes(self) -> int:
+        """Pinned by now, whether in use or not."""
+        with self._lock:
+            return sum(slab.memory.nbytes for slab in self._slabs)
+
+    def take(self, nbytes: int) -> Block:
+        """A block of this many bytes, with any content.
+
+        Raises:
+            MemoryError: the host has not even ordinary memory for it.
+        """
+        padded = -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
+        with self._lock:
+            block = self._take(nbytes, padded) if padded else None
+            if block is None and padded and self._grow(padded):
+                block = self._take(nbytes, padded)
+        return block or Block(np.empty(nbytes, np.uint8), self, None, 0)
+
+    def close(self) -> None:
+        """Give the memory back, of blocks in use when the last of their views is gone. Afterwards all is ordinary."""
+        with self._lock:
+            self._left_nbytes = 0
+            self._slabs.clear()
+
+    def _take(self, nbytes: int, padded: int) -> Block | None:
+        fits = [(hole, slab) for slab in self._slabs if (hole := slab.tightest(padded)) is not None]
+        if not fits:
+            return None
+        (_, offset), slab = min(fits, key=lambda fit: fit[0])
+        slab.cut(offset, padded)
+        return Block(slab.memory[offset : offset + nbytes], self, slab, offset)
+
+    def _grow(self, padded: int) -> bool:
+        """Pin another slab, twice as much each time; whether there is room for so much now."""
+        held = sum(slab.memory.nbytes for slab in self._slabs)
+        nbytes = min(max(padded, held, FIRST_SLAB_NBYTES), self._left_nbytes)
+        if nbytes < padded:
+            return False
+        try:
+            memory = self._device.pinned(nbytes)
+        except MemoryError:
+            self._left_nbytes = 0  # the system will not have more the next time either, and asking is slow
+            return False
+        self._left_nbytes -= nbytes
+        self._slabs.append(_Slab(memory))
+        return True
+
+    def _release(self, block: Block) -> None:
+        with self._lock:
+            slab, block._slab = block._slab, None
+            nbytes, block.view = block.view.nbytes, block.view[:0]
+            if slab is not None:
+                slab.mend(block._offset, -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES)
+
+
+class _Slab:
+    """One piece of pinned memory, and the holes in it: where each begins, and how long it is."""
+
+    __slots__ = ("holes", "memory")
+
+    def __init__(self, memory: Array) -> None:
+        self.memory = memory
+        self.holes = {0: memory.nbytes}
+
+    def tightest(self, nbytes: int) -> tuple[int, int] | None:
+        """Length and beginning of the shortest hole, the first of several, that is this long."""
+        return min(((length, offset) for offset, length in self.holes.items() if length >= nbytes), default=None)
+
+    def cut(self, offset: int, nbytes: int) -> None:
+        """The beginning of a hole is in use."""
+        length = self.holes.pop(offset)
+        if length > nbytes:
+            self.holes[offset + nbytes] = length - nbytes
+
+    def mend(self, offset: int, nbytes: int) -> None:
+        """It is no longer."""
+        nbytes += self.holes.pop(offset + nbytes, 0)
+        before = next((begin for begin, length in self.holes.items() if begin + length == offset), None)
+        if before is not None:
+            offset, nbytes = before, self.holes[before] + nbytes
+        self.holes[offset] = nbytes

@@ -1,0 +1,216 @@
+"""Which way device memory goes in a group: a function of what its ranks have told each other at join, and no more.
+
+Invariants: the same reports, layout and transport give the same choice, sentence for sentence, so that all
+ranks choose alike without asking. Nothing here looks at a device, the network or a setting.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import StrEnum
+from itertools import islice
+from typing import NamedTuple, TypeAlias
+
+from kfcomm.arrays.devices.base import DeviceReport
+from kfcomm.arrays.devices.words import backend_in_words, driver_version, ranks_in_words
+from kfcomm.errors import ConfigError
+from kfcomm.types import Layout
+
+MAX_SHOWN = 4
+"""How many different things are told of the ranks in one sentence."""
+
+
+class Route(StrEnum):
+    """How collectives of device memory are carried out."""
+
+    BACKEND = "backend"
+    """The backend runs them whole, among all ranks."""
+    HIERARCHY = "hierarchy"
+    """The backend works inside each host, and graphs over links join the hosts."""
+    STAGED = "staged"
+    """Through memory of the hosts, along graphs over links."""
+
+
+class Choice(NamedTuple):
+    """The route of a group.
+
+    Attributes:
+        route: the way.
+        mixed: whether some ranks have a device and others have none.
+        because: the reason, naming ranks; a part of a sentence, without its end.
+    """
+
+    route: Route
+    mixed: bool
+    because: str
+
+    def __str__(self) -> str:
+        return f"{self.route}: {self.because}"
+
+
+def agree(transports: Sequence[str]) -> str:
+    """The transport of device memory in a world, from the setting of each rank.
+
+    ====================================  =====================================
+    settings                              agreed
+    ====================================  =====================================
+    ``auto`` on all                       ``auto``
+    ``nccl`` on some, ``auto`` on others  ``nccl``
+    a kind of links on some, no ``nccl``  that of the first rank that names one
+    ``nccl`` and a kind of links          none
+    ====================================  =====================================
+
+    Args:
+        transports: by rank.
+
+    Raises:
+        ConfigError: some ranks ask for NCCL and others for links; names both.
+    """
+    named = [(rank, transport) for rank, transport in enumerate(transports) if transport != "auto"]
+    if not named:
+        return "auto"
+    rank, first = named[0]
+    for other, transport in named:
+        if (transport == "nccl") != (first == "nccl"):
+            raise ConfigError(
+                f"transport {first!r} of rank {rank} contradicts transport {transport!r} of rank {other}: "
+                "device memory cannot go both ways; set the same transport on all ranks"
+            )
+    return first
+
+
+def choose(reports: Sequence[DeviceReport], layout: Layout, transport: str, members: Sequence[int] = ()) -> Choice:
+    """The route of a group. The first line that applies is taken:
+
+    ======================================================  ==========================  ======================
+    the ranks                                               transport ``auto``          transport ``nccl``
+    ======================================================  ==========================  ======================
+    none has a device                                       staged                      ConfigError
+    some have no device                                     staged and mixed            ConfigError
+    two share a device: NCCL refuses two ranks on one       staged                      ConfigError
+    some have no backend                                    staged                      ConfigError
+    they have different backends                            staged                      ConfigError
+    the backend's versions differ, in whatever digit        staged                      ConfigError
+    all are on one host, one rank alone included            backend                     backend
+    they are on several hosts, one on each                  staged                      backend
+    they are on several hosts, as many on each              hierarchy                   backend
+    they are on several hosts, more on some                 staged                      backend
+    ======================================================  ==========================  ======================
+
+    Drivers may differ. With the transport of links (``tcp``, ``unix``, ``shm``) the route is staged, and mixed if some
+    ranks have no device.
+
+    Args:
+        reports: of the members, by rank in the group.
+        layout: hosts of the members.
+        transport: as `agree` has it.
+        members: their ranks in the world, by which they are named; as in the group if left out.
+
+    Raises:
+        ConfigError: the transport is ``nccl``, and NCCL cannot work among these ranks; says why.
+    """  # noqa: D415  the table completes the sentence
+    ranks = tuple(zip(members or range(len(reports)), reports, strict=True))
+    having = [report for report in reports if report.kind]
+    mixed = 0 < len(having) < len(reports)
+    obstacle = _obstacle(ranks)
+    if transport == "nccl":
+        if obstacle is not None:
+            raise ConfigError(f"transport 'nccl' cannot work: {obstacle}; use 'auto'")
+        return Choice(Route.BACKEND, False, "transport 'nccl' was asked for")
+    if transport != "auto" and having:
+        return Choice(Route.STAGED, mixed, f"transport {transport!r} was asked for")
+    if obstacle is not None:
+        return Choice(Route.STAGED, mixed, obstacle)
+    return _by_hosts(layout)
+
+
+def cautions(reports: Sequence[DeviceReport], transport: str, *, is_device_named: bool) -> Iterator[str]:
+    """What a person may want to mend, in sentences without their ends.
+
+    Args:
+        reports: of all ranks of the world, by rank.
+        transport: as `agree` has it.
+        is_device_named: whether the device was asked for; if not, sharing one is what was to be expected.
+    """
+    having = [(rank, report) for rank, report in enumerate(reports) if report.kind]
+    if transport not in ("auto", "nccl") or not having:
+        return
+    for costly in (_unlike_backends(having), _shared(having) if is_device_named else None):
+        if costly is not None:
+            yield f"device memory goes through memory of the hosts, which is slower: {costly}"
+    drivers = _by(having, lambda report: driver_version(report.driver))
+    if len(drivers) > 1:
+        yield f"the drivers of the devices are not the same: {_told(drivers)}"
+
+
+_Ranks: TypeAlias = Sequence[tuple[int, DeviceReport]]
+"""Reports, each with the rank under which it is named."""
+
+
+def _obstacle(ranks: _Ranks) -> str | None:
+    """Why no backend can join these ranks; None if one can."""
+    without = [(rank, report) for rank, report in ranks if not report.kind]
+    if len(without) == len(ranks):
+        return f"no rank has a device ({_lacks(without)})"
+    if without:
+        return f"some ranks have no device ({_lacks(without)})"
+    return _shared(ranks) or _unlike_backends(ranks)
+
+
+def _shared(ranks: _Ranks) -> str | None:
+    """Which ranks share a device, if any do."""
+    for uuid, sharing in _by(ranks, lambda report: report.uuid).items():
+        if len(sharing) > 1:
+            return f"{ranks_in_words(sharing)} share one device ({uuid}), and NCCL refuses two ranks on one"
+    return None
+
+
+def _unlike_backends(ranks: _Ranks) -> str | None:
+    """How the backends of devices differ; None if all have the same."""
+    without = [(rank, report) for rank, report in ranks if not report.backend]
+    if without:
+        return f"nothing runs collectives on the devices of some ranks ({_lacks(without)})"
+    found = _by(ranks, lambda report: backend_in_words(report.backend, report.backend_version))
+    if len(found) == 1:
+        return None
+    if len({report.backend for _, report in ranks}) > 1:
+        return f"the ranks have different backends: {_told(found)}"
+    return f"{_told(found)}; the version must be the same everywhere"
+
+
+def _by_hosts(layout: Layout) -> Choice:
+    """The route of ranks that have each a device of their own, and all the same backend."""
+    local_sizes = Counter(layout.hosts).values()
+    fewest, most = min(local_sizes), max(local_sizes)
+    if layout.num_hosts == 1:
+        return Choice(Route.BACKEND, False, "every rank has a device of its own, on one host")
+    if most == 1:
+        return Choice(Route.STAGED, False, "every host has one rank, so that there is nothing to do inside a host")
+    if fewest < most:
+        return Choice(Route.STAGED, False, f"the hosts have unequal numbers of ranks, from {fewest} to {most}")
+    return Choice(Route.HIERARCHY, False, f"every rank has a device of its own, {most} on every one of several hosts")
+
+
+def _by(ranks: _Ranks, key: Callable[[DeviceReport], str]) -> dict[str, list[int]]:
+    """The ranks for which ``key`` has the same value, by that value, in the order of the ranks."""
+    found: dict[str, list[int]] = {}
+    for rank, report in ranks:
+        found.setdefault(key(report), []).append(rank)
+    return found
+
+
+def _lacks(ranks: _Ranks) -> str:
+    """What these ranks lack, in words: ``rank 1: no CuPy; ranks 2 and 3: device 'none' was asked for``."""
+    found = _by(ranks, lambda report: report.lack or "it does not say why")
+    return _abridged((f"{ranks_in_words(of)}: {lack}" for lack, of in found.items()), len(found), "; ")
+
+
+def _told(found: Mapping[str, Sequence[int]]) -> str:
+    """What is where, in words: ``NCCL 2.28.3 on rank 0, NCCL 2.27.5 on ranks 1 and 2``."""
+    return _abridged((f"{what} on {ranks_in_words(of)}" for what, of in found.items()), len(found), ", ")
+
+
+def _abridged(parts: Iterator[str], count: int, between: str) -> str:
+    shown = [*islice(parts, MAX_SHOWN), *([f"and {count - MAX_SHOWN} more"] if count > MAX_SHOWN else [])]
+    return between.join(shown)

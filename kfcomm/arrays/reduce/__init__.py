@@ -1,0 +1,68 @@
+"""How contributions are combined: one kernel for each op and dtype, in NumPy, on flat host buffers.
+
+Invariants: a kernel works element by element, so that a result does not depend on how a buffer is cut into
+chunks; only which of two different NaN an operation on both gives (their sign and payload) is up to the processor.
+Integers wrap around, NaN wins in ``min`` and ``max``, and no overflow or invalid value becomes a Python warning.
+float16 and bfloat16 are summed and multiplied in float32 and rounded once, at the end.
+
+Kernels know neither ranks nor chunks, and hold no state between calls but memory to work in.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from kfcomm.arrays.dtypes import checked
+from kfcomm.arrays.reduce.base import FOLDS, Kernel, workspace
+from kfcomm.arrays.reduce.halves import HALVES, half_kernel
+from kfcomm.arrays.reduce.ordered import ordered_kernel
+from kfcomm.arrays.reduce.plain import plain_kernel
+from kfcomm.arrays.reduce.wire import Wire, wire_dtype_of, wire_of
+from kfcomm.common.spelling import hint
+from kfcomm.errors import ConfigError
+from kfcomm.types import Op
+
+__all__ = ["Kernel", "Wire", "kernel", "supports", "wire_dtype_of", "wire_of"]
+
+_BITWISE = frozenset({Op.AND, Op.OR, Op.XOR})
+_ACCUMULATING = frozenset({Op.SUM, Op.AVG, Op.PROD})
+
+
+@cache
+def kernel(op: Op | str, dtype: np.dtype[Any]) -> Kernel:
+    """The kernel for ``op`` on ``dtype``, made once.
+
+    Raises:
+        ConfigError: no such op, the dtype is not supported, or the op has no meaning for it; says what would do.
+    """
+    if op not in FOLDS:
+        raise ConfigError(f"op {op!r} is unknown; known are {', '.join(Op)}{hint(op, Op)}")
+    op, dtype = Op(op), checked(dtype)
+    refusal = _refusal(op, dtype)
+    if refusal is not None:
+        raise ConfigError(refusal)
+    if dtype.name not in HALVES:
+        return plain_kernel(op, dtype)
+    return half_kernel(op, dtype) if op in _ACCUMULATING else ordered_kernel(op, dtype, workspace())
+
+
+def supports(op: Op | str, dtype: np.dtype[Any]) -> bool:
+    """Whether there is a kernel for ``op`` on ``dtype``."""
+    return op in FOLDS and _refusal(Op(op), dtype) is None
+
+
+def _refusal(op: Op, dtype: np.dtype[Any]) -> str | None:
+    if op in _BITWISE and dtype.kind not in "biu":
+        return f"op {op} has no meaning for {dtype}: it takes integers and bool"
+    if op is Op.AVG and dtype.kind in "biu":
+        return f"op avg of {dtype} would not be a {dtype}: use sum and divide, or give floating-point numbers"
+    if op in (Op.MIN, Op.MAX) and dtype.kind == "c":
+        return f"op {op} has no meaning for {dtype}: complex numbers have no order"
+    if op is Op.SUM and dtype.kind == "b":
+        return "op sum of bool would not be a bool: use or, or give integers to count"
+    if op is Op.PROD and dtype.kind == "b":
+        return "op prod of bool: use and"
+    return None

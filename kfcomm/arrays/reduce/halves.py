@@ -1,0 +1,155 @@
+"""Arithmetic on float16 and bfloat16 in float32: blocks are widened, folded, and rounded once, at the end.
+
+Invariants: conversions are IEEE 754's, to nearest with ties to even, as NumPy's are, and no floating-point
+exception becomes a warning. Whether partial results travel, and as what, is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from kfcomm.arrays.dtypes import Array
+from kfcomm.arrays.reduce import float16
+from kfcomm.arrays.reduce.base import BLOCK, FOLDS, SINGLE, Kernel, Quiet, blocks, divide, workspace
+from kfcomm.types import Op
+
+HALVES = frozenset({"float16", "bfloat16"})
+_FLOAT16 = np.dtype(np.float16)
+_ACC, _FIRST, _SECOND, _ROOM = range(4)  # blocks of the workspace
+
+
+def half_kernel(op: Op, dtype: np.dtype[Any]) -> Kernel:
+    """The kernel of an op that accumulates: partial results are float32.
+
+    Folding one element of a long buffer into float32 costs 0.2 ns in bfloat16 and 0.5 ns in float16 (NumPy's way:
+    2.2); rounding it back, once, costs 0.5 ns and 1.4 ns (NumPy's way: 3 to 9).
+    """
+    quiet, math = Quiet(), half_math(op)
+
+    def fold(a: Array, b: Array, out: Array) -> None:
+        quiet.run(math.fold, a, b, out)
+
+    def finish(acc: Array, out: Array, size: int) -> None:
+        quiet.run(_finish, acc, out, size)
+
+    def _finish(acc: Array, out: Array, size: int) -> None:
+        for block, scaled in math.finished(acc, size):
+            math.narrow(scaled, out[block])
+
+    def last(a: Array, b: Array, out: Array, size: int) -> None:
+        quiet.run(_last, a, b, out, size)
+
+    def _last(a: Array, b: Array, out: Array, size: int) -> None:
+        for block, scaled in math.last(a, b, size):
+            math.narrow(scaled, out[block])
+
+    return Kernel(op, dtype, SINGLE, fold, finish, last, True)
+
+
+class HalfMath:
+    """One op in float32, on operands of any floating dtype of at most 64 bits; and conversions to and from float32.
+
+    NumPy's floating-point warnings are to be off. Several threads may use it at once.
+    """
+
+    def __init__(self, op: Op) -> None:
+        self._combine = FOLDS[op]
+        self._is_average = op is Op.AVG
+        self._space = workspace()
+        self._smallest = _smallest_normal()
+
+    def fold(self, a: Array, b: Array, out: Array) -> None:
+        """``out = a ∘ b`` in float32; ``out`` may be ``a`` or ``b``."""
+        if len(out) < float16.SHORT or _FLOAT16 not in (a.dtype, b.dtype):
+            self._combine(a, b, out=out, dtype=SINGLE)  # NumPy widens as it goes
+            return
+        finite_a, finite_b = _finite(a), _finite(b)
+        for block in blocks(len(out)):
+            self._fold_block(a[block], finite_a, b[block], finite_b, out[block])
+
+    def finished(self, acc: Array, size: int) -> Iterator[tuple[slice, Array]]:
+        """Block by block, what was folded, divided by ``size`` if it is an average: to be used before the next."""
+        finite = _finite(acc)
+        for block in blocks(len(acc)):
+            part = acc[block]
+            room = self._space.take(_ACC, len(part))
+            single = self._single(part, finite, room)
+            if self._is_average:
+                divide(single, size, room)
+                single = room
+            yield block, single
+
+    def last(self, a: Array, b: Array, size: int) -> Iterator[tuple[slice, Array]]:
+        """As `finished`, of ``a ∘ b``."""
+        finite_a, finite_b = _finite(a), _finite(b)
+        for block in blocks(len(a)):
+            part = a[block]
+            acc = self._space.take(_ACC, len(part))
+            self._fold_block(part, finite_a, b[block], finite_b, acc)
+            if self._is_average:
+                divide(acc, size, acc)
+            yield block, acc
+
+    def convert(self, x: Array, out: Array) -> None:
+        """``out = x``, rounded to float32 and then to the dtype of ``out``."""
+        if x.dtype == out.dtype:
+            np.copyto(out, x)
+            return
+        finite = _finite(x)
+        for block in blocks(len(out)):
+            part, to = x[block], out[block]
+            room = to if to.dtype == SINGLE else self._space.take(_ROOM, len(part))
+            single = self._single(part, finite, room)
+            if to.dtype.name in HALVES:
+                self.narrow(single, to)
+            elif to.dtype != SINGLE:
+                np.copyto(to, single)
+
+    def narrow(self, single: Array, out: Array) -> None:
+        """``out = single``, rounded to a half-precision dtype; a block at most."""
+        if out.dtype != _FLOAT16:
+            np.copyto(out, single, casting="unsafe")
+            return
+        count = len(out)
+        magnitude, units = self._space.take(_FIRST, count), self._space.take(_SECOND, count)
+        float16.narrow(single, out, magnitude, units, self._smallest[:count])
+
+    def _fold_block(self, a: Array, finite_a: bool, b: Array, finite_b: bool, out: Array) -> None:
+        if len(out) >= float16.SHORT:
+            if a.dtype == _FLOAT16:
+                a = self._single(a, finite_a, self._space.take(_FIRST, len(out)))
+            if b.dtype == _FLOAT16:
+                b = self._single(b, finite_b, self._space.take(_SECOND, len(out)))
+        self._combine(a, b, out=out, dtype=SINGLE)
+
+    def _single(self, x: Array, finite: bool, room: Array) -> Array:
+        """``x`` in float32: itself, or in ``room``."""
+        if x.dtype == SINGLE:
+            return x
+        if x.dtype == _FLOAT16:
+            float16.widen(x, room, finite=finite)
+        else:
+            np.copyto(room, x, casting="same_kind")
+        return room
+
+
+def _finite(x: Array) -> bool:
+    """Whether all are known to be; only asked where the answer helps."""
+    return len(x) >= float16.SHORT and x.dtype == _FLOAT16 and float16.is_finite(x)
+
+
+@cache
+def half_math(op: Op) -> HalfMath:
+    """The arithmetic of ``op``, made once."""
+    return HalfMath(op)
+
+
+@cache
+def _smallest_normal() -> Array:
+    block = np.full(BLOCK, float16.SMALLEST_NORMAL)
+    block.flags.writeable = False
+    return block

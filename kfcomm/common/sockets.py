@@ -1,0 +1,135 @@
+"""Waiting until a descriptor is ready, and accepting connections.
+
+Invariants: an accepted connection is never lost, also when the task is cancelled as it arrives. A flood of connections
+is accepted slowly, so that it takes little processor time. One descriptor is kept in reserve: when all others are used,
+a connection is still told why it is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import resource
+import socket
+from collections.abc import Callable
+
+PAUSE_S = 0.05
+"""After a connection that could not be accepted: it stays in the backlog, and asking again at once would spin."""
+FLOOD_PAUSE_S = 0.001
+"""After each connection of a flood. A connection costs some 0.15 ms; a full backlog is through within five seconds."""
+USED_UP = {errno.EMFILE, errno.ENFILE}
+
+RESERVE = 64
+"""Descriptors for what a program opens besides."""
+
+
+async def accept_all(
+    listening: socket.socket, begin: Callable[[socket.socket], bool], *,
+    turn_away: Callable[[socket.socket], object], failed: Callable[[OSError], object],
+) -> None:  # fmt: skip
+    """Accept until cancelled.
+
+    Args:
+        listening: a non-blocking socket that listens.
+        begin: gets each connection, and owns it; says whether there are too many.
+        turn_away: gets, for a moment, one for which there is no descriptor left, to say so; it is closed then.
+        failed: told why a connection could not be accepted.
+    """
+    reserve: int | None = _reserved()
+    try:
+        while True:
+            try:
+                sock = await _accept(listening)
+            except ConnectionError:
+                continue  # it was gone before it was accepted
+            except OSError as error:
+                failed(error)
+                if error.errno in USED_UP and reserve is not None:
+                    os.close(reserve)
+                    _turn_one_away(listening, turn_away)
+                    reserve = _reserved()
+                await asyncio.sleep(PAUSE_S)
+                continue
+            await asyncio.sleep(FLOOD_PAUSE_S if begin(sock) else 0)  # 0 yields as well: accepting need not
+    finally:
+        if reserve is not None:
+            os.close(reserve)
+
+
+def host_of(sock: socket.socket) -> str:
+    """The address of the other side, without its port; empty for a Unix socket, or for one that has gone."""
+    try:
+        name = sock.getpeername()
+    except OSError:
+        return ""
+    return name[0] if isinstance(name, tuple) else ""
+
+
+async def _accept(listening: socket.socket) -> socket.socket:
+    """The next connection. Unlike the loops' sock_accept, it loses none when it is cancelled as one arrives."""
+    while True:
+        try:
+            return listening.accept()[0]
+        except (BlockingIOError, InterruptedError):
+            await readable(listening.fileno())
+
+
+def _turn_one_away(listening: socket.socket, turn_away: Callable[[socket.socket], object]) -> None:
+    try:
+        sock = listening.accept()[0]
+    except OSError:
+        return
+    with sock:
+        sock.setblocking(False)
+        turn_away(sock)
+
+
+def _reserved() -> int | None:
+    try:
+        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+
+
+def raise_limit(count: int) -> int:
+    """Have this process, and what it starts from now on, be allowed so many; returns how many it is allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= count:
+        return count if soft == resource.RLIM_INFINITY else soft
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if wanted > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return max(soft, wanted)
+
+
+def raise_limit_by(count: int) -> int:
+    """As `raise_limit`, for so many more than are open now."""
+    return raise_limit(len(os.listdir("/proc/self/fd")) + count)
+
+
+async def readable(descriptor: int) -> None:
+    """Wait until a descriptor can be read: or accepted from; of a process, until it has ended."""
+    loop = asyncio.get_running_loop()
+    waiter: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(descriptor, _wake, waiter)
+    try:
+        await waiter
+    finally:
+        loop.remove_reader(descriptor)
+
+
+async def writable(descriptor: int) -> None:
+    """Wait until a descriptor can be written, or never again."""
+    loop = asyncio.get_running_loop()
+    waiter: asyncio.Future[None] = loop.create_future()
+    loop.add_writer(descriptor, _wake, waiter)
+    try:
+        await waiter
+    finally:
+        loop.remove_writer(descriptor)
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

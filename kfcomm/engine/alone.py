@@ -1,0 +1,139 @@
+"""The network of a world of one process, of which there is nobody else: no port, no thread, no store."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kfcomm.arrays.devices.routes import choose
+from kfcomm.core.hello import Purpose
+from kfcomm.errors import ConfigError
+from kfcomm.rendezvous.settings import Settings
+from kfcomm.transports.connection import Connection
+from kfcomm.types import Candidate, Layout, Wanted
+
+if TYPE_CHECKING:
+    from kfcomm.arrays.devices.base import DeviceReport
+    from kfcomm.engine.control.base import ControlEvents, ControlPlane, StatusSource
+    from kfcomm.transports.base import Link, Waiter
+    from kfcomm.transports.reactor import Reactor
+
+
+class Alone:
+    """The network of a world of one: there is nobody to reach.
+
+    Attributes:
+        layout: its host.
+        reports: what it would tell of its device.
+        device_transport: what it was told of transports.
+        job, births: see ``session.Network``.
+
+    Raises:
+        ConfigError: see ``devices.routes.choose``.
+    """
+
+    def __init__(self, settings: Settings, device: DeviceReport) -> None:
+        self.layout = Layout((0,))
+        self.births = (0,)
+        self.epoch = self.num_old = 0
+        self.strategy = settings.strategy
+        self.reports = (device,)
+        self.device_transport = settings.transport
+        choose(self.reports, self.layout, self.device_transport)
+        self.job = secrets.token_hex(8)
+
+    def start(
+        self, inbound: Waiter, reactor: Reactor, events: ControlEvents, status: StatusSource
+    ) -> ControlPlane | None:
+        """See ``session.Network``."""
+        return None
+
+    async def connect(self, peer: int) -> Link:
+        """Never called: a world of one sends nothing."""
+        raise ConfigError("a world of one has no peers")
+
+    def adopt(self, connection: Connection, peer: int, purpose: Purpose) -> None:
+        """Never called: nobody listens."""
+        raise ConfigError("a world of one has no peers")
+
+    def forget(self, peer: int) -> None:
+        """Never called: there is nobody to lose."""
+
+    def sever(self) -> None:
+        """Nothing is shared."""
+
+    def room(self, nbytes: int) -> None:
+        """There is nobody to read it."""
+
+    def room_nbytes(self) -> int:
+        """None."""
+        return 0
+
+    def describe(self, peer: int) -> str:
+        """See ``session.Network``."""
+        return "itself"
+
+    def may_live(self, peer: int) -> bool:
+        """Never called: there is nobody to lose."""
+        return False
+
+    def descriptors(self) -> list[int]:
+        """None."""
+        return []
+
+    async def open_door(self, epoch: int) -> AloneAgain:
+        """See ``session.Network``."""
+        return AloneAgain(self)
+
+    async def candidates(self, known: Collection[int]) -> list[Candidate]:
+        """Nobody can come where there is no store."""
+        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+
+    async def welcome(self, num_old: int, births: Collection[int], strategy: str) -> None:
+        """Do nothing: there are no joining ranks."""
+
+    async def give_up(self, births: Collection[int]) -> None:
+        """Do nothing: this world has no launcher."""
+
+    async def let_go(self, births: Collection[int]) -> None:
+        """Do nothing: this world has no launcher."""
+
+    async def wanted(self, known: Wanted) -> Wanted:
+        """Nobody asks."""
+        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+
+    async def want_size(self, size: int) -> None:
+        """It stays alone."""
+        raise ConfigError("a world of one has no store, by which others could come")
+
+    async def want_replaced(self, birth: int) -> None:
+        """There is nobody else."""
+        raise ConfigError("a world of one has no store, by which others could come")
+
+    async def has_word(self, living: Sequence[int], rivals: Sequence[int]) -> bool:
+        """Never called: one is more than half of one."""
+        return True
+
+    async def leave(self) -> None:
+        """There is nobody to tell."""
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+
+class AloneAgain:
+    """The next epoch of a world of one; implements ``session.Door``."""
+
+    part = b""
+
+    def __init__(self, network: Alone) -> None:
+        self._network = network
+
+    def enter(self, doors: Mapping[int, bytes], joiners: Sequence[Candidate] = ()) -> Alone:
+        """See ``session.Door``."""
+        return self._network
+
+    async def close(self) -> None:
+        """Nothing was opened."""

@@ -1,0 +1,339 @@
+"""One rank's part in the control plane, on the loop of its control thread: gossip over links, and what follows from it.
+
+It joins `Gossip` (who is told what), `Links` (how it gets there), `Questions` and the engine's `Upcalls`. Who a rank
+is to the others, in this order and never back::
+
+    living ──▶ leaving   it said so; its sockets may close without being missed
+       └─────▶ lost      nobody listens where it did, its launcher saw it end, or another rank says so
+
+A rank that leaves lingers: the others still ask it what it has posted, and when all have, they need it no longer. It
+floods its *farewell*, a question to everybody that names no collective. Each of the others answers it when it has asked
+all that it wants to know, unless it leaves too, which says the same. So leaving takes two floods, and one answer from
+each rank that stays. A flood from each of these, as for any other question, was size³ messages where all leave at once,
+and a third of the processor time of a job of 32 ranks that met once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from kfcomm.core.frame import Header, Kind
+from kfcomm.core.gossip import EVERYBODY, MAX_NAMED_RANKS, Body, CollectiveId, Effect, Effects, Gossip, clip
+from kfcomm.core.hello import Hello, Purpose
+from kfcomm.core.membership import Message, from_wire, to_wire
+from kfcomm.core.silence import Silence
+from kfcomm.engine.control.base import GONE, Answer, StatusSource
+from kfcomm.engine.control.links import Dial, Links
+from kfcomm.engine.control.questions import Question, Questions
+from kfcomm.engine.control.upcalls import Upcalls
+from kfcomm.errors import RemoteProtocolError
+
+EXPECTED_DIAL_S = 1.0
+"""How long a neighbour that should dial this rank is waited for before it is dialled instead."""
+DEAD_HOST_SHARE = 1 / 3
+"""Of the time after which a silent peer is lost: so soon it is if its kernel, which needs no turns, is silent, too."""
+ASK_AGAIN_S = (1.0, 2.0, 4.0, 8.0, 16.0)
+"""Pauses after which a question without a full answer is asked again; after the last it is given up."""
+
+_LOG = logging.getLogger("kfcomm.control")
+
+
+class ControlNode:
+    """The control plane of ``rank`` in a world of ``size``. It is made, and used, on the loop of the control thread.
+
+    Args:
+        rank, size: who this is.
+        tasks: where dialling goes on.
+        dial: see `Links`.
+        upcalls: the way to the engine.
+        status: what this rank says of itself.
+        lost_after_s: after this a silent peer is lost.
+        launcher_word_s: how long a launcher is given to say how a process ended.
+    """
+
+    def __init__(
+        self, rank: int, size: int, *, tasks: asyncio.TaskGroup, dial: Dial, upcalls: Upcalls, status: StatusSource,
+        lost_after_s: float, launcher_word_s: float,
+    ) -> None:  # fmt: skip
+        self._launcher_word_s = launcher_word_s
+        self.rank = rank
+        self.links = Links(tasks, dial, self, lost_after_s * DEAD_HOST_SHARE)
+        self._silence = Silence(lost_after_s)
+        self._next_beat: asyncio.TimerHandle | None = None
+        self._upcalls = upcalls
+        self._status = status
+        self._gossip = Gossip(rank, size)
+        self._questions = Questions()
+        self._lost: set[int] = set()
+        self._ended: set[int] = set()
+        self._left: set[int] = set()
+        self._released: set[int] = set()
+        self._is_over = False
+        self._is_leaving = False
+        self._farewell: Question | None = None
+        self._farewells: dict[int, int] = {}
+        self._done_with: set[int] = set()
+        self._when_free: list[Callable[[], None]] = []
+
+    # What the engine wants (see ControlPlane).
+
+    def abort(self, group: bytes, key: str, seq: int, cause: Sequence[Any]) -> None:
+        """See `ControlPlane.abort`; a cause is cut to what fits a frame."""
+        kind, rank, message, arrived, missing = cause
+        named = [list(arrived)[:MAX_NAMED_RANKS], list(missing)[:MAX_NAMED_RANKS]]
+        self._flood([Body.ABORT, group, key, seq, [clip(kind), rank, clip(message), *named]])
+
+    def suspect(self, rank: int, reason: str) -> None:
+        """See `ControlPlane.suspect`."""
+        if rank != self.rank and not self.is_gone(rank):
+            _LOG.info("rank %d: is rank %d alive? %s", self.rank, rank, reason)
+            self.links.reach(rank, suspect=True)
+
+    def declare_lost(self, rank: int, reason: str, *, has_ended: bool = False) -> None:
+        """See `ControlPlane.declare_lost`."""
+        is_new = not self.is_gone(rank) or (has_ended and rank in self._lost and rank not in self._ended)
+        if rank != self.rank and is_new:
+            self._flood([Body.LOST, rank, clip(reason), has_ended])
+            self._on_lost(rank, reason, has_ended)
+
+    def agree(self, number: int, message: Message) -> None:
+        """See `ControlPlane.agree`."""
+        self._flood([Body.AGREE, number, to_wire(message)])
+
+    def ended(self, rank: int, found: str) -> None:
+        """The process of ``rank`` is gone: it is lost, in the words of its launcher if these come soon."""
+        reason = f"its process has ended ({found})"
+        declare = partial(self.declare_lost, rank, reason, has_ended=True)
+        asyncio.get_running_loop().call_later(self._launcher_word_s, declare)
+
+    def query(self, ops: Sequence[CollectiveId], target: int, answer: Answer) -> None:
+        """See `ControlPlane.query`."""
+        if target == self.rank:
+            self._upcalls.post(answer, self.rank, self._posted(ops), self._status.activity())
+        elif target in self._left and not ops:
+            self._release(target)
+            self._upcalls.post(answer, target, [], "")
+        elif target not in self._lost:
+            self._ask(self._questions.ask(ops, target, answer))
+
+    def leave(self, when_free: Callable[[], None]) -> None:
+        """See `ControlPlane.leave`; ``when_free`` is called once nobody needs this rank, or its plane closes."""
+        self._when_free.append(when_free)
+        if not self._is_leaving:
+            self._is_leaving = True
+            self._flood([Body.LEAVING, self.rank])
+            self._look_who_needs_me()
+            if self._when_free:
+                self._farewell = self._questions.ask([], EVERYBODY, None)
+                self._ask(self._farewell)
+        self._look_who_needs_me()
+
+    def needed_by(self) -> list[int]:
+        """See `ControlPlane.needed_by`; may be called on any thread."""
+        return sorted(set(range(self._gossip.size)) - {self.rank} - self._released - self._left - self._lost)
+
+    async def close(self, goodbye_s: float) -> None:
+        """Say goodbye on every link; bounded, see `Links.close`."""
+        if self._next_beat is not None:
+            self._next_beat.cancel()
+        self._free()
+        await self.links.close(goodbye_s)
+
+    def linger(self) -> None:
+        """See `ControlPlane.linger`."""
+        self._is_over = True
+        if self._next_beat is not None:
+            self._next_beat.cancel()
+        self.links.end_all()
+
+    def objection(self, hello: Hello) -> str | None:
+        """Why this dialler cannot connect to this rank, or None."""
+        is_lost = hello.rank in self._lost
+        if self._is_over:
+            # it may be right, and this rank lost, until the epoch is over; then it hears what has become of it
+            is_to_hear = is_lost and hello.purpose is Purpose.CONTROL
+            return None if is_to_hear else "this epoch is over"
+        return f"rank {hello.rank} has been declared lost" if is_lost else None
+
+    @property
+    def seeks(self) -> bool:
+        """Whether others are looked for: not by one that they have given up, nor when the epoch is over."""
+        return not self._is_over and self.rank not in self._lost
+
+    def maintain(self) -> None:
+        """Dial the neighbours to which there is no link."""
+        if not self.seeks:
+            return
+        for rank in self._gossip.missing:
+            expected_s = 0.0 if self._gossip.is_dialler(rank) else EXPECTED_DIAL_S
+            self.links.reach(rank, delay_s=expected_s)
+
+    def beat(self) -> None:
+        """Look who is silent, and again by and by: some are asked for a sign of life, others are given up.
+
+        Only the neighbours are watched: each rank is one of somebody, who tells all.
+        """
+        loop = asyncio.get_running_loop()
+        self._silence.watch(self._gossip.neighbours if self.seeks else (), loop.time())
+        gone, quiet, next_s = self._silence.look(loop.time())
+        for rank, silent_s in gone:
+            self.declare_lost(rank, f"silent for {silent_s:.1f} s: stopped, stuck, or its host cannot be reached")
+        for rank in quiet:
+            self.links.send(rank, (Kind.PING,))
+        self._next_beat = loop.call_at(next_s, self.beat)
+
+    # Who is there, and what `Links` tell.
+
+    def heard(self, rank: int) -> None:
+        """Something has come from a neighbour."""
+        self._silence.heard(rank, asyncio.get_running_loop().time())
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether ``rank`` has left, or is lost."""
+        return rank in self._lost or rank in self._left
+
+    def wants(self, rank: int) -> bool:
+        """Whether a link to ``rank`` is missing."""
+        return rank in self._gossip.missing
+
+    def link_up(self, rank: int) -> None:
+        """A link to ``rank`` is there, the first one or what is left of two: it hears what it may have missed."""
+        self._carry_out(self._gossip.neighbour_joined(rank))
+
+    def link_down(self, rank: int) -> None:
+        """The last link to ``rank`` is gone: other neighbours may take its place."""
+        self._gossip.neighbour_lost(rank)
+        self.maintain()
+
+    def receive(self, rank: int, header: Header) -> None:
+        """A GOSSIP frame of the neighbour ``rank``; ``RemoteProtocolError`` ends the link on which it came."""
+        self._carry_out(self._gossip.receive(rank, header))
+
+    # Gossip.
+
+    def _flood(self, body: list[Any]) -> None:
+        _, effects = self._gossip.flood(body)
+        self._carry_out(effects)
+
+    def _carry_out(self, effects: Effects) -> None:
+        for tag, *fields in effects:
+            if tag == Effect.SEND:
+                self.links.send(*fields)
+            elif tag == Effect.DELIVER:
+                self._deliver(*fields)
+            else:
+                rank, reason = fields
+                raise RemoteProtocolError(f"rank {rank} sent {reason}")
+
+    def _deliver(self, origin: int, number: int, body: Sequence[Any]) -> None:
+        tag, *fields = body
+        if tag == Body.ABORT:
+            self._upcalls.post(self._upcalls.events.on_abort, *fields)
+        elif tag == Body.LOST:
+            self._on_lost(*fields)
+        elif tag == Body.LEAVING:
+            self._on_leaving(origin)
+        elif tag == Body.QUERY:
+            self._on_query(origin, number, *fields)
+        elif tag == Body.AGREE:
+            self._upcalls.post(self._upcalls.events.on_agreement, origin, fields[0], from_wire(fields[1]))
+        else:
+            self._on_status(number, *fields)
+
+    def _on_lost(self, rank: int, reason: str, has_ended: bool) -> None:
+        if not self.is_gone(rank):
+            self._give_up(rank, reason)
+        if has_ended and rank in self._lost and rank not in self._ended:
+            self._ended.add(rank)
+            self._upcalls.post(self._upcalls.events.on_ended, rank)
+
+    def _give_up(self, rank: int, reason: str) -> None:
+        self._lost.add(rank)
+        self.links.drop(rank)
+        for question in self._questions.about(rank):
+            self._questions.close(question)
+        self._upcalls.post(self._upcalls.events.on_peer_lost, rank, reason)
+        self._look_who_needs_me()
+        self.maintain()  # the ring has closed over the gap: others may be neighbours now
+
+    def _on_leaving(self, rank: int) -> None:
+        if self.is_gone(rank):
+            return
+        self._left.add(rank)
+        self._upcalls.post(self._upcalls.events.on_leaving, rank)
+        self._look_who_needs_me()
+
+    # Questions and answers.
+
+    def _posted(self, ops: Sequence[CollectiveId] | Sequence[list[Any]]) -> list[bool]:
+        return [self._status.is_posted(group, key, seq) for group, key, seq in ops]
+
+    def _on_query(self, origin: int, number: int, target: int, ops: list[list[Any]]) -> None:
+        # on every way a LEAVING comes before the farewell that follows it
+        is_farewell = target == EVERYBODY and not ops and origin in self._left
+        if is_farewell and origin not in self._done_with:
+            self._farewells[origin] = number
+        elif target in (EVERYBODY, self.rank):
+            self._carry_out(self._gossip.answer(origin, number, self._posted(ops), self._status.activity()))
+
+    def _release(self, rank: int) -> None:
+        """This rank needs nothing more of ``rank``, which leaves."""
+        self._done_with.add(rank)
+        if rank in self._farewells and not self._is_leaving:
+            self._carry_out(self._gossip.answer(rank, self._farewells.pop(rank), [], self._status.activity()))
+
+    def _on_status(self, number: int, rank: int, posted: list[bool], activity: str) -> None:
+        found = self._questions.reply(number, rank, posted)
+        if found is None:
+            return
+        question, whole = found
+        if question is self._farewell:
+            self._released.add(rank)
+            self._look_who_needs_me()
+        if question.answer is not None:
+            self._upcalls.post(question.answer, rank, whole, activity)
+        if question.target == rank:
+            self._close(question)
+
+    def _ask(self, question: Question) -> None:
+        if not self._questions.is_open(question):
+            return
+        if question.times_asked == len(ASK_AGAIN_S) or not self._unanswered(question):
+            if question.answer is not None and question.target in self._left:
+                ops = [op for part in question.parts for op in part]
+                self._upcalls.post(question.answer, question.target, [False] * len(ops), GONE)
+            self._questions.close(question)
+            return
+        for part, ops in enumerate(question.parts):
+            # The number is noted before any effect is carried out: an answer cannot come before its question.
+            number, effects = self._gossip.flood([Body.QUERY, question.target, ops])
+            self._questions.sent(number, question, part)
+            self._carry_out(effects)
+        asyncio.get_running_loop().call_later(ASK_AGAIN_S[question.times_asked], self._ask, question)
+        question.times_asked += 1
+
+    def _unanswered(self, question: Question) -> set[int]:
+        asked = {question.target} if question.target != EVERYBODY else set(self._gossip.living) - {self.rank}
+        return asked - question.answered
+
+    def _close(self, question: Question) -> None:
+        self._questions.close(question)
+        named_any = question.parts != [[]]
+        if named_any and question.target in self._left and not self._questions.about(question.target):
+            self._release(question.target)
+
+    # Leaving.
+
+    def _look_who_needs_me(self) -> None:
+        if self._is_leaving and not self.needed_by():
+            self._free()
+
+    def _free(self) -> None:
+        if self._farewell is not None:
+            self._questions.close(self._farewell)
+        while self._when_free:
+            self._when_free.pop()()

@@ -1,0 +1,327 @@
+"""The control thread: a small daemon thread with a loop of its own that answers while the engine computes.
+
+It owns the listener, every handshake of incoming connections, and the control links. Incoming data connections are
+handed to the engine once their peer has proven who it is. A defect in the thread is reported to the engine, as the
+loss of its own rank: without a control plane no promise of the engine can be kept.
+
+Invariants: after `ControlThread.stop` no thread, descriptor or task is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import math
+import selectors
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kfcomm.core.gossip import CollectiveId
+from kfcomm.core.handshake import Identity
+from kfcomm.core.hello import Hello, Purpose
+from kfcomm.core.membership import Message
+from kfcomm.core.strangers import MAX_STRANGERS, Strangers
+from kfcomm.engine.control.base import GOODBYE_S, Answer, ControlEvents, StatusSource, ToldClock
+from kfcomm.engine.control.clock import ClockReader, answer_clock, measure_clock
+from kfcomm.engine.control.node import ControlNode
+from kfcomm.engine.control.upcalls import Upcalls
+from kfcomm.errors import KfcommError, LocalProtocolError
+from kfcomm.transports.connection import Connection
+from kfcomm.transports.greeting import HANDSHAKE_TIMEOUT_S, STRANGER_S, dial, serve
+from kfcomm.transports.greeting import answer as greet
+from kfcomm.transports.reactor import Reactor
+from kfcomm.transports.sockets import Address, Listener
+
+if TYPE_CHECKING:
+    from kfcomm.common.tls import Tls
+    from kfcomm.rendezvous.identity import PeerInfo
+
+STRANGERS_A_RANK = 8
+"""All ranks may come at once, each for several links."""
+SIGNS_OF_LIFE = 4
+"""So many are shown in the time after which a silent peer is lost."""
+COMPARED_WITHIN_S = 0.25
+"""How long a thread that stops waits for clocks that are being compared: a millisecond, if all is well."""
+
+_LOG = logging.getLogger("kfcomm.control")
+
+
+def addresses_of(peer: PeerInfo, *, seen_from: PeerInfo) -> tuple[Address, ...]:
+    """Where a peer can be reached from another process: by its Unix socket too if both are on one host."""
+    tcp: Address = (peer.address, peer.port)
+    if peer.unix is None or peer.host != seen_from.host:
+        return (tcp,)
+    return ("@" + peer.unix.lstrip("\0@"), tcp)
+
+
+class World(NamedTuple):
+    """Who takes part, and what they share.
+
+    Attributes:
+        rank: this process's rank.
+        peers: all processes by rank, this one included.
+        token: secret of the job.
+        epoch: the epoch of this membership.
+        handshake_timeout_s: how long a handshake may take, on either side.
+        lost_after_s: after this a peer that is silent is lost; infinite for never.
+        tls: what TCP connections are secured with; None for plain ones.
+        launcher_word_s: how long a launcher, which knows how a process ended, is given to say so.
+        show_life: called now and then, for whoever else is to know that this process runs; None for nobody.
+    """
+
+    rank: int
+    peers: Sequence[PeerInfo]
+    token: bytes
+    epoch: int
+    handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S
+    lost_after_s: float = math.inf
+    launcher_word_s: float = 0.0
+    tls: Tls | None = None
+    show_life: Callable[[], None] | None = None
+
+    def identity(self, rank: int) -> Identity:
+        """Who ``rank`` has to prove to be."""
+        return Identity(rank, self.peers[rank].uid)
+
+    async def dial(self, rank: int, addresses: Sequence[Address], purpose: Purpose, timeout_s: float) -> Connection:
+        """A connection to ``rank`` on which both sides have proven who they are.
+
+        Raises:
+            DialRefused: see `kfcomm.transports.greeting.dial`.
+        """
+        me, peer = self.identity(self.rank), self.identity(rank)
+        return await dial(
+            addresses, me, peer, purpose=purpose, token=self.token, epoch=self.epoch, timeout_s=timeout_s, tls=self.tls
+        )
+
+    def objection(self, hello: Hello) -> str | None:
+        """Why this dialler is no peer of this process, or None."""
+        if not 0 <= hello.rank < len(self.peers) or hello.rank == self.rank:
+            return f"rank {hello.rank} is no peer of rank {self.rank} in a world of {len(self.peers)}"
+        if hello.uid != self.peers[hello.rank].uid:
+            return f"rank {hello.rank} is another process"
+        return None
+
+
+class ControlThread:
+    """The control plane of a process; implements `kfcomm.engine.control.base.ControlPlane`.
+
+    Args:
+        world: who takes part.
+        listener: already bound, so that peers who know of it can connect; closed by `stop`.
+        reactor: the engine's.
+        events: the engine.
+        status: what this rank says of itself; asked on the control thread.
+    """
+
+    def __init__(
+        self, world: World, listener: Listener, reactor: Reactor, events: ControlEvents, status: StatusSource
+    ) -> None:
+        self._world = world
+        self._clock: ClockReader = time.monotonic_ns
+        self._comparing: set[asyncio.Task[None]] = set()
+        self._listener = listener
+        self._upcalls = Upcalls(reactor, events)
+        self._status = status
+        self._selector = selectors.DefaultSelector()
+        self._loop = asyncio.SelectorEventLoop(self._selector)
+        self._thread = threading.Thread(target=self._run, name="kfcomm-control", daemon=True)
+        self._ready = threading.Event()
+        self._stop = asyncio.Event()
+        self._stopped = False
+        self._goodbye_s = GOODBYE_S
+        self._node: ControlNode | None = None
+
+    def start(self) -> None:
+        """Start the thread and return once it takes calls; links to the neighbours come up by and by."""
+        if self._thread.ident is not None or self._stopped:
+            raise LocalProtocolError("a control thread is started once")
+        self._thread.start()
+        self._ready.wait()
+
+    def needed_by(self) -> list[int]:
+        """See `ControlPlane.needed_by`."""
+        return [] if self._node is None else self._node.needed_by()
+
+    def stop(self, goodbye_s: float = GOODBYE_S) -> None:
+        """End the thread and close everything. Waits for the thread: ``goodbye_s`` at the most, usually a millisecond.
+
+        Calling it again does nothing. What a rank that has not left leaves behind makes it lost to the others.
+        """
+        if not self._stopped:
+            self._stopped = True
+            self._goodbye_s = goodbye_s
+            if self._thread.ident is None:
+                self._listener.close()
+                self._loop.close()
+            else:
+                self._post(self._stop.set)
+                self._thread.join()
+        self._upcalls.close()
+
+    def descriptors(self) -> list[int]:
+        """Every descriptor that the thread holds, for a forked child, in which the thread does not exist.
+
+        The child must let go of them without the loop, whose poll descriptor it shares with its parent; else the
+        peers would not see this process end. ``os.dup2`` of ``/dev/null`` over each is better than ``os.close``:
+        the socket objects of the child close their numbers again later, when these may mean something else.
+        """
+        found = {sock.fileno() for sock in self._listener.sockets}
+        if self._node is not None:
+            found.update(self._node.links.descriptors())
+        if not self._loop.is_closed():
+            found.update(key.fd for key in self._selector.get_map().values())
+            found.add(self._selector.fileno())
+        return sorted(found - {-1})
+
+    # ControlPlane.
+
+    def abort(self, group: bytes, key: str, seq: int, cause: Sequence[Any]) -> None:
+        """See `ControlPlane.abort`."""
+        self._call(lambda node: node.abort(group, key, seq, cause))
+
+    def suspect(self, rank: int, reason: str) -> None:
+        """See `ControlPlane.suspect`."""
+        self._call(lambda node: node.suspect(rank, reason))
+
+    def declare_lost(self, rank: int, reason: str, *, has_ended: bool = False) -> None:
+        """See `ControlPlane.declare_lost`."""
+        self._call(lambda node: node.declare_lost(rank, reason, has_ended=has_ended))
+
+    def agree(self, number: int, message: Message) -> None:
+        """See `ControlPlane.agree`."""
+        self._call(lambda node: node.agree(number, message))
+
+    def query(self, ops: Sequence[CollectiveId], target: int, answer: Answer) -> None:
+        """See `ControlPlane.query`."""
+        asked = list(ops)
+        self._call(lambda node: node.query(asked, target, answer))
+
+    def compare_clocks(self, rank: int, told: ToldClock) -> None:
+        """See `ControlPlane.compare_clocks`."""
+        self._call(lambda _: self._compare(self._ask_clock(rank, told)))
+
+    def linger(self) -> None:
+        """See `ControlPlane.linger`."""
+        self._call(lambda node: node.linger())
+
+    async def leave(self, timeout_s: float) -> None:
+        """See `ControlPlane.leave`."""
+        loop = asyncio.get_running_loop()
+        done = asyncio.Event()
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits on it
+                loop.call_soon_threadsafe(done.set)
+
+        if self._thread.is_alive():
+            self._call(lambda node: node.leave(wake))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await done.wait()
+
+    def _call(self, method: Callable[[ControlNode], object]) -> None:
+        node = self._node
+        if node is not None:
+            self._post(method, node)
+
+    def _post(self, callback: Callable[..., object], *arguments: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the plane has ended, which the engine knows
+            self._loop.call_soon_threadsafe(callback, *arguments)
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                self._loop.set_exception_handler(self._on_loop_error)
+                runner.run(self._main())
+        except BaseException as error:  # noqa: BLE001 - nobody else would hear of it
+            rank = self._world.rank
+            self._upcalls.report(f"the control thread of rank {rank} failed", error)
+            self._upcalls.post(self._upcalls.events.on_peer_lost, rank, f"its control thread failed: {error!r}")
+        finally:
+            self._ready.set()
+
+    async def _main(self) -> None:
+        rank, size = self._world.rank, len(self._world.peers)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._node = node = ControlNode(
+                    rank, size, tasks=tasks, dial=self._dial, upcalls=self._upcalls, status=self._status,
+                    lost_after_s=self._world.lost_after_s, launcher_word_s=self._world.launcher_word_s,
+                )  # fmt: skip
+                serving = tasks.create_task(self._serve(node))
+                self._show_life()
+                node.maintain()
+                node.beat()
+                self._ready.set()
+                await self._stop.wait()
+                serving.cancel()
+                if self._comparing:
+                    await asyncio.wait(self._comparing, timeout=COMPARED_WITHIN_S)
+                await node.close(self._goodbye_s)
+        finally:
+            if self._node is not None:
+                self._node.links.abort()
+            self._listener.close()
+
+    def _show_life(self) -> None:
+        if self._world.show_life is not None:
+            self._world.show_life()
+            self._loop.call_later(self._world.lost_after_s / SIGNS_OF_LIFE, self._show_life)
+
+    async def _dial(self, rank: int, purpose: Purpose = Purpose.CONTROL) -> Connection:
+        world = self._world
+        addresses = addresses_of(world.peers[rank], seen_from=world.peers[world.rank])
+        return await world.dial(rank, addresses, purpose, world.handshake_timeout_s)
+
+    async def _serve(self, node: ControlNode) -> None:
+        world = self._world
+        shake = functools.partial(
+            greet,
+            me=world.identity(world.rank),
+            accept=lambda hello: world.objection(hello) or node.objection(hello),
+            token=world.token,
+            epoch=world.epoch,
+            timeout_s=min(world.handshake_timeout_s, STRANGER_S),
+            tls=world.tls,
+        )
+
+        def welcome(connection: Connection, hello: Hello) -> None:
+            if hello.purpose is Purpose.CONTROL:
+                node.links.add(hello.rank, connection)
+            elif hello.purpose is Purpose.CLOCK:
+                sock, timeout_s = connection.sock, world.handshake_timeout_s
+                answering = self._compare(answer_clock(sock, clock=self._clock, timeout_s=timeout_s))
+                answering.add_done_callback(lambda _: sock.close())  # also if it was cancelled before its first step
+            else:
+                self._upcalls.adopt(connection, hello.rank, hello.purpose)
+
+        refused = functools.partial(_LOG.debug, "an incoming connection was dropped: %s")
+        limit = max(MAX_STRANGERS, STRANGERS_A_RANK * len(world.peers))
+        await serve(self._listener, shake, welcome=welcome, refused=refused, strangers=Strangers(limit, limit // 2))
+
+    def _compare(self, comparison: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._loop.create_task(comparison, name="kfcomm clock")
+        self._comparing.add(task)
+        task.add_done_callback(self._comparing.discard)
+        return task
+
+    async def _ask_clock(self, rank: int, told: ToldClock) -> None:
+        sample = None
+        try:
+            with contextlib.closing((await self._dial(rank, Purpose.CLOCK)).sock) as sock:
+                async with asyncio.timeout(self._world.handshake_timeout_s):
+                    sample = await measure_clock(sock, clock=self._clock)
+        except (KfcommError, TimeoutError) as error:
+            _LOG.debug("rank %d could not compare clocks with rank %d: %s", self._world.rank, rank, error)
+        self._upcalls.post(told, sample)
+
+    def _on_loop_error(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        message = f"in the control thread of rank {self._world.rank}: {context['message']}"
+        self._upcalls.report(message, context.get("exception"))

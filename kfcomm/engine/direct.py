@@ -1,0 +1,226 @@
+"""Collectives in which every rank sees what all ranks give, and makes of it what it needs: see ``direct``.
+
+They are carried out in a slot, if their series has one: nothing is sent then, and they are looked at with all others of
+their kind (``slots.SlotTable``). Else they go along graphs, or in one step from every rank to every other. What is
+unusual makes a rank *leave the slot* for good: it does not post a use there, or hears that another rank did not, by a
+chunk of that use, or from the first rank. Who leaves sends what it would have sent without a slot; so all ranks follow
+whoever left first.
+
+Invariants:
+
+- A rank sends chunks of a use only if it has not stored its word for it, or has heard of another that has left. So if
+  there is any, the word of some rank does not come, and nobody completes that use in the slot.
+- Results have the same bits, whether they are made in a slot or not.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from os import sched_yield
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kfcomm.core.machine import Effects
+from kfcomm.engine.operation import Array, Operation
+from kfcomm.engine.shown import SharedWork
+from kfcomm.engine.slots import FEW
+from kfcomm.transports.shm.slots import word_of
+
+if TYPE_CHECKING:
+    from kfcomm.core.program import Route
+    from kfcomm.engine.engine import Engine
+    from kfcomm.transports.shm.slots import Slot
+
+
+LOOKS = 8
+"""By who awaits a use, until it waits as for others."""
+LATE_S = 1e-3
+"""A yield that takes longer says that somebody else wants the processor."""
+
+
+class InSlot(ABC):
+    """What is under way in a slot, or may be.
+
+    Attributes:
+        slot: in which it is; None if it is not, or is over.
+        word: of its use of the slot; the first.
+        seq: the number of this use of its name.
+        posted_s: when it began, by the monotonic clock.
+        value, nbytes, failed: see ``Operation``.
+        is_operation: it is among those in flight.
+    """
+
+    slot: Slot | None = None
+    word = 0
+    is_operation = False
+    seq: int
+    posted_s: float
+    value: Any
+    nbytes: int
+    failed: bool
+    engine: Engine
+    _out: Array
+
+    @abstractmethod
+    def look(self) -> bool:
+        """Whether it is over now, and was not."""
+
+    def look_at_once(self) -> None:
+        """See ``Operation.look_at_once``: a turn of the loop would take several times as long as it does."""
+        slots, slot, word = self.engine.slots, self.slot, self.word
+        for _ in range(LOOKS):
+            if slot is None or self.slot is None:
+                return
+            begun_s = monotonic()
+            sched_yield()
+            if len(slots.pending) > FEW:  # they are looked at together
+                slots.look()
+            else:
+                words = slot.posted()
+                if min(words) < word:
+                    slot.late = words
+                elif self.look():
+                    return
+            if monotonic() - begun_s > LATE_S:
+                return
+
+    @abstractmethod
+    def enter(self) -> SlottedOperation:
+        """Go on as an operation, in the same slot, if it is none."""
+
+    @abstractmethod
+    def as_operation(self) -> SlottedOperation:
+        """What it would be as an operation now, to be read; on any thread."""
+
+
+class SlottedOperation(InSlot, Operation):
+    """See the module; the arguments are those of an ``Operation``."""
+
+    work: SharedWork
+    is_operation = True
+
+    def enter(self) -> SlottedOperation:
+        """See ``InSlot.enter``."""
+        return self
+
+    def as_operation(self) -> SlottedOperation:
+        """See ``InSlot.as_operation``."""
+        return self
+
+    def start(self, effects: Effects) -> None:
+        """See ``Machine.start``."""
+        slot = self.engine.slots.of(self)
+        if slot is None:
+            self._go_ordinary(effects)
+            return
+        self.engine.begins(self)
+        self.word = word_of(self.seq * slot.num_words, self.generation)
+        if slot.post(self._in, self.word):
+            self.engine.slots.wake(slot)
+        self.slot = slot
+        self.engine.slots.add(self)
+        self.look()
+
+    def look(self) -> bool:
+        """See ``InSlot.look``."""
+        slot, engine = self.slot, self.engine
+        if slot is None:
+            return False
+        try:
+            is_over = slot.look(self.word, self._out)
+        except Exception as error:  # noqa: BLE001  it ends this collective alone
+            engine.broke(self, error)
+            return True
+        if slot.has_news or (is_over and slot.late):
+            engine.slots.told(slot, self, is_over=is_over)
+        if not is_over:
+            return False
+        slot.num_uses += 1
+        if slot.outcome is not None:
+            self.value = slot.take_outcome(self.value)
+        engine.slots.drop(self)
+        self.finished = True
+        self.slot = None
+        engine.completed(self)
+        return True
+
+    def accepts(self, route: Route, index: int) -> bool:
+        """See ``Machine.accepts``: a chunk of who should be in the slot says that it is not."""
+        if self.slot is not None and self._is_shown(route):
+            self.leave()
+        return super().accepts(route, index)
+
+    def take(self, route: Route, index: int, payload: Any, effects: Effects) -> bool:
+        """See ``Machine.take``: a chunk of who should be in the slot says that it is not."""
+        if self.slot is not None and self._is_shown(route):
+            self.leave()
+        return super().take(route, index, payload, effects)
+
+    def awaits(self, sender: int) -> bool:
+        """See ``Machine.awaits``: in a slot nothing comes by links."""
+        return self.slot is None and super().awaits(sender)
+
+    def heard(self) -> int:
+        """See ``Collective.heard``: words tell as much as chunks."""
+        slot = self.slot
+        if slot is not None:
+            for world, word in zip(slot.members, slot.posted(), strict=True):
+                if slot.has_come([word], self.word):
+                    self.posted |= 1 << self.group.index[world]
+        return self.posted
+
+    def behind(self) -> list[int]:
+        """See ``Collective.behind``."""
+        slot = self.slot
+        return [] if slot is None else [self.group.index[slot.members[place]] for place in slot.behind(self.word)]
+
+    def reject(self, error: BaseException) -> None:
+        """See ``Operation.reject``: peers may still read what was shown for it."""
+        if self.slot is not None:
+            self._forget(self.slot)
+        super().reject(error)
+
+    def leave(self) -> None:
+        """A peer does not use the slot for this: nobody can complete it there."""
+        if self.slot is None:
+            return
+        self._forget(self.slot)
+        effects: Effects = []
+        self._go_ordinary(effects)
+        self.engine.perform(effects)
+
+    def _is_shown(self, route: Route) -> bool:
+        """Whether what comes by this route is shown in the slot instead."""
+        return True
+
+    def _forget(self, slot: Slot) -> None:
+        slot.is_dead = True
+        slot.forget()
+        self.engine.slots.drop(self)
+        self.slot = None
+
+    def _go_ordinary(self, effects: Effects) -> None:
+        self.engine.slots.take_back(self)
+        super().start(effects)
+
+
+class OneStepOperation(SlottedOperation):
+    """One that is sent whole to every rank where there is no slot. The machine gathers, and this folds at the end."""
+
+    _result: Array
+
+    def _go_ordinary(self, effects: Effects) -> None:
+        self._result = self._out
+        self._out = np.empty(self.work.cut.count * self.work.size, self.work.shown)
+        super()._go_ordinary(effects)
+
+    def _end(self, effects: Effects) -> None:
+        self.finished = True
+        try:
+            self.work.combine(self._out.reshape(self.work.size, -1), self._result)
+        except Exception as error:  # noqa: BLE001  as in ``look``
+            self.engine.broke(self, error)
+        else:
+            self.engine.completed(self)

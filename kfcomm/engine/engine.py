@@ -1,0 +1,545 @@
+"""The runtime of one rank: it carries out what the router and the machines decide.
+
+The engine owns the operations in flight, their deadlines, and the table of the links. Events come in from the
+caller (``post``, ``cancel``), from links (``receiver``), from the control plane and from the clock; each is given to
+the core, whose effects are carried out at once, in order. Frames are queued meanwhile and
+moved at the end of the burst, so that what belongs together leaves in one write.
+
+It owns no task, no timer and no thread: whoever drives the reactor makes it move. It knows no verb, no array kind and
+no way to open a link: it is given memory and programs, and asks ``connect`` for links.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection
+from typing import TYPE_CHECKING, Any, cast
+
+from kfcomm.core.cause import Cause, CauseKind
+from kfcomm.core.collective import Collective, GroupView, Incoming, ItemSizes, Outgoing, Series, shown
+from kfcomm.core.credit import DEFAULT_CREDIT, Credit
+from kfcomm.core.deadlines import NEVER
+from kfcomm.core.frame import Kind
+from kfcomm.core.links import admit, announce, may_send
+from kfcomm.core.machine import PAYLOAD, SEND, Effect, Effects
+from kfcomm.core.program import Lane, Program
+from kfcomm.core.router import ANSWER, BROKEN, DROPPED, EARLY, FAILED, FLOOD, VIOLATION, Router
+from kfcomm.core.signature import Signature
+from kfcomm.engine.buffers import BlockPool
+from kfcomm.engine.deadlines import Deadlines
+from kfcomm.engine.failures import error_of
+from kfcomm.engine.link_table import LinkTable
+from kfcomm.engine.meter import Meter
+from kfcomm.engine.operation import Operation
+from kfcomm.engine.receiver import Receiver
+from kfcomm.engine.recorder import Recorder
+from kfcomm.engine.recovery import LinkRecovery
+from kfcomm.engine.slots import SlotTable
+from kfcomm.errors import SessionClosed
+from kfcomm.transports.base import Link
+from kfcomm.transports.reactor import Reactor
+
+if TYPE_CHECKING:
+    from kfcomm.engine.control import ControlPlane
+    from kfcomm.engine.load import Load
+    from kfcomm.engine.tracer import Tracer
+
+logger = logging.getLogger("kfcomm")
+
+CHUNK, LEFT = int(Kind.CHUNK), int(Kind.LEFT)
+
+MANY_NAMES = (
+    "rank %d has used %d different names, the last one %r: each is remembered as long as its group, "
+    "so give collectives names that come again, not new ones at every step"
+)
+WARN_AT_NAMES = 100_000
+
+
+EarlyListener = Callable[[bytes, str, int, Any], None]
+MismatchListener = Callable[[str, int], None]
+"""Of one group: told the name and the number of what its ranks do not agree about."""
+
+
+class Engine:
+    """All collectives of one rank.
+
+    Args:
+        rank: world rank.
+        connect: opens a link to a peer (by world rank); raises ``TransportError``.
+        loop: where links are opened, and those wait who await.
+        reactor: who drives the engine; nothing here runs but in its ``progress`` or under a caller's hand.
+        stall_after_s: after how long a wait is reported.
+        credit: of every link; the same on every rank.
+
+    Attributes:
+        meter: what is counted and timed; None if nothing is.
+        slots: what is carried out without messages.
+        receiver: hears the links.
+        on_wait: called when this rank begins to wait for something.
+        unusual: why every post has to go the long way, if it has to: it may be refused, or is to be traced.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        connect: Callable[[int], Awaitable[Link]],
+        loop: asyncio.AbstractEventLoop,
+        reactor: Reactor,
+        *,
+        stall_after_s: float,
+        credit: Credit = DEFAULT_CREDIT,
+        meter: Meter | None = None,
+    ) -> None:
+        self.rank = rank
+        self.router = Router(rank, credit)
+        self.recorder = Recorder(self.in_flight, meter)
+        self.unusual: set[str] = set()
+        self._tracer: Tracer | None = None
+        self.meter = meter
+        self.loop = loop
+        self.reactor = reactor
+        self._control: ControlPlane | None = None
+        self.early_listeners: dict[bytes, EarlyListener] = {}
+        self.mismatch_listeners: dict[bytes, MismatchListener] = {}
+        self.loss_listeners: list[Callable[[], None]] = []
+        self.end_listeners: list[Callable[[], None]] = []
+        self.receivers: list[Callable[[], list[dict[str, Any]]]] = []
+        self.links = LinkTable(connect, loop, reactor, self.router.open, self.router.opened, self._link_failed)
+        self.slots = SlotTable(self.links, meter)
+        self.recovery = LinkRecovery(self.router, self.links, reactor, self.abort)
+        self.deadlines = Deadlines(
+            rank, reactor, stall_after_s, in_flight=self.entered, announce=self._announce, abort=self.abort
+        )
+        self.on_wait: Callable[[], None] = _nothing
+        self.load: Load | None = None
+        self.pool = BlockPool()
+        self.receiver = Receiver(self)
+        self._ended = ""
+        self._warn_at = WARN_AT_NAMES
+
+    # ---------------------------------------------------------------- what the caller does
+
+    def post(
+        self,
+        group: GroupView,
+        name: str,
+        signature: Signature,
+        program: Program,
+        sizes: ItemSizes,
+        operation: Operation,
+        *,
+        timeout_s: float | None,
+        overlapping: bool = False,
+        seq: int | None = None,
+        generation: int = 0,
+    ) -> None:
+        """Begin a collective; its operation's future tells the end. Costs O(chunks that can leave at once).
+
+        Without a timeout it is a part of something that has one, and that is reported when it waits long.
+        """
+        if self._ended:
+            operation.reject(SessionClosed(self._ended))
+            return
+        operation.engine = self
+        operation.posted_s = operation.heard_s = self.reactor.time()
+        effects: Effects = []
+        try:
+            cause = self.router.post(
+                group, name, signature, program, sizes, effects,
+                overlapping=overlapping, seq=seq, generation=generation, collective=operation,
+            )  # fmt: skip
+        except Exception as error:
+            if operation not in self.router.live:
+                raise
+            self.broke(operation, error)
+        else:
+            if type(cause) is Cause:
+                self._reject(operation, group, name, cause, effects)
+                return
+        if effects:
+            self.perform(effects)
+        links = self.links
+        if operation.is_over:  # its caller may go on without a turn of the reactor
+            links.flush()
+            return
+        if links.dirty:
+            links.flush_soon()
+        self.deadlines.begin(operation, NEVER if timeout_s is None else timeout_s)
+        self.on_wait()
+
+    def post_again(self, series: Series, operation: Operation) -> bool:
+        """Begin the next use of a series, if nothing is unusual; False if anything is.
+
+        The operation has its deadline, and knows the series. Without a future, its caller moves what it has queued.
+        """
+        if self.unusual:
+            return False
+        effects: Effects = []
+        try:
+            if not self.router.post_again(series, operation, effects):
+                return False
+        except Exception as error:
+            if operation not in self.router.live:
+                raise
+            self.broke(operation, error)
+        if effects:
+            self.perform(effects)
+        if operation.is_over:
+            self.links.flush()
+            return True
+        if self.links.dirty and operation.future is not None:
+            self.links.flush_soon()
+        if operation.due_s < self.deadlines.next_s:
+            self.deadlines.hurry(operation.due_s)
+        self.on_wait()
+        return True
+
+    def enter(self, operation: Operation) -> None:
+        """An operation that has begun by itself is under way: its caller waits for it as for others."""
+        self.router.enter(operation)
+        if operation.due_s < self.deadlines.next_s:
+            self.deadlines.hurry(operation.due_s)
+        self.on_wait()
+
+    def begins(self, operation: Operation) -> None:
+        """An operation has its place and number; it starts now."""
+        if self._tracer is not None:
+            self._tracer.posted(operation)
+        if operation.priority and not self.links.is_low_latency:
+            self.links.set_low_latency()
+        if not operation.seq and self.router.num_keys >= self._warn_at:
+            self._warn_at *= 10
+            logger.warning(MANY_NAMES, self.rank, self.router.num_keys, operation.name)
+
+    def finish(self, operation: Operation) -> None:
+        """An operation that is carried out elsewhere, and has not failed, is done."""
+        effects: Effects = []
+        operation.done_elsewhere(effects)
+        self.perform(effects)
+
+    def refuse(self, group: GroupView, name: str, message: str, *, seq: int | None = None) -> None:
+        """A call failed its local checks: the other ranks' calls under this name fail too."""
+        if self._ended:
+            return
+        if self._tracer is not None:
+            self._tracer.instant("refused", collective=shown(name), reason=message)
+        if self.meter is not None:
+            self.meter.failed(group, name)
+        effects: Effects = []
+        self.router.refuse(group, name, message, effects, seq=seq)
+        self.perform(effects)
+
+    def leave_out(self, group: GroupView, name: str, below: int) -> None:
+        """No use of this name with a number below this one will be posted that was not: see ``Router.leave_out``."""
+        effects: Effects = []
+        self.router.leave_out(group, name, below, effects)
+        self.perform(effects)
+
+    def cancel(self, operation: Operation) -> None:
+        """The caller does not want it any more: it ends on every rank where it is not complete."""
+        message = f"{operation.title} was cancelled on {operation.group.called(operation.group.rank)}"
+        self.abort(operation, Cause(CauseKind.CANCELLED, self.rank, message))
+
+    def abort(self, collective: Collective, cause: Cause) -> None:
+        """Fail a collective here and on every other rank."""
+        effects: Effects = []
+        self.router.abort(collective, cause, effects)
+        self.perform(effects)
+        self.links.flush_soon()
+
+    def end(self, reason: str) -> None:
+        """Fail all that is in flight, here and on the other ranks; from now on posts raise ``SessionClosed``."""
+        self._end(lambda collective: self._cut_short(collective, reason), reason)
+
+    def end_for(self, cause: Cause) -> None:
+        """As `end`, for a cause of which the other ranks may hear by themselves."""
+        self._end(lambda _: cause, cause.message)
+
+    def _end(self, cause_for: Callable[[Operation], Cause], reason: str) -> None:
+        self.unusual.add("ended")
+        for listener in list(self.end_listeners):
+            listener()
+        for collective in self.entered():
+            self.abort(collective, cause_for(collective))
+        self._ended = reason
+
+    def _cut_short(self, collective: Collective, reason: str) -> Cause:
+        return Cause(CauseKind.CANCELLED, self.rank, f"{collective.title} failed: {reason}")
+
+    def abandon(self, group_ids: Collection[bytes], reason: str) -> None:
+        """Abort what is in flight in some groups."""
+        for collective in self.entered():
+            if collective.group.id in group_ids:
+                self.abort(collective, self._cut_short(collective, reason))
+
+    def leave(self, group_ids: Collection[bytes]) -> None:
+        """Some groups, in which nothing is in flight, are not used by this rank any more. O(names on all links)."""
+        effects: Effects = []
+        if self.meter is not None:
+            self.meter.forget(group_ids)
+        for group_id in group_ids:
+            self.slots.leave(group_id, self.router.names.of_group(group_id))
+            self.router.leave(group_id, effects)
+            for sender in self.links.senders():
+                if sender.state.forget(group_id):
+                    sender.send((LEFT, group_id))
+                    self.links.mark(sender)
+        self.perform(effects)
+        self.links.flush_soon()
+
+    def peer_left_group(self, incoming: Incoming, group_id: bytes, effects: Effects) -> None:
+        """A peer has left a group; what it gave in slots before is looked at first."""
+        self.slots.look()
+        self.slots.peer_left(incoming.peer, group_id, self.router.names.of_group(group_id))
+        self.router.on_left(incoming, group_id, effects)
+
+    def in_flight(self) -> list[Operation]:
+        """What is posted and not over, to be read; on any thread."""
+        operations = [use.as_operation() for use in self.slots.uses()]
+        return [*cast("Collection[Operation]", list(self.router.live)), *operations]
+
+    def entered(self) -> list[Operation]:
+        """The same, and from now on all of it is known to the router."""
+        for use in self.slots.uses():
+            use.enter()
+        return cast("list[Operation]", list(self.router.live))
+
+    async def close(self, timeout_s: float) -> None:
+        """Say goodbye on every link and wait, bounded, until the peers have; then close what is left."""
+        self.deadlines.close()
+        self.recovery.close()
+        await self.links.close(timeout_s)
+
+    @property
+    def tracer(self) -> Tracer | None:
+        """Records a timeline, if one is wanted."""
+        return self._tracer
+
+    @tracer.setter
+    def tracer(self, tracer: Tracer | None) -> None:
+        self._tracer = self.receiver.tracer = tracer
+        if tracer is None:
+            self.unusual.discard("traced")
+        else:
+            self.unusual.add("traced")
+
+    @property
+    def control(self) -> ControlPlane | None:
+        """The control plane; None in a world of one, and until it is there."""
+        return self._control
+
+    @control.setter
+    def control(self, control: ControlPlane | None) -> None:
+        self._control = self.deadlines.control = self.recovery.control = control
+
+    # ---------------------------------------------------------------- what the control plane tells
+
+    def on_abort(self, group: bytes, name: str, seq: int, cause: Cause) -> None:
+        """Another rank aborted a collective."""
+        effects: Effects = []
+        self.router.on_abort(group, name, seq, cause, effects)
+        self.perform(effects)
+
+    def on_peer_lost(self, peer: int, reason: str) -> None:
+        """A peer is gone: everything that it takes part in fails, now and later."""
+        effects: Effects = []
+        self.entered()
+        self.unusual.add("lost")
+        self.router.on_peer_lost(peer, Cause(CauseKind.LOST, peer, f"rank {peer} is lost: {reason}"), effects)
+        self.links.drop(peer)
+        self.perform(effects)
+        self._tell_losses()
+
+    def on_peer_left(self, peer: int, cause: Cause) -> None:
+        """A peer posts nothing more: later posts that need it fail; what it has posted may still complete."""
+        self.unusual.add("lost")
+        self.router.on_peer_left(peer, cause)
+        self.links.goodbye(peer)
+        self._tell_losses()
+
+    def _tell_losses(self) -> None:
+        for listener in list(self.loss_listeners):
+            listener()
+
+    # ---------------------------------------------------------------- effects
+
+    def _link_failed(self, outgoing: Outgoing, reason: str) -> None:
+        self.recovery.outgoing_broke(outgoing, reason)
+
+    def perform(self, effects: Effects) -> None:
+        """Carry out effects in order; the list may grow meanwhile."""
+        for effect in effects:
+            if effect[0] >= ANSWER:
+                self._tell(effect)
+            elif not effect[1].failed:  # what a machine decides is done at once; this was held back by the router
+                operation: Operation = effect[1]
+                try:
+                    operation.sends -= len(effect[2])  # they were counted when they were held back
+                    self.send(operation, *effect[2:])
+                    operation.was_read(effects, 0)
+                except Exception as error:  # noqa: BLE001  it ends this collective alone
+                    self.broke(operation, error)
+
+    def broke(self, operation: Collective | None, error: Exception) -> None:
+        """What a collective was to do could not be done: it fails everywhere. With the error being handled."""
+        if operation is None:
+            raise error
+        logger.error("rank %d could not carry out %s", self.rank, operation.title, exc_info=error)
+        message = f"{type(error).__name__} on rank {self.rank}: {error}"
+        self.abort(operation, Cause(CauseKind.INTERNAL, self.rank, message))
+
+    def _tell(self, effect: Effect) -> None:
+        """Carry out an effect of the router's own."""
+        tag = effect[0]
+        if tag == ANSWER:
+            link = self.links.back(effect[1])
+            if link is not None:
+                link.send(effect[2])
+                self.links.flush_soon()
+        elif tag == FAILED:
+            self._failed(effect[1], effect[2])
+        elif tag == FLOOD:
+            if self.control is not None:
+                _, group_id, name, seq, cause = effect
+                self.control.abort(group_id, name, seq, cause.to_wire())
+        elif tag == VIOLATION:
+            self._violated(effect[1], effect[2])
+        elif tag == EARLY:
+            listener = self.early_listeners.get(effect[1])
+            if listener is not None:
+                self.reactor.call_soon(listener, *effect[1:])
+        elif tag == DROPPED:
+            effect[1].release(self.pool)
+        elif tag == BROKEN:
+            self.recovery.peer_says(effect[1], effect[2], effect[3])
+
+    def send(
+        self,
+        operation: Operation,
+        ranks: tuple[int, ...],
+        lane: Lane,
+        index: int,
+        phase: int,
+        source: int,
+        payload: Any,
+    ) -> None:
+        """Send a chunk to some group ranks, or hold it back until they may have it; count what is still to be read."""
+        if source == PAYLOAD:
+            payload.forwarded(self.pool)
+            data = payload.view
+        else:
+            data = operation.to_send(lane, index, source)
+        nbytes = len(data)
+        series, links = operation.series, self.links
+        for to in ranks:
+            peer = series.group.members[to]
+            sender = links.by_peer.get(peer) or links.towards(peer)
+            link, state = sender.link, sender.state
+            if link is None or link.needs_flush:
+                links.dirty[sender] = None
+            stamp = operation.stamp
+            is_known = series in state.known and operation.deferred is None
+            if is_known and operation.posted >> to & 1:
+                pass
+            elif is_known and state.window.take(nbytes):
+                stamp += 1
+            else:
+                effect = (SEND, operation, ranks, lane, index, phase, source, payload)
+                before, admitted = admit(state, effect, operation, to, nbytes)
+                for definition in before:
+                    sender.send(definition)
+                if admitted is None:
+                    operation.sends += 1
+                    continue
+                stamp = admitted[7]
+            if self._tracer is not None:
+                self._tracer.sent(peer, operation, nbytes)
+            header = (CHUNK, series.key_id, operation.seq, series.signature_id, lane.number, phase, index, stamp)
+            # Without payload too: who is done may block its loop or exit, so its frames must have left by then.
+            if not (link or sender).send(header, data if nbytes else None, operation, operation.priority):
+                operation.sends += 1
+
+    def reserve(self, operation: Operation, to: int, nbytes: int) -> memoryview | None:
+        """Memory that the link to a group rank sends from, for a chunk that is made there and sent next."""
+        sender = self.links.to(operation.group.members[to])
+        if sender.link is None or not may_send(sender.state, operation, to, nbytes):
+            return None
+        return sender.link.reserve(nbytes, operation.priority)
+
+    def sent(self, operation: Operation) -> None:
+        """A link no longer reads one of its payloads."""
+        effects: Effects = []
+        operation.was_read(effects)
+
+    def completed(self, operation: Operation) -> None:
+        """All that an operation had to do is done."""
+        self.recorder.end(operation.series, operation.seq, operation.posted_s, operation.nbytes)
+        self.router.complete(operation)
+        if self.deadlines.inquiries:
+            self.deadlines.end(operation)
+        if self._tracer is not None:
+            self._tracer.ended(operation)
+        if operation.future is None:
+            operation.is_over = True
+        else:
+            operation.resolve()
+        if self.load is not None:
+            self.load.ended(operation, is_last=not (self.router.live or self.slots.pending))
+
+    # ---------------------------------------------------------------- failures
+
+    def _reject(self, operation: Operation, group: GroupView, name: str, cause: Cause, effects: Effects) -> None:
+        self.recorder.note("rejected", name, -1, cause.message)
+        if self._tracer is not None:
+            self._tracer.instant("rejected", collective=shown(name), reason=cause.message)
+        if self.meter is not None:
+            self.meter.failed(group, name)
+        operation.reject(error_of(cause, name, group.titled(name)))
+        self._tell_mismatch(group, name, self.router.num_uses(group.id, name) - 1, cause)
+        self.perform(effects)
+
+    def _failed(self, collective: Collective, cause: Cause) -> None:
+        operation = cast("Operation", collective)
+        self.deadlines.end(operation)
+        if self.meter is not None:
+            self.meter.failed(collective.group, collective.name)
+        self.recorder.failed(operation, cause.message)
+        if self._tracer is not None:
+            self._tracer.ended(operation, cause.message)
+        for sender in self.links.senders():
+            for header in sender.withdraw(operation):
+                if header[7] & 1:
+                    sender.state.window.give(collective.nbytes_sent(header[4], header[6], header[5]), 1)
+        self.links.disown(operation)
+        story = self.recorder.story(collective.name) if cause.kind is CauseKind.INTERNAL else ()
+        operation.reject(error_of(cause, collective.name, collective.title, story))
+        self._tell_mismatch(collective.group, collective.name, collective.seq, cause)
+        if self.load is not None:
+            self.load.ended(operation, is_last=not (self.router.live or self.slots.pending))
+
+    def _tell_mismatch(self, group: GroupView, name: str, seq: int, cause: Cause) -> None:
+        listener = self.mismatch_listeners.get(group.id)
+        if listener is not None and cause.kind is CauseKind.MISMATCH:
+            listener(name, seq)
+
+    def _violated(self, incoming: Incoming, reason: str) -> None:
+        link = self.links.back(incoming)
+        if link is not None:
+            logger.warning("rank %d closes a link from rank %d, which sent %s", self.rank, link.peer, reason)
+            link.abort()
+            self.recovery.incoming_broke(incoming, f"rank {link.peer} sent {reason}")
+
+    def _announce(self, collective: Collective) -> None:
+        """Show those that it waits for what it is: ranks that disagree may have no chunk to show it."""
+        for to in collective.unheard():
+            peer = collective.group.members[to]
+            if peer not in self.router.lost:
+                sender = self.links.to(peer)
+                for header in announce(sender.state, collective):
+                    sender.send(header)
+        self.links.flush_soon()
+
+
+def _nothing() -> None:
+    """Nobody has to be told."""

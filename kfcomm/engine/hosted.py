@@ -1,0 +1,113 @@
+"""Collectives among several hosts, of which the part inside a host is carried out in a slot.
+
+Where the graphs make a star of a host's ranks, its centre is the *hub* of that host's slot. The others show there what
+they give; when all have, the hub takes it as if it had come by links, does with other hosts what its program says, and
+shows the result instead of sending it to each. So hosts need not agree: one may use its slot while another sends
+chunks, and the bits are the same.
+
+For the ranks of one host all that ``direct`` says holds, with chunks to and from the hub.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kfcomm.core.machine import DOWN, UP, Effects
+from kfcomm.engine.direct import SlottedOperation
+from kfcomm.engine.operation import Operation
+from kfcomm.transports.shm.slots import HubSlot
+
+if TYPE_CHECKING:
+    from kfcomm.core.graph import GraphPair
+    from kfcomm.core.program import Lane, Route
+
+HOSTED_NBYTES = 1 << 18
+"""Longer messages go by links: there a host's ranks fold while others still give."""
+
+
+def hub_of(pairs: Sequence[GraphPair], ranks: Sequence[int]) -> int | None:
+    """The centre of the star that all graphs make of these ranks of a group; None if they do not. O(pairs x ranks)."""
+    graphs = [graph for pair in pairs for graph in (pair.reduce, pair.broadcast)]
+    for hub in ranks:
+        ends = [(graph.parents[rank], graph.children[rank]) for graph in graphs for rank in ranks if rank != hub]
+        if ends and all(parent == hub and not children for parent, children in ends):
+            return hub
+    return None
+
+
+class HubOperation(SlottedOperation):
+    """One of a host's hub. Nothing can be done before the others of this host have shown what they give."""
+
+    _host_slot: HubSlot | None = None
+    _num_shown = 0
+
+    def look(self) -> bool:
+        """See ``InSlot.look``: it is not over, but in the slot nothing is waited for any more."""
+        slot, engine = self.slot, self.engine
+        if type(slot) is not HubSlot:
+            return False
+        try:
+            if not slot.look(self.word, self._out):
+                return False
+            if slot.late:
+                engine.slots.told(slot, self, is_over=True)
+            engine.slots.drop(self)
+            self._host_slot, self.slot = slot, None
+            self._take_shown(slot)
+        except Exception as error:  # noqa: BLE001  it ends this collective alone
+            engine.broke(self, error)
+        if engine.links.dirty:
+            engine.links.flush()
+        return True
+
+    def reject(self, error: BaseException) -> None:
+        """See ``Operation.reject``: the others of this host, who wait for the result, are told by the abort."""
+        if self._host_slot is not None:
+            self._forget(self._host_slot)
+            self._host_slot = None
+        super().reject(error)
+
+    def awaits(self, sender: int) -> bool:
+        """See ``Machine.awaits``: in the slot nothing comes from this host by links."""
+        if self.slot is not None and sender in self.work.ranks:
+            return False
+        return Operation.awaits(self, sender)
+
+    def _is_shown(self, route: Route) -> bool:
+        return route.phase == UP and route.lane.children[route.position] in self.work.ranks
+
+    def _take_shown(self, slot: HubSlot) -> None:
+        effects: Effects = []
+        size, item, routes = self.program.chunk_elements, self.work.item, self.program.routes
+        for place, rank in enumerate(self.work.ranks):
+            if rank == self.group.rank:
+                continue
+            self.posted |= 1 << rank
+            given = slot.given(place)
+            for lane in self.program.lanes.values():
+                route = routes[lane.number, UP, rank]
+                for index in range(lane.num_chunks):
+                    begin = lane.input_offset + index * size
+                    end = min(begin + size, lane.input_offset + lane.count)
+                    self.take(route, index, given[begin * item : end * item], effects)
+        self.engine.perform(effects)
+
+    def _send(
+        self, to: tuple[int, ...], lane: Lane, index: int, phase: int, source: int, payload: Any, effects: Effects
+    ) -> None:
+        slot = self._host_slot
+        if slot is None or phase != DOWN:
+            super()._send(to, lane, index, phase, source, payload, effects)
+            return
+        far = tuple(rank for rank in to if rank not in self.work.ranks)
+        if far:
+            super()._send(far, lane, index, phase, source, payload, effects)
+        begin, end = self._bounds(lane, index)
+        slot.show(lane.result_offset + begin, lane.result_offset + end, self._out)
+        self._num_shown += 1
+        if self._num_shown == self.program.num_slots:
+            self._host_slot = None
+            slot.num_uses += 1
+            if slot.share(self.word):
+                self.engine.slots.wake(slot)

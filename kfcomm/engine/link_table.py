@@ -1,0 +1,235 @@
+"""The table of all links of one rank: those it opened, to send chunks, and those that peers opened to it.
+
+A link is opened when something is to be sent, and replaced when it breaks. Frames are queued and then sent together:
+at the end of a burst of events, or in the next turn of the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
+
+from kfcomm.core.collective import Incoming, Outgoing
+from kfcomm.core.frame import Header
+from kfcomm.engine.peer_sender import PeerSender
+from kfcomm.engine.traffic import Traffic
+from kfcomm.errors import TransportError
+from kfcomm.transports.base import Link, Owner
+from kfcomm.transports.reactor import Reactor
+
+
+class LinkTable:
+    """The links of one rank, by peer.
+
+    Args:
+        connect: opens a link to a peer (by world rank); raises ``TransportError``.
+        loop: where links are opened.
+        reactor: who drives them.
+        begin: makes the sending end of a new link to a peer, and the frames that come first on it.
+        accept: makes the receiving end of a link that a peer opened.
+        failed: called with such an end and a reason when its link cannot be opened.
+
+    Attributes:
+        by_peer: the sending end towards each peer, by world rank.
+        closing: nothing more is opened.
+        dirty: what is to be flushed.
+        is_low_latency: links hand over little at a time, see ``Link.set_low_latency``.
+        traffic: what all links have moved, those that have ended included.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[int], Awaitable[Link]],
+        loop: asyncio.AbstractEventLoop,
+        reactor: Reactor,
+        begin: Callable[[int], tuple[Outgoing, list[Header]]],
+        accept: Callable[[int], Incoming],
+        failed: Callable[[Outgoing, str], None],
+    ) -> None:
+        self.closing = False
+        self.is_low_latency = False
+        self.traffic = Traffic()
+        self._connect = connect
+        self._loop = loop
+        self._reactor = reactor
+        self._begin = begin
+        self._accept = accept
+        self._open_failed = failed
+        self.by_peer: dict[int, PeerSender] = {}
+        self._incoming: dict[Incoming, Link] = {}
+        self.dirty: dict[PeerSender | Link, None] = {}
+        self._flush_scheduled = False
+        self._dials: set[asyncio.Task[None]] = set()
+        self._all_closed = asyncio.Event()
+
+    def to(self, peer: int) -> PeerSender:
+        """The sender to a peer, to be flushed soon; a link is opened if there is none."""
+        sender = self.towards(peer)
+        self.dirty[sender] = None
+        return sender
+
+    def mark(self, sender: PeerSender) -> None:
+        """Something is queued there, to be flushed soon."""
+        self.dirty[sender] = None
+
+    def towards(self, peer: int) -> PeerSender:
+        """The sender to a peer; a link is opened if there is none."""
+        sender = self.by_peer.get(peer)
+        if sender is None:
+            sender = self.by_peer[peer] = PeerSender(*self._begin(peer))
+            self._loop.call_soon(self._start_to_dial, sender, peer)
+        return sender
+
+    def back(self, incoming: Incoming) -> Link | None:
+        """The link that a peer opened, to answer on; to be flushed soon."""
+        link = self._incoming.get(incoming)
+        if link is not None:
+            self.dirty[link] = None
+        return link
+
+    def opened(self, link: Link) -> None:
+        """A peer opened a link."""
+        self.traffic.add(link)
+        link.state = self._accept(link.peer)
+        self._incoming[link.state] = link
+        if self.is_low_latency:
+            link.set_low_latency()
+
+    def numbered(self, incoming: Incoming, number: int) -> None:
+        """The peer says which link this is: only the newest is left, since a peer redials only what has broken."""
+        incoming.number = number
+        newest = max(one.number for one in self._incoming if one.peer == incoming.peer)
+        for one, link in list(self._incoming.items()):
+            if one.peer == incoming.peer and 0 < one.number < newest:
+                link.abort()
+
+    def lost(self, link: Link) -> None:
+        """A link has ended."""
+        self.traffic.end(link)
+        if type(link.state) is Incoming:
+            self._incoming.pop(link.state, None)
+        else:
+            sender = self.by_peer.get(link.peer)
+            if sender is not None and sender.link is link:
+                del self.by_peer[link.peer]
+        self.dirty.pop(link, None)
+        self._look_if_all_closed()
+
+    def drop(self, peer: int) -> None:
+        """A peer is gone: nothing more is sent to it, and no memory read for it."""
+        sender = self.by_peer.pop(peer, None)
+        if sender is not None and sender.link is not None:
+            sender.link.abort()
+
+    def break_off(self, peer: int, number: int) -> Outgoing | None:
+        """The peer cannot hear the link of this number any more: its sending end, unless there is a newer one."""
+        sender = self.by_peer.get(peer)
+        if sender is None or sender.state.number != number:
+            return None
+        self.drop(peer)
+        return sender.state
+
+    def hears(self, peer: int) -> bool:
+        """Whether a link is open on which this peer sends."""
+        return any(incoming.peer == peer for incoming in self._incoming)
+
+    def goodbye(self, peer: int) -> None:
+        """A peer leaves and waits for this side's goodbye: say it after what is queued."""
+        sender = self.by_peer.get(peer)
+        if sender is not None and sender.link is not None:
+            sender.link.close()
+
+    def senders(self) -> Iterator[PeerSender]:
+        """The senders to all peers to which this side has opened a link."""
+        return iter(self.by_peer.values())
+
+    def disown(self, owner: Owner) -> None:
+        """Nothing that arrives is written to this owner's memory any more."""
+        for link in self._incoming.values():
+            link.disown(owner)
+
+    def redirect(self, owner: Owner) -> None:
+        """Redirect arriving data of this owner to its new memory."""
+        for link in self._incoming.values():
+            link.redirect(owner)
+
+    def set_low_latency(self) -> None:
+        """Calls differ in urgency from now on: see ``Link.set_low_latency``."""
+        self.is_low_latency = True
+        for link in self._links():
+            link.set_low_latency()
+
+    def flush_soon(self) -> None:
+        """Move what is queued when the reactor has its next turn, with what else is queued until then."""
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            self._reactor.call_soon(self.flush)
+
+    def flush(self) -> None:
+        """Move what is queued, now."""
+        self._flush_scheduled = False
+        while self.dirty:
+            dirty, self.dirty = self.dirty, {}
+            for end in dirty:
+                end.flush()
+
+    async def close(self, timeout_s: float) -> None:
+        """Say goodbye on every link and wait, bounded, until the peers have; then close what is left."""
+        self.closing = True
+        for dial in list(self._dials):
+            dial.cancel()
+        self.flush()
+        for link in self._opened_here():
+            link.close()
+        self._look_if_all_closed()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._all_closed.wait()
+        for link in self._links():
+            link.abort()
+        await asyncio.gather(*self._dials, return_exceptions=True)
+        await asyncio.sleep(0)
+
+    def descriptors(self) -> list[int]:
+        """Descriptors of all open links."""
+        return [descriptor for link in self._links() for descriptor in link.descriptors()]
+
+    def peers_in_use(self) -> list[int]:
+        """Ranks to which this side has opened a link."""
+        return sorted(self.by_peer)
+
+    def _opened_here(self) -> list[Link]:
+        return [sender.link for sender in self.by_peer.values() if sender.link is not None]
+
+    def _links(self) -> list[Link]:
+        return [*self._incoming.values(), *self._opened_here()]
+
+    def _look_if_all_closed(self) -> None:
+        if self.closing and not self._links():
+            self._all_closed.set()
+
+    def _start_to_dial(self, sender: PeerSender, peer: int) -> None:
+        if self.closing or self.by_peer.get(peer) is not sender:
+            return
+        task = self._loop.create_task(self._dial(sender, peer), name=f"kfcomm dial rank {peer}")
+        self._dials.add(task)
+        task.add_done_callback(self._dials.discard)
+
+    async def _dial(self, sender: PeerSender, peer: int) -> None:
+        try:
+            link = await self._connect(peer)
+        except TransportError as error:
+            if self.by_peer.get(peer) is sender:
+                del self.by_peer[peer]
+            self._open_failed(sender.state, str(error))
+            return
+        self.traffic.add(link)
+        if self.by_peer.get(peer) is sender:
+            if self.is_low_latency:
+                link.set_low_latency()
+            sender.attach(link)
+            self._reactor.wake()  # what has left just now may have been the last that a caller waits for
+        else:
+            link.state = sender.state
+            link.close()

@@ -1,0 +1,275 @@
+"""What one rank counts and times while it works: calls by key, and the waiting for each peer.
+
+The engine holds a `Meter` and tells it of every chunk that arrives and of every collective that ends; bytes are
+counted by the links (see ``runtime.traffic``). Counting is cheap, since it happens on the engine's loop. The
+numbers may be read on any thread: a reader may see one number updated before another, but never a wrong number.
+
+The time of a collective, from its post to the last chunk that it gets, is shared out among the peers from which its
+chunks come: each adds what has passed since the chunk before it (or the post) to the peer's ``waited_s``. So a peer
+that posts late, computes for long or sits behind a slow link has the most. With several collectives in flight each
+counts for itself: the sums grow faster than the clock. Chunks that came before the post add nothing.
+"""
+
+from __future__ import annotations
+
+from math import ceil, frexp
+from time import monotonic
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping
+
+    from kfcomm.core.collective import GroupView, Key
+    from kfcomm.engine.earlier import Earlier
+    from kfcomm.engine.operation import Operation
+
+K = TypeVar("K")
+T = TypeVar("T")
+
+TRIES = 100
+"""Attempts to copy what another thread changes; each takes microseconds."""
+PATIENCE_S = 1.0
+"""Of a reader, while another thread tallies."""
+MAX_KEYS = 10_000
+"""Keys with a record of their own, 1 KiB each at most; what comes later is counted together."""
+REFERENCE_WEIGHT = 0.1
+"""Of the latest throughput in the reference that follows it."""
+LEFT_GROUPS = b""
+"""In place of a group's id: all those that this rank has left."""
+MAX_STRATEGIES = 100
+"""Strategies of a group with a record; of more, the first is forgotten."""
+
+PER_OCTAVE = 8
+"""Buckets of a histogram to each doubling.
+
+Bucket b holds what took from ``2**((b - 1)/8)`` to ``2**(b/8)`` seconds: b is the binary exponent of the eighth power,
+which costs a fifth of a search among bounds. A quantile is the geometric middle of its bucket, so it is wrong by at
+most a factor of ``2**(1/16)``, 4.4 %.
+"""
+
+
+class Tally:
+    """What became of the calls under one key.
+
+    Attributes:
+        nbytes: of the results of those that are complete (see ``Operation.nbytes``).
+        total_s: from post to completion, of all of them.
+        max_s: of the one that took longest.
+        failures: calls that failed, those that were refused or cancelled included.
+        buckets: how many took how long: see ``PER_OCTAVE``.
+    """
+
+    __slots__ = ("buckets", "failures", "max_s", "nbytes", "total_s")
+
+    def __init__(self) -> None:
+        self.nbytes = self.failures = 0
+        self.total_s = self.max_s = 0.0
+        self.buckets: dict[int, int] = {}  # of numbers alone: the garbage collector does not look at it
+
+    @property
+    def count(self) -> int:
+        """Calls that are complete."""
+        return sum(dict(self.buckets).values())
+
+    @classmethod
+    def sum(cls, tallies: Iterable[Tally]) -> Tally:
+        """All of them as one."""
+        whole = cls()
+        for tally in tallies:
+            whole.nbytes += tally.nbytes
+            whole.failures += tally.failures
+            whole.total_s += tally.total_s
+            whole.max_s = max(whole.max_s, tally.max_s)
+            for bucket, count in dict(tally.buckets).items():
+                whole.buckets[bucket] = whole.buckets.get(bucket, 0) + count
+        return whole
+
+    def quantile(self, share: float) -> float:
+        """This share of the calls took at most so many seconds, to 4.4 %; 0 if there were none."""
+        buckets = dict(self.buckets)
+        wanted = ceil(share * sum(buckets.values()))
+        for bucket in sorted(buckets):
+            wanted -= buckets[bucket]
+            if wanted <= 0:
+                return min(bound_s(bucket - 0.5), self.max_s)
+        return self.max_s
+
+
+def bucket_of(seconds: float) -> int:
+    """The bucket of a histogram to which a duration belongs."""
+    return frexp(seconds**PER_OCTAVE)[1]
+
+
+def bound_s(bucket: float) -> float:
+    """The upper bound of a bucket, in seconds."""
+    return float(2.0 ** (bucket / PER_OCTAVE))
+
+
+class Throughput:
+    """Of the monitored calls under one strategy.
+
+    Attributes:
+        count: calls that are complete.
+        nbytes: their sum.
+        seconds: their sum.
+        last: bytes per second of the latest call.
+        reference: what to expect, in bytes per second: it begins with the first call and follows each by
+            ``REFERENCE_WEIGHT`` of the way, so that a link that slows down stands out for some twenty calls.
+    """
+
+    __slots__ = ("count", "last", "nbytes", "reference", "seconds")
+
+    def __init__(self) -> None:
+        self.count = self.nbytes = 0
+        self.seconds = self.last = self.reference = 0.0
+
+    def note(self, nbytes: int, seconds: float) -> None:
+        """A call is complete."""
+        self.last = nbytes / max(seconds, 1e-9)
+        self.reference += (self.last - self.reference) * (REFERENCE_WEIGHT if self.count else 1.0)
+        self.count += 1
+        self.nbytes += nbytes
+        self.seconds += seconds
+
+
+class StepTally:
+    """Of training steps whose gradients travel while the program computes.
+
+    Attributes:
+        count: steps.
+        nbytes: of their gradients.
+        in_flight_s: for how long any of them was under way.
+        waited_s: for how long the program stood still for one.
+        waited_for: the latter by the name of the collective.
+    """
+
+    __slots__ = ("count", "in_flight_s", "nbytes", "waited_for", "waited_s")
+
+    def __init__(self) -> None:
+        self.count = self.nbytes = 0
+        self.in_flight_s = self.waited_s = 0.0
+        self.waited_for: dict[str, float] = {}
+
+
+Tallies: TypeAlias = dict[tuple[bytes, str], Tally]
+"""By group id and name."""
+
+
+class Meter:
+    """The figures of one rank in a world of ``size``; see the module.
+
+    Attributes:
+        waited_s: by world rank, for its chunks.
+        throughputs: by group id, of monitored calls by name of the strategy.
+        gauges: what a program says of itself, by name: the latest value.
+        steps: by group id and the name under which gradients are averaged.
+        now_s: when the burst began that is being handed over; 0 between bursts.
+        settle: tells of what is complete and was not told yet, see ``Recorder.settle``; set by the recorder.
+        earlier: what this rank has counted in epochs before; None in the first.
+    """
+
+    __slots__ = ("_others", "_tallies", "earlier", "gauges", "now_s", "settle", "steps", "throughputs", "waited_s")
+
+    def __init__(self, size: int) -> None:
+        self.waited_s = [0.0] * size
+        self.throughputs: dict[bytes, dict[str, Throughput]] = {}
+        self.gauges: dict[str, float] = {}
+        self.steps: dict[tuple[bytes, str], StepTally] = {}
+        self.now_s = 0.0
+        self.settle: Callable[..., None] = _nothing
+        self.earlier: Earlier | None = None
+        self._tallies: Tallies = {}
+        self._others: dict[bytes, Tally] = {}
+
+    def arrived(self, peer: int, operation: Operation) -> None:
+        """A chunk of ``peer`` was this operation's. The clock is read once a burst."""
+        now_s = self.now_s
+        if not now_s:
+            now_s = self.now_s = monotonic()
+        waited_s = now_s - operation.heard_s
+        if waited_s > 0.0:
+            self.waited_s[peer] += waited_s
+            operation.heard_s = now_s
+
+    def completed(self, key: Key, taken_s: float, nbytes: int) -> None:
+        """A collective is complete. On one thread at a time: see ``Recorder.settle``."""
+        tally: Tally | None = key.tally
+        if tally is None:
+            tally = key.tally = self._tally(key.group_id, key.name)
+        tally.nbytes += nbytes
+        tally.total_s += taken_s
+        bucket = frexp(taken_s**PER_OCTAVE)[1]  # as bucket_of
+        tally.buckets[bucket] = tally.buckets.get(bucket, 0) + 1
+        if taken_s > tally.max_s:
+            tally.max_s = taken_s
+
+    def tallies(self) -> tuple[Tallies, dict[bytes, Tally]]:
+        """What became of the calls under each key, in the order of first use; and, by group, those beyond ``MAX_KEYS``.
+
+        On any thread; the tallies themselves go on.
+        """
+        self.settle(PATIENCE_S)
+        return steady(lambda: (dict(self._tallies), dict(self._others)))
+
+    def failed(self, group: GroupView, name: str) -> None:
+        """A collective has failed on this rank, or did not begin."""
+        self.settle()  # what ended before is tallied before
+        self._tally(group.id, name).failures += 1
+
+    def forget(self, group_ids: Collection[bytes]) -> None:
+        """Groups are used no more: from now on all such groups are counted together. O(keys).
+
+        Sums over all groups stay what they are, at every moment: a dictionary is updated at once.
+        """
+        self.settle(PATIENCE_S)
+        _move(self._tallies, {one: (LEFT_GROUPS, one[1]) for one in list(self._tallies) if one[0] in group_ids})
+        _move(self._others, {one: LEFT_GROUPS for one in list(self._others) if one in group_ids})
+        for group_id in group_ids:
+            self.throughputs.pop(group_id, None)
+        for one in [one for one in self.steps if one[0] in group_ids]:
+            del self.steps[one]
+
+    def throughput(self, group: GroupView, strategy: str) -> Throughput:
+        """Of the monitored calls of a group under a strategy."""
+        of_group = self.throughputs.setdefault(group.id, {})
+        found = of_group.get(strategy)
+        if found is None:
+            found = of_group[strategy] = Throughput()
+            if len(of_group) > MAX_STRATEGIES:
+                del of_group[next(iter(of_group))]
+        return found
+
+    def _tally(self, group_id: bytes, name: str) -> Tally:
+        tally = self._tallies.get((group_id, name))
+        if tally is None:
+            if len(self._tallies) < MAX_KEYS:
+                tally = self._tallies.setdefault((group_id, name), Tally())
+            else:
+                tally = self._others.setdefault(group_id, Tally())
+        return tally
+
+
+def _move(tallies: dict[K, Tally], places: Mapping[K, K]) -> None:
+    """Add tallies to those at other places."""
+    moved: dict[K, Tally] = {}
+    for old, new in places.items():
+        known = moved.get(new) or tallies.get(new)
+        moved[new] = Tally.sum([tallies[old]] if known is None else [known, tallies[old]])
+        moved[old] = Tally()
+    tallies.update(moved)
+    for old in places:
+        del tallies[old]
+
+
+def _nothing(_: float = 0.0) -> None:
+    """All is told."""
+
+
+def steady(copy: Callable[[], T]) -> T:
+    """Return what ``copy`` returns; it is tried again while another thread changes what it reads."""
+    for _ in range(TRIES):
+        try:
+            return copy()
+        except RuntimeError:  # changed size during iteration
+            continue
+    return copy()

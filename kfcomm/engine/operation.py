@@ -1,0 +1,393 @@
+"""One collective in flight, with its memory: the caller's input, the partial result and the result.
+
+An operation is a machine that does at once what it decides: it folds, stores and copies chunks, and gives links the
+bytes to send. Partial results are kept in the result's own memory where that can be (the same dtype, and the rank
+keeps every chunk that it folds); else in scratch memory of the accumulation dtype.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from kfcomm.core.collective import Collective
+from kfcomm.core.deadlines import NEVER
+from kfcomm.core.machine import FOLD_LAST, FOLD_UP, INPUT, PARTIAL, RESULT, Effects
+from kfcomm.core.program import Lane
+from kfcomm.engine.buffers import Payload
+from kfcomm.errors import InternalError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kfcomm.arrays.reduce import Kernel
+    from kfcomm.engine.engine import Engine
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+
+COPIED_NBYTES = 1 << 11
+"""A chunk up to this size is sent from a copy: 0.1 µs, where a view costs 0.3 and the garbage collector two objects."""
+
+_NOTHING = np.empty(0, np.uint8)
+_EMPTY = memoryview(b"")
+
+
+class Work:
+    """What is done with the data of one kind of collective; the same for all that share a plan.
+
+    Args:
+        kernel: how contributions are folded, or None for verbs that only move data.
+        dtype: of input and result, or None where there is no data.
+        size: number of contributions (for averages).
+        in_result: this rank keeps every chunk that it folds, so that partial results may live in the result.
+
+    Attributes:
+        item: bytes of an element of input and result.
+        is_partial_shared: partial results do live in the result.
+    """
+
+    __slots__ = ("dtype", "in_result", "is_partial_shared", "item", "kernel", "size")
+
+    def __init__(self, kernel: Kernel | None, dtype: np.dtype[Any] | None, size: int, *, in_result: bool) -> None:
+        self.kernel = kernel
+        self.dtype = dtype
+        self.size = size
+        self.in_result = in_result
+        self.item = 1 if dtype is None else dtype.itemsize
+        self.is_partial_shared = in_result and kernel is not None and kernel.accumulate_dtype == kernel.dtype
+
+
+class Operation(Collective):
+    """A collective and its memory. It owns what links read for it: see ``transports.base.Owner``.
+
+    It is one object with its machine, and it and its future let go of each other at the end: ten thousand of them in
+    flight are half the work for the garbage collector, and no work at all when they are over.
+
+    Args:
+        future: resolved with what the caller gets, or rejected; its slot ``operation`` is emptied at the end. None: the
+            caller looks whether it is ``done`` and asks for the ``result`` itself.
+        source: flat input, or None where this rank gives nothing.
+        result: flat memory of the result, or None where this rank keeps nothing.
+        work: what is done with them.
+        value: what the caller gets.
+        finish: if given, the caller gets ``finish(value)``.
+        priority: see ``transports.base.Link.send``.
+
+    Attributes:
+        engine: set when it is posted.
+        is_over: it is complete or has failed.
+        is_small: its input is one chunk, and sent from a copy.
+        nbytes: of the result on this rank, or of the input where it gets none.
+        failed: an error was raised for it; nothing touches its memory any more.
+        error: that one.
+        posted_s: when it was posted, by the reactor's clock.
+        heard_s: when a chunk for it came last, or else it was posted; kept up by the meter alone.
+        timeout_s, due_s, told: see ``core.deadlines.Waiting``.
+    """
+
+    # Most stay what they are here: then they cost an operation neither time nor memory.
+    engine: Engine
+    is_over = failed = is_small = False
+    error: BaseException | None = None
+    value: Any = None
+    finished_by: Callable[[Any], Any] | None = None
+    priority = 0
+    timeout_s = due_s = NEVER
+    posted_s = heard_s = 0.0
+    told = 0
+    _partial: Array | None = None
+    _in_view: memoryview | None = None
+    _partial_view: memoryview | None = None
+    _out_view: memoryview | None = None
+    _last: tuple[Lane, int, int, memoryview] | None = None
+
+    def __init__(
+        self,
+        future: Any,
+        source: Array | None,
+        result: Array | None,
+        work: Work,
+        *,
+        value: Any = None,
+        finish: Callable[[Any], Any] | None = None,
+        priority: int = 0,
+    ) -> None:
+        self.future = future
+        self._in = _NOTHING if source is None else source
+        self._out = _NOTHING if result is None else result
+        self.nbytes = self._out.nbytes or self._in.nbytes
+        self.work = work
+        if value is not None:
+            self.value = value
+        if finish is not None:
+            self.finished_by = finish
+        if priority:
+            self.priority = priority
+
+    # What the machine decides is done at once. A payload is a `Payload`, or a view that may be read during the call.
+
+    def start(self, effects: Effects) -> None:
+        """See ``Machine.start``."""
+        self.engine.begins(self)
+        super().start(effects)
+
+    def _send(
+        self, to: tuple[int, ...], lane: Lane, index: int, phase: int, source: int, payload: Any, effects: Effects
+    ) -> None:
+        self.engine.send(self, to, lane, index, phase, source, payload)
+
+    def _fold(
+        self, tag: int, lane: Lane, index: int, payload: Payload | memoryview, first: bool, effects: Effects
+    ) -> None:
+        view = payload if type(payload) is memoryview else payload.view
+        if tag == FOLD_LAST:
+            self.fold_last(lane, index, view, first)
+        elif tag == FOLD_UP:
+            self.fold_up(lane, index, view, first)
+        else:
+            self.fold(lane, index, view, first)
+        if type(payload) is not memoryview:
+            payload.release(self.engine.pool)
+
+    def _hold(self, payload: Payload | memoryview, effects: Effects) -> Payload:
+        if type(payload) is memoryview:
+            payload = Payload(payload, None, self.engine.receiver.lender)
+        payload.keep(self.engine.pool)
+        return payload
+
+    def _finish(self, lane: Lane, index: int, effects: Effects) -> None:
+        self.finish(lane, index)
+
+    def _store(self, lane: Lane, index: int, payload: Payload | memoryview, effects: Effects) -> None:
+        if type(payload) is memoryview:
+            self.store(lane, index, payload)
+        else:
+            if payload.owner is not self:
+                self.store(lane, index, payload.view)
+            else:
+                self.stored(lane, index, payload.view)
+            payload.release(self.engine.pool)
+
+    def _copy(self, lane: Lane, index: int, effects: Effects) -> None:
+        self.copy(lane, index)
+
+    def _release(self, payload: Payload | memoryview, effects: Effects) -> None:
+        if type(payload) is not memoryview:
+            payload.release(self.engine.pool)
+
+    def _end(self, effects: Effects) -> None:
+        self.finished = True
+        self.engine.completed(self)
+
+    # Its end, for whoever waits.
+
+    def look_at_once(self) -> None:
+        """The caller has nothing else to do: look for its end where that may come any moment, without a descriptor."""
+
+    def done(self) -> bool:
+        """Whether it is over."""
+        return self.is_over
+
+    def cancel(self) -> bool:
+        """End it everywhere; False if it is over already."""
+        if self.is_over:
+            return False
+        self.engine.cancel(self)
+        return True
+
+    def give_up(self) -> None:
+        """See ``Handle.give_up``."""
+        self.cancel()
+
+    def sent(self) -> None:
+        """A link no longer reads one of this operation's payloads."""
+        self.engine.sent(self)
+
+    def waited_s(self) -> float:
+        """Seconds since it was posted."""
+        return self.engine.reactor.time() - self.posted_s
+
+    def result(self) -> Any:
+        """What the caller gets, once it is over.
+
+        Raises:
+            KfcommError: it has failed.
+        """
+        if self.error is not None:
+            raise self.error
+        return self.value if self.finished_by is None else self.finished_by(self.value)
+
+    def resolve(self) -> None:
+        """It is complete: hand the outcome to whoever waits."""
+        self.is_over = True
+        future = self.future
+        if future is None:
+            return
+        self.future = future.operation = None
+        if future.done():
+            return
+        try:
+            outcome = self.result()
+        except Exception as error:  # noqa: BLE001  of the caller's array library: it belongs to the caller, not to this loop
+            future.set_exception(error)
+        else:
+            future.set_result(outcome)
+
+    def reject(self, error: BaseException) -> None:
+        """It failed: tell whoever waits, and touch no memory any more."""
+        self.is_over = self.failed = True
+        self.error = error
+        future, self.future = self.future, None
+        if future is not None:
+            future.operation = None
+            if not future.done():
+                future.set_exception(error)
+
+    # Its memory.
+
+    def to_send(self, lane: Lane, index: int, source: int) -> memoryview | bytes:
+        """The bytes of one chunk, to be read by links: a copy of them if they are few."""
+        if self.is_small and source == INPUT:
+            return self._in.tobytes()
+        start, stop = self._bounds(lane, index)
+        if (stop - start) * self.work.item > COPIED_NBYTES:
+            return self.bytes_of(lane, index, source)
+        return self._part(lane, source, start, stop).tobytes() if stop else b""
+
+    def bytes_of(self, lane: Lane, index: int, source: int) -> memoryview:
+        """The memory of one chunk of the input, the partial result or the result.
+
+        The same view again when it was asked for last: by that links know that one copy serves several peers.
+        """
+        if not lane.count:
+            return _EMPTY
+        last = self._last
+        if last is not None and last[1] == index and last[0] is lane and last[2] == source:
+            return last[3]
+        item = self.work.item
+        if source == INPUT:
+            view = self._in_view
+            if view is None:
+                view = self._in_view = self._in.view(np.uint8).data
+        elif source == RESULT or self.work.is_partial_shared:
+            view = self._out_view
+            if view is None:
+                view = self._out_view = self._out.view(np.uint8).data
+        else:
+            item = self._folding().accumulate_dtype.itemsize
+            view = self._partial_view
+            if view is None:
+                view = self._partial_view = self._array(PARTIAL).view(np.uint8).data
+        start, stop = self._bounds(lane, index)
+        offset = self._offset(lane, source)
+        view = view[(offset + start) * item : (offset + stop) * item]
+        self._last = (lane, index, source, view)
+        return view
+
+    def fold(self, lane: Lane, index: int, view: memoryview, first: bool) -> None:
+        """Make the partial result: (input if first else partial) ∘ what ``view`` holds."""
+        start, stop = self._bounds(lane, index)
+        partial = self._part(lane, PARTIAL, start, stop)
+        own = self._part(lane, INPUT, start, stop) if first else partial
+        kernel = self.work.kernel or self._folding()
+        kernel.fold(own, self._contribution(kernel, view, stop - start), partial)
+
+    def fold_up(self, lane: Lane, index: int, view: memoryview, first: bool) -> None:
+        """As ``fold``, for a partial result that is complete and goes to the lane's parent next.
+
+        It is made where the link sends from, if the link has room: then nothing is copied.
+        """
+        start, stop = self._bounds(lane, index)
+        kernel = self.work.kernel or self._folding()
+        nbytes = (stop - start) * kernel.accumulate_dtype.itemsize
+        room = self.engine.reserve(self, lane.parent, nbytes) if nbytes > COPIED_NBYTES else None
+        if room is None:
+            self.fold(lane, index, view, first)
+            return
+        own = self._part(lane, INPUT if first else PARTIAL, start, stop)
+        made = np.frombuffer(room, kernel.accumulate_dtype)
+        kernel.fold(own, self._contribution(kernel, view, stop - start), made)
+        self._last = (lane, index, PARTIAL, room)
+
+    def fold_last(self, lane: Lane, index: int, view: memoryview, first: bool) -> None:
+        """Make the result: (input if first else partial) ∘ what ``view`` holds, finished."""
+        start, stop = self._bounds(lane, index)
+        own = self._part(lane, INPUT if first else PARTIAL, start, stop)
+        result = self._part(lane, RESULT, start, stop)
+        kernel = self.work.kernel or self._folding()
+        kernel.last(own, self._contribution(kernel, view, stop - start), result, self.work.size)
+
+    def finish(self, lane: Lane, index: int) -> None:
+        """Make the result of the input, the only contribution."""
+        start, stop = self._bounds(lane, index)
+        source = self._part(lane, INPUT, start, stop)
+        self._folding().finish(source, self._part(lane, RESULT, start, stop), self.work.size)
+
+    def store(self, lane: Lane, index: int, view: memoryview) -> None:
+        """Make the result of what ``view`` holds."""
+        result = self._out
+        if lane.count != result.size or lane.num_chunks != 1:
+            start, stop = self._bounds(lane, index)
+            result = self._part(lane, RESULT, start, stop)
+        if lane.count:
+            result[:] = np.frombuffer(view, result.dtype)
+
+    def stored(self, lane: Lane, index: int, view: memoryview) -> None:
+        """What ``view`` holds has arrived where the result belongs."""
+
+    def copy(self, lane: Lane, index: int) -> None:
+        """Make the result of the input."""
+        if lane.count:
+            start, stop = self._bounds(lane, index)
+            self._part(lane, RESULT, start, stop)[:] = self._part(lane, INPUT, start, stop)
+
+    def redirect(self, result: Array) -> None:
+        """The result goes elsewhere from now on: there is a copy of what has come so far."""
+        self._out, self._out_view, self._last = result, None, None
+        self.engine.links.redirect(self)
+
+    def _bounds(self, lane: Lane, index: int) -> tuple[int, int]:
+        """The elements of a chunk, counted from the beginning of its lane."""
+        if lane.num_chunks == 1:
+            return 0, lane.count
+        chunk = self.program.chunk_elements
+        start = index * chunk
+        return start, min(start + chunk, lane.count)
+
+    @staticmethod
+    def _contribution(kernel: Kernel, view: memoryview, count: int) -> Array:
+        """What ``count`` elements of a child are: its input, or a partial result."""
+        dtype = kernel.dtype if view.nbytes == count * kernel.dtype.itemsize else kernel.accumulate_dtype
+        return np.frombuffer(view, dtype)
+
+    def _folding(self) -> Kernel:
+        if self.work.kernel is None:
+            raise InternalError("a verb that does not reduce was given something to fold")
+        return self.work.kernel
+
+    def _array(self, source: int) -> Array:
+        if source == INPUT:
+            return self._in
+        if source == PARTIAL:
+            if self._partial is None:
+                self._partial = np.empty(self._in.size, self._folding().accumulate_dtype)
+            return self._partial
+        return self._out
+
+    def _offset(self, lane: Lane, source: int) -> int:
+        if source == INPUT or (source == PARTIAL and not self.work.is_partial_shared):
+            return lane.input_offset
+        return lane.result_offset
+
+    def _part(self, lane: Lane, source: int, start: int, stop: int) -> Array:
+        if source == INPUT:
+            array: Array | None = self._in
+        else:
+            array = self._out if source == RESULT or self.work.is_partial_shared else self._partial
+        if array is None:
+            array = self._array(source)
+        if stop - start == array.size:  # all of it: a slice costs 0.15 µs
+            return array
+        offset = self._offset(lane, source)
+        return array[offset + start : offset + stop]

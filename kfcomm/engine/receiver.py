@@ -1,0 +1,211 @@
+"""What arrives on the links of one rank: each frame goes to the router, and what that decides is carried out at once.
+
+A small payload is taken in during the call that shows it. A large one is first given a place, in the result if it is
+a part of that: then it is written where it belongs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from time import monotonic
+from typing import TYPE_CHECKING, Any, cast
+
+from kfcomm.core.collective import Early, Incoming
+from kfcomm.core.frame import Header, Kind
+from kfcomm.core.machine import DOWN, RESULT, Effects
+from kfcomm.engine.buffers import Payload
+from kfcomm.errors import RemoteProtocolError
+
+if TYPE_CHECKING:
+    from kfcomm.engine.engine import Engine
+    from kfcomm.engine.operation import Operation
+    from kfcomm.engine.tracer import Tracer
+    from kfcomm.transports.base import Link
+
+logger = logging.getLogger("kfcomm")
+
+CHUNK, ASK, KEY, SIGNATURE, POSTED, CREDIT, OPEN, SLOT, NO_SLOT, LEFT, VACANT = (
+    int(kind)
+    for kind in (
+        Kind.CHUNK, Kind.ASK, Kind.KEY, Kind.SIGNATURE, Kind.POSTED, Kind.CREDIT, Kind.OPEN, Kind.SLOT, Kind.NO_SLOT,
+        Kind.LEFT, Kind.VACANT,
+    )
+)  # fmt: skip
+
+
+class Receiver:
+    """Hears the links of one engine. Implements ``transports.base.Waiter``.
+
+    Attributes:
+        slots, is_waiting: see ``Waiter``.
+        lender: the link whose chunk is being taken in.
+        tracer: of the engine.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.slots = engine.slots
+        self.is_waiting = engine.router.live.__len__
+        self.lender: Link | None = None
+        self.tracer: Tracer | None = None
+        self._engine = engine
+        self._router = engine.router
+        self._links = engine.links
+        self._meter = engine.meter
+        self._pool = engine.pool
+
+    def tell_waits(self, begins: Callable[[], None]) -> None:
+        """See ``Waiter.tell_waits``."""
+        self._engine.on_wait = begins
+
+    def opened(self, link: Link) -> None:
+        """A peer opened a link to this process."""
+        self._links.opened(link)
+
+    def receive(self, link: Link, header: Header, payload: memoryview) -> None:
+        """A whole frame; ``payload`` may be read during this call only."""
+        effects: Effects = []
+        if header[0] == CHUNK:
+            meter = self._meter
+            if meter is not None and not meter.now_s:
+                meter.now_s = monotonic()
+            if self.tracer is not None:
+                self._trace(link, header, len(payload))
+            self.lender = link
+            try:
+                whose = self._router.receive(link.state, header, len(payload), payload, effects)
+                if whose is None:
+                    whose = self._receive_unlike(link, header, payload, effects)
+            except RemoteProtocolError:
+                raise
+            except Exception as error:  # noqa: BLE001  it ends this collective alone
+                key = link.state.keys.get(header[1])
+                self._engine.broke(None if key is None else key.live.get(header[2]), error)
+                return
+            if meter is not None and whose is not None:
+                meter.arrived(link.peer, cast("Operation", whose))
+        elif type(link.state) is Incoming:
+            self._hear(link, link.state, header, effects)
+        elif header[0] == POSTED:
+            self._router.on_posted(link.state, header[1], header[2], effects)
+        elif header[0] == CREDIT:
+            link.state.window.give(header[1], header[2])
+        else:
+            raise RemoteProtocolError(f"rank {link.peer} sent a {Kind(header[0]).name} to a sender of chunks")
+        if effects:
+            self._engine.perform(effects)
+
+    def place(self, link: Link, header: Header, nbytes: int) -> Payload:
+        """Where a large payload goes: into the result if it is one, else into a block."""
+        effects: Effects = []
+        ticket = self._router.match(_incoming(link), header, nbytes, effects)
+        self._engine.perform(effects)
+        payload = self._room(ticket, nbytes)
+        payload.ticket = ticket
+        if self.tracer is not None:
+            self.tracer.arriving(link.peer)
+        return payload
+
+    def arrived(self, link: Link, placement: Payload) -> None:
+        """The payload of a placement is complete."""
+        if placement.ticket is None:
+            placement.release(self._pool)
+            return
+        whose = placement.ticket[0]
+        if self.tracer is not None:
+            if type(whose) is Early:
+                self._trace(link, *placement.ticket[3:])
+            else:
+                self.tracer.arrived(link.peer, whose.key, whose.seq, len(placement.view))
+        effects: Effects = []
+        try:
+            self._router.arrived(placement.ticket, placement, effects)
+        except Exception as error:  # noqa: BLE001  it ends this collective alone
+            self._engine.broke(None if type(whose) is Early else whose, error)
+            return
+        if type(whose) is not Early and self._meter is not None:
+            self._meter.arrived(link.peer, whose)
+        if effects:
+            self._engine.perform(effects)
+
+    def burst_end(self, link: Link) -> None:
+        """All that had arrived was handed over: give credit back, and move what was queued."""
+        if self._meter is not None:
+            self._meter.now_s = 0.0
+        state = link.state
+        if type(state) is Incoming and state.window.owed_headers:
+            owed = state.window.settle()
+            if owed is not None:
+                link.send((CREDIT, owed.nbytes, owed.headers))
+                self._links.back(state)
+        if self._links.dirty:
+            self._links.flush()
+
+    def lost(self, link: Link, error: BaseException | None) -> None:
+        """A link is gone; without a goodbye, what it may have carried fails, and the peer is looked after."""
+        peer, state, recovery = link.peer, link.state, self._engine.recovery
+        self.lender = None
+        self._links.lost(link)
+        recovery.look_if_in_vain(peer)
+        if error is None or self._links.closing or peer in self._router.lost:
+            return
+        if isinstance(error, RemoteProtocolError):
+            logger.warning("rank %d closed a link from rank %d: %s", self._engine.rank, peer, error)
+        if type(state) is Incoming:
+            recovery.incoming_broke(state, str(error))
+        else:
+            recovery.outgoing_broke(state, str(error))
+
+    def _receive_unlike(self, link: Link, header: Header, payload: memoryview, effects: Effects) -> Any:
+        """A chunk that is not like one that came before it; whose it is, if that is posted."""
+        ticket = self._router.match(_incoming(link), header, len(payload), effects)
+        if ticket is None:
+            return None
+        chunk = Payload(payload, None, link)
+        self._router.arrived(ticket, chunk, effects)
+        if type(ticket[0]) is Early:
+            chunk.copy(self._pool)  # nobody knows for how long: what is lent may hold up its sender
+            return None
+        return ticket[0]
+
+    def _hear(self, link: Link, state: Incoming, header: Header, effects: Effects) -> None:
+        """A frame without payload from a sender of chunks."""
+        kind = header[0]
+        if kind == KEY:
+            self._router.define_key(state, header[1], header[2], header[3], header[4], effects)
+        elif kind == SIGNATURE:
+            self._router.define_signature(state, header[1], header[2], effects)
+        elif kind == ASK:
+            self._router.on_ask(state, header, effects)
+        elif kind == OPEN:
+            self._links.numbered(state, header[1])
+        elif kind == SLOT:
+            self.slots.handed_out(state, header, link.slots)
+        elif kind == NO_SLOT:
+            self.slots.taken_back(state, header)
+        elif kind == LEFT:
+            self._engine.peer_left_group(state, header[1], effects)
+        elif kind == VACANT:
+            self.slots.vacated(state, header, link.slots)
+        else:
+            raise RemoteProtocolError(f"rank {link.peer} sent a {Kind(kind).name} to a receiver of chunks")
+
+    def _room(self, ticket: Any, nbytes: int) -> Payload:
+        if ticket is not None and type(ticket[0]) is not Early:
+            operation, route, index = ticket
+            if route.phase == DOWN and route.lane.keeps:
+                return Payload(operation.bytes_of(route.lane, index, RESULT), operation)
+        return Payload.held(self._pool, nbytes)
+
+    def _trace(self, link: Link, header: Header, nbytes: int) -> None:
+        """A chunk is here of what may not be posted yet."""
+        key = link.state.keys.get(header[1])
+        if key is not None and self.tracer is not None:
+            self.tracer.arrived(link.peer, key, header[2], nbytes)
+
+
+def _incoming(link: Link) -> Incoming:
+    """The state of a link on which chunks may come."""
+    if type(link.state) is not Incoming:
+        raise RemoteProtocolError(f"rank {link.peer} sent a chunk to a sender of chunks")
+    return link.state

@@ -1,0 +1,143 @@
+"""Recovery from a link that breaks between this rank and a peer that may live: see ``core.links`` for the rules.
+
+The side that opened the link fails what it has in flight on it, once it is known whether the peer is gone or only
+the link, and opens the next one if that has something to tell. The other side fails nothing; it sees to it that
+the first one notices too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain, repeat
+from typing import TYPE_CHECKING
+
+from kfcomm.core.cause import Cause, CauseKind
+from kfcomm.core.collective import Collective, Incoming, Outgoing
+from kfcomm.core.links import LINKS
+from kfcomm.core.router import Router
+from kfcomm.engine.link_table import LinkTable
+from kfcomm.transports.reactor import Reactor, Timer
+
+if TYPE_CHECKING:
+    from kfcomm.engine.control import ControlPlane
+
+NEWS_WITHIN_S = 1.0
+"""How long a rank waits to hear why another has left without sending all: such news takes milliseconds."""
+VERDICT_WITHIN_S = 5.0
+"""How long a collective whose link broke waits for the word whether the peer is gone, or only the link."""
+FIRST_PAUSE_S = 0.01
+LONGEST_PAUSE_S = 1.0
+CALM_S = 10.0
+"""After so long without a break, the next one is followed by a new link at once."""
+
+
+class LinkRecovery:
+    """Recovers the broken links of one rank.
+
+    Args:
+        router: what they may have carried.
+        links: opens new ones.
+        reactor: whose clock counts.
+        abort: fails a collective here and on every other rank.
+    """
+
+    def __init__(
+        self, router: Router, links: LinkTable, reactor: Reactor, abort: Callable[[Collective, Cause], None]
+    ) -> None:
+        self.control: ControlPlane | None = None
+        self._router = router
+        self._links = links
+        self._reactor = reactor
+        self._abort = abort
+        self._settled: set[int] = set()
+        self._pauses: dict[int, tuple[float, float]] = {}
+        self._redials: dict[int, Timer] = {}
+
+    def outgoing_broke(self, outgoing: Outgoing, reason: str) -> None:
+        """A link that this rank opened has broken, or could not be opened."""
+        peer = outgoing.peer
+        if self.control is None or self._links.closing or peer in self._router.lost:
+            return
+        cause = self._cause(peer, reason)
+        self.control.suspect(peer, cause.message)
+        carried = self._router.broke(outgoing)
+        if carried:
+            self._fail_unless_lost(self.control, peer, carried, cause)
+        if self._router.owes(peer) and peer not in self._redials:
+            self._redials[peer] = self._reactor.call_later(self._pause_s(peer), self._redial, peer)
+
+    def incoming_broke(self, incoming: Incoming, reason: str) -> None:
+        """A link that a peer opened has broken."""
+        peer = incoming.peer
+        if self.control is None or self._links.closing or peer in self._router.lost:
+            return
+        cause = self._cause(peer, reason)
+        self.control.suspect(peer, cause.message)
+        if incoming.number:
+            self.control.abort(LINKS, str(peer), incoming.number, cause.to_wire())
+
+    def peer_says(self, peer: int, number: int, reason: str) -> None:
+        """The peer says that it cannot hear this link any more."""
+        outgoing = self._links.break_off(peer, number)
+        if outgoing is not None:
+            self.outgoing_broke(outgoing, reason)
+
+    def peer_settled(self, peer: int) -> None:
+        """A peer has left, and what it has not posted has failed: the rest needs what is still on its way."""
+        self._settled.add(peer)
+        self.look_if_in_vain(peer)
+
+    def look_if_in_vain(self, peer: int) -> None:
+        """A link to or from this peer has ended: if it has left and sends on no other, all that could come has come.
+
+        What waits for it fails a moment later: why it has not sent all, perhaps that another has left, may be heard
+        after its own leaving.
+        """
+        if self._sends_no_more(peer):
+            self._reactor.call_later(NEWS_WITHIN_S, self._fail_in_vain, peer)
+
+    def close(self) -> None:
+        """Open no further link."""
+        for timer in self._redials.values():
+            timer.cancel()
+
+    def _sends_no_more(self, peer: int) -> bool:
+        return peer in self._settled and not self._links.closing and not self._links.hears(peer)
+
+    def _fail_in_vain(self, peer: int) -> None:
+        if self._sends_no_more(peer):
+            for collective in self._router.awaiting(peer):
+                self._abort(collective, self._cause(peer, "it was closed before all had come"))
+
+    def _cause(self, peer: int, reason: str) -> Cause:
+        rank = self._router.rank
+        return Cause(CauseKind.LINK, rank, f"the link between ranks {rank} and {peer} broke: {reason}")
+
+    def _fail_unless_lost(self, control: ControlPlane, peer: int, carried: list[Collective], cause: Cause) -> None:
+        """If the peer is lost they fail by that; else they fail as soon as it has answered.
+
+        What a peer that leaves has not posted fails by its leaving: its closing of the link may be heard of first.
+        """
+
+        def answered(_: int, posted: Sequence[bool], __: str) -> None:
+            left = self._router.lost.get(peer, cause)
+            for collective, is_posted in zip(carried, chain(posted, repeat(True)), strict=False):
+                self._abort(collective, cause if is_posted else left)
+            carried.clear()
+
+        control.query([(one.key.group_id, one.key.name, one.seq) for one in carried], peer, answered)
+        self._reactor.call_later(VERDICT_WITHIN_S, answered, peer, (), "")
+
+    def _pause_s(self, peer: int) -> float:
+        """Longer with every break, so that a peer which breaks every link at once is not kept busy by it."""
+        now_s = self._reactor.time()
+        last_s, pause_s = self._pauses.get(peer, (-CALM_S, 0.0))
+        pause_s = 0.0 if now_s - last_s >= CALM_S else min(max(2 * pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
+        self._pauses[peer] = (now_s, pause_s)
+        return pause_s
+
+    def _redial(self, peer: int) -> None:
+        del self._redials[peer]
+        if not self._links.closing and self._router.owes(peer):
+            self._links.to(peer)
+            self._links.flush_soon()

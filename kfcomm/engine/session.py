@@ -1,0 +1,638 @@
+"""The world of one epoch: the engine, its ways to the other ranks, and who has gone.
+
+A session lives on one event loop. It tells the engine what the control plane hears, answers for this rank, and
+takes care that everything opened here is closed again. How peers are reached is in its *network*; communicators
+are views of it for one group each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import hashlib
+import logging
+import math
+import os
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+from kfcomm.arrays.devices import Device, DeviceReport
+from kfcomm.arrays.devices.pinned import PinnedPool
+from kfcomm.arrays.devices.routes import Choice
+from kfcomm.core.cause import Cause, CauseKind
+from kfcomm.core.collective import MAX_LEFT, GroupView
+from kfcomm.core.credit import credit_of
+from kfcomm.core.hello import Purpose
+from kfcomm.core.membership import Message
+from kfcomm.engine.agreements import Agreements
+from kfcomm.engine.closing import Closing, Drain
+from kfcomm.engine.control.base import GOODBYE_S, ControlEvents, ControlPlane, StatusSource
+from kfcomm.engine.engine import Engine
+from kfcomm.engine.meter import Meter
+from kfcomm.errors import EpochChanged, PeerLost, SessionClosed
+from kfcomm.transports.base import Link, Waiter
+from kfcomm.transports.connection import Connection
+from kfcomm.transports.device_setup import DeviceSetup
+from kfcomm.transports.reactor import Reactor
+from kfcomm.transports.shm.heap import Array
+from kfcomm.types import Candidate, Layout, Wanted
+
+logger = logging.getLogger("kfcomm")
+
+LEAVE_WITHIN_S = 5.0
+"""How long a rank that closes stays for the others' questions."""
+CLOSE_WITHIN_S = 2.0
+"""How long it waits for the goodbyes of its links."""
+LOAD_EVERY_S = 0.1
+
+
+class Network(Protocol):
+    """The ways from one rank to all others."""
+
+    def start(
+        self, inbound: Waiter, reactor: Reactor, events: ControlEvents, status: StatusSource
+    ) -> ControlPlane | None:
+        """Begin; links are driven by the reactor. Returns the control plane, or None in a world of one."""
+
+    async def connect(self, peer: int) -> Link:
+        """Open a data link to a peer.
+
+        Raises:
+            TransportError: it cannot be reached.
+        """
+
+    def adopt(self, connection: Connection, peer: int, purpose: Purpose) -> None:
+        """Make a link of a connection that a peer opened; ``Inbound.opened`` follows."""
+
+    def forget(self, peer: int) -> None:
+        """A peer is gone for good: what is kept for it is not needed any more."""
+
+    def sever(self) -> None:
+        """In a forked child: from now on touch no memory that the parent shares with its peers."""
+
+    def describe(self, peer: int) -> str:
+        """The way to a peer, in words."""
+
+    def room(self, nbytes: int) -> Array | None:
+        """Bytes that the other ranks of this host can read where they are; None if there is no such memory."""
+
+    def room_nbytes(self) -> int:
+        """Of such bytes, those in use."""
+
+    @property
+    def layout(self) -> Layout:
+        """Hosts of all ranks."""
+
+    @property
+    def births(self) -> tuple[int, ...]:
+        """The ranks that they had in the first epoch."""
+
+    num_old: int
+    """Where this process has been let in: how many ranks were there before, the first ones; else 0."""
+
+    @property
+    def reports(self) -> tuple[DeviceReport, ...]:
+        """What all ranks tell of their devices."""
+
+    @property
+    def job(self) -> str:
+        """The same text on all ranks of this world, and on those of no other."""
+
+    def may_live(self, peer: int) -> bool:
+        """Whether a peer may live: no launcher has seen its process end."""
+
+    def descriptors(self) -> list[int]:
+        """Descriptors that a forked child must let go of."""
+
+    async def open_door(self, epoch: int) -> Door:
+        """Listen where the peers of the next epoch, which has this number, will come."""
+
+    async def candidates(self, known: Collection[int]) -> list[Candidate]:
+        """Wait until processes that are not known ask to be let in; these."""
+
+    async def welcome(self, num_old: int, births: Collection[int], strategy: str) -> None:
+        """Tell those of these births, which are in this epoch from now on, of it; the first ``num_old`` ranks know."""
+
+    async def give_up(self, births: Collection[int]) -> None:
+        """Tell the launcher that the processes of these births were given up."""
+
+    async def let_go(self, births: Collection[int]) -> None:
+        """Tell the launcher that the processes with these uids were released; one of these may be this process."""
+
+    async def wanted(self, known: Wanted) -> Wanted:
+        """Wait until somebody asks for anything but what is ``known``; that."""
+
+    async def want_size(self, size: int) -> None:
+        """Ask for so many ranks."""
+
+    async def want_replaced(self, birth: int) -> None:
+        """Ask that another process come in the place of this one, which is to go."""
+
+    async def has_word(self, living: Sequence[int], rivals: Sequence[int]) -> bool:
+        """Whether these ranks may go on and the others may not: whoever asks the store first may.
+
+        Args:
+            living: ranks that hear each other.
+            rivals: ranks whose processes are to be ended first, by their launchers, since they may know what ranks that
+                have ended have agreed to. Without launchers they may go on, and these may not.
+        """
+
+    async def leave(self) -> None:
+        """Tell the others that this rank has ended, and wait for what they need of it. Bounded; may be cancelled."""
+
+    async def close(self) -> None:
+        """Close everything that is still open. Waits for nobody."""
+
+
+class Door(Protocol):
+    """Where a rank listens for the next epoch, before it is known who that will be.
+
+    Attributes:
+        part: how the others find it, in some bytes.
+    """
+
+    @property
+    def part(self) -> bytes:
+        """See the class."""
+
+    def enter(self, doors: Mapping[int, bytes], joiners: Sequence[Candidate] = ()) -> Network:
+        """The network of the ranks that go on (their parts, by the ranks that they have had) and of new ones."""
+
+    async def close(self) -> None:
+        """Nobody goes through it."""
+
+
+class Service(Protocol):
+    """Something besides that is open for as long as the session is, on threads of its own."""
+
+    def descriptors(self) -> list[int]:
+        """Descriptors that a forked child must let go of."""
+
+    def stop(self) -> None:
+        """Close everything; may wait a moment. Not called on the session's loop."""
+
+
+class Session:
+    """One epoch's world, as this rank sees it. Implements ``ControlEvents`` and ``StatusSource``.
+
+    The reactor is its maker's: ``closed`` is called when the session needs it no more.
+
+    Attributes:
+        rank: world rank of this process.
+        layout: hosts of all ranks.
+        is_crowded: this host has more ranks than processors.
+        engine: what runs the collectives.
+        world: all ranks as a group.
+        groups: name and members, by world rank, of every group that this rank is in, by id.
+        services: what is to be stopped when the session is closed.
+        drains: asked at the end for what is to be waited for, bounded, before anything fails.
+        devices: those of the world; this rank's is closed with the session.
+        agreements: with all ranks of the epoch.
+        door: where this rank listens for the next epoch, while that is being agreed.
+        where: says at which line the program is, if that is known; asked on any thread.
+    """
+
+    def __init__(
+        self, rank: int, layout: Layout, network: Network, loop: asyncio.AbstractEventLoop, reactor: Reactor, *,
+        timeout_s: float, stall_after_s: float, devices: DeviceSetup, epoch: int = 0, monitor: bool = True,
+        closed: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self.rank = rank
+        self.layout = layout
+        self.is_crowded = 0 < layout.num_cpus < layout.hosts.count(layout.hosts[rank])
+        self.timeout_s = timeout_s
+        self._stall_after_s = stall_after_s
+        self.epoch = epoch
+        self.world = GroupView(b"world", tuple(range(layout.size)), rank)
+        self.engine = Engine(
+            rank, network.connect, loop, reactor, stall_after_s=stall_after_s, credit=credit_of(layout.size),
+            meter=Meter(layout.size) if monitor else None,
+        )  # fmt: skip
+        self.network = network
+        self._when_closed = closed
+        self._closed: str | None = None
+        self._over: Cause | None = None
+        self._follower: Session | None = None
+        self._former: list[Session] = []
+        self._retiring: set[asyncio.Task[None]] = set()
+        self.agreements = Agreements(rank, layout.size, self._say)
+        self.door: Door | None = None
+        self._closing = Closing(rank)
+        self._closed_by: asyncio.Future[None] | None = None
+        self._is_broken = False
+        self.groups = {self.world.id: ("world", self.world.members)}
+        self.services: list[Service] = []
+        self.drains: list[Callable[[], list[Drain]]] = []
+        self.devices = devices
+        self._pools: dict[Device, PinnedPool] = {}
+        self._groups: dict[bytes, int] = {}
+        self._left: deque[bytes] = deque()
+        self._unshared_said = False
+        self._lag_s = 0.0
+        self._lag_seen_s = math.inf  # for ever up to date where nobody measures: in a world of one
+        self._lag_timer: asyncio.TimerHandle | None = None
+        self.where: Callable[[], str] = str
+        self.engine.control = network.start(self.engine.receiver, reactor, self, self)
+        if self.engine.control is not None:
+            self._measure_lag(loop.time())
+        _sessions.add(self)
+
+    def say_unshared(self) -> None:
+        """Somebody who asked for symmetric memory got ordinary memory; said once, unless there is nobody else."""
+        if not self._unshared_said and self.layout.size > 1:
+            self._unshared_said = True
+            logger.warning("rank %d: symmetric memory is ordinary memory here: the ranks do not share any", self.rank)
+
+    # ---------------------------------------------------------------- groups
+
+    def new_group(self, parent: GroupView, name: str, members: Sequence[int]) -> GroupView:
+        """The view of a further group; ``members`` are ranks of the parent, this rank among them."""
+        world_ranks = tuple(parent.members[rank] for rank in members)
+        kind = hashlib.blake2b(repr((parent.id, name, world_ranks)).encode(), digest_size=16).digest()
+        number = self._groups.get(kind, 0)
+        self._groups[kind] = number + 1
+        identity = hashlib.blake2b(kind + number.to_bytes(8, "little"), digest_size=16, person=b"group").digest()
+        self.groups[identity] = (name, world_ranks)
+        return GroupView(identity, world_ranks, world_ranks.index(self.rank))
+
+    def leave_groups(self, group_id: bytes, ids: Collection[bytes], reason: str) -> None:
+        """A group is closed here: what is in flight in it, under any of its ids, fails, and it is forgotten."""
+        self.engine.abandon(ids, reason)
+        self.engine.leave(ids)
+        self._left.append(group_id)
+        if len(self._left) > MAX_LEFT:
+            self.groups.pop(self._left.popleft(), None)
+
+    def layout_of(self, view: GroupView) -> Layout:
+        """Hosts of the members of a group."""
+        return self.layout.part(view.members)
+
+    def pool_of(self, device: Device) -> PinnedPool:
+        """Memory of the host for copies from and to a device; one for all groups."""
+        pool = self._pools.get(device)
+        if pool is None:
+            pool = self._pools[device] = PinnedPool(device)
+        return pool
+
+    def route_of(self, members: Sequence[int]) -> Choice | None:
+        """Which way device memory goes among these ranks; None in a world without devices."""
+        return self.devices.route(members, self.layout.part(members))
+
+    # ---------------------------------------------------------------- ControlEvents
+
+    def adopt(self, connection: Connection, rank: int, purpose: Purpose) -> None:
+        """A peer opened a connection for data: it may need this rank until the links are closed."""
+        if self.engine.links.closing:
+            connection.close()
+        else:
+            self.network.adopt(connection, rank, purpose)
+
+    def on_abort(self, group: bytes, key: str, seq: int, cause: list[Any]) -> None:
+        """A collective failed elsewhere."""
+        self.engine.on_abort(group, key, seq, Cause.from_wire(cause))
+
+    def on_ended(self, rank: int) -> None:
+        """The process of a lost rank is known to be gone."""
+        self.agreements.lost(rank, has_ended=True)
+
+    def on_agreement(self, rank: int, number: int, message: Message) -> None:
+        """Another rank says something in an agreement; this one answers for as long as anybody may ask."""
+        self.agreements.on_message(rank, number, message)
+
+    def on_peer_lost(self, rank: int, reason: str) -> None:
+        """A rank is gone without a goodbye."""
+        if self._over is not None:
+            self.agreements.lost(rank, has_ended=False)  # whoever has not heard what was decided hears it from here
+            return
+        if rank == self.rank:
+            reason = f"the others have given this rank up: {reason}"
+            self.agreements.fail(PeerLost(reason, rank=rank))
+        self.agreements.lost(rank, has_ended=False)
+        logger.warning("rank %d: rank %d is lost: %s", self.rank, rank, reason)
+        self.engine.recorder.note("lost", f"rank {rank}", -1, reason)
+        if self.engine.tracer is not None:
+            self.engine.tracer.instant("peer lost", rank=rank, reason=reason)
+        self.engine.on_peer_lost(rank, reason)
+        self.network.forget(rank)
+        self.hurry()
+
+    def on_leaving(self, rank: int) -> None:
+        """A rank posts nothing more: what it has not posted by now fails here."""
+        control = self.engine.control
+        self.agreements.lost(rank, has_ended=True)
+        if control is None or self._over is not None:
+            return
+        if self.engine.tracer is not None:
+            self.engine.tracer.left(rank)
+        pending = [one for one in self.engine.entered() if rank in one.group.index]
+        ops = [(one.key.group_id, one.name, one.seq) for one in pending]
+        cause = Cause(CauseKind.LOST, rank, f"rank {rank} has left (it closed its communicator)")
+        self.engine.on_peer_left(rank, cause)
+
+        def answered(_: int, posted: list[bool], __: str) -> None:
+            for collective, is_posted in zip(pending, posted, strict=False):
+                if not is_posted:
+                    self.engine.abort(collective, cause)
+            self.engine.recovery.peer_settled(rank)
+
+        control.query(ops, rank, answered)
+
+    # ---------------------------------------------------------------- StatusSource
+
+    def is_posted(self, group: bytes, key: str, seq: int) -> bool:
+        """Whether this rank has posted a collective; asked on the control thread."""
+        return self.engine.router.is_posted(group, key, seq)
+
+    def activity(self) -> str:
+        """What this rank did last; asked on the control thread."""
+        behind_s = self.blocked_s()
+        blocked = f" (its event loop has been blocked for {behind_s:.1f} s)" if behind_s > 1.0 else ""
+        line = self.where()
+        return self.engine.recorder.last() + blocked + (f", at {line}" if line else "")
+
+    def blocked_s(self) -> float:
+        """For how long the event loop has not had a turn, in seconds; asked on any thread."""
+        return max(0.0, time.monotonic() - self._lag_seen_s - LOAD_EVERY_S)
+
+    def lag_s(self) -> float:
+        """How late the event loop is, in seconds: at the last look, or by now; 0 in a world of one. On any thread."""
+        return max(self._lag_s, self.blocked_s())
+
+    def _measure_lag(self, due_s: float) -> None:
+        loop = self.engine.loop
+        self._lag_s = max(0.0, loop.time() - due_s)
+        self._lag_seen_s = time.monotonic()
+        if self.engine.tracer is not None:
+            self.engine.tracer.counter("loop lag", "ms", self._lag_s * 1e3)
+        if self.engine.meter is not None:
+            self.engine.links.traffic.mark(self._lag_seen_s)
+        next_s = loop.time() + LOAD_EVERY_S
+        self._lag_timer = loop.call_at(next_s, self._measure_lag, next_s)
+
+    # ---------------------------------------------------------------- the end
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing can be posted any more."""
+        return self._closed is not None
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether the epoch is over, and another begins."""
+        return self._over is not None
+
+    @property
+    def over(self) -> Cause | None:
+        """The end of the epoch."""
+        return self._over
+
+    @property
+    def why_closed(self) -> str | None:
+        """Why nothing can be posted any more; None if it can."""
+        return self._closed
+
+    def check_open(self) -> None:
+        """Refuse to work when closed, or inherited through a fork.
+
+        Raises:
+            SessionClosed: with the reason.
+        """
+        if self._closed is not None:
+            if self._over is not None:
+                raise EpochChanged(self._closed, epoch=self._over.rank, members=self._over.arrived)
+            raise SessionClosed(self._closed)
+
+    def give_up(self, reason: str) -> None:
+        """Nothing can be posted any more; what was opened stays open until ``close``."""
+        self._closed = reason
+        self.engine.end(reason)
+
+    def _say(self, number: int, message: Message) -> None:
+        if self.engine.control is not None:
+            self.engine.control.agree(number, message)
+
+    # ---------------------------------------------------------------- the next epoch
+
+    @property
+    def latest(self) -> Session:
+        """This session, or the one that has followed it, or that one."""
+        return self if self._follower is None else self._follower.latest
+
+    def at(self, epoch: int) -> Session:
+        """This session, or the one of a later epoch that has followed it."""
+        return self if self._follower is None or self.epoch >= epoch else self._follower.at(epoch)
+
+    def end_epoch(self, cause: Cause) -> None:
+        """It has been agreed who goes on: nothing can be posted any more, and what is in flight fails."""
+        self._over = replace(cause, message=f"{cause.message}; use the communicator of that one")
+        self._closed = self._over.message
+        self.engine.end_for(self._over)
+
+    def follow(self, network: Network) -> Session:
+        """The session of the next epoch, on the same loop and reactor; it closes what is left of this one."""
+        tracer, self.engine.tracer = self.engine.tracer, None
+        given, reports = self.devices, network.reports
+        self.devices = DeviceSetup.none(self.layout.size)
+        birth = self.network.births[self.rank]
+        follower = Session(
+            network.births.index(birth), network.layout, network, self.engine.loop, self.engine.reactor,
+            timeout_s=self.timeout_s, stall_after_s=self._stall_after_s, epoch=self.epoch + 1,
+            monitor=self.engine.meter is not None, closed=self._when_closed,
+            devices=given._replace(reports=reports),
+        )  # fmt: skip
+        if self.engine.meter is not None and follower.engine.meter is not None:
+            from kfcomm.engine.earlier import with_epoch  # for jobs whose ranks change
+
+            follower.engine.meter.earlier = with_epoch(self.engine.meter, self.engine.links.traffic)
+        follower.services, self.services = self.services, []
+        follower._former = [*self._former, self]
+        follower.engine.tracer = tracer
+        follower.where = self.where
+        if tracer is not None:
+            tracer.instant("epoch", number=follower.epoch, rank=follower.rank, size=follower.layout.size)
+        self._follower = follower
+        if self._lag_timer is not None:
+            self._lag_timer.cancel()
+        return follower
+
+    def retire_former(self, *, lingers: bool = True) -> None:
+        """All ranks are in this epoch: what is left of those before it is closed, in the background.
+
+        The control plane of one that may have strays lingers, until the next change or the end. They were given up,
+        and if they live they hear it there.
+        """
+        former, self._former = self._former, []
+        for session in former:
+            stays = lingers and any(map(session.network.may_live, session.agreements.strays))
+            if stays:
+                self._former.append(session)
+            retiring = session._retire(lingers=stays)
+            task = self.engine.loop.create_task(retiring, name=f"kfcomm ends epoch {session.epoch}")
+            self._retiring.add(task)
+            task.add_done_callback(self._retiring.discard)
+
+    async def _bury_former(self) -> None:
+        """Nothing is left of the epochs before this one, nor of the way to a next one."""
+        if self.door is not None:
+            await self.door.close()
+        self.retire_former(lingers=False)
+        await asyncio.gather(*self._retiring)
+
+    async def _retire(self, *, lingers: bool) -> None:
+        await self.engine.close(0.0)
+        control = self.engine.control
+        if control is not None and lingers:
+            control.linger()
+        elif control is not None:
+            await _in_a_thread(partial(control.stop, 0.0))
+        for pool in self._pools.values():
+            pool.close()
+        await self.network.close()
+        if not lingers:
+            _sessions.discard(self)
+
+    def hurry(self) -> None:
+        """Something is broken, here or elsewhere: closing, now or later, waits for others no longer than a moment."""
+        if self._follower is not None:
+            self.latest.hurry()
+            return
+        self._is_broken = True
+        if self._closed_by is not None:
+            self._closing.hurry()
+
+    def hang_up(self) -> None:
+        """Whoever closes has no patience left: what is still waited for is given up. On the session's loop."""
+        self.latest._closing.hurry(0.0)
+
+    async def close(self) -> None:
+        """Fail what is in flight, say goodbye, and close everything. Bounded; calling it again waits for the first.
+
+        What devices are about to make, and callers believe to have, is waited for, as are messages that were sent.
+        A session that another has followed closes that one.
+        """
+        if self._follower is not None:
+            await self.latest.close()
+            return
+        if self._closed_by is None:
+            self._closed = f"the communicator of rank {self.rank} is closed"
+            drains = [drain for found in self.drains for drain in found()]
+            if not drains:
+                self.engine.end(self._closed)
+            self._closed_by = asyncio.ensure_future(self._close(drains))
+        await asyncio.shield(self._closed_by)
+
+    async def _close(self, drains: Sequence[Drain]) -> None:
+        closing = self._closing
+        self.agreements.fail(SessionClosed(self._closed or ""))
+        if self._is_broken:
+            closing.hurry()
+        for drain in drains:
+            await closing.wait(asyncio.wait([drain.done]), drain.within_s, drain.why)
+        if drains:
+            self.engine.end(self._closed or "")
+        tracer, self.engine.tracer = self.engine.tracer, None
+        if tracer is not None:
+            await tracer.close()
+        for service in self.services:
+            await _in_a_thread(service.stop)
+        control = self.engine.control
+        if control is not None:
+            awaited = partial(_awaited, control)
+            self.agreements.leave()
+            await closing.wait(control.leave(LEAVE_WITHIN_S), LEAVE_WITHIN_S, awaited)
+        if self._lag_timer is not None:
+            self._lag_timer.cancel()
+        await self._bury_former()
+        await self.engine.close(closing.left_s(CLOSE_WITHIN_S))
+        if control is not None:
+            await _in_a_thread(partial(control.stop, closing.left_s(GOODBYE_S)))
+        try:
+            for pool in self._pools.values():
+                pool.close()
+            if self.devices.device is not None:
+                await _in_a_thread(self.devices.device.close)
+        finally:
+            await closing.wait(self.network.leave(), math.inf)
+            await self.network.close()
+            _sessions.discard(self)
+            self._when_closed()
+        if closing.was_cancelled:
+            raise asyncio.CancelledError
+
+    def forked(self) -> None:
+        """In a forked child: let go of every descriptor, without touching the loop that the parent still uses."""
+        self._closed = (
+            "this communicator belongs to the parent process: after fork, a child has to call kfcomm.init() itself"
+        )
+        if self.engine.tracer is not None:
+            self.engine.tracer.forked()
+            self.engine.tracer = None
+        descriptors = [
+            *self.network.descriptors(),
+            *self.engine.links.descriptors(),
+            *self.engine.reactor.own_descriptors(),
+        ]
+        descriptors += [descriptor for service in self.services for descriptor in service.descriptors()]
+        self.engine.unusual.add("forked")
+        self.network.sever()
+        _inherited.append(self.devices)
+        self.devices = DeviceSetup.none(self.layout.size)
+        with contextlib.suppress(OSError):
+            nothing = os.open(os.devnull, os.O_RDWR)
+            for descriptor in descriptors:
+                with contextlib.suppress(OSError):
+                    os.dup2(nothing, descriptor)
+            os.close(nothing)
+
+
+def _awaited(control: ControlPlane) -> str:
+    return f"for ranks {control.needed_by()}, which may still ask this one"
+
+
+async def _in_a_thread(blocking: Callable[[], None]) -> None:
+    try:
+        await asyncio.get_running_loop().run_in_executor(None, blocking)
+    except RuntimeError:
+        # the interpreter is ending and starts no more threads; then nothing is left on this loop to be held up
+        blocking()
+
+
+def _mend_uvloop() -> None:
+    """Let a forked child exit: libuv joins its worker threads then, and crashes if the parent has left them behind.
+
+    Asked for work, it starts others (https://github.com/libuv/libuv/issues/4443).
+    """
+    uvloop = sys.modules.get("uvloop")
+    if uvloop is not None:
+        loop = uvloop.new_event_loop()
+        loop.run_until_complete(loop.getaddrinfo("127.0.0.1", 0))
+        loop.close()
+
+
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+_inherited: list[DeviceSetup] = []
+"""In a forked child: kept for ever, since a library that frees what it has on a device fails in a child."""
+
+
+def open_sessions() -> list[Session]:
+    """The sessions of this process that are not closed, by rank."""
+    return sorted((session for session in _sessions if not session.is_closed), key=lambda session: session.rank)
+
+
+def _after_fork() -> None:
+    if _sessions:
+        atexit.register(_mend_uvloop)
+    for session in list(_sessions):
+        session.forked()
+    _sessions.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

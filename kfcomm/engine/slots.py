@@ -1,0 +1,387 @@
+"""Which slots the collectives of a rank use, and those uses that are under way: looked at together.
+
+The hub of a series, its root or else the first rank of the group, hands out its slot, from memory of its own, when it
+is used for the second time: it says where, on each link, before it sends anything of that use. So every rank knows of
+it when that use is complete, and takes the slot for the uses after it. Nobody waits for an answer: a rank that cannot
+goes the ordinary way, and all follow (see ``direct``), since what it sends reaches the hub, which then takes the slot
+back.
+"""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kfcomm.core.frame import Kind
+from kfcomm.core.links import definitions
+from kfcomm.errors import RemoteProtocolError
+from kfcomm.transports.shm.slots import MAX_SLOTS, NEVER, POSTED, SHARED, Slot, SlotMemory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kfcomm.core.collective import AnySignature, Incoming, Key, Series
+    from kfcomm.core.frame import Header
+    from kfcomm.engine.direct import InSlot, SlottedOperation
+    from kfcomm.engine.link_table import LinkTable
+    from kfcomm.engine.meter import Meter
+
+FEW = 8
+"""Uses under way that are looked at one by one; of more, the words are compared all at once."""
+MAX_OFFERS = 1 << 12
+"""Slots that were handed out for one key, and are not taken."""
+SLOT, NO_SLOT, VACANT = int(Kind.SLOT), int(Kind.NO_SLOT), int(Kind.VACANT)
+
+
+class SlotTable:
+    """The slots of one rank.
+
+    Args:
+        links: to those who use them, too.
+        meter: is told who was waited for, if anything is.
+
+    Attributes:
+        pending: uses under way, each of which may be complete at any time.
+        num_taken, taken_nbytes: slots that this rank ever took, and the bytes of each region that they take.
+    """
+
+    def __init__(self, links: LinkTable, meter: Meter | None) -> None:
+        self.pending: dict[InSlot, None] = {}
+        self.num_taken = self.taken_nbytes = 0
+        self._links = links
+        self._meter = meter
+        self._boards: dict[SlotMemory, _Board] = {}
+        self._others: dict[InSlot, None] = {}
+        self._parked: list[SlotMemory] = []
+        self._left: dict[bytes, list[Slot]] = {}
+
+    def of(self, operation: SlottedOperation) -> Slot | None:
+        """The slot for a use that begins now; None if it goes the ordinary way."""
+        series = operation.series
+        slot: Slot | None = series.slot
+        if slot is None:
+            slot = self._found(operation)
+            if slot is None:
+                return None
+        if slot.is_dead:
+            return None
+        key = series.key
+        early = key.early.get(operation.seq)
+        if len(key.live) > 1 or (early is not None and any(item[0].peer in slot.members for item in early.items)):
+            slot.is_dead = True
+            return None
+        return slot
+
+    def wake(self, slot: Slot) -> None:
+        """Wake those who sleep over what was stored, if any who use this slot do, and there is a link to them.
+
+        There is one between the hub and each of the others, at least; and it wakes all when it finds a use complete:
+        if it sleeps, it is woken first.
+        """
+        slot.has_news = False
+        for world in slot.memory.sleeping():
+            if world in slot.members:
+                sender = self._links.by_peer.get(world)
+                if sender is not None and sender.link is not None:
+                    sender.link.wake_peer()
+
+    def told(self, slot: Slot, use: InSlot, *, is_over: bool) -> None:
+        """Something has come: wake who may not know, and tell the meter for whom a use that is over has waited."""
+        if slot.has_news or (slot.is_root and 1 in slot.parked()):  # leaves of a star cannot wake each other
+            self.wake(slot)
+        if not is_over:
+            return
+        words, slot.late = slot.late, []
+        meter = self._meter
+        if meter is not None:
+            word = slot.awaited or use.word
+            missing = [member for member, other in zip(slot.members, words, strict=False) if other < word]
+            for member in missing:
+                meter.waited_s[member] += (monotonic() - use.posted_s) / len(missing)
+
+    def add(self, use: InSlot) -> None:
+        """A use is under way."""
+        self.pending[use] = None
+        slot = use.slot
+        if slot is None:
+            return
+        board = slot.board
+        if board is None:
+            self._others[use] = None
+        else:
+            board.add(slot.number, use)
+
+    def drop(self, use: InSlot) -> None:
+        """It is no more."""
+        if self.pending.pop(use, 0) is None:
+            slot = use.slot
+            if slot is None or slot.board is None:
+                self._others.pop(use, None)
+            else:
+                slot.board.drop(slot.number)
+
+    def uses(self) -> list[InSlot]:
+        """Those under way that are no operations; on any thread."""
+        return [use for use in list(self.pending) if not use.is_operation]
+
+    def look(self) -> bool:
+        """Look at all that is under way; whether anything has come of it."""
+        moved = False
+        if len(self.pending) <= FEW:
+            for use in tuple(self.pending):
+                if _moves(use):
+                    moved = True
+            return moved
+        for board in self._boards.values():
+            for use in board.candidates():
+                if _moves(use):
+                    moved = True
+                board.look_for(use)
+        for use in tuple(self._others):
+            if _moves(use):
+                moved = True
+        return moved
+
+    def park(self) -> None:
+        """Peers have to wake this process for what is under way."""
+        for use in self.pending:
+            if use.slot is not None and use.slot.memory not in self._parked:
+                use.slot.memory.park(is_parked=True)
+                self._parked.append(use.slot.memory)
+
+    def unpark(self) -> None:
+        """It looks by itself."""
+        for memory in self._parked:
+            memory.park(is_parked=False)
+        self._parked.clear()
+
+    # ---------------------------------------------------------------- how they are agreed on
+
+    def _found(self, operation: SlottedOperation) -> Slot | None:
+        """A slot handed out before this use; if there is none, the hub hands one out with it."""
+        series, key = operation.series, operation.key
+        taken: Slot | None = None if key.slots is None else key.slots.get(series.signature)
+        if taken is not None:  # by this series, as it was known before
+            self._set(series, taken)
+            return taken
+        offers = key.offers or {}
+        if series.signature in offers:
+            peer, seq, memory, number, at = offers[series.signature]
+            if peer != series.group.members[operation.work.hub] or not key.spoilt <= seq < operation.seq:
+                return None
+            del offers[series.signature]
+            return self._taken(operation, memory, number, at)
+        if series.group.rank == operation.work.hub and len(key.live) == 1:
+            if series.is_known:
+                self._hand_out(series, operation)
+            series.is_known = True
+        return None
+
+    def take_back(self, operation: SlottedOperation) -> None:
+        """This rank goes the ordinary way; if it has handed out a slot that it uses no more, all hear of it.
+
+        Whoever else does sends something to that one, whose graph reaches all: so all follow.
+        """
+        series = operation.series
+        slots = series.key.slots
+        slot: Slot | None = None if slots is None else slots.get(series.signature)
+        if slot is None or not slot.is_dead or not slot.is_root or operation.seq >= slot.told_from:
+            return
+        slot.told_from = operation.seq  # of overlapping uses an earlier one may leave later
+        for peer in slot.others:
+            sender = self._links.to(peer)
+            for header in definitions(sender.state, operation):
+                sender.send(header)
+            sender.send((NO_SLOT, series.key_id, series.signature_id, operation.seq))
+
+    def handed_out(self, incoming: Incoming, header: Header, memory: SlotMemory | None) -> None:
+        """The peer hands out a slot in its memory for a key and a signature, for the uses after one.
+
+        Raises:
+            RemoteProtocolError: it was never said for what, or the peer does not share memory.
+        """
+        _, _, _, seq, number, at = header
+        key, signature = _meant(incoming, header)
+        if memory is None:
+            raise RemoteProtocolError(f"rank {incoming.peer} sent a slot in memory that it does not share")
+        if key.offers is None:
+            key.offers = {}
+        if len(key.offers) < MAX_OFFERS:
+            key.offers[signature] = (incoming.peer, seq, memory, number, at)
+
+    def taken_back(self, incoming: Incoming, header: Header) -> None:
+        """The peer, which has handed out the slot of a key and a signature, goes the ordinary way from some use on.
+
+        Raises:
+            RemoteProtocolError: it was never said for what.
+        """
+        seq = header[3]
+        key, signature = _meant(incoming, header)
+        if key.offers is not None:
+            key.offers.pop(signature, None)
+        slot: Slot | None = None if key.slots is None else key.slots.get(signature)
+        if slot is None or incoming.peer != slot.root:
+            return
+        slot.is_dead = True
+        for use in [one for one in self.pending if one.slot is slot and one.seq >= seq]:
+            use.enter().leave()
+
+    # ---------------------------------------------------------------- how they are given back
+
+    def leave(self, group_id: bytes, keys: Iterable[Key]) -> None:
+        """This rank has left the group of these keys. Those that it has handed out are kept until all others have."""
+        self._links.traffic.end_slots(slot for key in keys for slot in (key.slots or {}).values())
+        own = _own_slots(keys)
+        if own:
+            self._left[group_id] = own
+            self._look_if_vacant(group_id, own)
+
+    def peer_left(self, peer: int, group_id: bytes, keys: Iterable[Key]) -> None:
+        """A peer uses the slots of a group no more."""
+        own = self._left.get(group_id)
+        for slot in _own_slots(keys) if own is None else own:
+            slot.users.discard(peer)
+        if own is not None:
+            self._look_if_vacant(group_id, own)
+
+    def vacated(self, incoming: Incoming, header: Header, memory: SlotMemory | None) -> None:
+        """Nobody uses a slot in the memory of the peer any more.
+
+        Raises:
+            RemoteProtocolError: the peer does not share memory, or has no such slot.
+        """
+        if memory is None or header[1] >= MAX_SLOTS:
+            raise RemoteProtocolError(f"rank {incoming.peer} sent of a slot in memory that it does not share")
+        memory.clear(header[1])
+
+    def _look_if_vacant(self, group_id: bytes, own: list[Slot]) -> None:
+        if any(slot.users for slot in own):
+            return
+        del self._left[group_id]
+        for slot in own:
+            for peer in slot.others:
+                sender = self._links.by_peer.get(peer)
+                if sender is not None:
+                    sender.send((VACANT, slot.number))
+                    self._links.mark(sender)
+            slot.memory.take_in(slot)
+        self._links.flush_soon()
+
+    # ---------------------------------------------------------------- inside
+
+    def _taken(self, operation: SlottedOperation, memory: SlotMemory, number: int, at: int) -> Slot | None:
+        """The slot there, for this series from now on; None if there can be none."""
+        series, work = operation.series, operation.work
+        group, key = series.group, series.key
+        members = [group.members[rank] for rank in work.ranks]
+        rank, hub = work.ranks.index(group.rank), work.ranks.index(work.hub)
+        slot = memory.slot(number, at, members, rank, hub, work.shown, work.cut, work.combine)
+        if slot is not None:
+            if key.slots is None:
+                key.slots = {}
+            key.slots[series.signature] = slot
+            self._set(series, slot)
+            if memory.is_everywhere(slot):
+                board = self._boards.get(memory)
+                if board is None:
+                    board = self._boards[memory] = _Board(memory)
+                slot.board = board
+            self._links.traffic.add_slot(slot)
+            self.num_taken += 1
+            self.taken_nbytes += work.cut.room
+        return slot
+
+    @staticmethod
+    def _set(series: Series, slot: Slot) -> None:
+        """Let uses begin in it by themselves, if they need no more than it."""
+        if not slot.is_relayed:
+            series.slot = slot
+
+    def _hand_out(self, series: Series, operation: SlottedOperation) -> None:
+        by_peer, group = self._links.by_peer, series.group
+        others = [group.members[rank] for rank in operation.work.ranks if rank != group.rank]
+        senders = [by_peer.get(peer) for peer in others]
+        links = [None if sender is None else sender.link for sender in senders]
+        memories = {None if link is None else link.slots for link in links}
+        memory = memories.pop() if len(memories) == 1 else None
+        if memory is None:
+            return
+        where = memory.hand_out(operation.work.cut)
+        if where is None:
+            return
+        if self._taken(operation, memory, *where) is None:
+            return
+        for sender in senders:
+            if sender is not None:
+                for header in definitions(sender.state, operation):
+                    sender.send(header)
+                sender.send((SLOT, series.key_id, series.signature_id, operation.seq, *where))
+
+
+def _own_slots(keys: Iterable[Key]) -> list[Slot]:
+    """Those that this rank has handed out for some keys."""
+    return [slot for key in keys for slot in (key.slots or {}).values() if slot.is_root]
+
+
+def _meant(incoming: Incoming, header: Header) -> tuple[Key, AnySignature]:
+    """The key and the signature of a frame about a slot."""
+    key = incoming.keys.get(header[1])
+    signature = incoming.signatures.get(header[2])
+    if key is None or signature is None:
+        raise RemoteProtocolError(f"rank {incoming.peer} sent a slot under a number that was never defined")
+    return key, signature
+
+
+def _moves(use: InSlot) -> bool:
+    """Look at it; whether it is over, or at least further."""
+    slot = use.slot
+    if use.look():
+        return True
+    if slot is None or not slot.has_moved:
+        return False
+    slot.has_moved = False
+    return True
+
+
+class _Board:
+    """The uses under way in one memory: by two comparisons it is known of which something may come."""
+
+    def __init__(self, memory: SlotMemory) -> None:
+        self._words = memory.everywhere(POSTED), memory.everywhere(SHARED)
+        self._awaited = tuple(np.full(MAX_SLOTS, NEVER, np.int64) for _ in self._words)
+        self._posted, self._shared = (awaited.data for awaited in self._awaited)
+        self._by_number: dict[int, InSlot] = {}
+        self._end = 0
+
+    def add(self, number: int, use: InSlot) -> None:
+        self._by_number[number] = use
+        slot = use.slot
+        if slot is not None and slot.is_whole:
+            self._posted[number] = use.word
+        else:
+            self.look_for(use)
+        if number >= self._end:
+            self._end = number + 1
+
+    def look_for(self, use: InSlot) -> None:
+        """What is under way is further now."""
+        slot = use.slot
+        if slot is not None:
+            self._posted[slot.number], self._shared[slot.number] = slot.awaits(use.word)
+
+    def drop(self, number: int) -> None:
+        del self._by_number[number]
+        self._posted[number] = self._shared[number] = NEVER
+
+    def candidates(self) -> list[Any]:
+        """Those of which all words may have come, posted or shared."""
+        if not self._by_number:
+            return []
+        end = self._end
+        posted, shared = (
+            (words[:, :end] >= awaited[:end]).all(axis=0)
+            for words, awaited in zip(self._words, self._awaited, strict=True)
+        )
+        return [self._by_number[number] for number in np.flatnonzero(posted | shared).tolist()]

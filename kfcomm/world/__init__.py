@@ -1,0 +1,1 @@
+"""The communicator of a world, its epochs, and the device that it uses."""

@@ -1,0 +1,159 @@
+"""From one epoch to the next: the ranks that live agree on who goes on, and these make a world of their own.
+
+A world never changes. The next one is made by the code that made the first, with the agreement in the place of the
+store: each rank opens a door (a port to listen at) before it takes part, says where it is, and the decision holds the
+doors of all that go on. The engine, plans, links, slots and memory of the old epoch end on a rank when it knows the
+decision, but for an arena in which nobody reads (`transports.shm.arena`); its control plane answers on, until all are
+in the new one and so know it, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import msgpack
+
+from kfcomm.collectives.handle import Handle, looked_at
+from kfcomm.core.cause import Cause, CauseKind
+from kfcomm.engine.agreements import Call
+from kfcomm.engine.session import Session
+from kfcomm.errors import EpochChanged, KfcommError, RendezvousError
+from kfcomm.types import Candidate
+
+logger = logging.getLogger("kfcomm")
+
+NUM_TELLERS = 2
+"""So many of the first ranks tell the store who has come, who was released and who is lost."""
+RETIRE_AFTER_S = 0.25
+"""So long what is left of an epoch stays: to close it takes a rank some milliseconds, in which others would wait."""
+
+
+class Plan(NamedTuple):
+    """A change that all ranks have agreed on before: it is made if each of those that live knows of it.
+
+    Attributes:
+        joiners: who comes.
+        leavers: births of those who go.
+    """
+
+    joiners: tuple[Candidate, ...] = ()
+    leavers: tuple[int, ...] = ()
+
+    @property
+    def digest(self) -> bytes:
+        """Eight bytes that stand for it."""
+        return hashlib.blake2b(msgpack.packb(self), digest_size=8).digest()
+
+    @classmethod
+    def of(cls, fields: Sequence[Any]) -> Plan:
+        """The plan that came as msgpack carries it."""
+        joiners, leavers = fields
+        return cls(tuple(Candidate(*one) for one in joiners), tuple(leavers))
+
+
+NO_PLAN = Plan()
+
+
+class Released(KfcommError):
+    """By a plan this rank does not go on."""
+
+
+class Succession(NamedTuple):
+    """What follows an epoch.
+
+    Attributes:
+        session: of the next epoch.
+        parts: what each rank that lives has given, by its rank in the epoch that is over.
+        is_planned: whether the plan was carried out.
+    """
+
+    session: Session
+    parts: dict[int, bytes]
+    is_planned: bool
+
+
+async def next_epoch(session: Session, part: bytes, timeout_s: float, plan: Plan = NO_PLAN) -> Succession:
+    """Go on with the ranks that live; all of them call it.
+
+    Raises:
+        Released: by the plan this rank does not go on.
+        CollectiveTimeout: ranks that live have not called it; the next call takes it up.
+        Partitioned, PeerLost, CollectiveMismatch: see ``Agreements.decide``.
+    """
+    if session.door is None:
+        session.door = await session.network.open_door(session.epoch + 1)
+    door, network = session.door, session.network
+    given: bytes = msgpack.packb([door.part, part, plan.digest])
+    said = await session.agreements.decide(Call.SHRINK, given, timeout_s, network.has_word)
+    session.door = None
+    opened = {rank: msgpack.unpackb(one) for rank, one in said.items()}
+    is_planned = plan != NO_PLAN and all(row[2] == plan.digest for row in opened.values())
+    births = session.network.births
+    members = tuple(rank for rank in said if not (is_planned and births[rank] in plan.leavers))
+    if session.rank not in said:
+        await door.close()
+        raise EpochChanged(
+            f"epoch {session.epoch + 1} begins without this rank: the others took it for lost; it can close its "
+            "communicator and join as a new rank", epoch=session.epoch + 1, members=members,
+        )  # fmt: skip
+    gone = [rank for rank in range(session.layout.size) if rank not in members]
+    without = f", without ranks {gone}" if gone else ""
+    joiners = plan.joiners if is_planned else ()
+    more = f", with {len(joiners)} new ones" if joiners else ""
+    text = f"epoch {session.epoch} is over: ranks {list(members)} go on as epoch {session.epoch + 1}{without}{more}"
+    session.end_epoch(Cause(CauseKind.EPOCH, session.epoch + 1, text, members))
+    logger.info("rank %d: %s", session.rank, text)
+    if session.rank not in members:
+        await door.close()
+        await network.let_go([births[session.rank]])
+        raise Released(text)
+    follower = session.follow(door.enter({rank: opened[rank][0] for rank in members}, joiners))
+    return Succession(follower, {rank: row[1] for rank, row in opened.items()}, is_planned)
+
+
+async def tell_store(session: Session, former: Collection[int], plan: Plan, strategy: str) -> None:
+    """Report joined, released and lost ranks of this epoch to the store. If it is gone: they are lost soon, or stay.
+
+    The first ranks do this; if these are lost, the others do. Repeated reports have no effect.
+
+    Args:
+        session: of the epoch.
+        former: uids of the ranks of the epoch before.
+        plan: that was carried out.
+        strategy: its name.
+    """
+    if session.rank >= NUM_TELLERS and not session.engine.router.lost.keys() >= set(range(NUM_TELLERS)):
+        return
+    network = session.network
+    lost = set(former) - set(network.births) - set(plan.leavers)
+    joiners = {one.birth for one in plan.joiners}
+    with contextlib.suppress(RendezvousError):
+        if lost:
+            await network.give_up(lost)
+        if plan != NO_PLAN:
+            await network.welcome(len(network.births) - len(joiners), joiners, strategy)
+            await network.let_go(plan.leavers)
+
+
+def settle(session: Session, arrived: Handle[None], plan: Plan = NO_PLAN) -> None:
+    """All ranks are in the epoch of this session once ``arrived`` is done: what came before is not needed any more.
+
+    It is closed a moment later, or at once where ranks have left by ``plan``, which end with it. If one of them is lost
+    before, those that live find it out by their next call; the old control planes stay until the next change, or the
+    end.
+    """
+
+    def retire() -> None:
+        if not session.is_changing:
+            session.retire_former()
+
+    def done(_: Handle[None]) -> None:
+        looked_at(arrived)
+        if not arrived.cancelled() and arrived.exception() is None:
+            session.engine.reactor.call_later(0.0 if plan.leavers else RETIRE_AFTER_S, retire)
+
+    arrived.when_done(session.engine.reactor, done)

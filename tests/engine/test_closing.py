@@ -1,0 +1,77 @@
+"""The waits of a rank that closes: bounded, hurried in their midst, and never silent."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kfcomm.engine import closing
+from kfcomm.engine.closing import Closing
+from tests.conformance.worlds import turns, until
+
+FOR_EVER_S = 1e6
+
+
+def never() -> asyncio.Future[None]:
+    return asyncio.get_running_loop().create_future()
+
+
+@pytest.mark.asyncio
+async def test_what_ends_in_time_is_waited_for() -> None:
+    awaited = never()
+    waits = asyncio.ensure_future(Closing(0).wait(awaited, FOR_EVER_S))
+    await turns()
+    assert not waits.done()
+    awaited.set_result(None)
+    await waits
+
+
+@pytest.mark.asyncio
+async def test_a_bound_ends_a_wait_and_cancels_what_was_awaited() -> None:
+    awaited = never()
+    await Closing(0).wait(awaited, 0.0)
+    assert awaited.cancelled()
+
+
+@pytest.mark.asyncio
+async def test_hurry_bounds_the_wait_under_way_and_those_to_come() -> None:
+    one = Closing(0)
+    assert one.left_s(FOR_EVER_S) == FOR_EVER_S
+    waits = asyncio.ensure_future(one.wait(never(), FOR_EVER_S))
+    await turns()
+    one.hurry()
+    await turns()
+    assert not waits.done()
+    assert 0.0 < one.left_s(FOR_EVER_S) <= closing.HURRIED_S
+    one.hurry(0.0)
+    await waits
+    one.hurry()  # an earlier end stands
+    assert one.left_s(FOR_EVER_S) == 0.0
+    await one.wait(never(), FOR_EVER_S)
+
+
+@pytest.mark.asyncio
+async def test_who_closes_and_is_cancelled_waits_no_more() -> None:
+    one = Closing(0)
+    waits = asyncio.ensure_future(one.wait(never(), FOR_EVER_S))
+    await turns()
+    waits.cancel()
+    await waits
+    assert one.was_cancelled
+    await one.wait(never(), FOR_EVER_S)
+
+
+@pytest.mark.asyncio
+async def test_a_wait_that_lasts_says_for_whom(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(closing, "SAID_AFTER_S", 0.0)
+    monkeypatch.setattr(closing.logger, "warning", lambda text, *values: said.append(text % values))
+    one = Closing(3)
+    waits = asyncio.ensure_future(one.wait(never(), FOR_EVER_S, lambda: "for ranks [1]"))
+    await until(lambda: said)
+    one.hurry(0.0)
+    await waits
+    assert said[0].startswith("rank 3: close() waits for ranks [1], for 1000000 s more")
+    await one.wait(never(), FOR_EVER_S)
+    assert len(said) == 1
