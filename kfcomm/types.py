@@ -13,6 +13,14 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 if TYPE_CHECKING:
     from datetime import timedelta
 
+    from typing_extensions import override as override
+else:  # in the standard library from Python 3.12 on
+
+    def override(method: object) -> object:
+        """Mark a method that implements or replaces one of a base class or protocol, which documents it."""
+        return method
+
+
 Seconds: TypeAlias = "float | timedelta"
 """How callers give a time; see ``kfcomm.common.sizes.seconds_of``."""
 
