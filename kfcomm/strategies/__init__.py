@@ -1,8 +1,8 @@
 """Strategies: from the layout of the ranks to the graphs along which data travels.
 
 `build` turns a name into graph pairs; `from_edges` and `from_parents` make one by hand, `minimum_spanning_tree` and
-`packed_trees` from matrices of latency and bandwidth. One algorithm is one file: its graphs, its cost as a formula, and
-where it comes from. Everything is pure and deterministic: ranks that agree on name and layout have the same graphs.
+`packed_trees` from matrices of latency and bandwidth. `builtin` has the graphs by name, each with its cost and source.
+Everything is pure and deterministic: ranks that agree on name and layout have the same graphs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The strategies by name: how each is built, what it costs, and its formula in words.
+"""Registry of the built-in strategies: one line each, with its cost formula.
 
-Owns the list and nothing else; the graphs and formulas are in one file for each. The order is that in which
-people meet them, and in which ``auto`` breaks ties.
+The order is that of the documentation, and ``auto`` breaks ties by it.
 """
 
 from __future__ import annotations
@@ -9,21 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from kfcomm.strategies import (
-    binary_tree,
-    binary_tree_star,
-    binomial,
-    chain_star,
-    clique,
-    direct,
-    multi_binary_tree_star,
-    multi_star,
-    ring,
-    star,
-    tree,
-)
+from kfcomm.strategies import builtin
 from kfcomm.strategies.base import Strategy
-from kfcomm.strategies.cost import Cost
 from kfcomm.types import Layout
 
 
@@ -31,35 +17,31 @@ class Algorithm(NamedTuple):
     """A strategy for every layout.
 
     Attributes:
-        name: as users write it.
-        build: makes the graphs.
-        cost: the closed formula of what they cost.
-        formula: the same in words; n ranks on h hosts, p on the busiest host, p₀ on the first one.
+        build: makes the graphs; its name is the strategy's.
+        formula: the cost in words; n ranks on h hosts, p on the busiest host, p₀ on the first one.
         pair_per_rank: it has as many pairs as ranks, so that its graphs take memory in n².
     """
 
-    name: str
     build: Callable[[Layout], Strategy]
-    cost: Callable[[Layout], Cost]
     formula: str
     pair_per_rank: bool = False
 
+    @property
+    def name(self) -> str:
+        """The name that users write."""
+        return self.build.__name__
+
 
 ALGORITHMS: Final = (
-    Algorithm("star", star.star, star.cost, star.FORMULA),
-    Algorithm("ring", ring.ring, ring.cost, ring.FORMULA, pair_per_rank=True),
-    Algorithm("clique", clique.clique, clique.cost, clique.FORMULA, pair_per_rank=True),
-    Algorithm("direct", direct.direct, direct.cost, direct.FORMULA, pair_per_rank=True),
-    Algorithm("chain_star", chain_star.chain_star, chain_star.cost, chain_star.FORMULA, pair_per_rank=True),
-    Algorithm("tree", tree.tree, tree.cost, tree.FORMULA),
-    Algorithm("binary_tree", binary_tree.binary_tree, binary_tree.cost, binary_tree.FORMULA),
-    Algorithm("binary_tree_star", binary_tree_star.binary_tree_star, binary_tree_star.cost, binary_tree_star.FORMULA),
-    Algorithm(
-        "multi_binary_tree_star",
-        multi_binary_tree_star.multi_binary_tree_star,
-        multi_binary_tree_star.cost,
-        multi_binary_tree_star.FORMULA,
-    ),
-    Algorithm("multi_star", multi_star.multi_star, multi_star.cost, multi_star.FORMULA),
-    Algorithm("binomial", binomial.binomial, binomial.cost, binomial.FORMULA, pair_per_rank=True),
+    Algorithm(builtin.star, "steps 2; bytes n−1; between hosts n−p₀"),
+    Algorithm(builtin.ring, "steps 2(n−1); bytes 2(n−1)/n; between hosts 2(n−1)/n · c", pair_per_rank=True),
+    Algorithm(builtin.clique, "steps 2; bytes 2(n−1)/n; between hosts max 2p(n−p)/n", pair_per_rank=True),
+    Algorithm(builtin.direct, "steps 1; bytes n−1; between hosts max p(n−p)", pair_per_rank=True),
+    Algorithm(builtin.chain_star, "steps n; bytes 2(n−1)/n; between hosts max ((n−1)c + p(n−p))/n", pair_per_rank=True),
+    Algorithm(builtin.tree, "steps ≤ 4; bytes max(p₀+h−2, p); between hosts h−1"),
+    Algorithm(builtin.binary_tree, "steps 2⌊log₂n⌋; bytes ≤ 3; between hosts c"),
+    Algorithm(builtin.binary_tree_star, "steps ≤ 2⌊log₂h⌋+2; bytes ≤ p+2; between hosts ≤ 3"),
+    Algorithm(builtin.multi_binary_tree_star, "steps ≤ 2⌊log₂h⌋+2; bytes p−1+2(h−1)/h; between hosts 2(h−1)/h"),
+    Algorithm(builtin.multi_star, "steps ≤ 4; bytes p−1+2(h−1)/h; between hosts 2(h−1)/h"),
+    Algorithm(builtin.binomial, "steps 2⌊log₂n⌋; bytes 2(n−1)/n; between hosts ≥ 2(h−1)/h", pair_per_rank=True),
 )

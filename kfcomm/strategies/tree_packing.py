@@ -33,14 +33,13 @@ packing is by multiplicative weights too; F. Harary and A. Schwenk, "The communi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.strategies.base import Strategy
 from kfcomm.strategies.matrices import Matrix, Rates
-from kfcomm.strategies.shapes import host_sizes
-from kfcomm.strategies.weights import balanced
 from kfcomm.types import Layout
 
 _ENOUGH: Final = 0.8  # of the bound's time may the ports of roots be busy where another host is what takes long
@@ -48,6 +47,8 @@ _AS_GOOD: Final = 1.05  # times the bound: what measurements are about as exact 
 _LEAST_SHARE: Final = 0.02  # of the largest; a tree with less costs more in messages than it carries
 _PARTS: Final = 1000  # of the largest share: how finely a message is cut
 _MOST_PAIRS: Final = 128  # as with `auto`: above it, not every rank of a host gets trees of its own
+_ROUNDS: Final = 1000  # of multiplicative weights
+_PRICE_STEP: Final = 0.1
 _DETOUR_BELOW: Final = 0.5  # of what the ports at its ends could do: then a link is worth going round
 
 
@@ -89,7 +90,7 @@ def packed_trees(layout: Layout, bandwidth: Matrix, *, name: str = "packed_trees
     packed = _packed(rates)
     largest = max(weight for _, weight in packed)
     packed = [(tree, weight) for tree, weight in packed if weight >= _LEAST_SHARE * largest]
-    most = max(host_sizes(nodes))
+    most = max(Counter(nodes.hosts).values())
     # Where hosts are leaves only, they are what takes long, and more trees would only hold up what they send.
     is_even = len({tree.root for tree, _ in packed}) == nodes.num_hosts
     copies = most if is_even and most * len(packed) <= _MOST_PAIRS else 1
@@ -143,6 +144,31 @@ def _packed(rates: Rates) -> list[tuple[_Tree, float]]:
     trees = list(dict.fromkeys(trees))
     weights = balanced([_loads(tree, rates) for tree in trees])
     return min([best, list(zip(trees, weights, strict=True))], key=lambda packed: _busiest(packed, rates))
+
+
+def balanced(loads: Sequence[Mapping[Any, float]]) -> list[float]:
+    """Weights that add up to 1 and make ``max over places of Σ weight · load`` nearly as small as possible.
+
+    By multiplicative weights: places have prices, which grow with their load; each round takes the cheapest thing, and
+    as much of it as fills one place. Only sums, products and quotients, so that all ranks get the same weights.
+
+    Source: N. Garg and J. Könemann, "Faster and simpler algorithms for multicommodity flow and other fractional packing
+    problems" (1998).
+
+    Args:
+        loads: of each thing, its load on each place; a place that is left out has 0.
+    """
+    prices: dict[Hashable, float] = {place: 1.0 for load in loads for place in load}
+    fullest = [max(load.values()) for load in loads]
+    taken = [0.0] * len(loads)
+    for _ in range(_ROUNDS):
+        costs = [sum(prices[place] * amount for place, amount in load.items()) for load in loads]
+        cheapest = costs.index(min(costs))
+        taken[cheapest] += 1 / fullest[cheapest]
+        for place, amount in loads[cheapest].items():
+            prices[place] *= 1 + _PRICE_STEP * amount / fullest[cheapest]
+    total = sum(taken)
+    return [times / total for times in taken]
 
 
 def _flat(hosts: int, root: int, speaker: int) -> _Tree:

@@ -11,7 +11,7 @@ from kfcomm.arrays.dtypes import NUMPY_NAMES
 from kfcomm.core.chunk import WHOLE_BELOW, pair_of, share_out, split
 from kfcomm.core.graph import Graph
 from kfcomm.strategies import AnyStrategy
-from kfcomm.strategies.shapes import star_around
+from kfcomm.strategies.builtin import star_around
 from kfcomm.types import Op
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -23,8 +23,7 @@ from kfcomm.strategies import (
 )
 from kfcomm.strategies.cost import NetworkModel, measure, network_of, predict_seconds
 from kfcomm.strategies.matrices import Rates
-from kfcomm.strategies.tree_packing import ports_of
-from kfcomm.strategies.weights import balanced
+from kfcomm.strategies.tree_packing import balanced, ports_of
 from kfcomm.types import Layout
 from tests.strategies.layouts import LAYOUTS, assert_spans, links
 

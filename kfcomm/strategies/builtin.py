@@ -1,0 +1,217 @@
+"""The built-in strategies, each as the graphs that it makes of a layout.
+
+Costs are those of one all_reduce that is shared out among the pairs, as `kfcomm.strategies.cost.measure` counts them:
+steps; bytes of the busiest rank per byte of the message; the same of the busiest host's port. There are n ranks on h
+hosts, p of them on the busiest host and p₀ on the first one; c is the greatest number of edges of one graph between a
+host and others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from kfcomm.core.graph import Graph, GraphPair
+from kfcomm.strategies.base import Direct, Strategy
+from kfcomm.types import Layout
+
+
+def star(layout: Layout) -> Strategy:
+    """One star around rank 0; does not look at hosts.
+
+    Fewest steps and messages, all of them through one rank: for short messages among few ranks.
+
+    Cost: 2 steps, n−1 bytes, n−p₀ bytes between hosts. Source: KungFu's ``STAR``.
+    """
+    return Strategy("star", (GraphPair.of(star_around(layout.size, 0)),))
+
+
+def ring(layout: Layout) -> Strategy:
+    """One pair of chains for each rank; neighbours are neighbours by rank, whatever their hosts.
+
+    Pair r reduces along r+1 → r+2 → … → r and broadcasts along r → r+1 → … → r−1 (modulo n). Together the pairs load
+    every rank alike: least bytes, most steps, for long messages.
+
+    Cost: 2(n−1) steps, 2(n−1)/n bytes, 2(n−1)/n · c bytes between hosts. Source: P. Patarasuk and X. Yuan, "Bandwidth
+    optimal all-reduce algorithms for clusters of workstations" (2009); KungFu's ``RING``.
+    """
+    ranks, alone = tuple(range(layout.size)), _alone(layout.size)
+
+    def pair(root: int) -> GraphPair:
+        onwards = ranks[root:] + ranks[:root]
+        return GraphPair(_chain_along((root, *reversed(onwards[1:])), alone), _chain_along(onwards, alone))
+
+    return Strategy("ring", tuple(map(pair, ranks)))
+
+
+def clique(layout: Layout) -> Strategy:
+    """One star around each rank; does not look at hosts.
+
+    Fewest steps and least bytes at once, paid for with n(n−1) links and as many messages: for ranks that are cheap to
+    reach, as through shared memory.
+
+    Cost: 2 steps, 2(n−1)/n bytes, max 2p(n−p)/n bytes between hosts. Source: KungFu's ``CLIQUE``.
+    """
+    return Strategy("clique", _stars(layout.size))
+
+
+def direct(layout: Layout) -> Strategy:
+    """Every rank makes its result of all contributions, added in the order of the ranks.
+
+    Where ranks share memory no message is needed: each shows its contribution and reads those of the others (see
+    ``transports.shm.slots``). Elsewhere every rank sends a short message to every other, one step where a star has two,
+    if a host has a processor for each of its ranks; else messages go along a star around rank 0, 2(n−1) instead of
+    n(n−1), with the same bits. Messages of more than `base.DIRECT_NBYTES` go along the graphs of `chain_star`, with the
+    same bits in shared memory. Other verbs go as in `clique` (short, without slots) or as in `chain_star` (long).
+
+    Cost: 1 step, n−1 bytes, max p(n−p) bytes between hosts; in shared memory bytes are read, not sent.
+    """
+    has_a_processor_each = not layout.num_cpus or max(Counter(layout.hosts).values()) <= layout.num_cpus
+    return Strategy(
+        "direct",
+        _stars(layout.size),
+        direct=Direct.ONE_STEP if has_a_processor_each else Direct.STAR,
+        for_long=Strategy("direct", chain_star(layout).pairs, direct=Direct.CHAINS),
+    )
+
+
+def chain_star(layout: Layout) -> Strategy:
+    """A chain towards each rank and a star from it; does not look at hosts.
+
+    Pair r reduces along the chain r+1 → r+2 → … → r, as in a ring, and broadcasts along the star around r. In shared
+    memory this takes the fewest copies: a rank in a chain folds straight into the memory that it passes on, and a
+    result is shown to all ranks at once. That is n+1 copies for each pair, where a ring and a clique make 2n−1. For
+    long messages on one host with more ranks than processors, where every copy costs all ranks time.
+
+    Cost: n steps, 2(n−1)/n bytes, max ((n−1)c + p(n−p))/n bytes between hosts. Source: this project's measurements
+    (see "Performance").
+    """
+    ranks, alone = tuple(range(layout.size)), _alone(layout.size)
+
+    def pair(root: int) -> GraphPair:
+        upwards = ranks[root + 1 :] + ranks[:root]
+        return GraphPair(_chain_along((root, *reversed(upwards)), alone), star_around(len(ranks), root))
+
+    return Strategy("chain_star", tuple(map(pair, ranks)))
+
+
+def tree(layout: Layout) -> Strategy:
+    """A star of stars: ranks under their host's master (its first rank), masters under the first one.
+
+    Each host's data crosses the network once.
+
+    Cost: at most 4 steps, max(p₀+h−2, p) bytes, h−1 bytes between hosts. Source: KungFu's ``TREE``.
+    """
+    return Strategy("tree", (GraphPair.of(_hierarchy(layout, _star_edges(layout.num_hosts))),))
+
+
+def binary_tree(layout: Layout) -> Strategy:
+    """All ranks in heap order: rank i is above ranks 2i+1 and 2i+2; does not look at hosts.
+
+    Few steps, and at most three edges at any rank: for short messages among many ranks.
+
+    Cost: 2⌊log₂n⌋ steps, at most 3 bytes, c bytes between hosts. Source: KungFu's ``BINARY_TREE``.
+    """
+    return Strategy("binary_tree", (GraphPair.of(Graph.from_edges(layout.size, _heap_edges(layout.size))),))
+
+
+def binary_tree_star(layout: Layout) -> Strategy:
+    """Ranks under their host's master; the masters in heap order of their hosts.
+
+    Cost: at most 2⌊log₂h⌋+2 steps, at most p+2 bytes, at most 3 bytes between hosts. Source: KungFu's
+    ``BINARY_TREE_STAR``, its default for several hosts.
+    """
+    return Strategy("binary_tree_star", (GraphPair.of(_hierarchy(layout, _heap_edges(layout.num_hosts))),))
+
+
+def multi_binary_tree_star(layout: Layout) -> Strategy:
+    """One binary tree of stars for each host; pair k begins with host k, which loads all masters alike.
+
+    Cost: at most 2⌊log₂h⌋+2 steps, p−1+2(h−1)/h bytes, 2(h−1)/h bytes between hosts. Source: KungFu's
+    ``MULTI_BINARY_TREE_STAR``.
+    """
+    hosts = layout.num_hosts
+    trees = (_hierarchy(layout, _heap_edges(hosts, offset)) for offset in range(hosts))
+    return Strategy("multi_binary_tree_star", tuple(map(GraphPair.of, trees)))
+
+
+def multi_star(layout: Layout) -> Strategy:
+    """One star of stars for each host; as `tree`, with the load of its centre shared by all masters.
+
+    Cost: at most 4 steps, p−1+2(h−1)/h bytes, 2(h−1)/h bytes between hosts. Source: KungFu's ``MULTI_STAR``.
+    """
+    hosts = layout.num_hosts
+    trees = (_hierarchy(layout, _star_edges(hosts, centre)) for centre in range(hosts))
+    return Strategy("multi_star", tuple(map(GraphPair.of, trees)))
+
+
+def binomial(layout: Layout) -> Strategy:
+    """Recursive halving and doubling, as one rotated binomial tree for each rank.
+
+    Pair r is the binomial tree over the labels v, in which the parent of v is v without its lowest bit set, and label 0
+    is rank r. If n is a power of two, label v is rank r xor v; then in all pairs together rank i talks to i xor 1,
+    i xor 2, i xor 4, … only, with parts of 1/2, 1/4, 1/8, … of the message: recursive halving on the way up, doubling
+    on the way down. For n = m·2^b with m odd, the lower b bits of label and rank are combined by xor and the rest by
+    addition modulo m: the same bytes, over more links. Least bytes in few steps. Subtrees are blocks of neighbouring
+    ranks, so that ranks numbered host by host reduce inside their hosts first.
+
+    Cost: 2⌊log₂n⌋ steps, 2(n−1)/n bytes, at least 2(h−1)/h bytes between hosts; exactly that for hosts of 2^b ranks,
+    numbered host by host. Source: R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of collective communication
+    operations in MPICH" (2005).
+    """
+    return Strategy("binomial", tuple(_rotated_binomial(layout.size, root) for root in range(layout.size)))
+
+
+def _rotated_binomial(size: int, root: int) -> GraphPair:
+    """The small subtrees are folded first, the large ones are sent to first: each is ready, or needed, first."""
+    block = size & -size
+
+    def at(label: int) -> int:
+        above = (root // block + label // block) % (size // block)
+        return above * block + (root % block ^ label % block)
+
+    edges = [(at(label & (label - 1)), at(label)) for label in range(1, size)]
+    return GraphPair(Graph.from_edges(size, edges), Graph.from_edges(size, reversed(edges)))
+
+
+def _stars(size: int) -> tuple[GraphPair, ...]:
+    return tuple(GraphPair.of(star_around(size, centre)) for centre in range(size))
+
+
+def star_around(size: int, centre: int) -> Graph:
+    """A star around one rank, others ascending."""
+    children: list[tuple[int, ...]] = [()] * size
+    children[centre] = (*range(centre), *range(centre + 1, size))
+    return Graph((centre,) * size, tuple(children), centre)
+
+
+def _alone(size: int) -> tuple[tuple[int], ...]:
+    # n chains of n ranks each: one shared tuple for each rank takes a third of the memory.
+    return tuple((rank,) for rank in range(size))
+
+
+def _chain_along(order: Sequence[int], alone: Sequence[tuple[int]]) -> Graph:
+    """A chain through all ranks in this order, the root first; ``alone[r]`` is ``(r,)``."""
+    parents = [order[0]] * len(order)
+    children: list[tuple[int, ...]] = [()] * len(order)
+    for above, below in zip(order, order[1:], strict=False):
+        parents[below], children[above] = above, alone[below]
+    return Graph(tuple(parents), tuple(children), order[0])
+
+
+def _star_edges(size: int, centre: int = 0) -> Iterator[tuple[int, int]]:
+    return ((centre, other) for other in range(size) if other != centre)
+
+
+def _heap_edges(size: int, offset: int = 0) -> Iterator[tuple[int, int]]:
+    """A complete binary tree in heap order (i above 2i+1 and 2i+2), all indices rotated by ``offset``."""
+    return ((((below - 1) // 2 + offset) % size, (below + offset) % size) for below in range(1, size))
+
+
+def _hierarchy(layout: Layout, host_edges: Iterable[tuple[int, int]]) -> Graph:
+    """A star inside each host around its master; the masters joined by a tree of hosts, ``(parent, child)`` pairs."""
+    masters = layout.masters
+    local = [(masters[host], rank) for rank, host in enumerate(layout.hosts) if rank != masters[host]]
+    between = [(masters[above], masters[below]) for above, below in host_edges]
+    # Local ranks come first among the children, since their data arrives first.
+    return Graph.from_edges(layout.size, local + between)
