@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack, cast
 
+from kfcomm.common.callbacks import do_nothing
 from kfcomm.common.extras import is_installed, lacking
 from kfcomm.common.tracebacks import bare, terse
 from kfcomm.engine.session import Session
@@ -110,7 +111,8 @@ class Init:
         settings = self.settings
         network = await _network(settings, own, self._exchange)
         loop = asyncio.get_running_loop()
-        reactor, closed = self._reactor, _nothing
+        reactor = self._reactor
+        closed: Callable[[], None] = do_nothing
         if reactor is None:
             reactor = Reactor()
             closed = LoopDriver(reactor, loop).close
@@ -160,10 +162,6 @@ async def _network(
     if exchange is None:
         return await SocketNetwork.join(settings, own.report)
     return await SocketNetwork.meet(settings, own.report, exchange)
-
-
-def _nothing() -> None:
-    """The reactor is somebody else's."""
 
 
 def init(**arguments: Unpack[Arguments]) -> Init:

@@ -152,7 +152,7 @@ def test_a_shared_device_is_a_warning_where_it_was_asked_for(caplog: pytest.LogC
     caplog.clear()
     (_, (level, message)) = told(caplog, 0, "cuda:0", stub(0), stub(0))
     assert level == "WARNING"
-    assert "ranks 0 and 1 share one device (GPU-0)" in message
+    assert "ranks 0-1 share one device (GPU-0)" in message
 
 
 def test_the_report_is_that_of_the_others_not_ones_own() -> None:

@@ -55,7 +55,7 @@ def test_what_is_missing_or_cut_off_is_told(tmp_path: Path) -> None:
     written(tmp_path / "kfcomm-2.trace.json", [about(size=3, rank=2), *collective(2, "x", 5, None)], whole=False)
     told = timeline("merge", tmp_path, "-o", tmp_path / "merged.json")
     assert told.exit_code == 0
-    assert "missing: ranks 1 of 3" in told.output
+    assert "missing: rank 1 of 3" in told.output
     assert "rank 2: " in told.output
     assert "breaks off (its process was killed, or still runs); 1 collectives unfinished" in told.output
 

@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 from kfcomm.cli import main
 from kfcomm.errors import ConfigError
 from kfcomm.monitor.doctor import Diagnosis, as_text, diagnose, read
-from kfcomm.monitor.doctor.findings import Finding, Kind, findings, ranks_in_words
+from kfcomm.monitor.doctor.findings import Finding, Kind, findings
 from kfcomm.testing import run_threads, sync_world
 from tests.launch.launched import environ, launched
 
@@ -287,14 +287,6 @@ def test_the_newest_record_of_a_rank_counts(tmp_path: Path) -> None:
     old = record(0, 2, waiting=[waits("x", 0, size=2)], time_s=1.0)
     new = record(0, 2, time_s=2.0)
     assert judged(tmp_path, old, new, old).waits == ()
-
-
-@pytest.mark.parametrize(
-    ("ranks", "words"),
-    [([3], "rank 3"), ([0, 1, 2, 5], "ranks 0-2, 5"), ((7, 4), "ranks 4, 7")],
-)
-def test_ranks_in_words(ranks: Any, words: str) -> None:
-    assert ranks_in_words(ranks) == words
 
 
 # ---------------------------------------------------------------- the command

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from datetime import timedelta
 from fractions import Fraction
 
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfcomm.common.sizes import parse_sizes, seconds_of, show_size
+from kfcomm.common.sizes import parse_sizes, ranks_in_words, seconds_of, show_size
 from kfcomm.errors import ConfigError
 
 
@@ -74,3 +75,18 @@ def test_a_timeout_is_a_number_of_seconds_or_a_timedelta(given_: object, seconds
 def test_what_is_no_timeout_is_refused_with_what_would_be_one(bad: object) -> None:
     with pytest.raises(ConfigError, match="from 0 on, a timedelta, or None"):
         seconds_of(bad)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([], "ranks none"),
+        ([3], "rank 3"),
+        ((7, 4), "ranks 4, 7"),
+        ([0, 1, 2, 5], "ranks 0-2, 5"),
+        (range(64), "ranks 0-63"),
+        (range(0, 40, 2), "ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30 and 4 more"),
+    ],
+)
+def test_ranks_in_words(ranks: Sequence[int], text: str) -> None:
+    assert ranks_in_words(ranks) == text

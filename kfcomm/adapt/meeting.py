@@ -26,6 +26,7 @@ from kfcomm.adapt.observed import Observed
 from kfcomm.adapt.place import MEETING, Place
 from kfcomm.adapt.requests import FAILED, NOTHING, Request, overruled
 from kfcomm.adapt.runner import Runner
+from kfcomm.common.sizes import ranks_in_words
 from kfcomm.errors import CollectiveMismatch, ConfigError
 
 if TYPE_CHECKING:
@@ -189,7 +190,7 @@ def overrule(host: Host, asking: Sequence[Runner]) -> set[Request[Any]]:
 
 def raised(ranks: Sequence[int], words: Sequence[str]) -> tuple[str, dict[str, Any]]:
     """That a policy has raised on these ranks, in words, and the evidence."""
-    where = "every rank" if len(ranks) == len(words) else f"rank {', '.join(map(str, ranks))}"
+    where = "every rank" if len(ranks) == len(words) else ranks_in_words(ranks)
     return f"it raised on {where}: {words[ranks[0]]}", {"ranks": tuple(ranks), "size": len(words)}
 
 

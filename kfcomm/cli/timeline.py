@@ -11,6 +11,7 @@ import click
 from kfcomm.cli.errors import reported_errors
 from kfcomm.cli.options import of_kind
 from kfcomm.cli.spelling import Commands
+from kfcomm.common.sizes import ranks_in_words
 
 if TYPE_CHECKING:
     from kfcomm.monitor.timeline import Merged
@@ -79,7 +80,7 @@ def summary(places: tuple[str, ...], count: int) -> None:
 
 def _told(merged: Merged) -> Iterator[str]:
     if merged.missing:
-        yield f"missing: ranks {', '.join(map(str, merged.missing))} of {merged.traces[0].about.size}"
+        yield f"missing: {ranks_in_words(merged.missing)} of {merged.traces[0].about.size}"
     for trace in merged.traces:
         rank = trace.about.rank
         if not trace.is_whole:

@@ -21,15 +21,23 @@ _HELP = "sizes are like 64KiB, 1KiB,1MiB or 1KiB:64MiB, which doubles"
 _MAX_NBYTES = 1 << 40
 
 
-def ranges(numbers: Iterable[int]) -> str:
-    """``0, 1, 2, 5`` as ``0-2, 5``: numbers in their order."""
+def ranges(numbers: Iterable[int], most: int | None = None) -> str:
+    """``0, 1, 2, 5`` as ``0-2, 5``: numbers in their order; after ``most`` runs how many more there are."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
             runs[-1].append(number)
         else:
             runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    listed = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:most])
+    left_out = 0 if most is None else sum(map(len, runs[most:]))
+    return f"{listed} and {left_out} more" if left_out else listed
+
+
+def ranks_in_words(ranks: Iterable[int], most: int = 16) -> str:
+    """``rank 3``, ``ranks 0-2, 5``; after ``most`` runs how many more there are."""
+    found = sorted(ranks)
+    return f"rank{'' if len(found) == 1 else 's'} {ranges(found, most) or 'none'}"
 
 
 def shortened(text: str, most: int) -> str:

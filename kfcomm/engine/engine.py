@@ -16,6 +16,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection
 from typing import TYPE_CHECKING, Any, cast
 
+from kfcomm.common.callbacks import do_nothing
 from kfcomm.core.cause import Cause, CauseKind
 from kfcomm.core.collective import Collective, GroupView, Incoming, ItemSizes, Outgoing, Series, shown
 from kfcomm.core.credit import DEFAULT_CREDIT, Credit
@@ -111,7 +112,7 @@ class Engine:
         self.deadlines = Deadlines(
             rank, reactor, stall_after_s, in_flight=self.entered, announce=self._announce, abort=self.abort
         )
-        self.on_wait: Callable[[], None] = _nothing
+        self.on_wait: Callable[[], None] = do_nothing
         self.load: Load | None = None
         self.pool = BlockPool()
         self.receiver = Receiver(self)
@@ -539,7 +540,3 @@ class Engine:
                 for header in announce(sender.state, collective):
                     sender.send(header)
         self.links.flush_soon()
-
-
-def _nothing() -> None:
-    """Nobody has to be told."""

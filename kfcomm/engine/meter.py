@@ -16,6 +16,8 @@ from math import ceil, frexp
 from time import monotonic
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
+from kfcomm.common.callbacks import do_nothing
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
@@ -176,7 +178,7 @@ class Meter:
         self.gauges: dict[str, float] = {}
         self.steps: dict[tuple[bytes, str], StepTally] = {}
         self.now_s = 0.0
-        self.settle: Callable[..., None] = _nothing
+        self.settle: Callable[..., None] = do_nothing
         self.earlier: Earlier | None = None
         self._tallies: Tallies = {}
         self._others: dict[bytes, Tally] = {}
@@ -259,10 +261,6 @@ def _move(tallies: dict[K, Tally], places: Mapping[K, K]) -> None:
     tallies.update(moved)
     for old in places:
         del tallies[old]
-
-
-def _nothing(_: float = 0.0) -> None:
-    """All is told."""
 
 
 def steady(copy: Callable[[], T]) -> T:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kfcomm.common.callbacks import do_nothing
 from kfcomm.engine.operation import Array, Work
 from kfcomm.transports.shm.slots import Cut
 
@@ -53,7 +54,7 @@ def all_reduced(work: Work, count: int, *, is_turned: bool = False, is_shared: b
     cut = Cut(count, work.item, size, is_turned=is_turned, is_shared=is_shared)
     combine: Combine
     if kernel is None or not count:
-        combine = _nothing
+        combine = do_nothing
     elif kernel.fold_all is not None and cut.is_whole and 2 * size <= count:
         combine = kernel.fold_all  # of what is folded in parts it would copy them first
     else:
@@ -68,7 +69,7 @@ def hosted(work: Work, count: int, ranks: tuple[int, ...], hub: int) -> SharedWo
         count, work.item, len(ranks), is_whole=True, has_hub=True,
         gives=lambda giver, reader: count if place in (giver, reader) else 0,
     )  # fmt: skip
-    return SharedWork(work, cut, _nothing, hub, ranks)
+    return SharedWork(work, cut, do_nothing, hub, ranks)
 
 
 def reduced(work: Work, count: int, rank: int, root: int) -> SharedWork:
@@ -77,7 +78,7 @@ def reduced(work: Work, count: int, rank: int, root: int) -> SharedWork:
         count, work.item, work.size, is_whole=True, reads=(0, count if rank == root else 0),
         gives=lambda _, reader: count if reader == root else 0,
     )  # fmt: skip
-    return SharedWork(work, cut, _folded_from(work, root) if rank == root and count else _nothing, root)
+    return SharedWork(work, cut, _folded_from(work, root) if rank == root and count else do_nothing, root)
 
 
 def reduce_scattered(work: Work, counts: Sequence[int], rank: int) -> SharedWork:
@@ -86,7 +87,7 @@ def reduce_scattered(work: Work, counts: Sequence[int], rank: int) -> SharedWork
     cut = Cut(
         sum(counts), work.item, work.size, is_whole=True, reads=(begin, end), gives=lambda _, reader: counts[reader]
     )
-    return SharedWork(work, cut, _folded_from(work, rank) if end > begin else _nothing)
+    return SharedWork(work, cut, _folded_from(work, rank) if end > begin else do_nothing)
 
 
 def broadcast(work: Work, counts: Sequence[int], rank: int, root: int) -> SharedWork:
@@ -97,7 +98,7 @@ def broadcast(work: Work, counts: Sequence[int], rank: int, root: int) -> Shared
         count, work.item, work.size, is_whole=True, shows=count if rank == root else 0, reads=(begin, end),
         gives=lambda giver, reader: 0 if giver != root else counts[reader] if len(counts) > 1 else count,
     )  # fmt: skip
-    return SharedWork(work, cut, partial(_take, root) if end > begin else _nothing, root)
+    return SharedWork(work, cut, partial(_take, root) if end > begin else do_nothing, root)
 
 
 def gathered(work: Work, counts: Sequence[int], rank: int, root: int | None = None) -> SharedWork:
@@ -108,7 +109,7 @@ def gathered(work: Work, counts: Sequence[int], rank: int, root: int | None = No
         count, work.item, work.size, is_whole=True, shows=counts[rank], reads=(0, count if is_mine else 0),
         gives=lambda giver, reader: counts[giver] if root in (None, reader) else 0,
     )  # fmt: skip
-    return SharedWork(work, cut, _joined([(0, one) for one in counts]) if is_mine else _nothing, root or 0)
+    return SharedWork(work, cut, _joined([(0, one) for one in counts]) if is_mine else do_nothing, root or 0)
 
 
 def exchanged(work: Work, counts: Sequence[Sequence[int]], rank: int) -> SharedWork:
@@ -126,10 +127,6 @@ def exchanged(work: Work, counts: Sequence[Sequence[int]], rank: int) -> SharedW
 def _bounds(counts: Sequence[int]) -> list[tuple[int, int]]:
     ends = list(accumulate(counts))
     return [(end - count, end) for end, count in zip(ends, counts, strict=True)]
-
-
-def _nothing(given: Arrays, out: Array) -> None:
-    """There is nothing to make."""
 
 
 def _fold(kernel: Kernel, size: int, is_turned: bool, given: Arrays, out: Array) -> None:
@@ -155,7 +152,7 @@ def _folded_from(work: Work, root: int) -> Combine:
     """The fold along a star around a rank, whose own comes first."""
     kernel, size = work.kernel, work.size
     if kernel is None:
-        return _nothing
+        return do_nothing
     order = [root, *range(root), *range(root + 1, size)]
     if not root:
         return partial(_fold, kernel, size, False)
@@ -170,7 +167,7 @@ def _joined(mine: Sequence[tuple[int, int]]) -> Combine:
     """What each gives, from where to where, one after the other."""
     count = mine[0][1] - mine[0][0]
     if len(set(mine)) == 1 and not mine[0][0]:
-        return partial(_stack, count) if count else _nothing
+        return partial(_stack, count) if count else do_nothing
     places = list(zip(_bounds([end - begin for begin, end in mine]), mine, strict=True))
 
     def join(given: Arrays, out: Array) -> None:

@@ -30,6 +30,7 @@ from typing import Any
 
 import msgpack
 
+from kfcomm.common.sizes import ranks_in_words
 from kfcomm.errors import KfcommError, RendezvousError
 from kfcomm.launch.blame import Failure
 from kfcomm.launch.process import Child, CommandError
@@ -300,11 +301,9 @@ class Agent(Mortal):
 
 
 def these(births: Iterable[int]) -> str:
-    """Ranks as the subject of a sentence: ``ranks 1, 2 are``."""
-    numbers = sorted(births)
-    if len(numbers) == 1:
-        return f"rank {numbers[0]} is"
-    return f"ranks {', '.join(map(str, numbers))} are"
+    """Ranks as the subject of a sentence: ``ranks 1-2 are``."""
+    found = list(births)
+    return f"{ranks_in_words(found)} {'is' if len(found) == 1 else 'are'}"
 
 
 async def claimed(exits: Exits, key: str, value: bytes = b"") -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgpack
 
+from kfcomm.common.sizes import ranks_in_words
 from kfcomm.errors import KfcommError
 from kfcomm.launch.agents import NOT_STARTED, Mortal, claimed, these
 from kfcomm.launch.blame import Failure
@@ -311,7 +312,7 @@ class First(Mortal):
         if wanted == self._held:
             return
         if going and (self._held is None or going != list(self._held.leavers)):
-            self.say(f"these are to go: ranks {', '.join(map(str, going))}")
+            self.say(f"these are to go: {ranks_in_words(going)}")
         self._held = wanted
         with contextlib.suppress(KfcommError):
             await exits.hold(wanted)

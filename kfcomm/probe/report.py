@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from kfcomm.common.sizes import ranks_in_words
 from kfcomm.probe.record import Matrix, Probe
 from kfcomm.strategies import AnyStrategy
 from kfcomm.strategies.cost import predict_seconds
@@ -167,9 +168,8 @@ def _distant(probe: Probe) -> Iterator[str]:
 
 def _named(probe: Probe, ranks: Sequence[int]) -> str:
     if probe.layout.num_hosts == 1 or probe.layout.num_hosts == probe.size:
-        return f"rank {ranks[0]}"
-    word = "rank" if len(ranks) == 1 else "ranks"
-    return f"host {probe.layout.hosts[ranks[0]]} ({word} {', '.join(map(str, ranks))})"
+        return ranks_in_words(ranks[:1])
+    return f"host {probe.layout.hosts[ranks[0]]} ({ranks_in_words(ranks)})"
 
 
 def _shown(value: float, units: Sequence[tuple[float, str]]) -> str:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgpack
 
+from kfcomm.common.callbacks import loop_now_s
 from kfcomm.core import auth
 from kfcomm.errors import ConfigError, RendezvousError
 from kfcomm.rendezvous.board import MAX_BODY_NBYTES, Exit
@@ -83,13 +84,13 @@ class StoreClient(Folders):
         Raises:
             NotSet: nobody set it within ``timeout_s`` seconds.
         """
-        deadline_s = _now_s() + timeout_s
+        deadline_s = loop_now_s() + timeout_s
         while True:
             wait_s = _poll_s(deadline_s)
-            value = await self._call("get", {"key": key, "wait_s": wait_s}, timeout_s=deadline_s - _now_s())
+            value = await self._call("get", {"key": key, "wait_s": wait_s}, timeout_s=deadline_s - loop_now_s())
             if value is not None:
                 return _expect(bytes, value)
-            if _now_s() >= deadline_s:
+            if loop_now_s() >= deadline_s:
                 raise NotSet(f"nobody set {key!r} in the store at {self.url} within {timeout_s:g} s")
 
     async def set(self, key: str, value: bytes) -> None:
@@ -112,11 +113,11 @@ class StoreClient(Folders):
 
         After ``timeout_s`` seconds: what there is by then.
         """
-        deadline_s = _now_s() + timeout_s
+        deadline_s = loop_now_s() + timeout_s
         while True:
             fields = {"folder": folder, "count": count, "unless": unless, "wait_s": _poll_s(deadline_s)}
-            values = _expect(dict, await self._call("collect", fields, timeout_s=deadline_s - _now_s()))
-            if len(values) >= count or unless in values or _now_s() >= deadline_s:
+            values = _expect(dict, await self._call("collect", fields, timeout_s=deadline_s - loop_now_s()))
+            if len(values) >= count or unless in values or loop_now_s() >= deadline_s:
                 return values
 
     async def meet(
@@ -126,15 +127,15 @@ class StoreClient(Folders):
 
         None are told to a rank that does not heed them. If this process goes away meanwhile, the others are told.
         """
-        deadline_s = _now_s() + timeout_s
+        deadline_s = loop_now_s() + timeout_s
         while True:
             fields = {
                 "folder": folder, "rank": rank, "count": count, "unless": unless, "heeds_ends": heeds_ends,
                 "wait_s": _poll_s(deadline_s),
             }  # fmt: skip
-            answer = _expect(list, await self._call("meet", fields, timeout_s=deadline_s - _now_s()))
+            answer = _expect(list, await self._call("meet", fields, timeout_s=deadline_s - loop_now_s()))
             values, ends = _expect(dict, answer[0]), [_exit(row) for row in _expect(list, answer[1])]
-            if len(values) >= count or unless in values or ends or _now_s() >= deadline_s:
+            if len(values) >= count or unless in values or ends or loop_now_s() >= deadline_s:
                 return values, ends
 
     async def arrive(self, host: int, *, timeout_s: float | None = None) -> None:
@@ -200,7 +201,7 @@ class StoreClient(Folders):
 
     async def _repeated(self, attempt: Callable[[], Awaitable[T]], patience_s: float) -> T:
         """Repeat an attempt until one is answered; at least twice, since an answer may be lost."""
-        deadline_s = _now_s() + patience_s
+        deadline_s = loop_now_s() + patience_s
         pause_s = _FIRST_PAUSE_S
         for number in itertools.count():
             try:
@@ -211,7 +212,7 @@ class StoreClient(Folders):
                 if self._http.is_closed:
                     raise RendezvousError(f"the client of the store at {self.url} is closed") from error
                 self.trouble = _cause(error)
-                if number and _now_s() + pause_s >= deadline_s:
+                if number and loop_now_s() + pause_s >= deadline_s:
                     raise RendezvousError(
                         f"the store at {self.url} could not be reached within {max(patience_s, 0):g} s: {self.trouble}"
                     ) from error
@@ -305,8 +306,4 @@ def _cause(error: OSError) -> str:
 
 
 def _poll_s(deadline_s: float) -> float:
-    return min(_POLL_S, max(0.0, deadline_s - _now_s()))
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()
+    return min(_POLL_S, max(0.0, deadline_s - loop_now_s()))

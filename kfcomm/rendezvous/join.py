@@ -13,9 +13,11 @@ import logging
 import math
 import secrets
 import struct
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from kfcomm.common.callbacks import loop_now_s
+from kfcomm.common.sizes import ranges, ranks_in_words
 from kfcomm.errors import ConfigError, RemoteProtocolError, RendezvousError
 from kfcomm.rendezvous.board import Exit, Why
 from kfcomm.rendezvous.identity import HOW_TO_AGREE, PeerInfo
@@ -101,7 +103,7 @@ async def join(
     A wait of ``stall_after_s`` is reported once, with the ranks that are missing.
     """
     wait_s = settings.timeout_s if timeout_s is None else timeout_s
-    begun_s = _now_s()
+    begun_s = loop_now_s()
     generation = await _reported(_claim(settings.size, me, client, wait_s), settings, client)
     folder = _folder(generation)
     # of any two claims the later sees the earlier: a disagreement shows at once, and is told to those who wait
@@ -110,7 +112,7 @@ async def join(
     if missing := _missing(settings, world):
         raise RendezvousError(
             f"after {wait_s:g} s {len(missing)} of {settings.size} ranks have not joined at {client.url}: "
-            f"missing {_abridged(missing)}; joined {_abridged(sorted(world))}"
+            f"missing {ranges(missing, _MAX_SHOWN)}; joined {ranges(sorted(world), _MAX_SHOWN) or 'none'}"
         )
     peers = tuple(world[rank] for rank in range(settings.size))
     check_versions(me, peers)
@@ -129,20 +131,20 @@ async def _meet(
     # ranks that the program numbers itself are not those of which the launcher speaks
     heeds_ends = settings.source == Source.KFCOMM
     while True:
-        left_s = max(0.0, min(deadline_s, report_s) - _now_s())
+        left_s = max(0.0, min(deadline_s, report_s) - loop_now_s())
         found, ends = await client.meet(
             folder, settings.rank, settings.size, unless=_FAULT, heeds_ends=heeds_ends, timeout_s=left_s
         )
         world = {claim.peer.rank: claim.peer for claim in await _agree_on_size(found, client, folder)}
-        if len(world) >= settings.size or _now_s() >= deadline_s:
+        if len(world) >= settings.size or loop_now_s() >= deadline_s:
             return world
         if ends:
             raise _ended(ends, world)
-        if _now_s() >= report_s:
+        if loop_now_s() >= report_s:
             report_s = math.inf
             logger.warning(
                 "rank %d has waited for %g s to join: missing %s; joined %s", settings.rank, settings.stall_after_s,
-                _abridged(_missing(settings, world)), _abridged(sorted(world)),
+                ranges(_missing(settings, world), _MAX_SHOWN), ranges(sorted(world), _MAX_SHOWN) or 'none',
             )  # fmt: skip
 
 
@@ -217,9 +219,9 @@ async def leave_store(
     ranks = range(settings.size) if ranks is None else ranks
     left = await server.board.collect(folder, len(ranks), None, soon_s)
     if len(left) < len(ranks):
-        others = _abridged([rank for rank in ranks if str(rank) not in left])
+        others = ranks_in_words(rank for rank in ranks if str(rank) not in left)
         logger.warning(
-            "rank %d: close() waits for ranks %s to close too, since it serves the store, for %.0f s more at the most",
+            "rank %d: close() waits for %s to close too, since it serves the store, for %.0f s more at the most",
             settings.rank, others, timeout_s - soon_s,
         )  # fmt: skip
         await server.board.collect(folder, len(ranks), None, timeout_s - soon_s)
@@ -304,17 +306,11 @@ def check_versions(me: PeerInfo, peers: Sequence[PeerInfo]) -> None:
         ranks.setdefault(peer.versions, set()).add(peer.rank)
     if len(ranks) > 1:
         each = sorted(ranks.items(), key=lambda one: min(one[1]))
-        sides = (f"{_ranks(some)} kfcomm {version} (protocol {protocol})" for (version, protocol), some in each)
+        sides = (
+            f"{ranks_in_words(some)} run{'s' * (len(some) == 1)} kfcomm {version} (protocol {protocol})"
+            for (version, protocol), some in each
+        )
         raise RendezvousError(f"all ranks must run one version of kfcomm: {'; '.join(sides)}. {HOW_TO_AGREE}")
-
-
-def _ranks(ranks: Collection[int]) -> str:
-    return f"rank {min(ranks)} runs" if len(ranks) == 1 else f"ranks {_abridged(sorted(ranks))} run"
-
-
-def _abridged(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_MAX_SHOWN])) or "none"
-    return shown if len(ranks) <= _MAX_SHOWN else f"{shown} and {len(ranks) - _MAX_SHOWN} more"
 
 
 def _folder(generation: int) -> str:
@@ -331,7 +327,3 @@ def _left_key(generation: int, rank: int) -> str:
 
 def _left_folder(generation: int) -> str:
     return f"left/{generation}"
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()

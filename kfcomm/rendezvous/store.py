@@ -22,7 +22,7 @@ from typing import Any
 import msgpack
 from aiohttp import web
 
-from kfcomm.common.seldom import Seldom
+from kfcomm.common.rate_limit import RateLimitFilter
 from kfcomm.common.sockets import accept_all, host_of
 from kfcomm.common.tls import Tls
 from kfcomm.core.strangers import Strangers
@@ -49,7 +49,7 @@ MAX_CONNECTIONS = 1 << 14
 MAX_WAIT_S = 20.0
 
 _LOG = logging.getLogger("kfcomm.store")
-_LOG.addFilter(Seldom())
+_LOG.addFilter(RateLimitFilter())
 
 REQUEST_WITHIN_S = 5.0
 """From connecting to a signed request, and from there to the last byte of its body."""

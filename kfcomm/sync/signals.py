@@ -32,6 +32,8 @@ from threading import main_thread
 from types import FrameType
 from typing import Any, Final, TypeAlias, TypeVar, cast
 
+from kfcomm.common.callbacks import do_nothing
+
 T = TypeVar("T")
 Handler: TypeAlias = Callable[[int, FrameType | None], Any]
 
@@ -59,13 +61,13 @@ class Signals:
     def __init__(self) -> None:
         self.noted: list[int] = []
         self.raised: BaseException | None = None
-        self.undo: Callable[[], object] = _nothing
+        self.undo: Callable[[], object] = do_nothing
         self.is_kept = False
         self._seen: tuple[Any, ...] = ()
         self._handlers: dict[int, Handler] = {}
         """To be held, of those ``_seen``."""
         self._is_held = False
-        self._wake: Callable[[], object] = _nothing
+        self._wake: Callable[[], object] = do_nothing
         self._main = main_thread().ident
 
     def hold(self) -> bool:
@@ -96,7 +98,7 @@ class Signals:
         ours = [number for number in self._handlers if getsignal(number) == self._note]
         putting_back = map(set_handler, ours, [self._handlers[number] for number in ours])
         sending_again = map(cast("Callable[[int], object]", interrupt_main), self.noted if self.is_kept else ())
-        undo, self.undo, self.raised = self.undo, _nothing, None
+        undo, self.undo, self.raised = self.undo, do_nothing, None
         try:
             # Operators, not calls: from here to the end Python does not look for signals, if nothing is to be done.
             _ = _NOTHING in putting_back
@@ -136,7 +138,7 @@ class Signals:
             if not self.noted:
                 fall_asleep()
         finally:
-            self._wake = _nothing
+            self._wake = do_nothing
 
     def answer(self) -> None:
         """Run the handlers of what was noted, which may raise, and may make calls of their own."""
@@ -175,7 +177,3 @@ def _to_hold(found: tuple[Any, ...]) -> dict[int, Handler]:
         if callable(handler) and not getattr(handler, "never_raises", False)
     }
     return {} if list(handlers.values()) == [default_int_handler] else handlers
-
-
-def _nothing() -> None:
-    """Default of ``wake`` and ``undo``: do nothing."""

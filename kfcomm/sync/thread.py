@@ -23,6 +23,7 @@ from collections.abc import Awaitable, Callable
 from contextvars import Context
 from typing import Any, ParamSpec, TypeVar, TypeVarTuple, Unpack
 
+from kfcomm.common.callbacks import do_nothing
 from kfcomm.errors import SessionClosed, WouldDeadlock
 from kfcomm.sync.lock import EngineLock
 from kfcomm.sync.signals import Signals
@@ -97,7 +98,7 @@ class IoThread:
         self.lock = EngineLock()
         self.signals = Signals() if signals is None else signals
         self.loop = IoLoop(self.lock)
-        self.listen: Callable[[], object] = _nothing
+        self.listen: Callable[[], object] = do_nothing
         self._pid = os.getpid()
         self._stop = asyncio.Event()
         self._ended = False
@@ -315,10 +316,6 @@ class IoThread:
             for future in list(self._pending):
                 if not future.done():
                     future.set_exception(SessionClosed(CLOSED_MEANWHILE))
-
-
-def _nothing() -> None:
-    """Nobody has to be told."""
 
 
 def copy_end(inner: asyncio.Future[T], outer: concurrent.futures.Future[T]) -> None:

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kfcomm.common.sizes import ranks_in_words
 from kfcomm.errors import CollectiveAborted, CollectiveError, CollectiveMismatch, ConfigError, KfcommError
 from kfcomm.torch.buckets import Bucket, Marks, Place
 
@@ -225,8 +226,8 @@ class Exchange:
         if failed:
             self._wait_for_the_rest()
             raise CollectiveAborted(
-                f"the backward pass of {_ranks(failed)} has raised an error, shown there: no rank has gradients of "
-                "this pass, and all ranks may continue with the next one",
+                f"the backward pass of {ranks_in_words(failed)} has raised an error, shown there: no rank has "
+                "gradients of this pass, and all ranks may continue with the next one",
                 key=self.name,
             )
         if len(set(words)) > 1:
@@ -234,15 +235,11 @@ class Exchange:
             said = self._comm.all_gather_object(str(self.steps), f"{self.name}/steps")
             raise CollectiveMismatch(
                 f"the optimizers of the ranks that attach {self.name!r} differ: "
-                + "; ".join(f"{_ranks([world])}: {one}" for world, one in zip(members, said, strict=True))
+                + "; ".join(f"{ranks_in_words([world])}: {one}" for world, one in zip(members, said, strict=True))
                 + ". Replicas would differ: whether a step is made, and its learning rate, are to depend on what is "
                 "the same on all ranks, such as a loss averaged by comm.all_reduce",
                 key=self.name,
             )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def _number(value: Any) -> Any:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from kfcomm.common.sizes import ranges
 from kfcomm.errors import RemoteProtocolError, RendezvousError
 from kfcomm.joining import prepare
 from kfcomm.rendezvous.identity import PeerInfo
@@ -127,13 +128,13 @@ class Board:
             if waited_s >= self._timeout_s:
                 raise RendezvousError(
                     f"after {waited_s:g} s {len(pending)} of {self._size} ranks have not joined the process group: "
-                    f"missing {_abridged(pending.values())}"
+                    f"missing {ranges(sorted(pending.values()), MAX_SHOWN)}"
                 )
             if waited_s >= self._stall_after_s and not is_reported:
                 is_reported = True
                 logger.warning(
                     "rank %d has waited for %.0f s to join the process group: missing %s", self._rank, waited_s,
-                    _abridged(pending.values()),
+                    ranges(sorted(pending.values()), MAX_SHOWN),
                 )  # fmt: skip
             pending = {key: rank for key, rank in pending.items() if not self._is_set(key)}
             time.sleep(pause_s if pending else 0.0)
@@ -163,9 +164,3 @@ def _local(size: int) -> tuple[int | None, int | None]:
     if str(size) != os.environ.get("WORLD_SIZE") or not rank.isdigit() or not local_size.isdigit():
         return None, None
     return int(rank), int(local_size)
-
-
-def _abridged(ranks: Any) -> str:
-    found = sorted(ranks)
-    shown = ", ".join(map(str, found[:MAX_SHOWN]))
-    return shown if len(found) <= MAX_SHOWN else f"{shown} and {len(found) - MAX_SHOWN} more"

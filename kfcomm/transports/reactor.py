@@ -24,6 +24,8 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, Protocol
 
+from kfcomm.common.callbacks import do_nothing
+
 logger = logging.getLogger("kfcomm")
 
 Callback = Callable[..., object]
@@ -112,7 +114,7 @@ class Reactor:
         self.pollers: list[Poller] = []
         self.looks = LOOKS
         self.is_driven = False
-        self.woken: Callable[[], None] = _nothing
+        self.woken: Callable[[], None] = do_nothing
         self.failed: Callable[[BaseException], None] = _log
         self._watched: dict[int, tuple[Callback | None, Callback | None]] = {}
         self.due_s = float("inf")
@@ -356,10 +358,6 @@ class Reactor:
             callback(*arguments)
         except Exception as error:  # noqa: BLE001  a defect in one callback; the others go on
             self.failed(error)
-
-
-def _nothing() -> None:
-    """Nobody has to be told."""
 
 
 def _log(error: BaseException) -> None:

@@ -131,7 +131,7 @@ def test_hosts_come_and_go_as_a_program_says(job: Callable[..., Job]) -> None:
     made.until(2, "this host, as 127.0.0.3, waits until --discover names it")
     made.name_hosts("127.0.0.1:2\n127.0.0.3:1\n")
     made.until(0, "--discover: 127.0.0.3 has 1 slot\n", "--discover: 127.0.0.2 is not named any more")
-    made.until(0, "these are to go: ranks 2, 3", "now 0 1 4\n")
+    made.until(0, "these are to go: ranks 2-3", "now 0 1 4\n")
     used, births, most = made.result()
     assert (used, births) == ([1.0], [0, 1, 4])
     assert most in (4, 5)

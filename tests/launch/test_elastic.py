@@ -453,7 +453,7 @@ async def test_ranks_that_are_stopped_when_others_are_at_the_end_are_told_of(
     first._note(Exit(0, 0))
     first._note(Exit(3, 7 if has_failed else 0))
     await first._fail_if_nobody_goes_on(cast("Exits", store))
-    assert "ranks 1, 2 are stopped or stuck" in capsys.readouterr().out
+    assert "ranks 1-2 are stopped or stuck" in capsys.readouterr().out
     assert first.verdict.exit_code == (7 if has_failed else 0)
     if first._killer is not None:
         first._killer.cancel()
@@ -519,7 +519,7 @@ def test_a_job_ends_when_those_that_are_left_are_stopped(tmp_path: Path, bounds:
     options = ("-n", "3", "--elastic", bounds, "--lost-after", "2", "--grace", "1")
     done = run(tmp_path, *options, sys.executable, "rivals.py", "2", "SIGSTOP")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "sign of life for 2 s: ranks 0, 1 are stopped or stuck" in done.stderr
+    assert "sign of life for 2 s: ranks 0-1 are stopped or stuck" in done.stderr
     assert "no rank is left to go on" in done.stderr
     assert "failed first: exit code 1 (kfcomm.errors.Partitioned" in done.stderr
 
@@ -539,7 +539,7 @@ def test_a_job_whose_ranks_are_all_stopped_is_told_of_and_goes_on_when_they_do(t
         ranks = [one for one in psutil.Process(job.pid).children() if "train.py" in one.cmdline()]
         for one in ranks:
             one.suspend()
-        assert "ranks 0, 1 are stopped or stuck" in job.stderr.readline()
+        assert "ranks 0-1 are stopped or stuck" in job.stderr.readline()
         for one in ranks:
             one.resume()
         out, err = job.communicate(timeout=120)

@@ -155,7 +155,7 @@ def test_the_ranks_that_are_left_are_stopped_on_another_host(job: Callable[..., 
     for one in children_of(made, 1):
         one.suspend()
     assert made.ends() == [1, 1], made.said(0) + made.said(1)
-    assert "sign of life for 2 s: ranks 1, 2 are stopped or stuck" in made.said(0)
+    assert "sign of life for 2 s: ranks 1-2 are stopped or stuck" in made.said(0)
     assert "Partitioned" in made.said(0)
 
 

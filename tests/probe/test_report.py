@@ -55,7 +55,7 @@ def test_a_slow_host_is_named() -> None:
         "The slowest link is 0 → 7 with 6.25 MB/s.",
     ]
     several = findings(made(Layout.even(6, 3), [1e9, 1e9, 1e8]))
-    assert several[0] == "Host 2 (ranks 4, 5) sends at most 100 MB/s, 10% of what is usual here."
+    assert several[0] == "Host 2 (ranks 4-5) sends at most 100 MB/s, 10% of what is usual here."
 
 
 def test_a_slow_link_is_named() -> None:

@@ -49,7 +49,7 @@ def test_all_ranks_take_the_same_route(world: World) -> None:
     assert world.do(pretending.closed) == [1, 1]
     mixed = "staged: some ranks have no device (rank 1: it pretends to have none)"
     assert routes(world, {"device": gpu(0)}, {}) == [mixed] * 2
-    shared = "staged: ranks 0 and 1 share one device (GPU-0), and NCCL refuses two ranks on one"
+    shared = "staged: ranks 0-1 share one device (GPU-0), and NCCL refuses two ranks on one"
     assert routes(world, {"device": gpu(0)}, {"device": gpu(0)}) == [shared] * 2
     assert routes(world, {}, {}) == [None] * 2
 

@@ -13,7 +13,8 @@ from itertools import islice
 from typing import NamedTuple, TypeAlias
 
 from kfcomm.arrays.devices.base import DeviceReport
-from kfcomm.arrays.devices.words import backend_in_words, driver_version, ranks_in_words
+from kfcomm.arrays.devices.words import backend_in_words, driver_version
+from kfcomm.common.sizes import ranks_in_words
 from kfcomm.errors import ConfigError
 from kfcomm.types import Layout
 
@@ -201,13 +202,13 @@ def _by(ranks: _Ranks, key: Callable[[DeviceReport], str]) -> dict[str, list[int
 
 
 def _lacks(ranks: _Ranks) -> str:
-    """What these ranks lack, in words: ``rank 1: no CuPy; ranks 2 and 3: device 'none' was asked for``."""
+    """What these ranks lack, in words: ``rank 1: no CuPy; ranks 2-3: device 'none' was asked for``."""
     found = _by(ranks, lambda report: report.lack or "it does not say why")
     return _abridged((f"{ranks_in_words(of)}: {lack}" for lack, of in found.items()), len(found), "; ")
 
 
 def _told(found: Mapping[str, Sequence[int]]) -> str:
-    """What is where, in words: ``NCCL 2.28.3 on rank 0, NCCL 2.27.5 on ranks 1 and 2``."""
+    """What is where, in words: ``NCCL 2.28.3 on rank 0, NCCL 2.27.5 on ranks 1-2``."""
     return _abridged((f"{what} on {ranks_in_words(of)}" for what, of in found.items()), len(found), ", ")
 
 

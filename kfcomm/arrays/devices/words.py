@@ -1,10 +1,6 @@
-"""Versions of drivers and backends, and lists of ranks, as people write them."""
+"""Versions of drivers and backends in words."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-
-MAX_SHOWN = 8
 
 
 def driver_version(number: int) -> str:
@@ -19,12 +15,3 @@ def backend_in_words(backend: str, number: int) -> str:
     # before 2.9 the first part had two digits less behind it
     major, rest = divmod(number, 10_000 if number >= 10_000 else 1000)
     return f"NCCL {major}.{rest // 100}.{rest % 100}"
-
-
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0 and 2``, ``ranks 0, 1, 2, 3, 4, 5, 6, 7 and 56 more``."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > MAX_SHOWN:
-        return f"ranks {', '.join(map(str, ranks[:MAX_SHOWN]))} and {len(ranks) - MAX_SHOWN} more"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

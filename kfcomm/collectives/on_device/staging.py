@@ -34,6 +34,7 @@ from kfcomm.collectives.on_device import tell
 from kfcomm.collectives.on_device.segments import MAX_SEGMENTS, PIECEWISE, Piece, Place, Segment, segments_of
 from kfcomm.collectives.plans import Plan
 from kfcomm.collectives.turns import Turn
+from kfcomm.common.callbacks import do_nothing
 from kfcomm.core.collective import shown
 from kfcomm.errors import InternalError
 from kfcomm.types import Verb
@@ -322,7 +323,7 @@ class Staging:
             elif staged.state is State.POSTED and staged.handle is not None:
                 staged.handle.cancel()
         for index, staged in enumerate(unposted):
-            staged.turn.ready(_nothing if index else partial(self._leave_out, staged.segment.index))
+            staged.turn.ready(do_nothing if index else partial(self._leave_out, staged.segment.index))
         self._forget_if_at_rest()
 
     def _leave_out(self, index: int) -> None:
@@ -375,7 +376,3 @@ def _target(call: Call, piece: Piece) -> Flat:
     if target is None:
         raise InternalError(f"{shown(call.key)} has a result, but no memory for it")
     return target
-
-
-def _nothing() -> None:
-    """A turn that nobody takes."""

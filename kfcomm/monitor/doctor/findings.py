@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import combinations
 
+from kfcomm.common.sizes import ranks_in_words
 from kfcomm.core.collective import shown
 from kfcomm.monitor.doctor.diagnosis import Diagnosis, Wait
 
@@ -53,18 +54,6 @@ def findings(diagnosis: Diagnosis) -> list[Finding]:
     cycles = [one for one in _cycles(diagnosis) if not any(set(one.ranks) <= ranks for ranks in apart)]
     rest = [*_behind(diagnosis), *_late(diagnosis), *_failed(diagnosis), *_under_way(diagnosis), *_absent(diagnosis)]
     return list(dict.fromkeys([*explained, *cycles, *rest]))
-
-
-def ranks_in_words(ranks: tuple[int, ...] | list[int]) -> str:
-    """``rank 3``, ``ranks 0-2, 5``."""
-    parts: list[list[int]] = []
-    for rank in sorted(ranks):
-        if parts and parts[-1][1] == rank - 1:
-            parts[-1][1] = rank
-        else:
-            parts.append([rank, rank])
-    spans = [f"{first}" if first == last else f"{first}-{last}" for first, last in parts]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(spans)}"
 
 
 def place(diagnosis: Diagnosis, rank: int) -> str:

@@ -6,8 +6,9 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from kfcomm.common.sizes import ranks_in_words
 from kfcomm.monitor.doctor.diagnosis import Diagnosis, Last, Wait
-from kfcomm.monitor.doctor.findings import findings, ranks_in_words
+from kfcomm.monitor.doctor.findings import findings
 
 MAX_WAITS = 50
 MAX_RANKS = 16

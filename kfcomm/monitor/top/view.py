@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from kfcomm.common.sizes import ranks_in_words
 from kfcomm.monitor.top.change import Change, KeyChange, LinkRate, RankChange
 
 MIN_ROWS = 3
@@ -113,9 +114,9 @@ def alarms(change: Change) -> list[Line]:
     if change.has_ended:
         lines.append(Line("the job has ended: none of its ranks is left on this host", Style.ALARM))
     elif change.gone:
-        lines.append(Line(f"gone: {_ranks(change.gone)}", Style.ALARM))
+        lines.append(Line(f"gone: {ranks_in_words(change.gone)}", Style.ALARM))
     if silent:
-        lines.append(Line(f"no answer (stopped?): {_ranks(silent)}", Style.ALARM))
+        lines.append(Line(f"no answer (stopped?): {ranks_in_words(silent)}", Style.ALARM))
     return lines
 
 
@@ -214,8 +215,3 @@ def _key(change: Change, key: KeyChange) -> Row:
         span(key.p50_s), span(key.p99_s), span(key.max_s), str(key.failures),
     )  # fmt: skip
     return cells, Style.ALARM if key.failures else Style.PLAIN
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

@@ -20,6 +20,7 @@ from typing import Any
 
 import aiohttp
 
+from kfcomm.common.callbacks import loop_now_s
 from kfcomm.errors import RendezvousError
 from kfcomm.rendezvous.etcd.address import Address
 
@@ -88,13 +89,13 @@ class Gateway:
             RendezvousError: there is none in time; names the cause.
             Refused: it will not.
         """
-        deadline_s, pause_s = _now_s() + within_s, FIRST_PAUSE_S
+        deadline_s, pause_s = loop_now_s() + within_s, FIRST_PAUSE_S
         while True:
             try:
                 answer = await self._attempt(path, fields)
             except _Failed as error:
                 self._has_failed(str(error))
-                if _now_s() + pause_s >= deadline_s:
+                if loop_now_s() + pause_s >= deadline_s:
                     raise RendezvousError(
                         f"{self.address} could not be reached within {within_s:g} s: {self.trouble}"
                     ) from None
@@ -201,8 +202,8 @@ class Gateway:
 
     def _has_failed(self, cause: str) -> None:
         self.trouble = cause
-        self._since_s = _now_s() if self._since_s is None else self._since_s
-        if not self._is_said and _now_s() - self._since_s > SAID_AFTER_S:
+        self._since_s = loop_now_s() if self._since_s is None else self._since_s
+        if not self._is_said and loop_now_s() - self._since_s > SAID_AFTER_S:
             self._is_said = True
             meanwhile = "training goes on, and changes wait" if self.is_in_use else "nothing is started before it does"
             _LOG.warning("%s does not answer: %s (%s)", self.address, meanwhile, cause)
@@ -267,7 +268,3 @@ def _cause(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return f"no answer within {ATTEMPT_S:g} s"
     return str(error) or type(error).__name__
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()

@@ -45,5 +45,5 @@ def test_what_is_less_than_the_clocks_can_tell_counts_against_nobody(tmp_path):
 def test_missing_ranks_and_empty_traces_are_told(tmp_path):
     written(tmp_path / "kfcomm-0.trace.json", [about()])
     text = as_text(summarize(read_files([tmp_path])))
-    assert "There is no trace of ranks 1." in text
+    assert "There is no trace of rank 1." in text
     assert "The slowest" not in text

@@ -1,4 +1,4 @@
-"""Log lines that others can cause."""
+"""Rate-limited log records."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import logging
 
 import pytest
 
-from kfcomm.common.seldom import Seldom
+from kfcomm.common.rate_limit import RateLimitFilter
 
 
 def test_one_line_a_second_with_a_count(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
-    seldom = Seldom(lambda: now[0])
-    logger = logging.getLogger("kfcomm.test_seldom")
-    logger.addFilter(seldom)
+    limit = RateLimitFilter(lambda: now[0])
+    logger = logging.getLogger("kfcomm.test_rate_limit")
+    logger.addFilter(limit)
     try:
         for step in range(30):
             now[0] = step / 10
@@ -22,7 +22,7 @@ def test_one_line_a_second_with_a_count(caplog: pytest.LogCaptureFixture) -> Non
             except ValueError:
                 logger.exception("from %s", "there")
     finally:
-        logger.removeFilter(seldom)
+        logger.removeFilter(limit)
     assert [record.getMessage() for record in caplog.records] == [
         "from there: ValueError('no request')",
         "from there: ValueError('no request') (and 9 such lines before)",

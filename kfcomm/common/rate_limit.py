@@ -1,4 +1,4 @@
-"""Log lines that others can cause, one a second at the most: a flood of connections must not become one of lines."""
+"""Rate-limited logging, for records that remote processes can cause."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import logging
 import time
 from collections.abc import Callable
 
+from kfcomm.types import override
+
 EVERY_S = 1.0
 
 
-class Seldom(logging.Filter):
-    """Lets a record pass if the one before is a second ago, and says how many were left out; without tracebacks."""
+class RateLimitFilter(logging.Filter):
+    """At most one log record per second, with the number left out since, and without a traceback."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -18,8 +20,8 @@ class Seldom(logging.Filter):
         self._next_s = 0.0
         self._left_out = 0
 
+    @override
     def filter(self, record: logging.LogRecord) -> bool:
-        """See ``logging.Filter``."""
         now_s = self._clock()
         if now_s < self._next_s:
             self._left_out += 1
