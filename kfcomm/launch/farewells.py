@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import secrets
 import socket
 import time
 from collections.abc import Callable
 
-from kfcomm.rendezvous.farewell import LET_GO, MAX_NBYTES, SIGN_OF_LIFE, Farewell, pid_of_peer, uid_of_peer
+from kfcomm.common.unix import credentials_of
+from kfcomm.rendezvous.farewell import LET_GO, MAX_NBYTES, SIGN_OF_LIFE, Farewell
 from kfcomm.rendezvous.listening import BACKLOG
 
 _UNKNOWN = -1
@@ -72,7 +72,7 @@ class Farewells:
         with contextlib.suppress(OSError):
             while True:
                 line, _ = self._listener.accept()
-                if uid_of_peer(line) != os.getuid():
+                if not credentials_of(line).is_same_user:
                     line.close()
                     continue
                 line.setblocking(False)
@@ -88,7 +88,7 @@ class Farewells:
                 farewell = Farewell.from_wire(data)
                 if farewell is not None and self._may_speak(farewell.rank):
                     self._lines[line] = farewell.rank
-                    self.pids[farewell.rank] = pid_of_peer(line)
+                    self.pids[farewell.rank] = credentials_of(line).pid
                     self._heard(farewell)
         except BlockingIOError:
             return

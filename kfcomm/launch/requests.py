@@ -12,12 +12,11 @@ import json
 import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import Any, Self
 
+from kfcomm.common.unix import credentials_of, listening_names
 from kfcomm.errors import ConfigError
 from kfcomm.launch.origin import Origin
-from kfcomm.rendezvous.farewell import uid_of_peer
 
 PREFIX = "kfcomm-run"
 PATIENCE_S = 5.0
@@ -53,7 +52,7 @@ class Requests:
 
     async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            if uid_of_peer(writer.get_extra_info("socket")) != os.getuid():
+            if not credentials_of(writer.get_extra_info("socket")).is_same_user:
                 return
             async with asyncio.timeout(PATIENCE_S):
                 line = (await reader.readline()).decode(errors="replace").strip()
@@ -71,14 +70,8 @@ class Requests:
 
 def jobs(listing: str | None = None) -> list[str]:
     """The elastic jobs of this user on this host, by name."""
-    if listing is None:
-        try:
-            listing = Path("/proc/net/unix").read_text(errors="replace")
-        except OSError:
-            return []
-    begin = f"@{PREFIX}/{os.getuid()}/"
-    names = (line.split(maxsplit=7)[-1] for line in listing.splitlines()[1:])
-    return sorted({name.removeprefix(begin) for name in names if name.startswith(begin)})
+    begin = f"{PREFIX}/{os.getuid()}/"
+    return sorted({name.removeprefix(begin) for name in listening_names(listing) if name.startswith(begin)})
 
 
 def find(asked: str | None) -> str:
@@ -116,7 +109,7 @@ def ask(job: str, line: str) -> dict[str, Any]:
         sock.settimeout(PATIENCE_S)
         try:
             sock.connect(f"\0{PREFIX}/{os.getuid()}/{job}")
-            if uid_of_peer(sock) != os.getuid():
+            if not credentials_of(sock).is_same_user:
                 raise ConfigError(f"job {job} is another user's")
             sock.sendall(line.encode() + b"\n")
             told: dict[str, Any] = json.loads(sock.makefile().readline() or "{}")

@@ -15,14 +15,14 @@ import logging
 import os
 import re
 import socket
-import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kfcomm.common.sizes import shortened
+from kfcomm.common.unix import credentials_of, listening_names
 from kfcomm.errors import ConfigError
 from kfcomm.monitor.attendant import PATIENCE_S, Attendant
 
@@ -32,13 +32,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kfcomm")
 
 PREFIX = "kfcomm-live"
-SOCKETS = "/proc/net/unix"
 MAX_NBYTES = 1 << 26
 """Of one answer; ten thousand keys take 2 MB."""
 MAX_COMMAND = 60
 _MAX_JOB_LETTERS = 32
-_LISTENS = 0x10000  # of the flags in /proc/net/unix: __SO_ACCEPTCON
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _RANK_AND_PROCESS = re.compile(r"[0-9]+/[0-9]+\.[0-9]+")
 _numbers = count()
 
@@ -93,18 +90,11 @@ def jobs(listing: str | None = None) -> tuple[Job, ...]:
     Returns:
         None of them where that file does not exist, as on other systems than Linux.
     """
-    if listing is None:
-        try:
-            listing = Path(SOCKETS).read_text(errors="replace")
-        except OSError:
-            return ()
     found: dict[str, list[tuple[int, str]]] = {}
-    for line in listing.splitlines()[1:]:
-        fields = line.split(maxsplit=7)
-        if len(fields) == 8 and int(fields[3], 16) & _LISTENS:
-            parts = fields[7].removeprefix("@").split("/")
-            if parts[:2] == [PREFIX, str(os.getuid())] and _RANK_AND_PROCESS.fullmatch("/".join(parts[3:])):
-                found.setdefault(parts[2], []).append((int(parts[3]), "/".join(parts)))
+    for name in listening_names(listing):
+        parts = name.split("/")
+        if parts[:2] == [PREFIX, str(os.getuid())] and _RANK_AND_PROCESS.fullmatch("/".join(parts[3:])):
+            found.setdefault(parts[2], []).append((int(parts[3]), name))
     return tuple(Job(name, tuple(sorted(found[name]))) for name in sorted(found))
 
 
@@ -138,7 +128,7 @@ def attend(job: str, rank: int, statistics: Callable[[], Statistics]) -> Attenda
         return None
 
     def serve(sock: socket.socket) -> None:
-        if _is_mine(sock) and sock.recv(1):
+        if credentials_of(sock).is_same_user and sock.recv(1):
             with contextlib.suppress(ConfigError):  # the program has turned its meter off meanwhile
                 sock.sendall(json.dumps(statistics().as_json()).encode() + b"\n")
 
@@ -152,7 +142,7 @@ def _ask(name: str) -> Statistics | None:
         sock.settimeout(PATIENCE_S)
         try:
             sock.connect("\0" + name)
-            if not _is_mine(sock):
+            if not credentials_of(sock).is_same_user:
                 return None
             sock.sendall(b"?")
             return Statistics.from_json(json.loads(_all_of(sock)))
@@ -166,10 +156,3 @@ def _all_of(sock: socket.socket) -> bytes:
     while sum(map(len, parts)) <= MAX_NBYTES and (part := sock.recv(1 << 20)):
         parts.append(part)
     return b"".join(parts)
-
-
-def _is_mine(sock: socket.socket) -> bool:
-    """Whether a process of this user is at the other end."""
-    said = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    credentials: Sequence[int] = _CREDENTIALS.unpack(said)
-    return credentials[1] == os.getuid()

@@ -22,7 +22,6 @@ import io
 import os
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
@@ -31,6 +30,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
+from kfcomm.common.unix import credentials_of
 from kfcomm.errors import CollectiveAborted, PeerLost, RendezvousError
 
 MAX_NBYTES = 1 << 16
@@ -38,7 +38,6 @@ SIGN_OF_LIFE, LET_GO = b"\0", b"\1"
 MAX_TEXT_NBYTES = 48 << 10
 _MAX_SUMMARY = 400
 _MAX_CHAIN = 64
-_CREDENTIALS = struct.Struct("iII")
 
 
 class Farewell(NamedTuple):
@@ -109,18 +108,6 @@ def exit_code_of(error: BaseException | None) -> int:
     return 1
 
 
-def uid_of_peer(sock: socket.socket) -> int:
-    """The user of the process at the other end of a Unix socket."""
-    _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return int(uid)
-
-
-def pid_of_peer(sock: socket.socket) -> int:
-    """The process at the other end of a Unix socket."""
-    pid, _, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return int(pid)
-
-
 class _Line:
     """The connection of this process to its launcher."""
 
@@ -181,7 +168,7 @@ class _Line:
 
         Not for a launcher of another user: it would not have it, and hang up.
         """
-        if uid_of_peer(self._sock) != os.getuid():
+        if not credentials_of(self._sock).is_same_user:
             self._sock.close()
             return
         fcntl.fcntl(self._sock, fcntl.F_SETSIG, signal.SIGKILL)

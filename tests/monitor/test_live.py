@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 
 import kfcomm
+from kfcomm.common import unix
+from kfcomm.common.unix import Credentials
 from kfcomm.monitor import live
 from kfcomm.monitor.attendant import MAX_AT_ONCE, Attendant
 from kfcomm.monitor.live import Job, job_name, jobs, read
@@ -65,7 +67,7 @@ def test_jobs_are_found_by_the_names_of_their_sockets() -> None:
 
 
 def test_without_that_file_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "SOCKETS", "/proc/net/no-such-file")
+    monkeypatch.setattr(unix, "SOCKETS", "/proc/net/no-such-file")
     assert jobs() == ()
 
 
@@ -113,7 +115,7 @@ def test_only_the_users_own_processes_are_answered_and_believed(monkeypatch: pyt
         job = mine()
         assert job is not None
         with monkeypatch.context() as patch:
-            patch.setattr(live, "_is_mine", lambda sock: False)
+            patch.setattr(live, "credentials_of", lambda sock: Credentials(os.getpid(), os.getuid() + 1, 0))
             assert read(job) == []
             with socket.socket(socket.AF_UNIX) as sock:
                 sock.connect("\0" + job.sockets[0][1])
