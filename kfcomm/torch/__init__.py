@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from kfcomm.torch.hooks import CompressionState, compression_hook
     from kfcomm.torch.membership import get_reconfigure_handle, reconfigure, shrink
     from kfcomm.torch.naming import named
-    from kfcomm.torch.objects import all_gather_object, broadcast_object
     from kfcomm.torch.registration import communicator, register
-    from kfcomm.torch.state import broadcast_optimizer_state, broadcast_parameters
+    from kfcomm.torch.state import all_gather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 else:  # type checkers would take any name for one that is there
     __getattr__ = imported_when_used(
         __name__,
@@ -28,9 +27,9 @@ else:  # type checkers would take any name for one that is there
             "Attached": "kfcomm.torch.attached",
             "Compression": "kfcomm.torch.compression",
             "CompressionState": "kfcomm.torch.hooks",
-            "all_gather_object": "kfcomm.torch.objects",
+            "all_gather_object": "kfcomm.torch.state",
             "attach": "kfcomm.torch.attached",
-            "broadcast_object": "kfcomm.torch.objects",
+            "broadcast_object": "kfcomm.torch.state",
             "broadcast_optimizer_state": "kfcomm.torch.state",
             "broadcast_parameters": "kfcomm.torch.state",
             "communicator": "kfcomm.torch.registration",

@@ -16,7 +16,8 @@ that was not averaged.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,16 +27,14 @@ from kfcomm.common.arguments import checked_name
 from kfcomm.errors import ConfigError
 from kfcomm.sync import Communicator
 from kfcomm.sync.put_off import before_close
-from kfcomm.torch.agreed import optimizer_said, parameters_of, title
-from kfcomm.torch.buckets import Bucket, Place
-from kfcomm.torch.compressed import bucket_of, share_out_by
-from kfcomm.torch.compression import Given, by_parameter
+from kfcomm.torch.buckets import Bucket, Place, dtype_problem
+from kfcomm.torch.compression import Given, bucket_of, by_parameter, share_out_by
 from kfcomm.torch.deferred import Deferred
-from kfcomm.torch.exchange import Exchange
-from kfcomm.torch.outermost import is_outermost
+from kfcomm.torch.exchange import Exchange, Profile
 from kfcomm.torch.passes import Passes
-from kfcomm.torch.profile import Profile
 from kfcomm.torch.state import Buffers, broadcast_parameters, check_alike, described
+from kfcomm.torch.steps import closure_of, is_outermost, mean_loss, with_closure
+from kfcomm.torch.tensors import read
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -231,14 +230,11 @@ class Attached:
         if not found <= self._parameters:
             raise ConfigError("the optimizer has got parameters since it was attached: detach, and attach again")
         self._profile.stepped()
-        closure = kwargs.get("closure") if len(args) < 2 else args[1]
+        closure = closure_of(args, kwargs)
         if closure is not None:
             self._finish()
             self._exchange.steps.made(optimizer)
-            averaged = partial(self._closed, closure)
-            return (
-                (args, {**kwargs, "closure": averaged}) if len(args) < 2 else ((args[0], averaged, *args[2:]), kwargs)
-            )
+            return with_closure(args, kwargs, partial(self._closed, closure))
         if self._deferred is None or not self._deferred.take():
             self._finish()
             self._check()
@@ -247,14 +243,11 @@ class Attached:
         return None
 
     def _closed(self, closure: Callable[[], Any]) -> Any:
-        """The closure's loss, averaged: what looks at it, as a line search does, has to come to the same everywhere."""
+        """Call the closure of a step; return the mean of all ranks' losses."""
         loss = closure()
         self._finish()
         self._check()
-        if loss is None:
-            return None
-        found = self._comm.all_reduce(torch.as_tensor(loss).detach(), name=f"{self._exchange.name}/loss", op="avg")
-        return found if isinstance(loss, torch.Tensor) else float(found)
+        return None if loss is None else mean_loss(self._comm, loss, f"{self._exchange.name}/loss")
 
     def _check(self) -> None:
         """See that all gradients are averages.
@@ -273,3 +266,60 @@ class Attached:
                     f"the program has put a gradient of {place.name} into parameter.grad itself, which is not "
                     "averaged: call attached.wait() on all ranks before it is used"
                 )
+
+
+Named = tuple[str, torch.Tensor]
+
+
+def parameters_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Named]:
+    """Parameters of the optimizer that get gradients, with their names, in the order of the model.
+
+    Raises:
+        ConfigError: the optimizer has none, one is not the model's, or one cannot be averaged.
+    """
+    wanted = {one for group in optimizer.param_groups for one in group["params"] if one.requires_grad}
+    found = [(name, parameter) for name, parameter in model.named_parameters() if parameter in wanted]
+    for name, parameter in (*model.named_parameters(), *model.named_buffers()):
+        if parameter.device.type != "cpu":
+            raise ConfigError(
+                f"parameter {name} is not in host memory: attach is for models on the CPU, not on "
+                f"{parameter.device.type!r}"
+            )
+    if not found:
+        raise ConfigError("the optimizer has no parameter of the model that gets a gradient")
+    if len(found) < len(wanted):
+        raise ConfigError(f"{len(wanted) - len(found)} parameters of the optimizer are not the model's")
+    for name, parameter in found:
+        if (problem := dtype_problem(parameter)) is not None:
+            raise ConfigError(f"the gradient of {name} cannot be averaged: {problem}")
+    return found
+
+
+def optimizer_said(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> dict[str, str]:
+    """An optimizer in words: its class, the numbers of its groups, and its state of each parameter."""
+    said = {"optimizer": type(optimizer).__name__}
+    for number, group in enumerate(optimizer.param_groups):
+        own = {key: _said(value) for key, value in group.items() if key != "params"}
+        own["params"] = ", ".join(names.get(one, "another") for one in group["params"])
+        said[f"group {number} of the optimizer"] = str(own)
+    for parameter, name in names.items():
+        state = optimizer.state.get(parameter)
+        if state:
+            said[f"the optimizer's state of {name}"] = str({key: _said(value) for key, value in state.items()})
+    return said
+
+
+def _said(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    if value.numel() < 2:
+        return repr(value.tolist())
+    if value.device.type != "cpu":
+        return f"{tuple(value.shape)}"
+    return f"{tuple(value.shape)}, checksum {zlib.crc32(read(value, as_bytes=True).view('uint8')):08x}"
+
+
+def title(name: str, part: Sequence[Named]) -> str:
+    """Of a bucket, for people who look at what hangs or takes long."""
+    first = f"{name}/{part[0][0]}"
+    return first if len(part) == 1 else f"{first} and {len(part) - 1} more"

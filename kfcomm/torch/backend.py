@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
 
+import numpy as np
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend as TorchBackend
 
-from kfcomm.errors import ConfigError, KfcommError
+from kfcomm.errors import ConfigError, KfcommError, PeerLost
 from kfcomm.sync.communicator import Communicator
-from kfcomm.torch import shrinking
 from kfcomm.torch.collectives import Collectives
 from kfcomm.torch.errors import as_torch
-from kfcomm.torch.handles import Handle, in_order, own
-from kfcomm.torch.meeting import address_of, make_world
+from kfcomm.torch.meeting import Handle, address_of, in_order, make_world, own
 from kfcomm.torch.messages import Messages
-from kfcomm.torch.order import Calls
+from kfcomm.torch.naming import Calls
 from kfcomm.torch.reducer import Rooms
 from kfcomm.torch.work import MAX_COMPLETERS, NOTHING
 
@@ -124,13 +123,13 @@ class Backend(Collectives, Messages, Base):  # type: ignore[misc]
         """
         births = [birth for rank, birth in enumerate(self._comm.births) if rank not in ranks_to_exclude]
         try:
-            self._latest = shrinking.without_others(self._latest, births, self._timeout.total_seconds())
-            shrinking.check_births(self._latest, births)
+            self._latest = without_others(self._latest, births, self._timeout.total_seconds())
+            check_births(self._latest, births)
         except KfcommError as error:
             raise as_torch(error) from None
         timeout = self._timeout if opts_override is None else opts_override._timeout
         # the calls of a group are counted anew, and each one made of it by these means is smaller
-        store = dist.PrefixStore(f"{shrinking.NAME}/{len(births)}", self._store)
+        store = dist.PrefixStore(f"{SHRUNK}/{len(births)}", self._store)
         made = Backend(self._latest, store, timeout, self._keeper)
         made._owned += self._owned
         self._owned = []
@@ -145,7 +144,7 @@ class Backend(Collectives, Messages, Base):  # type: ignore[misc]
             CollectiveError: see ``Communicator.shrink``.
         """
         seconds = self._timeout.total_seconds() if timeout_s is None else timeout_s
-        self._latest = shrinking.of_those_that_live(self._latest, seconds)
+        self._latest = of_those_that_live(self._latest, seconds)
         return [rank for rank, birth in enumerate(self._comm.births) if birth not in self._latest.births]
 
     # ---------------------------------------------------------------- other processes
@@ -237,3 +236,53 @@ class Unmet:
 
     def __exit__(self, *_: object) -> None:
         """The same."""
+
+
+SHRUNK = "shrunk"
+
+
+def without_others(comm: Communicator, births: Collection[int], timeout_s: float) -> Communicator:
+    """The communicator of those of these births, which call it; nobody else has to.
+
+    Args:
+        comm: of them and others, or of them alone, who have this already.
+        births: of those that go on, this one among them.
+        timeout_s: for which they wait for each other.
+
+    Raises:
+        CollectiveTimeout: not all have called it alike.
+        PeerLost: one of them is lost.
+    """
+    if len(births) == comm.size:
+        return comm
+    excluded = {rank for rank, birth in enumerate(comm.births) if birth not in births}
+    left = comm.group([rank for rank in range(comm.size) if rank not in excluded], SHRUNK, timeout=timeout_s)
+    if comm.size < comm._session.layout.size:  # a group: its world goes on
+        return left
+    knows = comm._session.engine.router.lost.keys() >= excluded
+    if not left.all_reduce(np.array([knows], np.uint8), f"{SHRUNK}/known", op="min")[0]:
+        return left
+    left.close()
+    return comm.shrink(timeout=timeout_s)
+
+
+def of_those_that_live(comm: Communicator, timeout_s: float) -> Communicator:
+    """The communicator of the next epoch; the same one, if none of the ranks that live knows of a loss.
+
+    Raises:
+        ConfigError: it is not that of all ranks of an epoch.
+        CollectiveError: see ``Communicator.shrink``.
+    """
+    is_whole = comm.agree(not comm._session.engine.router.lost, timeout=timeout_s)
+    return comm if is_whole else comm.shrink(timeout=timeout_s)
+
+
+def check_births(comm: Communicator, births: Collection[int]) -> None:
+    """Refuse an epoch that has not all of these.
+
+    Raises:
+        PeerLost: ranks were lost meanwhile.
+    """
+    lost = [birth for birth in births if birth not in comm.births]
+    if lost:
+        raise PeerLost(f"more ranks were lost meanwhile: {lost}, by their first numbers; leave them out, too")

@@ -14,12 +14,10 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.sync.communicator import Communicator
-from kfcomm.torch import sparse
 from kfcomm.torch.errors import as_torch
-from kfcomm.torch.naming import next_name
-from kfcomm.torch.ops import meaning_of, whole_mean
-from kfcomm.torch.order import Call, Calls
-from kfcomm.torch.reducer import Bucket, Rooms, is_bucket
+from kfcomm.torch.naming import Call, Calls, next_name
+from kfcomm.torch.ops import add_up_sparse, meaning_of, sparse_parts, whole_mean
+from kfcomm.torch.reducer import BucketWork, Rooms, is_bucket
 from kfcomm.torch.tensors import place, places, read, together
 from kfcomm.torch.work import NOTHING, Ending, Work
 
@@ -66,7 +64,7 @@ class Collectives:
         """See ``dist.all_reduce``: the indices and values of all ranks are gathered, and added up on each."""
         (tensor,) = tensors
         with _Told(self, steps=2):
-            indices, values = sparse.parts(tensor, opts.reduceOp)
+            indices, values = sparse_parts(tensor, opts.reduceOp)
         found: dict[str, Any] = {}
         also = AllgatherOptions()
         also.timeout = opts.timeout
@@ -74,7 +72,7 @@ class Collectives:
 
         def finish() -> None:
             first.wait()
-            sparse.add_up(tensor, **found)
+            add_up_sparse(tensor, **found)
 
         take = partial(found.__setitem__, "values")
         return self._run("all_gather", values, opts, tensors, finish, concat=True, take=take)
@@ -270,7 +268,7 @@ class Collectives:
             finish()
         return NOTHING
 
-    def _reduce_bucket(self, rooms: Rooms, room: Any, opts: Any, gives: Sequence[Any], op: Any) -> Bucket:
+    def _reduce_bucket(self, rooms: Rooms, room: Any, opts: Any, gives: Sequence[Any], op: Any) -> BucketWork:
         """All-reduce what a reducer has given, which is in one of the rooms; see ``reducer``."""
         options: dict[str, Any] = {"op": op, "shared": True}
         name, call = self._named("all_reduce", room, opts, options)
@@ -278,7 +276,7 @@ class Collectives:
         if call is not None:
             call.handle = weakref.ref(handle)
         rooms.lend(room, handle)
-        return Bucket(handle, Ending(gives, None, self._completers))
+        return BucketWork(handle, Ending(gives, None, self._completers))
 
     def _named(self, verb: str, x: Any, opts: Any, options: dict[str, Any]) -> tuple[str, Call | None]:
         """The name of a call that is made now, and what is kept of one without a name; sets its timeout."""

@@ -19,8 +19,7 @@ import torch
 from kfcomm.errors import ConfigError
 from kfcomm.torch.buckets import Bucket, Place
 from kfcomm.torch.exchange import Exchange
-from kfcomm.torch.outermost import is_outermost
-from kfcomm.torch.updates import Updates, is_divisible
+from kfcomm.torch.steps import Updates, is_divisible, is_outermost
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle

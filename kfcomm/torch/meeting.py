@@ -1,10 +1,13 @@
-"""How the ranks of a process group find each other: by the store that torch has opened for it, and no other.
+"""Rendezvous of a process group: through torch's store, or by the handles of ``reconfigure``.
 
-Each rank listens, says where in torch's store, and waits for what the others say. Nothing else is kept there, so the
-store may end with whoever serves it. It is used in the order *generation, token, addresses*: a group that is made again
-over the same store counts on.
+Through torch's store: each rank listens, writes its address, and waits for the addresses of the others. Nothing else is
+kept there, so the store may end with the process that serves it. The order is *generation, token, addresses*; a group
+that is made again over the same store gets the next generation. A process that can reach torch's store can join, unless
+``KFCOMM_TOKEN`` is set on all ranks: the store holds no other secret.
 
-Whoever can reach torch's store can join: it knows no secret. ``KFCOMM_TOKEN``, set on all ranks, is one.
+By handles: a process that is asked for its handle opens a store of torch, whose address the handle holds, and keeps it
+open as long as it lives. All processes that meet use the store of the first, so that only one port has to be reachable
+besides those of kfcomm's own links.
 """
 
 from __future__ import annotations
@@ -14,17 +17,17 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from kfcomm.common.sizes import ranges
-from kfcomm.errors import RemoteProtocolError, RendezvousError
+from kfcomm.errors import ConfigError, RemoteProtocolError, RendezvousError
 from kfcomm.joining import prepare
 from kfcomm.rendezvous.identity import PeerInfo
-from kfcomm.rendezvous.interfaces import LOOPBACK
+from kfcomm.rendezvous.interfaces import LOOPBACK, choose_address
 from kfcomm.rendezvous.settings import Settings, store_url
 from kfcomm.rendezvous.token import concealed_token, given_token
 from kfcomm.sync.communicator import Communicator, join
@@ -164,3 +167,107 @@ def _local(size: int) -> tuple[int | None, int | None]:
     if str(size) != os.environ.get("WORLD_SIZE") or not rank.isdigit() or not local_size.isdigit():
         return None, None
     return int(rank), int(local_size)
+
+
+SCHEME = "kfcomm"
+NO_RANK = -1
+
+
+class Handle(NamedTuple):
+    """Where a process can be met.
+
+    Attributes:
+        uid: of the process, the same in all handles that it gives.
+        host, port: of its store.
+        rank: that it has; -1 without one.
+    """
+
+    uid: str
+    host: str
+    port: int
+    rank: int
+
+    def __str__(self) -> str:
+        return "|".join((SCHEME, *map(str, self)))
+
+    @classmethod
+    def of(cls, text: str) -> Handle:
+        """The handle that a process gave.
+
+        Raises:
+            ConfigError: none of this backend.
+        """
+        try:
+            scheme, uid, host, port, rank = text.split("|")
+            if scheme != SCHEME:
+                raise ValueError(scheme)
+            return cls(uid, host, int(port), int(rank))
+        except ValueError:
+            raise ConfigError(f"{text[:100]!r} is no handle of backend kfcomm: see get_reconfigure_handle") from None
+
+
+class Own:
+    """The handle of this process, and its store."""
+
+    def __init__(self) -> None:
+        self._uid = self._host = ""
+        self._store: Any = None
+        self._pid = 0
+
+    def handle(self, rank: int, towards: tuple[str, int]) -> Handle:
+        """What the others need.
+
+        Args:
+            rank: of this process now.
+            towards: host and port by which the interface is chosen, if ``KFCOMM_INTERFACE`` does not name one.
+        """
+        if self._pid != os.getpid():  # the first, or in a forked child
+            self._uid, self._pid = secrets.token_hex(8), os.getpid()
+            self._host = choose_address(os.environ.get("KFCOMM_INTERFACE") or None, towards)
+            self._store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
+        return Handle(self._uid, self._host, int(self._store.port), rank)
+
+    def meet(self, handles: Collection[str], uuid: int, timeout: timedelta) -> tuple[Any, int]:
+        """The store of all these processes for this meeting, and the place of this one among them.
+
+        Args:
+            handles: in the order of ranks; those of a set are ordered by the ranks that they have, new ones last.
+            uuid: the same on all, another one for each meeting.
+            timeout: for reaching the store.
+
+        Raises:
+            ConfigError: this process gave none of them, or one is given twice.
+            RendezvousError: the first one's store cannot be reached.
+        """
+        found = in_order(handles)
+        uids = [one.uid for one in found]
+        if self._pid != os.getpid() or self._uid not in uids:
+            raise ConfigError("this process has given none of these handles: see get_reconfigure_handle")
+        place = uids.index(self._uid)
+        store = self._store if place == 0 else _reached(found[0], timeout)
+        return dist.PrefixStore(f"reconfigure/{uuid}", store), place
+
+
+def in_order(handles: Collection[str]) -> list[Handle]:
+    """Handles by rank: as listed; those of a set by the ranks that they have, new processes after them.
+
+    Raises:
+        ConfigError: there is none, one is none of this backend, or a process is named twice.
+    """
+    found = [Handle.of(one) for one in handles]
+    if not found or len({one.uid for one in found}) < len(found):
+        raise ConfigError(f"handles name each process once, and at least one; got {len(found)}")
+    if isinstance(handles, list | tuple):
+        return found
+    return sorted(found, key=lambda one: (one.rank == NO_RANK, one.rank, one.uid))
+
+
+def _reached(first: Handle, timeout: timedelta) -> Any:
+    try:
+        return dist.TCPStore(first.host, first.port, is_master=False, wait_for_workers=False, timeout=timeout)
+    except RuntimeError as error:
+        raise RendezvousError(f"the process at {first.host}:{first.port} cannot be reached: {error}") from error
+
+
+own = Own()
+"""Of this process: handles name processes."""

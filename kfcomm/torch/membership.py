@@ -12,8 +12,7 @@ from torch.distributed.constants import default_pg_timeout
 from kfcomm.errors import KfcommError
 from kfcomm.torch.backend import NAME
 from kfcomm.torch.errors import as_torch
-from kfcomm.torch.handles import NO_RANK, own
-from kfcomm.torch.meeting import address_of
+from kfcomm.torch.meeting import NO_RANK, address_of, own
 from kfcomm.torch.registration import backend_of
 
 

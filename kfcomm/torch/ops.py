@@ -1,4 +1,8 @@
-"""What torch's ``ReduceOp`` means here."""
+"""Reduce ops of torch in terms of kfcomm's, and sums of sparse tensors.
+
+Sparse tensors are summed as Gloo does it: the entries of all ranks are gathered, and added up on each rank in the order
+of the ranks. With n ranks, z entries per rank and r elements per entry, a rank receives n·z·(r elements + indices).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from kfcomm.errors import ConfigError
+from kfcomm.torch.tensors import place, read
 from kfcomm.types import Op
 
 Kind = dist.ReduceOp.RedOpType
@@ -83,3 +88,37 @@ def whole_mean(op: Op, finish: Callable[[], object] | None, tensor: Any, size: i
         tensor.detach().div_(size, rounding_mode="trunc")
 
     return Op.SUM, divide
+
+
+def sparse_parts(tensor: Any, reduce_op: Any) -> tuple[Any, Any]:
+    """Indices and values of a tensor in COO layout, one row for each entry.
+
+    Raises:
+        ConfigError: another op than a sum.
+    """
+    op, factor = meaning_of(reduce_op, tensor.dtype)
+    if op is not Op.SUM:
+        raise ConfigError(f"sparse tensors can be summed; {op} of them has no meaning here")
+    whole = tensor.detach().coalesce()
+    entries = whole._nnz()
+    values = whole.values() if factor is None else whole.values() * factor
+    indices = read(whole.indices().t().contiguous()).reshape(entries, tensor.sparse_dim())
+    width = max(1, values[:1].numel()) if entries else _width(tensor)
+    return indices, read(values).reshape(entries, width)
+
+
+def add_up_sparse(tensor: Any, indices: Any, values: Any) -> None:
+    """Make ``tensor`` the sum of the entries of all ranks."""
+    count = len(indices)
+    rows = torch.empty((count, *tensor.shape[tensor.sparse_dim() :]), dtype=tensor.dtype)
+    place(rows).array[:] = values.reshape(-1)
+    made = torch.sparse_coo_tensor(torch.from_numpy(indices).t(), rows, tensor.shape, check_invariants=True)
+    with torch.no_grad():
+        tensor.copy_(made.coalesce())
+
+
+def _width(tensor: Any) -> int:
+    width = 1
+    for length in tensor.shape[tensor.sparse_dim() :]:
+        width *= length
+    return width

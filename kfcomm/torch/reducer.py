@@ -70,7 +70,7 @@ class Rooms:
         handle.add_done_callback(vacate)
 
 
-class Bucket(Work):
+class BucketWork(Work):
     """The reduction of a bucket, whose future holds another tensor than the one that was given.
 
     Args:

@@ -1,7 +1,8 @@
-"""Tensors as kfcomm takes them: flat NumPy views of their memory, without a copy where that can be.
+"""Tensors in the form that kfcomm takes: flat NumPy views of their memory, without a copy where they are contiguous.
 
-Ranks may give tensors of unlike shapes with as many elements, as with torch's other backends: all are exchanged flat.
-What is not contiguous is copied, and copied back. Tensors on a device stay tensors, which kfcomm takes as they are.
+All are exchanged flat: ranks may give tensors of different shapes with the same number of elements, as with torch's
+other backends. A tensor that is not contiguous is copied, and the result copied back. Tensors on a device are passed on
+as they are.
 """
 
 from __future__ import annotations

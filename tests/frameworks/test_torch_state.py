@@ -10,7 +10,7 @@ import pytest
 import kfcomm.torch
 from kfcomm import testing
 from kfcomm.errors import CollectiveAborted, CollectiveError, ConfigError
-from kfcomm.torch import objects
+from kfcomm.torch import state
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -86,8 +86,8 @@ def test_an_optimizer_becomes_that_of_the_root() -> None:
     assert first["param_groups"][0]["betas"] == (0.5, 0.6)
     for other in others:
         assert other["param_groups"] == first["param_groups"]
-        for place, state in first["state"].items():
-            assert all(torch.equal(one, other["state"][place][name]) for name, one in state.items())
+        for place, own in first["state"].items():
+            assert all(torch.equal(one, other["state"][place][name]) for name, one in own.items())
 
 
 VALUES = [
@@ -133,4 +133,4 @@ def test_what_cannot_be_sent() -> None:
 )
 def test_what_is_read_is_not_trusted(code: int, content: Any) -> None:
     with pytest.raises(CollectiveError, match="a peer's object cannot be read"):
-        objects.decoded(msgpack.ExtType(code, msgpack.packb(content)))
+        state.decoded(msgpack.ExtType(code, msgpack.packb(content)))

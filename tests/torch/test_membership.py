@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import kfcomm
 import kfcomm.torch
-from kfcomm.torch.handles import Handle, in_order
+from kfcomm.torch.meeting import Handle, in_order
 from tests.torch.fleet import Fleet
 from tests.torch.test_launching import environment
 
