@@ -18,9 +18,8 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-from kfcomm.arrays.device_kinds import OnStream
 from kfcomm.arrays.dtypes import Array, checked, dtype_called, dtype_name, dtype_of
-from kfcomm.arrays.kinds import NUMPY, ArrayKind, is_array_type, kind_of
+from kfcomm.arrays.kinds import NUMPY, ArrayKind, OnStream, host_kind_of, is_array_type
 from kfcomm.arrays.shapes import check_out_shape
 from kfcomm.errors import ConfigError
 
@@ -181,7 +180,7 @@ def adapt(x: Any) -> HostArray:
         return _packed(x, NUMPY, shared=True)
     if type(x) is HostArray:
         return x
-    kind = kind_of(x)
+    kind = host_kind_of(x)
     array, shared = kind.read(x)
     return _packed(array, kind, shared=shared)
 
@@ -212,7 +211,7 @@ def adapt_out(out: Any, like_shape: tuple[int, ...], like_dtype: np.dtype[Any]) 
     Raises:
         ConfigError: ``out`` has another shape or dtype, cannot be written to, or is of a kind that never can.
     """
-    kind = kind_of(out)
+    kind = host_kind_of(out)
     array = kind.write_into(out)
     _check_like(array, tuple(like_shape), checked(like_dtype))
     if array.flags.c_contiguous and array.dtype.isnative:

@@ -3,7 +3,7 @@
 Invariants: no library is imported when this module is. A kind reads an array without a copy, and never changes
 it. Whatever moves elements does so on the stream that is handed in.
 
-This module must not know who uses it, nor how an array comes to a kind (see `kfcomm.arrays.device_kinds`).
+This module must not know who uses it, nor how an array comes to a kind (see `kfcomm.arrays.kinds`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 from kfcomm.arrays.devices import Device, Flat, Stream
 from kfcomm.arrays.devices.cuda_calls import as_stream, load_cupy, working_on
 from kfcomm.arrays.dtypes import SUPPORTED_NAMES, checked, dtype_of, unsupported
+from kfcomm.arrays.host_kinds import check_strided, count_write, namespace_of
 from kfcomm.errors import ConfigError, KfcommError
 
 
@@ -25,6 +26,10 @@ class CudaKind:
     """What is the same for all of them. Arrays are read, and results made, as CuPy's."""
 
     name = "CUDA array"
+
+    def whereabouts(self, x: Any) -> tuple[str, str]:
+        """The device of ``x``, and what to pass instead to a verb that reads host memory."""
+        return "a GPU", "a copy in host memory"
 
     def ordinal(self, x: Any) -> int:
         """As CuPy has it."""
@@ -82,11 +87,19 @@ class CupyKind(CudaKind):
 
     name = "CuPy array"
 
+    def whereabouts(self, x: Any) -> tuple[str, str]:
+        """The device of ``x``, and what to pass instead to a verb that reads host memory."""
+        return f"cuda:{x.device.id}", "x.get()"
 
-class TorchKind(CudaKind):
+
+class CudaTorchKind(CudaKind):
     """Dense `torch.Tensor` on CUDA. Gradients do not flow through a collective: results do not require them."""
 
     name = "torch tensor"
+
+    def whereabouts(self, x: Any) -> tuple[str, str]:
+        """The device of ``x``, and what to pass instead to a verb that reads host memory."""
+        return str(x.device), "x.cpu()"
 
     def ordinal(self, x: Any) -> int:
         """As torch has it."""
@@ -105,8 +118,7 @@ class TorchKind(CudaKind):
 
     def read(self, x: Any, stream: Stream) -> tuple[Any, np.dtype[Any]]:
         """The memory of the tensor, by its address: torch's own way through DLPack would wait for torch's stream."""
-        if x.layout is not sys.modules["torch"].strided:
-            raise ConfigError(f"a torch tensor of layout {x.layout} cannot be exchanged: pass x.to_dense()")
+        check_strided(x)
         if x.is_conj() or x.is_neg():
             raise ConfigError("a lazily conjugated or negated tensor cannot be exchanged: pass x.resolve_conj()")
         name = str(x.dtype).removeprefix("torch.")
@@ -120,9 +132,8 @@ class TorchKind(CudaKind):
         return _around(address, tuple(x.shape), strides, dtype_of(name), self.ordinal(x), x), dtype_of(name)
 
     def written(self, out: Any) -> None:
-        """Torch counts what is written to a tensor: autograd refuses to go back through values that are gone."""
-        if not out.is_inference():
-            sys.modules["torch"].autograd.graph.increment_version(out)
+        """Torch counts the writes to a tensor."""
+        count_write(out)
 
     def restore(self, flat: Flat, shape: tuple[int, ...], stream: Stream) -> Any:
         """A tensor around the memory, which torch may use on its stream at once: it is the caller's."""
@@ -134,10 +145,14 @@ class TorchKind(CudaKind):
         return tensor.view(torch.bfloat16) if flat.dtype.name == "bfloat16" else tensor
 
 
-class JaxKind(CudaKind):
+class CudaJaxKind(CudaKind):
     """`jax.Array` on one GPU, outside of transformations. JAX's own streams wait, and are waited for, by themselves."""
 
     name = "JAX array"
+
+    def whereabouts(self, x: Any) -> tuple[str, str]:
+        """The device of ``x``, and what to pass instead to a verb that reads host memory."""
+        return ", ".join(sorted({device.platform for device in x.devices()})), "jax.device_get(x)"
 
     def ordinal(self, x: Any) -> int:
         """As JAX tells others."""
@@ -205,13 +220,16 @@ class InterfaceKind(CudaKind):
         return sys.modules["numba"].cuda.as_cuda_array(array, sync=False) if self._is_numba else array
 
 
-class DlpackKind(CudaKind):
+class CudaDlpackKind(CudaKind):
     """Any object with DLPack in CUDA memory; results are made by its array namespace if it names one, else by CuPy."""
 
     def __init__(self, x: Any) -> None:
         self.name = type(x).__name__
-        namespace = x.__array_namespace__() if hasattr(x, "__array_namespace__") else None
-        self._namespace = namespace if hasattr(namespace, "from_dlpack") else None
+        self._namespace = namespace_of(x)
+
+    def whereabouts(self, x: Any) -> tuple[str, str]:
+        """Its device type, as DLPack counts."""
+        return f"DLPack device type {int(x.__dlpack_device__()[0])}", "a copy in host memory"
 
     def ordinal(self, x: Any) -> int:
         """As it tells."""
@@ -231,8 +249,8 @@ class DlpackKind(CudaKind):
 
 
 CUPY = CupyKind()
-TORCH = TorchKind()
-JAX = JaxKind()
+TORCH = CudaTorchKind()
+JAX = CudaJaxKind()
 
 
 def _around(

@@ -1,386 +1,192 @@
-"""The libraries whose arrays kfcomm takes and gives back: one small class for each.
+"""The kind of an array: which library it is of, and whether it is in host memory or on a device.
 
-Invariants: no library is imported here. A value of a library's type can only exist once its module is loaded,
-so it is recognised by its type and the module is found in ``sys.modules``. A kind reads an array without copying
-where its memory allows, and never changes it.
+Invariants: no library is imported here. An array is recognised by its type, whose library is then in ``sys.modules``,
+or by an attribute ``__kfcomm_kind__`` of its type, by which any other library can join in, as the fakes of
+`kfcomm.testing` do.
 
-Only memory of the host is read; for that of a device see `kfcomm.arrays.device_kinds`. This module must not know dtypes
-beyond what their names need, nor who uses it.
+The libraries are in `kfcomm.arrays.host_kinds` and, for CUDA memory, in `kfcomm.arrays.cuda_kinds`, which is imported
+when there may be such an array.
 """
 
 from __future__ import annotations
 
-import array as stdlib_array
 import sys
-from collections.abc import Mapping, Sequence
-from functools import cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard, cast
 
 import numpy as np
 
-from kfcomm.arrays.dtypes import NUMPY_NAMES, Array, dtype_of, unsupported
-from kfcomm.errors import ConfigError
+from kfcomm.arrays.devices import Device, Flat, Stream
+from kfcomm.arrays.host_kinds import (
+    NUMPY,
+    READ_ONLY,
+    TOO_DEEP,
+    TORCH,
+    VALUE,
+    ArrayKind,
+    BufferKind,
+    DlpackKind,
+    HostKind,
+    JaxKind,
+    is_array_type,
+    not_readable,
+)  # fmt: skip
 
-TOO_DEEP = "it holds itself, or is nested too deeply: give it in parts"
-"""Why lists that come to no end are refused."""
-HOST_KINDS = (
-    "NumPy, torch on the CPU, JAX on the CPU, objects with the buffer protocol or DLPack in host memory, "
-    "numbers and nested lists of them"
-)
-DEVICE_VERBS = "all_reduce, all_reduce_many, reduce, broadcast, gather, all_gather, reduce_scatter and all_to_all"
-# DLPack's device types that the host can read: CPU, and memory of the host pinned for CUDA or ROCm.
-_DLPACK_HOST_DEVICES = (1, 3, 11)
+__all__ = [
+    "NUMPY", "READ_ONLY", "TOO_DEEP", "ArrayKind", "DeviceKind", "OnStream", "host_kind_of", "is_array_type", "kind_of",
+]  # fmt: skip
+
+_VALUES = (bool, int, float, complex, list, tuple, str, np.generic)
+_BUFFERS = (bytes, bytearray, memoryview)
+_DLPACK_CUDA_DEVICES = (2, 13)  # memory of a device, and memory that CUDA moves to where it is used
 
 
-class ArrayKind(Protocol):
-    """One library's arrays: how they become NumPy arrays, and how one is made from a NumPy array."""
+class DeviceKind(Protocol):
+    """One library's arrays in device memory.
+
+    A *native* array is what the library of the device makes of an array: the same memory, which it keeps alive, with a
+    ``shape`` and ``strides``, which can be any.
+    """
 
     @property
     def name(self) -> str:
         """What an error message calls such an array."""
         ...
 
-    def read(self, x: Any) -> tuple[Array, bool]:
-        """``x`` as a NumPy array, and whether that may be the memory of ``x`` itself.
+    def ordinal(self, x: Any) -> int:
+        """The number of the device on which ``x`` is; -1 where it is nowhere, having no elements.
 
         Raises:
-            ConfigError: the memory cannot be read, or the type of its elements has no NumPy counterpart.
+            ConfigError: it is on several.
         """
         ...
 
-    def write_into(self, out: Any) -> Array:
-        """The memory of ``out`` as a NumPy array of its shape (writable if ``out`` is).
+    def current_stream(self, x: Any) -> Stream:
+        """The stream on which the calling thread works now with ``x``, by its own library."""
+        ...
+
+    def stream_of(self, given: Any, device: Device) -> Stream:
+        """A stream as callers name it, or as ``current_stream`` gave it, in the form that the device takes.
 
         Raises:
-            ConfigError: such an object never can be written to, or not as it is.
+            ConfigError: it is no stream, or not one on which this device can work.
         """
         ...
+
+    def read(self, x: Any, stream: Stream) -> tuple[Any, np.dtype[Any]]:
+        """``x`` as a native array that can be used on the stream, and the type of its elements in NumPy.
+
+        Raises:
+            ConfigError: the memory cannot be used, or the type of its elements is not supported.
+        """
+        ...
+
+    def check_writable(self, out: Any) -> None:
+        """Whether a result can go into ``out``.
+
+        Raises:
+            ConfigError: it can never be written to.
+        """
 
     def written(self, out: Any) -> None:
         """The memory of ``out`` was or will be written to: whoever keeps count in its library is told."""
 
-    def restore(self, array: Array) -> Any:
-        """An array of this kind around, or with the content of, a C-contiguous ``array``."""
+    def flat_view(self, native: Any) -> Flat | None:
+        """The memory of a native array in one dimension, if it is contiguous and in C order."""
+        ...
+
+    def pack(self, native: Any, stream: Stream) -> Flat:
+        """A copy of the elements of a native array in C order, in one dimension, made on the stream."""
+        ...
+
+    def copy_into(self, native: Any, flat: Flat, stream: Stream) -> None:
+        """Copy flat memory into a native array of any strides, on the stream."""
+
+    def restore(self, flat: Flat, shape: tuple[int, ...], stream: Stream) -> Any:
+        """An array of this kind around flat memory, to be used on the stream, where its content will have been made."""
+        ...
+
+    def span(self, flat: Flat) -> tuple[int, int]:
+        """Where flat memory begins and ends, as addresses of its device."""
         ...
 
 
-class _Uncounted:
-    """Kinds whose libraries keep no count of what is written to an array."""
+class OnStream(NamedTuple):
+    """An array, and the caller's stream as it was on the caller's thread: the blocking API reads it there.
 
-    def written(self, out: Any) -> None:
-        """Nobody has to be told."""
-
-
-class NumpyKind(_Uncounted):
-    """`numpy.ndarray`; a subclass is read, and given back, as a plain array."""
-
-    name = "NumPy array"
-
-    def read(self, x: Any) -> tuple[Array, bool]:
-        """The array itself."""
-        return self.write_into(x), True
-
-    def write_into(self, out: Any) -> Array:
-        """The array itself."""
-        masked = sys.modules.get("numpy.ma")  # asked for by its name NumPy would import it, which takes 8 ms
-        if masked is not None and isinstance(out, masked.MaskedArray):
-            raise ConfigError("a masked array would lose its mask: pass x.filled(...) or x.data")
-        return np.asarray(out)
-
-    def restore(self, array: Array) -> Any:
-        """The array itself."""
-        return array
-
-
-class ReadOnlyKind(NumpyKind):
-    """What is given back is NumPy's, whatever was given, and cannot be written to."""
-
-    def restore(self, array: Array) -> Array:
-        """See ``ArrayKind.restore``."""
-        array.flags.writeable = False
-        return array
-
-
-class ValueKind(_Uncounted):
-    """Python and NumPy numbers, nested lists, and whatever else `numpy.asarray` takes: results are NumPy arrays."""
-
-    name = "number or list"
-
-    def read(self, x: Any) -> tuple[Array, bool]:
-        """A new array for numbers and lists; others may give their own memory."""
-        if isinstance(x, str):
-            raise ConfigError(_no_numbers("str", "np.frombuffer(x.encode(), np.uint8)"))
-        if isinstance(x, Mapping):
-            raise ConfigError(
-                f"expected an array, got {type(x).__name__} (see all_reduce_many); supported are {HOST_KINDS}"
-            )
-        try:
-            if isinstance(x, (list, tuple)) and _has_arrays(x):
-                raise ConfigError(
-                    "expected an array, got a list of arrays: give them one by one, or stack them into one"
-                )
-            array = np.asarray(x)
-        except ConfigError:
-            raise
-        except RecursionError:
-            raise ConfigError(f"expected an array, got {type(x).__name__}: {TOO_DEEP}") from None
-        except (ValueError, TypeError, OverflowError) as error:
-            raise ConfigError(
-                f"expected an array, got {type(x).__name__}: {error}; supported are {HOST_KINDS}"
-            ) from error
-        if array.dtype == object and isinstance(x, int):
-            raise ConfigError(f"expected numbers of at most 64 bits, got a larger integer; supported are {HOST_KINDS}")
-        if array.dtype == object:
-            raise ConfigError(f"expected an array of numbers, got {type(x).__name__}; supported are {HOST_KINDS}")
-        fresh = isinstance(x, (bool, int, float, complex, list, tuple, np.generic))
-        return array, not fresh
-
-    def write_into(self, out: Any) -> Array:
-        """Refused."""
-        raise _immutable(out)
-
-    def restore(self, array: Array) -> Any:
-        """The array itself."""
-        return array
-
-
-def _has_arrays(x: Sequence[Any]) -> bool:
-    """Whether there is an array anywhere in nested lists."""
-    types = set(map(type, x))
-    if any(map(is_array_type, types)):
-        return True
-    if not any(issubclass(type_, (list, tuple)) for type_ in types):
-        return False
-    return any(_has_arrays(one) for one in x if isinstance(one, (list, tuple)))
-
-
-class TorchKind:
-    """Dense `torch.Tensor` on the CPU. Gradients do not flow through a collective: results do not require them."""
-
-    name = "torch tensor"
-
-    def read(self, x: Any) -> tuple[Array, bool]:
-        """The memory of the tensor; a copy if it is lazily conjugated or negated."""
-        try:
-            return x.detach().numpy(), True
-        except (TypeError, RuntimeError):  # what torch refuses, we can still read or say more about
-            self._check(x)
-            return self._view(x.detach().resolve_conj().resolve_neg()), True
-
-    def write_into(self, out: Any) -> Array:
-        """The memory of the tensor."""
-        self._check(out)
-        if out.is_conj() or out.is_neg():
-            raise ConfigError("out cannot be a lazily conjugated or negated tensor: pass out.resolve_conj()")
-        return self._view(out.detach())
-
-    def written(self, out: Any) -> None:
-        """Torch counts what is written to a tensor: autograd refuses to go back through values that are gone."""
-        if not out.is_inference():
-            sys.modules["torch"].autograd.graph.increment_version(out)
-
-    def restore(self, array: Array) -> Any:
-        """A tensor around the array."""
-        torch = sys.modules["torch"]
-        writable = array if array.flags.writeable else array.copy()
-        if array.dtype.name == "bfloat16":
-            return torch.from_numpy(writable.view(np.int16)).view(torch.bfloat16)
-        return torch.from_numpy(writable)
-
-    @staticmethod
-    def _check(x: Any) -> None:
-        torch = sys.modules["torch"]
-        if x.layout is not torch.strided:
-            raise ConfigError(f"a torch tensor of layout {x.layout} cannot be exchanged: pass x.to_dense()")
-        if x.device.type != "cpu":
-            raise _on_device("torch tensor", str(x.device), "x.cpu()")
-
-    @staticmethod
-    def _view(x: Any) -> Array:
-        torch = sys.modules["torch"]
-        name = str(x.dtype).removeprefix("torch.")
-        if name != "bfloat16" and name not in NUMPY_NAMES:
-            raise unsupported(str(x.dtype))
-        try:
-            array: Array = x.view(torch.int16).numpy() if name == "bfloat16" else x.numpy()
-        except RuntimeError as error:  # inside torch.func, or a tensor without memory
-            raise ConfigError(f"the memory of a torch tensor cannot be read: {error}") from None
-        return array.view(dtype_of("bfloat16")) if name == "bfloat16" else array
-
-
-class JaxKind(_Uncounted):
-    """`jax.Array` on the CPU, outside of transformations.
-
-    A result lies where the array lay if that was placed by hand, on one device or with the result's shape; else where
-    JAX puts new arrays.
+    Attributes:
+        x: the array.
+        stream: as ``current_stream`` gave it, or as the caller named it.
     """
 
-    name = "JAX array"
-
-    def __init__(self, x: Any) -> None:
-        self._like = x
-
-    def read(self, x: Any) -> tuple[Array, bool]:
-        """The memory of the array, read-only; gathered from its shards if it has several."""
-        if isinstance(x, sys.modules["jax"].core.Tracer):
-            raise ConfigError("a collective cannot be called inside jax.jit, grad or vmap: call it outside")
-        if not isinstance(x.dtype, np.dtype):
-            raise unsupported(str(x.dtype))
-        platforms = {device.platform for device in x.devices()}
-        if platforms != {"cpu"}:
-            raise _on_device("JAX array", ", ".join(sorted(platforms)), "jax.device_get(x)")
-        if not x.is_fully_addressable:
-            raise ConfigError("a JAX array with shards in other processes cannot be exchanged: pass its local shards")
-        return np.asarray(x), True
-
-    def write_into(self, out: Any) -> Array:
-        """Refused: JAX arrays are immutable."""
-        raise _immutable(out)
-
-    def restore(self, array: Array) -> Any:
-        """An array that may keep the memory of ``array``."""
-        jax = sys.modules["jax"]
-        sharding = self._like.sharding
-        fits = len(sharding.device_set) == 1 or array.shape == self._like.shape
-        return (
-            jax.device_put(array, sharding)
-            if getattr(self._like, "committed", True) and fits
-            else jax.numpy.asarray(array)
-        )
+    x: Any
+    stream: Any
 
 
-class BufferKind(_Uncounted):
-    """Objects with the buffer protocol; a result of one axis is of the type of a standard one, else a NumPy array."""
-
-    def __init__(self, type_: type, typecode: str) -> None:
-        self.name = type_.__name__
-        self._type = type_
-        self._typecode = typecode
-
-    def read(self, x: Any) -> tuple[Array, bool]:
-        """The exported buffer."""
-        if self._type is bytes:
-            raise ConfigError(_no_numbers("bytes", "np.frombuffer(x, np.uint8)"))
-        try:
-            return np.asarray(memoryview(x)), True
-        except (ValueError, TypeError, BufferError, NotImplementedError) as error:
-            raise ConfigError(f"the buffer of a {self.name} cannot be read: {error}") from None
-
-    def write_into(self, out: Any) -> Array:
-        """The exported buffer, unless it never is writable."""
-        if self._type is bytes:
-            raise _immutable(out)
-        return self.read(out)[0]
-
-    def restore(self, array: Array) -> Any:
-        """A copy for types that own their memory, else the array or a view of it."""
-        if array.ndim == 1 and self._type is stdlib_array.array:
-            return stdlib_array.array(self._typecode, array.tobytes())
-        if array.ndim == 1 and self._type is bytearray:
-            return bytearray(array)
-        return array.data if self._type is memoryview and array.dtype.name != "bfloat16" else array
+def kind_of(x: Any) -> ArrayKind | DeviceKind:
+    """The kind of ``x``, in host memory or on a device. Imports no library."""
+    if isinstance(x, np.ndarray):
+        return NUMPY
+    if isinstance(x, _VALUES):
+        return VALUE
+    if isinstance(x, _BUFFERS):
+        return BufferKind(type(x), "")
+    own: DeviceKind | None = getattr(type(x), "__kfcomm_kind__", None)
+    if own is not None:
+        return own
+    return _library_kind(x) or _protocol_kind(x)
 
 
-class DlpackKind(_Uncounted):
-    """Any object with DLPack in host memory; results are made by its array namespace if it names one, else by NumPy."""
-
-    def __init__(self, type_: type, namespace: Any) -> None:
-        self.name = type_.__name__
-        self._namespace = namespace
-
-    def read(self, x: Any) -> tuple[Array, bool]:
-        """The exported tensor."""
-        device = int(x.__dlpack_device__()[0])
-        if device not in _DLPACK_HOST_DEVICES:
-            raise _on_device(self.name, f"DLPack device type {device}", "a copy in host memory")
-        try:
-            return np.from_dlpack(x), True
-        except (ValueError, TypeError, BufferError, RuntimeError) as error:
-            raise ConfigError(f"a {self.name} cannot be read through DLPack: {error}") from None
-
-    def write_into(self, out: Any) -> Array:
-        """The exported tensor: read-only if its library does not speak DLPack 1.0."""
-        return self.read(out)[0]
-
-    def restore(self, array: Array) -> Any:
-        """An array of its library around the array."""
-        if self._namespace is None or array.dtype.name == "bfloat16":
-            return array
-        return self._namespace.from_dlpack(array)
-
-
-@cache
-def is_array_type(type_: type) -> bool:
-    """Whether values of this type are arrays, and not numbers of which a list makes one array."""
-    if issubclass(type_, np.generic):
-        return False
-    if issubclass(type_, (np.ndarray, memoryview, bytearray, stdlib_array.array)):
-        return True
-    if type_.__module__.startswith("kfcomm.arrays"):  # one that was read on the caller's thread
-        return True
-    marks = ("__array__", "__dlpack__", "__cuda_array_interface__", "__kfcomm_kind__")
-    return any(hasattr(type_, mark) for mark in marks)
-
-
-NUMPY, READ_ONLY = NumpyKind(), ReadOnlyKind()
-_VALUE = ValueKind()
-_TORCH = TorchKind()
-
-
-def kind_of(x: Any) -> ArrayKind:
-    """The kind of ``x``, from its type alone.
+def host_kind_of(x: Any) -> ArrayKind:
+    """The kind of an array that can be read in host memory.
 
     Raises:
         ConfigError: ``x`` is an array in the memory of a device.
     """
-    if isinstance(x, np.ndarray):
-        return NUMPY
-    if isinstance(x, (bool, int, float, complex, list, tuple, str, np.generic)):
-        return _VALUE
+    kind = kind_of(x)
+    if is_device_kind(kind):
+        # A library that joins in by ``__kfcomm_kind__`` need not say more than ``DeviceKind`` asks of it.
+        device, instead = kind.whereabouts(x) if hasattr(kind, "whereabouts") else ("a device", "a copy in host memory")
+        raise not_readable(kind.name, device, instead)
+    return cast("ArrayKind", kind)
+
+
+def is_device_kind(kind: ArrayKind | DeviceKind) -> TypeGuard[DeviceKind]:
+    """Whether arrays of this kind are in the memory of a device."""
+    return not isinstance(kind, HostKind)
+
+
+def _library_kind(x: Any) -> ArrayKind | DeviceKind | None:
+    """The kind of an array of torch, JAX or CuPy; None for others."""
     if _is_a(x, "torch", "Tensor"):
-        return _TORCH
+        return _cuda_kinds().TORCH if x.is_cuda else TORCH
     if _is_a(x, "jax", "Array"):
-        return JaxKind(x)
-    if _is_a(x, "cupy", "ndarray"):
-        raise _on_device("CuPy array", f"cuda:{x.device.id}", "x.get()")
+        is_on_gpu = not _is_a(x, "jax.core", "Tracer") and all(device.platform == "gpu" for device in x.devices())
+        return _cuda_kinds().JAX if is_on_gpu else JaxKind(x)
+    return _cuda_kinds().CUPY if _is_a(x, "cupy", "ndarray") else None
+
+
+def _protocol_kind(x: Any) -> ArrayKind | DeviceKind:
+    """The kind of an array of another library, by what it can do."""
     if hasattr(x, "__cuda_array_interface__"):
-        raise _on_device(f"{type(x).__module__.partition('.')[0]} array", "GPU", "a copy in host memory")
-    if hasattr(type(x), "__kfcomm_kind__"):
-        raise _on_device(type(x).__kfcomm_kind__.name, "a device", "a copy in host memory")
+        kind: DeviceKind = _cuda_kinds().InterfaceKind(type(x))
+        return kind
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
-        return DlpackKind(type(x), _namespace(x))
+        is_on_cuda = int(x.__dlpack_device__()[0]) in _DLPACK_CUDA_DEVICES
+        return _cuda_kinds().CudaDlpackKind(x) if is_on_cuda else DlpackKind(x)
     try:
         with memoryview(x):
             return BufferKind(type(x), getattr(x, "typecode", ""))
     except (TypeError, BufferError):
-        return _VALUE
+        return VALUE
+
+
+def _cuda_kinds() -> Any:
+    from kfcomm.arrays import cuda_kinds
+
+    return cuda_kinds
 
 
 def _is_a(x: Any, module: str, name: str) -> bool:
     """Whether ``x`` is an instance of a library's type, without importing the library."""
     type_ = getattr(sys.modules.get(module), name, None)
     return type_ is not None and isinstance(x, type_)
-
-
-def _namespace(x: Any) -> Any:
-    namespace = x.__array_namespace__() if hasattr(x, "__array_namespace__") else None
-    return namespace if hasattr(namespace, "from_dlpack") else None
-
-
-def _on_device(what: str, device: str, instead: str) -> ConfigError:
-    return ConfigError(
-        f"a {what} on {device} cannot be exchanged by this verb, which reads memory of the host: pass {instead}; "
-        f"arrays in the memory of a GPU are for {DEVICE_VERBS}"
-    )
-
-
-def _no_numbers(given: str, instead: str) -> str:
-    say = f"pass {instead}, or use a verb for objects, such as broadcast_object"
-    return f"expected an array of numbers, got {given}: {say}"
-
-
-def _immutable(out: Any) -> ConfigError:
-    return ConfigError(
-        f"out cannot be a {type(out).__name__}, which cannot be written to; "
-        "expected a NumPy array, a torch tensor, or another object with writable host memory"
-    )

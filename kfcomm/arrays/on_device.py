@@ -4,7 +4,7 @@ Invariants: ``flat`` is one-dimensional and contiguous, of a supported dtype. It
 wherever that is so already, else a copy in C order, made on the caller's stream. Nothing here waits for a device:
 whatever is not ready yet is ready on the stream. Adapting never changes the caller's array.
 
-The counterpart of `kfcomm.arrays` for host memory. Which libraries there are is in `kfcomm.arrays.device_kinds`.
+The counterpart of `kfcomm.arrays` for host memory. Which libraries there are is in `kfcomm.arrays.kinds`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from kfcomm.arrays.device_kinds import DeviceKind, OnStream, kind_on_device
 from kfcomm.arrays.devices import Device, Flat, Stream
 from kfcomm.arrays.dtypes import checked
+from kfcomm.arrays.kinds import DeviceKind, OnStream, is_device_kind, kind_of
 from kfcomm.arrays.shapes import check_out_shape
 from kfcomm.errors import ConfigError
 
@@ -93,7 +93,7 @@ def is_on_device(x: Any) -> bool:
     What fails to say where it is counts as an array of the host: reading it there tells the other ranks why.
     """
     try:
-        return kind_on_device(x.x if type(x) is OnStream else x) is not None
+        return is_device_kind(kind_of(x.x if type(x) is OnStream else x))
     except Exception:  # noqa: BLE001  the caller's object may raise anything
         return False
 
@@ -181,8 +181,8 @@ def _begin(x: Any, device: Device, stream: Any) -> tuple[Any, DeviceKind, Stream
 
 
 def _kind_of(x: Any) -> DeviceKind:
-    kind = kind_on_device(x)
-    if kind is None:
+    kind = kind_of(x)
+    if not is_device_kind(kind):
         raise ConfigError(f"expected an array in the memory of a device, got {type(x).__name__}")
     return kind
 

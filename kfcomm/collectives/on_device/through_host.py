@@ -19,9 +19,9 @@ from kfcomm.errors import CollectiveTimeout
 
 if TYPE_CHECKING:
     from kfcomm.arrays import OutArray, OutList
-    from kfcomm.arrays.device_kinds import DeviceKind
     from kfcomm.arrays.devices import Device, Flat, Stream
     from kfcomm.arrays.devices.pinned import Block, PinnedPool
+    from kfcomm.arrays.kinds import DeviceKind
     from kfcomm.arrays.on_device import DeviceArray, DeviceOut
     from kfcomm.engine.engine import Engine
 

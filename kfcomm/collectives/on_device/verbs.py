@@ -19,7 +19,7 @@ from kfcomm import arrays
 from kfcomm.arrays import HostArray, OutArray, adapt, adapt_out, on_device
 from kfcomm.arrays.devices import Device, Stream
 from kfcomm.arrays.devices.host import HOST
-from kfcomm.arrays.kinds import NUMPY, ArrayKind, kind_of
+from kfcomm.arrays.kinds import NUMPY, ArrayKind, host_kind_of
 from kfcomm.arrays.on_device import DeviceArray, DeviceOut, adapt_device, adapt_device_out, is_on_device
 from kfcomm.collectives.group import UNNAMED
 from kfcomm.collectives.handle import Handle, join
@@ -126,7 +126,7 @@ class DeviceVerbs:
         if like is None:
             return NUMPY
         if not is_on_device(like):
-            return kind_of(like)
+            return host_kind_of(like)
         array = adapt_device(like, self._own_device(), stream)
         device = self._device_of(array)
         return Returned(array.kind, device, array.stream, self._paths.pool_of(device))
