@@ -70,7 +70,7 @@ def as_size(context: click.Context, parameter: click.Parameter, value: str | Non
 
 def checked_op(context: click.Context, parameter: click.Parameter, value: str) -> Op:
     """The op, by any of its names."""
-    from kfcomm.arrays.reduce.named import op_of
+    from kfcomm.arrays.reduce.ops import op_of
 
     try:
         return op_of(value)

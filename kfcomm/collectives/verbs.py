@@ -503,7 +503,7 @@ def _result_shape(verb: Verb, shape: Shape, view: GroupView, root: int) -> Shape
 def checked_op(op: Any, dtype: np.dtype[Any]) -> Op:
     """The op that is meant, if it has a meaning for this dtype."""
     if not isinstance(op, str) or op not in OPS:
-        from kfcomm.arrays.reduce.named import op_of
+        from kfcomm.arrays.reduce.ops import op_of
 
         op = op_of(op, dtype)
     return kernel(op, dtype).op

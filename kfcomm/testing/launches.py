@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kfcomm.arrays.devices.base import Array
+from kfcomm.arrays.reduce.ops import REDUCTIONS
 from kfcomm.testing.device_arrays import FakeArray
 from kfcomm.transports.backend import Part
 from kfcomm.types import Op, Verb
@@ -25,7 +26,7 @@ MOVING = (Verb.BROADCAST, Verb.ALL_GATHER, Verb.GATHER, Verb.ALL_TO_ALL)
 IN_PLACE = (Verb.ALL_REDUCE, Verb.REDUCE, Verb.BROADCAST)
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int8", "uint8", "int32", "uint32", "int64", "uint64")
-FOLDS = {Op.SUM: np.add, Op.AVG: np.add, Op.PROD: np.multiply, Op.MIN: np.minimum, Op.MAX: np.maximum}
+FOLDS = {op: reduction.ufunc for op, reduction in REDUCTIONS.items() if reduction.nccl is not None}
 
 
 class Launched(NamedTuple):

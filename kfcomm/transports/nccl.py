@@ -29,6 +29,7 @@ from typing import Any, Final
 import numpy as np
 
 from kfcomm.arrays.devices import Device, Flat, Stream
+from kfcomm.arrays.reduce.ops import REDUCTIONS
 from kfcomm.errors import TransportError
 from kfcomm.transports.backend import Part
 from kfcomm.types import Op, Verb
@@ -41,7 +42,7 @@ _BYTES: Final = "NCCL_UINT8"
 _REDUCING: Final = (Verb.ALL_REDUCE, Verb.REDUCE, Verb.REDUCE_SCATTER)
 _MOVING: Final = (Verb.BROADCAST, Verb.ALL_GATHER, Verb.GATHER, Verb.ALL_TO_ALL)
 _OF_PEERS: Final = (Verb.GATHER, Verb.ALL_TO_ALL)
-_OPS: Final = {op: f"NCCL_{op.name}" for op in (Op.SUM, Op.AVG, Op.PROD, Op.MIN, Op.MAX)}
+_OPS: Final = {op: reduction.nccl for op, reduction in REDUCTIONS.items() if reduction.nccl is not None}
 _INTEGERS: Final = ("int8", "uint8", "int32", "uint32", "int64", "uint64")
 _FLOATS: Final = ("float16", "bfloat16", "float32", "float64")
 _NUMBERS: Final = {name: f"NCCL_{name.upper()}" for name in (*_INTEGERS, *_FLOATS)}

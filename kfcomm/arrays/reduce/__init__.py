@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from kfcomm.arrays.dtypes import checked
-from kfcomm.arrays.reduce.base import FOLDS, Kernel, workspace
-from kfcomm.arrays.reduce.halves import HALVES, half_kernel
-from kfcomm.arrays.reduce.ordered import ordered_kernel
+from kfcomm.arrays.reduce.base import Kernel, workspace
+from kfcomm.arrays.reduce.halves import HALVES, half_kernel, ordered_kernel
+from kfcomm.arrays.reduce.ops import REDUCTIONS
 from kfcomm.arrays.reduce.plain import plain_kernel
 from kfcomm.arrays.reduce.wire import Wire, wire_dtype_of, wire_of
 from kfcomm.common.spelling import hint
@@ -26,9 +26,6 @@ from kfcomm.errors import ConfigError
 from kfcomm.types import Op
 
 __all__ = ["Kernel", "Wire", "kernel", "supports", "wire_dtype_of", "wire_of"]
-
-_BITWISE = frozenset({Op.AND, Op.OR, Op.XOR})
-_ACCUMULATING = frozenset({Op.SUM, Op.AVG, Op.PROD})
 
 
 @cache
@@ -38,31 +35,18 @@ def kernel(op: Op | str, dtype: np.dtype[Any]) -> Kernel:
     Raises:
         ConfigError: no such op, the dtype is not supported, or the op has no meaning for it; says what would do.
     """
-    if op not in FOLDS:
+    if op not in REDUCTIONS:
         raise ConfigError(f"op {op!r} is unknown; known are {', '.join(Op)}{hint(op, Op)}")
     op, dtype = Op(op), checked(dtype)
-    refusal = _refusal(op, dtype)
+    reduction = REDUCTIONS[op]
+    refusal = reduction.refuses(op, dtype)
     if refusal is not None:
         raise ConfigError(refusal)
     if dtype.name not in HALVES:
         return plain_kernel(op, dtype)
-    return half_kernel(op, dtype) if op in _ACCUMULATING else ordered_kernel(op, dtype, workspace())
+    return half_kernel(op, dtype) if reduction.is_accumulated else ordered_kernel(op, dtype, workspace())
 
 
 def supports(op: Op | str, dtype: np.dtype[Any]) -> bool:
     """Whether there is a kernel for ``op`` on ``dtype``."""
-    return op in FOLDS and _refusal(Op(op), dtype) is None
-
-
-def _refusal(op: Op, dtype: np.dtype[Any]) -> str | None:
-    if op in _BITWISE and dtype.kind not in "biu":
-        return f"op {op} has no meaning for {dtype}: it takes integers and bool"
-    if op is Op.AVG and dtype.kind in "biu":
-        return f"op avg of {dtype} would not be a {dtype}: use sum and divide, or give floating-point numbers"
-    if op in (Op.MIN, Op.MAX) and dtype.kind == "c":
-        return f"op {op} has no meaning for {dtype}: complex numbers have no order"
-    if op is Op.SUM and dtype.kind == "b":
-        return "op sum of bool would not be a bool: use or, or give integers to count"
-    if op is Op.PROD and dtype.kind == "b":
-        return "op prod of bool: use and"
-    return None
+    return op in REDUCTIONS and REDUCTIONS[Op(op)].refuses(Op(op), dtype) is None

@@ -59,40 +59,6 @@ class Kernel:
     fold_all: FoldAll | None = None
 
 
-def _minimum(a: Array, b: Array, out: Array, **options: Any) -> None:
-    np.minimum(a, b, out=out, **options)
-
-
-def _maximum(a: Array, b: Array, out: Array, **options: Any) -> None:
-    np.maximum(a, b, out=out, **options)
-
-
-# Called as f(a, b, out): by position, which saves 40 ns and which NumPy refuses only to minimum and maximum.
-FOLDS: dict[Op, Callable[..., object]] = {
-    Op.SUM: np.add,
-    Op.AVG: np.add,
-    Op.MIN: _minimum,
-    Op.MAX: _maximum,
-    Op.PROD: np.multiply,
-    Op.AND: np.bitwise_and,
-    Op.OR: np.bitwise_or,
-    Op.XOR: np.bitwise_xor,
-}
-
-
-REDUCTIONS: dict[Op, Callable[..., object]] = {
-    Op.SUM: np.add.reduce,
-    Op.AVG: np.add.reduce,
-    Op.MIN: np.minimum.reduce,
-    Op.MAX: np.maximum.reduce,
-    Op.PROD: np.multiply.reduce,
-    Op.AND: np.bitwise_and.reduce,
-    Op.OR: np.bitwise_or.reduce,
-    Op.XOR: np.bitwise_xor.reduce,
-}
-"""The same for all rows of an array."""
-
-
 class Quiet(threading.local):
     """`run(f, ...)` calls ``f`` with NumPy's floating-point warnings off, in 20 ns (`numpy.errstate`: 1.4 µs).
 

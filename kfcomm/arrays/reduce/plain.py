@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from kfcomm.arrays.dtypes import Array
-from kfcomm.arrays.reduce.base import FOLDS, REDUCTIONS, FoldAll, Kernel, Quiet, blocks, divide
+from kfcomm.arrays.reduce.base import FoldAll, Kernel, Quiet, blocks, divide
+from kfcomm.arrays.reduce.ops import REDUCTIONS
 from kfcomm.types import Op
 
 _COMPLEX_BLOCK = 8192  # elements multiplied at a time, so that the four products stay in the cache
@@ -16,13 +17,15 @@ _BLOCK_NBYTES = 1 << 18  # folded and then divided, so that it is divided in the
 
 def plain_kernel(op: Op, dtype: np.dtype[Any]) -> Kernel:
     """The kernel of an op that needs no wider numbers."""
+    reduction = REDUCTIONS[op]
+    combine, combine_all = reduction.fold, reduction.ufunc.reduce
     if dtype.kind in "biu":  # nothing to warn of
-        combine = FOLDS[op]
-        return Kernel(op, dtype, dtype, combine, _copy, _only(combine), False, _all_of(REDUCTIONS[op], None))
+        return Kernel(op, dtype, dtype, combine, _copy, _only(combine), False, _all_of(combine_all, None))
     quiet = Quiet()
     is_plain = op is not Op.PROD or dtype.kind != "c"
-    combine = FOLDS[op] if is_plain else _complex_product
-    fold_all = _all_of(REDUCTIONS[op], quiet) if is_plain else None
+    if not is_plain:
+        combine = _complex_product
+    fold_all = _all_of(combine_all, quiet) if is_plain else None
 
     def fold(a: Array, b: Array, out: Array) -> None:
         quiet.run(combine, a, b, out)

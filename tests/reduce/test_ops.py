@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kfcomm.arrays.reduce.named import op_of
+from kfcomm.arrays.reduce.ops import op_of
 from kfcomm.errors import ConfigError
 from kfcomm.types import Op
 
