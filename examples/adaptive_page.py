@@ -113,7 +113,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
 
 
 def _draw_lines(axes: dict[str, Any], runs: Sequence[Run]) -> None:
-    from kfcomm.bench.drawing import COLORS, LINE_WIDTH, mark_axis
+    from kfcomm.common.drawing import COLORS, LINE_WIDTH, mark_axis
 
     for number, run in enumerate(runs):
         lines = {name: run.column(name.replace(" ", "_")) for name in ("noise scale", "batch", "workers")}

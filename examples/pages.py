@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kfcomm.bench.html import Section, document, table_html
-from kfcomm.bench.table import Column, Table
+from kfcomm.bench.table import Column
+from kfcomm.common.html import Section, document, table_html
 
 
 @dataclass
@@ -34,7 +34,7 @@ def panels(heights: Mapping[str, float], *, salt: str) -> Iterator[Panels]:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    from kfcomm.bench.drawing import STYLE, as_svg
+    from kfcomm.common.drawing import STYLE, as_svg
 
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(11, sum(heights.values()) + 0.6), layout="constrained")
@@ -56,5 +56,4 @@ def write_page(path: Path, title: str, lead: Sequence[str], quiet: str, sections
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """As HTML, of words."""
-    columns = tuple(Column(head, "", str, is_word=True) for head in heads)
-    return table_html(Table((), columns, tuple(map(tuple, rows))))
+    return table_html([Column(head, "", str, is_word=True) for head in heads], rows)

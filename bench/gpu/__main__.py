@@ -16,7 +16,7 @@ from bench.compare.record import write
 from bench.compare.world import ROOT
 from bench.gpu import machine as gpu
 from bench.gpu.figures import FORMAT, Row, Wanted, slower_of, table
-from kfcomm.bench.cuda import num_devices
+from kfcomm.bench.memory import num_devices
 from kfcomm.errors import ConfigError, KfcommError
 
 SHARED_NBYTES = 64 << 20

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from kfcomm.bench.events import Event, to_line
-from kfcomm.bench.rank import run_rank
+from kfcomm.bench.measure import run_rank
 from kfcomm.bench.suite import Suite
 
 

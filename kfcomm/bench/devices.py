@@ -11,8 +11,7 @@ from typing import Any
 from kfcomm.arrays.devices import Device, DeviceReport
 from kfcomm.arrays.devices.routes import choose
 from kfcomm.arrays.devices.words import backend_in_words, driver_version
-from kfcomm.bench.cuda import CudaMemory
-from kfcomm.bench.memory import HostMemory, Memory, SymmetricMemory
+from kfcomm.bench.memory import CudaMemory, HostMemory, Memory, SymmetricMemory
 from kfcomm.bench.pattern import Array
 from kfcomm.bench.suite import Place
 from kfcomm.types import Layout

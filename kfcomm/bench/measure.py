@@ -7,6 +7,8 @@ all ranks learn of it and raise.
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from typing import Any
 
 import numpy as np
@@ -16,15 +18,35 @@ from kfcomm.bench.caller import Caller, opened
 from kfcomm.bench.devices import described, memory_of
 from kfcomm.bench.events import Begun, Emit, Failed, Measured, Starting
 from kfcomm.bench.figures import Result
+from kfcomm.bench.harness import loop_factory
 from kfcomm.bench.load import Load
 from kfcomm.bench.memory import HostMemory, Memory
 from kfcomm.bench.suite import Case, Suite
-from kfcomm.errors import KfcommError
+from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.types import Layout
 
 
 class WrongResult(KfcommError):
     """A collective gave a wrong result, or changed its input, on some rank. Raised on every rank."""
+
+
+def run_rank(suite: Suite, emit: Emit) -> int:
+    """Run this process's part of the benchmark.
+
+    Returns:
+        Its exit code: 2 for wrong settings, 1 for another failure, 130 if it was interrupted.
+    """
+    try:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            runner.run(run(suite, emit))
+    except WrongResult:
+        return 1  # rank 0 has reported it
+    except KeyboardInterrupt:
+        return 130
+    except KfcommError as error:
+        sys.stderr.write(f"kfcomm: error: {error}\n")
+        return 2 if isinstance(error, ConfigError) else 1
+    return 0
 
 
 async def run(suite: Suite, emit: Emit) -> None:

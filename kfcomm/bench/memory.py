@@ -1,18 +1,31 @@
-"""Where the arrays of a benchmark are, and the clock that fits them.
+"""Where the arrays of a benchmark are, and the clock that fits them: on the host, in symmetric memory, on a device.
 
-Whoever measures makes arrays, overwrites, reads and times them by a `Memory`, so that it need not know whether they
-are of the host or of a device. That of the host is here and adds nothing: arrays are NumPy's, and time is the host's.
+A benchmark makes, overwrites, reads and times arrays through a `Memory`, so that it does not depend on where they are.
+
+On a CUDA device everything is done by CuPy, which is imported when it is needed, on its current stream: the caller's
+stream of every collective. Time is taken by events on that stream, from before the first call to where the last result
+is ready. Only copies and fills are used: no kernel is compiled.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import numpy as np
 
+from kfcomm.arrays.devices.cuda_calls import INSTALL
 from kfcomm.bench.pattern import Array, spoil
+from kfcomm.common.sizes import show_size
+from kfcomm.errors import ConfigError
+from kfcomm.types import override
+
+_ALL_ONES = 0xFF
+"""In every byte: not a number in all floating-point formats, -1 or the largest integer in the others."""
 
 
 class Stopwatch(Protocol):
@@ -52,60 +65,143 @@ class Memory(Protocol):
         ...
 
 
-class HostStopwatch:
+class HostStopwatch(Stopwatch):
     """The clock of the host."""
 
     def __init__(self) -> None:
         self._began_s = 0.0
 
+    @override
     def start(self) -> None:
-        """See `Stopwatch`."""
         self._began_s = time.perf_counter()
 
+    @override
     async def elapsed_s(self) -> float:
-        """See `Stopwatch`: what returns is done."""
         return time.perf_counter() - self._began_s
 
 
-class HostMemory:
-    """That of the host."""
+class HostMemory(Memory):
+    """Memory of the host: NumPy arrays, and the host's clock."""
 
+    @override
     def holding(self, values: Array) -> Any:
-        """See `Memory`."""
         return values
 
+    @override
     def empty(self, count: int, dtype: np.dtype[Any]) -> Any:
-        """See `Memory`."""
         return np.empty(count, dtype)
 
+    @override
     def spoil(self, array: Any) -> None:
-        """See `Memory`."""
         spoil(array)
 
+    @override
     def settle(self) -> None:
-        """See `Memory`: there is nothing to wait for."""
+        pass
 
+    @override
     def read(self, array: Any) -> Array:
-        """See `Memory`."""
         return np.asarray(array)
 
+    @override
     def stopwatch(self) -> Stopwatch:
-        """See `Memory`."""
         return HostStopwatch()
 
 
 class SymmetricMemory(HostMemory):
-    """That of the host which its ranks share, made by ``Communicator.empty``."""
+    """Memory that the ranks of a host share, made by ``Communicator.empty``."""
 
     def __init__(self, empty: Callable[..., Array]) -> None:
         self._empty = empty
 
+    @override
     def holding(self, values: Array) -> Any:
-        """See `Memory`."""
         made = self._empty(values.shape, values.dtype)
         made[...] = values
         return made
 
+    @override
     def empty(self, count: int, dtype: np.dtype[Any]) -> Any:
-        """See `Memory`."""
         return self._empty(count, dtype)
+
+
+def num_devices() -> int:
+    """Return how many CUDA devices this process can use, at least one.
+
+    Raises:
+        ConfigError: none, or CuPy is not installed; says what would help.
+    """
+    if find_spec("cupy") is None:
+        raise ConfigError(f"arrays on a GPU need CuPy, which is not installed here: {INSTALL}")
+    try:
+        count = int(import_module("cupy").cuda.runtime.getDeviceCount())
+    except Exception as error:  # CuPy and its drivers raise many kinds of errors
+        text = " ".join(str(error).split())
+        raise ConfigError(f"CuPy finds no GPU that it can use ({text}); is there an NVIDIA driver?") from error
+    if not count:
+        raise ConfigError("there is no CUDA device here (or CUDA_VISIBLE_DEVICES hides it)")
+    return count
+
+
+class CudaMemory(Memory):
+    """Memory of one CUDA device, which becomes the current one of the thread that makes this."""
+
+    def __init__(self, ordinal: int) -> None:
+        self._cupy = import_module("cupy")
+        self._cupy.cuda.Device(ordinal).use()
+
+    @override
+    def holding(self, values: Array) -> Any:
+        array = self.empty(values.size, values.dtype).reshape(values.shape)
+        array.set(values)
+        return array
+
+    @override
+    def empty(self, count: int, dtype: np.dtype[Any]) -> Any:
+        try:
+            return self._cupy.empty(count, dtype)
+        except MemoryError as error:
+            asked = show_size(count * dtype.itemsize)
+            raise ConfigError(f"the device has no {asked} left: take smaller messages or fewer ranks on it") from error
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"CuPy has no arrays of {dtype}: {error}") from error
+
+    @override
+    def spoil(self, array: Any) -> None:
+        array.data.memset_async(0 if array.dtype.kind == "b" else _ALL_ONES, array.nbytes, self._stream)
+
+    @override
+    def settle(self) -> None:
+        self._stream.synchronize()
+
+    @override
+    def read(self, array: Any) -> Array:
+        return np.asarray(array.get())
+
+    @override
+    def stopwatch(self) -> Stopwatch:
+        return _EventStopwatch(self._cupy)
+
+    @property
+    def _stream(self) -> Any:
+        return self._cupy.cuda.get_current_stream()
+
+
+class _EventStopwatch(Stopwatch):
+    """Two events on the current stream."""
+
+    def __init__(self, cupy: Any) -> None:
+        self._cuda = cupy.cuda
+        # Blocking events: waiting for one sleeps, and leaves the core to the ranks.
+        self._first, self._last = self._cuda.Event(block=True), self._cuda.Event(block=True)
+
+    @override
+    def start(self) -> None:
+        self._first.record(self._cuda.get_current_stream())
+
+    @override
+    async def elapsed_s(self) -> float:
+        self._last.record(self._cuda.get_current_stream())
+        # Not on this thread: other ranks may need this rank's loop before their calls, and so this one, can end.
+        await asyncio.to_thread(self._last.synchronize)
+        return float(self._cuda.get_elapsed_time(self._first, self._last)) / 1e3

@@ -1,29 +1,62 @@
-"""The figures of the page, as SVG elements: bandwidth and latency over size, and bars for workloads."""
+"""Figures of the pages, as SVG elements: time and bandwidth over size or ranks, bars, and a heat map."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import matplotlib as mpl
+from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from kfcomm.bench.drawing import COLORS, LINE_WIDTH, MARKS, STYLE, Drawing, as_svg, mark_axis, size_axis
 from kfcomm.bench.figures import Result
+from kfcomm.bench.grid import Grid
+from kfcomm.bench.simulated import worlds_of
+from kfcomm.common.drawing import COLORS, LINE_WIDTH, MARKS, STYLE, Drawing, as_svg, mark_axis, size_axis
+from kfcomm.common.sizes import show_size
+from kfcomm.simulate import Result as Simulated
 
 _BAND = 0.15
+_HEAT = LinearSegmentedColormap.from_list("slower", ("#1f7a4d", "#9fd3a9", "#f6e7a8", "#eab08a", "#b8566b"))
+_MOST = 8.0
+_TICKS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 
 
-def drawings(results: Sequence[Result]) -> Iterator[Drawing]:
+def measured(results: Sequence[Result]) -> Iterator[Drawing]:
     """A figure for each collective that was measured over sizes, and one for each workload."""
     for verb in dict.fromkeys(result.case.collective for result in results if result.case.workload is None):
         chosen = [result for result in results if (result.case.collective, result.case.workload) == (verb, None)]
-        yield Drawing(verb.value, _over_sizes(chosen))
+        yield Drawing(verb.value, _measured_over_sizes(chosen))
     for workload in dict.fromkeys(result.case.workload for result in results if result.case.workload is not None):
-        yield Drawing(workload, _bars([result for result in results if result.case.workload == workload]))
+        chosen = [result for result in results if result.case.workload == workload]
+        bars = [_Bar.measured(each) for each in _series(chosen)]
+        label = "ms for all tensors: bar p50, whisker to p99; the bandwidth is algbw"
+        yield Drawing(workload, _bars(bars, label, f"workload {workload}"))
+
+
+def simulated(results: Sequence[Simulated]) -> Iterator[Drawing]:
+    """Time over size for each world, where there are several sizes, and over ranks, where there are several worlds.
+
+    Over ranks for the smallest, the median and the largest size only. Bars, where there is one size and one world.
+    """
+    worlds, sizes = worlds_of(results), sorted({result.nbytes for result in results})
+    if len(sizes) > 1:
+        for hosts, ranks in worlds:
+            chosen = [result for result in results if (result.num_hosts, result.size) == (hosts, ranks)]
+            where = f"{ranks} ranks on {hosts} host{'s' if hosts > 1 else ''}"
+            yield Drawing(f"Time over size, {where}", _simulated_over_sizes(chosen, f"sizes {hosts} {ranks}"))
+    if len(worlds) > 1:
+        for nbytes in sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]}):
+            chosen = [result for result in results if result.nbytes == nbytes]
+            yield Drawing(f"Time over ranks, {show_size(nbytes)}", _simulated_over_ranks(chosen, f"ranks {nbytes}"))
+    if len(sizes) == len(worlds) == 1:
+        label = "time in ms; the mark in a bar is the bound of the busiest port"
+        yield Drawing("Time", _bars([_Bar.simulated(result) for result in results], label, "simulated"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +79,18 @@ def _series(results: Sequence[Result]) -> list[_Series]:
             ", ".join(part for part, varies in zip(key, varying, strict=True) if varies)
             or f"strategy {key[0]}, transport {key[1]}",
             tuple(sorted(group, key=lambda result: result.case.nbytes)),
-            COLORS[number % len(COLORS)],
-            MARKS[number // len(COLORS) % len(MARKS)],
+            *_look(number),
         )
         for number, (key, group) in enumerate(groups.items())
     ]
 
 
-def _over_sizes(results: Sequence[Result]) -> str:
+def _look(number: int) -> tuple[str, str]:
+    """Colour and mark of a series."""
+    return COLORS[number % len(COLORS)], MARKS[number // len(COLORS) % len(MARKS)]
+
+
+def _measured_over_sizes(results: Sequence[Result]) -> str:
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(11, 4.6), layout="constrained")
         bandwidth, latency = figure.subplots(1, 2)
@@ -68,20 +105,9 @@ def _over_sizes(results: Sequence[Result]) -> str:
             size_axis(axes, sorted({result.case.nbytes for result in results}))
             axes.set_title(title, fontsize=10.5, loc="left")
             mark_axis(axes.yaxis, unit)
-        kinds = [
-            Line2D([], [], color="#666666", linewidth=LINE_WIDTH, label="busbw"),
-            Line2D(
-                [],
-                [],
-                color="#666666",
-                linewidth=LINE_WIDTH,
-                linestyle=":",
-                marker="o",
-                markersize=4,
-                markerfacecolor="white",
-                label="algbw",
-            ),
-        ]
+        line: dict[str, Any] = {"color": "#666666", "linewidth": LINE_WIDTH}
+        dotted: dict[str, Any] = {"linestyle": ":", "marker": "o", "markersize": 4, "markerfacecolor": "white"}
+        kinds = [Line2D([], [], label="busbw", **line), Line2D([], [], label="algbw", **line, **dotted)]
         bandwidth.legend(handles=kinds, loc="best", frameon=False, fontsize=9)
         handles = [
             Line2D([], [], color=each.color, marker=each.mark, markersize=4, linewidth=LINE_WIDTH, label=each.label)
@@ -117,21 +143,149 @@ def _draw_band(axes: Any, sizes: Sequence[int], low: Sequence[float], high: Sequ
         axes.vlines(sizes, low, high, color=color, linewidth=1)
 
 
-def _bars(results: Sequence[Result]) -> str:
+def _simulated_over_sizes(results: Sequence[Simulated], salt: str) -> str:
     with mpl.rc_context(STYLE):
-        series = _series(results)
-        figure = Figure(figsize=(11, 1.1 + 0.42 * len(series)), layout="constrained")
+        figure = Figure(figsize=(11, 4.4), layout="constrained")
         axes = figure.subplots()
-        longest = max(each.results[0].p99_s for each in series) * 1e3
-        for number, each in enumerate(series):
-            (result,) = each.results
-            p50, p99 = result.p50_s * 1e3, result.p99_s * 1e3
-            axes.barh(number, p50, color=COLORS[0], height=0.62)
-            axes.plot([p50, p99], [number, number], color="#222222", linewidth=1.2, marker="|")
-            axes.text(p99 + longest * 0.01, number, f"{p50:.1f} ms, {result.algbw:.2f} GB/s", va="center", fontsize=9)
-        axes.set_yticks(range(len(series)), [each.label for each in series])
+        handles = _draw_simulated(axes, results, lambda result: result.nbytes)
+        size_axis(axes, sorted({result.nbytes for result in results}))
+        return _finished(figure, axes, handles, salt)
+
+
+def _simulated_over_ranks(results: Sequence[Simulated], salt: str) -> str:
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(11, 4.4), layout="constrained")
+        axes = figure.subplots()
+        handles = _draw_simulated(axes, results, lambda result: result.size)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.xaxis.set_major_locator(FixedLocator(sorted({result.size for result in results})))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
+        axes.set_xlabel("ranks")
+        return _finished(figure, axes, handles, salt)
+
+
+def _draw_simulated(axes: Any, results: Sequence[Simulated], x: Callable[[Simulated], float]) -> list[Line2D]:
+    """A line for each strategy, with its bound dotted; returns what the legend shows."""
+    handles = []
+    for number, strategy in enumerate(dict.fromkeys(result.strategy for result in results)):
+        chosen = sorted((result for result in results if result.strategy == strategy), key=x)
+        color, mark = _look(number)
+        places = [x(result) for result in chosen]
+        look: dict[str, Any] = {"color": color, "marker": mark, "markersize": 4, "linewidth": LINE_WIDTH}
+        axes.plot(places, [result.seconds for result in chosen], **look)
+        axes.plot(places, [result.bound_s for result in chosen], ":", color=color, linewidth=1)
+        handles.append(Line2D([], [], label=strategy, **look))
+    handles.append(Line2D([], [], color="#666666", linestyle=":", linewidth=1, label="bound of the busiest port"))
+    return handles
+
+
+def _finished(figure: Figure, axes: Any, handles: list[Line2D], salt: str) -> str:
+    axes.set_ylabel("time")
+    mark_axis(axes.yaxis, "s")
+    figure.legend(handles=handles, loc="outside right upper", frameon=False)
+    return as_svg(figure, salt)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bar:
+    """A horizontal bar of milliseconds.
+
+    Attributes:
+        label: to the left of it.
+        ms: its length.
+        end_ms: where its text begins.
+        text: to the right of it.
+        mark: a line on it, as milliseconds and places across the bar.
+        marker: at both ends of that line.
+    """
+
+    label: str
+    ms: float
+    end_ms: float
+    text: str
+    mark: tuple[tuple[float, float], tuple[float, float]]
+    marker: str
+
+    @classmethod
+    def measured(cls, series: _Series) -> _Bar:
+        (result,) = series.results
+        p50, p99 = result.p50_s * 1e3, result.p99_s * 1e3
+        text = f"{p50:.1f} ms, {result.algbw:.2f} GB/s"
+        return cls(series.label, p50, p99, text, ((p50, p99), (0.0, 0.0)), "|")
+
+    @classmethod
+    def simulated(cls, result: Simulated) -> _Bar:
+        ms, bound_ms = result.seconds * 1e3, result.bound_s * 1e3
+        return cls(result.strategy, ms, ms, f"{ms:.4g} ms", ((bound_ms, bound_ms), (-0.31, 0.31)), "")
+
+
+def _bars(bars: Sequence[_Bar], label: str, salt: str) -> str:
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(11, 1.1 + 0.42 * len(bars)), layout="constrained")
+        axes = figure.subplots()
+        longest = max(bar.end_ms for bar in bars)
+        for number, bar in enumerate(bars):
+            places, across = bar.mark
+            axes.barh(number, bar.ms, color=COLORS[0], height=0.62)
+            axes.plot(places, [number + at for at in across], color="#222222", linewidth=1.2, marker=bar.marker)
+            axes.text(bar.end_ms + longest * 0.01, number, bar.text, va="center", fontsize=9)
+        axes.set_yticks(range(len(bars)), [bar.label for bar in bars])
         axes.invert_yaxis()
         axes.set_xlim(0, longest * 1.25)
         axes.grid(visible=False, axis="y")
-        axes.set_xlabel("ms for all tensors: bar p50, whisker to p99; the bandwidth is algbw")
-        return as_svg(figure, f"workload {results[0].case.workload}")
+        axes.set_xlabel(label)
+        return as_svg(figure, salt)
+
+
+def heat_map(grid: Grid) -> str:
+    """An SVG element: strategies by sizes, coloured by how much longer they take than the fastest."""
+    rows, columns = len(grid.strategies), len(grid.sizes)
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(max(6.5, 3.2 + 0.82 * columns), 1.6 + 0.44 * rows), layout="constrained")
+        axes = figure.subplots()
+        slower = [[grid.slower(strategy, nbytes) for nbytes in grid.sizes] for strategy in grid.strategies]
+        mesh = axes.pcolormesh(
+            slower, cmap=_HEAT, norm=LogNorm(1, _MOST, clip=True), edgecolors="#ffffff", linewidth=1.5
+        )
+        for row, strategy in enumerate(grid.strategies):
+            for column, nbytes in enumerate(grid.sizes):
+                wins = strategy == grid.winner(nbytes)
+                axes.text(
+                    column + 0.5, row + 0.5, _time(grid.seconds[strategy, nbytes]), ha="center", va="center",
+                    fontsize=9.5, color=_ink(slower[row][column]),
+                    fontweight="bold" if wins else "normal",
+                )  # fmt: skip
+                if wins:
+                    frame = Rectangle((column + 0.03, row + 0.05), 0.94, 0.9, fill=False, edgecolor="#0b2b1b", lw=2)
+                    axes.add_patch(frame)
+        axes.set_xticks([at + 0.5 for at in range(columns)], [show_size(nbytes) for nbytes in grid.sizes])
+        axes.set_yticks([at + 0.5 for at in range(rows)], grid.strategies)
+        axes.tick_params(length=0)
+        axes.invert_yaxis()
+        axes.grid(visible=False)
+        axes.spines[:].set_visible(False)
+        axes.set_xlabel("size of the message")
+        axes.set_ylabel("strategy")
+        bar = figure.colorbar(mesh, ax=axes, pad=0.015, aspect=max(8, 4 * rows), label="times as long as the fastest")
+        bar.ax.yaxis.set_major_locator(FixedLocator(_TICKS))
+        bar.ax.yaxis.set_minor_locator(NullLocator())
+        bar.ax.set_yticklabels([f"{tick:g}×" for tick in _TICKS[:-1]] + ["8× or more"])
+        bar.outline.set_visible(False)
+        return as_svg(figure, "winners")
+
+
+def _ink(slower: float) -> str:
+    """A colour that can be read on the cell's."""
+    red, green, blue, _ = _HEAT(LogNorm(1, _MOST, clip=True)(slower))
+    return "#1d2126" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.56 else "#ffffff"
+
+
+def _time(seconds: float) -> str:
+    """Three digits and a unit."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= scale or unit == "µs":
+            number = seconds / scale
+            return f"{number:.{0 if number >= 100 else 1 if number >= 10 else 2}f} {unit}"
+    return ""

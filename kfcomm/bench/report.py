@@ -77,9 +77,9 @@ class Report:
 
     def as_html(self) -> str:
         """The page."""
-        from kfcomm.bench.page import page  # imports what draws
+        from kfcomm.bench import pages  # imports matplotlib
 
-        return page(self)
+        return pages.measured(self)
 
 
 class Shown(Protocol):

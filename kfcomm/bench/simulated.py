@@ -68,9 +68,9 @@ class Simulations:
 
     def as_html(self) -> str:
         """A page with plots over size and over ranks, and the table."""
-        from kfcomm.bench.simulated_page import page  # imports what draws
+        from kfcomm.bench import pages  # imports matplotlib
 
-        return page(self)
+        return pages.simulated(self)
 
 
 def _strategy(result: Result) -> str:

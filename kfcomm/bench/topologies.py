@@ -110,9 +110,9 @@ class MeasuredTopologies(Report):
 
     def as_html(self) -> str:
         """The page."""
-        from kfcomm.bench.topologies_page import measured_page  # imports what draws
+        from kfcomm.bench import pages  # imports matplotlib
 
-        return measured_page(self)
+        return pages.measured_topologies(self)
 
 
 @dataclass(slots=True)
@@ -148,6 +148,6 @@ class SimulatedTopologies(Simulations):
 
     def as_html(self) -> str:
         """The page."""
-        from kfcomm.bench.topologies_page import simulated_page  # imports what draws
+        from kfcomm.bench import pages  # imports matplotlib
 
-        return simulated_page(self)
+        return pages.simulated_topologies(self)

@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 
 import kfcomm
-from kfcomm.bench.cuda import num_devices
 from kfcomm.bench.events import from_line
 from kfcomm.bench.machine import available_nbytes
-from kfcomm.bench.rank import run_rank
+from kfcomm.bench.measure import run_rank
+from kfcomm.bench.memory import num_devices
 from kfcomm.bench.report import Files, Report
 from kfcomm.bench.suite import Suite
 from kfcomm.bench.watch import Watch

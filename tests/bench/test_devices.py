@@ -12,13 +12,12 @@ import pytest
 from click.testing import CliRunner
 
 from kfcomm.arrays.devices import DeviceReport
-from kfcomm.bench import cuda, devices
+from kfcomm.bench import devices, memory
 from kfcomm.bench.caller import AsyncCaller
-from kfcomm.bench.cuda import CudaMemory, num_devices
 from kfcomm.bench.events import Begun, Event, Measured, from_line, to_line
 from kfcomm.bench.measure import WrongResult, measure
-from kfcomm.bench.memory import HostMemory
-from kfcomm.bench.page import surroundings
+from kfcomm.bench.memory import CudaMemory, HostMemory, num_devices
+from kfcomm.bench.pages import surroundings
 from kfcomm.bench.report import Report
 from kfcomm.bench.suite import COLLECTIVES, Mode, Place, Suite
 from kfcomm.bench.workloads import WORKLOADS
@@ -207,7 +206,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
         ),
     )
     monkeypatch.setitem(sys.modules, "cupy", made)
-    monkeypatch.setattr(cuda, "find_spec", lambda _: object())
+    monkeypatch.setattr(memory, "find_spec", lambda _: object())
     return made
 
 
@@ -259,7 +258,7 @@ def test_devices_are_counted(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("arguments", [["--device", "gpu"], ["--device", "gpu", "-n", "2", "--blocking"]])
 def test_without_cupy_one_line_says_what_to_install(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "find_spec", lambda _: None)
+    monkeypatch.setattr(memory, "find_spec", lambda _: None)
     done = CliRunner().invoke(main, ["bench", *arguments])
     assert done.exit_code == 2
     assert "kfcomm[cuda13]" in done.stderr.splitlines()[-1]

@@ -11,7 +11,7 @@ import pytest
 import bench.gpu.__main__ as command
 from bench.gpu.figures import Pairs, Row, Wanted, slower_of, table
 from bench.gpu.machine import driver
-from kfcomm.bench import cuda
+from kfcomm.bench import memory
 
 
 def row(pairs: Pairs, wanted: Wanted) -> Row:
@@ -68,7 +68,7 @@ def test_the_driver_is_what_its_module_says(tmp_path: Path, text: str, version: 
 def test_without_cupy_it_says_so_and_measures_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cuda, "find_spec", lambda _: None)
+    monkeypatch.setattr(memory, "find_spec", lambda _: None)
     monkeypatch.setattr(sys, "argv", ["bench.gpu", "--output", str(tmp_path / "x.json")])
     assert command.main() == 2
     said = capsys.readouterr()

@@ -13,12 +13,11 @@ import pytest
 
 from kfcomm.bench.events import Begun, Event, Failed, Measured, Starting, from_line, to_line
 from kfcomm.bench.figures import Result
-from kfcomm.bench.page import page
-from kfcomm.bench.progress import Progress
+from kfcomm.bench.pages import measured as page
 from kfcomm.bench.report import Files, Report
 from kfcomm.bench.suite import Suite
 from kfcomm.bench.table import COLUMNS, Table
-from kfcomm.bench.watch import Watch
+from kfcomm.bench.watch import Progress, Watch
 from kfcomm.errors import ConfigError
 from kfcomm.types import Verb
 

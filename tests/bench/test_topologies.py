@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kfcomm.bench.grid import Grid
+from kfcomm.bench.plots import heat_map
 from kfcomm.bench.topologies import LEGEND, times
-from kfcomm.bench.topologies_page import heat_map
 from kfcomm.cli import main
 from tests.launch.launched import finished
 

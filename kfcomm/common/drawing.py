@@ -1,6 +1,6 @@
-"""What all figures have in common: their looks, their axes, and how they become SVG elements.
+"""Matplotlib figures as SVG elements of a page: style, axes and export.
 
-Needs matplotlib, which is used without its global state: no window, no ``pyplot``.
+Uses matplotlib without its global state: no window, no ``pyplot``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullLocat
 from kfcomm.common.sizes import show_size
 
 STYLE: dict[Any, Any] = {
-    # letters stay letters: small, searchable, and set in the reader's own font
+    # text stays text: small, searchable, in the reader's own font
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.size": 10.0,
@@ -32,7 +32,7 @@ STYLE: dict[Any, Any] = {
     "grid.color": "#e3e6ea",
     "axes.edgecolor": "#8a9099",
 }
-# told apart also by those who do not see all colours (Okabe and Ito 2008), then again with other marks
+# A palette for colour-blind readers (Okabe and Ito 2008); more series repeat it with other marks.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#444444")
 MARKS = ("o", "s", "^", "D", "v", "P", "X")
 LINE_WIDTH = 1.6
@@ -43,8 +43,8 @@ class Drawing:
     """A figure.
 
     Attributes:
-        title: what it shows.
-        svg: the element, to be put into a page.
+        title: its heading.
+        svg: the element.
     """
 
     title: str
@@ -77,7 +77,7 @@ def mark_axis(axis: Any, unit: str) -> None:
 
 
 def as_svg(figure: Figure, salt: str) -> str:
-    """The figure as an element: ids differ between figures, and nothing in it depends on when it was drawn."""
+    """The figure as an element: ids that differ between figures, no date, so that equal data gives equal bytes."""
     text = io.StringIO()
     with mpl.rc_context({**STYLE, "svg.hashsalt": salt}):
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
