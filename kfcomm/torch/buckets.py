@@ -11,7 +11,7 @@ the others are left alone, as a single process leaves them alone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -274,31 +274,28 @@ def dtype_problem(parameter: torch.Tensor) -> str | None:
 
 
 def share_out(parameters: Iterable[tuple[str, torch.Tensor]], nbytes: int) -> list[list[tuple[str, torch.Tensor]]]:
-    """Which parameters' gradients travel together: neighbours of one dtype, up to ``nbytes``; larger ones alone.
+    """Groups of parameters whose gradients travel together: of one dtype, up to ``nbytes``; a larger one alone.
 
     Args:
         parameters: with their names, in the order in which their gradients come.
         nbytes: of a bucket; beyond it a gradient has one to itself.
     """
     shared: list[list[tuple[str, torch.Tensor]]] = []
-    open_by_dtype: dict[torch.dtype, _Open] = {}
+    latest: dict[torch.dtype, list[tuple[str, torch.Tensor]]] = {}
+    left: dict[torch.dtype, int] = {}
     for name, parameter in parameters:
         size = parameter.numel() * parameter.dtype.itemsize
-        latest = open_by_dtype.get(parameter.dtype)
-        if latest is None or latest.nbytes + size > nbytes:
-            latest = open_by_dtype[parameter.dtype] = _Open()
-            shared.append(latest.parameters)
-        latest.parameters.append((name, parameter))
-        latest.nbytes += size
+        if size > nbytes:
+            # Its neighbours stay together: else each bias between two large weights would be a collective of its own.
+            shared.append([(name, parameter)])
+            continue
+        dtype = parameter.dtype
+        if size > left.get(dtype, -1):
+            latest[dtype], left[dtype] = [], nbytes
+            shared.append(latest[dtype])
+        latest[dtype].append((name, parameter))
+        left[dtype] -= size
     return shared
-
-
-@dataclass(slots=True)
-class _Open:
-    """A bucket that may take more."""
-
-    parameters: list[tuple[str, torch.Tensor]] = field(default_factory=list)
-    nbytes: int = 0
 
 
 def _memory(comm: Communicator, count: int, dtype: np.dtype[Any]) -> tuple[np.ndarray[Any, Any], bool]:

@@ -445,6 +445,20 @@ def test_after_detaching_nothing_is_exchanged(defer: bool) -> None:
     assert not torch.equal(first, second)
 
 
+def test_small_gradients_share_a_bucket_across_larger_ones() -> None:
+    def rank(comm: Any) -> tuple[set[str], dict[str, Any]]:
+        model = nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, WIDTH))
+        chosen = torch.optim.SGD(model.parameters(), lr=0.1)
+        kfcomm.torch.attach(model, chosen, comm, bucket_nbytes=600)
+        train(model, chosen, batches(comm.rank))
+        return {key.name for key in comm.statistics().keys}, dict(model.state_dict())
+
+    (names, first), (_, second) = each(rank)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    averaged = {name for name in names if name.endswith(("weight", "bias", "more"))}
+    assert averaged == {"grad/4.weight", "grad/2.weight", "grad/0.weight", "grad/4.bias and 2 more"}
+
+
 @pytest.mark.parametrize("defer", [True, False])
 def test_mixed_dtypes_and_a_wire_dtype(defer: bool) -> None:
     def rank(comm: Any) -> dict[str, Any]:
