@@ -1,23 +1,92 @@
-"""What the ledger has to know of each verb: whose the result is, and whether fewer ranks can do it again."""
+"""Calls of a step: verb and arguments, record on one rank, standing, and outcome after a loss."""
 
 from __future__ import annotations
 
+import hashlib
 import inspect
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from kfcomm.arrays import adapt, adapt_out, is_list
 from kfcomm.arrays.dtypes import dtype_of
 from kfcomm.collectives.batches import names_of
-from kfcomm.collectives.handle import Handle
+from kfcomm.collectives.handle import Handle, looked_at
 from kfcomm.collectives.packing import many_key
 from kfcomm.common.arguments import checked_name
+from kfcomm.core.collective import OWN_NAMES, name_of, shown
+from kfcomm.elastic.stripes import Array
+from kfcomm.transports.reactor import Timer
 from kfcomm.world.communicator import Communicator
 
+Key: TypeAlias = tuple[str, int]
+"""Name of a call, and which use of the name in its step it is."""
+Row: TypeAlias = "tuple[str, int, Standing | int, tuple[int, ...], int, str]"
+"""Key, standing, contributors, step, and why it has failed."""
 
-class Kind(NamedTuple):
+
+class Standing(IntEnum):
+    """How a call stands on one rank; one that has not begun there stands nowhere."""
+
+    POSTED = 0
+    """It is not over."""
+    HELD = 1
+    """This rank has its own result, and does not know whether all others have theirs."""
+    DONE = 2
+    """It is over, with a result."""
+    FAILED = 3
+    """It is over, with an error of its own."""
+
+
+class CallOutcome(NamedTuple):
+    """What becomes of a call that is over on some rank.
+
+    Attributes:
+        step: of the call.
+        giver: birth of the rank that gives the result to the others; -1 if it has failed for all.
+        contributors: births of the ranks whose contributions are in the result.
+        why: it has failed.
+    """
+
+    step: int
+    giver: int
+    contributors: tuple[int, ...] = ()
+    why: str = ""
+
+
+def decide(said: Sequence[tuple[int, Sequence[Row]]], births: Sequence[int]) -> Mapping[Key, CallOutcome]:
+    """The verdict on each call that is over on some rank and not, in the same way, on all.
+
+    A call that is done on one rank is done on all: the lowest of those gives it. One that has failed on one rank, and
+    is done on none, has failed on all. Any other is done again. A rank may be a step further than others: then all has
+    been over on all ranks before that step began.
+
+    Args:
+        said: by rank, in which step it is, and how its calls stand.
+        births: of the ranks.
+    """
+    latest = max(step for step, _ in said)
+    done: dict[Key, list[tuple[int, int, tuple[int, ...]]]] = {}
+    failed: dict[tuple[Key, int], list[str]] = {}
+    for birth, (_, rows) in zip(births, said, strict=True):
+        for name, number, standing, contributors, step, why in rows:
+            if step < latest:
+                continue
+            if standing == Standing.DONE:
+                done.setdefault((name, number), []).append((step, birth, tuple(contributors)))
+            elif standing == Standing.FAILED:
+                failed.setdefault(((name, number), step), []).append(why)
+    verdicts = {key: CallOutcome(*having[0]) for key, having in done.items() if len(having) < len(births)}
+    for (key, step), reasons in failed.items():
+        if key not in done and len(reasons) < len(births):
+            verdicts[key] = CallOutcome(step, -1, (), reasons[0])
+    return verdicts
+
+
+class VerbTraits(NamedTuple):
     """A verb.
 
     Attributes:
@@ -32,9 +101,9 @@ class Kind(NamedTuple):
     can_shrink: bool = True
 
 
-ALIKE, ALIKE_ROOTED = Kind(), Kind(is_rooted=True)
-OWN_ROOTED, OWN = Kind(is_own=True, is_rooted=True), Kind(is_own=True, can_shrink=False)
-KINDS: Mapping[str, Kind] = {
+ALIKE, ALIKE_ROOTED = VerbTraits(), VerbTraits(is_rooted=True)
+OWN_ROOTED, OWN = VerbTraits(is_own=True, is_rooted=True), VerbTraits(is_own=True, can_shrink=False)
+KINDS: Mapping[str, VerbTraits] = {
     "all_reduce": ALIKE,
     "monitored_all_reduce": ALIKE,
     "all_reduce_many": ALIKE,
@@ -61,7 +130,7 @@ _PLACES = {verb: {one.name: place for place, one in enumerate(found)} for verb, 
 _DEFAULTS = {verb: {one.name: one.default for one in found} for verb, found in _PARAMETERS.items()}
 
 
-class Call:
+class ElasticCall:
     """A verb with its arguments, as the caller has given them."""
 
     __slots__ = ("_args", "_kwargs", "kind", "verb")
@@ -169,3 +238,118 @@ def written(result: Any, out: Any) -> Any:
         to.flat[:] = view.flat
         to.finish()
     return out
+
+
+BOUNDARY = f"{OWN_NAMES}boundary"
+"""The name of the call between two steps."""
+
+Births: TypeAlias = tuple[int, ...]
+
+
+class ElasticHandle(Handle[Any]):
+    """Handle of a call that survives the loss of ranks.
+
+    Attributes:
+        withdraw: ends the call on all ranks where it is not over; says whether it was not over on this one.
+    """
+
+    withdraw: Callable[[], bool] | None = None
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        """End the call everywhere; False if it is complete already."""
+        if self.done() or (self.withdraw is not None and not self.withdraw()):
+            return False
+        return super().cancel(msg)
+
+
+class Entry:
+    """A call of this rank.
+
+    Attributes:
+        key: see ``Call.title``, and which use of that in the step.
+        call: the verb and its arguments.
+        outer: what the caller holds; None while the caller does the call itself: see ``Dispatcher.enter``.
+        inner: the collective under way; None if there is none, the caller's thread while that does it itself.
+        standing: how it stands on this rank.
+        step: to which it belongs; a boundary belongs to the one that it begins.
+        result: once it is there.
+        contributors: births of the ranks whose contributions are in it.
+        scratch: where it was made, if the caller wants it elsewhere.
+        unfreeze: arrays of the result that can be written to again when the step is over.
+        is_void: it has failed because ranks were lost.
+        why: it has failed, or its caller has given it up; for the other ranks.
+        deadline_s: of the reactor's clock: all that is done for it is to end by then.
+        timer: ends it by then, while nothing that has a timeout is under way.
+        refusal: it is not made on this rank, for this error; a call of so many steps.
+        has_told: those that wait in this epoch until all have their own result know that this rank has none.
+    """
+
+    __slots__ = (
+        "call", "contributors", "deadline_s", "has_told", "inner", "is_void", "key", "outer", "refusal", "result",
+        "scratch", "standing", "step", "timer", "unfreeze", "why",
+    )  # fmt: skip
+
+    def __init__(self, key: Key, call: ElasticCall, outer: Handle[Any] | None, step: int) -> None:
+        self.key = key
+        self.step = step
+        self.call = call
+        self.outer = outer
+        self.inner: Handle[Any] | int | None = None
+        self.standing = Standing.POSTED
+        self.result: Any = None
+        self.contributors: Births = ()
+        self.scratch: Array | None = None
+        self.unfreeze: list[Array] = []
+        self.is_void = False
+        self.why = ""
+        self.deadline_s = math.inf
+        self.timer: Timer | None = None
+        self.refusal: tuple[BaseException, int] | None = None
+        self.has_told = False
+
+    @property
+    def name(self) -> str:
+        """As the caller knows it; "unnamed" without one."""
+        return name_of(self.key[0])
+
+    @property
+    def title(self) -> str:
+        """The same for messages."""
+        return shown(self.key[0].partition("\0")[0])
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is not the program's, but made by kfcomm between steps."""
+        return self.key[0].startswith(OWN_NAMES)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the caller has given it up, or its time is over, while it is not over among the ranks."""
+        return self.outer is not None and self.outer.done()
+
+    def is_counted(self, names: Collection[str] | None) -> bool:
+        """Whether it tells of the step's samples: of these names or, without any, the program's and not kfcomm's."""
+        return self.name in names if names is not None else not self.is_own
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether it has to be given to those who have none: each holds its own, and a barrier has no result."""
+        return not self.call.kind.is_own and self.call.verb != "barrier"
+
+    def refuse(self, error: BaseException) -> None:
+        """It fails."""
+        self.standing = Standing.FAILED
+        self.why = self.why or str(error) or type(error).__name__
+        if self.outer is not None and not self.outer.done():
+            self.outer.set_exception(error)
+
+    def heard(self) -> None:
+        """Nobody has to look at the result, or at the error."""
+        if self.outer is not None:
+            looked_at(self.outer)
+
+
+def name_for(what: str, key: Key) -> str:
+    """A name that no caller uses, whatever the caller's is."""
+    digest = hashlib.blake2b(key[0].encode(errors="surrogatepass"), digest_size=8).hexdigest()
+    return f"kfcomm/{what}/{digest}/{key[1]}"

@@ -14,7 +14,7 @@ from kfcomm.arrays.kinds import is_array_type
 from kfcomm.collectives.objects import packed, unpacked
 from kfcomm.errors import ConfigError
 
-Path: TypeAlias = tuple["str | int | Key", ...]
+Path: TypeAlias = tuple["str | int | MappingKey", ...]
 
 MAX_DEPTH = 64
 """Of containers in containers; msgpack carries some hundreds, in which a state is not alone."""
@@ -23,7 +23,7 @@ _known: set[tuple[type, Any]] = set()
 """Types and dtypes of arrays that were adapted without an error."""
 
 
-class Key:
+class MappingKey:
     """A key of a mapping, as a part of a path; a place in a list is an ``int``."""
 
     __slots__ = ("plain",)
@@ -92,7 +92,7 @@ def order_of(key: Any) -> Any:
 
 def shown(path: Path) -> str:
     """A path in words: ``best['a'][0]``."""
-    steps = (one.plain if isinstance(one, Key) else one for one in path[1:])
+    steps = (one.plain if isinstance(one, MappingKey) else one for one in path[1:])
     return str(path[0]) + "".join(f"[{one!r}]" for one in steps)
 
 
@@ -149,7 +149,7 @@ def _check_at(where: Any, value: Any, container: Any, depth: int, is_quick: bool
     try:
         _check(value, depth, is_quick)
     except Unfit as unfit:
-        unfit.path.append(Key(where) if isinstance(container, Mapping) else where)
+        unfit.path.append(MappingKey(where) if isinstance(container, Mapping) else where)
         raise
 
 

@@ -14,8 +14,8 @@ from kfcomm.arrays.on_device import is_on_device
 from kfcomm.collectives.handle import Handle
 from kfcomm.common.arguments import whole_number
 from kfcomm.elastic.calls import KINDS
-from kfcomm.elastic.ledger import Ledger
-from kfcomm.elastic.telling import Telling
+from kfcomm.elastic.dispatcher import Dispatcher
+from kfcomm.elastic.requests import EpochReports
 from kfcomm.errors import CollectiveTimeout, ConfigError, RendezvousError
 from kfcomm.types import Candidate, Seconds
 from kfcomm.world.communicator import Communicator
@@ -48,8 +48,8 @@ class ElasticCommunicator:
 
     def __init__(self, comm: Communicator) -> None:
         self.current = comm
-        self._ledger: Ledger | None = None
-        self._telling = Telling()
+        self._calls: Dispatcher | None = None
+        self._reports = EpochReports()
         self._timeout: Seconds | None = None
         self._by_births = {comm.births: comm}
 
@@ -64,7 +64,7 @@ class ElasticCommunicator:
     @property
     def _shown(self) -> Communicator:
         """Of the ranks of the step."""
-        return self.current if self._ledger is None else self._by_births[self._ledger.shown]
+        return self.current if self._calls is None else self._by_births[self._calls.log.shown]
 
     @property
     def rank(self) -> int:
@@ -104,7 +104,7 @@ class ElasticCommunicator:
     @property
     def outlives(self) -> bool:
         """Whether collectives outlive a rank that is lost: while an ``Elastic`` is open."""
-        return self._ledger is not None
+        return self._calls is not None
 
     @property
     def _session(self) -> Session:
@@ -127,10 +127,10 @@ class ElasticCommunicator:
         Raises:
             ConfigError: it cannot be a name.
         """
-        if self._ledger is None:
+        if self._calls is None:
             self.current.refuse(name, error, steps=steps)
         else:
-            self._ledger.refuse(name, error, steps)
+            self._calls.refuse(name, error, steps)
 
     # ---------------------------------------------------------------- the ends
 
@@ -143,7 +143,7 @@ class ElasticCommunicator:
         self._check_not_open("shrink")
         former = self.current
         self._move(await former.shrink(timeout=timeout))
-        self._telling.begin(self.current, former.births, NO_PLAN)
+        self._reports.begin(self.current, former.births, NO_PLAN)
         return self
 
     async def agree(self, value: Any, *, timeout: Any = None) -> Any:
@@ -193,7 +193,7 @@ class ElasticCommunicator:
             except Released:
                 return False
             self._move(made)
-            self._telling.begin(made, comm.births, plan if is_planned else NO_PLAN)
+            self._reports.begin(made, comm.births, plan if is_planned else NO_PLAN)
         return True
 
     async def propose_size(self, size: int) -> None:
@@ -228,14 +228,14 @@ class ElasticCommunicator:
         await self.current._session.network.want_replaced(self.births[number])
 
     def _check_not_open(self, verb: str) -> None:
-        if self._ledger is not None:
+        if self._calls is not None:
             raise ConfigError(f"{verb} is for programs that handle losses themselves: while an Elastic is open it does")
 
     async def close(self) -> None:
         """See ``kfcomm.Communicator.close``."""
-        if self._ledger is not None:
+        if self._calls is not None:
             await self.end()
-        await self._telling.close()
+        await self._reports.close()
         await self.current.close()
 
     async def __aenter__(self) -> Self:
@@ -250,25 +250,25 @@ class ElasticCommunicator:
 
     # ---------------------------------------------------------------- what an Elastic does
 
-    def begin(self, *, finishes: bool = True) -> Ledger:
-        """From now on calls outlive a rank; ``finishes``: see `Ledger`.
+    def begin(self, *, finishes: bool = True) -> Dispatcher:
+        """From now on calls outlive a rank; ``finishes``: see `Dispatcher`.
 
         Raises:
             ConfigError: one is open already.
             SessionClosed: the communicator is closed.
         """
-        if self._ledger is not None:
+        if self._calls is not None:
             raise ConfigError("an Elastic is open on this communicator already")
         self.current._check_open()
         self._by_births = {self.current.births: self.current}
-        self._ledger = Ledger(self.current, self._move, self._telling, finishes=finishes)
-        return self._ledger
+        self._calls = Dispatcher(self.current, self._move, self._reports, finishes=finishes)
+        return self._calls
 
     async def end(self) -> None:
         """Calls are those of the epoch again."""
-        ledger, self._ledger = self._ledger, None
-        if ledger is not None:
-            await ledger.close()
+        calls, self._calls = self._calls, None
+        if calls is not None:
+            await calls.close()
 
     def check_open(self) -> None:
         """Refuse to work when closed; not in the midst of a change, which calls wait for.
@@ -277,7 +277,7 @@ class ElasticCommunicator:
             SessionClosed, EpochChanged: see ``Session.check_open``.
         """
         session = self.current._session.latest
-        if self._ledger is None or not session.is_changing:
+        if self._calls is None or not session.is_changing:
             session.check_open()
 
     def _move(self, comm: Communicator) -> None:
@@ -319,15 +319,15 @@ async def _planned(comm: Communicator, size: int, limit_s: float) -> dict[str, A
 
 
 def _outliving(verb: str) -> Callable[..., Handle[Any]]:
-    """The verb, by way of the ledger if there is one."""
+    """The verb, by way of the calls if there is one."""
     plain = getattr(Communicator, verb)
 
     def call(self: ElasticCommunicator, *args: Any, **kwargs: Any) -> Handle[Any]:
-        ledger = self._ledger
-        if ledger is None or (args and _is_far(args[0])):
+        calls = self._calls
+        if calls is None or (args and _is_far(args[0])):
             begun: Handle[Any] = getattr(self._shown, verb)(*args, **kwargs)
             return begun
-        return ledger.begin(verb, args, kwargs)
+        return calls.begin(verb, args, kwargs)
 
     functools.update_wrapper(call, plain)
     call.__dict__["__signature__"] = inspect.signature(plain)

@@ -9,14 +9,13 @@ from typing import Any, Self
 
 import numpy as np
 
-from kfcomm.elastic.asked import Asked
-from kfcomm.elastic.buddies import Buddies
+from kfcomm.elastic.calls import BOUNDARY
 from kfcomm.elastic.checkpoint import Checkpoint
 from kfcomm.elastic.communicator import ElasticCommunicator
-from kfcomm.elastic.entrance import Entrance
-from kfcomm.elastic.entry import BOUNDARY
-from kfcomm.elastic.handover import Handover, program_digest
-from kfcomm.elastic.ledger import Ledger
+from kfcomm.elastic.dispatcher import Dispatcher
+from kfcomm.elastic.joining import Entrance, Handover, program_digest
+from kfcomm.elastic.replicas import Replicas
+from kfcomm.elastic.requests import Requests
 from kfcomm.elastic.sampler import ElasticSampler
 from kfcomm.elastic.state import State
 from kfcomm.elastic.steps import Step, Walk, following
@@ -98,26 +97,26 @@ class Elastic:
             "checkpoint_every": checkpoint_every, "own": "None" if own is None else "a State", "copies": copies,
         }  # fmt: skip
         self._copies = copies
-        self._buddies: Buddies | None = None
+        self._replicas: Replicas | None = None
         self._program = program_digest()
-        self._ledger: Ledger | None = None
-        self._asked = Asked()
+        self._calls: Dispatcher | None = None
+        self._requests = Requests()
         self._walks: Walks | None = None
 
     @property
     def is_released(self) -> bool:
         """Whether this rank was taken away by a change of size: its loop has ended, and it is to close."""
-        return self._ledger is not None and self._ledger.is_released
+        return self._calls is not None and self._calls.recovery.is_released
 
     @property
     def num_changes(self) -> int:
         """How often the ranks have changed while it was open."""
-        return 0 if self._ledger is None else self._ledger.num_changes
+        return 0 if self._calls is None else self._calls.recovery.num_changes
 
     @property
     def paused_s(self) -> float:
         """For how long calls have waited for that, in seconds."""
-        return 0.0 if self._ledger is None else self._ledger.paused_s
+        return 0.0 if self._calls is None else self._calls.recovery.paused_s
 
     @property
     def is_replaying(self) -> bool:
@@ -136,14 +135,14 @@ class Elastic:
                 checkpoint cannot be read, or fits no state; or the ranks see different ones, or those are lost that saw
                 it. On all ranks.
         """
-        self._ledger = ledger = self._comm.begin(finishes=self._on_loss == ON_LOSS[0])
+        self._calls = calls = self._comm.begin(finishes=self._on_loss == ON_LOSS[0])
         if self._own is not None:
-            self._buddies = Buddies(self._comm, ledger, self._own, self._copies)
+            self._replicas = Replicas(self._comm, calls, self._own, self._copies)
         network = self._comm.current._session.network
         num_old, network.num_old = network.num_old, 0
-        handover = Handover(self._comm, ledger, self._state, self._program, self._options)
+        handover = Handover(self._comm, calls, self._state, self._program, self._options)
         states, restarts = (self._state, self._own), self._on_loss == "restart_step"
-        self._walks = Walks(self._comm, handover, self._asked, states, self._checkpoint, restarts=restarts)
+        self._walks = Walks(self._comm, handover, self._requests, states, self._checkpoint, restarts=restarts)
         try:
             entrance = Entrance(self._comm.current, handover, self._checkpoint, self._options)
             place = await (entrance.join(num_old) if num_old else entrance.begin())
@@ -165,7 +164,7 @@ class Elastic:
             await self._comm.end()
 
     async def _close(self) -> None:
-        self._asked.close()
+        self._requests.close()
         if self._checkpoint is not None:
             await self._checkpoint.close()
 
@@ -203,18 +202,18 @@ class Elastic:
         None where all that held it are gone, too. It changes between steps, is the same on all ranks that took part,
         and empty after the next complete ``commit``.
         """
-        return {} if self._buddies is None else self._buddies.heirs()
+        return {} if self._replicas is None else self._replicas.heirs()
 
     @property
     def inherited(self) -> dict[int, dict[str, Any]]:
         """What this rank is heir to, by birth: values of ``own`` by name as they were committed, arrays as NumPy's."""
-        return {} if self._buddies is None else self._buddies.inherited()
+        return {} if self._replicas is None else self._replicas.inherited()
 
-    def _committed(self) -> Buddies:
+    def _committed(self) -> Replicas:
         self._open()
-        if self._buddies is None:
+        if self._replicas is None:
             raise ConfigError("nothing is this rank's own: give Elastic(..., own=State(...))")
-        return self._buddies
+        return self._replicas
 
     # ---------------------------------------------------------------- steps
 
@@ -261,17 +260,17 @@ class Elastic:
         await wanted()
         return None
 
-    def _open(self) -> Ledger:
-        if self._ledger is None or self._comm._ledger is not self._ledger:
+    def _open(self) -> Dispatcher:
+        if self._calls is None or self._comm._calls is not self._calls:
             raise ConfigError("use Elastic in a with block: it is not open")
-        return self._ledger
+        return self._calls
 
     async def _part(self) -> None:
         """All ranks leave together, or go on until they can: nobody needs another any more."""
-        ledger = self._open()
+        calls = self._open()
         if self._walks is not None:
             walk, met = self._walks.leave(), None
             while (wanted := following(walk, met)) is not None:
                 met = await self._obtained(wanted)
-        while not await ledger.part():
-            await ledger.settled()
+        while not await calls.recovery.leave():
+            await calls.recovery.settled()

@@ -1,8 +1,8 @@
 """The file of a checkpoint: what ``numpy.load`` reads, with sums over everything.
 
-There is an entry for each array of the state, and one that tells the rest, ``kfcomm``: msgpack of the form, a digest
-and the bytes of an `About`, which holds a sum of each array. Nothing that is read is trusted: shapes and types of
-arrays are those of the reader's state, and whatever is wrong with a file raises ``ConfigError``.
+There is an entry for each array of the state, and the entry ``kfcomm``: msgpack of the form, a digest and the bytes of
+a `CheckpointHeader`, which holds a checksum of each array. Nothing that is read is trusted: shapes and types of arrays
+are those of the reader's state, and any fault of a file raises ``ConfigError``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PIECE_NBYTES = 1 << 20
 T = TypeVar("T")
 
 
-class About(NamedTuple):
+class CheckpointHeader(NamedTuple):
     """Contents of a checkpoint without its arrays.
 
     Attributes:
@@ -58,7 +58,7 @@ class About(NamedTuple):
     sums: list[int] | None
 
 
-def write(raw: BinaryIO, about: About, arrays: Sequence[Array]) -> None:
+def write(raw: BinaryIO, about: CheckpointHeader, arrays: Sequence[Array]) -> None:
     """Write a checkpoint; the arrays are flat, and the sums of ``about`` are made here."""
     sums = [checksum([one.view(np.uint8)]) for one in arrays]
     told = packed(list(about._replace(sums=sums))).tobytes()
@@ -70,7 +70,7 @@ def write(raw: BinaryIO, about: About, arrays: Sequence[Array]) -> None:
                 np.lib.format.write_array(entry, plain, allow_pickle=False)
 
 
-def about_of(path: Path) -> tuple[About, str] | None:
+def about_of(path: Path) -> tuple[CheckpointHeader, str] | None:
     """Description of a file, and its digest; None without a file.
 
     Raises:
@@ -79,7 +79,7 @@ def about_of(path: Path) -> tuple[About, str] | None:
     return _reading(path, lambda file: _about(file, path))
 
 
-def arrays_in(path: Path, about: About) -> list[Array]:
+def arrays_in(path: Path, about: CheckpointHeader) -> list[Array]:
     """The arrays of a file that tells this, flat.
 
     Raises:
@@ -123,20 +123,20 @@ def _named(path: Path) -> str:
     return sendable(str(path))
 
 
-def _about(file: zipfile.ZipFile, path: Path) -> tuple[About, str]:
+def _about(file: zipfile.ZipFile, path: Path) -> tuple[CheckpointHeader, str]:
     data = file.read(ENTRY)
     form, *fields = unpacked(np.frombuffer(data, np.uint8))
     digest = _digest(data).hex()
     if form == 1:
         plan, small, place = fields
         number = place[0] if isinstance(place, list) and place and type(place[0]) is int else 0
-        return About(plan, None, small, place, number, [digest], 0, None), digest
+        return CheckpointHeader(plan, None, small, place, number, [digest], 0, None), digest
     if form != FORM:
         raise ConfigError(f"{_named(path)} is a checkpoint of another version of kfcomm")
     right, told = fields
     if _digest(told) != right:
         raise ValueError("its digest differs")
-    return About(*unpacked(np.frombuffer(told, np.uint8))), digest
+    return CheckpointHeader(*unpacked(np.frombuffer(told, np.uint8))), digest
 
 
 def _array(file: zipfile.ZipFile, name: str, shape: Sequence[int], dtype: str) -> Array:

@@ -12,7 +12,7 @@ from kfcomm.arrays import adapt, adapt_out, same_memory
 from kfcomm.arrays.kinds import is_array_type
 from kfcomm.arrays.on_device import is_on_device
 from kfcomm.arrays.pages import populate
-from kfcomm.elastic.checks import Key, Path, check, order_of, plain_key, sendable, shown, unreadable
+from kfcomm.elastic.checks import MappingKey, Path, check, order_of, plain_key, sendable, shown, unreadable
 from kfcomm.errors import ConfigError
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -94,7 +94,7 @@ def plan_of(state: State) -> list[list[Any]]:
 def outline_of(state: State) -> list[Any]:
     """Its names, and of each array whether the containers around it are mappings or lists; msgpack can carry it."""
     paths = [path for path, value in _leaves(state._values) if _is_array(value)]
-    kinds = ["".join("m" if isinstance(one, Key) else "l" for one in path) for path in paths]
+    kinds = ["".join("m" if isinstance(one, MappingKey) else "l" for one in path) for path in paths]
     return [sorted(state._values), kinds]
 
 
@@ -204,7 +204,7 @@ def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     if isinstance(value, Mapping):
         for key in sorted(value, key=order_of):
             plain = plain_key(key)
-            yield from _leaves(value[key], (*path, Key(plain) if path else plain))
+            yield from _leaves(value[key], (*path, MappingKey(plain) if path else plain))
     elif isinstance(value, (list, tuple)):
         for place, one in enumerate(value):
             yield from _leaves(one, (*path, place))

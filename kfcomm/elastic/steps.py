@@ -1,14 +1,17 @@
-"""One step of training, and the walk from one to the next as its driver sees it."""
+"""Steps of training, and the samples that count as used."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Collection, Generator, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
 import numpy as np
 
-from kfcomm.elastic.sampler import Indices
+from kfcomm.common.spelling import hint
+from kfcomm.elastic.calls import Births
+from kfcomm.elastic.dispatcher import Dispatcher
+from kfcomm.elastic.sampler import ElasticSampler, Indices, Name, share
 from kfcomm.errors import ConfigError, EpochChanged, PeerLost
 
 T = TypeVar("T")
@@ -63,3 +66,154 @@ def following(walk: Walk[None], met: Any) -> Wanted | None:
         return walk.send(met)
     except StopIteration:
         return None
+
+
+class Told(NamedTuple):
+    """Report of a rank about its step, as msgpack can carry it.
+
+    Attributes:
+        is_tried: it has made a call that counts.
+        is_whole: such calls have succeeded, and no named call has failed.
+        lacking: uids whose contributions are missing in a successful call.
+        missing: names without a call, as far as that is known.
+        made: names of the calls that were made.
+    """
+
+    is_tried: bool
+    is_whole: bool
+    lacking: list[int]
+    missing: list[str]
+    made: list[str]
+
+
+class Used:
+    """Of the steps of one walk, on one rank.
+
+    Args:
+        names: of the calls by which samples count as used; None for all.
+    """
+
+    def __init__(self, names: Collection[str] | None) -> None:
+        self._names = names
+        self._met: set[str] = set()
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._is_tried = self._is_done = self._has_failed = self._is_unknown = False
+        self._lacking: set[int] = set()
+        self._made: set[str] = set()
+
+    def note(self, calls: Dispatcher, births: Births) -> None:
+        """Add the outcome of the calls since the last boundary; ``births``: uids of the ranks of the step."""
+        outcome = calls.log.samples(self._names, births)
+        self._is_tried |= outcome.is_tried
+        self._is_done |= outcome.is_done
+        self._has_failed |= outcome.has_failed
+        self._lacking |= outcome.lacking
+        self._made.update(calls.log.made())
+        self._is_unknown |= calls.log.has_failed()
+
+    def told(self, *, is_void: bool) -> Told:
+        """Report of this rank, when the step is over."""
+        self._met |= self._made
+        is_known = bool(self._made) and not is_void and not self._is_unknown
+        missing = sorted(set(self._names) - self._met) if self._names and is_known else []
+        is_whole = self._is_done and (self._names is None or not self._has_failed)
+        return Told(self._is_tried, is_whole, sorted(self._lacking), missing, sorted(self._made))
+
+    def counted(self, births: Births, births_now: Births, told: Sequence[Told]) -> Collection[int]:
+        """Uids of the ranks whose samples are used.
+
+        Args:
+            births: uids of the ranks of the step.
+            births_now: uids of the remaining ranks.
+            told: report of each of these.
+        """
+        if any(one.is_whole for one in told):
+            lacking = {birth for one in told for birth in one.lacking}
+            return [birth for birth in births if birth not in lacking]
+        is_tried = any(one.is_tried for one in told)
+        return () if is_tried and self._names is not None else births_now
+
+
+def check_names(number: int, told: Sequence[Told]) -> None:
+    """Refuse names by which no rank has made a call in a step of this number.
+
+    Raises:
+        ConfigError: on all ranks, the same.
+    """
+    missing = sorted(set.intersection(*(set(one.missing) for one in told)))
+    if missing:
+        made = told[0].made
+        raise ConfigError(
+            f"used_in names {', '.join(map(repr, missing))}, and no call of step {number} has that name; its calls are "
+            f"{', '.join(map(repr, made))}: only collectives of all ranks that survive a loss count"
+            f"{hint(missing[0], made)}"
+        )
+
+
+def told_of(rows: Sequence[Sequence[Any]]) -> list[Told]:
+    """Parse the reports of one rank, one for each of its finished steps."""
+    return [Told(*row) for row in rows]
+
+
+class Course:
+    """One walk through a sampler.
+
+    Attributes:
+        name: of the sampler.
+        sampler: that it goes through.
+        passes: see ``Elastic.steps``.
+        names: of the calls by which samples count as used; None for all.
+        step: the current step; None between steps.
+        births: uids of the ranks of that step.
+        used: uids whose samples of the step are used.
+        is_void: a call of the step has failed on this rank because ranks were lost.
+        is_left: the program has broken it off.
+    """
+
+    def __init__(self, name: Name, sampler: ElasticSampler, passes: int | None, names: list[str] | None) -> None:
+        self.name = name
+        self.sampler = sampler
+        self.passes = passes
+        self.names = names
+        self.step: Step | None = None
+        self.births: Births = ()
+        self.used = Used(names)
+        self.is_void = False
+        self.is_left = False
+
+    def __repr__(self) -> str:
+        return f"{self.sampler!r} (sampler {self.name!r}), passes={self.passes}, used_in={self.names}"
+
+    def begin(self, step: Step, births: Births) -> Step:
+        """A step begins."""
+        self.step, self.births, self.is_void = step, births, False
+        self.used.begin()
+        return step
+
+    def note(self, calls: Dispatcher, *, is_innermost: bool) -> None:
+        """The calls since the last boundary are over."""
+        self.used.note(calls, self.births)
+        if is_innermost:
+            self.is_void = self.is_void or calls.log.is_void(self.names)
+
+    def is_found_void(self) -> bool:
+        """Whether its step has come to nothing, as far as this rank knows."""
+        return self.is_void or (self.step is not None and self.step.is_void)
+
+    def end_step(self, births: Births, told: Sequence[Told], *, is_void: bool) -> None:
+        """Repeat unused samples of the step; ``births``: uids of the remaining ranks, with their reports.
+
+        Raises:
+            ConfigError: see ``check_names``.
+        """
+        step, self.step, self.is_void = self.step, None, False
+        if step is not None:
+            if not is_void:
+                check_names(step.number, told)
+            counted = () if is_void else self.used.counted(self.births, births, told)
+            for rank, birth in enumerate(self.births):
+                if birth not in counted:
+                    self.sampler.give_back(share(step.batch, rank, len(self.births)))

@@ -27,7 +27,7 @@ PAGE_NBYTES = 4096
 PRIME = (1 << 61) - 1
 
 
-class Piece(NamedTuple):
+class StripePart(NamedTuple):
     """Bytes ``start`` to ``stop`` of one array, which is told by its number."""
 
     array: int
@@ -35,18 +35,18 @@ class Piece(NamedTuple):
     stop: int
 
 
-def cut(sizes: Sequence[int], num_givers: int) -> list[list[Piece]]:
+def cut(sizes: Sequence[int], num_givers: int) -> list[list[StripePart]]:
     """The stripes of arrays of these sizes, in bytes: for each giver that has something to give, about as much."""
     total = sum(sizes)
     num = max(1, min(num_givers, total // MIN_STRIPE_NBYTES))
     bounds = [*(total * k // num // PAGE_NBYTES * PAGE_NBYTES for k in range(num)), total]
-    stripes: list[list[Piece]] = [[] for _ in range(num)]
+    stripes: list[list[StripePart]] = [[] for _ in range(num)]
     begin = 0
     for number, size in enumerate(sizes):
         for stripe, (low, high) in zip(stripes, pairwise(bounds), strict=True):
             start, stop = max(low - begin, 0), min(high - begin, size)
             if start < stop:
-                stripe.append(Piece(number, start, stop))
+                stripe.append(StripePart(number, start, stop))
         begin += size
     return stripes
 

@@ -20,18 +20,16 @@ import msgpack
 import numpy as np
 
 from kfcomm.common.arguments import checked_name
-from kfcomm.elastic.asked import Asked
+from kfcomm.elastic.calls import BOUNDARY, Births
 from kfcomm.elastic.checkpoint import Checkpoint
 from kfcomm.elastic.checks import sendable, unreadable
 from kfcomm.elastic.communicator import ElasticCommunicator
-from kfcomm.elastic.entry import BOUNDARY, Births
-from kfcomm.elastic.handover import Handover
-from kfcomm.elastic.ledger import Ledger
-from kfcomm.elastic.places import Name, Place, Samplers
-from kfcomm.elastic.sampler import ElasticSampler, share
+from kfcomm.elastic.dispatcher import Dispatcher
+from kfcomm.elastic.joining import Handover
+from kfcomm.elastic.requests import Requests
+from kfcomm.elastic.sampler import ElasticSampler, Position, Samplers, share
 from kfcomm.elastic.state import Kept, State, fault_of
-from kfcomm.elastic.steps import Step, Walk
-from kfcomm.elastic.used import Told, Used, check_names, told_of
+from kfcomm.elastic.steps import Course, Step, Told, Walk, told_of
 from kfcomm.errors import CollectiveMismatch, ConfigError, EpochChanged, PeerLost
 from kfcomm.world.epochs import NO_PLAN, Plan
 
@@ -41,74 +39,13 @@ LOOKS_SHARE = 50
 """One that takes longer is looked through again after so many times as long."""
 
 
-class Course:
-    """One walk through a sampler.
-
-    Attributes:
-        name: of the sampler.
-        sampler: that it goes through.
-        passes: see ``Elastic.steps``.
-        names: of the calls by which samples count as used; None for all.
-        step: the current step; None between steps.
-        births: uids of the ranks of that step.
-        used: uids whose samples of the step are used.
-        is_void: a call of the step has failed on this rank because ranks were lost.
-        is_left: the program has broken it off.
-    """
-
-    def __init__(self, name: Name, sampler: ElasticSampler, passes: int | None, names: list[str] | None) -> None:
-        self.name = name
-        self.sampler = sampler
-        self.passes = passes
-        self.names = names
-        self.step: Step | None = None
-        self.births: Births = ()
-        self.used = Used(names)
-        self.is_void = False
-        self.is_left = False
-
-    def __repr__(self) -> str:
-        return f"{self.sampler!r} (sampler {self.name!r}), passes={self.passes}, used_in={self.names}"
-
-    def begin(self, step: Step, births: Births) -> Step:
-        """A step begins."""
-        self.step, self.births, self.is_void = step, births, False
-        self.used.begin()
-        return step
-
-    def note(self, ledger: Ledger, *, is_innermost: bool) -> None:
-        """The calls since the last boundary are over."""
-        self.used.note(ledger, self.births)
-        if is_innermost:
-            self.is_void = self.is_void or ledger.is_void(self.names)
-
-    def is_found_void(self) -> bool:
-        """Whether its step has come to nothing, as far as this rank knows."""
-        return self.is_void or (self.step is not None and self.step.is_void)
-
-    def end_step(self, births: Births, told: Sequence[Told], *, is_void: bool) -> None:
-        """Repeat unused samples of the step; ``births``: uids of the remaining ranks, with their reports.
-
-        Raises:
-            ConfigError: see ``check_names``.
-        """
-        step, self.step, self.is_void = self.step, None, False
-        if step is not None:
-            if not is_void:
-                check_names(step.number, told)
-            counted = () if is_void else self.used.counted(self.births, births, told)
-            for rank, birth in enumerate(self.births):
-                if birth not in counted:
-                    self.sampler.give_back(share(step.batch, rank, len(self.births)))
-
-
 class Walks:
     """All walks of one rank while an ``Elastic`` is open.
 
     Args:
         comm: of all ranks.
         handover: of its state.
-        asked: what is asked of the job.
+        requests: of the job, to be carried out.
         states: what the ranks have alike, and what is this rank's alone.
         checkpoint: of the first.
         restarts: steps run again.
@@ -118,14 +55,14 @@ class Walks:
     """
 
     def __init__(
-        self, comm: ElasticCommunicator, handover: Handover, asked: Asked, states: tuple[State, State | None],
+        self, comm: ElasticCommunicator, handover: Handover, requests: Requests, states: tuple[State, State | None],
         checkpoint: Checkpoint | None, *, restarts: bool,
     ) -> None:  # fmt: skip
         self.is_replaying = False
         self._comm = comm
-        self._ledger = handover.ledger
+        self._calls = handover.calls
         self._handover = handover
-        self._asked = asked
+        self._requests = requests
         self._state, self._own = states
         self._checkpoint = checkpoint
         self._restarts = restarts
@@ -139,7 +76,7 @@ class Walks:
         self._lineage: list[str] = []
         self._fault: str | None = None
 
-    def begin_at(self, place: Place, *, is_joining: bool) -> None:
+    def begin_at(self, place: Position, *, is_joining: bool) -> None:
         """Go on from a place: that of the other ranks, or of a checkpoint."""
         self._earlier, self._walk, self._is_joining = place.steps, place.walk, is_joining
         self._samplers.waiting = dict(place.samplers)
@@ -152,7 +89,7 @@ class Walks:
         self, sampler: ElasticSampler, *, passes: int | None, used_in: str | Sequence[str] | None
     ) -> Walk[None]:
         """The steps, and the work and waits between them, for the driver to carry out."""
-        ledger = self._ledger
+        calls = self._calls
         if self._is_released():
             return
         course = Course(self._samplers.name_of(sampler), sampler, _passes(passes), _names(used_in))
@@ -166,8 +103,8 @@ class Walks:
         until = course.passes
         try:
             while True:
-                if ledger.unfinished():
-                    yield partial(finish_calls, ledger)
+                if calls.unfinished():
+                    yield partial(finish_calls, calls)
                 if course not in self._open:  # a walk through its sampler, within one of its steps, is over
                     self._open.append(course)
                     course.is_left = False
@@ -223,8 +160,8 @@ class Walks:
         except Exception as error:  # noqa: BLE001  whatever the caller's arrays raise
             self._fault = unreadable("the state", error)
 
-    def _place(self, course: Course, steps: int) -> Place:
-        return Place(steps, self._samplers.places(), [course.name, course.passes, course.names], self._lineage)
+    def _place(self, course: Course, steps: int) -> Position:
+        return Position(steps, self._samplers.places(), [course.name, course.passes, course.names], self._lineage)
 
     def _is_within(self, course: Course) -> bool:
         """Whether it is within a step of another."""
@@ -233,10 +170,10 @@ class Walks:
 
     def _number(self) -> int:
         """Of the step that begins: the first boundary begins step 0."""
-        return self._earlier + self._ledger.step - 1
+        return self._earlier + self._calls.log.step - 1
 
     def _is_released(self) -> bool:
-        return self._ledger.is_released
+        return self._calls.recovery.is_released
 
     def _me(self) -> int:
         return self._comm.current.births[self._comm.current.rank]
@@ -247,11 +184,11 @@ class Walks:
         """Carry out the boundary between two steps; returns the ranks that take part."""
         is_innermost = True
         for one in reversed([one for one in self._open if one.step is not None]):
-            one.note(self._ledger, is_innermost=is_innermost)
+            one.note(self._calls, is_innermost=is_innermost)
             is_innermost = is_innermost and one.is_left  # what came after it was broken off is of the one around it
         is_void = course.is_found_void()
-        self._asked.look(self._comm.current)
-        is_wanted = not self._is_within(course) and self._asked.is_wanted(self._comm.current)
+        self._requests.look(self._comm.current)
+        is_wanted = not self._is_within(course) and self._requests.is_wanted(self._comm.current)
         fault = self._fault or self._looked_for()
         where = [course.name, course.sampler.state_dict(), course.passes, course.names]
         place = self._open.index(course)
@@ -301,8 +238,8 @@ class Walks:
                 f"the program has ended before it reached the steps to resume: through sampler {name!r}, passes="
                 f"{passes}; it differs from the program of the checkpoint, or of the other ranks"
             )
-        if self._ledger.unfinished():
-            yield partial(finish_calls, self._ledger)
+        if self._calls.unfinished():
+            yield partial(finish_calls, self._calls)
         yield from self._meet(["end"], [False] * 3, lambda: "leaves the Elastic", None, [])
 
     def _meet(
@@ -318,15 +255,15 @@ class Walks:
             CollectiveMismatch: the ranks are at different positions; on all of them.
             ConfigError: one rank has found something wrong; on all of them.
         """
-        number = _number_of([self._ledger.step, *where])
+        number = _number_of([self._calls.log.step, *where])
         at = [number >> 16, number & 0xFFFF]
         row = _number_of(rows) & 0xFFFFFF
         mine = np.array([1, *at, *(one * one for one in at), row, row * row, *flags, fault is not None], np.int64)
         count, high, low, high_squared, low_squared, all_rows, squared, *found, wrong = (yield mine).tolist()
-        if self._ledger.is_changing:
-            yield self._ledger.settled
+        if self._calls.recovery.is_changing:
+            yield self._calls.recovery.settled
         text = describe()
-        births = self._ledger.end_step()
+        births = self._calls.end_step()
         # by Cauchy's inequality they are equal only if all are the same, and so on all ranks or on none
         if wrong or count * high_squared != high * high or count * low_squared != low * low:
             yield partial(self._tell, number, text, fault)
@@ -361,31 +298,31 @@ class Walks:
 
     async def _change(self, course: Course) -> None:
         """Carry out what the first rank has found to be wanted: all know of it, or none does."""
-        comm, ledger = self._comm, self._ledger
-        mine = self._asked.plan(comm.current) if comm.rank == 0 else NO_PLAN
+        comm, calls = self._comm, self._calls
+        mine = self._requests.plan(comm.current) if comm.rank == 0 else NO_PLAN
         try:
             plan = Plan.of(await comm.broadcast_object(mine, 0, "kfcomm/plan"))
         except PeerLost:
             return
         if plan == NO_PLAN:
             return
-        steps = ledger.step
+        steps = calls.log.step
         try:
-            await ledger.change(plan)
+            await calls.recovery.change(plan)
         except EpochChanged:
-            if not ledger.is_released:
+            if not calls.recovery.is_released:
                 raise
             return
-        self._earlier += steps  # the ledger counts from 0 now, as that of newcomers does
-        self._asked.done(plan)
+        self._earlier += steps  # the calls counts from 0 now, as that of newcomers does
+        self._requests.done(plan)
         if plan.joiners:
             having = tuple(birth for birth in comm.births if birth not in {one.birth for one in plan.joiners})
             await self._handover.carry_out(list(self._place(course, self._earlier)), having)
 
 
-async def finish_calls(ledger: Ledger) -> None:
+async def finish_calls(calls: Dispatcher) -> None:
     """Wait for unfinished calls of the step; their errors are for the holders of their handles."""
-    while unfinished := ledger.unfinished():
+    while unfinished := calls.unfinished():
         await asyncio.wait(unfinished)
 
 

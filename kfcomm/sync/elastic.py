@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from kfcomm.elastic.calls import KINDS
+from kfcomm.elastic.calls import BOUNDARY, KINDS, Entry, Standing
 from kfcomm.elastic.communicator import ElasticCommunicator as Async
 from kfcomm.elastic.communicator import is_of_step
-from kfcomm.elastic.entry import BOUNDARY, Entry
-from kfcomm.elastic.ledger import Ledger
+from kfcomm.elastic.dispatcher import Dispatcher
 from kfcomm.elastic.loop import Elastic as AsyncElastic
 from kfcomm.elastic.sampler import ElasticSampler
 from kfcomm.elastic.state import State
 from kfcomm.elastic.steps import Step, Walk, following
-from kfcomm.elastic.verdicts import Standing
 from kfcomm.errors import KfcommError
 from kfcomm.sync.communicator import Communicator
 from kfcomm.sync.driver import Driver
@@ -118,9 +116,9 @@ class ElasticCommunicator(Skin[Async]):
         self._io.wait_for(lambda: self._inner.propose_replacement(rank))
 
     @outermost
-    def _gone_on(self, ledger: Ledger, entry: Entry, error: Exception) -> Any:
+    def _gone_on(self, calls: Dispatcher, entry: Entry, error: Exception) -> Any:
         """What a call that has failed gives, once it is known who goes on."""
-        return self._driver.call(partial(ledger.gone_on, entry, error), self._session)
+        return self._driver.call(partial(calls.take_over, entry, error), self._session)
 
     def elastic_over(self, state: State, **options: Any) -> Elastic:
         """The blocking ``Elastic`` over this communicator."""
@@ -140,7 +138,7 @@ class ElasticCommunicator(Skin[Async]):
 
 
 def _swift(verb: str, long_form: Callable[..., Any]) -> Callable[..., Any]:
-    """The verb by the short way of a plain communicator, while nothing is unusual: the ledger is told of its end.
+    """The verb by the short way of a plain communicator, while nothing is unusual.
 
     Only where a new array is made of one: who wants a result in place needs what the long way does.
     """
@@ -149,28 +147,28 @@ def _swift(verb: str, long_form: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(long_form)
     def call(self: ElasticCommunicator, /, *args: Any, **kwargs: Any) -> Any:
-        signals, ledger = self._io.signals, self._inner._ledger
+        signals, calls = self._io.signals, self._inner._calls
         if signals.hold():
             return signals.holding(call, (self, *args), kwargs)
-        if ledger is None:
+        if calls is None:
             return short(self._plain, *args, **kwargs)
         plain, entry = self._plain, None
         try:
             if not has_array or (args and type(args[0]) is np.ndarray and "out" not in kwargs):
-                entry = ledger.enter(verb, args, kwargs, plain._inner)
+                entry = calls.enter(verb, args, kwargs, plain._inner)
             if entry is not None:
                 result = short(plain, *args, **kwargs)
-                if ledger.done(entry, result, plain._inner.births):
-                    self._driver.run(partial(ledger.tell, entry), self._session)
+                if calls.done(entry, result, plain._inner.births):
+                    self._driver.run(partial(calls.notify, entry), self._session)
                 return result
         except BaseException as error:
             if error is signals.raised or not isinstance(error, Exception):
                 with contextlib.suppress(KfcommError):
-                    self._driver.run(partial(ledger.given_up, get_ident()), self._session)
+                    self._driver.run(partial(calls.abandon, get_ident()), self._session)
                 raise
             if entry is None or entry.standing is not Standing.POSTED:
                 raise
-            return self._gone_on(ledger, entry, error)
+            return self._gone_on(calls, entry, error)
         return long_form(self, *args, **kwargs)
 
     return call
@@ -246,9 +244,9 @@ class Elastic:
 
     def _give_up(self) -> None:
         """Calls of this thread that an interrupt has left, and another one before they could be ended."""
-        ledger = self._comm._inner._ledger
-        if ledger is not None:
-            ledger.given_up(get_ident())
+        calls = self._comm._inner._calls
+        if calls is not None:
+            calls.abandon(get_ident())
 
     def steps(
         self, sampler: ElasticSampler, *, passes: int | None = None, used_in: str | Sequence[str] | None = None

@@ -243,7 +243,7 @@ async def test_who_joins_knows_what_holds_and_what_the_policies_know() -> None:
                         await comm.barrier()
                         if step.number == 3 and not is_new and comm.rank == 0:
                             may_come.set()
-                            await until(lambda: elastic._asked._candidates)
+                            await until(lambda: elastic._requests._candidates)
                     sampler.batch = adaptation.batch_size or 0
             return seen, policy.steps, policy.sizes
 
@@ -283,7 +283,7 @@ async def test_a_policy_asks_for_fewer_and_for_more_ranks(tmp_path: Path) -> Non
                             await comm.barrier()
                             if step.number == 4 and comm.rank == 0:
                                 may_come.set()
-                                await until(lambda: elastic._asked._candidates)
+                                await until(lambda: elastic._requests._candidates)
             return sizes, [(one.step, one.what) for one in adaptation.decisions], elastic.is_released
 
         async def new() -> Any:

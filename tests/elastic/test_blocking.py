@@ -14,7 +14,7 @@ import pytest
 
 import kfcomm
 from kfcomm.elastic import Elastic, ElasticSampler, State
-from kfcomm.elastic.verdicts import Standing
+from kfcomm.elastic.calls import Standing
 from kfcomm.errors import CollectiveMismatch, ConfigError, PeerLost
 from kfcomm.sync.elastic import Elastic as Blocking
 from kfcomm.testing import run_threads, sync_world
@@ -144,7 +144,7 @@ def test_a_short_call_that_is_interrupted_has_failed() -> None:
                 threads[1].start()
                 with pytest.raises(KeyboardInterrupt):
                     comm.barrier("b")
-                entries = comm._inner._ledger._entries
+                entries = comm._inner._calls.log.entries
                 assert entries["b", 0].standing is Standing.FAILED
                 comms.kill(1)
                 comm.barrier("b")

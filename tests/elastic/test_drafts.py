@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from kfcomm.elastic import State, checkpoint
-from kfcomm.elastic.checkpoint import Checkpoint
-from kfcomm.elastic.drafts import Draft, Writer, clear
+from kfcomm.elastic.checkpoint import Checkpoint, Draft, Writer, clear
 
 JOB = "00ab"
 

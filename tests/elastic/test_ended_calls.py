@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from kfcomm.elastic import Elastic, ElasticSampler, State
-from kfcomm.elastic.entry import Entry
-from kfcomm.elastic.ledger import Ledger
-from kfcomm.elastic.verdicts import Standing
+from kfcomm.elastic.calls import Entry, Standing
+from kfcomm.elastic.runner import CallRunner
 from kfcomm.errors import CollectiveAborted, CollectiveError, CollectiveTimeout, ConfigError, EpochChanged, KfcommError
 from kfcomm.testing import run_ranks, run_threads, sync_world, world
 from tests.elastic import programs
@@ -38,21 +37,26 @@ async def outcome(handle: Any) -> Any:
 
 def held_back(monkeypatch: pytest.MonkeyPatch, birth: int) -> None:
     """On one rank no call ``c`` is ever over, so that those which have results of their own wait for it."""
-    real = Ledger._ended
+    real = CallRunner._ended
 
-    def ended(self: Ledger, entry: Entry, handle: Any) -> None:
-        if self.comm.births[self.comm.rank] != birth or entry.name != "c" or handle.cancelled() or handle.exception():
+    def ended(self: CallRunner, entry: Entry, handle: Any) -> None:
+        if (
+            self.log.comm.births[self.log.comm.rank] != birth
+            or entry.name != "c"
+            or handle.cancelled()
+            or handle.exception()
+        ):
             real(self, entry, handle)
 
-    monkeypatch.setattr(Ledger, "_ended", ended)
+    monkeypatch.setattr(CallRunner, "_ended", ended)
 
 
 async def stands(comm: Any, standing: Standing) -> None:
     """The call ``c`` of this rank stands so."""
-    ledger = comm._ledger
+    calls = comm._calls
 
     def is_so() -> bool:
-        return any(one.name == "c" and one.standing is standing for one in ledger._entries.values())
+        return any(one.name == "c" and one.standing is standing for one in calls.log.entries.values())
 
     while not is_so():  # noqa: ASYNC110 - there is no event for it
         await asyncio.sleep(0)
@@ -264,12 +268,12 @@ async def test_a_call_cancelled_in_the_midst_of_a_change_leaves_the_next_of_its_
             birth = comm.births[comm.rank]
             if birth == 0:
                 die(comms, comm)
-            ledger = comm._ledger
-            while not ledger.is_changing:  # noqa: ASYNC110 - there is no event for it
+            calls = comm._calls
+            while not calls.recovery.is_changing:  # noqa: ASYNC110 - there is no event for it
                 await asyncio.sleep(0)
             first = comm.all_reduce(np.full(3, 10.0 + birth), "c")
             if birth == 1:
-                while ledger.is_changing and comm.current.epoch == 0:  # noqa: ASYNC110 - as above
+                while calls.recovery.is_changing and comm.current.epoch == 0:  # noqa: ASYNC110 - as above
                     await asyncio.sleep(0)
                 assert first.cancel()
             found = await outcome(first)
@@ -284,14 +288,14 @@ async def test_a_call_cancelled_in_the_midst_of_a_change_leaves_the_next_of_its_
 
 @pytest.mark.asyncio
 async def test_a_call_keeps_its_timeout_while_the_ranks_agree_on_who_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, go_on = Ledger._wait_until_quiet, asyncio.Event()
+    real, go_on = CallRunner.wait_until_quiet, asyncio.Event()
 
-    async def wait(self: Ledger) -> None:
-        if self.comm.births[self.comm.rank] == 2:
+    async def wait(self: CallRunner) -> None:
+        if self.log.comm.births[self.log.comm.rank] == 2:
             await go_on.wait()
         await real(self)
 
-    monkeypatch.setattr(Ledger, "_wait_until_quiet", wait)
+    monkeypatch.setattr(CallRunner, "wait_until_quiet", wait)
     async with world(3, elastic=True) as comms:
 
         async def body(comm: Any, step: Any) -> Any:
@@ -317,16 +321,16 @@ async def test_result_is_forwarded_through_a_rank_that_cancelled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rank 1 has the result, rank 2 has cancelled, and rank 3 not yet: rank 3 gets it when rank 0 dies."""
-    real = Ledger._ended
+    real = CallRunner._ended
 
-    def ended(self: Ledger, entry: Entry, handle: Any) -> None:
-        if self.comm.epoch == 0 and self.comm.rank in (2, 3) and entry.name == "c" and not handle.cancelled():
+    def ended(self: CallRunner, entry: Entry, handle: Any) -> None:
+        if self.log.comm.epoch == 0 and self.log.comm.rank in (2, 3) and entry.name == "c" and not handle.cancelled():
             entry.inner = None  # its end is not seen
-            self._look_if_quiet()
+            self.look_if_quiet()
         else:
             real(self, entry, handle)
 
-    monkeypatch.setattr(Ledger, "_ended", ended)
+    monkeypatch.setattr(CallRunner, "_ended", ended)
     async with world(4, elastic=True) as comms:
         is_there, is_cancelled = asyncio.Event(), asyncio.Event()
 
@@ -394,16 +398,16 @@ KINDS: tuple[Callable[[str], Any], ...] = (Name, np.str_, str)
 @pytest.mark.asyncio
 async def test_calls_are_told_apart_by_names_of_any_kind(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     """The result of one call is never given as the result of another."""
-    real = Ledger._ended
+    real = CallRunner._ended
 
-    def ended(self: Ledger, entry: Entry, handle: Any) -> None:
-        if self.comm.epoch == 0 and self.comm.rank == 2 and entry.name in ("a", "b"):
+    def ended(self: CallRunner, entry: Entry, handle: Any) -> None:
+        if self.log.comm.epoch == 0 and self.log.comm.rank == 2 and entry.name in ("a", "b"):
             entry.inner = None
-            self._look_if_quiet()
+            self.look_if_quiet()
         else:
             real(self, entry, handle)
 
-    monkeypatch.setattr(Ledger, "_ended", ended)
+    monkeypatch.setattr(CallRunner, "_ended", ended)
     async with world(3, elastic=True) as comms:
 
         async def body(comm: Any, step: Any) -> Any:

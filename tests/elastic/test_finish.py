@@ -13,9 +13,8 @@ import pytest
 
 import kfcomm
 from kfcomm.elastic import Elastic, ElasticCommunicator, ElasticSampler, State
-from kfcomm.elastic.entry import Entry
-from kfcomm.elastic.ledger import Ledger
-from kfcomm.elastic.verdicts import Standing
+from kfcomm.elastic.calls import Entry, Standing
+from kfcomm.elastic.runner import CallRunner
 from kfcomm.errors import CollectiveMismatch, ConfigError, EpochChanged, PeerLost, SessionClosed
 from kfcomm.testing import run_ranks, world
 from tests.elastic import programs
@@ -159,17 +158,17 @@ GIVEN = {
 @pytest.mark.asyncio
 async def test_what_one_rank_has_all_get_from_it(monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
     """Rank 0 dies when it has the result and rank 1, too; the last of it has not come to rank 2."""
-    real = Ledger._ended
+    real = CallRunner._ended
 
-    def ended(self: Ledger, entry: Entry, handle: Any) -> None:
+    def ended(self: CallRunner, entry: Entry, handle: Any) -> None:
         is_last = entry.standing is Standing.HELD or not entry.call.kind.is_own
-        if self.comm.epoch == 0 and self.comm.rank == 2 and entry.key[0] == "b" and is_last:
+        if self.log.comm.epoch == 0 and self.log.comm.rank == 2 and entry.key[0] == "b" and is_last:
             entry.inner = None
-            self._look_if_quiet()
+            self.look_if_quiet()
         else:
             real(self, entry, handle)
 
-    monkeypatch.setattr(Ledger, "_ended", ended)
+    monkeypatch.setattr(CallRunner, "_ended", ended)
     async with world(3, elastic=True) as comms:
 
         async def body(comm: Any, step: Any) -> Any:
@@ -195,25 +194,25 @@ async def test_what_one_rank_has_all_get_from_it(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.asyncio
 async def test_who_was_to_give_may_die_too(monkeypatch: pytest.MonkeyPatch, is_late: bool) -> None:
     """Rank 1 alone has the result when rank 0 dies, and dies when it is to give it: the others do it again."""
-    real_ended, real_given = Ledger._ended, Ledger._given
+    real_ended, real_given = CallRunner._ended, CallRunner._given
 
     async with world(4, elastic=True) as comms:
 
-        def ended(self: Ledger, entry: Entry, handle: Any) -> None:
-            if self.comm.epoch == 0 and self.comm.rank > 1 and entry.key[0] == "b":
+        def ended(self: CallRunner, entry: Entry, handle: Any) -> None:
+            if self.log.comm.epoch == 0 and self.log.comm.rank > 1 and entry.key[0] == "b":
                 entry.inner = None
-                self._look_if_quiet()
+                self.look_if_quiet()
             else:
                 real_ended(self, entry, handle)
 
-        def given(self: Ledger, entry: Entry, gift: Any) -> None:
-            if self.comm.births[self.comm.rank] == 1:
+        def given(self: CallRunner, entry: Entry, gift: Any) -> None:
+            if self.log.comm.births[self.log.comm.rank] == 1:
                 comms.kill(1)
             else:
                 real_given(self, entry, gift)
 
-        monkeypatch.setattr(Ledger, "_ended", ended)
-        monkeypatch.setattr(Ledger, "_given", given)
+        monkeypatch.setattr(CallRunner, "_ended", ended)
+        monkeypatch.setattr(CallRunner, "_given", given)
 
         async def body(comm: Any, step: Any) -> Any:
             if step.number != 1:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kfcomm.elastic import State, handover
-from kfcomm.elastic.handover import Handover, program_digest
+from kfcomm.elastic import State, joining
+from kfcomm.elastic.joining import Handover, program_digest
 from kfcomm.elastic.stripes import spread
 from kfcomm.errors import CollectiveError, ConfigError, PeerLost
 from kfcomm.testing import run_ranks, world
@@ -80,7 +80,7 @@ def dying(monkeypatch: pytest.MonkeyPatch, comms: Any, doomed: set[int]) -> list
             raise Died
         return await spread(comm, arrays, *rest)
 
-    monkeypatch.setattr(handover, "spread", tried)
+    monkeypatch.setattr(joining, "spread", tried)
     return epochs
 
 
@@ -125,7 +125,7 @@ async def test_bytes_that_differ_are_told_to_all(monkeypatch: pytest.MonkeyPatch
             sums = await spread(comm, *rest)
             return {number: value + (comm.rank == 2) for number, value in sums.items()}
 
-        monkeypatch.setattr(handover, "spread", changed)
+        monkeypatch.setattr(joining, "spread", changed)
         found = await hand_over(comms, (0, 1), states(comms))
         assert [type(one) for one in found] == [CollectiveError] * 3
         assert "what came is not what was sent" in str(found[0])

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfcomm.elastic.stripes import MIN_STRIPE_NBYTES, PAGE_NBYTES, Piece, checksum, cut, spread
+from kfcomm.elastic.stripes import MIN_STRIPE_NBYTES, PAGE_NBYTES, StripePart, checksum, cut, spread
 from kfcomm.errors import PeerLost
 from kfcomm.testing import run_ranks, world
 
@@ -31,7 +31,7 @@ def test_each_byte_is_in_one_stripe(sizes: list[int], num_givers: int) -> None:
 
 
 def test_what_is_small_has_one_giver() -> None:
-    assert cut([3, 0, MIN_STRIPE_NBYTES], 5) == [[Piece(0, 0, 3), Piece(2, 0, MIN_STRIPE_NBYTES)]]
+    assert cut([3, 0, MIN_STRIPE_NBYTES], 5) == [[StripePart(0, 0, 3), StripePart(2, 0, MIN_STRIPE_NBYTES)]]
     assert cut([], 5) == [[]]
 
 

@@ -1,11 +1,12 @@
-"""Copies of what is a rank's own in the memory of others, so that it outlives the rank.
+"""Peer-memory replicas of rank-local state.
 
-A commit copies each rank's own state and sends the copy to the next ranks in the order of ranks, as in a ring. Then all
-tell each other which copies they hold whole. If those that live hold all that they were to, and of every rank that took
-part there is one, the commit is complete, on all; else it counts for nothing, and the one before it stands. All of that
-is known from calls of the ledger: whoever dies, and when, all ranks that live hold the same commit for the last.
+A commit copies the local state of each rank and sends the copy to the next ranks in rank order, as in a ring. Then all
+ranks report which copies they hold whole. The commit is complete, on all ranks, if each surviving rank holds all copies
+that it should, and each rank that took part has a surviving copy. Otherwise it is dropped, and the previous commit
+stands. The reports are calls that survive losses, so all surviving ranks agree on the last complete commit, whichever
+ranks die at whatever moment.
 
-A rank that is gone has an heir: of the ranks that hold its copy, the one that comes next after it.
+The heir of a lost rank is the next one after it of the ranks that hold its copy.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kfcomm.arrays import adapt, dtype_of
+from kfcomm.elastic.calls import Births
 from kfcomm.elastic.checks import unreadable
 from kfcomm.elastic.communicator import ElasticCommunicator
-from kfcomm.elastic.entry import Births
-from kfcomm.elastic.ledger import Ledger
+from kfcomm.elastic.dispatcher import Dispatcher
 from kfcomm.elastic.state import State, arrays_of, described, fault_of, load, plan_of, rebuilt, small_of
 from kfcomm.elastic.stripes import Array, checksum
 from kfcomm.errors import ConfigError, KfcommError
@@ -64,19 +65,19 @@ class Commit(NamedTuple):
     holders: dict[int, Births]
 
 
-class Buddies:
+class Replicas:
     """The commits of one rank while an ``Elastic`` is open.
 
     Args:
         comm: of all ranks.
-        ledger: of its calls.
+        calls: of its calls.
         own: what is this rank's own.
         num_copies: so many other ranks keep a copy, or all if they are fewer.
     """
 
-    def __init__(self, comm: ElasticCommunicator, ledger: Ledger, own: State, num_copies: int) -> None:
+    def __init__(self, comm: ElasticCommunicator, calls: Dispatcher, own: State, num_copies: int) -> None:
         self._comm = comm
-        self._ledger = ledger
+        self._calls = calls
         self._own = own
         self._num_copies = num_copies
         self._number = 0
@@ -205,7 +206,7 @@ class Buddies:
 
     async def _gathered(self, value: Any, about: str) -> tuple[list[Any], Births]:
         """What each rank that lives says, and their births."""
-        handle = self._ledger.begin("all_gather_object", (value, f"kfcomm/{about}"), {})
+        handle = self._calls.begin("all_gather_object", (value, f"kfcomm/{about}"), {})
         rows = await handle
         return rows, handle.contributors or ()
 

@@ -1,14 +1,15 @@
-"""How a call of a step is done in the communicator of the epoch: at first, again after a loss, or by who has a result.
+"""Runner of a step's calls in the communicator of the epoch: first posts, repeats after a loss, results from peers.
 
-What is posted here is taken up again by the `Ledger`, after each change of the epoch.
+What is posted here is posted again by `Recovery` after each change of the epoch.
 """
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import contextlib
 import math
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,54 +17,68 @@ import numpy as np
 from kfcomm.collectives.handle import Handle, looked_at
 from kfcomm.common.arguments import whole_number
 from kfcomm.core.collective import OWN_NAMES
-from kfcomm.elastic.calls import GIVEN_AS_ARRAYS, frozen, plain, restored, written
-from kfcomm.elastic.entry import Births, Entry, name_for
+from kfcomm.elastic.call_log import CallLog
+from kfcomm.elastic.calls import (
+    GIVEN_AS_ARRAYS,
+    Births,
+    CallOutcome,
+    ElasticHandle,
+    Entry,
+    Standing,
+    frozen,
+    name_for,
+    plain,
+    restored,
+    written,
+)
 from kfcomm.elastic.stripes import Array
-from kfcomm.elastic.verdicts import Key, Standing, Verdict
 from kfcomm.errors import CollectiveAborted, CollectiveError, CollectiveTimeout, EpochChanged, KfcommError, PeerLost
-from kfcomm.world.communicator import Communicator
 
 ENDED_BY_OTHERS = (CollectiveError, CollectiveAborted)
 ABORTED_S = 0.5
-"""A rank that fails ends what it has in flight, and then it leaves: so long that is waited for."""
+"""Wait for the loss of a rank after an aborted call: a rank that fails aborts its calls first, and leaves then."""
 MAX_SCRATCH = 8
-"""Pieces of one shape and dtype that are kept for calls in place."""
+"""Buffers of one shape and dtype that are cached for results in place."""
 
 
-class Posting(abc.ABC):
-    """The calls of one rank in the communicator of the epoch. Everything here runs where the engine does.
+class CallRunner:
+    """Execution of one rank's calls in the communicator of the epoch. Runs in the engine's thread.
 
     Args:
-        comm: of the epoch.
-        finishes: what no rank has finished when one is lost is done again by the others; else it fails on all.
+        log: calls of this rank.
+        start_change: starts a change of the epoch, after which calls are posted again.
+        finishes: repeat on the remaining ranks what no rank has finished when one is lost; else it fails on all.
 
     Attributes:
-        comm: of the epoch.
-        shown: births of the ranks of the step, which its calls number from 0.
+        is_changing: a change of the epoch is under way.
     """
 
-    def __init__(self, comm: Communicator, *, finishes: bool) -> None:
-        self.comm = comm
-        self.shown: Births = comm.births
+    def __init__(self, log: CallLog, start_change: Callable[[], None], *, finishes: bool) -> None:
+        self.is_changing = False
+        self.log = log
+        self._start_change = start_change
         self._finishes = finishes
-        self._entries: dict[Key, Entry] = {}
-        self._gifts: dict[Key, Verdict] = {}
         self._parts: dict[Handle[Any], int] = {}
-        self._change: asyncio.Task[None] | None = None
         self._quiet: asyncio.Future[None] | None = None
         self._scratch: dict[tuple[tuple[int, ...], str], list[Array]] = {}
 
-    @abc.abstractmethod
-    def _start_change(self) -> None:
-        """Ranks are lost: calls are taken up again when those that live have agreed on who goes on."""
-
     @property
     def _reactor(self) -> Any:
-        return self.comm._session.engine.reactor
+        return self.log.comm._session.engine.reactor
+
+    def attach(self, entry: Entry, handle: ElasticHandle) -> ElasticHandle:
+        """Give a call the handle that its caller holds."""
+        handle.withdraw = partial(self.withdraw, entry)
+        entry.outer = handle
+        return handle
+
+    def new_handle(self) -> ElasticHandle:
+        """Handle of the engine's event loop."""
+        return ElasticHandle(loop=self.log.comm._session.engine.loop)
 
     # ---------------------------------------------------------------- calls that one rank ends for all
 
-    def _withdraw(self, entry: Entry) -> bool:
+    def withdraw(self, entry: Entry) -> bool:
         """The caller of a call does not want it any more; whether it was not over.
 
         Where it has not finished it fails. While a change is under way the ranks may have told each other already how
@@ -74,35 +89,35 @@ class Posting(abc.ABC):
             self._ended(entry, inner)  # which was about to be called
             if entry.is_left:
                 return False
-        entry.why = entry.why or f"{entry.title} was cancelled on rank {self._shown_rank}"
-        if self._change is None or entry.inner is not None:
-            self._tell_holders(entry, asyncio.CancelledError())
+        entry.why = entry.why or f"{entry.title} was cancelled on rank {self.log.shown_rank}"
+        if not self.is_changing or entry.inner is not None:
+            self.tell_holders(entry, asyncio.CancelledError())
             entry.standing = Standing.FAILED
             if isinstance(entry.inner, Handle):
                 entry.inner.cancel()
         return True
 
-    def _tell_holders(self, entry: Entry, error: BaseException) -> None:
+    def tell_holders(self, entry: Entry, error: BaseException) -> None:
         """This rank has no result of its own: who has one, and waits until all have, hears it by that barrier."""
         if entry.call.kind.is_own and entry.standing is Standing.POSTED and not entry.has_told:
             entry.has_told = True
             with contextlib.suppress(KfcommError):
-                self.comm.refuse(name_for("all", entry.key), error)
+                self.log.comm.refuse(name_for("all", entry.key), error)
 
     def _refuse_part(self, entry: Entry, root: Any) -> None:
         """Post a call that its caller cancelled during a change: it keeps its place, and fails everywhere."""
         entry.standing = Standing.POSTED
-        self._tell_holders(entry, asyncio.CancelledError())
+        self.tell_holders(entry, asyncio.CancelledError())
         entry.standing = Standing.FAILED
         if entry.refusal is not None:
             error, steps = entry.refusal
-            self.comm.refuse(entry.call.get("name"), error, steps=steps)
+            self.log.comm.refuse(entry.call.get("name"), error, steps=steps)
             return
-        handle = entry.call.begin(self.comm, root, None)
+        handle = entry.call.begin(self.log.comm, root, None)
         handle.cancel()
         handle.when_done(self._reactor, looked_at)
 
-    def _wait_for_change(self, entry: Entry) -> None:
+    def wait_for_change(self, entry: Entry) -> None:
         """It is taken up again after a change; its own timeout holds meanwhile."""
         if entry.timer is None and entry.deadline_s < math.inf:
             entry.timer = self._reactor.call_at(entry.deadline_s, self._late, entry)
@@ -111,24 +126,12 @@ class Posting(abc.ABC):
         entry.timer = None
         if entry.outer is not None and not entry.is_left and entry.inner is None:
             text = f"{entry.title} timed out while the ranks agreed on the survivors of a loss"
-            entry.why = f"{text}, on rank {self._shown_rank}"
+            entry.why = f"{text}, on rank {self.log.shown_rank}"
             entry.outer.set_exception(CollectiveTimeout(text, key=entry.name))
 
     def _seconds_left(self, entry: Entry) -> float | None:
         """None for one that has a timeout of its own for each part."""
         return None if entry.deadline_s == math.inf else max(0.0, entry.deadline_s - self._reactor.time())
-
-    @property
-    def _numbering(self) -> str:
-        """Note for errors of this epoch in a step that began with other ranks."""
-        if self.comm.births == self.shown:
-            return ""
-        members = [self.shown.index(birth) for birth in self.comm.births if birth in self.shown]
-        return f" (by the numbers of epoch {self.comm.epoch}: these are ranks {members} of the step)"
-
-    @property
-    def _shown_rank(self) -> int:
-        return self.shown.index(self.comm.births[self.comm.rank])
 
     def _stop_timer(self, entry: Entry) -> None:
         if entry.timer is not None:
@@ -137,16 +140,17 @@ class Posting(abc.ABC):
 
     # ---------------------------------------------------------------- calls
 
-    def _post(self, entry: Entry, *, is_first: bool = False) -> None:
+    def post(self, entry: Entry, *, is_first: bool = False) -> None:
+        """Execute a call in this epoch, as far as what other ranks have of it allows."""
         self._stop_timer(entry)
         entry.has_told = False
-        gift = self._gift_for(entry)
-        if gift is not None and gift.giver < 0:
+        outcome = self.log.outcome_of(entry)
+        if outcome is not None and outcome.giver < 0:
             if self._root_of(entry) is not None:  # else it has failed for that, on all ranks
-                self._fail_as(entry, gift)
-        elif gift is not None:
-            self._take(entry, gift)
-        elif self.comm.births != self.shown and not self._is_done_again(entry):
+                self._fail_as(entry, outcome)
+        elif outcome is not None:
+            self._take(entry, outcome)
+        elif self.log.comm.births != self.log.shown and not self._is_done_again(entry):
             why = "it cannot be done by fewer ranks" if self._finishes else "no rank had finished it"
             self._void(entry, why)
         else:
@@ -158,18 +162,14 @@ class Posting(abc.ABC):
                 self._refuse_part(entry, root)
                 return
             left_s = None if is_first else self._seconds_left(entry)
-            self._run(entry, entry.call.begin(self.comm, root, self._scratch_for(entry), left_s))
+            self._run(entry, entry.call.begin(self.log.comm, root, self._scratch_for(entry), left_s))
 
-    def _fail_as(self, entry: Entry, gift: Verdict) -> None:
+    def _fail_as(self, entry: Entry, outcome: CallOutcome) -> None:
         """It has failed on another rank, and is done on none."""
         if self._finishes:
-            entry.refuse(CollectiveAborted(gift.why, key=entry.name))
+            entry.refuse(CollectiveAborted(outcome.why, key=entry.name))
         else:
             self._void(entry, "it had failed on another rank")
-
-    def _gift_for(self, entry: Entry) -> Verdict | None:
-        gift = self._gifts.get(entry.key)
-        return gift if gift is not None and gift.step == entry.step else None
 
     def _root_of(self, entry: Entry) -> Any:
         """Its root among the ranks of the epoch; -1 for a verb without; None if it is gone, which fails the call."""
@@ -177,11 +177,11 @@ class Posting(abc.ABC):
             return -1
         given = entry.call.get("root")
         root = whole_number(given)
-        if root is None or not 0 <= root < len(self.shown):
-            return given if self.comm.births == self.shown else len(self.comm.births)  # the verb says what is wrong
-        birth = self.shown[root]
-        if birth in self.comm.births:
-            return self.comm.births.index(birth)
+        if root is None or not 0 <= root < len(self.log.shown):
+            return given if self.log.comm.births == self.log.shown else len(self.log.comm.births)  # the verb refuses it
+        birth = self.log.shown[root]
+        if birth in self.log.comm.births:
+            return self.log.comm.births.index(birth)
         text = f"{entry.call.verb} {entry.title} failed: its root, rank {root}, is lost"
         entry.refuse(PeerLost(text, key=entry.name, rank=root))
         return None
@@ -197,6 +197,7 @@ class Posting(abc.ABC):
         return entry.scratch
 
     def _run(self, entry: Entry, handle: Handle[Any]) -> None:
+        """Follow the collective that executes a call to its end."""
         entry.inner = handle
         handle.when_done(self._reactor, lambda done: self._ended(entry, done))
 
@@ -206,23 +207,25 @@ class Posting(abc.ABC):
         entry.inner = None
         error = asyncio.CancelledError() if handle.cancelled() else handle.exception()
         if entry.standing is Standing.FAILED:
-            pass
+            pass  # its caller has heard so
         elif error is None and entry.call.kind.is_own and entry.standing is Standing.POSTED:
             entry.result, entry.standing = handle.result(), Standing.HELD
-            self._run(entry, self.comm.barrier(name_for("all", entry.key), timeout=self._seconds_left(entry)))
+            self._run(entry, self.log.comm.barrier(name_for("all", entry.key), timeout=self._seconds_left(entry)))
         elif error is None:
-            self._finish(entry, entry.result if entry.standing is Standing.HELD else handle.result(), self.comm.births)
+            result = entry.result if entry.standing is Standing.HELD else handle.result()
+            self._finish(entry, result, self.log.comm.births)
         else:
-            self._failed(entry, error)
-        self._look_if_quiet()
+            self.failed(entry, error)
+        self.look_if_quiet()
 
-    def _failed(self, entry: Entry, error: BaseException) -> None:
+    def failed(self, entry: Entry, error: BaseException) -> None:
+        """End a call by an error, or wait for the change of the epoch if the error is due to a loss."""
         if self._is_loss(error):
-            self._wait_for_change(entry)
+            self.wait_for_change(entry)
             self._start_change()
             return
-        error = _of_call(error, entry, self._numbering)
-        self._tell_holders(entry, error)
+        error = _of_call(error, entry, self.log.numbering)
+        self.tell_holders(entry, error)
         if isinstance(error, asyncio.CancelledError):
             entry.standing = Standing.FAILED
             if entry.outer is not None:
@@ -234,9 +237,9 @@ class Posting(abc.ABC):
 
     def _ended_by_others(self, entry: Entry, error: BaseException) -> None:
         """Whoever has ended it, or closed a link, may have left meanwhile: then it is done again, without that rank."""
-        if entry.standing in (Standing.POSTED, Standing.HELD) and entry.inner is None and self._change is None:
-            if self._has_lost():
-                self._wait_for_change(entry)
+        if entry.standing in (Standing.POSTED, Standing.HELD) and entry.inner is None and not self.is_changing:
+            if self.has_lost():
+                self.wait_for_change(entry)
                 self._start_change()
             else:
                 entry.refuse(error)
@@ -265,10 +268,11 @@ class Posting(abc.ABC):
         """
         if isinstance(error, (PeerLost, EpochChanged)):
             return True
-        return type(error) in ENDED_BY_OTHERS and self._has_lost()
+        return type(error) in ENDED_BY_OTHERS and self.has_lost()
 
-    def _has_lost(self) -> bool:
-        return bool(self.comm._session.engine.router.lost)
+    def has_lost(self) -> bool:
+        """Whether a rank of this epoch is lost."""
+        return bool(self.log.comm._session.engine.router.lost)
 
     def _is_done_again(self, entry: Entry) -> bool:
         """Whether those that live do it without the lost; what an ``Elastic`` itself needs between steps, always."""
@@ -276,96 +280,102 @@ class Posting(abc.ABC):
 
     def _void(self, entry: Entry, why: str) -> None:
         """It fails, as it does on all ranks that live."""
-        members = tuple(self.shown.index(birth) for birth in self.comm.births if birth in self.shown)
+        members = tuple(self.log.shown.index(birth) for birth in self.log.comm.births if birth in self.log.shown)
         text = (
-            f"{entry.call.verb} {entry.title} failed: epoch {self.comm.epoch} has begun with ranks {list(members)} "
+            f"{entry.call.verb} {entry.title} failed: epoch {self.log.comm.epoch} has begun with ranks {list(members)} "
             f"during the step, and {why}"
         )
         entry.is_void = True
-        entry.refuse(EpochChanged(text, key=entry.name, epoch=self.comm.epoch, members=members))
+        entry.refuse(EpochChanged(text, key=entry.name, epoch=self.log.comm.epoch, members=members))
         entry.heard()  # whoever has heard it from one call of the step does not wait for the others
 
     # ---------------------------------------------------------------- what was finished by some
 
-    def _take(self, entry: Entry, gift: Verdict) -> None:
+    def _take(self, entry: Entry, outcome: CallOutcome) -> None:
         """Finish a call as others have finished it; all take part, who has the result as well as who has not."""
         if entry.refusal is not None:
             entry.standing = Standing.FAILED
-            self._take_part(entry, gift)
+            self.take_part(entry, outcome)
         elif entry.is_sent:
-            self._given(entry, gift)
+            self._given(entry, outcome)
         else:
-            self._finish(entry, entry.result, gift.contributors)
+            self._finish(entry, entry.result, outcome.contributors)
 
-    def _take_part(self, entry: Entry, gift: Verdict) -> None:
+    def take_part(self, entry: Entry, outcome: CallOutcome) -> None:
         """A call that is over on this rank: its result, or this rank's part in it, is for the others."""
         try:
             if entry.refusal is not None:
                 raise entry.refusal[0]
-            self._given(entry, gift)
+            self._given(entry, outcome)
         except Exception as error:
             if entry.standing is Standing.DONE:
                 raise
-            self.comm.refuse(name_for("given", entry.key), error)  # it had failed for what this rank has given
+            self.log.comm.refuse(name_for("given", entry.key), error)  # it had failed for what this rank has given
 
-    def _given(self, entry: Entry, gift: Verdict) -> None:
-        call, root, name = entry.call, self._place(gift.giver), name_for("given", entry.key)
+    def _given(self, entry: Entry, outcome: CallOutcome) -> None:
+        call, root, name = entry.call, self.log.comm.births.index(outcome.giver), name_for("given", entry.key)
         handle: Handle[Any]
         is_here = entry.standing is Standing.DONE
         is_over = is_here or entry.standing is Standing.FAILED  # who has given it up has its part in it all the same
         left_s = None if is_over or entry.is_left else self._seconds_left(entry)
         if call.verb in GIVEN_AS_ARRAYS:
-            handle = self.comm.broadcast(entry.result if is_here else call.get("x"), root, name, timeout=left_s)
+            handle = self.log.comm.broadcast(entry.result if is_here else call.get("x"), root, name, timeout=left_s)
         else:
             is_object = call.verb.endswith("_object") or call.verb == "consensus"
             value = None if not is_here else entry.result if is_object else plain(entry.result)
-            handle = self.comm.broadcast_object(value, root, name, timeout=left_s)
+            handle = self.log.comm.broadcast_object(value, root, name, timeout=left_s)
         if is_over:
             self._parts[handle] = entry.step
             handle.when_done(self._reactor, self._part_done)
             return
         entry.inner = handle
-        handle.when_done(self._reactor, lambda done: self._gift_came(entry, gift, done))
-
-    def _place(self, birth: int) -> int:
-        return self.comm.births.index(birth)
+        handle.when_done(self._reactor, lambda done: self._received(entry, outcome, done))
 
     def _part_done(self, handle: Handle[Any]) -> None:
         self._parts.pop(handle, None)
         looked_at(handle)
-        self._look_if_quiet()
+        self.look_if_quiet()
 
-    def _gift_came(self, entry: Entry, gift: Verdict, handle: Handle[Any]) -> None:
+    def _received(self, entry: Entry, outcome: CallOutcome, handle: Handle[Any]) -> None:
         if entry.inner is handle and not handle.cancelled() and handle.exception() is None:
             verb, result = entry.call.verb, handle.result()
             entry.inner = None
             if verb not in GIVEN_AS_ARRAYS and not verb.endswith("_object") and verb != "consensus":
                 result = restored(result, entry.call.get("arrays" if verb == "all_reduce_many" else "x"))
-            self._finish(entry, result, gift.contributors)
-            self._look_if_quiet()
+            self._finish(entry, result, outcome.contributors)
+            self.look_if_quiet()
         else:
             self._ended(entry, handle)
 
     # ---------------------------------------------------------------- what is over
 
-    async def _wait_until_quiet(self) -> None:
-        """Everything in flight has ended: it does so at once, by the loss."""
-        while any(entry.inner is not None for entry in list(self._entries.values())) or self._parts:
+    async def wait_until_quiet(self) -> None:
+        """Wait until all calls in flight have ended, which the loss makes them do at once."""
+        while any(entry.inner is not None for entry in list(self.log.entries.values())) or self._parts:
             self._quiet = asyncio.get_running_loop().create_future()
             await self._quiet
 
-    def _look_if_quiet(self) -> None:
+    def look_if_quiet(self) -> None:
+        """Let ``wait_until_quiet`` look again: a call in flight has ended."""
         if self._quiet is not None and not self._quiet.done():
             self._quiet.set_result(None)
 
-    def _release(self, entry: Entry) -> None:
-        self._stop_timer(entry)
-        for one in entry.unfreeze:
-            one.setflags(write=True)
-        if entry.scratch is not None:
-            free = self._scratch.setdefault((entry.scratch.shape, entry.scratch.dtype.str), [])
-            if len(free) < MAX_SCRATCH:
-                free.append(entry.scratch)
+    def release(self, entries: Iterable[Entry]) -> None:
+        """Free what calls of past steps hold; their results can be written to again."""
+        for entry in entries:
+            self._stop_timer(entry)
+            for one in entry.unfreeze:
+                one.setflags(write=True)
+            if entry.scratch is not None:
+                free = self._scratch.setdefault((entry.scratch.shape, entry.scratch.dtype.str), [])
+                if len(free) < MAX_SCRATCH:
+                    free.append(entry.scratch)
+
+    def cancel_parts_before(self, step: int) -> None:
+        """Cancel this rank's part in calls of past steps: a rank that has not come to them will not."""
+        for handle, number in list(self._parts.items()):
+            if number < step:
+                handle.cancel()
 
 
 def _of_call(error: BaseException, entry: Entry, numbering: str) -> BaseException:

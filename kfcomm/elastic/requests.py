@@ -1,22 +1,23 @@
-"""What others ask of a running world: to be let in, or another size. The first rank hears it and makes a plan of it."""
+"""Requests to a running job, and reports of epochs to its store."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from kfcomm.errors import RendezvousError
 from kfcomm.rendezvous.folders import AGAIN_S, StoreClosed
 from kfcomm.types import ANY_SIZE, Candidate, Wanted
 from kfcomm.world.communicator import Communicator
-from kfcomm.world.epochs import NO_PLAN, Plan
+from kfcomm.world.epochs import NO_PLAN, NUM_TELLERS, Plan, tell_store
 
 logger = logging.getLogger("kfcomm")
 
 
-class Asked:
+class Requests:
     """What was asked and is not done; it is listened to while this rank is the first."""
 
     def __init__(self) -> None:
@@ -81,3 +82,42 @@ async def _until_over(hear: Callable[[], Coroutine[Any, Any, None]]) -> None:
             return
         except RendezvousError:
             await asyncio.sleep(AGAIN_S)
+
+
+TELL_WITHIN_S = 2.0
+"""Whoever leaves waits so long for a store that does not answer."""
+
+
+class EpochReports:
+    """The news of one rank's epochs, from one change to the next."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._news: tuple[tuple[int, ...], Plan] | None = None
+        """Of this epoch, unless this rank has told it."""
+        self._comm: Communicator | None = None
+
+    def begin(self, comm: Communicator, former: tuple[int, ...], plan: Plan) -> None:
+        """An epoch has begun, after one of the ranks ``former``, by this plan."""
+        self._news, self._comm = (former, plan), comm
+        comm._session.engine.loss_listeners.append(partial(self._tell, comm))
+        self._tell(comm)
+
+    def _tell(self, comm: Communicator) -> None:
+        """Tell what there is of the epoch of ``comm``, as far as it falls to this rank by now."""
+        if self._news is None or comm is not self._comm:
+            return
+        telling = tell_store(comm._session, *self._news, comm.strategy.name)
+        if comm.rank < NUM_TELLERS:
+            self._news = None
+        task = comm._session.engine.loop.create_task(telling, name="kfcomm tells the store")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Wait a moment for what is being told; nothing more is."""
+        self._news = None
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=TELL_WITHIN_S)
+        for task in self._tasks:
+            task.cancel()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kfcomm.elastic import Elastic, ElasticSampler, State
-from kfcomm.elastic.buddies import Buddies
+from kfcomm.elastic.replicas import Replicas
 from kfcomm.errors import ConfigError, EpochChanged
 from kfcomm.testing import run_ranks, run_threads, sync_world, world
 
@@ -122,7 +122,7 @@ PLACES = ["before", "told", "sent", "after"]
 
 def dying(monkeypatch: pytest.MonkeyPatch, comms: Any, place: str) -> None:
     """Rank 2 is killed at this place of its second commit."""
-    gathered, exchanged = Buddies._gathered, Buddies._exchanged
+    gathered, exchanged = Replicas._gathered, Replicas._exchanged
 
     def is_doomed(buddies: Any) -> bool:
         here = buddies._comm.current
@@ -141,8 +141,8 @@ def dying(monkeypatch: pytest.MonkeyPatch, comms: Any, place: str) -> None:
             die(comms, self._comm)
         return await exchanged(self, *args)
 
-    monkeypatch.setattr(Buddies, "_gathered", gather)
-    monkeypatch.setattr(Buddies, "_exchanged", exchange)
+    monkeypatch.setattr(Replicas, "_gathered", gather)
+    monkeypatch.setattr(Replicas, "_exchanged", exchange)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -178,13 +178,13 @@ async def test_a_commit_in_whose_midst_a_rank_dies_is_whole_or_nothing(
 @pytest.mark.asyncio
 async def test_a_copy_that_came_damaged_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     async with world(2, elastic=True) as comms:
-        exchanged = Buddies._exchanged
+        exchanged = Replicas._exchanged
 
         async def exchange(self: Any, mine: Any, offers: Any) -> Any:
             wrong = [(plan, tree, right + (self._last is not None)) for plan, tree, right in offers]
             return await exchanged(self, mine, wrong)
 
-        monkeypatch.setattr(Buddies, "_exchanged", exchange)
+        monkeypatch.setattr(Replicas, "_exchanged", exchange)
 
         async def body(elastic: Any, comm: Any, own: State, number: int) -> Any:
             complete = await elastic.commit()
@@ -205,9 +205,9 @@ async def test_newcomers_take_part_in_the_next_one() -> None:
                 async for step in elastic.steps(ElasticSampler(60, 4)):
                     assert elastic.heirs == {}
                     assert await elastic.commit()
-                    assert elastic._buddies is not None
-                    assert elastic._buddies._last is not None
-                    sizes.append(sorted(elastic._buddies._last.copies))
+                    assert elastic._replicas is not None
+                    assert elastic._replicas._last is not None
+                    sizes.append(sorted(elastic._replicas._last.copies))
                     if step.number == 1 and comm.rank == 0:
                         comers.append(asyncio.create_task(join()))
                     await asyncio.sleep(0.001)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kfcomm.elastic.verdicts import Standing, Verdict, decide
+from kfcomm.elastic.calls import CallOutcome, Standing, decide
 
 ALL = (0, 1, 2)
 DONE, HELD, FAILED = Standing.DONE, Standing.HELD, Standing.FAILED
@@ -14,7 +14,7 @@ def row(name: str, standing: Standing, number: int = 0, step: int = 5, contribut
 
 def test_what_is_done_by_one_is_done_by_all_and_the_lowest_gives_it() -> None:
     said = [(5, []), (5, [row("a", DONE)]), (5, [row("a", DONE)])]
-    assert decide(said, (4, 6, 9)) == {("a", 0): Verdict(5, 6, ALL)}
+    assert decide(said, (4, 6, 9)) == {("a", 0): CallOutcome(5, 6, ALL)}
 
 
 def test_what_stands_alike_needs_no_verdict() -> None:
@@ -23,11 +23,11 @@ def test_what_stands_alike_needs_no_verdict() -> None:
 
 
 def test_what_has_failed_on_one_has_failed_on_all_unless_it_is_done_on_another() -> None:
-    assert decide([(5, [row("a", FAILED)]), (5, [])], (0, 1)) == {("a", 0): Verdict(5, -1, (), "")}
-    assert decide([(5, [row("a", FAILED)]), (5, [row("a", DONE)])], (0, 1)) == {("a", 0): Verdict(5, 1, ALL)}
+    assert decide([(5, [row("a", FAILED)]), (5, [])], (0, 1)) == {("a", 0): CallOutcome(5, -1, (), "")}
+    assert decide([(5, [row("a", FAILED)]), (5, [row("a", DONE)])], (0, 1)) == {("a", 0): CallOutcome(5, 1, ALL)}
 
 
 def test_steps_that_are_over_are_over_for_all() -> None:
     boundary = row("boundary", DONE, number=6, step=6)
     said = [(5, [row("a", DONE), row("b", FAILED)]), (6, [boundary, row("a", HELD, number=1, step=6)])]
-    assert decide(said, (0, 1)) == {("boundary", 6): Verdict(6, 1, ALL)}
+    assert decide(said, (0, 1)) == {("boundary", 6): CallOutcome(6, 1, ALL)}

@@ -1,17 +1,10 @@
-"""The state to those who come: they tell each other what they have, the arrays travel, and all agree that they have.
-
-Each round begins with what all ranks say of their states, from which every rank finds out by itself who gives and who
-takes, and ends with what became of it. If a rank was lost on the way the others begin again. Both meetings are calls
-of the ledger, so that all ranks that live hear the same.
-
-A newcomer receives into the arrays of its state. Where every rank has a state of its own, of which the lowest one's
-is taken, that is made beside: if the lowest is lost in the midst, the next one's must be whole.
-"""
+"""State for joining ranks: agreement on its source, transfer, and the entrance to an Elastic."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import secrets
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,28 +13,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kfcomm.arrays import adapt
+from kfcomm.elastic.calls import Births
+from kfcomm.elastic.checkpoint import Checkpoint, Found
 from kfcomm.elastic.checks import unreadable
 from kfcomm.elastic.communicator import ElasticCommunicator
-from kfcomm.elastic.entry import Births
-from kfcomm.elastic.ledger import Ledger
-from kfcomm.elastic.state import (
-    State,
-    arrays_of,
-    difference,
-    fault_of,
-    load,
-    outline_of,
-    places_of,
-    plan_of,
-    small_of,
-)
+from kfcomm.elastic.dispatcher import Dispatcher
+from kfcomm.elastic.sampler import Position
+from kfcomm.elastic.state import State, arrays_of, difference, fault_of, load, outline_of, places_of, plan_of, small_of
 from kfcomm.elastic.stripes import Array, spread
 from kfcomm.errors import CollectiveError, ConfigError, KfcommError, PeerLost
+from kfcomm.world.communicator import Communicator
 
 logger = logging.getLogger("kfcomm")
 
 
-class Offer(NamedTuple):
+class StateOffer(NamedTuple):
     """What a rank says of its state.
 
     Attributes:
@@ -66,18 +52,18 @@ class Handover:
 
     Args:
         comm: of all ranks.
-        ledger: of its calls.
+        calls: of its calls.
         state: of this rank.
         program: see ``program_digest``, as it was when training began.
         options: of the ``Elastic`` of this rank, by name; those of all ranks have to be alike.
     """
 
     def __init__(
-        self, comm: ElasticCommunicator, ledger: Ledger, state: State, program: str,
+        self, comm: ElasticCommunicator, calls: Dispatcher, state: State, program: str,
         options: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self._comm = comm
-        self.ledger = ledger
+        self.calls = calls
         self._state = state
         self._program = program
         self._options = options or {}
@@ -105,7 +91,7 @@ class Handover:
         are_new = are_new or having is None
         while True:
             rows, births = await self.gathered(list(self._offer(place, wrong)), "plans")
-            offers = [Offer(*row) for row in rows]
+            offers = [StateOffer(*row) for row in rows]
             owners = [rank for rank, birth in enumerate(births) if having is None or birth in having]
             if not owners:
                 raise PeerLost("all ranks that had the state are lost before this rank had it from them")
@@ -122,15 +108,15 @@ class Handover:
                 load(self._state, arrays, first.told[1])
             return first.told[0]
 
-    def _offer(self, place: Any, wrong: str | None) -> Offer:
+    def _offer(self, place: Any, wrong: str | None) -> StateOffer:
         wrong = wrong or fault_of(self._state)
         try:
             if wrong is None:
                 said = plan_of(self._state), outline_of(self._state), [place, small_of(self._state)]
-                return Offer(*said, None, self._program, self._options)
+                return StateOffer(*said, None, self._program, self._options)
         except Exception as error:  # noqa: BLE001  whatever the caller's arrays raise, the others are told
             wrong = unreadable("the state", error)
-        return Offer([], [], [None, None], wrong, self._program, self._options)
+        return StateOffer([], [], [None, None], wrong, self._program, self._options)
 
     def _birth(self) -> int:
         current = self._comm.current
@@ -143,7 +129,7 @@ class Handover:
         """Where a taker receives."""
         return [np.empty_like(one) for one in self._views()] if having is None else places_of(self._state)
 
-    def _check_program(self, offers: Sequence[Offer], owners: Sequence[int]) -> None:
+    def _check_program(self, offers: Sequence[StateOffer], owners: Sequence[int]) -> None:
         if self._program not in {offers[rank].program for rank in owners}:
             raise ConfigError(
                 "this process runs another program than the ranks that it was to join: the file is another one, or was"
@@ -175,12 +161,12 @@ class Handover:
 
     async def gathered(self, value: Any, about: str) -> tuple[list[Any], Births]:
         """Gather a value of each living rank, with their uids; all of them call it."""
-        handle = self.ledger.begin("all_gather_object", (value, f"kfcomm/{about}"), {})
+        handle = self.calls.begin("all_gather_object", (value, f"kfcomm/{about}"), {})
         rows = await handle
         return rows, handle.contributors or ()
 
 
-def _check(offers: Sequence[Offer], ranks: Iterable[int], me: int) -> None:
+def _check(offers: Sequence[StateOffer], ranks: Iterable[int], me: int) -> None:
     """All ranks know what the others have, and so find out together whether it fits."""
     judged = [(rank, offers[rank]) for rank in ranks]
     for rank, offer in judged:
@@ -194,7 +180,7 @@ def _check(offers: Sequence[Offer], ranks: Iterable[int], me: int) -> None:
         raise ConfigError(f"the states of the ranks differ: {text}")
 
 
-def _unlike(mine: Offer, other: Offer, there: str) -> str | None:
+def _unlike(mine: StateOffer, other: StateOffer, there: str) -> str | None:
     if mine.outline == other.outline:
         return difference(mine.plan, other.plan, there)
     if mine.outline[0] != other.outline[0]:
@@ -219,7 +205,7 @@ def check_options(said: Mapping[int, Mapping[str, Any]]) -> None:
                 )
 
 
-def _fitting(offers: Sequence[Offer], owners: Sequence[int], *, are_new: bool) -> list[int]:
+def _fitting(offers: Sequence[StateOffer], owners: Sequence[int], *, are_new: bool) -> list[int]:
     """The ranks that have, or can take, the state of the owners."""
     first, programs = offers[owners[0]], {offers[rank].program for rank in owners}
     return [
@@ -241,3 +227,113 @@ def program_digest() -> str:
         return "" if path is None else hashlib.blake2b(Path(path).read_bytes(), digest_size=8).hexdigest()
     except OSError:
         return ""
+
+
+class Entrance:
+    """Of one rank.
+
+    Args:
+        comm: of those that enter.
+        handover: of its state.
+        checkpoint: that it was given.
+        options: see `Handover`.
+    """
+
+    def __init__(
+        self, comm: Communicator, handover: Handover, checkpoint: Checkpoint | None, options: dict[str, Any]
+    ) -> None:
+        self._me = comm.births[comm.rank]
+        self._births = comm.births
+        self._hosts = dict(zip(comm.births, comm.layout.hosts, strict=True))
+        self._handover = handover
+        self._checkpoint = checkpoint
+        self._options = options
+        self._told: tuple[Found, int] | None = None
+
+    async def join(self, num_old: int) -> Position:
+        """Take the state, and the place, of the first ``num_old`` ranks, which train already."""
+        return self._begun(await self._handover.carry_out(None, self._births[:num_old]))
+
+    async def begin(self) -> Position:
+        """Agree with the other ranks on the place from which all begin.
+
+        Raises:
+            ConfigError: see ``Elastic``.
+        """
+        while True:
+            holders = await self._holders()
+            if not holders:
+                place = Position(lineage=[secrets.token_hex(8)])
+                return self._begun(await self._handover.carry_out(list(place)))
+            is_reader = holders[0] == self._me
+            place, wrong = await self._read() if is_reader else (Position(), None)
+            try:
+                told = await self._handover.carry_out(list(place), holders[:1], wrong=wrong, are_new=True)
+            except PeerLost:  # who was to give it: another one does
+                continue
+            return self._begun(told)
+
+    async def _holders(self) -> Births:
+        """The ranks that see the checkpoint; empty without a checkpoint."""
+        found, wrong = await self._find()
+        said = [self._options, None if found is None else list(found), wrong]
+        rows, births = await self._handover.gathered(said, "begin")
+        for rank, (_, _, fault) in enumerate(rows):
+            if fault is not None:
+                raise ConfigError(f"rank {rank}: {fault}")
+        check_options({rank: options for rank, (options, _, _) in enumerate(rows)})
+        seen = {birth: Found(*one) for birth, (_, one, _) in zip(births, rows, strict=True) if one is not None}
+        self._check(seen, births)
+        if seen:
+            self._told = next(iter(seen.values())), min(seen)
+        return tuple(birth for birth in births if birth in seen)
+
+    def _check(self, seen: dict[int, Found], births: Births) -> None:
+        """Check that all ranks see the same checkpoint."""
+        if self._checkpoint is None:
+            return
+        name, other = self._checkpoint.name, {one: birth for birth, one in reversed(seen.items())}
+        if len(other) > 1:
+            steps = ", ".join(f"of step {one.number} on rank {births.index(birth)}" for one, birth in other.items())
+            raise ConfigError(f"checkpoint {name!r} is not the same file on all ranks: it is one {steps}; keep one")
+        if seen:
+            return
+        if self._told is not None:
+            found, birth = self._told
+            raise ConfigError(
+                f"rank {birth} is lost, which saw checkpoint {name!r} of step {found.number}, and no other rank sees"
+                " it: start the job again, with a path that leads to the same file on all hosts"
+            )
+        first = self._births[0]
+        if first not in births and self._hosts[first] not in {self._hosts[one] for one in births}:
+            raise ConfigError(
+                f"rank {first} was lost before it reported whether it sees a checkpoint {name!r}, and no rank is left "
+                "on its host that could: start the job again"
+            )
+
+    async def _find(self) -> tuple[Found | None, str | None]:
+        """This rank's view of the checkpoint, and its fault."""
+        try:
+            return (None if self._checkpoint is None else await self._checkpoint.find()), None
+        except ConfigError as error:
+            return None, str(error)
+
+    async def _read(self) -> tuple[Position, str | None]:
+        """The place of the checkpoint, whose state is taken over; and what is wrong with it."""
+        if self._checkpoint is None:
+            return Position(), None
+        try:
+            told = await self._checkpoint.read()
+            if told is None:
+                return Position(), f"checkpoint {self._checkpoint.name!r} was removed while it was read"
+            return Position.of(told)._replace(lineage=[*self._checkpoint.lineage, secrets.token_hex(8)]), None
+        except ConfigError as error:
+            return Position(), str(error)
+        except (TypeError, ValueError):
+            return Position(), f"{self._checkpoint.name} has no position from which an Elastic can resume"
+
+    def _begun(self, told: Any) -> Position:
+        place = Position.of(told)
+        if self._checkpoint is not None:
+            self._checkpoint.lineage = place.lineage
+        return place
